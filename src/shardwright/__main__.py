@@ -1,4 +1,4 @@
-"""``python -m shardwright`` is ``shardwright``."""
+"""Makes ``python -m shardwright`` the command ``shardwright``."""
 
 from shardwright.cli import main
 

@@ -1,4 +1,4 @@
-"""Acting on modules that a script may import, without importing them for all scripts."""
+"""Patches modules that a script may import, without importing them for every script."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""How many bytes of gradients are summed in one message."""
+"""The size of a gradient bucket: the bytes reduced in one message."""
 
 __all__ = ["size_of_buckets"]
 

@@ -1,6 +1,6 @@
-"""Every setting: its name, its default, its meaning and its limits.
+"""The settings: their names, defaults, meanings and limits.
 
-A planning setting that differs from its default is a *pin*: the planner keeps it. The rest it chooses.
+A planning setting that differs from its default is a *pin*: the planner keeps it, and chooses the rest.
 
 Dictionaries in the style of SageMaker's model parallel library are accepted: ``partitions``,
 ``partition_file``, ``pipeline="simple"`` (all forwards first: gpipe), ``pipeline="interleaved"`` (backward

@@ -1,4 +1,4 @@
-"""Every error that Shardwright raises on purpose.
+"""The errors that Shardwright raises on purpose.
 
 ::
 
@@ -74,7 +74,7 @@ class ShardwrightError(Exception):
 
 @contextmanager
 def library_named(name: str) -> Iterator[None]:
-    """Inside, errors say ``smp.step`` in the place of ``sw.step``, for scripts that know no other name."""
+    """Makes errors say ``smp.step`` instead of ``sw.step`` inside, for scripts with that name only."""
     before, ShardwrightError.library = ShardwrightError.library, name
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the exit codes of ``shardwright`` mean.
+"""The exit codes of ``shardwright``.
 
 ==== ==================================================================
 0    done

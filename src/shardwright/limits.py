@@ -1,4 +1,4 @@
-"""How much may be asked for: more is a slip of the keyboard, and would take hours, or all memory."""
+"""Upper limits of requests: anything beyond is a typo, and would take hours or all memory."""
 
 __all__ = [
     "MOST_BYTES",

@@ -1,7 +1,7 @@
-"""Which of several things are at hand where there is no room for all, in pure logic.
+"""Chooses which of several things to keep at hand when not all fit, in pure logic.
 
-Batches use things mostly in the order of the batch before. So what is used next can be on its way early, and
-what is used latest makes room::
+Batches mostly use things in the order of the previous batch. So the thing used next can be fetched early, and
+the thing with the farthest next use makes room::
 
     the last batch    a b c d | d c b a
     this one          a b         is used: c, on its way: d; the next use of a is the farthest, so a goes
@@ -20,7 +20,7 @@ _MOST_SKIPPED = 8
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What is to be done next.
+    """The next move.
 
     Attributes:
         item: with which thing.
@@ -32,7 +32,7 @@ class Move:
 
 
 class LiveWindow:
-    """Decides what comes and what goes; the same uses give the same decisions.
+    """Decides which things to fetch and which to release; equal uses give equal decisions.
 
     Args:
         sizes: of the things.
@@ -58,7 +58,7 @@ class LiveWindow:
         self.most = 0
 
     def begin(self) -> list[Move]:
-        """A batch begins, and nothing is at hand."""
+        """Starts a batch with nothing at hand."""
         self._at_hand.clear()
         self._forecast, self._used, self._place = _Forecast(self._used), [], 0
         return list(self._ahead(()))
@@ -88,7 +88,7 @@ class LiveWindow:
 
     @property
     def size(self) -> int:
-        """Of what is at hand, or on its way."""
+        """The size of the things at hand or on their way."""
         return sum(self._sizes[item] for item in self._at_hand)
 
     def _ahead(self, kept: Collection[int]) -> Iterator[Move]:
@@ -111,7 +111,7 @@ class LiveWindow:
         return self._forecast.next_use(item, self._place)
 
     def _make_room(self, size: int, kept: Collection[int], before: float) -> Iterator[Move]:
-        """Lets go of what is used latest, and not before a place of the forecast."""
+        """Releases what is used latest, and not before a place of the forecast."""
         while self._at_hand and self.size + size > self._capacity:
             candidates = [item for item in self._at_hand if item not in kept]
             if not candidates:
@@ -152,7 +152,7 @@ class _Forecast:
         return places[found] if found < len(places) else inf
 
     def coming(self, start: int) -> Iterator[tuple[int, int]]:
-        """What is used from a place on, each once, with the place."""
+        """The things used from a place on, each once, with the place."""
         seen = set()
         for place in range(start, len(self._uses)):
             item = self._uses[place]

@@ -1,7 +1,6 @@
 """The grid of ranks: named axes, coordinates and groups, in pure arithmetic.
 
-The world is a grid whose axes are listed from the one that varies slowest over the ranks to the one that
-varies fastest:
+The world is a grid. Its axes, from the slowest varying over the ranks to the fastest:
 
     ============ ====================================================================
     pp           the stages of one replica of the model
@@ -23,8 +22,8 @@ dp_replicate, dp_shard, cp and ep, in this order. Eight ranks, 2 stages and 4 re
 
 "cluster" keeps the stages of a replica on neighbouring ranks, "spread" puts them as far apart as possible.
 
-A group holds the ranks that differ along some axes only. One axis gives a group, several give one, and so do
-the unions that have names:
+A group holds the ranks that differ only along some axes. Each single axis gives a group, and so do these
+named unions of axes:
 
     ===== ======================= ==================================================
     rdp   dp_replicate, dp_shard  replicas: ranks with batches of their own

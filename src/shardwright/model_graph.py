@@ -1,4 +1,4 @@
-"""What a model does, as plain data: its units, the tensors that flow between them, its parameters.
+"""A model as plain data: its units, the tensors between them, its parameters.
 
 A *unit* is the smallest module that is placed on a stage. A step function calls units, and between the calls
 it applies light operations (*glue*: residual additions, reshapes, the loss). Both are nodes of the graph, in

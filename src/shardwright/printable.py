@@ -1,8 +1,8 @@
-"""Text of others on a console or a page: names from files, from folders, from a script.
+"""Makes foreign text safe to show: names from files, folders or a script, on a console or a page.
 
 A terminal obeys some characters instead of showing them: an escape sequence clears the screen or sets its
-title, a line break makes a second line that looks like ours, a mark of direction has a name read backwards.
-Here they become what JSON writes for them, such as ``\\u001b``; so JSON that passes through stays JSON.
+title, a line break adds a line that looks like ours, a direction mark makes a name read backwards. Here they
+become their JSON escapes, such as ``\\u001b``; so JSON that passes through stays JSON.
 """
 
 import reprlib

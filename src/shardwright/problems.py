@@ -1,4 +1,4 @@
-"""What pydantic finds wrong, in our own words: one line for each problem."""
+"""Words the problems that pydantic finds as our own: one line each."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches

@@ -1,6 +1,7 @@
-"""What units cost: seconds and bytes, measured or estimated; one record for units, stages and predictions.
+"""The measured or estimated cost of units, in seconds and bytes; one record serves all.
 
-Units of one *cost class* (same class of module, same shapes) cost the same and are measured once.
+Units, stages and predictions use the same record. Units of one *cost class* (same class of module, same
+shapes) cost the same and are measured once.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ Provenance = Literal["measured", "estimated"]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds and bytes; those of pieces that run one after the other add up.
+    """Seconds and bytes; the costs of consecutive pieces add up.
 
     Attributes:
         forward_s: seconds of the forward.

@@ -1,7 +1,7 @@
-"""How parameters are cut into shards, in pure arithmetic.
+"""The layout of sharded parameters, in pure arithmetic.
 
-A parameter is cut along its first dimension into as many pieces as there are shards, all of the same number
-of rows but for the last ones, which may have fewer or none (as `torch.chunk` and FSDP2 cut). In memory every
+A parameter is cut along its first dimension into one piece per shard. All pieces have the same number of
+rows, except the last ones, which may have fewer or none (as `torch.chunk` and FSDP2 cut). In memory every
 piece takes the same room::
 
     parameter of 5 rows, 2 shards        piece 0: rows 0, 1, 2      piece 1: rows 3, 4 (room for 3)

@@ -1,4 +1,4 @@
-"""Seconds, bytes and counts: format and parse.
+"""Formats and parses seconds, bytes and counts.
 
 GiB = 2**30 bytes, GB = 10**9 bytes.
 """

@@ -1,4 +1,4 @@
-"""What a piece of a model computes and moves in its forward: counts that add up, whatever the machine."""
+"""The work of a piece of a model in its forward: machine-independent counts that add up."""
 
 from dataclasses import dataclass, fields
 from typing import Any

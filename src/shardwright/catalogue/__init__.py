@@ -1,4 +1,4 @@
-"""Models as data: known architectures, and those of configuration files; no framework is imported."""
+"""Models as data: known architectures, and those of configuration files; no framework."""
 
 from shardwright.catalogue.architectures import ARCHITECTURES, find_architecture
 from shardwright.catalogue.convolutional import CONVOLUTIONAL

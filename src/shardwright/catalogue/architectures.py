@@ -1,4 +1,4 @@
-"""Architectures by name."""
+"""The known architectures, by name."""
 
 import difflib
 from dataclasses import replace

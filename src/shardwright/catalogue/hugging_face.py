@@ -1,4 +1,4 @@
-"""Architectures from the configuration files of Hugging Face's models."""
+"""Reads architectures from Hugging Face configuration files."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -52,7 +52,7 @@ class _Fields:
         return found
 
     def layers(self, *names: str, default: int | None = None) -> int:
-        """A number of layers, each of which is walked through."""
+        """A checked number of layers, since code walks through each of them."""
         found = self.number(*names, default=default)
         if found > _MOST_LAYERS:
             raise ConfigError(f"{names[0]} is {found}, but it must be at most {_MOST_LAYERS}.")

@@ -1,4 +1,4 @@
-"""A model as a chain of layers: what any network comes down to when it is cut into stages."""
+"""A model as a chain of layers, the form in which any network is cut into stages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ __all__ = ["Layer", "LayerChain"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """What one layer does for one sample.
+    """The work of one layer for one sample.
 
     Attributes:
         name: for display.

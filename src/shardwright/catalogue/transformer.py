@@ -1,4 +1,4 @@
-"""Transformers as numbers: what a configuration says, and how many parameters that makes."""
+"""Transformers as numbers: their configuration, and the parameters that it makes."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: their format, how they are committed and verified. Knows no framework.
+"""Checkpoints on disk: format, commit, verification. Knows no framework.
 
 ::
 

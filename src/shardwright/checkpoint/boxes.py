@@ -1,7 +1,7 @@
-"""Boxes in a tensor: where pieces of it lie.
+"""Boxes: the positions of a tensor's pieces.
 
-A piece of a tensor is a box: an offset and a length in every dimension. What replicas share of an optimizer's
-state is a range of the flattened tensor, which is made of a few boxes::
+A piece of a tensor is a box: an offset and a length in every dimension. A replica's share of optimizer state
+is a range of the flattened tensor, which consists of a few boxes::
 
     tensor of shape (4, 3), elements 2 to 9      . . a
                                                  b b b      three boxes: a, b, c
@@ -51,7 +51,7 @@ class Box:
         return all(o >= 0 and n >= 0 and o + n <= whole for o, n, whole in places)
 
     def common(self, other: "Box") -> "Box | None":
-        """What is in both; None where nothing is."""
+        """The intersection of both; None if it is empty."""
         offset, shape = [], []
         for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
             start, stop = max(a, b), min(a + n, b + m)
@@ -102,7 +102,7 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[B
 
 
 def covered_once(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether every element of a tensor is in exactly one of these boxes, all of which lie in it.
+    """Whether these boxes lie in a tensor and cover each of its elements exactly once.
 
     >>> covered_once((4,), [Box((0,), (3,)), Box((3,), (1,))])
     True

@@ -1,7 +1,7 @@
-"""The file that says which checkpoints there are. A checkpoint that it does not name is invisible.
+"""The file that lists the committed checkpoints. A checkpoint that it does not name is invisible.
 
-It is replaced as a whole, and has a checksum of its own: it is never half written, and no flipped byte in it
-makes a checkpoint disappear unnoticed.
+It is replaced as a whole and has its own checksum: it is never half written, and no flipped byte hides a
+checkpoint unnoticed.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Everything that a checkpoint does to a disk, in one place.
+"""Every disk operation of a checkpoint, in one place.
 
-A test kills the process, or has the disk fill up, at any of these operations: see
+Tests kill the process, or fill the disk, at each of these operations: see
 ``tests/unit/checkpoint/test_torn.py``.
 """
 
@@ -18,7 +18,7 @@ _CHUNK = 4 * 2**20
 
 
 class Written:
-    """What was written to a file.
+    """The record of a written file.
 
     Attributes:
         size: in bytes.
@@ -72,7 +72,7 @@ class NewFile:
         return len(view)
 
     def flush(self) -> None:
-        """Does nothing: what was written is with the system already."""
+        """Does nothing: the system already has what was written."""
 
 
 class Disk:
@@ -163,7 +163,7 @@ class Disk:
         path.unlink()
 
     def remove_folder(self, path: Path) -> None:
-        """Removes a folder and what is in it."""
+        """Removes a folder and its content."""
         self._before("remove", path)
         shutil.rmtree(path)
 

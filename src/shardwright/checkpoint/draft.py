@@ -1,4 +1,4 @@
-"""A checkpoint that is being written: invisible until it is committed."""
+"""A checkpoint during its write: invisible until it is committed."""
 
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path

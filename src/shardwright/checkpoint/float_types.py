@@ -1,6 +1,6 @@
-"""Turns floating-point numbers of one type into those of another, as bytes, the way PyTorch does it.
+"""Converts raw bytes between floating-point types, as PyTorch does.
 
-numpy has no BF16 and no types of 8 bits. All ways lead through F32, which holds each of the small types
+numpy has no BF16 and no 8-bit types. All conversions go through F32, which holds each of the small types
 exactly; F64 is rounded to F32 first, as in PyTorch.
 """
 
@@ -56,7 +56,7 @@ def converted(data: bytes | bytearray | memoryview, *, source: str, target: str)
 
 @dataclass(frozen=True, slots=True)
 class NotFinite:
-    """What is wrong with some numbers.
+    """Which kinds of non-finite numbers there are among some.
 
     Attributes:
         nan: some are no numbers.

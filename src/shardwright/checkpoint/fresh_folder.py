@@ -1,4 +1,4 @@
-"""A folder that is there with everything in it, or not at all."""
+"""Creates a folder with all its content, or not at all."""
 
 import contextlib
 import secrets

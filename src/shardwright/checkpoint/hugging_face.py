@@ -1,4 +1,4 @@
-"""Writes the model of a checkpoint as the files that ``from_pretrained`` of Hugging Face reads.
+"""Writes a checkpoint's model as files for Hugging Face's ``from_pretrained``.
 
 ::
 
@@ -41,7 +41,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was written.
+    """The written files.
 
     Attributes:
         files: names of the files, in the order in which they were written.

@@ -1,4 +1,4 @@
-"""Makes a checkpoint of a model that another library has saved."""
+"""Makes a checkpoint of a model saved by another library."""
 
 import contextlib
 import json

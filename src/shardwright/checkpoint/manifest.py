@@ -1,4 +1,4 @@
-"""The list of what belongs to a checkpoint: size and checksum of every file."""
+"""The manifest of a checkpoint: size and checksum of every file."""
 
 import json
 import re
@@ -83,7 +83,7 @@ class FileEntry(Record):
 
 
 class Manifest(Record):
-    """What belongs to a checkpoint.
+    """The list of a checkpoint's files.
 
     Attributes:
         format: what it is.

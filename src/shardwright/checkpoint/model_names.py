@@ -1,4 +1,4 @@
-"""Names of a model's tensors: in a checkpoint, and in files of other libraries."""
+"""Maps the names of a model's tensors between a checkpoint and files of other libraries."""
 
 from collections.abc import Iterable
 

@@ -1,8 +1,8 @@
-"""Finds the files of a model that is to be imported, in a folder of which nobody vouches for anything.
+"""Finds the files of a model to import, in an untrusted folder.
 
-A folder of Hugging Face has one file, or several with an index that says which tensor is where. Names in the
-index are those of files in the same folder, never a path to elsewhere. Links are refused, but for those that
-Hugging Face's own cache has::
+A Hugging Face folder has one file, or several with an index that says which tensor is where. Names in the
+index are file names in the same folder, never a path elsewhere. Links are refused, except those of Hugging
+Face's own cache::
 
     models--NAME/snapshots/REVISION/model.safetensors -> ../../blobs/0f1e...
 """
@@ -52,7 +52,7 @@ _USUAL = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFile:
-    """What a file of a model has.
+    """The content of a model file.
 
     Attributes:
         path: of the file, for messages.
@@ -133,7 +133,7 @@ def find_model(source: Path) -> FoundModel:
 
 
 def read_tensor_file(path: Path) -> ModelFile:
-    """What a file of safetensors has; nothing of the tensors is read yet.
+    """The content of a safetensors file; no tensor is read yet.
 
     Raises:
         CheckpointError: it cannot be read.

@@ -1,4 +1,4 @@
-"""The tensors of the model in a checkpoint, as another library is to get them."""
+"""The model tensors of a checkpoint, in the form that another library gets."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -21,7 +21,7 @@ _CHUNK = 8 * 2**20
 
 
 class ModelTensors:
-    """What a checkpoint has of the model, whole, whatever the parts in which it was saved.
+    """The model tensors of a checkpoint, whole, whatever layout saved them.
 
     Args:
         saved: the checkpoint, verified.

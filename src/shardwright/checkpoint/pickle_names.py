@@ -1,6 +1,6 @@
-"""Which functions and classes a pickle names, found without running any of it.
+"""Lists the functions and classes that a pickle names, without running it.
 
-A pickle is a program: it can call whatever it names. Files of tensors name very few things.
+A pickle is a program: it can call whatever it names. Tensor files name very few things.
 """
 
 import io

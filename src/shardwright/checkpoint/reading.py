@@ -1,7 +1,7 @@
-"""Tells errors of the system that are of a file from those that are of the process that reads it.
+"""Tells system errors of a file from those of the process that reads it.
 
-A file that the disk does not give back is damaged. But a process that has too many files open, or may not
-read here, knows nothing about the checkpoint: to leave it out, or to put it aside, would lose a sound one.
+A file that the disk cannot return is damaged. But a process with too many open files, or without permission
+to read, learns nothing about the checkpoint: skipping it, or setting it aside, would lose a sound one.
 """
 
 import errno

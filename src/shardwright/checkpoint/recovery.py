@@ -1,4 +1,4 @@
-"""Makes a list of checkpoints anew that is missing or damaged, from the folders that are whole.
+"""Rebuilds a missing or damaged list of checkpoints from the folders that are whole.
 
 ::
 
@@ -9,7 +9,8 @@
                      a crash leaves this: there is still no list, and recovery can be repeated
     replace COMMITTED
 
-What a list leaves out is removed by the next run, as what a crash has left; so it is put aside first.
+The next run removes checkpoints that the list omits, as remains of a crash; so recovery sets them aside
+first.
 """
 
 import os
@@ -32,7 +33,7 @@ __all__ = ["FolderFound", "Order", "recover"]
 
 
 class Order(StrEnum):
-    """By what checkpoints are put in order."""
+    """The sort key of checkpoints."""
 
     STEP = "step"
     TIME = "time"
@@ -40,7 +41,7 @@ class Order(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FolderFound:
-    """What became of a folder.
+    """The outcome for one folder.
 
     Attributes:
         name: of it, when it was found.
@@ -69,7 +70,7 @@ class _Whole:
 
 
 def recover(root: Path, *, order: Order | None = None, disk: Disk | None = None) -> tuple[FolderFound, ...]:
-    """Makes the list of checkpoints anew, and puts aside what is not whole. Nobody else may be saving.
+    """Rebuilds the list of checkpoints, and sets damaged ones aside. Nobody else may be saving.
 
     Args:
         root: the folder of checkpoints.

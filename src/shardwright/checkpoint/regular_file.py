@@ -1,4 +1,4 @@
-"""Opens files of which nobody vouches that they are files: no link to elsewhere, no device, no pipe."""
+"""Opens untrusted paths only if they are regular files: no link elsewhere, no device, no pipe."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""JSON from a file that nobody vouches for: limits on its size and depth, no name twice."""
+"""Reads JSON from an untrusted file: limits on size and depth, no name twice."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""A committed checkpoint, opened to be read."""
+"""A committed checkpoint, opened for reading."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ LARGEST_TEXT = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What a piece on disk has of a part that somebody wants.
+    """The overlap of a piece on disk with a requested part.
 
     Attributes:
         source: in the piece.

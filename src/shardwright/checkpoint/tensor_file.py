@@ -1,4 +1,4 @@
-"""Files of tensors, in the layout of safetensors: https://github.com/huggingface/safetensors.
+"""Tensor files in the safetensors layout: https://github.com/huggingface/safetensors.
 
 ::
 
@@ -6,8 +6,8 @@
     n bytes                 JSON: name -> {dtype, shape, data_offsets: [begin, end]}
     rest                    the tensors, one behind the other
 
-We write it piece by piece from the memory of the tensors, hashing on the way, and read any part of it in
-place. Tests read with the safetensors library what we write, and the other way round.
+We write the file piece by piece from the tensors' memory, hashing on the way, and read any part of it in
+place. Tests read our files with the safetensors library, and its files with ours.
 """
 
 import json

@@ -1,6 +1,7 @@
-"""Where the pieces of every tensor of a checkpoint lie.
+"""The index of a checkpoint: the positions of every tensor's pieces.
 
-Nothing here depends on who saved: a tensor has its full name and global shape, and a piece of it is a box.
+The index does not depend on who saved: a tensor has its full name and global shape, and a piece of it is a
+box.
 """
 
 from collections.abc import Iterable, Mapping

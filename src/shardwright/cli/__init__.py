@@ -1,8 +1,8 @@
 """The command line: ``shardwright COMMAND``.
 
-A command is a function of its own file in ``commands/`` (``why-not`` in ``why_not.py``), and a line in
-`COMMANDS`; a group of commands is an application of its own file. Only the command that is asked for is
-imported, so that ``shardwright --help`` answers at once.
+A command is a function in its own file in ``commands/`` (``why-not`` in ``why_not.py``), and a line in
+`COMMANDS`; a group of commands is an application in its own file. Only the requested command is imported, so
+that ``shardwright --help`` answers at once.
 """
 
 import sys

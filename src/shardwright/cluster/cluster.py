@@ -1,4 +1,4 @@
-"""Devices, their memory and peak rates, and the links between them."""
+"""A cluster: devices, their memory and peak rates, and the links between them."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ __all__ = ["Cluster", "Device", "Link"]
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What one rank computes with.
+    """The device of one rank.
 
     Attributes:
         name: for display.

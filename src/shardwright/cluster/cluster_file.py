@@ -1,4 +1,4 @@
-"""Machines as a file: what ``shardwright probe`` measures, and what a person writes or edits.
+"""Machines as a file, measured by ``shardwright probe`` or written by hand.
 
 ::
 
@@ -19,7 +19,7 @@
       link_Bps: 2.5e+10             # of an accelerator to others of its node, one direction
       network_Bps: 1.25e+9          # of the node, one direction
 
-Where a field is not given, what `NodeKind` and `Accelerator` say counts.
+A missing field has the default of `NodeKind` or `Accelerator`.
 """
 
 import os

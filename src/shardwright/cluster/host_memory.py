@@ -1,4 +1,4 @@
-"""Memory of the present host, or what its container leaves of it."""
+"""The memory of the current host, or its container's share of it."""
 
 import os
 from pathlib import Path

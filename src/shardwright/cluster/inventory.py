@@ -1,7 +1,7 @@
-"""Which machines there are, of which kinds: what a topology is searched for.
+"""An inventory of machines by kind, the input of a topology search.
 
-A `Cluster` is what one run sees of its machines, rank by rank. An `Inventory` comes before: kinds of nodes
-with data-sheet or measured rates, and how many there are of each.
+A `Cluster` is one run's view of its machines, rank by rank. An `Inventory` comes before: kinds of nodes with
+data-sheet or measured rates, and the number of each.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
-    """What one rank computes with.
+    """The accelerator of one rank.
 
     Attributes:
         name: such as ``A100-80GB``.

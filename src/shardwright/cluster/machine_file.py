@@ -1,4 +1,4 @@
-"""Machines as a file: what `shardwright plan make --machine` reads.
+"""Machines as a file, for `shardwright plan make --machine`.
 
 ::
 

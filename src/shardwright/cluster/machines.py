@@ -1,4 +1,4 @@
-"""Machines as a command takes them, by name or as a file; and what their memory has room for."""
+"""Machines on a command line, by name or as a file; and what fits in their memory."""
 
 from pathlib import Path
 

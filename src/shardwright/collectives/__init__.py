@@ -1,4 +1,4 @@
-"""Collectives as pure data: who copies, sums, sends and receives what, and what it costs."""
+"""Collectives as pure data: each rank's copies, sums, sends and receives, and their cost."""
 
 from shardwright.collectives.algorithms import (
     all_gather,

@@ -1,11 +1,11 @@
-"""The collectives, as rows of steps.
+"""The algorithms of the collectives, as rows of steps.
 
-Long ones go in chunks, so that links between nodes and inside of them are busy at once::
+Long collectives run in chunks, so that links between and inside nodes are busy at once::
 
     between nodes   | chunk 0 | chunk 1 | chunk 2 |
     inside                    | chunk 0 | chunk 1 | chunk 2 |
 
-With a topology of one rank a node, everything goes over links between nodes: that is the flat form.
+In a topology with one rank per node, all data crosses links between nodes: that is the flat form.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""Which algorithms a group takes by size, and where one gives way to another: for people to read."""
+"""A readable table of a group's algorithms by size, and where one gives way to another."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Which algorithm a collective takes: the one whose rows cost least, for this group and this size."""
+"""Chooses the algorithm of a collective: the cheapest rows for this group and size."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence

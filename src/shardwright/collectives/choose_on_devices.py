@@ -1,4 +1,4 @@
-"""How a collective on accelerators goes: over all ranks at once, as NCCL does it, or in hops over nodes.
+"""Chooses how an accelerator collective runs: over all ranks by NCCL, or in hops over nodes.
 
 ::
 
@@ -7,7 +7,7 @@
     all-reduce       inside ──▶ across ──▶ inside           inside: the ranks of a node, all nodes at the same
     broadcast        across ──▶ inside                              time
 
-In chunks, the hops of one go while the other links have the next one.
+With chunks, one chunk's hop overlaps the next chunk's hop on the other links.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The algorithms of one group, chosen and kept by size."""
+"""Caches the chosen algorithms of one group by size."""
 
 from collections import OrderedDict
 from collections.abc import Collection
@@ -15,7 +15,7 @@ _MOST_ROUTINES = 512
 
 
 class Chooser:
-    """Chooses for one rank; all ranks of the group come to the same choices.
+    """Chooses for one rank; all ranks of the group make the same choices.
 
     Args:
         topology: which ranks share a node.

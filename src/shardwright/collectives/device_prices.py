@@ -1,4 +1,4 @@
-"""What collectives of NCCL take where nobody has measured them."""
+"""Default prices of NCCL collectives, where there is no measurement."""
 
 import math
 

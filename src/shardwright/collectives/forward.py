@@ -1,4 +1,4 @@
-"""The broadcast of one chunk: from node to node, and inside of each to all of its ranks.
+"""Broadcasts one chunk: from node to node, and inside each node to all its ranks.
 
 ::
 
@@ -9,7 +9,7 @@
        ▼                      ▼                      ▼
     all copy it out of the memory of their node               (2)
 
-Each node receives a chunk once and sends it once, while the next one comes in.
+Each node receives a chunk once and sends it once, while the next one arrives.
 """
 
 from collections.abc import Iterator

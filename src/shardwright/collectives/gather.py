@@ -1,4 +1,4 @@
-"""The all-gather of one chunk: every rank has a piece of it, and gets the pieces of all.
+"""All-gathers one chunk: every rank has one piece, and gets the pieces of all.
 
 ::
 
@@ -9,8 +9,8 @@
        ▼                                   ▼
     0 1 2 3 copied out by each rank     0 1 2 3     (2) inside of the node; what came is where it belongs
 
-Each byte comes to a node once: (p - k) / p of the whole for p ranks, k of them on the node. No algorithm
-takes fewer.
+Each byte enters a node once: (p - k) / p of the whole for p ranks, k of them on the node. No algorithm sends
+fewer.
 """
 
 from collections.abc import Callable

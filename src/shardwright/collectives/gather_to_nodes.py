@@ -1,4 +1,4 @@
-"""The all-gather of several tensors into memory that the ranks of a node share.
+"""All-gathers several tensors into memory shared by the ranks of a node.
 
 ::
 
@@ -6,7 +6,7 @@
     rank 0 ── pieces 0 ──────────────────────▶  memory of node 1
     rank 1 ── pieces 1 ──────────────────────▶  0 1 2 3 of the first tensor, 0 1 2 3 of the second, ...
 
-Each byte comes to a node once, and stays where it comes: nothing is copied inside of a node but each rank's
+Each byte enters a node once, and stays where it arrives: nothing is copied inside a node except each rank's
 own pieces.
 """
 

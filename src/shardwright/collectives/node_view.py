@@ -1,4 +1,4 @@
-"""What one rank sees of a collective: its node, and who handles what on the way between nodes."""
+"""One rank's view of a collective: its node, and the handlers of each piece between nodes."""
 
 from collections.abc import Callable, Iterator
 

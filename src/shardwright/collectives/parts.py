@@ -1,4 +1,4 @@
-"""How a range of elements is divided over ranks and chunks."""
+"""Divides a range of elements over ranks and chunks."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""How long the rows of a collective take: the same rows that the ranks run, played with prices.
+"""Prices the rows of a collective: replays the rows that ranks run, with prices.
 
 ::
 

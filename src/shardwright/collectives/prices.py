@@ -1,4 +1,4 @@
-"""What the steps of a collective cost: alpha seconds each, and beta seconds a byte."""
+"""The prices of a collective's steps: alpha seconds each, and beta seconds per byte."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePrices:
-    """What collectives of NCCL take on accelerators: a line each, over the bytes of the whole.
+    """The prices of NCCL collectives on accelerators: a line each, over the bytes of the whole.
 
     The whole of a collective is its largest tensor: an all-gather's output, a reduce-scatter's input.
 
@@ -72,7 +72,7 @@ class DevicePrices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """What a group's ranks pay.
+    """The prices for a group's ranks.
 
     Attributes:
         own: what our collectives take on top of their steps, by the bytes of the whole; negative where steps

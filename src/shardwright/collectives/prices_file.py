@@ -1,4 +1,4 @@
-"""Prices as a file: what ``shardwright probe`` writes, and what `SHARDWRIGHT_PRICES` names."""
+"""Prices as a file: ``shardwright probe`` writes it, `SHARDWRIGHT_PRICES` names it."""
 
 import os
 from dataclasses import asdict

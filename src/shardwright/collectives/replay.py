@@ -1,8 +1,8 @@
-"""Plays the rows of all ranks, and proves that they fit one another.
+"""Replays the rows of all ranks, and proves that they fit together.
 
-Rows fit if they come to their ends although a message only moves once it is both sent and expected, and if no
-two ranks, or a rank and a message, use the same elements at the same time. What happens before what is known
-from the rows alone::
+Rows fit if they all finish although a message moves only once it is both sent and expected, and if no two
+ranks, or a rank and a message, use the same elements at the same time. The order of events follows from the
+rows alone::
 
     rank 0   Copy to SHARED ── Tell ─┐
     rank 1                           └─ Hear ── Copy from SHARED       ordered: no race
@@ -66,7 +66,7 @@ class _Access:
 
 @dataclass(slots=True)
 class Replay:
-    """What came of it.
+    """The outcome of a replay.
 
     Attributes:
         elements: of each memory, by index: what each element is the sum of.

@@ -10,7 +10,7 @@ __all__ = ["Routine"]
 
 @dataclass(frozen=True, slots=True)
 class Routine:
-    """What one rank does in a collective.
+    """The steps of one rank in a collective.
 
     Attributes:
         steps: in order.

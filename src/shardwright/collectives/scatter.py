@@ -1,4 +1,4 @@
-"""The reduce-scatter of one chunk: every rank has a piece for each, and gets the sum of those for itself.
+"""Reduce-scatters one chunk: every rank has a piece for each rank, and gets the sum of its own.
 
 The mirror of the all-gather::
 
@@ -47,7 +47,7 @@ class Scatter:
         self._departures: dict[int, list[Left]] = {}
 
     def begin(self, chunk: int, pieces: Place) -> None:
-        """Sends what this rank sums for other nodes, and says where their sums go.
+        """Sends this rank's sums for other nodes, and says where their sums go.
 
         Nobody may read this part of the shared memory any more: see `reuse`.
 

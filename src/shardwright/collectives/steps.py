@@ -1,7 +1,7 @@
-"""What a rank does in a collective, step by step.
+"""The steps of a rank in a collective.
 
 A row of steps is pure data: the communication thread runs it (`shardwright.comm`), `replay` proves that the
-rows of all ranks fit one another, and `price` adds up what they cost.
+rows of all ranks fit together, and `price` adds up their costs.
 
 ::
 
@@ -10,8 +10,8 @@ rows of all ranks fit one another, and `price` adds up what they cost.
     SCRATCH sums that are on their way      each rank its own
     SHARED  seen by all ranks of a node     one a node
 
-Messages between two ranks keep their order. Ranks of a node tell one another how far they are: `Tell` counts
-up what this rank has said, `Hear` waits until another rank has said so much.
+Messages between two ranks keep their order. Ranks of a node signal their progress to one another: `Tell`
+counts up this rank's signals, `Hear` waits until another rank's count is high enough.
 """
 
 from collections import Counter
@@ -85,7 +85,7 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Takes what a rank of another node sends; nobody reads it until it has arrived."""
+    """Receives data from a rank of another node; nobody reads it before it has arrived."""
 
     peer: int
     span: Span
@@ -179,7 +179,7 @@ class Row:
             self.steps.append(Tell())
 
     def hear(self, what: str, chunk: int, peers: Sequence[int] | None = None) -> None:
-        """Waits until ranks of the node, by default all others, have told what this one told before."""
+        """Waits until ranks of the node, by default all others, have reached this rank's count of signals."""
         for peer in self._peers if peers is None else peers:
             if peer != self.rank:
                 self.steps.append(Hear(peer, self._told[what, chunk]))

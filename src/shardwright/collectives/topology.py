@@ -1,4 +1,4 @@
-"""Which ranks of a group share a host."""
+"""The topology of a group: which ranks share a host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Topology:
 
     @classmethod
     def from_hosts(cls, hosts: Sequence[str]) -> "Topology":
-        """The topology of ranks of which each says where it is."""
+        """The topology of ranks that each report their host."""
         nodes: dict[str, list[int]] = {}
         for rank, host in enumerate(hosts):
             nodes.setdefault(host, []).append(rank)
@@ -58,7 +58,7 @@ class Topology:
         return tuple(by_rank[rank] for rank in range(len(by_rank)))
 
     def flat(self) -> "Topology":
-        """The same ranks, of which none shares memory with another."""
+        """The same ranks without shared memory."""
         return Topology(tuple((rank,) for rank in range(self.num_ranks)))
 
     def local(self, rank: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""How ranks find each other and talk: the environment, process groups, messages.
+"""Communication: launch environment, process groups, messages, collectives.
 
 Import the modules themselves; `shardwright.comm.identity.environment` needs no torch.
 """

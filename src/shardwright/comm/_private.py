@@ -1,4 +1,4 @@
-"""Parts of torch.distributed without a public name: what for, and the torch versions they were tried on.
+"""Private parts of torch.distributed: each with its use and the torch versions it was tried on.
 
 ========================================  =========================================================  ========
 name                                      what for                                                   tried on

@@ -1,4 +1,4 @@
-"""Seconds and bytes of a training step in closed form, for many candidates at once."""
+"""Prices a training step in closed form, in seconds and bytes, for many candidates at once."""
 
 from shardwright.costs.calibration import Calibration, calibration_of, calibration_of_nodes, known_runtimes
 from shardwright.costs.chain import chain_bytes, chain_seconds, mixed_chain

@@ -1,4 +1,4 @@
-"""What one transformer block, and the head, take on one rank for one microbatch.
+"""The cost of a transformer block, and of the head, on one rank for one microbatch.
 
 Products of matrices (M, K) and (K, N) take::
 

@@ -1,4 +1,4 @@
-"""The efficiencies that ship with the package, and what errors predictions by them have."""
+"""The efficiencies that ship with the package, and the errors of predictions by them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

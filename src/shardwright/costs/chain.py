@@ -1,11 +1,11 @@
-"""Seconds and bytes of a training step of a chain of layers, for many candidates at once.
+"""The cost of a training step of a chain of layers, in seconds and bytes, for many candidates.
 
 A layer of a microbatch of b samples takes, forward::
 
     kernels + b * FLOPs / (peak * efficiency) + (b * numbers moved + parameters) * width / bandwidth
 
-and twice as much backward, half of it for gradients of weights. Stages are consecutive layers: for every
-number of stages, those whose slowest is fastest, on the nodes that each of them lies on.
+and twice as much backward, half of it for weight gradients. Stages are consecutive layers: for every number
+of stages, the cuts whose slowest stage is fastest, on the nodes that each stage occupies.
 """
 
 from collections.abc import Callable, Iterator, Sequence

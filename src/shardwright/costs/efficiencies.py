@@ -1,4 +1,4 @@
-"""How much of a peak rate is reached, and what runtimes take on top: the parameters that are calibrated."""
+"""The calibrated parameters: achieved fractions of peak rates, and overheads of runtimes."""
 
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -9,7 +9,7 @@ __all__ = ["OF_ACCELERATORS", "PRIORS", "Efficiencies", "Prior"]
 
 
 class Prior(NamedTuple):
-    """What is known of a parameter before anything is measured: a log-normal distribution.
+    """The prior of a parameter before any measurement: a log-normal distribution.
 
     Attributes:
         median: of it.

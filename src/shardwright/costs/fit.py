@@ -1,8 +1,8 @@
-"""Fits efficiencies to runs that were measured.
+"""Fits efficiencies to measured runs.
 
-A parameter of the accelerators is one number for all runs; a parameter of runtimes is one for each runtime.
-The fit is the most likely set of them: least squares on ``log(predicted / measured)``, with the logarithms of
-the parameters drawn to their priors. No parameter belongs to a run or to a model.
+An accelerator parameter is one number for all runs; a runtime parameter is one for each runtime. The fit is
+the most likely set of them: least squares on ``log(predicted / measured)``, with the logarithms of the
+parameters drawn to their priors. No parameter belongs to a run or to a model.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the costs of a step are worked out from: numbers, or arrays with an entry for each candidate.
+"""The inputs of a step's cost: numbers, or arrays with an entry per candidate.
 
 All fields of a class may be numbers or arrays of one length; numpy broadcasts them against one another. So
 the same formulas price a million ways to train one model, or a table of runs of different models.
@@ -32,7 +32,7 @@ Numbers = Any
 
 
 class Recompute(IntEnum):
-    """What is computed again in the backward."""
+    """How much of a forward the backward recomputes."""
 
     NONE = 0
     SELECTIVE = 1
@@ -51,7 +51,7 @@ class ScheduleKind(IntEnum):
 
 
 class Sharded(IntEnum):
-    """What ranks of a shard group divide: as ZeRO counts it."""
+    """The state that the ranks of a shard group divide, by ZeRO's stages."""
 
     NOTHING = 0
     OPTIMIZER = 1
@@ -60,7 +60,7 @@ class Sharded(IntEnum):
 
 
 class Offload(IntEnum):
-    """What is kept in the memory of the host."""
+    """The state kept in host memory."""
 
     NOTHING = 0
     OPTIMIZER = 1

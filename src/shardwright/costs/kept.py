@@ -1,6 +1,6 @@
-"""What a block keeps for its backward: as below in 16 bits, twice as much in 32.
+"""The activations that a block keeps for its backward: below in 16 bits, twice as much in 32.
 
-After Korthikanti et al. 2022, arXiv:2205.05198, with heads of keys, widths of MLPs and experts as they are::
+After Korthikanti et al. 2022, arXiv:2205.05198, with the actual key heads, MLP widths and experts::
 
     tokens * (10 h / (t or 1) + (8 h + 16 h + 5 a s) / t)      for h wide blocks with MLPs four times as wide
 """

@@ -1,13 +1,13 @@
-"""Nodes of several kinds: stages on faster ones take more blocks, as far as their memory goes.
+"""Nodes of several kinds: stages on faster nodes take more blocks, as far as memory allows.
 
-Where pipelines go over nodes (placement PDT), a stage lies on neighbouring ranks, and so on nodes of one
-kind, or of two where kinds meet. Blocks are dealt so that the stage that takes longest is as fast as can be::
+Where pipelines span nodes (placement PDT), a stage occupies neighbouring ranks, and so nodes of one kind, or
+of two where kinds meet. Blocks are dealt so that the slowest stage is as fast as possible::
 
     least T with  sum over stages of min(floor(T / t), cap) >= blocks
 
-for t seconds a block, its share of sums over replicas and of the update with it, and at most cap blocks in
-memory. Wherever a stage lies on several kinds, as all do
-where replicas go over nodes, the slowest of them counts, because its replicas wait for one another.
+for t seconds per block, including its share of the reduction over replicas and of the update, and at most cap
+blocks in memory. Where a stage occupies several kinds, as all do where replicas span nodes, the slowest
+counts, because its replicas wait for one another.
 """
 
 from collections.abc import Iterator, Sequence
@@ -79,7 +79,7 @@ class StagesAlike:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPrices:
-    """What ways take on nodes of several kinds.
+    """The prices of ways on nodes of several kinds.
 
     Attributes:
         seconds: of a step.

@@ -1,4 +1,4 @@
-"""How long messages and collectives take over links inside of nodes and between them."""
+"""The time of messages and collectives over links inside nodes and between them."""
 
 import numpy as np
 

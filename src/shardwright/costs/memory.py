@@ -1,7 +1,7 @@
-"""Bytes of the neediest rank, in parts that add up to them.
+"""The memory of the neediest rank, in parts that add up to it.
 
-Activations are what `kept` says of a block, times the microbatches in flight. The first and the last stage
-are worked out; the one that needs more counts.
+Activations are those of a block (`kept`) times the microbatches in flight. The first and the last stage are
+worked out; the one that needs more counts.
 """
 
 from dataclasses import dataclass, fields

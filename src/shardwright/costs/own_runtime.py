@@ -1,4 +1,4 @@
-"""What Shardwright's own runtime takes, as it was measured. Others are fitted to what they published."""
+"""The measured overheads of Shardwright's runtime. Others are fitted to published runs."""
 
 __all__ = ["ACTION_S", "OWN", "STEP_S", "UNIT_S"]
 

@@ -1,7 +1,7 @@
-"""Where to cut a chain into consecutive stages, solved exactly.
+"""Cuts a chain into consecutive stages, by an exact solution.
 
-Of all ways to cut n atoms in p intervals, one whose dearest interval is as cheap as possible, and among those
-one with the smallest sum (the fewest bytes sent), then the most even one::
+Of all ways to cut n atoms into p intervals, it finds one with the cheapest dearest interval; among those one
+with the smallest sum (the fewest bytes sent), then the most even one::
 
     f_s(j) = min over i < j of max( f_{s-1}(i), cost_s(i, j) )        s stages hold the first j atoms
 

@@ -7,7 +7,7 @@
               the rest:   kernels + bytes * elementwise / memory
     backward  2 * products + FLOPs of attention * 2.5 / (peak * flash_backward) + 1.6 * the rest
 
-The closed forms of a transformer's block, a chain of layers and a traced unit are all priced by it.
+It prices the closed forms of a transformer's block, a chain of layers and a traced unit alike.
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class Price(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankRates:
-    """What one rank computes with, as it is reached.
+    """The achieved rates of one rank.
 
     Attributes:
         peak: of dense matrix products, FLOPs a second.

@@ -1,4 +1,4 @@
-"""An inventory as one run of Shardwright sees it: rates as they are reached, and the memory that is left."""
+"""An inventory as one run of Shardwright sees it: achieved rates, and the memory left."""
 
 from shardwright.cluster import Cluster, Device, Inventory, Link, NodeKind
 from shardwright.cluster.machines import usable_bytes

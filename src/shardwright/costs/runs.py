@@ -1,4 +1,4 @@
-"""Runs that were measured: what efficiencies are fitted to, and what predictions are judged by."""
+"""Measured runs, which efficiencies are fitted to and predictions are judged by."""
 
 from dataclasses import dataclass, fields
 from typing import Any

@@ -1,4 +1,4 @@
-"""Seconds of a training step, in parts that add up to it."""
+"""The seconds of a training step, in parts that add up to it."""
 
 from dataclasses import dataclass, fields
 

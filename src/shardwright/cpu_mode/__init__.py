@@ -1,12 +1,12 @@
-"""CPU mode: scripts that are written for CUDA run on a machine without a GPU.
+"""CPU mode: runs scripts written for CUDA on a machine without a GPU.
 
 ::
 
     shardwright run --device cpu -n 2 train.py
     mpirun -np 2 python -m shardwright.cpu_mode train.py          the same under any launcher
 
-It is a shim of PyTorch's Python names, put in place before the script starts, and in no other case. What
-asks for a CUDA device gets the CPU; what asks about CUDA is told of one device for each rank of the host.
+It is a shim over PyTorch's Python names, installed only on request and before the script starts. A request
+for a CUDA device gets the CPU; a query about CUDA sees one device for each rank of the host.
 
 ::
 
@@ -17,8 +17,8 @@ asks for a CUDA device gets the CPU; what asks about CUDA is told of one device 
     profile(activities)     profilers
     DataLoader, processes   data_loading, children
 
-Objects ``torch.device("cuda")`` stay what they are, so that a script that looks at ``device.type`` goes its
-usual way: they are translated where a tensor, a generator or a group would be put there.
+``torch.device("cuda")`` objects stay what they are, so that a script that checks ``device.type`` goes its
+usual way. They are translated where a tensor, a generator or a group would be placed there.
 """
 
 from shardwright.cpu_mode.activation import enable, is_enabled

@@ -17,7 +17,7 @@ Runs a script that is written for CUDA on the CPU. docs/launch.md says what stan
 
 
 def main(words: list[str]) -> Callable[[], None]:
-    """Puts CPU mode in force, and returns what the command line says to run."""
+    """Activates CPU mode, and returns what the command line says to run."""
     is_module = words[:1] == ["-m"]
     target = words[is_module : is_module + 1]
     if not target or target[0] in ("-h", "--help"):

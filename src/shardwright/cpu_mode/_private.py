@@ -1,4 +1,4 @@
-"""Parts of PyTorch that are not public, and that CPU mode needs.
+"""The private parts of PyTorch that CPU mode needs.
 
 Tried with torch 2.13 and CPython 3.11.
 

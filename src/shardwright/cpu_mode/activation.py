@@ -1,4 +1,4 @@
-"""Putting CPU mode in force, once in a process."""
+"""Activates CPU mode, once in a process."""
 
 import os
 import sys

@@ -1,7 +1,7 @@
-"""Whether a question comes from the script, or from an installed package.
+"""Tells whether a question comes from the script or from an installed package.
 
-A few questions have one right answer for the script, and another one for PyTorch: ``tensor.is_cuda`` decides
-in a script whether a tensor has arrived, and in PyTorch which kernel may work on it.
+A few questions have one right answer for the script and another for PyTorch: in a script ``tensor.is_cuda``
+decides whether a tensor has arrived, in PyTorch which kernel may work on it.
 """
 
 import functools

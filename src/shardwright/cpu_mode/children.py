@@ -1,7 +1,7 @@
-"""Processes that `multiprocessing` starts: those that are forked have CPU mode, others are given it.
+"""Brings CPU mode to `multiprocessing` children: forked ones inherit it, spawned ones activate it.
 
-A process that is spawned unpickles what its parent prepared before it imports the script; so CPU mode is in
-force when that happens. Only children of a process in CPU mode get it.
+A spawned process unpickles its parent's preparation before it imports the script; that unpickling activates
+CPU mode. Only children of a process in CPU mode get it.
 """
 
 import functools

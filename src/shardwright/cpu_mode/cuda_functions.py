@@ -1,4 +1,4 @@
-"""The functions and classes of `torch.cuda`."""
+"""The functions and classes of `torch.cuda`, for the CPU."""
 
 import contextlib
 import functools

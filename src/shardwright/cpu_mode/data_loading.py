@@ -1,4 +1,4 @@
-"""`DataLoader`: without a GPU there is no pinned memory, which PyTorch would warn of."""
+"""`DataLoader` without pinned memory, which PyTorch would warn of on a machine without a GPU."""
 
 import functools
 import inspect

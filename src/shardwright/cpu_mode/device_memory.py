@@ -1,4 +1,4 @@
-"""Memory: that of this process stands for what tensors have on a GPU, the host's for that of the GPU."""
+"""Device memory: this process's memory as that of tensors, the host's as that of the GPU."""
 
 import contextlib
 import sys

@@ -1,4 +1,4 @@
-"""Devices: which ones stand for the CPU."""
+"""Devices: decides which ones stand for the CPU."""
 
 from collections.abc import Callable
 from typing import Any

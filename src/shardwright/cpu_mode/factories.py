@@ -1,4 +1,4 @@
-"""Functions that make tensors and generators, or load them: they make them on the CPU."""
+"""Factories and loaders of tensors and generators, redirected to the CPU."""
 
 import functools
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""Random numbers: the generator of the CPU is that of every CUDA device.
+"""Random generators: the CPU's stands for that of every CUDA device.
 
 So a script that seeds both, saves both, or seeds only CUDA draws the same numbers in each run. There is one
-sequence where a GPU would have a second one.
+sequence where a GPU would have a second.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ __all__ = ["functions"]
 
 
 def functions(num_devices: int) -> dict[str, Any]:
-    """What stands for functions of `torch.cuda` and `torch.cuda.random`.
+    """Replacements for functions of `torch.cuda` and `torch.cuda.random`.
 
     Args:
         num_devices: how many devices scripts see.

@@ -1,4 +1,4 @@
-"""Mixed precision: autocast and scalers for CUDA are those of the CPU, with the default types of CUDA."""
+"""Mixed precision: CUDA autocast and scalers become the CPU's, with CUDA's default types."""
 
 import functools
 import threading

@@ -1,4 +1,4 @@
-"""Modules: moving them to CUDA leaves them where they are; wrappers that spread them over GPUs do not."""
+"""Modules: a move to CUDA leaves them in place; wrappers for GPUs keep them on the CPU."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`torch.distributed`: groups of NCCL are groups of gloo, and device meshes are on the CPU."""
+"""`torch.distributed`: NCCL groups become gloo groups, and device meshes are on the CPU."""
 
 import functools
 import re

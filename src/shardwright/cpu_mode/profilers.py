@@ -1,4 +1,4 @@
-"""Profilers: they record what happens on the CPU, where everything happens."""
+"""Profilers: record the CPU, where everything happens."""
 
 import functools
 from collections.abc import Callable, Iterable

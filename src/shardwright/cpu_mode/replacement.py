@@ -1,4 +1,4 @@
-"""Putting functions in the place of others, so that whoever looks at them finds them where they are."""
+"""Replaces functions in place, with their names and modules, so that lookups find them there."""
 
 import inspect
 import types

@@ -1,4 +1,4 @@
-"""Streams and events: work on the CPU is done when the call returns, so nobody has to wait for it."""
+"""Streams and events: CPU work is done when its call returns, so no wait is needed."""
 
 import itertools
 import threading

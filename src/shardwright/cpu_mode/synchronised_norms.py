@@ -1,4 +1,4 @@
-"""`nn.SyncBatchNorm`, which PyTorch has for GPUs alone: the same statistics of all ranks, on the CPU."""
+"""`nn.SyncBatchNorm`, which PyTorch has only for GPUs, with statistics of all ranks on the CPU."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Methods of tensors and storages: a tensor that goes to CUDA stays where it is."""
+"""Tensor and storage methods: a tensor moved to CUDA stays in place."""
 
 import functools
 from collections.abc import Callable

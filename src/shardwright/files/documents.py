@@ -1,8 +1,8 @@
-"""JSON and YAML that nobody vouches for, read to plain data: objects, lists, text, numbers, flags, null.
+"""Reads untrusted JSON and YAML to plain data: objects, lists, text, numbers, flags, null.
 
-What other readers take in silence is refused: a name that is there twice, numbers that are none or of
-hundreds of digits, nesting that breaks whoever walks through it, characters that no name has, and of YAML
-what no settings need: aliases, of which a few lines make gigabytes, and tags.
+It refuses what other readers accept silently: duplicate names, NaN and numbers of hundreds of digits, nesting
+that breaks whoever walks it, characters that no name has, and YAML features that no settings need: tags, and
+aliases, a few lines of which expand to gigabytes.
 """
 
 import json
@@ -210,7 +210,7 @@ class _Loader(_BASE):  # type: ignore[misc]
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """Refuses a key that is there twice, of which other loaders take the last."""
+        """Refuses a duplicate key, where other loaders take the last."""
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):

@@ -1,4 +1,4 @@
-"""What the fields of a file are read into."""
+"""The base class for records that are read from files."""
 
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin

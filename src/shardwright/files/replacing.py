@@ -1,7 +1,7 @@
-"""Writes the files that a user names, whole or not at all: only files are replaced, and nothing else is.
+"""Writes files that a user names, whole or not at all; replaces files and nothing else.
 
-A rename takes the place of anything: written to ``/dev/full`` by root, it made a file of a device that the
-whole machine uses. So what stands at a path is looked at first, through links.
+A rename replaces anything: a write to ``/dev/full`` by root turned a device of the whole machine into a file.
+So it first checks what is at the path, through links.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def check_place(path: str | os.PathLike[str]) -> Path:
-    """Where a file will be written; told before what goes in it is worked out.
+    """Where a file will be written; checked before its content is worked out.
 
     Raises:
         OSError: it cannot be: something else stands there, or there is no folder around it.

@@ -1,7 +1,7 @@
-"""Reads a file that a user names: nobody knows whether it is one, how long it is, or what is in it.
+"""Reads a file that a user names: its kind, length and content are unknown.
 
-A pipe that nobody writes to, a device that never ends and a folder are told at once, and so is a file of
-other text than was meant. Each reader says what it wants to read, and which error its own are::
+It reports at once a pipe without a writer, an endless device, a folder, and a file of other text than
+expected. Each reader names what it wants to read, and its error class::
 
     document = UserFile(path, what="plan file", error=PlanError).read_json()
 """

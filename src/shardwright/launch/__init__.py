@@ -1,20 +1,19 @@
-"""Starting the ranks of a run, and telling what became of them.
+"""Starts the ranks of a run, and reports how they ended.
 
 ::
 
     shardwright run ──► torchelastic's agent ──► one worker supervisor a rank ──► the user's script
      (cli, agent.py)      (from PyTorch)           (worker.py, no torch)
 
-The agent counts restarts and serves the store where ranks meet. The supervisors write the logs, pass
-signals on, end what does not end by itself, and note how each rank ended; from their notes comes the
-report (`verdict`).
+The agent counts restarts and serves the store where ranks meet. The supervisors write the logs, pass signals
+on, kill what does not end by itself, and note how each rank ended; these notes make the report (`verdict`).
 
 `Estimator` starts training jobs as SageMaker's SDK does. Its engines start ``shardwright run`` on each host::
 
     Estimator.fit ──► JobSpec ──► engine (Local, LocalCluster, Slurm, Kubernetes, Ray) ──► shardwright run
 
-What is named here is imported when it is used. Otherwise import the modules themselves:
-`shardwright.launch.ranks.agent` needs torch, and the supervisors start faster without.
+Names listed here are imported on first use. Otherwise import the modules themselves:
+`shardwright.launch.ranks.agent` needs torch, and the supervisors start faster without it.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Training jobs as SageMaker's Python SDK describes them, run on machines of your own."""
+"""Training jobs in the form of SageMaker's Python SDK, run on your own machines."""
 
 import inspect
 import os
@@ -176,7 +176,7 @@ class Estimator:
         return str(self.jobs[-1].run_folder / "model")
 
     def hyperparameters(self) -> dict[str, Any]:
-        """What the script gets, by name; parameters of the model parallel library are among it."""
+        """The script's hyperparameters by name, parameters of the model parallel library included."""
         smp = self._distribution.mp_parameters
         return {**({} if smp is None else {_MP_PARAMETERS: dict(smp)}), **self._hyperparameters}
 

@@ -1,4 +1,4 @@
-"""What a run shows while it runs and leaves behind: progress, metrics, timelines. Knows no framework.
+"""What a run shows and leaves behind: progress, metrics, timelines. Knows no framework.
 
 ::
 

@@ -1,6 +1,6 @@
-"""A timeline as Chrome's trace JSON, which Perfetto (https://ui.perfetto.dev) opens.
+"""Writes a timeline as Chrome trace JSON, for Perfetto (https://ui.perfetto.dev).
 
-One process a rank, and in it two threads: what the plan expects, above what was measured::
+One process per rank, with two threads: the plan's prediction above the measurement::
 
     rank 0 (stages 0, 2)   predicted | 0F0 0F1 2F0 ...
                            measured  | 0F0 0F1 wait 2F0 ...

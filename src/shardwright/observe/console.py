@@ -1,7 +1,7 @@
-"""What a person sees of a run while it runs: lines on stderr, from one rank.
+"""The console of a run: progress lines on stderr, from one rank.
 
 Results go to stdout, progress to stderr. ``-q`` (``SHARDWRIGHT_QUIET=1``) silences progress. Only a terminal
-gets colour, and lines that are rewritten in place; ``NO_COLOR`` turns the first off, ``CI`` the second.
+gets colour and lines rewritten in place; ``NO_COLOR`` turns off the first, ``CI`` the second.
 """
 
 import os
@@ -58,7 +58,7 @@ class Console:
             self._write(f"{printable(text, lines=True)}\n")
 
     def status(self, text: str) -> None:
-        """Prints what is going on now."""
+        """Prints the current activity."""
         if self.prints:
             self._write(f"{self._dim(text)}\n")
 

@@ -1,6 +1,6 @@
-"""What this machine has, and what of it will be in the way: a block to paste into an issue.
+"""Describes this machine, and anything on it that will cause trouble: a block to paste into an issue.
 
-No framework is imported: their versions are read from what is installed, GPUs from what the driver shows.
+It imports no framework: versions come from the installed packages, GPUs from the driver.
 """
 
 import importlib.metadata
@@ -56,7 +56,7 @@ _LITTLE_DISK = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What was found.
+    """The findings about a machine.
 
     Attributes:
         facts: by name; in the order in which they are shown.

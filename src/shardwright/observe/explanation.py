@@ -1,4 +1,4 @@
-"""Why a plan is as it is, what limits it and what would help, as text."""
+"""Explains a plan as text: its reasons, its limits, and what would help."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -18,7 +18,7 @@ _PARTS = ("parameters", "gradients", "optimizer", "activations", "batch", "work"
 
 
 def format_explanation(data: ReportData) -> str:
-    """The explanation of a run or a plan; what is not known is left out, and `data.notes` say why."""
+    """The explanation of a run or plan; unknown values are left out, and `data.notes` say why."""
     blocks = []
     if data.plan is not None:
         blocks.append(

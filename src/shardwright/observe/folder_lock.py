@@ -1,7 +1,7 @@
 """Keeps two runs from writing into one folder at the same time.
 
-A lock on a file, which the kernel takes away when the process ends, however it ends: nothing is left to clear
-up by hand. A child does not inherit it.
+The kernel releases this file lock when the process ends, however it ends: nothing is left to clean up by
+hand. A child does not inherit it.
 """
 
 import atexit

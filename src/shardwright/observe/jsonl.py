@@ -1,4 +1,4 @@
-"""Files of records, one JSON object a line."""
+"""Record files with one JSON object per line."""
 
 import json
 import math
@@ -16,7 +16,7 @@ _MOST_BYTES = 2 * 2**30  # millions of steps
 
 
 class JsonLines:
-    """Appends records to a file; each is there as soon as `append` returns.
+    """Appends records to a file; each is in the file as soon as `append` returns.
 
     The file is made by the first record. A record that a killed process left unfinished is closed with a
     line break, so that it spoils no record but itself.

@@ -1,4 +1,4 @@
-"""What is measured in a step, and the names under which it is written.
+"""The metrics of a step, and the names under which they are written.
 
 Every name is ``group/name(unit)``; a share is a number from 0 to 1.
 """
@@ -50,7 +50,7 @@ class Metric(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """What was measured in one step; None where it is not known.
+    """The measurements of one step; None where unknown.
 
     Attributes:
         step: number of the step.
@@ -90,7 +90,7 @@ class StepRecord:
 
 
 def metrics_of(record: StepRecord, *, world_size: int) -> dict[str, MetricValue]:
-    """The metrics of a step; what is not known is left out.
+    """The metrics of a step; unknown ones are left out.
 
     Args:
         record: the step.

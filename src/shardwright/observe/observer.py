@@ -1,4 +1,4 @@
-"""What a front end tells about a run, and where it goes.
+"""Routes what a front end reports about a run to files, console and TensorBoard.
 
 ::
 
@@ -9,7 +9,7 @@
     close ────────────► report.html
     event ────────────► events.jsonl
 
-Every rank has an observer and tells it the same; one of them writes and prints, the others are silent.
+Every rank has an observer and reports the same to it; one of them writes and prints, the others are silent.
 """
 
 import json
@@ -166,7 +166,7 @@ class Observer:
             self._events.append({"time": now, "kind": kind, "rank": self._rank, **fields})
 
     def status(self, text: str) -> None:
-        """Prints what is going on now."""
+        """Prints the current activity."""
         self.console.status(text)
 
     def phase(self, text: str) -> AbstractContextManager[Phase]:

@@ -1,4 +1,4 @@
-"""A plan as text, for people."""
+"""Prints a plan as text, for people."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,13 +10,13 @@ __all__ = ["format_plan", "format_plan_in_full"]
 
 
 def format_plan(plan: Plan) -> str:
-    """What a run logs: a title, the table of stages, the reasons."""
+    """The plan in a run's log: a title, the table of stages, the reasons."""
     lines = [_title(plan), *_indented(plan.table()), *(f"  {printable(reason)}" for reason in plan.why)]
     return "\n".join(lines)
 
 
 def format_plan_in_full(plan: Plan) -> str:
-    """The plan, the model that it is for, and what it is expected to take."""
+    """The plan, its model, and its predictions."""
     blocks = [format_plan(plan), _model(plan)]
     if plan.prediction is not None and plan.prediction.memory:
         blocks.append("\n".join(["memory at the peak", *_indented(_memory(plan.prediction.memory))]))

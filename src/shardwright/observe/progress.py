@@ -1,10 +1,10 @@
-"""The line on the console, once every log interval.
+"""The progress line on the console, once per log interval.
 
 ::
 
     step 120 | loss 3.2145 | 41.2k tok/s | 18.4 TFLOP/s/rank | mem 3.1/24 GiB | bubble 11% | eta 00:12
 
-What is not known is left out; the order and the words stay, so that scripts can rely on them.
+Unknown values are left out; the order and the words stay, so that scripts can rely on them.
 """
 
 import math

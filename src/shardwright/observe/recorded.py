@@ -1,4 +1,4 @@
-"""Numbers of files that a run has written, and somebody may have changed since."""
+"""Reads numbers from files of a run, which somebody may have changed since."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The report that a run leaves: written when it ends, and never the reason for it to fail."""
+"""Writes a run's report when it ends, and never makes the run fail."""
 
 from collections.abc import Callable
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""The folder in which a run leaves what it did.
+"""The folder in which a run leaves its files.
 
 ::
 
@@ -11,7 +11,7 @@
       report.html      all of it on one page; written at the end
       logs/            what each rank printed; the launcher writes it
 
-All ranks of a job share one folder: the first rank makes it and the caller sends the path to the others. The
+All ranks of a job share one folder: the first rank makes it, and the caller sends its path to the others. The
 launcher and the first rank each hold a lock in it, so that two runs of one name do not mix.
 """
 
@@ -134,7 +134,7 @@ class RunFolder:
 
     @property
     def report_file(self) -> Path:
-        """What the run came to, on one page."""
+        """The report of the run, on one page."""
         return self.path / "report.html"
 
     @property

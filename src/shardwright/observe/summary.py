@@ -1,4 +1,4 @@
-"""The closing block of a run."""
+"""The closing summary of a run."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ __all__ = ["RunSummary", "format_summary", "summarize"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """What a run came to; None where it is not known.
+    """The outcome of a run; None where unknown.
 
     Attributes:
         steps: number of steps; one that was done again after a restart counts once.
@@ -55,7 +55,7 @@ class RunSummary:
 
 
 def format_summary(summary: RunSummary) -> str:
-    """The block as text; lines about what is not known are left out.
+    """The summary as text; lines with unknown values are left out.
 
     >>> print(format_summary(RunSummary(
     ...     steps=200, first_loss=10.82, final_loss=3.2145, throughput=41_234.0, single_throughput=23_100.0,
@@ -81,7 +81,7 @@ def format_summary(summary: RunSummary) -> str:
 def summarize(
     folder: RunFolder | str | os.PathLike[str], *, single_throughput: float | None = None
 ) -> RunSummary:
-    """Reads what a run came to from its folder.
+    """Reads the outcome of a run from its folder.
 
     Rates are medians, without the first step, which traces and plans.
 

@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard, under the same names; an adapter, ``metrics.jsonl`` is the source."""
+"""Copies metrics to TensorBoard under the same names; ``metrics.jsonl`` is the source."""
 
 import os
 from collections.abc import Mapping

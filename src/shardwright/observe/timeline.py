@@ -1,4 +1,4 @@
-"""When each action ran, and how much of the time the ranks were idle."""
+"""The timeline of a step: when each action ran, and the idle share of the ranks."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""The plan of a run: its file, the conditions of another machine, the differences between two."""
+"""The plan of a run: its file, the conditions of its prediction, and the difference of two plans."""
 
 from shardwright.plan.plan import (
     PLAN_VERSION,

@@ -1,7 +1,7 @@
-"""What a prediction rests on besides the costs of stages: flows between stages, links, cores, overheads.
+"""The conditions of a prediction besides stage costs: flows, links, cores, overheads.
 
-It stands in the plan file, so that a plan can be played out again, under the same conditions or others,
-on a machine that has neither the model nor the cluster.
+The plan file has them, so that a plan can be replayed, under the same conditions or others, on a machine that
+has neither the model nor the cluster.
 """
 
 from typing import Annotated
@@ -19,7 +19,7 @@ Positive = Annotated[float, Field(gt=0.0, le=1e30, allow_inf_nan=False)]
 
 
 class FlowConditions(Record):
-    """What one stage sends to another for one microbatch.
+    """The data that one stage sends to another for one microbatch.
 
     Attributes:
         source: the stage that sends.
@@ -49,7 +49,7 @@ class LinkConditions(Record):
 
 
 class Conditions(Record):
-    """What the step of a plan was simulated with.
+    """The conditions of a plan's simulated step.
 
     Attributes:
         flows: what flows between stages.

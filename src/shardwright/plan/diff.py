@@ -1,4 +1,4 @@
-"""How two plans differ: what would run otherwise, and what was only predicted otherwise."""
+"""Compares two plans: what would run differently, and what only the prediction changes."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ __all__ = ["Change", "PlanDiff", "diff_plans"]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One difference: what, and how it reads in the first and in the second plan."""
+    """One difference: its subject, and its words in the first and in the second plan."""
 
     what: str
     before: str

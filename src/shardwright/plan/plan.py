@@ -1,7 +1,7 @@
-"""The decision, as a file that a person can read: which unit runs where, in what order, and why.
+"""A plan as a readable file: each unit's place, the order of work, and the reasons.
 
-A plan is the runtime's only input: "automatic", "manual" and "from a file" differ in who wrote it. The file
-is JSON, versioned, and carries a fingerprint of the model, so that a plan of another model is refused with
+A plan is the runtime's only input: "automatic", "manual" and "from a file" differ only in who wrote it. The
+file is versioned JSON, and carries a fingerprint of the model, so that another model's plan is refused with
 the difference.
 """
 
@@ -167,7 +167,7 @@ class MemoryPrediction(Record):
 
 
 class Prediction(Record):
-    """What the simulator expects.
+    """The simulator's prediction.
 
     Attributes:
         step_s: seconds of one batch: forward, backward, the sums of gradients over ranks, and what the
@@ -196,7 +196,7 @@ class Prediction(Record):
 
 
 class Alternative(Record):
-    """A runner-up: what it was, and what it would have cost."""
+    """A runner-up, and its predicted cost."""
 
     schedule: str
     microbatches: Microbatches

@@ -1,6 +1,6 @@
-"""Decides how a model is split: from a traced model, what its units cost, machines and settings to a plan.
+"""Decides how to split a model: from its trace, unit costs, machines and settings to a plan.
 
-No framework is imported here: a model of any size is planned on a laptop.
+It imports no framework: a laptop plans a model of any size.
 """
 
 from shardwright.planner.adopt import overruled_settings, schedule_of, stage_costs_of

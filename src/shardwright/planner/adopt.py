@@ -1,4 +1,4 @@
-"""Following a finished plan: what it decides otherwise than the settings, and its schedule."""
+"""Adopts a finished plan: its decisions that override the settings, and its schedule."""
 
 from collections.abc import Iterator
 from dataclasses import asdict

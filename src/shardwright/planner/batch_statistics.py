@@ -1,8 +1,8 @@
-"""Statistics over a batch, such as batch norms have: how many samples a microbatch should have for them.
+"""How many samples a microbatch needs for statistics over a batch, such as batch norms.
 
-Cutting a batch into microbatches changes what such layers compute, unlike all other layers. So the planner
-cuts it into few, where it is free to choose: a microbatch has 16 samples or more, or as many as it can.
-(16 is what torchvision's and Detectron's recipes have on a device; below it the error of batch norms
+Unlike all other layers, such layers compute something else once a batch is cut into microbatches. So the
+planner, where it is free to choose, cuts the batch into few: a microbatch has 16 samples or more, or as many
+as it can. (Torchvision's and Detectron's recipes have 16 on a device; below it the error of batch norms
 grows, see Wu and He, "Group Normalization", 2018, figure 1.)
 """
 
@@ -50,7 +50,7 @@ def count_groups(
 def statistics_reasons(
     candidates: Mapping[int, tuple[ModelGraph, Profile]], microbatches: int, *, config: Config, group: int
 ) -> tuple[str, ...]:
-    """What a plan says of layers with statistics; nothing where there are none.
+    """The plan's remarks on layers with statistics; empty if there are none.
 
     Args:
         candidates: as for `count_groups`.

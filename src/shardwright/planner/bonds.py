@@ -1,16 +1,16 @@
-"""Which calls of the chain must share a stage.
+"""Finds the calls of the chain that must share a stage.
 
-A group of nodes (`Together`) has its home where its last node is: operations of the group move there, units
-cannot. What reads a moved operation comes after it, so a unit that does is bound too::
+The home of a group of nodes (`Together`) is that of its last node: operations of the group move there, units
+cannot. A reader of a moved operation comes after it, so a unit that reads one is bound too::
 
     calls     c0      c1      c2      c3          x = x - mean          at home with c0, whose input it makes
     nodes   x - mean                 mean += ..   mean += x.mean()      at home with c3
     bond      └──────────────────────┘            c0 reads what moves to c3: they share a stage, and so does
                                                   what lies between
 
-Where a rank has several stages, an operation is computed on the one that its rank has got to, which may be
-later than where its inputs are made; and no call of an earlier stage may come after it. There the bonds are
-worked out with the latest home possible, and reach from the call after an operation to where it moves.
+Where a rank has several stages, it computes an operation on the stage that it has reached, which may be later
+than the stages of the inputs; and no call of an earlier stage may follow. There the bonds assume the latest
+possible home, and reach from the call after an operation to where the operation moves.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def bonds_of_units(graph: ModelGraph) -> list[Bond]:
 
 
 def bonds_of_groups(graph: ModelGraph, homes: Sequence[int | None]) -> list[Bond]:
-    """What the groups of the graph demand.
+    """The bonds that the groups of the graph demand.
 
     Args:
         graph: the traced graph.

@@ -1,7 +1,7 @@
-"""A model as a chain: unit calls in execution order, what each costs, and what flows between them.
+"""A model as a chain: unit calls in execution order, their costs, and the values between them.
 
-A stage is an interval of the chain. Calls that must not be spread over stages form one *atom*; the chain is
-cut between atoms only::
+A stage is an interval of the chain. Calls that must share a stage form one *atom*; cuts fall only between
+atoms::
 
     calls    c0   c1   c2   c3   c4   c5          c1 and c3 call one unit that updates its buffers
     atoms   [c0] [c1   c2   c3] [c4] [c5]
@@ -71,7 +71,7 @@ class SavedValue:
 
 
 class StateBytes(NamedTuple):
-    """What parameters take on a rank, in bytes.
+    """The memory of parameters on a rank, in bytes.
 
     Attributes:
         parameters: their values.

@@ -1,7 +1,7 @@
-"""A profile without running anything: from what units compute and move, and the rates of a device.
+"""Estimates a profile without running anything, from each unit's work and a device's rates.
 
-Seconds are those of `costs.price`, which prices every way to train; the call of a unit takes some on top.
-Of units that compute with trained parameters, the gradients of the weights are a part of the backward.
+Seconds come from `costs.price`, which prices every way to train, plus an overhead per unit call. For units
+that compute with trained parameters, the weight gradients are a part of the backward.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: predictions, reasons in sentences with numbers, and the runners-up."""
+"""Explains a plan: predictions, reasons in sentences with numbers, and the runners-up."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,7 +18,7 @@ _MOVED_BY_ADAM = 7  # numbers for each parameter: four are read, three are writt
 
 
 def predict(option: Option) -> Prediction:
-    """What the simulator expects, in the form of the plan file."""
+    """The simulator's prediction, in the form of the plan file."""
     layout, correction = option.layout, option.workload.fabric.correction
     sends = [0] * layout.num_stages
     for edge in layout.edges():
@@ -66,7 +66,7 @@ def title(option: Option) -> str:
 
 
 def reasons(best: Option, *, others: Sequence[Option], config: Config) -> tuple[str, ...]:
-    """Why this option, what limits it, and what it rests on; one sentence each."""
+    """Why this option, its limits, and its basis; one sentence each."""
     found = [_choice(best, others), _balance(best), _memory(best)]
     found += _recomputation(best)
     found += _ties(best)

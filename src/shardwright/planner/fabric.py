@@ -1,4 +1,4 @@
-"""The machines as one pipeline sees them: links between its ranks, cores, sums of gradients."""
+"""The machines as one pipeline sees them: links between its ranks, cores, gradient reductions."""
 
 import math
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ __all__ = ["NO_SUMS", "Fabric", "ReplicaSeconds"]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSeconds:
-    """What replicas exchange in a step.
+    """The seconds that replicas spend on exchange in a step.
 
     Attributes:
         total_s: seconds that it takes.
@@ -40,7 +40,7 @@ NO_SUMS = ReplicaSeconds(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """A cluster with a mesh laid over it; replica 0 stands for all.
+    """A cluster with a mesh laid over it; replica 0 represents all.
 
     Attributes:
         cluster: the machines.

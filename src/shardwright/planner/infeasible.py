@@ -1,4 +1,4 @@
-"""When nothing fits: by how much, on which rank, and the smallest changes that would help."""
+"""Explains why nothing fits: by how much, on which rank, and the smallest changes that would help."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A chain cut in stages, with the stages on ranks: what each stage costs and what flows between them."""
+"""A chain cut into stages on ranks: the cost of each stage, and the values between them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,6 +1,6 @@
-"""Seconds that a pipeline takes at least, whatever the order of its actions.
+"""A lower bound on the seconds of a pipeline step, whatever the order of its actions.
 
-No rank starts before the way to it, and when it has computed its last gradient, that has a way back::
+No rank starts before its first input has reached it, and its last gradient still has to travel back::
 
     rank 0   [F][F][F]                    [B][B][B]
     rank 1   ---[ all that rank 1 computes ]---          way there + work + way back

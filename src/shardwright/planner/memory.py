@@ -1,4 +1,4 @@
-"""How much memory each rank needs at its peak.
+"""The peak memory of each rank.
 
 For one rank, in bytes::
 

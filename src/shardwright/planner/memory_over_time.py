@@ -1,4 +1,4 @@
-"""How much memory each rank keeps at every moment of a step, as the simulation has it.
+"""The memory of each rank at every moment of a simulated step.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Which grid of ranks to take: each is planned, and the one with most samples a second is kept."""
+"""Chooses the grid of ranks: plans each, and keeps the one with most samples per second."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

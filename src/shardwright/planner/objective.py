@@ -1,12 +1,12 @@
-"""What makes one split better than another.
+"""The objective of a split: time, memory, or a weighted mix of both.
 
-For speed, the cost of a stage is its time: compute, the transfers that stand in its way, and the
-recomputation without which it would not fit. Memory is a limit. With a memory weight w, the cost mixes its
-shares of the whole model's time and memory, under the same limit::
+For speed, the cost of a stage is its time: compute, exposed transfers, and the recomputation without which it
+would not fit. Memory is a limit. With a memory weight w, the cost mixes the stage's shares of the whole
+model's time and memory, under the same limit::
 
     (1 - w) * time / time(model) + w * memory / memory(model)
 
-How much must be recomputed is a fraction here, the smallest that fits; `recompute` chooses whole units.
+Here the recomputed part is a fraction, the smallest that fits; `recompute` chooses whole units.
 """
 
 from collections.abc import Sequence

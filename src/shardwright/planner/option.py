@@ -1,4 +1,4 @@
-"""One combination of schedule, stages and microbatches, worked out.
+"""Works out one combination of schedule, stages and microbatches.
 
 ::
 
@@ -31,7 +31,7 @@ __all__ = ["Demands", "Draft", "Option", "Workload"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demands:
-    """What every option must respect.
+    """The demands on every option.
 
     Attributes:
         limit_bytes: memory of one rank; 0 means no limit.
@@ -62,7 +62,7 @@ def _flying(kind: str, ranks: tuple[int, ...], num_microbatches: int, active: in
 
 
 class Workload:
-    """A chain at one number of microbatches, on given machines; remembers what it worked out.
+    """A chain at one number of microbatches, on given machines; caches its results.
 
     Args:
         chain: the calls of one microbatch.
@@ -221,7 +221,7 @@ class Draft:
 
     @property
     def least_s(self) -> float:
-        """Seconds that a step takes at least, whatever the order of its actions and what memory requires."""
+        """A lower bound on the seconds of a step, whatever its order of actions and its memory."""
         workload, layout = self.workload, self.layout
         sums_s = workload.fabric.replica_seconds(layout.with_recompute(range(layout.chain.num_calls)))
         if workload.demands.recompute == "auto":
@@ -342,7 +342,7 @@ class Option:
 
     @cached_property
     def step_s(self) -> float:
-        """Seconds of a step: the schedule, the sums of gradients, and what comes before and after."""
+        """Seconds of a step: the schedule, gradient reductions, and the work before and after."""
         return _whole_step_s(
             self.simulation.step_s, self.replica_s.exposed_s, self.layout, self.workload.fabric
         )

@@ -1,13 +1,13 @@
-"""How much of the messages between replicas is hidden behind what a rank computes.
+"""How much of the replicas' communication hides behind a rank's compute.
 
 ::
 
     last backward   │ block 5 │ block 4 │ block 3 │
     sums                      ░░░░░ ░░░░░ ░░░░░ ░░░░  <- exposed: what is left when the backward has ended
 
-Gradients are summed bucket by bucket, each as soon as the last backward has filled it; rows of other hosts
+Gradients are reduced bucket by bucket, each as soon as the last backward has filled it; rows of other hosts
 are gathered in the order in which the first forward uses them. A core that copies messages computes nothing
-meanwhile: that share of what is hidden is exposed, too.
+meanwhile: that share of the hidden time is exposed too.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Cuts that no recursion finds: of several stages a rank, and by hand.
+"""Cuts that no recursion finds: several stages per rank, and cuts set by hand.
 
-With several stages on each rank, what counts is the sum over a rank's stages: `improve` starts from the
-solution of `costs.partition.split` and moves one cut at a time while that helps.
+With several stages per rank, the sum over a rank's stages counts: `improve` starts from the solution of
+`costs.partition.split` and moves one cut at a time while that helps.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,9 @@
-"""What runs on these machines took, beside what was predicted: later predictions are corrected by it.
+"""Corrects predictions by the measured steps of earlier runs on the same machines.
 
-The measured over the predicted step differs little between runs of one model and kind on one machine: what a
-machine shares with others, what the cost model leaves out. So the median of the latest runs corrects the next
-ones, the more the more there are, and how far they lie from it is the interval that plans state.
+The ratio of measured to predicted step varies little between runs of one model and kind on one machine. It
+covers the load of a shared machine and the effects that the cost model omits. So the median ratio of the
+latest runs corrects the next ones, the more runs the more strongly; the spread around it is the interval that
+plans state.
 """
 
 import math
@@ -30,7 +31,7 @@ units were not measured; docs/benchmarks.md."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunKind:
-    """What runs have in common whose predictions err alike.
+    """The features shared by runs whose predictions err alike.
 
     Attributes:
         ranks: of the job.
@@ -109,7 +110,7 @@ class PastRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """By what predictions of a kind of run are multiplied.
+    """The factor on predictions of a kind of run.
 
     Attributes:
         factor: measured over predicted.

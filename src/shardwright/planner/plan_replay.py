@@ -1,4 +1,4 @@
-"""A plan played out again, as it is or under other conditions: a slow rank, another link, other microbatches.
+"""Replays a plan, unchanged or under other conditions: a slow rank, another link, other microbatches.
 
 ::
 
@@ -54,7 +54,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Other conditions than those of the plan.
+    """A change of a plan's conditions.
 
     Attributes:
         num_microbatches: into which the same batch is split; costs, messages and activations of one are

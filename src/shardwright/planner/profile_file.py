@@ -1,8 +1,8 @@
-"""A measured model as a file: what ``shardwright profile`` writes, and ``plan make --profile`` plans from.
+"""A measured model as a file: ``shardwright profile`` writes it, ``plan make --profile`` reads it.
 
-It holds what units cost, by cost class, and the machines that they were measured on; the model is traced
-anew. So one file serves every number of ranks and every grid, as long as microbatches have sizes that were
-measured; the cost of others is estimated, and plans say so.
+It holds the costs of units, by cost class, and the machines of the measurement; the model is traced anew. So
+one file serves every number of ranks and every grid, as long as microbatches have measured sizes; the costs
+of other sizes are estimated, and plans say so.
 """
 
 import os
@@ -31,7 +31,7 @@ Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredProfile:
-    """What a model's units cost on some machines.
+    """The measured costs of a model's units on some machines.
 
     Attributes:
         fingerprint: of the model, as plans have it.

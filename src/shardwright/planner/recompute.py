@@ -1,9 +1,9 @@
-"""Which units to recompute: as few seconds as possible, and only where memory requires it.
+"""Chooses the units to recompute: as few seconds as possible, only where memory requires it.
 
-A recomputed unit keeps its inputs instead of everything that its backward needs, and runs its forward again
-in the backward. That frees ``in_flight * (saved - kept)`` bytes of its rank for ``forward`` seconds a
-microbatch. Ranks do not share memory, so each is solved alone: the units with the most bytes for a second
-first, until it fits, then without those that turned out unnecessary.
+A recomputed unit keeps its inputs instead of everything that its backward needs, and repeats its forward in
+the backward. That frees ``in_flight * (saved - kept)`` bytes of its rank for ``forward`` seconds per
+microbatch. Ranks do not share memory, so each is solved alone: first the units with the most bytes per
+second, until it fits, then without those that turn out unnecessary.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def choose_recompute(
     optimizer_factor: float = 2.0,
     batch_bytes: int = 0,
 ) -> Layout:
-    """Recomputes what it must for every rank to fit, if that is possible; all that helps where it is not.
+    """Recomputes what every rank needs to fit, if possible; otherwise everything that helps.
 
     Args:
         layout: where every call runs.

@@ -1,7 +1,7 @@
-"""Moves the cuts of an option to where its simulated step is shortest.
+"""Moves the cuts of an option to shorten its simulated step.
 
 The slowest stage, which `partition.split` makes as fast as possible, is not the whole story. Cuts are
-simulated only where the lower bound of the step leaves hope.
+simulated only if the lower bound of the step leaves room for a gain.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""From a profiled model, machines and settings to a plan.
+"""Searches for the best plan of a profiled model on given machines.
 
 ::
 
@@ -10,7 +10,7 @@
                                                ▼
                                              plan: prediction, reasons, runners-up
 
-Everything is deterministic: ranks that plan for themselves come to the same plan.
+The search is deterministic: ranks that plan separately reach the same plan.
 """
 
 import itertools
@@ -86,7 +86,7 @@ def microbatch_counts(batch_size: int, *, config: Config, pipeline: int) -> tupl
 
 
 def too_few_samples(batch: str, num_samples: int, microbatches: int) -> str:
-    """What is wrong with a batch that has not one sample for each microbatch, and what helps.
+    """The error for a batch without one sample per microbatch, and the remedy.
 
     >>> too_few_samples("the batch", 1, 2)[:77]
     'the batch has 1 sample, but microbatches is 2: each needs at least one sample'

@@ -1,4 +1,4 @@
-"""What would make a planned step shorter, worked out from the plan alone."""
+"""Finds what would shorten a planned step, from the plan alone."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ __all__ = ["Sensitivity", "sensitivities"]
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """One change and what it gives.
+    """One change and its gain.
 
     Attributes:
         name: for display.

@@ -1,9 +1,9 @@
-"""What replicas that share parameters, or train in 16 bits, need in memory.
+"""The memory of replicas that shard parameters, or train in 16 bits.
 
-Of n ranks that share, each keeps 1 / n of a large parameter, of its gradient and of what the optimizer knows
-of it. Until gradients are reduced each also has whole ones: of all that it trains where it adds up several
-microbatches, else of those that are just being reduced. Over several hosts each also gathers what others
-have, as much as it may have at hand at once.
+Each of n sharding ranks keeps 1 / n of a large parameter, of its gradient and of its optimizer state. Until
+gradients are reduced, each rank also has whole ones: all of them if it accumulates several microbatches,
+otherwise those in the current reduction. Over several hosts, each also gathers the rows of others, up to the
+limit of gathered rows.
 """
 
 import math

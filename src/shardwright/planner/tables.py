@@ -1,8 +1,8 @@
 """Sums over all intervals of a chain at once, as numpy tables.
 
-``table[i, j]`` belongs to the stage that holds atoms i, i+1, ..., j-1; entries with j <= i mean nothing. What
-is additive needs only prefix sums; what counts distinct things (a value that two units of a stage read is
-received once) is written as rectangles and integrated once::
+``table[i, j]`` belongs to the stage with atoms i, i+1, ..., j-1; entries with j <= i mean nothing. Additive
+costs need only prefix sums. Costs that count distinct things (a value read by two units of a stage is
+received once) are written as rectangles and integrated once::
 
             j                 a value made by atom a and read by atoms c and d
         i ┌───────────────    is received by stage (i, j] if

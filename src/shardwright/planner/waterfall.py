@@ -1,7 +1,7 @@
-"""What the seconds of a step are spent on: parts that add up to what the plan predicts.
+"""Splits the seconds of a step into parts that add up to the plan's prediction.
 
-The same rows of actions are played out several times, each time with one effect more. What it adds is its
-part, so that the parts add up exactly::
+The same rows of actions are replayed several times, each time with one more effect. The time that an effect
+adds is its part, so the parts add up exactly::
 
     mean work of the ranks        forward, backward, recomputation, the runtime for each action
     + the busiest rank            imbalance
@@ -13,8 +13,8 @@ part, so that the parts add up exactly::
     + correction                  by what earlier runs on the machines took
     = the predicted step
 
-Taking one action longer makes no action start earlier, so no part is negative, but for the correction and the
-remainder: what a plan predicts and its replay does not show, because it was edited or does not keep its
+A longer action makes no other action start earlier, so no part is negative except the correction and the
+remainder: the difference between a plan's prediction and its replay, if the plan was edited or lacks its
 conditions.
 """
 

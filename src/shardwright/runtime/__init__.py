@@ -1,1 +1,1 @@
-"""What the runtime of every framework stands on: what runs where, what crosses, and the loop over actions."""
+"""The runtime under every framework: placement, crossings, and the loop over actions."""

@@ -1,4 +1,4 @@
-"""Walks the action list of a rank: computes, sends, receives.
+"""Runs the action list of a rank: computes, sends, receives.
 
 ::
 
@@ -7,7 +7,7 @@
     SEND_F 1,0    starts sending what it made
     B 1,0         stage 1 takes in gradients
 
-The loop knows no framework: a front end gives it the stages of the rank.
+The loop knows no framework: a front end supplies the rank's stages.
 """
 
 import time
@@ -29,10 +29,10 @@ class Stage(Sender, Protocol):
     """
 
     def forward(self, microbatch: int) -> None:
-        """Computes what the stage makes of a microbatch."""
+        """Computes the stage's outputs for a microbatch."""
 
     def backward(self, microbatch: int, *, is_last: bool) -> None:
-        """Computes the gradients of what the stage read, and of its weights.
+        """Computes the gradients of the stage's inputs and weights.
 
         Args:
             microbatch: which one.
@@ -40,7 +40,7 @@ class Stage(Sender, Protocol):
         """
 
     def backward_input(self, microbatch: int) -> None:
-        """Computes the gradients of what the stage read alone."""
+        """Computes only the gradients of the stage's inputs."""
 
     def backward_weight(self, microbatch: int, *, is_last: bool) -> None:
         """Computes the gradients of the weights, after `backward_input`."""
@@ -48,7 +48,7 @@ class Stage(Sender, Protocol):
 
 @dataclass(slots=True)
 class MeasuredRow:
-    """When a rank did what.
+    """The measured times of a rank's actions.
 
     Attributes:
         events: (action, start, end, time spent waiting for messages), seconds on `time.perf_counter`.

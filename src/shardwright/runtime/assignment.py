@@ -1,4 +1,4 @@
-"""Assigns each node of one trace to a stage, as the plan says."""
+"""Assigns each node of a trace to a stage, following the plan."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

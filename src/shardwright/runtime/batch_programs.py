@@ -1,4 +1,4 @@
-"""What the programs of one batch must have in common: its microbatches may take different paths."""
+"""Matches the programs of one batch, whose microbatches may take different paths."""
 
 from collections.abc import Sequence
 

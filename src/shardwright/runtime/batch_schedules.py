@@ -1,4 +1,4 @@
-"""The order of work for each kind of batch: schedules of one plan, with their transfers."""
+"""The order of work for each kind of batch: a plan's schedules, with their transfers."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What one stage makes and another reads."""
+"""Finds the values that one stage makes and another reads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ Crossings = Mapping[tuple[int, int], tuple[Crossing, ...]]
 
 
 def crossings_of(dataflow: Dataflow) -> Crossings:
-    """What goes from stage to stage.
+    """The values sent from stage to stage.
 
     Args:
         dataflow: which values cross.
@@ -71,7 +71,7 @@ def crossings_of(dataflow: Dataflow) -> Crossings:
 
 
 def gradients_of(crossings: Crossings) -> Crossings:
-    """What goes back, where each gradient has the form of its value: (reader, maker) -> values."""
+    """The gradients sent back, each in the form of its value: (reader, maker) -> values."""
     back = {
         (target, source): tuple(crossing for crossing in group if crossing.has_gradient)
         for (source, target), group in crossings.items()

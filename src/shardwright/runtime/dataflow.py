@@ -1,10 +1,10 @@
-"""Where each step finds its tensors on the rank that executes it, and which of its results are kept.
+"""Finds each step's input tensors on its rank, and the results that the rank must keep.
 
 A step gets most tensors from the user's own variables. Two kinds cannot come from there:
 
-- what another stage made: received, or taken from the other stage of this rank (a *cut*);
-- what was changed in place on another stage than the one that made it. That stage changes a copy, so the
-  user's variable still refers to the tensor before the change, or to a stand-in::
+- a tensor that another stage made: received, or taken from another stage of this rank (a *cut*);
+- a tensor that another stage than its maker changed in place. That stage changes a copy, so the user's
+  variable still refers to the tensor before the change, or to a stand-in::
 
       stage 0:  total = zeros_like(x)     the variable `total`
       stage 1:  total[:, 1] = y           a copy of it is changed

@@ -1,7 +1,7 @@
 """Chooses the *home* of each node of a graph: the stage that computes it.
 
-Units have the stage that the plan gives them; an operation between units is computed where its latest input
-is made; an operation on parameters alone, where its result is first needed.
+A unit's home is its stage in the plan. An operation between units is computed where its latest input is made;
+an operation on parameters alone, where its result is first needed.
 """
 
 from collections.abc import Mapping, Sequence

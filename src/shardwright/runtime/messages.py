@@ -19,7 +19,7 @@ class Receipt(Protocol):
 
 
 class Channels(Protocol):
-    """Moves a framework's tensors between pipeline ranks; those from one rank to another keep their order."""
+    """Moves a framework's tensors between pipeline ranks, in order from each rank to another."""
 
     def post_receive(self, crossing: Crossing, source: int) -> Receipt:
         """Announces that the next tensor from a rank can be taken; it looks as the crossing says."""

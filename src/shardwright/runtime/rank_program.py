@@ -1,4 +1,4 @@
-"""What one rank does in a microbatch, as far as every framework has it."""
+"""The program of one rank in a microbatch, as far as it is the same for every framework."""
 
 from collections.abc import Mapping
 from typing import Protocol

@@ -1,6 +1,6 @@
-"""What a traced step function tells about its steps: what each reads, makes and changes in place.
+"""The steps of a traced step function: what each reads, makes and changes in place.
 
-A front end writes this down while it traces; `dataflow` and `crossings` read it.
+A front end records them while it traces; `dataflow` and `crossings` read them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
-"""Changes in place that a unit may make in one microbatch, though it made none of them in the trace.
+"""In-place changes that a unit may make in a microbatch although its trace had none.
 
-A unit that looks at values may change what it is given or leave it (``if x.mean() > 1: x.clamp_(-1, 1)``).
-Where the trace has no change, other stages go on with the tensor as it was.
+A unit that reads values may change its input or leave it (``if x.mean() > 1: x.clamp_(-1, 1)``). Without the
+change in the trace, other stages continue with the unchanged tensor.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Pipeline schedules: who does what in which order. Pure data and arithmetic; no framework, no processes.
+"""Pipeline schedules: each rank's actions in order. Pure data and arithmetic; no framework.
 
 ::
 

@@ -1,7 +1,7 @@
-"""A schedule compiled for replay: who waits for whom, by number.
+"""A schedule compiled for replay: numbered actions and the messages between them.
 
-The compute actions of all rows are numbered through. What crosses ranks is a message from one of them to
-another. What stays on a rank needs no message, only the right order in the row, which is checked here::
+The compute actions of all rows are numbered. A dependency across ranks is a message from one action to
+another. A dependency on one rank needs no message, only the right order in the row, which is checked here::
 
     row of rank 0     0F0 -----------------> 0B0         numbers 0, 1
                        |  message 0->1        ^

@@ -1,7 +1,7 @@
-"""The pieces of work of a pipeline rank.
+"""The actions of a pipeline rank.
 
-An *action* is the forward of a stage for one microbatch, its backward, one end of a transfer, or a copy to or
-from the memory of the host. The text form is PyTorch's: stage, kind, microbatch.
+An *action* is a stage's forward for one microbatch, its backward, one end of a transfer, or a copy to or from
+host memory. The text form is PyTorch's: stage, kind, microbatch.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Builds the schedule of a family for any placement of stages on ranks."""
+"""Builds a family's schedule for any placement of stages on ranks."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What schedules cost by formula, for equal stages and free transfers.
+"""The cost of schedules by formula, for equal stages and free transfers.
 
 For p ranks, m microbatches (p or more), v stages a rank, and the seconds tF, tI, tW of one microbatch on all
 stages of a rank (tB = tI + tW):
@@ -14,8 +14,8 @@ zb_v               (p - 1) tF / 2              min(2 m, 2 p), for tF = tI = tW a
 =================  ==========================  ==================================================
 
 The bubble is the time of a step beyond m (tF + tB). For ``zb_v`` papers write zero, since every rank is busy
-from its first action to its last; (p - 1) tF / 2 is what the last rank waits before its first. g is the size
-of the largest group of microbatches: p, if p divides m.
+from its first action to its last; (p - 1) tF / 2 is the wait of the last rank before its first action. g is
+the size of the largest group of microbatches: p, if p divides m.
 
 Sources: the papers named in the files of the families.
 """

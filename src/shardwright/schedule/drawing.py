@@ -1,4 +1,4 @@
-"""Schedules as text pictures, one column for each unit of time, as papers draw them."""
+"""Draws schedules as text, one column per unit of time, as papers do."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Which stage needs tensors of which other stage."""
+"""The edges of a schedule: which stage needs tensors of which other."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Forward only, for evaluation and inference.
+"""The forward-only schedule, for evaluation and inference.
 
 ::
 

@@ -6,8 +6,8 @@
     rank 0 | F0 F1 F2 F3 .  .  .  B0=== B1=== B2=== B3===
     rank 1 | .  F0 F1 F2 F3 B0=== B1=== B2=== B3===
 
-It keeps all microbatches at once. With fewer active microbatches it goes in waves of that many. Backwards go
-from the first microbatch to the last, so that gradients are summed in the same order as by the other
+It keeps all microbatches at once. With fewer active microbatches it runs in waves of that many. Backwards run
+from the first microbatch to the last, so that gradients are summed in the same order as in the other
 families.
 
 Source: Huang et al., GPipe, 2019.

@@ -1,7 +1,7 @@
-"""The two halves of a split backward: choose among candidates, and join halves where the split gains nothing.
+"""The two halves of a split backward: chooses among candidates, joins halves where a split gains nothing.
 
-Running ``I`` and ``W`` apart costs a little more than ``B`` (two walks through the graph instead of one).
-Where ``W`` follows its ``I`` at once and the stage before does not wait for the gradient, they are joined::
+``I`` and ``W`` apart cost a little more than ``B`` (two walks through the graph instead of one). Where ``W``
+directly follows its ``I`` and the stage before does not wait for the gradient, they are joined::
 
     rank 0 | ... F7 W2 I3 ...         I3 of rank 0 starts after W3 of rank 1 has ended,
     rank 1 | ... I3 W3 F6 ...    ->   so rank 1 may as well run B3

@@ -1,11 +1,11 @@
-"""Copies of what a stage keeps to the memory of the host, and back.
+"""Copies a stage's kept activations to host memory, and back.
 
 ::
 
     rank 0    [ 0F0 ][ 0F1 ]      [ 0B1 ]      [ 0B0 ]
     its host         [ OFFLOAD 0 ]      [ LOAD 0 ]
 
-Each rank has one channel to its host: copies in both directions wait for one another, in the order of its
+Each rank has one channel to its host: copies in either direction wait for one another, in the order of its
 row.
 """
 

@@ -1,4 +1,4 @@
-"""How many microbatches a row has under way."""
+"""Counts the microbatches that a row has in flight."""
 
 from collections.abc import Sequence
 

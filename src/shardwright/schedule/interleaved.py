@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several stages a rank, so that the pipeline fills in a fraction of the time.
+"""Interleaved 1F1B: several stages per rank, so that the pipeline fills in a fraction of the time.
 
 ::
 

@@ -1,20 +1,19 @@
-"""Builds a schedule for any placement by playing it out.
+"""Builds a schedule for any placement by simulating it.
 
-Every rank that falls idle takes the best action that is ready: a backward, else a forward, else a weight
-gradient put off earlier. What is best among several of one kind is the family's policy. Forwards are
-rationed, because each keeps memory until its backward has run. For stages on ranks (0, 1, 0), with room for 3
-activations on rank 0::
+Every idle rank takes the best ready action: a backward, else a forward, else a deferred weight gradient. The
+family's policy picks among several of one kind. Forwards are rationed, because each keeps memory until its
+backward has run. For stages on ranks (0, 1, 0), with room for 3 activations on rank 0::
 
     rank 0 | 0F0 0F1 2F0 2B0==== 2F1 ...      0F1 may take the second of 3 places, but 0F2 not the third:
     rank 1 | .   1F0 1F1 .   .   ...          that is kept for 2F0, without which nothing could ever run again
 
 Why it cannot deadlock. Microbatches pass each stage in order. Suppose that nothing runs and something is
-left. Every backward that is ready would run, so every activation kept waits for a forward further down that
-is ready but rationed. Take the deepest rationed forward, of stage s on rank r. No activation at or below s is
-kept anywhere, so neither is one by the stage itself, and `Ration.stage` is not the reason. All that r keeps
-belongs to stages above s; the last of them to start left a place for each deeper stage of r, so `Ration.rank`
-is not the reason. If s is the first stage of r then r keeps nothing; if not, then the microbatch has been let
-in on r already: `Ration.microbatches` is not the reason.
+left. Every ready backward would run, so every kept activation waits for a deeper forward that is ready but
+rationed. Take the deepest rationed forward, of stage s on rank r. No activation at or below s is kept
+anywhere, so the stage itself keeps none, and `Ration.stage` is not the reason. All that r keeps belongs to
+stages above s; the last of them to start left a place for each deeper stage of r, so `Ration.rank` is not the
+reason. If s is the first stage of r, then r keeps nothing; if not, then r has already admitted the
+microbatch: `Ration.microbatches` is not the reason.
 """
 
 import heapq
@@ -59,7 +58,7 @@ class Ration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What a rank takes first.
+    """The order in which a rank prefers its ready actions.
 
     Attributes:
         ration: limits on forwards under way.

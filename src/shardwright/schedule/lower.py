@@ -1,22 +1,21 @@
 """Adds sends and receives to a schedule.
 
 A ``SEND`` is enqueued right after the action that makes its tensor. A ``RECV`` is posted, without waiting,
-some actions before the one that uses it, which then waits. Both kinds of messages from one rank to another
-form one queue, its *channel*: receives are posted in the order in which the sends are made, which NCCL
-needs::
+some actions before the one that uses it, which then waits. All messages from one rank to another, of either
+kind, form one queue, its *channel*: receives are posted in the order of the sends, which NCCL needs::
 
     1f1b, 2 ranks, 3 microbatches, lookahead 2; each receive is posted before its send
 
     rank 0 | 0RECV_B0 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B0 0RECV_B2 0F2 0SEND_F2 0B1 0B2
     rank 1 | 1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1RECV_F2 1F1 1B1 1SEND_B1 1F2 1B2 1SEND_B2
 
-A receive is never posted later than its message is made: in the replay of the compute actions, before any
-action that starts at the same time as the one that makes it, or after. So the rows can be run, one action at
-a time in the order of that replay, with every receive posted before its send; even sends that block until
-their receive is posted cannot deadlock (`validate` proves it for each schedule).
+A receive is never posted later than its message is made: in the replay of the compute actions, it comes
+before any action that starts no earlier than the one that makes the message. So the rows can be run, one
+action at a time in the order of that replay, with every receive posted before its send; even sends that block
+until their receive is posted cannot deadlock (`validate` proves it for each schedule).
 
-Both directions between two ranks are separate channels. On NCCL each needs a communicator of its own: one
-stream for both would make a receive that is posted early hold up the send behind it.
+The two directions between two ranks are separate channels. On NCCL each needs a communicator of its own: in a
+shared stream, an early receive would hold up the send behind it.
 """
 
 from bisect import bisect_left

@@ -1,4 +1,4 @@
-"""Messages under way: each channel carries one after the other, and latencies overlap.
+"""Messages in transit: each channel carries one after another, and latencies overlap.
 
 ::
 

@@ -1,4 +1,4 @@
-"""1F1B: each backward as early as possible, and a forward only where a backward has made room.
+"""1F1B: each backward as early as possible, each forward only where a backward has made room.
 
 ::
 
@@ -7,8 +7,8 @@
     rank 1 | .  F0 F1 .  .  B0=== F2 B1=== F3 B2=== .  B3===
     rank 2 | .  .  F0 B0=== F1 B1=== F2 B2=== F3 B3===
 
-Stage s of p keeps at most p - s microbatches: one for each stage that a microbatch has still to pass, itself
-counted. The bubble is that of GPipe, which keeps all.
+Stage s of p keeps at most p - s microbatches: one for each stage that a microbatch still has to pass,
+including s itself. The bubble is that of GPipe, which keeps all.
 
 Source: Narayanan et al., PipeDream-Flush, in "Memory-efficient pipeline-parallel DNN training", 2021.
 """

@@ -1,4 +1,4 @@
-"""Which rank runs which stage.
+"""Places stages on ranks.
 
 Three placements are classic; any other map of stages to ranks works too::
 

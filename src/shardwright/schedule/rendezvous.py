@@ -1,4 +1,4 @@
-"""Plays the rows with sends that block until their receive is posted.
+"""Replays the rows with sends that block until their receive is posted.
 
 ::
 

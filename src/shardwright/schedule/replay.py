@@ -1,6 +1,6 @@
-"""When everything happens if each rank works alone: the longest path through a graph.
+"""Times every action when each rank works alone: the longest path through a graph.
 
-A rank runs its row in order. An action starts when the one before it has ended and its messages have come::
+A rank runs its row in order. An action starts when the previous one has ended and its messages have arrived::
 
     rank 0   [  0F0  ][  0F1  ]
     message           [ way to rank 1 ]

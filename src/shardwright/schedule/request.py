@@ -1,4 +1,4 @@
-"""What a schedule family is asked for."""
+"""The request to a schedule family."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Rows = list[list[Action]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a schedule family is asked for.
+    """The request to a schedule family.
 
     Attributes:
         stage_ranks: pipeline rank of each stage.

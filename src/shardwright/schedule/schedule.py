@@ -1,7 +1,7 @@
 """The order of work of all pipeline ranks.
 
-A *schedule* is, for every pipeline rank, the ordered list of its actions. Nothing else decides the order: the
-runtime executes the rows, the simulator adds up their costs, and this is the whole of what they share::
+A *schedule* is the ordered list of actions of every pipeline rank. Nothing else decides the order: the
+runtime executes the rows, the simulator adds up their costs, and they share nothing more::
 
     1f1b, stage_ranks (0, 1), 3 microbatches; a backward takes two units of time
 

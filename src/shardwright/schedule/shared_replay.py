@@ -1,6 +1,6 @@
-"""When everything happens if ranks share CPU cores: processor sharing, from event to event.
+"""Times every action when ranks share CPU cores: processor sharing, from event to event.
 
-All actions that run on one node progress at one rate, min(1, cores / running). So each node keeps a *virtual
+All actions running on one node progress at one rate, min(1, cores / running). So each node keeps a *virtual
 clock* that advances at that rate: an action of w seconds ends when the clock has advanced by w. The order in
 which actions end is fixed when they start, which makes the replay exact and cheap::
 

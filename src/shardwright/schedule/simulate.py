@@ -1,11 +1,11 @@
-"""What a schedule costs: seconds, idle time and memory.
+"""Simulates a schedule: seconds, idle time and memory.
 
-The same rows that the runtime executes are played out with the seconds of each stage and the links between
-the ranks. Transfers overlap compute, but for the share of them that keeps the cores at their ends busy
-(`Link.occupancy`). Messages on one channel (a directed pair of ranks) wait for one another's bytes. So do
-copies between a rank and the memory of its host, which run beside compute and messages.
+It replays the rows that the runtime executes, with the seconds of each stage and the links between the ranks.
+Transfers overlap compute, except for the share that keeps the cores at their ends busy (`Link.occupancy`).
+Messages on one channel (a directed pair of ranks) wait for one another's bytes. So do copies between a rank
+and its host's memory, which run beside compute and messages.
 
-Ranks on CPUs share the cores of their node. When more of them compute at once than there are cores, each runs
+Ranks on CPUs share the cores of their node. When more ranks compute at once than there are cores, each runs
 at the rate cores / computing, from event to event::
 
     2 ranks, 1 core     rank 0 [ alone, rate 1 ][ both, rate 1/2          ]
@@ -42,7 +42,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What a schedule costs.
+    """The simulated cost of a schedule.
 
     Attributes:
         step_s: seconds from the first start to the last end.

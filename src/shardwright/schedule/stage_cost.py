@@ -1,4 +1,4 @@
-"""What one stage costs for one microbatch."""
+"""The cost of one stage for one microbatch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -38,7 +38,7 @@ class StageCost(Cost):
 
     @property
     def whole(self) -> Cost:
-        """The same, with what is recomputed as a part of the backward."""
+        """The same cost, with recomputation as a part of the backward."""
         return Cost(
             forward_s=self.forward_s,
             backward_s=self.backward_s + self.recompute_s,

@@ -1,15 +1,15 @@
 """Reads and writes schedules in PyTorch's CSV form.
 
-One row a rank, one action a cell: stage, kind, microbatch. An empty cell is a bubble. PyTorch calls a file
-without transfers ``compute_only`` and one with them ``compute_comms``::
+One row per rank, one action per cell: stage, kind, microbatch. An empty cell is a bubble. PyTorch calls a
+file without transfers ``compute_only`` and one with them ``compute_comms``::
 
     0F0,0F1,,0B0,0B1
     1F0,1B0,1F1,1B1
 
-A transfer does not name its peer: ``1SEND_F0`` goes to stage 2, ``1SEND_B0`` to stage 0. Stages are placed
-where their actions stand. ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD`` are PyTorch's own business with
-sharded parameters and are dropped; ``(0F1;3B0)OVERLAP_F_B`` is read as its actions in order. ``OFFLOAD`` and
-``LOAD`` are ours: PyTorch does not read a file that has them.
+A transfer does not name its peer: ``1SEND_F0`` goes to stage 2, ``1SEND_B0`` to stage 0. A stage is placed on
+the rank whose row has its actions. ``UNSHARD``, ``RESHARD`` and ``REDUCE_GRAD`` belong to PyTorch's sharded
+parameters and are dropped; ``(0F1;3B0)OVERLAP_F_B`` is read as its actions in order. ``OFFLOAD`` and ``LOAD``
+are ours: PyTorch does not read a file that has them.
 """
 
 import csv

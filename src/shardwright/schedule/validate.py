@@ -1,6 +1,6 @@
-"""Proves that a schedule is complete, in order and free of deadlock, or names the first action that is not.
+"""Proves a schedule complete, in order and free of deadlock, or names the first action that is not.
 
-What is proved, for a schedule with transfers (one without gets those of `lower`):
+It proves the following for a schedule with transfers (a schedule without gets those of `lower`):
 
 1. Each stage runs each microbatch once, on its own rank: ``F``, and where there is a backward, ``B``, or
    ``I`` and ``W``.
@@ -13,9 +13,9 @@ What is proved, for a schedule with transfers (one without gets those of `lower`
 5. With no help from the transport, the rows reach their end: posting a receive does not wait; a send blocks
    its rank until its receive has been posted; a compute action waits for its messages.
 
-A transport that buffers messages or sends in the background waits in fewer places. And whether a rank can go
-on depends only on what has happened, never on who was faster; so one run of 5 stands for all runs, and rows
-that end with blocking sends end with any.
+A transport that buffers messages or sends in the background waits in fewer places. Whether a rank can go on
+depends only on what has happened, never on which rank was faster; so one run of 5 stands for all runs, and
+rows that end with blocking sends end with any.
 """
 
 from collections.abc import Iterator, Sequence

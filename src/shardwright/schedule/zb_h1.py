@@ -1,4 +1,4 @@
-"""ZB-H1: 1F1B with the backward split, the weight gradients put off to fill the bubble.
+"""ZB-H1: 1F1B with the backward split, and weight gradients deferred to fill the bubble.
 
 ::
 
@@ -7,9 +7,9 @@
     rank 1 | .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
     rank 2 | .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
 
-Stage s of p keeps p - s microbatches between F and I, as in 1F1B, and puts off s weight gradients, so that
-every rank keeps p: what the first rank of 1F1B keeps. With equal stages and p microbatches or more the bubble
-is (p - 1)(tF + tI - tW), where tW is at most tI; a longer W gains nothing more.
+Stage s of p keeps p - s microbatches between F and I, as in 1F1B, and defers s weight gradients, so that
+every rank keeps p, like the first rank of 1F1B. With equal stages and p microbatches or more the bubble is (p
+- 1)(tF + tI - tW), where tW is at most tI; a longer W gains nothing more.
 
 Source: Qi et al., "Zero bubble pipeline parallelism", 2023, section 2.3.
 """

@@ -1,4 +1,4 @@
-"""ZB-V: two stages a rank, laid out as a V, with no bubble while the pipeline is full.
+"""ZB-V: two stages per rank, laid out as a V, without a bubble while the pipeline is full.
 
 ::
 
@@ -6,8 +6,8 @@
     rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3B1==== 0F3 0B0==== 3F2 3B2==== 0B1==== 3F3 3B3==== ...
     rank 1 | .   1F0 2F0 1F1 2F1 2B0==== 1F2 1B0==== 2F2 2B1==== 1F3 1I1 1W1 2F3 2B2==== 1I2 2I3 ...
 
-The first gradient is made on the rank that runs the first stage, p units earlier than at the end of a chain.
-Each rank keeps at most 2p activations of (half-sized) stages, as much as the first rank of 1F1B. With equal
+The rank of the first stage also makes the first gradient, p units earlier than the end of a chain would. Each
+rank keeps at most 2p activations of (half-sized) stages, as much as the first rank of 1F1B. With equal
 stages, F = I = W and 2p - 1 microbatches or more, it is busy from its first action to its last; rank p - 1
 starts p - 1 forwards late, and that is the whole bubble.
 

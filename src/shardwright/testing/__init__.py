@@ -1,7 +1,7 @@
-"""Run functions on several gloo ranks of this machine, fast enough for hundreds of tests.
+"""Runs functions on several gloo ranks of this machine, fast enough for hundreds of tests.
 
-A server process imports PyTorch once and forks the ranks of every call from itself, so that a call
-costs about a tenth of a second rather than the seconds that starting interpreters takes::
+A server process imports PyTorch once and forks the ranks of every call from itself, so that a call costs
+about a tenth of a second instead of the seconds that new interpreters take::
 
     import torch
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The caller's side of the fork server."""
+"""The client side of the fork server."""
 
 import atexit
 import contextlib
@@ -27,7 +27,7 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM
 
 
 class ForkServerClient:
-    """Starts a fork server when the first job comes, and hands it one job at a time.
+    """Starts a fork server for the first job, and hands it one job at a time.
 
     Attributes:
         preload: modules that the server imports before it forks.

@@ -1,4 +1,4 @@
-"""A cluster on one machine: several hosts, each with a link of its own, and ranks on each.
+"""A cluster on one machine: several hosts, each with its own link, and ranks on each.
 
 ::
 
@@ -9,8 +9,8 @@
         machines.torchrun(["train.py"], timeout_s=60)
         print(machines.traffic()[0] - before[0])        # bytes over the link of host 0
 
-It needs root and iproute2 (`missing_for_networks` says what is missing). Messages take no longer than on
-one machine; only rates are limited.
+It needs root and iproute2 (`missing_for_networks` says what is missing). Only rates are limited: latencies
+are those of one machine.
 """
 
 import os
@@ -39,7 +39,7 @@ _SHOWN = 3000
 
 @dataclass(frozen=True, slots=True)
 class HostOutcome:
-    """What became of the command of one host.
+    """The outcome of one host's command.
 
     Attributes:
         host: which one.
@@ -93,7 +93,7 @@ class Cluster:
         self.network.close()
 
     def traffic(self) -> list[Traffic]:
-        """What has gone over the link of each host."""
+        """The bytes over each host's link."""
         return [self.network.traffic(host) for host in range(self.network.num_hosts)]
 
     def torchrun(

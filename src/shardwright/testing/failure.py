@@ -1,4 +1,4 @@
-"""The error that tells what went wrong on which rank."""
+"""The error that tells which rank failed, and how."""
 
 from collections.abc import Sequence
 

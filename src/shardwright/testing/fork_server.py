@@ -6,13 +6,11 @@
                             ├──Popen─> nursery ──fork──> rank 1, ... with another hash seed: `nursery.py`
                             └──fork──> store process                 TCPStore for one job after another
 
-It must never start a thread: a fork copies only the thread that calls it, and a lock held by another
-thread stays locked in the child for ever. So the server imports, but computes nothing, and the store
-has its own process.
+It must never start a thread: a fork copies only the calling thread, and a lock held by another thread stays
+locked in the child for ever. So the server imports, but computes nothing, and the store has its own process.
 
-It ends when the caller's end of the socket closes or the caller is gone, and takes the ranks, their
-children and the store with it. If the server itself is killed, the kernel kills store and ranks
-(``PR_SET_PDEATHSIG``).
+It ends when the caller's end of the socket closes or the caller is gone, and kills the ranks, their children
+and the store. If the server itself is killed, the kernel kills store and ranks (``PR_SET_PDEATHSIG``).
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A line that ranks cross together."""
+"""A gate that ranks pass together."""
 
 import os
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ class Gate:
 
     @property
     def rank_ends(self) -> tuple[int, int]:
-        """What a rank needs of it."""
+        """The ends of the gate for a rank."""
         return self._arrivals_write_fd, self._release_read_fd
 
     @property
@@ -65,7 +65,7 @@ class Gate:
             self.is_open = True
 
     def close(self) -> None:
-        """In the server: frees what is left."""
+        """In the server: frees the rest."""
         os.close(self._arrivals_fd)
         if not self.is_open:
             os.close(self._release_fd)

@@ -1,4 +1,4 @@
-"""What travels between the caller, the fork server and a rank."""
+"""The records that caller, fork server and ranks exchange."""
 
 import socket
 import struct
@@ -56,7 +56,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """What the server saw of a rank.
+    """The server's view of a rank.
 
     Attributes:
         exit_code: as `subprocess` counts: minus the signal's number for a rank that a signal ended.
@@ -76,7 +76,7 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What a rank says of itself.
+    """A rank's report on itself.
 
     Attributes:
         at_s: when the function ended (`time.monotonic`).

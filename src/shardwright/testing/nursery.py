@@ -1,9 +1,9 @@
-"""A second interpreter with another hash seed, from which the fork server has every other rank forked.
+"""A second interpreter with another hash seed, the source of every other rank of the fork server.
 
-Sets of names have another order in each interpreter, and Python takes the seed of that order when it starts:
-ranks forked from one server would all have the same, so that no test could see a mistake that comes of it.
-The ranks are children of the fork server nevertheless, as it adopts orphans, and begin with its generators of
-random numbers::
+A set of names is ordered differently in each interpreter, and Python takes the seed of that order at its
+start. Ranks forked from one server would all have the same order, so that no test could see a mistake that
+depends on it. The ranks are still children of the fork server, which adopts orphans, and they begin with its
+random generators::
 
     fork server ──Popen──> nursery ──fork──> a process that ends at once ──fork──> rank 1, rank 2, ...
          └──────────────────────────────── adopts them ────────────────────────────────┘

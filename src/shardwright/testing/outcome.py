@@ -1,4 +1,4 @@
-"""What became of one rank."""
+"""The outcome of one rank."""
 
 import signal
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ __all__ = ["Outcome"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one rank of a call.
+    """The outcome of one rank of a call.
 
     Attributes:
         rank: which one.

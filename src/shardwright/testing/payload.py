@@ -1,4 +1,4 @@
-"""How a function and its arguments travel to the ranks."""
+"""Packs a function and its arguments for the ranks."""
 
 import functools
 import sys
@@ -22,7 +22,7 @@ def value_place(rank: int) -> str:
 
 
 def payload(thing: object, *, function: Callable[..., Any], seal: Seal) -> bytes:
-    """Pickles a function with what it needs.
+    """Pickles a function with its dependencies.
 
     Args:
         thing: what to pickle; it holds the function.

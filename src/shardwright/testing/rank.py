@@ -1,4 +1,4 @@
-"""What happens in a forked rank."""
+"""The life of a forked rank."""
 
 import faulthandler
 import os

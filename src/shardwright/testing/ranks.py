@@ -1,4 +1,4 @@
-"""Run a function on several ranks of this machine."""
+"""Runs a function on several ranks of this machine."""
 
 import functools
 import os

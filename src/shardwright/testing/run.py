@@ -1,4 +1,4 @@
-"""One job in the fork server: fork the ranks, watch them, end them."""
+"""One job in the fork server: forks the ranks, watches them, ends them."""
 
 import contextlib
 import os

@@ -1,8 +1,8 @@
-"""The process that serves the key-value stores of the jobs.
+"""The process that serves the jobs' key-value stores.
 
-It is a process of its own so that a rank that dies takes no store with it, and so that the fork server
-stays without threads. Every job gets an empty store, hence never sees another job's keys. Ranks use it
-only if their function makes its process group by itself.
+It is a process of its own so that a dying rank takes no store with it, and so that the fork server stays
+without threads. Every job gets an empty store, so it never sees another job's keys. Ranks use it only if
+their function makes its process group itself.
 """
 
 import contextlib

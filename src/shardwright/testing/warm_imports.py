@@ -1,4 +1,4 @@
-"""What a process imports once, so that the ranks that are forked from it need not."""
+"""Imports once what forked ranks would otherwise import each."""
 
 import contextlib
 import gc
@@ -42,7 +42,7 @@ def import_always() -> None:
 
 
 def import_once(modules: Sequence[str]) -> None:
-    """Imports what is not imported yet."""
+    """Imports the missing modules."""
     new = [name for name in modules if name not in sys.modules]
     for name in new:
         importlib.import_module(name)

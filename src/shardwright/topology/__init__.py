@@ -1,4 +1,4 @@
-"""The best distributed topology for a model on machines that need not be there; no framework is imported."""
+"""Finds the best distributed topology of a model on machines that need not exist; no framework."""
 
 from shardwright.topology.largest_batch import largest_batch
 from shardwright.topology.search import Answer, search

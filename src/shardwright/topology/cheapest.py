@@ -1,4 +1,4 @@
-"""How many machines to take: what training costs, and how long it takes, by their number."""
+"""How many machines to use: the cost and the duration of training, by their number."""
 
 from dataclasses import dataclass, replace
 

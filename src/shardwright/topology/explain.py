@@ -1,4 +1,4 @@
-"""Why a way was chosen, what limits it, and why not another one: in sentences with numbers."""
+"""Explains a choice in sentences with numbers: why this way, what limits it, why not another."""
 
 from dataclasses import dataclass, replace
 
@@ -26,7 +26,7 @@ _NUM_PARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """What a rate that is a tenth higher would spare.
+    """The saving from a rate that is a tenth higher.
 
     Attributes:
         what: the rate, in words.
@@ -64,7 +64,7 @@ def sensitivities(task: Task, way: Way) -> list[Sensitivity]:
 
 
 def reasons(answer: Answer) -> list[str]:
-    """Why the best is best, what limits it, and what the numbers rest on."""
+    """Why the best way is best, its limits, and the basis of the numbers."""
     task, best = answer.task, answer.best
     low, high = best.interval_s
     found = [

@@ -1,7 +1,7 @@
-"""The largest batch that machines train at once.
+"""Finds the largest batch that machines train at once.
 
-Accumulating gradients, any batch can be trained. What memory bounds is what is there at the same time: a
-microbatch for each replica, in a pipeline as many as it has ranks.
+Gradient accumulation trains any batch. Memory bounds what is in flight at the same time: a microbatch per
+replica, and in a pipeline as many as it has ranks.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Full recomputation of as few blocks as memory allows: the others keep what they computed."""
+"""Recomputes as few blocks in full as memory allows; the others keep their activations."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Options that are given, as text: ``tensor=8``, ``recompute=full``."""
+"""Pinned options, as text: ``tensor=8``, ``recompute=full``."""
 
 import difflib
 from collections.abc import Iterable, Mapping

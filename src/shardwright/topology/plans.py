@@ -1,10 +1,10 @@
-"""From ways to plans: closed forms have chosen the degrees; schedules that are simulated choose among those.
+"""Turns ways into plans: closed forms choose the degrees, simulated schedules choose among them.
 
 ::
 
     all ways ─► closed forms ─► the best of other degrees ─► a plan of each (chain DP, simulation) ─► the best
 
-A plan names the units of a module, so only a model that is at hand has one.
+A plan names the units of a module, so only a model at hand has one.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ _NEAR_TIE = 1.01
 
 
 def settings_of(answer: Answer, way: Way) -> dict[str, Any]:
-    """What is fixed of a plan for a way: its degrees and microbatches, and what is pinned.
+    """The settings of a plan that a way fixes: its degrees and microbatches, and pinned options.
 
     Args:
         answer: that the way is a part of.

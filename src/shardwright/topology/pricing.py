@@ -1,4 +1,4 @@
-"""Seconds and bytes of ways to train, whatever the model is: a transformer, or a chain of layers."""
+"""Prices ways to train, in seconds and bytes, for a transformer or a chain of layers."""
 
 from collections.abc import Mapping
 from dataclasses import replace

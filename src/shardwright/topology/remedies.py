@@ -1,4 +1,4 @@
-"""When nothing fits: the smallest changes that would."""
+"""When nothing fits, finds the smallest changes that would."""
 
 from dataclasses import replace
 

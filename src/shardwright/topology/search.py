@@ -1,4 +1,4 @@
-"""The best ways to train: everything is priced, what does not fit is dropped, the simplest of equals wins."""
+"""Searches for the best ways to train: prices all, drops what does not fit, prefers the simplest."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -26,7 +26,7 @@ _NUM_ALTERNATIVES = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         task: what was asked.

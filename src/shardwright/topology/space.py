@@ -1,7 +1,7 @@
-"""All ways to train a model on some machines, as columns.
+"""All ways to train a model on given machines, as columns.
 
-What can never be better by the formulas is left out unless it is pinned: GPipe (1F1B takes less memory),
-tensor parallelism without dividing the sequence, selective recomputation beside fused attention.
+Ways that the formulas can never prefer are left out unless pinned: GPipe (1F1B takes less memory), tensor
+parallelism without sequence parallelism, selective recomputation beside fused attention.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""What a topology is searched for: a model, machines, a batch."""
+"""The task of a topology search: a model, machines, a batch."""
 
 import difflib
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ _HOST_MARGIN = 0.2  # of the host's, for the system and the loaders of data
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is asked for.
+    """The task of a search.
 
     Attributes:
         model: the architecture, or a chain of layers, which is cut between them and in no other way.

@@ -1,4 +1,4 @@
-"""One way to train: its options, what it takes, and how to say so."""
+"""One way to train: its options, its cost, and its description."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace

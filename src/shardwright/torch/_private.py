@@ -1,4 +1,4 @@
-"""Every use of PyTorch that is not in its documented interface, with the reason.
+"""Every use of a private PyTorch interface, with its reason.
 
 Tried on torch 2.13.0. When a new version of torch breaks something, it breaks here.
 """

@@ -1,4 +1,4 @@
-"""A run as the script has made it: with its model, its optimizers and its reporter."""
+"""The run of a script: its model, optimizers and reporter."""
 
 from shardwright.errors import UsageError
 from shardwright.torch.measuring.reporting import Reporter

@@ -1,4 +1,4 @@
-"""The beginning and the end of a run."""
+"""Starts and ends a run."""
 
 import os
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The decorator that makes an ordinary function a training or evaluation step."""
+"""The decorator that turns a function into a training or evaluation step."""
 
 import functools
 import inspect

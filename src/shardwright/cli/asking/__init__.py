@@ -1,1 +1,1 @@
-"""What commands have in common: options, models and machines on a command line, measuring on ranks."""
+"""The shared input side of commands: options, models and machines, measuring on ranks."""

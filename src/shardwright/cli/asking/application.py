@@ -1,4 +1,4 @@
-"""What all commands have in common."""
+"""The base of every command-line application."""
 
 import json
 import sys
@@ -48,7 +48,7 @@ def show_text(text: object = "", *, end: str = "\n") -> None:
 
 
 def say(text: object) -> None:
-    """Prints what a person should know besides the result, to stderr; escaped as well."""
+    """Prints a message beside the result to stderr; escaped as well."""
     print(printable(str(text), lines=True), file=sys.stderr, flush=True)  # noqa: T201
 
 

@@ -1,4 +1,4 @@
-"""Which folder of checkpoints, and which checkpoint in it, a path means."""
+"""Resolves a path to a folder of checkpoints, and to a checkpoint in it."""
 
 from pathlib import Path
 

@@ -1,15 +1,15 @@
-"""A model from the command line: ``model.py:build`` or ``package.model:build``.
+"""Builds the model named on the command line: ``model.py:build`` or ``package.model:build``.
 
-The function takes nothing and returns the model and one batch of one replica, and, if the model does not
-return a loss itself, a function that makes one number of what it returns::
+The function takes nothing. It returns the model and one batch of one replica, and, if the model does not
+return a loss itself, a function that reduces the model's output to one number::
 
     def build():
         model = GPT(layers=48)
         ids = torch.zeros(64, 1024, dtype=torch.long)
         return model, {"input_ids": ids, "labels": ids}
 
-A batch that is a dictionary goes to the model by name, a tuple or list by position, anything else alone. The
-function runs on the meta device, so the model has shapes and no memory.
+A dictionary batch goes to the model by name, a tuple or list by position, anything else alone. The function
+runs on the meta device, so the model has shapes and no memory.
 """
 
 import importlib
@@ -33,7 +33,7 @@ __all__ = ["Sample", "advice_on_meta", "build"]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A model, one batch of one replica, and what makes a loss of what the model returns."""
+    """A model, one batch of one replica, and the function that makes a loss of the model's output."""
 
     model: nn.Module
     args: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""What ranks are told to measure; apart from what they do, because that imports torch."""
+"""The measuring order for ranks, apart from its execution, which imports torch."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ RANKS = "shardwright.cli.asking.measuring_ranks"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What is to be done.
+    """The order to measure.
 
     Attributes:
         factory: of the model.
@@ -42,7 +42,7 @@ class Order:
 
 
 def refuse_broken(factory: str, *, build_on: str) -> None:
-    """Runs a factory once: else every rank would tell what is wrong with it.
+    """Runs a factory once, so that not every rank reports its error.
 
     Raises:
         UsageError: there is none, or it fails.

@@ -1,4 +1,4 @@
-"""What each rank of ``shardwright profile`` and ``shardwright plan make --verify`` does."""
+"""The rank process of ``shardwright profile`` and ``shardwright plan make --verify``."""
 
 import datetime
 import os
@@ -62,7 +62,7 @@ def _is_first() -> bool:
 
 
 def profile_of(measured: MeasuredModel, *, num_ranks: int) -> MeasuredProfile:
-    """What is written of a measured model."""
+    """The profile of a measured model."""
     graph, _ = next(iter(next(iter(measured.candidates.values())).values()))
     costs = {
         key: cost

@@ -1,4 +1,4 @@
-"""Runs a module of ours on several ranks of this host, or of several: for commands that measure."""
+"""Runs one of our modules on several ranks of one or more hosts, for commands that measure."""
 
 import shutil
 import sys
@@ -86,7 +86,7 @@ def run_on_ranks(
     node_rank: int | None = None,
     endpoint: str | None = None,
 ) -> None:
-    """Starts the ranks and waits for them; what they say goes to stderr.
+    """Starts the ranks and waits for them; their output goes to stderr.
 
     Args:
         module: its name; each rank runs it as a program.

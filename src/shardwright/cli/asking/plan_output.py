@@ -1,4 +1,4 @@
-"""The plan file that a command writes."""
+"""Writes the plan file of a command."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

@@ -1,4 +1,4 @@
-"""Settings as they are written on a command line."""
+"""Parses settings from the command line."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""What the commands about topologies have in common: the task on the command line.
+"""The topology task on the command line, shared by the topology commands.
 
-Each of them is a function of what was `Asked`; `on_task` gives it the words of a task as options.
+Each command is a function of an `Asked`; `on_task` gives it the words of a task as options.
 """
 
 import inspect
@@ -67,7 +67,7 @@ BuildOn = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What the words of a command ask for.
+    """The task in the words of a command.
 
     Attributes:
         task: the model, the machines, the batch, and what is given.

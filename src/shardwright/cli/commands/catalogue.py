@@ -1,4 +1,4 @@
-"""``shardwright catalogue``: models and machines that are known by name."""
+"""``shardwright catalogue``: lists the models and machines known by name."""
 
 from shardwright.cli.asking.application import AsJson, print_json, show_text
 

@@ -1,4 +1,4 @@
-"""``shardwright cheapest``: how many machines to take."""
+"""``shardwright cheapest``: finds how many machines to use."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""``shardwright ckpt export``: the model of a checkpoint as files of Hugging Face or of PyTorch."""
+"""``shardwright ckpt export``: writes a checkpoint's model as Hugging Face or PyTorch files."""
 
 from enum import StrEnum
 from pathlib import Path

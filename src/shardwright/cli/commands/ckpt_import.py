@@ -1,4 +1,4 @@
-"""``shardwright ckpt import``: makes a checkpoint of a model of Hugging Face or of PyTorch."""
+"""``shardwright ckpt import``: makes a checkpoint of a Hugging Face or PyTorch model."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,4 +1,4 @@
-"""``shardwright cluster``: show machines, or write them to a file."""
+"""``shardwright cluster``: shows machines, or writes them to a file."""
 
 from pathlib import Path
 from typing import Annotated

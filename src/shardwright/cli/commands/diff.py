@@ -1,4 +1,4 @@
-"""``shardwright diff``: two plans compared; the same as ``shardwright plan diff``."""
+"""``shardwright diff``: compares two plans; the same as ``shardwright plan diff``."""
 
 from shardwright.cli.commands.plan import diff
 

@@ -1,4 +1,4 @@
-"""``shardwright doctor``: what this machine has, as one block to paste into an issue."""
+"""``shardwright doctor``: describes this machine, as one block to paste into an issue."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``shardwright explain``: why a plan is as it is, what limits it, what would help."""
+"""``shardwright explain``: explains a plan, its limits, and what would help."""
 
 from pathlib import Path
 from typing import Annotated

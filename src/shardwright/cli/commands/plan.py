@@ -1,4 +1,4 @@
-"""``shardwright plan``: make a plan without running it, show one, compare two."""
+"""``shardwright plan``: makes a plan without running it, shows one, compares two."""
 
 from dataclasses import asdict
 from pathlib import Path

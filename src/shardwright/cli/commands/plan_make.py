@@ -1,4 +1,4 @@
-"""``shardwright plan make``: a plan without running anything."""
+"""``shardwright plan make``: makes a plan without running anything."""
 
 from collections.abc import Mapping
 from pathlib import Path

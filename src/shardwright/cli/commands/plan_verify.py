@@ -1,4 +1,4 @@
-"""``shardwright plan make --verify``: the best plans are tried on the present machines."""
+"""``shardwright plan make --verify``: tries the best plans on the current machines."""
 
 import dataclasses
 import tempfile

@@ -1,4 +1,4 @@
-"""``shardwright probe``: measure the present machines."""
+"""``shardwright probe``: measures the current machines."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""``shardwright profile``: measure what the units of a model cost here."""
+"""``shardwright profile``: measures the cost of a model's units on this machine."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``shardwright report``: one HTML file for a run or a plan."""
+"""``shardwright report``: writes one HTML file for a run or a plan."""
 
 import webbrowser
 from pathlib import Path

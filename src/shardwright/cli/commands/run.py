@@ -1,4 +1,4 @@
-"""``shardwright run``: run a script on several ranks."""
+"""``shardwright run``: runs a script on several ranks."""
 
 import dataclasses
 import json

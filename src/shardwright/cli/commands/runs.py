@@ -1,4 +1,4 @@
-"""``shardwright runs``: the runs of a folder."""
+"""``shardwright runs``: lists the runs of a folder."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``shardwright schedule``: draw a pipeline schedule, export it, check one."""
+"""``shardwright schedule``: draws, exports and checks pipeline schedules."""
 
 import shutil
 import sys

@@ -1,4 +1,4 @@
-"""``shardwright search``: the best way to train a model on machines that need not be there."""
+"""``shardwright search``: finds the best way to train a model on machines that need not exist."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any

@@ -1,4 +1,4 @@
-"""``shardwright show``: what a run came to."""
+"""``shardwright show``: shows the outcome of a run."""
 
 from dataclasses import asdict
 from pathlib import Path

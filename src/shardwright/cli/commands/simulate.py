@@ -1,4 +1,4 @@
-"""``shardwright simulate``: a plan played out under other conditions."""
+"""``shardwright simulate``: replays a plan under other conditions."""
 
 import json
 from collections.abc import Sequence

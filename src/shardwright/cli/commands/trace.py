@@ -1,4 +1,4 @@
-"""``shardwright trace``: what a model consists of."""
+"""``shardwright trace``: shows the units and operations of a model."""
 
 from typing import Annotated
 

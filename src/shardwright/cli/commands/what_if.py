@@ -1,4 +1,4 @@
-"""``shardwright what-if``: what other machines, faster links, or longer samples would change."""
+"""``shardwright what-if``: prices other machines, faster links and longer samples."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated

@@ -1,4 +1,4 @@
-"""``shardwright why-not``: why the best way is not the one that somebody has in mind."""
+"""``shardwright why-not``: tells why a given way is not the best."""
 
 from typing import Annotated
 

@@ -1,1 +1,1 @@
-"""What commands show, as text."""
+"""The output side of commands, as text."""

@@ -1,4 +1,4 @@
-"""A traced model as text, for people."""
+"""Prints a traced model as text, for people."""
 
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import align
@@ -29,7 +29,7 @@ def format_graph(graph: ModelGraph) -> str:
 
 
 def feeds(graph: ModelGraph) -> dict[int, list[int]]:
-    """For each unit call, by node: the unit calls that read what it makes, directly or through operations."""
+    """For each unit call, by node: the unit calls that read its result, directly or through operations."""
     readers = graph.consumers()
     # Through operations: what each node's outputs lead to, found from the end, as nodes stand in order.
     reached: dict[int, set[int]] = {}

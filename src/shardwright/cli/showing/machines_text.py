@@ -1,4 +1,4 @@
-"""Machines as text, for people."""
+"""Prints machines as text, for people."""
 
 from collections.abc import Iterator
 

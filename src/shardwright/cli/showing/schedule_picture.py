@@ -1,4 +1,4 @@
-"""A schedule as ``shardwright schedule show`` shows it."""
+"""Draws a schedule for ``shardwright schedule show``."""
 
 import math
 from fractions import Fraction

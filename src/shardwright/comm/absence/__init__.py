@@ -1,1 +1,1 @@
-"""Ranks that do not come: where they are, who failed first, and how errors say so."""
+"""Absent ranks: where they are, which failed first, and how errors report it."""

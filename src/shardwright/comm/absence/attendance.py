@@ -1,4 +1,4 @@
-"""Who has come to a call, at the store that all ranks share.
+"""Records at the store which ranks have come to a joint call.
 
 ::
 
@@ -7,7 +7,7 @@
     key/decision   the call goes on, or why it cannot: the same for all of its ranks
     key/turn       who has looked last for ranks that are missing, and how often
 
-Whoever completes the last block decides that the call goes on. A rank that finds out that another one will
+The rank that completes the last block decides that the call goes on. A rank that finds out that another will
 not come decides that it does not. The first decision holds.
 """
 
@@ -32,7 +32,7 @@ _LOSSES: dict[str, Callable[..., PeerLostError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of a call.
+    """The outcome of a call.
 
     Attributes:
         error: why it cannot go on; None where it goes on.
@@ -41,7 +41,7 @@ class Decision:
     error: UsageError | PeerLostError | None = None
 
     def to_text(self) -> str:
-        """What stands at the store."""
+        """The form in the store."""
         if self.error is None:
             return json.dumps({})
         return json.dumps(
@@ -64,7 +64,7 @@ class Decision:
 
 
 class Attendance:
-    """Who of the ranks of one call has come.
+    """Tracks which ranks have come to one call.
 
     Args:
         store: shared by all ranks.
@@ -100,7 +100,7 @@ class Attendance:
         return present == 1 << bit
 
     def absent(self) -> list[int]:
-        """Ranks that have not come."""
+        """The ranks that have not come."""
         found = []
         for number, ranks in enumerate(self._blocks):
             present = self._store.add(f"{self._key}/block/{number}", 0)
@@ -113,7 +113,7 @@ class Attendance:
         return Decision.from_text(self._store.get(key)) if self._store.check([key]) else None
 
     def decide(self, decision: Decision) -> Decision:
-        """Decides what becomes of the call; returns what holds: another rank may have decided before."""
+        """Decides the outcome of the call; returns the valid one, since another rank may have been first."""
         return Decision.from_text(self._store.compare_set(f"{self._key}/decision", "", decision.to_text()))
 
     def takes_turn(self) -> bool:

@@ -1,8 +1,8 @@
-"""Finds out which rank failed first.
+"""Finds the rank that failed first.
 
-A rank that fails says so at the store before it ends; one that loses a peer says which. Whoever loses a
-peer follows these notes to the first cause: a rank with an error of its own, or one that says nothing
-because it was killed. What gloo says may not name the rank that was lost: then all notes are read. ::
+A failing rank leaves a note at the store before it ends; one that loses a peer names it. A rank that loses a
+peer follows these notes to the first cause: a rank with an error of its own, or one without a note because it
+was killed. Gloo's error may not name the lost rank: then all notes are read. ::
 
     rank 3: lost rank 2 ──► rank 2: lost rank 1 ──► rank 1: no note ──► "rank 1 left without a word"
                                                     rank 1: error    ──► "rank 1 failed: ValueError: ..."
@@ -42,7 +42,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What a rank says before it ends.
+    """A rank's note before it ends.
 
     Attributes:
         rank: who.

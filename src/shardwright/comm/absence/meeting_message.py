@@ -1,4 +1,4 @@
-"""What ranks of one host say to each other when they come to a call that they make together."""
+"""The messages by which ranks of one host announce themselves at a joint call."""
 
 import struct
 

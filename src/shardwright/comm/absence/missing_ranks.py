@@ -1,15 +1,16 @@
-"""The ranks that a call waits for: which ones they are, where they are, and whether they are on their way.
+"""The missing ranks of a joint call: which they are, where they are, and whether they are coming.
 
-Those that have come look for a proof that another one is not on its way::
+The ranks that have come look for a proof that another is not coming::
 
     it is in another call that needs one of these, and has made as many calls together with that one
     it waits in a collective of torch.distributed that needs this rank, and that this rank has not begun
     it has come to the end of its script, has called sw.shutdown(), or has ended
 
-With a proof they fail; without one they warn after some seconds, and name the ranks and their places.
+With a proof they fail. Without one they warn after some seconds, and name the ranks and their places.
 
-That a collective has not begun here is told by how many have. gloo counts sends and receives with them, so
-that there it must be the very next one, and the rank must have waited in it for as long as a warning waits.
+The count of begun collectives shows that a collective has not begun here. Gloo's count includes sends and
+receives. So with gloo it must be the very next collective, and the rank must have waited in it for the time
+after which a warning comes.
 """
 
 import time
@@ -40,7 +41,7 @@ _MOST_WITNESSES = 4
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What is said of a call.
+    """The terms in which errors speak of a call.
 
     Attributes:
         needs: that others have to come.

@@ -1,4 +1,4 @@
-"""How the loss of a peer reads in error texts."""
+"""Words the loss of a peer for error texts."""
 
 import re
 

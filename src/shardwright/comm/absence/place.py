@@ -1,4 +1,4 @@
-"""A call that several ranks make together, and what a rank says of where it is."""
+"""A joint call of several ranks, and what a rank reports of its place."""
 
 import json
 from collections.abc import Mapping
@@ -70,7 +70,7 @@ class Note:
         return sum(count for ranks, count in self.counts if rank in ranks)
 
     def to_text(self) -> str:
-        """What stands at the store."""
+        """The form in the store."""
         parts = {
             "place": _written(self.place),
             "counts": {spans(ranks): count for ranks, count in self.counts},

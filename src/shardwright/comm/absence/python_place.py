@@ -1,4 +1,4 @@
-"""What a thread of this process is doing, by the functions that it is in."""
+"""Describes what a thread of this process is doing, by the functions on its stack."""
 
 from dataclasses import dataclass
 from types import FrameType

@@ -1,13 +1,13 @@
-"""Where a rank is in its script, so that ranks that wait for it in vain can say so.
+"""Tracks where a rank is in its script, for ranks that wait for it in vain.
 
-A rank counts the calls that several ranks make together. Two ranks that are in their k-th common call must be
-in the same one: where they are not, each waits for the other for ever, however slow they are. ::
+A rank counts its joint calls with others. Two ranks in their k-th common call must be in the same one: if
+not, each waits for the other for ever, however slow they are. ::
 
     rank 0    step 1   step 2   model.state_dict()    3rd common call
     rank 1    step 1   step 2   step 3                3rd common call: another one, so rank 1 will not come
 
-A rank that gets on tells nobody anything. One that has been at one place for some seconds leaves a note at
-the store, by a thread of its own, for it may be inside of a call into C++.
+A rank that makes progress reports nothing. One that has been at one place for some seconds leaves a note at
+the store. A thread of its own writes it, because the rank may be inside a call into C++.
 """
 
 import atexit
@@ -50,7 +50,7 @@ class Store(Protocol):
 
 
 class Whereabouts:
-    """Where this rank is, and what the others have said of theirs.
+    """The place of this rank, and the places that the others have reported.
 
     Args:
         store: shared by all ranks.

@@ -1,4 +1,4 @@
-"""A batch norm over the samples of several ranks."""
+"""Batch norm over the samples of several ranks."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The name by which torch.distributed knows the backend."""
+"""The name of the backend in torch.distributed."""
 
 __all__ = ["BACKEND"]
 

@@ -1,11 +1,11 @@
-"""The torch.distributed backend ``shardwright``: collectives that know which ranks share a host.
+"""Registers the torch.distributed backend ``shardwright``, whose collectives know shared hosts.
 
 ::
 
     import shardwright.torch                            # makes the name known
     torch.distributed.init_process_group("shardwright")
 
-Stock scripts, DDP and FSDP2 then use them, for tensors on the CPU and on CUDA devices.
+Stock scripts, DDP and FSDP2 then use its collectives, for tensors on the CPU and on CUDA devices.
 """
 
 from datetime import timedelta

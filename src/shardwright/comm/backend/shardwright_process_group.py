@@ -1,7 +1,7 @@
-"""A process group of torch.distributed with Shardwright's collectives.
+"""A torch.distributed process group with Shardwright's collectives.
 
-What they do not cover (send, receive, gather, scatter, all-to-all, barrier, sparse tensors) gloo does for
-tensors on the CPU, and NCCL for tensors on CUDA devices.
+Operations that they do not cover (send, receive, gather, scatter, all-to-all, barrier, sparse tensors) go to
+gloo for tensors on the CPU, and to NCCL for tensors on CUDA devices.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,12 +1,12 @@
-"""The sum of gradients in two hops: over the ranks that share a shard group, then over its replicas.
+"""Reduces gradients in two hops: within a shard group, then over its replicas.
 
 ::
 
     hop 1   reduce-scatter inside of the shard group     every rank gets the sum of its own part
     hop 2   all-reduce of that part over the replicas    of other shard groups
 
-The second hop carries 1 / shard of what an all-reduce over all ranks does, and goes on while the first hop of
-what follows does: the two have threads, and mostly links, of their own.
+The second hop carries 1 / shard of the data of an all-reduce over all ranks, and overlaps the next first hop:
+each hop has its own thread and, mostly, its own links.
 """
 
 from typing import Any

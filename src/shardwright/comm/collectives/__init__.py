@@ -1,1 +1,1 @@
-"""Collectives over CPUs that know which ranks share a host."""
+"""Collectives on CPUs that know which ranks share a host."""

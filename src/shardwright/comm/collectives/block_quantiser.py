@@ -1,4 +1,4 @@
-"""Numbers in 8 bits: blocks of them share a scale, as in ZeRO++ (Wang et al., 2023, section 3.1).
+"""Quantises numbers to 8 bits, a scale per block, as in ZeRO++ (Wang et al., 2023, section 3.1).
 
 ::
 
@@ -21,7 +21,7 @@ _LARGEST = 127
 
 
 class BlockQuantiser:
-    """Packs numbers into bytes, and counts what that loses.
+    """Packs numbers into bytes, and counts the loss.
 
     Args:
         block: numbers that share a scale.

@@ -1,4 +1,4 @@
-"""What torch.distributed waits for."""
+"""The handle of a running collective, for torch.distributed to wait on."""
 
 from datetime import timedelta
 from typing import Any
@@ -24,7 +24,7 @@ class CollectiveWork(_Work):  # type: ignore[misc]
         self._future = future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns when it is done; raises what it raised. The group's own timeout counts."""
+        """Waits for the end; raises the collective's error. The group's own timeout counts."""
         self._future.wait()
         return True
 
@@ -37,7 +37,7 @@ class CollectiveWork(_Work):  # type: ignore[misc]
         return self._future.done() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """What it raised; None where it has not."""
+        """The error that it raised, or None."""
         try:
             self._future.wait()
         except BaseException as error:

@@ -84,7 +84,7 @@ class Communicator:
         self._session = session
 
     def close(self) -> None:
-        """Lets go of the other ranks."""
+        """Releases the connections to the other ranks."""
         if self.neighbours is not None:
             self.neighbours.hang_up()
 

@@ -1,4 +1,4 @@
-"""How the ranks of a group find out who shares a host, and get ready for collectives."""
+"""Connects a group for collectives: finds which ranks share a host, and sets them up."""
 
 import logging
 import os
@@ -31,7 +31,7 @@ declare(Prices)
 
 
 def tell_all_through(store: Store, rank: int, num_ranks: int) -> Callable[[Any], list[Any]]:
-    """A function that tells all ranks a fact (as `codec` takes it), and returns what each tells, by rank.
+    """A function that sends a fact (as `codec` takes it) to all ranks, and returns each rank's, by rank.
 
     Args:
         store: of these ranks alone.

@@ -1,4 +1,4 @@
-"""Gloo's own collectives, with the interface of ours."""
+"""Gloo's own collectives, behind our interface."""
 
 from typing import Any
 

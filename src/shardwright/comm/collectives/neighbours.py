@@ -1,12 +1,11 @@
-"""The ranks of a node that do collectives together: their memory, and what they tell one another.
+"""The ranks of a node in a collective: their shared memory, and their signals to one another.
 
 ::
 
     shared memory   |  the first, third, ...  |  the second, fourth, ...  |
     Unix sockets    "I am one step further with collective 4, an all-gather of 1024 float32"
 
-A collective uses one half of the memory while some ranks may still read what the one before left in the
-other.
+A collective uses one half of the memory while some ranks may still read the previous one's data in the other.
 """
 
 import contextlib
@@ -100,7 +99,7 @@ class Neighbours:
         close_in_children(self)
 
     def close(self) -> None:
-        """Lets go of the other ranks, but for other processes that have the same connections."""
+        """Releases the connections to other ranks, except in other processes that have them too."""
         self._close()
 
     def hang_up(self) -> None:

@@ -1,4 +1,4 @@
-"""The all-gather of several tensors into memory that the ranks of a node share."""
+"""All-gathers several tensors into memory shared by the ranks of a node."""
 
 from typing import Protocol
 
@@ -14,7 +14,7 @@ __all__ = ["NodeGather"]
 
 
 class NodeGroup(Protocol):
-    """What the gather asks of the group whose thread it runs on: see `Communicator`."""
+    """The group whose thread runs the gather: see `Communicator`."""
 
     @property
     def rank(self) -> int:
@@ -56,7 +56,7 @@ class NodeGather:
     def packed(
         self, memory: Tensor, data: Tensor, pieces: tuple[int, ...], quantiser: BlockQuantiser
     ) -> None:
-        """Gathers packed elements, of which the ranks of the node unpack those of some ranks each."""
+        """Gathers packed elements; the ranks of the node share the unpacking."""
         group = self._group
         num_ranks, here = group.topology.num_ranks, group.topology.local(group.rank)
         count = data.numel() - pieces[-1]

@@ -1,4 +1,4 @@
-"""A thread that does what it is told, one thing after the other."""
+"""A thread that runs its tasks one after another, in order."""
 
 import queue
 import threading
@@ -49,7 +49,7 @@ class OrderedThread:
         return future
 
     def run(self, task: Callable[[], Any]) -> Any:
-        """Does something now, or as soon as what is in front is done; returns its result."""
+        """Runs a task once earlier ones are done; returns its result."""
         if self._turns.is_mine:
             return task()
         with self._counting:

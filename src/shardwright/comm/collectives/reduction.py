@@ -1,4 +1,4 @@
-"""How elements of several ranks become one."""
+"""Reduces elements of several ranks to one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

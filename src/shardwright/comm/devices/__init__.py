@@ -1,1 +1,1 @@
-"""Collectives over nodes for tensors on accelerators."""
+"""Collectives over nodes, for tensors on accelerators."""

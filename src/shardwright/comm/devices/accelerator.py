@@ -1,4 +1,4 @@
-"""What serves tensors that are not on the CPU."""
+"""The communication of tensors that are not on the CPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ __all__ = ["CUDA", "Accelerator", "MakeGroup"]
 
 
 class MakeGroup(Protocol):
-    """Makes a process group of some ranks, of which each calls it."""
+    """Makes a process group of some ranks; each of them calls it."""
 
     def __call__(self, store: Store, rank: int, num_ranks: int, *, timeout_s: float) -> dist.ProcessGroup: ...
 

@@ -1,4 +1,4 @@
-"""Collectives over nodes for tensors on accelerators, made of NCCL's.
+"""Collectives over nodes for tensors on accelerators, built from NCCL's.
 
 ::
 
@@ -114,7 +114,7 @@ class DeviceCollectives:
             group.shutdown()
 
     def abort(self) -> None:
-        """Ends the groups that were made, whatever they do."""
+        """Ends the groups that were made, whatever they are doing."""
         for group in self._groups.values():
             group.abort()
 
@@ -199,7 +199,7 @@ class DeviceCollectives:
         return self._lanes.run(hops, tensors, reads=[], waits=not opts.asyncOp)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        """Gives every rank what the rank ``opts.rootRank`` has, in place.
+        """Copies the data of rank ``opts.rootRank`` to every rank, in place.
 
         Args:
             tensors: without holes.

@@ -1,4 +1,4 @@
-"""What runs the hops of a collective: streams of a device, or a thread where gloo stands in for NCCL."""
+"""Runs the hops of a collective: on device streams, or on a thread where gloo replaces NCCL."""
 
 from datetime import timedelta
 from typing import Any, Protocol
@@ -138,7 +138,7 @@ class StreamLanes:
 
 
 class StreamWork(_Work):  # type: ignore[misc]
-    """A collective on streams; whoever waits has its own stream wait, and not the host.
+    """A collective on streams; a waiter blocks its own stream, not the host.
 
     Args:
         ends: events behind all of it.
@@ -185,7 +185,7 @@ class StreamWork(_Work):  # type: ignore[misc]
         return self._tensors
 
     def get_future(self) -> "Future[list[Tensor]]":
-        """A future that is done at once: the streams of those who wait for it, and of callbacks, wait.
+        """A future that is done at once: only the streams of its waiters, and of callbacks, wait.
 
         It notes where the current streams are when it gets its result.
         """

@@ -1,4 +1,4 @@
-"""The hops of a collective over nodes: which groups they use, and in which order they are issued.
+"""The hops of a collective over nodes: their groups, and the order in which they are issued.
 
 ::
 
@@ -6,7 +6,7 @@
     across  chunk 0  chunk 1  chunk 2                     hop 0, here that of an all-gather
     inside           chunk 0  chunk 1  chunk 2            hop 1
 
-Ranks issue all hops in this one order, whichever of them can begin.
+All ranks issue all hops in this one order, whichever could begin first.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ LANES: tuple[Lane, ...] = ("across", "inside")
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """What is done with each chunk.
+    """The operation of a hop on each chunk.
 
     Attributes:
         lane: the group that does it.

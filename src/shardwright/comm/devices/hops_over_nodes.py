@@ -1,4 +1,4 @@
-"""Collectives in hops: over ranks of different nodes, and inside of nodes, in chunks."""
+"""Collectives in chunked hops: across nodes, and inside them."""
 
 from collections.abc import Callable
 from typing import Any

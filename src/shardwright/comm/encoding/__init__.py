@@ -1,1 +1,1 @@
-"""Values and tensors as bytes and back, without running anything."""
+"""Encodes values and tensors as bytes and back, without running code."""

@@ -1,12 +1,13 @@
-"""Values as bytes and back, without running anything: what ranks tell one another.
+"""Encodes the values that ranks exchange as bytes and back, without running code.
 
-A pickle is a program, and whoever can write one where a rank reads has that rank do anything. This is data::
+A pickle is a program: whoever can write one where a rank reads it controls that rank. This format is data::
 
     SWv1 | length | JSON                                   | bytes that JSON refers to
                     {"tuple": [3, {"bytes": 0}, "text"]}     0: ...
 
-What JSON has stands for itself; anything else is an object with one key, the name of its kind. Kinds are
-those below, those that `register` adds, and classes that `declare` names: nobody else's is ever made.
+JSON's own types stand for themselves; anything else is an object with one key, the name of its kind. Kinds
+are those below, those that `register` adds, and classes that `declare` names: no other class is ever
+instantiated.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Tensors as they lie in memory: what messages and collectives are made of."""
+"""Tensors as raw memory, the content of messages and collectives."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
-"""`codec` for tensors and arrays as well: dtype, shape and raw bytes.
+"""Extends `codec` to tensors and arrays: dtype, shape and raw bytes.
 
-A tensor of an accelerator goes to that of the rank that takes it. Tensors that are more than their numbers
-(sparse or quantised ones, subclasses, arrays of objects) cannot travel so.
+A tensor on an accelerator goes to the receiving rank's accelerator. Tensors that are more than their numbers
+(sparse or quantised ones, subclasses, arrays of objects) are refused.
 """
 
 import math

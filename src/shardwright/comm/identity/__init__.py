@@ -1,1 +1,1 @@
-"""Which rank this process is, on which host, by what its launcher says."""
+"""The identity of this process: its rank and host, as its launcher reports them."""

@@ -1,6 +1,6 @@
-"""What a child of this process must not keep open.
+"""Closes connections in forked children of this process.
 
-With the workers of a data loader, which are such children, others would not notice that this process has
+Otherwise the children, such as a data loader's workers, would hide from other ranks that this process has
 ended.
 """
 

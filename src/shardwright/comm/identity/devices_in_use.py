@@ -1,4 +1,4 @@
-"""Whether a rank may use the GPUs of its host."""
+"""Decides whether a rank may use the GPUs of its host."""
 
 import os
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
-"""Which rank this process is, read from the variables that launchers set.
+"""Reads the rank of this process from the variables that launchers set.
 
-The first of these that is present wins; `LaunchEnvironment.source` names it:
+The first source that is present wins; `LaunchEnvironment.source` names it:
 
 1. what the caller passes,
 2. ``SHARDWRIGHT_RANK``, ``SHARDWRIGHT_WORLD_SIZE``, ...,

@@ -1,4 +1,4 @@
-"""Slurm's short form of a list of hosts."""
+"""Expands Slurm's short form of a list of hosts."""
 
 import math
 import re

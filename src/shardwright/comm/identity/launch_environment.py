@@ -1,4 +1,4 @@
-"""Where a process stands among all that run the same script."""
+"""The position of a process among all that run the same script."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ __all__ = ["LaunchEnvironment"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchEnvironment:
-    """Where a process stands among all that run the same script.
+    """The position of a process among all that run the same script.
 
     Attributes:
         rank: number among all processes.

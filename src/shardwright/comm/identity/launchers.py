@@ -1,4 +1,4 @@
-"""What each launcher says about a process: one reader a launcher, None where it did not start it."""
+"""Readers of each launcher's variables; one returns None for a process that it did not start."""
 
 import json
 import math
@@ -30,7 +30,7 @@ _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 def from_arguments(given: Variables) -> LaunchEnvironment | None:
-    """What the caller passes to `detect`, under the names of its arguments."""
+    """The arguments of `detect`, by name."""
     if not given.together("rank", "world_size"):
         return None
     return _by_names(given, source="arguments", upper=False)

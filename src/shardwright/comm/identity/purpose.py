@@ -1,4 +1,4 @@
-"""What a message is for."""
+"""The purpose of a message."""
 
 from enum import IntEnum
 

@@ -1,4 +1,4 @@
-"""Sets of ranks, written shortly: for keys and notes at a store, and for people."""
+"""Sets of ranks in short form, for store keys, notes and people."""
 
 import hashlib
 from collections.abc import Sequence

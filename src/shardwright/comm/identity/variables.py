@@ -1,4 +1,4 @@
-"""Environment variables, read with care."""
+"""Reads environment variables, with checks."""
 
 import re
 from collections.abc import Mapping

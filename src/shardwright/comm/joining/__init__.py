@@ -1,1 +1,1 @@
-"""How the ranks of a run come together: the store, the group of all, its session."""
+"""Joins the ranks of a run: the store, the group of all ranks, its session."""

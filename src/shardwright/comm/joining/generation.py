@@ -1,11 +1,12 @@
-"""Which life of the job this is, as all ranks see it.
+"""Agrees on the generation of the job: its number of lives so far, as all ranks see it.
 
-After a worker has died, a launcher that restarts the others keeps its key-value store, with the addresses
-of dead ranks in it. So each life uses keys of its own, and all ranks must know the same number for it.
+After a worker has died, a launcher that restarts the others keeps its key-value store, with the addresses of
+dead ranks in it. So each life uses keys of its own, and all ranks must know its number.
 
-On one host the launcher's restart count is that number. Over several hosts the counts may differ, for a host
-whose workers were only restarted because another's failed does not count that. Then rank 0 takes the next
-number and hands it out. Since the store may hold what earlier lives wrote, a rank must prove that it lives::
+On one host the launcher's restart count is that number. Over several hosts the counts may differ: a host
+whose workers restarted only because another host's failed does not count it. Then rank 0 takes the next
+number and hands it out. Since the store may hold entries of earlier lives, a rank must prove that it is
+alive::
 
     rank r                                       rank 0
     (1) hello/r  := a fresh random token
@@ -15,7 +16,7 @@ number and hands it out. Since the store may hold what earlier lives wrote, a ra
     (4) waits for welcome/<token>
     (5) confirm/<number>/r := token
 
-A greeting that a dead rank left is answered too, but nobody reads that answer.
+A greeting of a dead rank is answered too, but nobody reads that answer.
 """
 
 import time

@@ -1,6 +1,6 @@
-"""Collectives of a process group of torch.distributed that are not asynchronous.
+"""Synchronous collectives of a torch.distributed process group.
 
-Of gloo, the caller waits for them; of NCCL, its current stream does them itself.
+With gloo, the caller waits for them; with NCCL, they run on its current stream.
 """
 
 from typing import Any

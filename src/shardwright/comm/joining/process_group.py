@@ -1,4 +1,4 @@
-"""The process group of all ranks: how it begins and how it ends."""
+"""Starts and ends the process group of all ranks."""
 
 import atexit
 import itertools

@@ -1,7 +1,7 @@
-"""One life of the ranks of a group: they prove that they know the run's secret, and get a key for this life.
+"""One life of a group: its ranks prove that they know the run's secret, and derive a session key.
 
-A code under the secret alone would hold for every run that has it: what stood in the store in an earlier life
-could be put back. So each rank brings a fresh number, and the key comes from all of them::
+A code under the secret alone would hold for every run with that secret: entries of an earlier life's store
+could be replayed. So each rank brings a fresh number, and the key is derived from all of them::
 
     rank r                                          rank 0
     (1)                                             way := "secret", "none", or "socket" and where
@@ -11,9 +11,9 @@ could be put back. So each rank brings a fresh number, and the key comes from al
     (5) finds its own number in it
         key := code of all numbers
 
-Where no launcher hands on a secret, ranks of one host get one from rank 0 over a Unix socket, at both ends of
-which the kernel tells the user ("socket"). Ranks of several hosts then have none: they say so, once, and
-whoever reaches the store is believed.
+Where no launcher passes a secret, ranks of one host get one from rank 0 over a Unix socket, where the kernel
+tells each end the other's user ("socket"). Ranks of several hosts then have none: they say so, once, and
+trust whoever reaches the store.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _BY_SECRET, _BY_NOTHING, _BY_SOCKET = b"secret", b"none", b"socket "
 
 @dataclass(slots=True)
 class Session:
-    """What the ranks of a group share for one life.
+    """The seal that a group's ranks share for one life.
 
     Attributes:
         seal: under a key that these ranks alone have; None where they have no secret.

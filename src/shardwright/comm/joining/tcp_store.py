@@ -1,4 +1,4 @@
-"""The TCP store at which the ranks of a job meet: on one host, nobody else can reach its port."""
+"""The TCP store at which the ranks of a job meet; on one host, nobody else can reach its port."""
 
 import errno
 import socket

@@ -1,4 +1,4 @@
-"""Ranks that run different versions of what they share."""
+"""Detects ranks that run different versions of what they share."""
 
 import platform
 from collections.abc import Callable, Sequence

@@ -1,1 +1,1 @@
-"""Messages of a step: point to point, small collectives, calls that ranks make together."""
+"""The messages of a step: point to point, small collectives, joint calls."""

@@ -1,10 +1,10 @@
-"""Calls that several ranks make together, some of which never come.
+"""Joint calls of several ranks, some of which may never come.
 
-Waiting for them until a timeout of minutes helps nobody, and giving up after seconds would end runs in which
-a rank is merely slow. So those that have come look whether the others are on their way: see `missing_ranks`.
+A wait until a timeout of minutes helps nobody, and a timeout of seconds would end runs with a merely slow
+rank. So the ranks that have come check whether the others are on their way: see `missing_ranks`.
 
-On one host each rank hears from each other one that it has come, and looks for itself. Over several hosts
-they meet at the store, which all of them share: there one rank looks, and all fail together.
+On one host each rank hears directly which others have come, and checks for itself. Over several hosts they
+meet at the store, which all of them share: there one rank checks, and all fail together.
 """
 
 import os

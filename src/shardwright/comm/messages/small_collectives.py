@@ -1,6 +1,6 @@
-"""What all ranks of a group are told in a step beside the pipeline's messages: batch, outputs, figures.
+"""Small collectives of a step beside the pipeline's messages: batch, outputs, figures.
 
-They are small, and everybody waits for them. Where all ranks of the group share a host, the messages go
+They are small, and every rank waits for them. Where all ranks of the group share a host, the messages go
 directly through shared memory, without the threads of a process group.
 """
 

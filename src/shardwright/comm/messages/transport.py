@@ -1,14 +1,14 @@
 """Point-to-point messages between the ranks of a pipeline.
 
-Messages from one rank to another form a channel and keep their order: the n-th receive posted at one end
-gets the n-th tensor sent at the other. Receives are posted ahead of need, sends return at once, so
-transfers overlap compute. On CPUs, the messages of a pipeline on one host go through memory that its ranks
-share. A pipeline over several hosts sends all of them through the process groups: a rank that waits for one
-there does not take what comes through shared memory meanwhile, which others may have to get rid of first.
+Messages from one rank to another form a channel and keep their order: the n-th receive posted at one end gets
+the n-th tensor sent at the other. Receives are posted ahead of need and sends return at once, so transfers
+overlap compute. On CPUs, a pipeline on one host sends through shared memory. A pipeline over several hosts
+sends everything through process groups: a rank that waits in one takes nothing from shared memory meanwhile,
+where others may first have to get rid of a message.
 
-NCCL runs what two ranks send one another in the order in which it was asked for: a receive posted ahead
-would hold up a send to the same rank, and two ranks that both post receives first would wait for ever. With a
-process group for each direction, messages up and down the pipeline do not meet.
+NCCL runs the messages between two ranks in the order in which they were issued: a receive posted ahead would
+hold up a send to the same rank, and two ranks that both post receives first would wait for ever. With one
+process group per direction, messages up and down the pipeline do not meet.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""Messages between two processes of one host: through shared memory, announced over a socket.
+"""Links two processes of one host: messages in shared memory, announced over a socket.
 
 ::
 
@@ -6,8 +6,8 @@
     copies a tensor into its ring  ── Unix socket: "at 4096" ──▶  copies it out into the posted buffer
     may use the room again         ◀── Unix socket: "read"  ──
 
-No other thread takes part. The socket also shows at once when the other process ends. Saying something never
-blocks: as few messages as may be unread make few notes, which the socket has room for.
+No other thread takes part. The socket also shows at once when the other process ends. An announcement never
+blocks: the number of unread messages is bounded, and the socket has room for their notes.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _MESSAGE, _READ, _SEGMENT = range(3)
 
 
 class LocalReceipt:
-    """A tensor that is to come; `arrived` says whether it has."""
+    """An expected tensor; `arrived` says whether it has come."""
 
     __slots__ = ("arrived", "purpose", "tensor")
 
@@ -90,7 +90,7 @@ class LocalLink:
         return self._ring.is_full
 
     def close(self) -> None:
-        """Lets go of the other process, and of the memory."""
+        """Releases the connection to the other process, and the memory."""
         self._close()
         self.ended = True
         self.shrink()
@@ -98,7 +98,7 @@ class LocalLink:
             queue.clear()
 
     def shrink(self) -> None:
-        """Lets go of the memory for messages to come; the next one gets as much as it needs."""
+        """Releases the memory for future messages; the next one gets as much as it needs."""
         self._ring.give_up()
         self._own_segment = None
 
@@ -159,11 +159,11 @@ class LocalLink:
     # ---- receiving ----
 
     def post(self, receipt: LocalReceipt) -> None:
-        """Names the tensor into which the next message goes that has none yet."""
+        """Names the tensor for the next message that has none yet."""
         self._posted.append(receipt)
 
     def listen(self) -> None:
-        """Takes note of all that the other process has said."""
+        """Reads everything that the other process has said."""
         at_once = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         while not self.ended:
             try:

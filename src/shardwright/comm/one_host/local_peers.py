@@ -87,12 +87,12 @@ class LocalPeers:
         return self._links[rank].ended
 
     def shrink(self) -> None:
-        """Lets go of the memory for messages to come: after some that were larger than usual."""
+        """Releases the memory for future messages, after some that were larger than usual."""
         for link in self._links.values():
             link.shrink()
 
     def close(self) -> None:
-        """Lets go of all of them, and of the memory."""
+        """Releases all connections, and the memory."""
         for link in self._links.values():
             link.close()
 
@@ -123,7 +123,7 @@ class LocalPeers:
             self._listen(min(left_s, look()))
 
     def _listen(self, timeout_s: float) -> None:
-        """Takes note of what is said; waits for the first word."""
+        """Records what is said; waits for the first word."""
         for fd, _ in self._poll.poll(min(timeout_s, _LONGEST_POLL_S) * 1000):
             link = self._by_fd[fd]
             link.listen()

@@ -1,4 +1,4 @@
-"""How the ranks of a host find one another: each pair gets a Unix socket that keeps packets apart."""
+"""Connects the ranks of a host: each pair gets a packet-preserving Unix socket."""
 
 import contextlib
 import logging

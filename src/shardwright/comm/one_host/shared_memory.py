@@ -1,4 +1,4 @@
-"""Memory that two processes of a host share: one writes messages into it, the other reads them.
+"""A shared-memory ring between two processes of a host: one writes messages, the other reads them.
 
 ::
 
@@ -7,7 +7,7 @@
                └───────────┴───────────┴─────────────┘
                  oldest
 
-A segment has no name: its file descriptor is passed on, and the kernel frees it when nobody maps it any more,
+A segment has no name: its file descriptor is passed on, and the kernel frees it once no process maps it,
 however the processes end.
 """
 
@@ -80,7 +80,7 @@ class Ring:
         return offset
 
     def grow(self, num_bytes: int) -> int:
-        """Gives the present segment up for one that has room for this message beside those that are unread.
+        """Replaces the segment by one with room for this message and the unread ones.
 
         Returns:
             A file descriptor of the new memory.

@@ -1,1 +1,1 @@
-"""Measures what messages, collectives and devices cost on the present machines."""
+"""Measures messages, collectives and devices on the current machines."""

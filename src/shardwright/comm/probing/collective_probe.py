@@ -1,8 +1,9 @@
-"""Measures what the steps of collectives cost on the ranks of a group.
+"""Measures the cost of a collective's steps on the ranks of a group.
 
-All ranks do the same at the same time, as in a collective: they share cores, memory and links. The slowest
-rank counts. Of steps, the fastest of several attempts does: what disturbs them only adds. Whole collectives,
-ours and gloo's, are timed in turns, and the median counts: busy cores are a part of what they take.
+All ranks run the same step at the same time, as in a collective: they share cores, memory and links. The
+slowest rank counts. For steps, the fastest of several attempts counts, because disturbances only add. Whole
+collectives, ours and gloo's, are timed in alternation, and the median counts: busy cores are part of their
+cost.
 """
 
 import datetime
@@ -147,7 +148,7 @@ class _Stopwatch:
         return self._line(call_of, pieces=most)
 
     def compare(self, collective: str) -> tuple[Curve, Curve]:
-        """What one of our collectives takes on top of its steps, and what gloo's takes, by size."""
+        """The overhead of one of our collectives over its steps, and the time of gloo's, by size."""
         group = self._group
         num_ranks = group.topology.num_ranks
         pieces = num_ranks if collective in ("all_reduce", "broadcast") else 1

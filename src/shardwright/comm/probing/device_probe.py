@@ -1,7 +1,7 @@
-"""Measures what the collectives of accelerators cost on the ranks of a group.
+"""Measures the cost of accelerator collectives on the ranks of a group.
 
-As in `collective_probe`, all ranks do the same at the same time, the slowest of them counts, and of several
-attempts the fastest.
+As in `collective_probe`, all ranks run the same step at the same time, the slowest rank counts, and so does
+the fastest of several attempts.
 """
 
 import datetime

@@ -1,6 +1,6 @@
-"""What each rank of ``shardwright probe`` does.
+"""The rank process of ``shardwright probe``.
 
-torchrun may start it, too: ``torchrun ... -m shardwright.comm.probing.probe_ranks prices.json``.
+torchrun can start it too: ``torchrun ... -m shardwright.comm.probing.probe_ranks prices.json``.
 """
 
 import logging

@@ -1,6 +1,6 @@
-"""Measures how fast a device computes and moves memory, alone and while all ranks of its host do the same.
+"""Measures a device's compute and memory rates, alone and with all ranks of its host busy.
 
-Ranks that share cores, caches and memory slow one another down: what training sees is the rate together.
+Ranks that share cores, caches and memory slow one another down: training sees the joint rate.
 """
 
 import time

@@ -1,1 +1,1 @@
-"""The secret of a run: messages that nobody else can write, and sockets that nobody else can reach."""
+"""The secret of a run: messages that nobody else can write, sockets that nobody else can reach."""

@@ -1,7 +1,7 @@
-"""Objects that only pickle can carry from rank to rank: the one place where what a rank sent is unpickled.
+"""Sends objects that only pickle can carry; the one place that unpickles what a rank sent.
 
-A pickle is a program. So it is loaded only with the code of the run's secret, which tells that a rank of this
-run has made it. Where a run has no secret there is no such code, and objects of the user's own do not travel.
+A pickle is a program. So it is loaded only with a valid code of the run's secret, which proves that a rank of
+this run made it. A run without a secret has no such code, and does not send the user's own objects.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""Facts from rank to rank over a process group, as data: see `codec`. No rank runs what another one sends.
+"""Exchanges facts between ranks as data (see `codec`). No rank runs what another sends.
 
 A short fact takes one collective, a longer one two::
 

@@ -1,7 +1,7 @@
-"""Unix sockets between processes of one user: the kernel says who is at the other end.
+"""Unix sockets between processes of one user; the kernel identifies the other end.
 
-They lie in a folder of mode 0700, so that others cannot even knock; and each end asks the kernel for the user
-at the other one.
+They are in a folder of mode 0700, so that others cannot even knock, and each end asks the kernel for the user
+at the other.
 """
 
 import contextlib

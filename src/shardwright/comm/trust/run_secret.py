@@ -1,11 +1,11 @@
-"""The secret of a run, by which its ranks know each other's messages.
+"""The secret of a run, by which its ranks authenticate their messages.
 
-Whoever starts the ranks makes it, and hands it on by one of two variables::
+The launcher of the ranks makes it, and passes it in one of two variables::
 
     SHARDWRIGHT_SECRET         the secret itself: environments are readable for their user alone
     SHARDWRIGHT_SECRET_FILE    a file that has it, and that nobody else can read (mode 0600)
 
-It stands in no log, run folder or command line: other users can read those.
+It appears in no log, run folder or command line, because other users can read those.
 """
 
 import os

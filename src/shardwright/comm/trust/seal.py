@@ -1,11 +1,11 @@
-"""Message authentication codes: who does not know the key can neither write a message nor change one.
+"""Message authentication codes: without the key, nobody can write or change a message.
 
 ::
 
     code = HMAC-SHA256(key, length of the name | name | message)        32 bytes, before the message
 
-The name says where the message stands (a key of the store, a rank, a call), so that none can be taken for
-another one.
+The name says where the message belongs (a key of the store, a rank, a call), so that no message passes for
+another.
 """
 
 import hmac
@@ -87,5 +87,5 @@ class Seal:
         return message
 
     def derived(self, name: str, message: bytes) -> "Seal":
-        """A seal of its own for some purpose; it tells nothing of this one's key."""
+        """A separate seal for some purpose; it reveals nothing about this one's key."""
         return Seal(self.code(f"key for {name}", message))

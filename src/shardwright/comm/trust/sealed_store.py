@@ -1,12 +1,12 @@
-"""A store whose values carry a message authentication code each.
+"""A store that seals each value with a message authentication code.
 
-Whoever reaches the port of a store can read, write and delete in it. What a stranger writes has no code of
-ours and is refused, with the key's name; so is what stood at another key, or in another run. This holds for
-what gloo and NCCL keep there as well, for they are given this store.
+Whoever reaches the port of a store can read, write and delete in it. A stranger's value has no valid code and
+is refused, with the key's name; so is a value moved from another key or another run. This covers the values
+of gloo and NCCL as well, which are given this store.
 
-Three things have no code. `check` and `wait` tell that something is there, not whose it is: whoever rests on
-it reads it too. `add` counts in the store itself, in plain digits: a counter may only say when to go on. And
-keys that strangers delete are waited for until the timeout.
+Three things have no code. `check` and `wait` tell that a value is there, not whose it is: a caller that
+relies on it also reads it. `add` counts in the store itself, in plain digits: a counter may only say when to
+go on. And a key that a stranger deletes is waited for until the timeout.
 """
 
 from datetime import timedelta
@@ -21,7 +21,7 @@ __all__ = ["SealedStore"]
 
 
 class SealedStore(Store):
-    """Seals what is set, and opens what is got.
+    """Seals each value on `set`, and opens it on `get`.
 
     C++ calls these methods as well, and holds on to the part of the object that is its own alone: somebody
     must hold on to the object as long as a `PrefixStore` or a process group uses it (`session.Session` does).

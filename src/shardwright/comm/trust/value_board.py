@@ -1,11 +1,11 @@
-"""Values that one rank puts up, and others read when they come to need them: small ones, now and then.
+"""A board of small values: one rank posts them, others read them when needed, now and then.
 
 ::
 
     rank 1: put("mb 0", loss)                       goes on
     rank 0:              ...        get("mb 0")     waits until it is there
 
-Nobody has to know who will read, and what nobody reads costs the message to the store alone.
+No rank has to know which others will read, and an unread value costs only the message to the store.
 """
 
 import time
@@ -36,7 +36,7 @@ class _Store(Protocol):
 
 
 class ValueBoard:
-    """What ranks put up during one batch after the other.
+    """The values that ranks post, batch by batch.
 
     Args:
         store: of these ranks alone.
@@ -123,7 +123,7 @@ class ValueBoard:
         self.mark(_DONE)
 
     def clear(self) -> None:
-        """Takes down what this rank has put up: all ranks are through with the batch."""
+        """Removes what this rank has posted: all ranks have finished the batch."""
         for name in self._mine:
             self._store.delete_key(name)
         self._mine.clear()

@@ -1,1 +1,1 @@
-"""Where the hosts of a training job come from: this machine, Slurm, Kubernetes, Ray."""
+"""Engines, which provide the hosts of a training job: this machine, Slurm, Kubernetes, Ray."""

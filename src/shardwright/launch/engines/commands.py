@@ -1,4 +1,4 @@
-"""Programs of a scheduler, called with care."""
+"""Runs a scheduler's programs, with checks."""
 
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ _TIMEOUT_S = 120.0
 def run(
     words: Sequence[str], *, remedy: str, text: str | None = None, environ: Mapping[str, str] | None = None
 ) -> str:
-    """What a program prints.
+    """The output of a program.
 
     Args:
         words: the command.
@@ -44,7 +44,7 @@ def run(
 
 
 def ask(words: Sequence[str]) -> str | None:
-    """What a program prints; None where it fails, or is not there."""
+    """The output of a program; None if it fails or does not exist."""
     try:
         return run(words, remedy="")
     except LaunchError:

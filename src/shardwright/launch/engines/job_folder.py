@@ -1,7 +1,7 @@
-"""The run folder of a training job, in which one job at a time goes on.
+"""The run folder of a training job, used by one job at a time.
 
-The launchers of a job inherit the lock of its folder, so that it lasts as long as any of them, also where the
-process that started them has ended, and no longer.
+The launchers of a job inherit the lock of its folder. So it lasts as long as any of them, even if the process
+that started them has ended, and no longer.
 """
 
 import errno
@@ -23,7 +23,7 @@ _LOCK = ".job.lock"
 
 @contextmanager
 def prepared_run_folder(spec: JobSpec) -> Iterator[int]:
-    """Makes the folder of a job, without what the launchers of an earlier one of its name have left.
+    """Makes the folder of a job, without leftovers of an earlier job of its name.
 
     Args:
         spec: the job.
@@ -53,7 +53,7 @@ def prepared_run_folder(spec: JobSpec) -> Iterator[int]:
 
 
 def still_runs(spec: JobSpec, where: str = "") -> ConfigError:
-    """What to say of a job whose name another has that goes on.
+    """The error for a job whose name a running job has.
 
     Args:
         spec: the job.

@@ -1,7 +1,7 @@
-"""Training jobs on Kubernetes, as a TrainJob of Kubeflow's Trainer or as a JobSet, through ``kubectl``.
+"""Training jobs on Kubernetes through ``kubectl``, as a Kubeflow Trainer TrainJob or a JobSet.
 
-What is in the folder of the script goes with the job (up to about 600 KiB, packed), unless it is in the
-image. Data, and results that are to stay, are on volumes.
+The script's folder goes with the job (up to about 600 KiB, packed), unless the image has it. Data, and
+results to keep, are on volumes.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A training job on Kubernetes that was applied: its state, its pods and their logs, through ``kubectl``."""
+"""An applied Kubernetes training job: its state, pods and logs, through ``kubectl``."""
 
 import contextlib
 import json
@@ -155,7 +155,7 @@ class KubernetesJob(RunningJob):
 
 
 def end_of(job: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The condition that says how a job has ended; None where it goes on."""
+    """The condition that says how a job has ended; None while it runs."""
     for condition in job.get("status", {}).get("conditions", []):
         if condition.get("status") == "True" and condition["type"] in ("Complete", "Completed", "Failed"):
             found: Mapping[str, Any] = condition

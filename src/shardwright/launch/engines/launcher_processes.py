@@ -1,4 +1,4 @@
-"""A training job that consists of processes of this machine: one launcher a host."""
+"""A training job of processes on this machine: one launcher per host."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ _END_S = 45.0
 
 @dataclass(frozen=True, slots=True)
 class HostCommand:
-    """What is started for one host.
+    """The command of one host.
 
     Attributes:
         words: the command.
@@ -38,7 +38,7 @@ class HostCommand:
 
 
 def launcher_log(spec: JobSpec, host: int) -> Path:
-    """What the launcher of a host writes; the lines of all its ranks are in it."""
+    """The log of a host's launcher, with the lines of all its ranks."""
     return spec.logs / ("launcher.log" if spec.num_hosts == 1 else f"launcher-host{host}.log")
 
 

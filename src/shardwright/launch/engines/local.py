@@ -1,4 +1,4 @@
-"""Training jobs on this machine: plain processes, or the hosts of a cluster that is inside of it."""
+"""Training jobs on this machine: plain processes, or the hosts of a cluster inside it."""
 
 import os
 import re

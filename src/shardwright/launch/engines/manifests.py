@@ -1,4 +1,4 @@
-"""Manifests of training jobs for Kubernetes: Kubeflow's TrainJob, and JobSet.
+"""Kubernetes manifests of training jobs: Kubeflow's TrainJob, and JobSet.
 
 Fields are those of ``trainer.kubeflow.org/v1alpha1`` (Kubeflow Trainer 2.0 to 2.3) and
 ``jobset.x-k8s.io/v1alpha2`` (JobSet 0.5 to 0.10).
@@ -42,7 +42,7 @@ _ENV_NAME = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pods:
-    """What pods are like, whichever kind of job makes them.
+    """The pods of a job, whichever kind of job makes them.
 
     Attributes:
         image: of the container; None leaves it to the runtime.
@@ -69,7 +69,7 @@ class Pods:
     service_account: str | None = None
 
     def pod_spec(self) -> dict[str, Any]:
-        """What a pod has besides its container."""
+        """The parts of a pod besides its container."""
         claims = {
             name: {"persistentVolumeClaim": {"claimName": claim}} for name, claim in self._claims().items()
         }
@@ -106,7 +106,7 @@ class Pods:
 
 
 def shell_script(spec: JobSpec, pods: Pods, *, num_parts: int, node_rank: str, endpoint: str) -> str:
-    """What a container runs: unpacks the script, and becomes its host's launcher.
+    """The script of a container: unpacks the user's script, and becomes its host's launcher.
 
     Args:
         num_parts: of the packed script; 0 where it is in the image.

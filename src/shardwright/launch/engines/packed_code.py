@@ -1,4 +1,4 @@
-"""The folder of a script, packed small enough to go into a manifest."""
+"""Packs a script's folder, small enough for a manifest."""
 
 import base64
 import io

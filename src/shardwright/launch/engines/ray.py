@@ -5,8 +5,8 @@
     fit ──► driver ──► TorchTrainer ──► a worker for each rank ──► its supervisor ──► script
          ray_driver.py                      ray_worker.py
 
-Ray is imported by the driver, a process of its own. The folders of the job and of the script must be under
-the same paths on all nodes.
+The driver, a process of its own, imports Ray. The folders of the job and of the script must have the same
+paths on all nodes.
 """
 
 import importlib.util

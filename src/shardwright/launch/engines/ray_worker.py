@@ -1,7 +1,7 @@
-"""What a worker of Ray Train does: it runs the script as one rank, under a supervisor of `shardwright run`.
+"""A Ray Train worker: runs the script as one rank, under a supervisor of `shardwright run`.
 
-The script is a process of its own, since Ray calls a worker's function in a thread: there scripts cannot
-catch signals, nor make a process group of their own beside Ray's.
+The script is a process of its own, since Ray calls a worker's function in a thread. In a thread, a script can
+neither catch signals nor make a process group beside Ray's.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Command lines for a shell that goes on to fill in what only it knows."""
+"""Command lines for a shell that fills in the rest, which only it knows."""
 
 import re
 import shlex

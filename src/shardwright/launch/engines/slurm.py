@@ -1,6 +1,6 @@
-"""Training jobs under Slurm: a batch script is written and submitted, and its log is shown as it grows.
+"""Training jobs under Slurm: writes and submits a batch script, and follows its log.
 
-The folder of the job must be on a file system that the nodes share, and so must Python's environment.
+The job's folder and Python's environment must be on a file system that the nodes share.
 """
 
 import math

@@ -1,1 +1,1 @@
-"""Training jobs as SageMaker's SDK describes them: what was asked for, resolved."""
+"""Training jobs in the form of SageMaker's SDK: the request, resolved."""

@@ -1,4 +1,4 @@
-"""The data of a training job: folders, by the names of their channels."""
+"""The data of a training job: folders, by channel name."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""An estimator's ``distribution``: how many processes on each host, and what they are told.
+"""Reads an estimator's ``distribution``: the processes per host, and their settings.
 
 =========================================================  =================================================
 ``{"smdistributed": {"modelparallel": {...}}, "mpi": ...}``  scripts for the model parallel library
@@ -40,7 +40,7 @@ _OF_SECOND_LIBRARY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """What a ``distribution`` asks for.
+    """The request in a ``distribution``.
 
     Attributes:
         processes_per_host: as it was asked for; None leaves it to the machines.

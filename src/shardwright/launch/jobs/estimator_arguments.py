@@ -1,7 +1,7 @@
-"""Arguments of SageMaker's estimators that do not steer a job here, and what becomes of each.
+"""SageMaker estimator arguments that have no effect here, and the treatment of each.
 
-They are accepted, so that published listings run: silently where nothing is lost, with one warning where
-a user may miss something. docs/estimator.md has the table.
+They are accepted, so that published listings run: silently where nothing is lost, with one warning where a
+user may miss something. The table is in docs/estimator.md.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
-"""How many GPUs a kind of machine has, by SageMaker's names: ``local``, ``local_gpu``, ``ml.p4d.24xlarge``.
+"""The GPU count of SageMaker's machine names: ``local``, ``local_gpu``, ``ml.p4d.24xlarge``.
 
-A name that is not known here is no mistake: clouds have new machines every month.
+An unknown name is no mistake: clouds have new machines every month.
 """
 
 import os

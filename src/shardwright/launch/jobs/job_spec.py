@@ -1,4 +1,4 @@
-"""What a training job is: everything that was asked for, resolved; engines read it and nothing else."""
+"""The resolved specification of a training job, the only input of an engine."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""How many ranks a host of a training job has."""
+"""The number of ranks per host of a training job."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""A training job that was started: wait for it, stop it, ask what became of it."""
+"""A started training job: wait for it, stop it, ask how it ended."""
 
 import contextlib
 import json
@@ -122,7 +122,7 @@ class RunningJob(ABC):
         return "Stopped" if self._is_stopped and not self._over_time else "Failed"
 
     def describe(self) -> dict[str, Any]:
-        """What SageMaker's ``describe_training_job`` tells of it, as far as it is known here."""
+        """The known part of SageMaker's ``describe_training_job``."""
         status = self.status
         found = {
             "TrainingJobName": self.name,

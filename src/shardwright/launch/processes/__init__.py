@@ -1,1 +1,1 @@
-"""What the kernel and their outputs tell of processes."""
+"""What the kernel and their output reveal about processes."""

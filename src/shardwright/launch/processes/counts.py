@@ -1,4 +1,4 @@
-"""Numbers of an estimator's arguments, checked."""
+"""Checks the counts in an estimator's arguments."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""How workers ended, noted in a file that all supervisors of a host append to."""
+"""The exit log: how workers ended, appended by all supervisors of a host."""
 
 import json
 import os
@@ -88,7 +88,7 @@ class ExitLog:
         return sum(worker_exit.local_rank == local_rank for worker_exit in self.read())
 
     def of_last_life(self) -> list[WorkerExit]:
-        """Those of the last life of which anything is known."""
+        """The exits of the last known life."""
         return self.of_life(max((worker_exit.life for worker_exit in self.read()), default=0))
 
 

@@ -1,4 +1,4 @@
-"""Tracebacks without what happens inside Shardwright: a user's own lines are then not to be searched for."""
+"""Folds Shardwright's frames out of tracebacks, so that the user's own lines stand out."""
 
 import re
 import sysconfig

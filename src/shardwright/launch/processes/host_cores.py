@@ -1,4 +1,4 @@
-"""Cores of the present host."""
+"""The cores of the current host."""
 
 import os
 

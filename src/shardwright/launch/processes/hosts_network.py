@@ -1,4 +1,4 @@
-"""A network of hosts inside of this machine, made of network namespaces.
+"""A network of hosts inside this machine, made of network namespaces.
 
 ::
 
@@ -9,8 +9,8 @@
     ┌───┴───────────────── switch, a bridge ────────────┴───┐
     └────────────────────────────────────────────────────────┘
 
-Switch and hosts are namespaces of their own: nothing outside of them is changed. A second process ends them,
-with everything that runs in them, when the one that made them closes them or ends.
+Switch and hosts are namespaces of their own: nothing outside them changes. A second process ends them, with
+everything that runs in them, when their maker closes them or ends.
 """
 
 import contextlib
@@ -196,7 +196,7 @@ class HostsNetwork:
         end_all_in(self._names[host])
 
     def traffic(self, host: int) -> Traffic:
-        """What has gone over a host's link since the network was made."""
+        """The bytes over a host's link since the network was made."""
         shown = _run("ip", "-n", self._names[host], "-s", "-j", "link", "show", _INTERFACE)
         (link,) = json.loads(shown)
         counted = link["stats64"]

@@ -1,4 +1,4 @@
-"""What a dying process wrote last."""
+"""The last output of a dying process."""
 
 import re
 
@@ -23,7 +23,7 @@ def begins_last_words(line: str) -> bool:
 
 
 def last_words(stderr: str) -> str:
-    """Finds why a process ended in what it wrote to stderr.
+    """Finds the cause of a process's end in its stderr.
 
     Args:
         stderr: the end of it.

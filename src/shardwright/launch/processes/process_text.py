@@ -1,4 +1,4 @@
-"""Text that a process can have among its words and variables: what the kernel, and UTF-8, can hold."""
+"""Checks text for a process's arguments and variables: what the kernel and UTF-8 can hold."""
 
 import os
 import warnings

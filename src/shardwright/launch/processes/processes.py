@@ -1,4 +1,4 @@
-"""What the kernel knows about processes: parents, groups, orphans, threads."""
+"""Asks the kernel about processes: parents, groups, orphans, threads."""
 
 import contextlib
 import ctypes
@@ -31,7 +31,7 @@ def adopt_orphans() -> None:
 
 
 def kill_group(pid: int) -> None:
-    """Kills a process and whatever else is in the process group that it leads."""
+    """Kills a process and the rest of the process group that it leads."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)

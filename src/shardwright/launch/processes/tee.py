@@ -1,4 +1,4 @@
-"""One output stream of a worker: into its log, and to the console line by line."""
+"""Copies one output stream of a worker to its log, and line by line to the console."""
 
 import os
 import time
@@ -14,7 +14,7 @@ _HOLD_BACK_S = 5.0
 
 
 class Tee:
-    """Copies what comes out of a pipe to a log and, with a prefix, to the console.
+    """Copies the output of a pipe to a log and, with a prefix, to the console.
 
     Lines go to the console whole, so that those of different ranks do not mix. A traceback is held back
     for five seconds: if the worker dies of it, the launcher's report shows it, once and in its place.
@@ -78,18 +78,18 @@ class Tee:
             self.release()
 
     def release(self) -> None:
-        """Shows what was held back."""
+        """Shows the lines held back."""
         for line in self._held:
             self._write(line)
         self.discard_held()
 
     def discard_held(self) -> None:
-        """Forgets what was held back, for it will be shown elsewhere."""
+        """Forgets the lines held back, which will be shown elsewhere."""
         self._held.clear()
         self._held_since_s = None
 
     def finish(self) -> None:
-        """Copies what is left, a last line without an end included."""
+        """Copies the rest, including a last line without an end."""
         while self.is_open and self.copy():
             pass
         if self._partial:

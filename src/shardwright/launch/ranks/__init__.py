@@ -1,1 +1,1 @@
-"""Starts the ranks of a host, watches them, and says what became of them."""
+"""Starts the ranks of a host, watches them, and reports how they ended."""

@@ -1,4 +1,4 @@
-"""Hyperparameters as words of a command line, and back, as SageMaker's containers do it.
+"""Converts hyperparameters to command-line words and back, as SageMaker's containers do.
 
 ::
 
@@ -91,7 +91,7 @@ def hyperparameter_variables(hyperparameters: Mapping[str, Any]) -> dict[str, st
 
 
 def to_text(value: Any) -> str:
-    """A value as a variable has it: text as it is, the rest as JSON."""
+    """A value as text for a variable: text unchanged, the rest as JSON."""
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, separators=(",", ":"))

@@ -1,6 +1,6 @@
-"""The variables of a single rank for scripts written for SageMaker, set by its supervisor.
+"""Sets the per-rank variables of SageMaker scripts, in the rank's supervisor.
 
-Supervisors must start fast, so that nothing but the standard library is imported here.
+Supervisors must start fast, so this imports only the standard library.
 """
 
 import json

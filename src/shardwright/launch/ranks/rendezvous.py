@@ -1,4 +1,4 @@
-"""How the launchers of the hosts meet: in ways of torchelastic, without strangers, and without pickle.
+"""The rendezvous of a job's launchers: torchelastic's, without strangers and without pickle.
 
 ==================  ==========================================================================================
 hosts               store
@@ -8,7 +8,7 @@ several, numbered   at the first of them ("static" in torchelastic)
 several             at the endpoint ("c10d"): its state, which torchelastic pickles, is JSON here
 ==================  ==========================================================================================
 
-Under a secret all values carry its code.
+With a secret, all values carry its code.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What is to be launched."""
+"""A launch request."""
 
 import json
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ CPU_MODE = "shardwright.cpu_mode"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """What is to be launched, and how.
+    """The script to launch, and how.
 
     Attributes:
         target: a script, or a module's name.

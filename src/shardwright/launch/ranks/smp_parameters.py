@@ -1,9 +1,9 @@
-"""Parameters of SageMaker's model parallel library: read, and checked before anything starts.
+"""Reads the parameters of SageMaker's model parallel library, and checks them before any start.
 
 They come as a dictionary, as the path of a JSON file (``"parameters": "smp.json"`` in an estimator's
-``distribution``), as JSON text, or as ``partitions=2,microbatches=4`` (what ``--mp_parameters`` has).
+``distribution``), as JSON text, or as ``partitions=2,microbatches=4`` (the form of ``--mp_parameters``).
 
-No framework is imported here: an estimator checks on a laptop what a rank would complain about an hour later.
+It imports no framework: an estimator checks on a laptop what a rank would complain about an hour later.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The torchrun command line that does what `shardwright run` does."""
+"""The torchrun command line equivalent to `shardwright run`."""
 
 import shlex
 from collections.abc import Iterable, Mapping

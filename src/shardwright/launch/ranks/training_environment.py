@@ -1,16 +1,16 @@
-"""The variables that scripts written for SageMaker read, for every rank that `shardwright run` starts.
+"""Sets the variables that SageMaker scripts read, for every rank of `shardwright run`.
 
-Two steps, since a launcher does not know the number of its host before the hosts have met::
+This takes two steps, since a launcher does not know its host's number before the hosts have met::
 
     job_variables    before the ranks start, once a host: SM_HPS, SM_MODEL_DIR, SM_CHANNELS, SM_NUM_GPUS, ...
     rank_variables   in the supervisor of each rank (rank_environment.py): SM_HOSTS, SM_CURRENT_HOST,
                      SM_TRAINING_ENV, OMPI_*, ...
 
-What is set already stays: by a user, by `Estimator`, by SageMaker itself. Only the ranks' own numbers
-(``OMPI_COMM_WORLD_*``) are always those of this run. ``RANK`` and ``WORLD_SIZE`` are there, too, and come
-before all of them in the order in which Shardwright looks for its launcher.
+Variables that are already set stay: by a user, by `Estimator`, by SageMaker itself. Only the ranks' own
+numbers (``OMPI_COMM_WORLD_*``) are always those of this run. ``RANK`` and ``WORLD_SIZE`` are set too, and
+precede all of them in the order in which Shardwright looks for its launcher.
 
-No framework is imported here.
+It imports no framework.
 """
 
 from collections.abc import Mapping
@@ -54,7 +54,7 @@ def framework_parameters(
 
 
 def result_folders(run_folder: Path) -> dict[str, Path]:
-    """The folders for what a script leaves, by the variables that name them."""
+    """The folders for a script's results, by the variables that name them."""
     output = run_folder / "output"
     return {
         "SM_MODEL_DIR": run_folder / "model",

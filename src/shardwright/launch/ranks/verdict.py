@@ -1,4 +1,4 @@
-"""What became of a run: who failed first, why, and the exit code that says so."""
+"""The verdict on a run: who failed first, why, and the matching exit code."""
 
 import re
 import signal

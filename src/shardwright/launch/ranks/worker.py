@@ -1,4 +1,4 @@
-"""The supervisor of one rank: ``python -m shardwright.launch.ranks.worker``, started by torchelastic's agent.
+"""The supervisor of one rank: ``python -m shardwright.launch.ranks.worker``.
 
 ::
 
@@ -8,10 +8,10 @@
                         │  └─────> logs/rank<N>.log
                         └────────> the exit log: when and how the script ended
 
-It imports no torch, so it starts at once and costs little. It never outlives the agent, and the script
-never outlives it. A script that does not end on a signal is killed: after 5 s where another worker has failed
-(it will hardly get anywhere without that one), 1 s after a second Ctrl-C or another signal (somebody is
-impatient), otherwise after the grace that the user granted for saving.
+torchelastic's agent starts it. It imports no torch, so it starts at once and costs little. It never outlives
+the agent, and the script never outlives it. A script that ignores a signal is killed: after 5 s if another
+worker has failed (the script can hardly get anywhere without that one), 1 s after a second Ctrl-C or another
+signal (somebody is impatient), otherwise after the grace that the user granted for saving.
 """
 
 import argparse

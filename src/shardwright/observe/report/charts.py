@@ -1,4 +1,4 @@
-"""The plots of a report, as figures for plotly.js: plain data, no library needed to make them."""
+"""The plots of a report, as plotly.js figures: plain data, made without a library."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

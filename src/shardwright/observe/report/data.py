@@ -1,4 +1,4 @@
-"""Everything that a report shows, gathered from a run folder or a plan file, before anything is drawn."""
+"""Gathers all data of a report from a run folder or a plan file, before anything is drawn."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -52,7 +52,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What a plan with a prediction lets one show.
+    """The part of a report that needs a plan with a prediction.
 
     Attributes:
         waterfall: parts of the step.

@@ -1,4 +1,4 @@
-"""Text of others in HTML."""
+"""Escapes foreign text for HTML."""
 
 import html
 

@@ -1,4 +1,4 @@
-"""What a run measured, read from its folder: the timeline of a step, metrics of all steps."""
+"""Reads the measurements in a run's folder: the timeline of a step, metrics of all steps."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
-"""The HTML of a report: everything in one file, which asks nothing of a network.
+"""The HTML page of a report: one file, with no network requests.
 
-Text of files is escaped; the plots' data stand in a JSON block in which no ``<`` is left. A content security
-policy forbids the page to load anything, and to run scripts but its own.
+Text from files is escaped; the plots' data is in a JSON block without any ``<``. A content security policy
+forbids the page to load anything, and to run scripts other than its own.
 """
 
 import hashlib

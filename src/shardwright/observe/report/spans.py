@@ -1,4 +1,4 @@
-"""Bars of a timeline, few enough for a page: some ranks, and of very long rows the two ends."""
+"""Selects the bars of a timeline for a page: some ranks, and the two ends of very long rows."""
 
 import re
 from collections.abc import Iterable, Sequence

@@ -1,1 +1,1 @@
-"""The backward of a unit: recomputed, or cut in two."""
+"""The backward of a unit: recomputed, or split in two."""

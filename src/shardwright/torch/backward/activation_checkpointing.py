@@ -1,4 +1,4 @@
-"""Recomputation: activations of a module are dropped after its forward and computed again in the backward."""
+"""Recomputes activations: drops a module's after its forward, computes them again in the backward."""
 
 import logging
 import weakref

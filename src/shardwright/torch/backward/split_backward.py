@@ -1,16 +1,17 @@
-"""Splits the backward of linear layers and convolutions: inputs now, weights when there is time.
+"""Splits the backward of linear layers and convolutions: input gradients now, weight gradients later.
 
 A zero-bubble schedule sends the gradient of a stage's input as early as it can (``I``) and computes the
-gradients of the weights (``W``) while it would otherwise wait. Autograd does both at once, so the modules
-listed here have a backward of their own. In ``I`` it returns the input's gradient and leaves a closure behind
-for the weight's, which writes past autograd. In every other backward it gives both to autograd as ever::
+weight gradients (``W``) while it would otherwise wait. Autograd does both at once, so the modules listed here
+have a backward of their own. In ``I`` it returns the input's gradient and leaves a closure for the weight's,
+which bypasses autograd. In every other backward it gives both to autograd as usual::
 
     F  y = linear(x)                   a whole backward (B)         grad_x, grad_weight, grad_bias
     I  grad_x, closure   ◀── y         torch.autograd.grad          the same; also create_graph
     W  closure()                       a backward inside of I       the same
                                        somebody listens (hooks)     the same
 
-Anything else (norms, embeddings, unusual modules) is computed in ``I``: correct, only less is put off.
+Everything else (norms, embeddings, unusual modules) is computed in ``I``. That is correct; it only defers
+less work.
 """
 
 from collections.abc import Callable, Iterable, Iterator

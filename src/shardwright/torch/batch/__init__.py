@@ -1,1 +1,1 @@
-"""A batch: from the first rank to the others, cut into microbatches, and what comes back."""
+"""Batches: broadcast to a replica, cut into microbatches, and their results."""

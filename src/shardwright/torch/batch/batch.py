@@ -1,4 +1,4 @@
-"""A batch: what a step function is called with, for all samples or for those of one microbatch."""
+"""The arguments of a step function, for a whole batch or one microbatch."""
 
 from collections.abc import Sequence
 from functools import cached_property

@@ -1,4 +1,4 @@
-"""Gives every rank of a replica the arguments of its first."""
+"""Broadcasts the arguments of a replica's first rank to its other ranks."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,7 @@
-"""Gradients of the batch: of inputs that are trained themselves, or that another model made.
+"""Gradients of a batch's inputs: trained inputs, or outputs of another model.
 
-Several stages may read an input, each on its own copy. So a step works on leaves of its own, and what they
-got on all ranks of the replica is summed and handed to the caller's tensors at the end::
+Several stages may read an input, each from its own copy. So a step works on its own leaves. At its end, the
+leaves' gradients are summed over the replica's ranks and handed to the caller's tensors::
 
     caller's x ──► leaf on rank 0 ──► stage 0        x.grad  ◄── sum ◄── leaf.grad on ranks 0 and 1
               ╰──► leaf on rank 1 ──► stage 1

@@ -1,13 +1,13 @@
-"""What the first rank of a replica says of its batch before the tensors: as data, see `comm.codec`.
+"""The header of a batch: what a replica's first rank sends ahead of the tensors, in `comm.codec`.
 
 ::
 
     [ leaf, leaf, ... ]     "tensor" with dtype, shape, ...; "value" with it; "local" with its class
     tree                    0 is a leaf, [name, keys, trees] a container of Python's, or of an own class
 
-An own container (a dataclass, a named tuple, a dictionary of a library's) comes as a pickle of it without its
-leaves, under the code of the run's secret. Where the ranks have no secret none is sent: each rank takes the
-one at the same place of its own arguments, and it must be of the same class, with the same keys.
+A custom container (a dataclass, a named tuple, a library's dictionary) is pickled without its leaves,
+authenticated with the run's secret. Where the ranks have no secret, no pickle is sent: each rank takes the
+container at the same place in its own arguments, which must have the same class and keys.
 """
 
 from collections.abc import Sequence

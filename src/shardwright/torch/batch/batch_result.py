@@ -1,4 +1,4 @@
-"""What an engine gives back for one batch, and what all engines need."""
+"""The result of one batch, as every engine returns it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

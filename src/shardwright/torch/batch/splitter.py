@@ -1,4 +1,4 @@
-"""Cuts the arguments of a step function into microbatches."""
+"""Splits the arguments of a step function into microbatches."""
 
 import logging
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a step gives back: one value a microbatch, and ways to reduce them."""
+"""The output of a step: one value per microbatch, and ways to reduce them."""
 
 from collections.abc import Iterable, Sequence
 from textwrap import shorten

@@ -1,4 +1,4 @@
-"""What a script calls to save and to resume."""
+"""The public calls that save a run and resume it."""
 
 import atexit
 import dataclasses
@@ -45,7 +45,7 @@ _T = TypeVar("_T")
 
 
 class Checkpoints:
-    """Saves a run, and has it go on from what it saved; every rank makes one, after wrapping.
+    """Saves a run and resumes it; every rank makes one, after wrapping.
 
     What is saved: the model, the wrapped optimizers with learning rates and loss scale, the random generators
     of every rank, and what `state` has. Any layout resumes from what any other has saved.

@@ -1,4 +1,4 @@
-"""The document of a checkpoint: everything but tensors, put together from what ranks have saved."""
+"""Assembles a checkpoint's document, everything but tensors, from what the ranks saved."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self

@@ -1,7 +1,7 @@
-"""The state of schedulers, samplers and the like as JSON, with its tensors aside; never a pickle.
+"""Encodes the state of schedulers, samplers and the like as JSON plus tensors, never a pickle.
 
-JSON has no tuples, no bytes, no infinities and only texts as names in objects, so those are written as an
-object with one name that begins with ``$``::
+JSON has no tuples, bytes or infinities, and its keys are strings only. Such values become an object with one
+key that begins with ``$``::
 
     (1, 2)            {"$tuple": [1, 2]}
     {0: "a"}          {"$dict": [[0, "a"]]}

@@ -1,4 +1,4 @@
-"""What modules save beside parameters and buffers: `torch.nn.Module.get_extra_state`."""
+"""Saves and loads what modules keep outside parameters and buffers: ``get_extra_state``."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -38,7 +38,7 @@ def check_extra_states(model: DistributedModel, states: Mapping[str, Any]) -> No
 
 
 def set_extra_states(model: DistributedModel, states: Mapping[str, Any]) -> None:
-    """Gives modules what they have saved; those that have saved nothing stay as they are."""
+    """Gives modules their saved extra state; modules without one stay as they are."""
     for name, module in _with_extra_states(model):
         if name in states:
             module.set_extra_state(states[name])

@@ -1,4 +1,4 @@
-"""Gives this rank what it has of a saved model and optimizer, whoever saved them in whatever parts."""
+"""Loads this rank's share of a saved model and optimizer, whatever layout saved them."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any

@@ -1,13 +1,13 @@
-"""What this rank saves of the model and of an optimizer.
+"""Chooses which parts of the model and optimizer this rank saves.
 
-Every element is saved by exactly one rank: by the first that holds it in its replica, and by one replica of
-those that hold the same, in turns, so that all disks and links have about as much to do::
+Exactly one rank saves each element: the first rank that holds it in its replica. Replicas with equal copies
+take turns, so that all disks and links get about the same load::
 
     rank 0, stage 0, replica 0    layers.0.weight            layers.1.bias
     rank 1, stage 0, replica 1    layers.0.bias              layers.1.weight
     rank 2, stage 1, replica 0    layers.2.weight   ...
 
-What replicas share, each saves its rows of; what they share of the optimizer's state, its range.
+Where replicas shard parameters, each rank saves its rows; where they shard optimizer state, its range.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,8 +1,8 @@
-"""The random generators of a rank: of PyTorch, on CPU and GPU, of Python and of NumPy.
+"""Saves and restores a rank's random generators: PyTorch (CPU and GPU), Python and NumPy.
 
-Ranks of one replica draw the same numbers, ranks of different replicas others. So a run with other ranks than
-the one that saved goes on with the generators of the saved replica of the same number; replicas that there
-were not get generators of their own, made from those of a saved one and their number.
+Ranks of one replica draw the same numbers; different replicas draw different ones. A run resumed on other
+ranks takes the generators of the saved replica with the same number. A replica with no saved counterpart
+derives its generators from those of a saved replica and its own number.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Saves and restores buffers that training has given another shape or type (see `BufferKind`)."""
+"""Saves and restores buffers whose shape or type training has changed (see `BufferKind`)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Has a run go on from a checkpoint, in whatever layout that was saved."""
+"""Resumes a run from a checkpoint of any layout."""
 
 import logging
 import warnings
@@ -145,7 +145,7 @@ def problem_of(look: Callable[[], None], *, rank: int) -> CheckpointError | None
 
 
 class Resumed:
-    """A run that goes on from a checkpoint.
+    """A run resumed from a checkpoint.
 
     Args:
         context: the run.

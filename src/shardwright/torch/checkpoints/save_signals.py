@@ -1,4 +1,4 @@
-"""Signals that ask a run to save and to end: SIGTERM, SIGUSR1 and Ctrl-C."""
+"""Handles the signals that ask a run to save and exit: SIGTERM, SIGUSR1 and Ctrl-C."""
 
 import os
 import signal

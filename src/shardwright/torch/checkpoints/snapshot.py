@@ -1,4 +1,4 @@
-"""What a rank saves, as it is at one moment: training may go on while it is written.
+"""Copies what a rank saves at one moment, so that training continues during the write.
 
 ::
 
@@ -32,7 +32,7 @@ __all__ = ["RankDocument", "Snapshot", "optimizer_prefix", "take_snapshot"]
 
 @dataclass(slots=True, kw_only=True)
 class RankDocument:
-    """What a rank saves beside the parts of tensors, as JSON.
+    """The JSON that a rank saves beside its parts of tensors.
 
     Attributes:
         random: its generators.

@@ -1,4 +1,4 @@
-"""Files of ``torch.save``: writes a state of a model as one."""
+"""Writes a model's state dict as a ``torch.save`` file."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

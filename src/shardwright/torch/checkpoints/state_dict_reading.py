@@ -1,8 +1,8 @@
-"""Reads files of ``torch.save`` that have tensors, and refuses those that have anything else.
+"""Reads ``torch.save`` files of tensors, and refuses any other content.
 
-Three things stand between a file and this process: what its pickle names is compared with a short list
-before anything is loaded, PyTorch loads with ``weights_only=True``, and what comes out must be tensors, of
-about the size of the file.
+Three checks stand between a file and this process. The names in its pickle are compared with a short list
+before anything is loaded. PyTorch loads it with ``weights_only=True``. The result must be tensors, of about
+the size of the file.
 """
 
 import warnings

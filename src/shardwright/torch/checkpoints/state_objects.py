@@ -1,4 +1,4 @@
-"""Schedulers, samplers and the like, which a script has saved with the run."""
+"""The state of schedulers, samplers and other objects that a script saves with the run."""
 
 import json
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ __all__ = ["StateObjects"]
 
 
 class StateObjects:
-    """What a script has given a name.
+    """The objects that a script has named for saving.
 
     Args:
         objects: by name.

@@ -1,4 +1,4 @@
-"""Tensors as bytes, and bytes as tensors, without a copy where none is needed."""
+"""Converts tensors to bytes and back, without a copy where none is needed."""
 
 from collections.abc import Iterable
 from typing import Any

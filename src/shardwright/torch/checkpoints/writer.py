@@ -1,4 +1,4 @@
-"""Writes a checkpoint in the background: every rank its file, then the first rank commits.
+"""Writes a checkpoint in the background: each rank writes its file, then the first rank commits.
 
 ::
 
@@ -6,8 +6,8 @@
     rank 1   thread: writes rank-00001.safetensors ──┐ "done", by the job's store
     rank 2   thread: writes rank-00002.safetensors ──┘
 
-Ranks tell each other by the store of the job, which a thread can use while steps go on; no collective is made
-here. A rank that writes says so every second, so that one that has ended is noticed.
+Ranks communicate through the job's store, which a thread can use while steps continue; the writer makes no
+collective call. A writing rank reports every second, so that the others notice when it has died.
 """
 
 import contextlib

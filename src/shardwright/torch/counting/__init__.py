@@ -1,1 +1,1 @@
-"""What calls cost: FLOPs, bytes, random draws, hooks."""
+"""Counts the cost of calls: FLOPs, bytes, random draws, hooks."""

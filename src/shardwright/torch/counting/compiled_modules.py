@@ -1,8 +1,8 @@
-"""Models, and modules inside them, that a script has given to `torch.compile`.
+"""Models, and modules inside them, that the script has passed to `torch.compile`.
 
-The wrapper that `torch.compile(module)` puts around a module is taken off: names of parameters are those
-without it, and the module calls its compiled code itself, as behind ``module.compile()``. Where a compiled
-module is split, each unit inside it is compiled, in the same way; units of one kind share the code.
+The wrapper that `torch.compile(module)` returns is removed. Parameter names are those without the wrapper,
+and the module calls its compiled code itself, as after ``module.compile()``. Where a compiled module is
+split, each unit inside it is compiled in the same way; units of one kind share the code.
 """
 
 import inspect

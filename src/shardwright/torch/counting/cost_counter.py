@@ -1,4 +1,4 @@
-"""Counts what a traced call costs: FLOPs, bytes kept for the backward, random draws, parameters touched."""
+"""Counts the cost of a traced call: FLOPs, bytes saved for backward, random draws, parameters touched."""
 
 import functools
 import hashlib

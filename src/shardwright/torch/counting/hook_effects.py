@@ -1,7 +1,7 @@
-"""Which hooks of modules take part in what is computed, and which only look on.
+"""Tells hooks that take part in a computation from hooks that only observe it.
 
-Units run many times to be timed. What a script counts, prints or collects in a hook must not show that, and
-yet a unit is to be timed with the hooks that belong to its computation::
+A unit runs many times to be timed. Hooks that count, print or collect must not see these runs, yet the unit
+must be timed with the hooks that belong to its computation::
 
     hook                                                        runs while a unit is measured
     PyTorch's own (weight_norm, spectral_norm, pruning)         yes
@@ -9,7 +9,7 @@ yet a unit is to be timed with the hooks that belong to its computation::
     of the unit itself                                          no: it runs around the unit, as glue
     any other, and all for gradients                            no
 
-A forward that fails without the others (it reads what they left somewhere) is measured with them.
+A forward that fails without the other hooks (it reads what they left somewhere) is measured with them.
 """
 
 from collections import OrderedDict
@@ -33,7 +33,7 @@ _FOR_GRADIENTS = ("_backward_pre_hooks", "_backward_hooks")
 
 
 class HookEffects:
-    """Finds out which hooks change what modules compute, and has modules run with those alone."""
+    """Finds the hooks that change what modules compute, and runs modules with only those."""
 
     def __init__(self) -> None:
         self._changing: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""What single operations compute and move: FLOPs, bytes, kernels."""
+"""The work of a single operation: FLOPs, bytes moved, kernels."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,8 +1,8 @@
-"""Which memory a call writes to again when ``torch.utils.checkpoint`` repeats its forward in the backward.
+"""Finds the memory that a call writes again when ``torch.utils.checkpoint`` repeats its forward.
 
-The repeated forward runs up to the last operation that keeps something for gradients. So what is written
-under a checkpoint is written again if such an operation comes along, or after it under the same checkpoint:
-not by a forward without gradients, as a teacher's is.
+The repeated forward runs up to the last operation that saves something for gradients. So a write under a
+checkpoint is repeated if such an operation makes it, or follows it under the same checkpoint. A forward
+without gradients, such as a teacher's, repeats nothing.
 """
 
 from collections.abc import Iterable
@@ -57,7 +57,7 @@ class RepeatedWrites:
                 self._repeat(memory)
 
     def forget(self) -> None:
-        """The call is over: lets go of its frames."""
+        """Ends the call and releases its frames."""
         self.undecided = {memory for _, memory in self._undecided}
         self._undecided = []
 

@@ -1,4 +1,4 @@
-"""Stand-ins for the arguments and weights of a call: random data of the right shapes."""
+"""Random data in place of a call's arguments and weights, with the right shapes."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Protects a model from being traced, and knows where in it a trace failed."""
+"""Protects a model during a trace, and locates the module where a trace failed."""
 
 import sys
 from collections.abc import Callable

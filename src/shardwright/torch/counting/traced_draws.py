@@ -1,17 +1,17 @@
-"""Tells, in a trace, which random numbers are those that a plain loop would draw in its row.
+"""Tells which random draws of a trace continue the sequence of a plain loop.
 
-A draw is in the row if the generator is where the draw before has left it. It is not after a seed, or in a
-backward inside of a unit that computes something again: nothing need be run ahead for it::
+A draw continues the sequence if the generator is where the previous draw left it. It does not after a seed,
+or in a backward inside a unit that recomputes something: such draws need no fast-forward::
 
     a unit         draws     fork_rng, manual_seed(7)   draws   end of fork_rng   draws
     generator   s0 ──▶ s1              s7               ──▶ ...       s1          ──▶ s2
     in the row      yes                                  no                       yes
 
-Inside a unit that is all. Between units each rank seeds for itself, so only free operations may draw then,
-and none that others may come in before.
+Inside a unit, this is the whole rule. Between units each rank seeds for itself, so only free operations may
+draw there, and only where no other operation can come in before them.
 
-A generator of the script's own is followed in the same way. One that is made inside the step function every
-rank makes, and only the one that draws from it moves it on: who goes on from there must be on the same stage.
+A generator of the script's own is followed in the same way. If the step function creates it, every rank has
+one, and only the rank that draws from it advances it: later draws must be on the same stage.
 """
 
 import ctypes
@@ -69,7 +69,7 @@ class TracedDraws:
         return [generator for generator, _ in self._own.values()]
 
     def follow(self, items: Iterable[Any]) -> None:
-        """Takes note of the generators among what there is before the step function is called."""
+        """Records the generators that exist before the step function is called."""
         for item in items:
             if isinstance(item, torch.Generator) and not is_default(item):
                 state = item.get_state()
@@ -126,7 +126,7 @@ class TracedDraws:
             self._own_drawn.add(generator_key(own))
 
     def drawn_elsewhere(self, draw: Draw) -> None:
-        """A draw that is not in the row has run; takes note of the generator that was made in between."""
+        """A draw that is not in the row has run; records the generator that was made in between."""
         own = draw.generator
         if own is None or generator_key(own) in self._own:
             return

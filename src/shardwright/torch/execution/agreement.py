@@ -1,4 +1,4 @@
-"""What the ranks of a replica must agree on: batch, settings, trace, random numbers."""
+"""Checks that the ranks of a replica agree on batch, settings, trace and random numbers."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""One stage of this rank: its forward is the step function's, its backward autograd's.
+"""One stage of this rank: runs the step function forward and autograd backward.
 
 ::
 

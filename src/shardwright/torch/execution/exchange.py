@@ -1,4 +1,4 @@
-"""Gives every rank of a replica the tensors that a step function returned."""
+"""Broadcasts the tensors that a step function returned to every rank of the replica."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ __all__ = ["Returned", "exchange_outputs", "refuse_other_paths"]
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """What a step function returned for one microbatch.
+    """The values that a step function returned for one microbatch.
 
     Attributes:
         result: with deferred tensors where another rank has the value.

@@ -1,4 +1,4 @@
-"""Runs one batch on one pipeline rank: its microbatches, through the stages that this rank has."""
+"""Runs one batch on one pipeline rank: all its microbatches, through the rank's stages."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial

@@ -1,17 +1,18 @@
-"""The tensors that the code of a step function reads or computes with, on ranks that have not made them.
+"""Supplies the tensors that step-function code reads to ranks that did not compute them.
 
-A `ReadingStep` runs on every rank of a replica. What its trace covers is computed where the program says;
-of what it touches besides, the rank that made it puts up the values, and each other rank takes them::
+A `ReadingStep` runs on every rank of a replica. What its trace covers is computed where the program says. Of
+any other tensor that it touches, the rank that made it posts the value, and the other ranks fetch it::
 
     rank 1, which has the loss                rank 0
     loss.item()   puts it up, goes on         loss.item()   leaves the microbatch, until nothing else is left
     loss * 2      on every rank               loss * 2      to do but its backward; then takes it
 
-Small tensors are put up where the program ends, whether anybody asks or not: so a rank may read them alone
-(``if smp.rank() == 0: print(loss.item())``). Large ones are put up by a rank that comes to use them itself.
+Small tensors are posted where the program ends, whether or not a rank asks for them, so that one rank may
+read them alone (``if smp.rank() == 0: print(loss.item())``). A large tensor is posted only when the rank that
+made it uses it.
 
-Where a rank has several stages, another one may wait for a value of it before it goes on, and it for that
-one. So it puts up large ones, too, when it leaves a microbatch: whether anybody will ask is not known then::
+Where a rank has several stages, it and another rank may each wait for a value of the other. So a rank that
+leaves a microbatch posts large tensors too, without knowing whether another rank will ask::
 
     rank 0    stage 0 of microbatch 0, leaves it ── stage 0 of 1 ── stage 3 of 0: waits for rank 2
     rank 2    ... stage 5 of microbatch 0 ── reads what stage 0 has made: waits for rank 0
@@ -40,7 +41,7 @@ __all__ = ["KnownValues"]
 
 
 class KnownValues:
-    """What one microbatch knows of the tensors of other ranks.
+    """The values of other ranks' tensors that one microbatch knows.
 
     Args:
         index: which microbatch.
@@ -80,7 +81,7 @@ class KnownValues:
         self._taken_values = TakenValues(index, program, board, self._changes)
 
     def clear(self) -> None:
-        """Lets go of all tensors."""
+        """Releases all tensors."""
         self._known.clear()
         self._own_values.clear()
         self._taken_values.clear()
@@ -88,7 +89,7 @@ class KnownValues:
     # ---- what was made here ----
 
     def note(self, result: Any) -> None:
-        """Takes note of what code of the step function gets to see."""
+        """Records the values that step-function code gets to see."""
         for item in leaves(result):
             value = self.value_of(item)
             if value is not None and not isinstance(item, DeferredTensor):
@@ -187,7 +188,7 @@ class KnownValues:
             )
 
     def returned(self, item: Any) -> Any:
-        """What the step function returns, as far as this rank knows it."""
+        """The step function's results, as far as this rank knows them."""
         value = self.value_of(item)
         return item if value is None else self._known.get(value, item)
 

@@ -1,4 +1,4 @@
-"""One microbatch on one rank: the user's step function, run stage by stage."""
+"""One microbatch on one rank: runs the user's step function, stage by stage."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator
@@ -123,7 +123,7 @@ class Microbatch:
         return self.reached_backward or not self._coroutine.finished
 
     def finish(self) -> Returned:
-        """Runs what follows ``backward``, and gives back what the step function returned.
+        """Runs the code after ``backward``, and returns what the step function returned.
 
         Lets go of the rest: references in a circle (this object, its coroutine, its function) would keep
         tensors until Python's garbage collector comes by.

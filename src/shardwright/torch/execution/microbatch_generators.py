@@ -1,4 +1,4 @@
-"""Random numbers of one microbatch: those that a plain loop over microbatches would draw."""
+"""Sets each microbatch's random generators to the state that a plain loop would have."""
 
 from collections.abc import Mapping
 

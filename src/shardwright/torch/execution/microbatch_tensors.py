@@ -1,4 +1,4 @@
-"""The tensors of one microbatch that its step function's own variables do not give (see `dataflow`)."""
+"""The tensors of a microbatch that its step function's variables do not hold (see `dataflow`)."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +19,7 @@ __all__ = ["MicrobatchTensors"]
 
 
 class MicrobatchTensors:
-    """What a microbatch receives, and what it keeps for other stages and later steps.
+    """The tensors that a microbatch receives, and those it keeps for other stages and later steps.
 
     Args:
         index: which microbatch.
@@ -52,12 +52,12 @@ class MicrobatchTensors:
         self._crossings = {(c.value, s): c for s, group in program.receives.items() for c in group}
 
     def clear(self) -> None:
-        """Lets go of all tensors."""
+        """Releases all tensors."""
         for kept in (self.values, self.held, self.leaves, self.gradients):
             kept.clear()
 
     def free(self, stage: int) -> None:
-        """Lets go of what a stage made, once its backward has ended: but for what is needed after it."""
+        """Releases a stage's values once its backward has ended, except those needed later."""
         program = self._program
         for kept in (self.values, self.held):
             for value in [v for v in kept if program.home_of[v] == stage and v not in program.kept]:
@@ -126,7 +126,7 @@ class MicrobatchTensors:
         kwargs: dict[str, Any],
         copied: dict[int, Tensor],
     ) -> Any:
-        """Keeps what a step made and changed, as far as it is needed; gives its result back.
+        """Keeps what a step made and changed, as far as it is needed; returns the step's result.
 
         Args:
             instruction: the step.

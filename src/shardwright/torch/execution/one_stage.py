@@ -1,7 +1,7 @@
-"""What a run on a single stage takes from its plan or its settings: which units are recomputed.
+"""Chooses the units that a single-stage run recomputes, from its plan or settings.
 
-Without stages a model runs as it is, and nothing is traced. A plan that was made for such a run, or the wish
-to recompute everything, speak of units, so then the first batch is.
+A model without stages runs as it is, untraced. But a plan made for such a run, or a request to recompute
+everything, speaks of units, so the first batch is traced for them.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,7 +1,7 @@
-"""Python attributes of modules and objects while microbatches take turns: each finds what it wrote.
+"""Gives each microbatch the Python attributes that it wrote itself, while microbatches alternate.
 
-What it has not written yet it finds as the microbatch before it left it (see `attribute_use`); what every
-microbatch puts back, as all of them leave it.
+An attribute that it has not written yet holds what the previous microbatch left (see `attribute_use`). An
+attribute that every microbatch restores holds what all of them leave.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +47,7 @@ class OwnAttributes:
 
     @contextmanager
     def of(self, microbatch: int) -> Iterator[None]:
-        """Has the modules hold what this microbatch finds; takes note of what it writes.
+        """Has the modules hold what this microbatch finds; records what it writes.
 
         Raises:
             TraceMismatchError: it writes what a later one has read already.
@@ -98,12 +98,12 @@ class OwnAttributes:
                 )
 
     def backward_reached(self, microbatch: int) -> None:
-        """Lets go of what nobody will ask this microbatch for."""
+        """Releases what nobody will ask this microbatch for."""
         if not self._runs_again:
             self._let_go(microbatch)
 
     def backward_done(self, microbatch: int) -> None:
-        """Lets go of what was kept for its backward, which has ended on this rank."""
+        """Releases what was kept for its backward, which has ended on this rank."""
         if self._runs_again:
             self._let_go(microbatch)
 
@@ -114,7 +114,7 @@ class OwnAttributes:
                     written.pop(microbatch, None)
 
     def finish(self) -> None:
-        """Leaves what a plain loop would leave: what the last microbatch wrote.
+        """Leaves the attributes as a plain loop would: as the last microbatch wrote them.
 
         Raises:
             TraceMismatchError: one did not put back what it found.

@@ -1,15 +1,16 @@
-"""Where a microbatch is in its program: each call of its step function is looked up here.
+"""Tracks a microbatch's position in its program, and looks up each call of the step function.
 
-Calls of units, and operations on what comes from units or on parameters, have their places on the ranks: they
-must be those of the trace, one after the other. A *free* operation rests on neither. Every rank does it for
-itself, so it matters to nobody whether the trace has it::
+Unit calls, and operations on unit results or parameters, are placed on ranks: they must match the trace one
+by one. A *free* operation depends on neither. Every rank runs it for itself, so it makes no difference
+whether the trace contains it::
 
     trace                           microbatch 0                    microbatch 1
     arange     free                 arange     as in the trace
     mul        free                 mul        as in the trace
     add        on stage 0           add                             add      what is free is passed over
 
-So a table may be computed once and kept: in an attribute, a buffer, a dictionary, behind ``lru_cache``.
+So a script may compute a table once and keep it: in an attribute, a buffer, a dictionary, behind
+``lru_cache``.
 """
 
 import weakref
@@ -102,7 +103,7 @@ class ProgramCursor:
 
     @property
     def rest(self) -> list[Instruction]:
-        """What has not been called."""
+        """The steps not called yet."""
         return self._program.instructions[self.position :]
 
     def has_work(self, stage: int | None = None) -> bool:
@@ -177,7 +178,7 @@ class ProgramCursor:
     # ---- what came of them ----
 
     def note_made(self, result: Any, given: Iterable[Any], values: Mapping[int, int]) -> None:
-        """Takes note of what a step of this rank gave.
+        """Records the results of this rank's step.
 
         Args:
             result: with tensors in it.
@@ -191,7 +192,7 @@ class ProgramCursor:
                 self._made[id(item)] = weakref.ref(item), value
 
     def note_spoilt(self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Takes note of tensors that every rank has, and of which only one will have the content."""
+        """Records tensors that every rank has, and of which only one will have the content."""
         items = leaves((args, kwargs))
         self._spoilt.update(storage_key(items[position]) for position in instruction.spoils)
 

@@ -1,4 +1,4 @@
-"""Finds the program of each microbatch, or traces it."""
+"""Finds the cached program of a microbatch, or traces it."""
 
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -50,7 +50,7 @@ class KnownTrace:
 
 
 class ProgramMaker:
-    """Keeps what a rank does in microbatches that it has met, and finds out what it does in others.
+    """Caches the programs of the microbatches seen so far, and makes those of others.
 
     Args:
         context: the run, with its plan by the time that programs are made.

@@ -1,4 +1,4 @@
-"""Says what it costs that a step function reads values in its middle."""
+"""Reports the cost of a step function that reads values midway."""
 
 from collections.abc import Hashable, Sequence
 

@@ -1,4 +1,4 @@
-"""One microbatch of a step function that may read values of tensors, on one rank."""
+"""One microbatch, on one rank, of a step function that may read tensor values."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -76,7 +76,7 @@ class ReadingMicrobatch(Microbatch):
         return torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
 
     def come_to_backward(self) -> bool:
-        """Goes on with a step function that waits for other ranks; False where it ends without a backward."""
+        """Resumes a step function that waits for other ranks; False where it ends without a backward."""
         self._may_block = True
         if self._waits:
             self._resume()
@@ -146,7 +146,7 @@ class ReadingMicrobatch(Microbatch):
         self._refuse_behind_end()
 
     def model_returned(self, result: Any) -> None:
-        """Takes note of what the step function gets to see; leaves it here where it will have to wait.
+        """Records what the step function gets to see; leaves it here where it will have to wait.
 
         Not in the middle of what follows: ``total += loss.item()`` would add to a total of before, if another
         microbatch came in between.

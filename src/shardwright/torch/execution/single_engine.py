@@ -1,4 +1,4 @@
-"""Runs step functions where a rank has the whole model: as they are, microbatch by microbatch."""
+"""Runs step functions on a rank that holds the whole model, microbatch by microbatch."""
 
 import logging
 import time

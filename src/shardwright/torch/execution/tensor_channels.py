@@ -1,4 +1,4 @@
-"""Tensors of PyTorch on their way between pipeline ranks, each as it lies in memory."""
+"""Sends PyTorch tensors between pipeline ranks, and keeps their memory layout."""
 
 import torch
 from torch import Tensor

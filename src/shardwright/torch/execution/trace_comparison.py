@@ -1,4 +1,4 @@
-"""Whether a microbatch chooses the tensors that the trace has: by these, ranks send each other theirs."""
+"""Checks that a microbatch selects the tensors of the trace, which ranks then exchange."""
 
 from collections.abc import Sequence
 from typing import Any, NoReturn

@@ -1,4 +1,4 @@
-"""What engines, and the end of a step, ask of the model that they train."""
+"""The protocol of a model that engines, and the end of a step, rely on."""
 
 from typing import Protocol
 
@@ -28,10 +28,10 @@ class TrainedModel(WrappedModel, Protocol):
         """What losses are multiplied by."""
 
     def placed(self, residency: Residency) -> bool:
-        """Takes note of where parameters live; says whether the model is as it was."""
+        """Records where parameters live; says whether the model is as it was."""
 
     def settle(self) -> None:
-        """This rank has what it trains."""
+        """Called once this rank has only the parameters that it trains."""
 
     def stage_of(self, name: str) -> int:
         """The stage of a parameter."""

@@ -1,7 +1,7 @@
-"""How tensors that a step function reads come from the rank that made them to the others: at a board.
+"""Carries tensors that a step function reads from the rank that made them to the others, by a board.
 
-Small ones are put up in bundles, whether anybody asks for them or not; large ones by themselves, each time
-that the rank uses them::
+Small tensors are posted in bundles, whether or not a rank asks for them. A large tensor is posted alone, each
+time that its rank uses it::
 
     0 of 1, 0      first bundle of rank 1 in microbatch 0: its loss
     0 of 1, 1      second one: nothing more comes before its backward
@@ -34,7 +34,7 @@ _Name: TypeAlias = tuple[int, int]
 
 
 class OwnValues:
-    """What one microbatch has made on this rank, and puts up for the others.
+    """The values that one microbatch makes on this rank and posts for the others.
 
     Args:
         index: which microbatch.
@@ -62,7 +62,7 @@ class OwnValues:
         self._num_put: Counter[_Name] = Counter()  # how often that was put up
 
     def clear(self) -> None:
-        """Lets go of all tensors."""
+        """Releases all tensors."""
         self._waiting.clear()
 
     def note(self, value: int, tensor: Tensor) -> None:
@@ -85,12 +85,12 @@ class OwnValues:
                 self._versions.pop(value, None)
 
     def put_up_small(self) -> None:
-        """Puts up what is small: others may read it now, and units may change it later."""
+        """Posts small values: others may read them now, and units may change them later."""
         if self._waiting:
             self._put_bundle(is_last=False)
 
     def put_up_large(self) -> None:
-        """Puts up what is large, before anybody is known to use it."""
+        """Posts large values, before any rank is known to use them."""
         for value, reference in self._large.items():
             tensor = reference()
             if tensor is not None:
@@ -140,7 +140,7 @@ class OwnValues:
 
 
 class TakenValues:
-    """What one microbatch takes of what other ranks have put up.
+    """The values that one microbatch takes from other ranks.
 
     Args:
         index: which microbatch.
@@ -158,7 +158,7 @@ class TakenValues:
         self._turns: Counter[_Name] = Counter()  # how often a value that was put up by itself was taken
 
     def clear(self) -> None:
-        """Lets go of all values."""
+        """Releases all values."""
         self._bundles.clear()
 
     def take(self, value: int, *, is_behind_backward: bool) -> bytes:

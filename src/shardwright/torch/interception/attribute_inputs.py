@@ -1,14 +1,14 @@
-"""Tensors that a unit finds in attributes of its own modules, where code between units has left them.
+"""Tensors that code between units leaves in attributes of a unit's modules.
 
-Hooks run around a unit, and some leave a weight there that they have computed (`weight_norm`,
-`spectral_norm`, pruning); so does a network that computes the weights of another::
+Hooks run around a unit, and some store a computed weight on it (`weight_norm`, `spectral_norm`, pruning). A
+network that computes another network's weights does so too::
 
     for layer, weight in zip(self.layers, self.make_weights(z)):
         layer.weight = weight           a value of the graph, like any other
         x = layer(x)                    reads it
 
-To the graph such a tensor is one more argument, by name, and may come from another stage. The call of the
-unit takes it off again, and has the attribute hold it meanwhile.
+To the graph, such a tensor is one more argument, passed by name, and it may come from another stage. The
+unit's call removes it again; the attribute holds it only during the call.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -69,7 +69,7 @@ class TakesFound:
 
 
 def called_with_found(unit: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a unit whose attributes hold what is among its arguments for them."""
+    """Calls a unit with its attributes set from the call's arguments."""
     found = {path: item for path, item in kwargs.pop(FOUND).items() if isinstance(item, Tensor)}
     places = found_places(unit, found)
     before = [holder.get(key, ABSENT) for _, holder, key in places]

@@ -1,7 +1,7 @@
-"""``torch.autograd.backward(loss)`` in a step function: the same as ``model.backward(loss)``.
+"""Routes ``torch.autograd.backward(loss)`` in a step function to ``model.backward(loss)``.
 
-PyTorch does not offer this call to function modes. Unnoticed, it would run through the part of the graph that
-is on this rank.
+PyTorch does not show this call to function modes. Unintercepted, it would run through only the part of the
+graph on this rank.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
-"""Backward calls outside of steps: nothing would sum their gradients, and what steps return has no history.
+"""Refuses backward calls outside steps, whose gradients nothing would sum.
 
-Parameters tell of the backward of a model of one stage that is called outside of steps. What the model
-returned could not: the loss may be an attribute of the model, or inside an object of the script's, and what
-reentrant checkpointing computes again has a backward of its own. Every gradient of a parameter passes the
-watch, also in steps: so it lasts only until a step begins and no graph of a call outside is left.
+Parameters reveal a backward outside a step in a model of one stage. The model's outputs could not: the loss
+may be an attribute of the model, or hidden in an object of the script, and reentrant checkpointing recomputes
+in a backward of its own. The watch sees every parameter gradient, those of steps included, so it ends when a
+step begins and no graph of an outside call is left.
 """
 
 import weakref

@@ -1,8 +1,8 @@
-"""The random numbers of code that a step function gives to `torch.utils.checkpoint`.
+"""Random numbers of code that a step function passes to `torch.utils.checkpoint`.
 
-It saves the state of the generators before it runs the code, and sets it again when it recomputes. But a unit
-inside gets its own state only when it is called, so what was saved would be that of whatever ran before on
-this rank. So the state of the next draw is set before it is saved.
+`checkpoint` saves the state of the generators before it runs the code, and restores it to recompute. But a
+unit inside gets its own state only when it is called, so the saved state would be that of whatever ran before
+on this rank. So the state of the next draw is set before `checkpoint` saves.
 """
 
 import sys

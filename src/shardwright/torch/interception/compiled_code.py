@@ -1,4 +1,4 @@
-"""Code under `torch.compile`: where it runs compiled, and where it runs as Python wrote it.
+"""Decides where `torch.compile` code runs compiled, and where as plain Python.
 
 ::
 
@@ -6,7 +6,7 @@
     between units                    as Python    the compiler would compile our interception of each call
     inside units, outside of steps   compiled     that is what the user wants it for
 
-The compiler is not even imported for that: as long as nobody has, there is no compiled code.
+This never imports the compiler: if no one else has imported it, there is no compiled code.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""A step function that can be left in the middle and entered again, with PyTorch's thread-local state."""
+"""A step function that can be suspended and resumed, with PyTorch's thread-local state."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,7 +95,7 @@ class Coroutine:
         self.result = self.result()
 
     def resume(self) -> None:
-        """Enters the function, or goes on behind the `pause` that left it; raises what it raises."""
+        """Enters the function, or continues after its last `pause`; raises its errors."""
         outer = _ThreadState.capture()
         if self._state is None:
             outer.restore()
@@ -110,7 +110,7 @@ class Coroutine:
                 self._state = None  # it holds on to whatever handled the step function
 
     def pause(self) -> None:
-        """Called inside the function: goes back to whoever resumed it."""
+        """Called inside the function: returns to the caller of `resume`."""
         parent = self._greenlet.parent
         assert parent is not None
         parent.switch()

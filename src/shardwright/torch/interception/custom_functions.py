@@ -1,7 +1,7 @@
-"""Functions with a backward of their own (`torch.autograd.Function`) between units: a call is one operation.
+"""Treats a call of a `torch.autograd.Function` between units as one operation.
 
-PyTorch does not offer these calls to function modes. Unnoticed, the operations inside the forward would be
-taken for those of the step function, and a tensor from inside, without the function's backward, be sent.
+PyTorch does not show these calls to function modes. Unintercepted, the operations inside the forward would
+pass for the step function's own, and a tensor from inside would be sent without the function's backward.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Tensors whose data lives on another rank: right shape, type and device, no data."""
+"""Deferred tensors, whose data is on another rank: shape, type and device, no data."""
 
 from typing import Any, NoReturn
 
@@ -24,7 +24,7 @@ REMEDY_IN_HOOK = (
 
 
 class DeferredTensor(torch.Tensor):
-    """Stands for a value that some stage computes.
+    """A placeholder for a value that some stage computes.
 
     Inside a step function every operation on it is looked up in the program of this rank (see `glue.py`):
     it is done here on real data, or it is another rank's business and gives another deferred tensor.

@@ -1,7 +1,7 @@
-"""`torch.distributions` between units: parameters and samples are not checked there.
+"""Skips the argument checks of `torch.distributions` between units.
 
-The checks ask Python for values (``if not valid.all(): raise``), which only one rank has. They change nothing
-else, and are made as ever inside units and where a distribution is given ``validate_args=True``.
+The checks read values into Python (``if not valid.all(): raise``), which only one rank has. They change
+nothing else. They still run inside units, and for a distribution with ``validate_args=True``.
 """
 
 from collections.abc import Iterator

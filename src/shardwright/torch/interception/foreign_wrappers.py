@@ -1,4 +1,4 @@
-"""What PyTorch puts around a model: replicas of its own, and compilers around a `DistributedModel`."""
+"""Recognises PyTorch's wrappers: DDP and its kin around a model, compilers around a `DistributedModel`."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -1,5 +1,4 @@
-"""Where a step function meets the library: every torch function between units, and every unit call, comes
-by here.
+"""Intercepts glue: every torch function between units, and every unit call, of a step function.
 
 ::
 
@@ -56,7 +55,7 @@ __all__ = [
 
 
 class Handler(Protocol):
-    """What is done with operations and unit calls of a step function.
+    """Handles the operations and unit calls of a step function.
 
     Attributes:
         intercepts: calls are intercepted; else the step function runs as it is.

@@ -1,7 +1,7 @@
-"""`torch.inference_mode` around and inside step functions: it counts as `torch.no_grad`.
+"""Treats `torch.inference_mode`, around and inside step functions, as `torch.no_grad`.
 
-Tensors that are made in inference mode have no version counters, by which a trace sees changes in place; and
-the mode belongs to the thread, while a step function is left in the middle. Results are the same.
+Inference tensors have no version counters, which a trace needs to see changes in place. The mode also belongs
+to the thread, while a step function may be suspended midway. Results are the same.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Whether a loss can be trained by; the same words in a trace, behind its end, and on a single rank."""
+"""Checks that a loss can be trained on, with the same words in a trace, after it and on one rank."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,7 +38,7 @@ def refuse_gradient_of(func: Callable[..., Any], args: Sequence[Any]) -> None:
 
 
 def refuse_no_tensor(loss: Any) -> None:
-    """Refuses what is no tensor in the place of a loss, such as a number that was read of it.
+    """Refuses a loss that is no tensor, such as a number read from it.
 
     Raises:
         UsageError: it is none.

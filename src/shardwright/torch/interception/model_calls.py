@@ -1,4 +1,4 @@
-"""Tells code of a step function from code of the model, whichever of its modules the step function calls.
+"""Tells step-function code from model code, whichever of the model's modules is called.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Errors that the code of a model or a script raises itself: shown as they are, with layer and line."""
+"""Shows errors raised by the model's or the script's own code as they are, with layer and line."""
 
 from collections.abc import Iterator
 from types import TracebackType

@@ -1,9 +1,9 @@
-"""`nn.TransformerEncoder` between units: zeros where its input is padding, as in a plain evaluation.
+"""Zeros the padded outputs of `nn.TransformerEncoder` between units, as plain evaluation does.
 
-Without gradients, PyTorch takes another way through an encoder that is given a padding mask: it packs the
-sequences into a nested tensor, which leaves zeros at the padded places. It does not where torch functions
-are intercepted, as between the units of a step function: the padded places hold what the layers made of them.
-What reads them, as a mean over the sequence does, would get something else than in a plain loop.
+Without gradients, PyTorch's encoder takes a fast path when it is given a padding mask: it packs the sequences
+into a nested tensor, which leaves zeros at the padded places. It does not while torch functions are
+intercepted, as between the units of a step function: the padded places then hold what the layers computed. A
+reader of them, such as a mean over the sequence, would differ from a plain loop.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
-"""Functions and modules of TorchScript (`torch.jit.script`, `torch.jit.trace`), which run outside of Python.
+"""TorchScript functions and modules (`torch.jit.script`, `torch.jit.trace`), which bypass Python.
 
-PyTorch does not offer their calls to function modes, and fake tensors cannot get through them. Between units
-a call of a function is one operation. A module takes the place of the scripted one in the model, with its
-parameters and buffers in Python's hands: they are released, shared and replaced like those of others.
+PyTorch does not show their calls to function modes, and fake tensors cannot pass through them. A function's
+call between units is one operation. A scripted module is replaced in the model by a Python module that owns
+its parameters and buffers, so they are released, sharded and replaced like any others.
 """
 
 from collections.abc import Iterator
@@ -81,7 +81,7 @@ class _Part(nn.Module):
 
 
 class ScriptedModule(_Part):
-    """What stands in a model for a module of TorchScript, and calls it.
+    """Replaces a TorchScript module in a model, and calls it.
 
     The scripted module itself has its tensors only while it is called. Else there would be two owners, of
     which one would never learn that a tensor has been released or replaced.
@@ -134,7 +134,7 @@ def _tensors(part: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def without_scripted(module: nn.Module) -> nn.Module:
-    """Puts a `ScriptedModule` in the place of each scripted one, and returns what stands for the model."""
+    """Replaces each scripted module by a `ScriptedModule`, and returns the resulting model."""
     known: dict[int, nn.Module] = {}
 
     def replaced(inner: nn.Module) -> nn.Module:

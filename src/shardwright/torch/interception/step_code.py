@@ -1,11 +1,11 @@
-"""Code of a step function itself, in which values of tensors may be read, as opposed to code of the model.
+"""Tells a step function's own code, which may read tensor values, from the model's code.
 
-Code of the model runs where its tensors are: a module that looks at values is placed whole. A step function
-runs on every rank of a replica, and so what it reads must be known on all of them. That takes messages in the
-middle of a microbatch, and a trace cannot know what will be read. So the trace of a step function ends at
-its first read (``loss.item()``, ``if torch.isnan(loss)``), of whatever rank (`TraceEnds`). What follows is no
-part of the program: every rank runs it as it is, with the tensors that it needs (`known_values`). One that
-reads nothing is traced to its end, and what it returns is known when the step is over.
+Model code runs where its tensors are: a module that reads values is placed whole. A step function runs on
+every rank of a replica, so all of them must know what it reads. That takes messages in the middle of a
+microbatch, and a trace cannot foresee the reads. So the trace of a step function ends at its first read
+(``loss.item()``, ``if torch.isnan(loss)``) on any rank (`TraceEnds`). The code after it is no part of the
+program: every rank runs it as it is, with the tensors that it needs (`known_values`). A step function without
+a read is traced to its end, and what it returns is known when the step is over.
 """
 
 import dis
@@ -53,7 +53,7 @@ class TraceEnds(BaseException):
 
 
 class ReadingStep:
-    """A step function whose own code may read values of tensors, wherever these are.
+    """A step function whose own code may read tensor values, wherever the tensors are.
 
     Args:
         function: the step function.
@@ -78,7 +78,7 @@ class ReadingStep:
 
 
 def assumed_loss(*outputs: Tensor) -> Tensor:
-    """Stands in a trace for what the step function computes of these where the trace has ended."""
+    """The assumed result, in a trace, of step-function code after the trace's end."""
     return torch.stack([output.sum().abs().double() for output in outputs]).sum()
 
 

@@ -1,4 +1,4 @@
-"""Tells a script whether its step function runs for a batch, or only to be traced and timed."""
+"""Tells a script whether its step function runs on a batch, or only to be traced and timed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

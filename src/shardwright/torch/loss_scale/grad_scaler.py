@@ -1,8 +1,8 @@
-"""Loss scaling whose verdict is the same on all ranks.
+"""A gradient scaler that makes the same decision on all ranks.
 
-`torch.amp.GradScaler` looks for infinities in the gradients of its own rank. Over stages each rank has
-other gradients, and so have ranks that share parameters: they would disagree on whether to step. Here they
-agree before anyone steps.
+`torch.amp.GradScaler` looks for infinities in the gradients of its own rank. The stages of a pipeline hold
+different gradients, and so do ranks that shard parameters: they would disagree on whether to step. This
+scaler has them agree before any rank steps.
 """
 
 from collections.abc import Iterator

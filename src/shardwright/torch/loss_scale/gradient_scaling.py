@@ -1,4 +1,4 @@
-"""Takes the loss scale out of the gradients of a batch, and looks for those that overflowed."""
+"""Unscales the gradients of a batch, and detects overflows."""
 
 from collections.abc import Callable, Collection, Iterable
 
@@ -12,7 +12,7 @@ __all__ = ["GradientScaling"]
 
 
 class GradientScaling:
-    """Gradients of batches whose loss is scaled.
+    """Unscales the gradients of batches with a scaled loss.
 
     Args:
         scaler: has the scale.

@@ -1,8 +1,8 @@
-"""Loss scaling: small gradients of 16-bit floating-point numbers would be rounded to zero.
+"""Scales the loss, so that small 16-bit gradients do not round to zero.
 
-The loss is multiplied by a factor before the backward, and gradients are divided by it in 32 bits. Where one
-overflows on any rank of the job, no rank makes the update, and a dynamic scale falls; it grows again after
-many steps without.
+The loss is multiplied by a factor before the backward, and gradients are divided by it in 32 bits. If a
+gradient overflows on any rank of the job, no rank updates and a dynamic scale falls; it grows again after
+many steps without overflow.
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ class LossScaler:
                 setattr(self, name, saved[name])
 
     def gradients_came(self, *, overflow: bool) -> None:
-        """Takes note of the gradients of a step.
+        """Records the gradients of a step.
 
         Args:
             overflow: some are infinite or no numbers, on any rank of the job.

@@ -1,1 +1,1 @@
-"""Times units, plans the run, and reports what happens."""
+"""Times units, plans the run, and reports its progress."""

@@ -1,4 +1,4 @@
-"""Measured costs, kept between the runs of a machine."""
+"""Caches measured costs between the runs of a machine."""
 
 import hashlib
 import json

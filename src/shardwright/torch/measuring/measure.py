@@ -1,10 +1,10 @@
-"""Times units and glue operations on the present device.
+"""Times units and glue operations on the current device.
 
-Calls of one cost class are timed once, on random data of the right shapes, with copies of the modules, so
-that neither weights nor running statistics change, and without hooks that only look on. All ranks of a host
-measure at the same time, because that is how they will run: sharing memory bandwidth and caches. Where there
-are more of them than cores, what counts is the time that a rank had a core; how they take turns is left to
-the simulator.
+One call of each cost class is timed, on random data of the right shapes. It runs on copies of the modules, so
+that neither weights nor running statistics change, and without hooks that only observe. All ranks of a host
+measure at the same time, because they will run at the same time, sharing memory bandwidth and caches. Where
+ranks outnumber cores, the time that counts is the time a rank had a core; the simulator models how they take
+turns.
 """
 
 import statistics

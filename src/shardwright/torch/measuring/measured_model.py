@@ -1,4 +1,4 @@
-"""What a model costs on the present machines: its units are timed for every grid of ranks that it may run on.
+"""Measures a model on the current machines: times its units for every candidate grid of ranks.
 
 ::
 
@@ -44,7 +44,7 @@ __all__ = ["MeasuredModel", "measure_model"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredModel:
-    """A model with what its units cost here.
+    """A model with the measured costs of its units.
 
     Attributes:
         candidates: for each number of pipeline ranks, what the planner takes.

@@ -1,4 +1,4 @@
-"""Makes the plan of a run from its first batch: finds units, traces, measures, and asks the planner.
+"""Plans a run from its first batch: finds units, traces, measures, and calls the planner.
 
 ::
 
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class Planner:
-    """Plans a run when its first batch is there; collective over all ranks."""
+    """Plans a run from its first batch; collective over all ranks."""
 
     def __init__(self, context: Context, model: nn.Module, materialiser: Materialiser):
         self._context = context

@@ -1,4 +1,4 @@
-"""The measured costs of a run's units: timed once on all ranks together, kept in a cache between runs."""
+"""The measured costs of a run's units: timed once, on all ranks together, and cached between runs."""
 
 import logging
 import math

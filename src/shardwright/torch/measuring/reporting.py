@@ -1,4 +1,4 @@
-"""Tells the observer what happened: which plan, which steps, which timeline."""
+"""Reports plan, steps and timelines to the observer."""
 
 import atexit
 from collections.abc import Sequence

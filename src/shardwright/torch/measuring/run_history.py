@@ -1,7 +1,7 @@
-"""What runs took on this machine, kept beside the measured costs: each run writes, and plans read.
+"""Records the measured steps of runs beside the cached costs, for later plans to read.
 
-A line of JSON for each run, and a second one where it went on for longer. Lines that cannot be read are left
-out: a torn one, or one of another version.
+Each run writes a line of JSON, and a second line if it goes on for longer. Unreadable lines, torn or of
+another version, are skipped.
 """
 
 import datetime
@@ -94,7 +94,7 @@ def history_of(context: Context) -> RunHistory | None:
 
 @dataclass(slots=True)
 class RunRecorder:
-    """Writes down what one run takes, once it has gone on for a while, and again later.
+    """Records the step time of one run after a while, and again later.
 
     Attributes:
         history: where to; None writes nothing.

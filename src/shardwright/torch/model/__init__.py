@@ -1,1 +1,1 @@
-"""The model as the script sees it."""
+"""The model that the script sees."""

@@ -1,4 +1,4 @@
-"""Which modules can be wrapped: the others are refused before any rank waits for another."""
+"""Checks that a module can be wrapped, before any rank waits for another."""
 
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""The model as the script sees it."""
+"""`DistributedModel`, the model that the script sees."""
 
 import logging
 from collections import OrderedDict
@@ -259,7 +259,7 @@ class DistributedModel(SpreadModule):
         return self._state.whole(destination, prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Loads the whole model's state; each rank takes what it holds.
+        """Loads the whole model's state; each rank takes its share.
 
         Before the first step of a model on the meta device, it is kept until then.
         """
@@ -297,7 +297,7 @@ class DistributedModel(SpreadModule):
         return not self.settled and self._materialiser.waits
 
     def when_settled(self, call: Callable[[], None]) -> None:
-        """Has something called once this rank has what it trains: now, or in the first step."""
+        """Has something called once this rank has only its own parameters: now, or in the first step."""
         if self.settled:
             call()
         else:
@@ -326,7 +326,7 @@ class DistributedModel(SpreadModule):
             self.scaling.scaler = optimizer.scaler_wanted
 
     def placed(self, residency: Residency) -> bool:
-        """Takes note of where parameters live, and tells optimizers and hooks.
+        """Records the places of parameters, and tells optimizers and hooks.
 
         Returns:
             Whether the model is as it was: no state was waiting for this, and no hook.

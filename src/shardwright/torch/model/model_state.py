@@ -1,4 +1,4 @@
-"""The state of the whole model: put together from the ranks, and loaded on each as far as it holds it."""
+"""Gathers the state of the whole model from the ranks, and loads each rank's share of it."""
 
 import warnings
 from collections import OrderedDict
@@ -39,7 +39,7 @@ class ModelState:
         self._gathers = False
 
     def placed(self, residency: Residency) -> None:
-        """Takes note of which rank holds what."""
+        """Records which rank holds each parameter and buffer."""
         self._residency = residency
         self._module.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
             lambda _, state, *rest: self._refuse_part(state)
@@ -85,7 +85,7 @@ class ModelState:
             self._gathers = before
 
     def load(self, state: Any, *, strict: bool, assign: bool = False) -> Any:
-        """Loads the state of the whole model; each rank takes what it holds.
+        """Loads the state of the whole model; each rank takes its share.
 
         Before the first step of a model on the meta device, it is kept until then.
         """

@@ -1,4 +1,4 @@
-"""The module of a script whose parameters and buffers live on several ranks: which of them on which."""
+"""Tracks which ranks hold which parameters and buffers of the script's module."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +17,7 @@ __all__ = ["SpreadModule"]
 
 
 class SpreadModule(nn.Module):
-    """Tells where the parts of a module live.
+    """Tells which ranks hold the parts of a module.
 
     Args:
         module: the script's own.
@@ -118,7 +118,7 @@ class SpreadModule(nn.Module):
         return min(stages, default=0) if stages else 0
 
     def runs_here(self, module_name: str) -> bool:
-        """Whether this rank of the replica runs a module, or stands for those that do.
+        """Whether this rank of the replica runs a module, or represents the ranks that do.
 
         Args:
             module_name: of a module inside the user's, such as ``"layers.0"``.

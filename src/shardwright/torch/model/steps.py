@@ -1,4 +1,4 @@
-"""Runs step functions: around a batch, what all engines need.
+"""Runs step functions: the work before and after a batch that all engines share.
 
 ::
 

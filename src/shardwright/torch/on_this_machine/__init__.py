@@ -1,1 +1,1 @@
-"""What is done on the present machines without a script: planning, probing."""
+"""Plans and probes the current machines without a script."""

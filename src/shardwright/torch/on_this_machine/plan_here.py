@@ -1,4 +1,4 @@
-"""Plans a run on the present machines: measures the model, tries the best plans, keeps the fastest.
+"""Plans for the current machines: measures the model, tries the best plans, keeps the fastest.
 
 ::
 
@@ -49,7 +49,7 @@ _TRIALS = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What is trained.
+    """The training to plan.
 
     Attributes:
         build: makes the model, the same on every rank.

@@ -1,6 +1,6 @@
-"""What each rank of ``shardwright probe`` does: products, memory, links, collectives of the present machines.
+"""The rank process of ``shardwright probe``: times products, memory, links and collectives.
 
-torchrun may start it, too::
+torchrun can start it too::
 
     torchrun ... -m shardwright.torch.on_this_machine.rank_probe prices.json cluster.yaml
 """

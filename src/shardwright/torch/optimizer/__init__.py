@@ -1,1 +1,1 @@
-"""The optimizer as the script sees it, and clipping."""
+"""The optimizer that the script sees, and gradient clipping."""

@@ -1,7 +1,7 @@
-"""Clipping by the norm of all gradients, whose stages are on several ranks.
+"""Clips by the norm of all gradients, over all stages.
 
-`torch.nn.utils.clip_grad_norm_` looks at the gradients of its own rank. Once a model is spread over stages,
-the norm that it takes is that of all of them.
+`torch.nn.utils.clip_grad_norm_` uses the gradients of its own rank. Once a model is split into stages, the
+norm that it takes here covers all of them.
 """
 
 import sys

@@ -1,19 +1,19 @@
-"""Whether an optimizer's update of a parameter depends on other parameters.
+"""Tells whether an optimizer's update of a parameter depends on other parameters.
 
-The ranks of a pipeline have some parameters each. An optimizer that treats every parameter by itself does not
-notice. One that takes a norm, or a step size, over all of them (Prodigy, D-Adaptation, LAMB that clips, SAM)
-would make another update on each rank, and another one than for the whole model: it is run over the
-parameters of all stages (`joint_update`), which takes longer.
+Each rank of a pipeline has some of the parameters. An optimizer that updates every parameter by itself is
+unaffected. One that takes a norm or a step size over all parameters (Prodigy, D-Adaptation, LAMB with
+clipping, SAM) would make a different update on each rank, none of them that of the whole model. Such an
+optimizer runs over the parameters of all stages (`joint_update`), which takes longer.
 
-One that says ``sums_over_stages = True`` adds up over the ranks by itself (`gradient_norm`), and is right.
-Any other unknown optimizer is tried before its first update (`optimizer_trial`). Where no copy of it can make
-a step, a warning says so, and a wrapped optimizer is run over all stages: that is right for both kinds.
+An optimizer that declares ``sums_over_stages = True`` sums over the ranks itself (`gradient_norm`), and is
+right. Any other unknown optimizer is tried before its first update (`optimizer_trial`). If no copy of it can
+make a step, a warning says so, and a wrapped optimizer runs over all stages, which is right for both kinds.
 
-An optimizer may also deal its parameters out to all ranks, and gather what they have made of them (Muon): in
-the `step` of a wrapped one that goes over the replicas of a stage (`replica_collectives`).
+An optimizer may also distribute its parameters over all ranks and gather the updates (Muon). Inside the
+`step` of a wrapped optimizer, it does so over the replicas of a stage (`replica_collectives`).
 
-A script may step by methods of an optimizer that is not wrapped, as by `first_step` and `second_step` of SAM,
-of which nobody hears. Another optimizer steps inside of one of them::
+A script may call other methods of an unwrapped optimizer to step, such as `first_step` and `second_step` of
+SAM. The library sees none of these calls. But one of them makes another optimizer step::
 
     sam.first_step()    climbs
     sam.second_step()   goes back, and calls sgd.step() ──► who calls? ──► sam is tried, with all its methods

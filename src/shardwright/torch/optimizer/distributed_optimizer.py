@@ -1,4 +1,4 @@
-"""The optimizer of a rank: the user's own, with the parameters that live here."""
+"""The optimizer of a rank: the user's own, over the parameters on this rank."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -230,7 +230,7 @@ class DistributedOptimizer(Optimizer):
             self.optimizer.zero_grad(set_to_none=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, of which this rank keeps its own parameters."""
+        """Adds a group; this rank keeps its own parameters of it."""
         self.optimizer.add_param_group(param_group)
         if (model := wrapped_model()) is not None:
             model.takes(self)

@@ -1,10 +1,9 @@
-"""Runs one program over tensors that several ranks hold: numbers come from the rank that has them.
+"""Runs one program over tensors on several ranks; each number comes from the rank that holds it.
 
-It follows every operation, and knows of each tensor which ranks have its values:
+It follows every operation, and knows which ranks hold the values of each tensor:
 
-- what is computed from tensors of a rank is that rank's; what is computed from none of them, everybody's;
-- a number (a tensor of one element) that the program reads, or that meets what other ranks hold, is told to
-  all ranks;
+- a result computed from a rank's tensors belongs to that rank; one computed from none, to all ranks;
+- a number (a one-element tensor) that the program reads, or that meets tensors of other ranks, is broadcast;
 - whole tensors of several ranks cannot meet in one operation.
 """
 
@@ -55,7 +54,7 @@ _MIRRORED = {
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Who has the values of a tensor.
+    """The ranks that hold the values of a tensor.
 
     Attributes:
         name: of the parameter that it is, or belongs to.
@@ -82,7 +81,7 @@ class JointProgram(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._held: dict[Any, Holding] = {}  # by `weak_storage`
 
     def holds(self, tensors: Sequence[Tensor | None], holding: Holding) -> None:
-        """Takes note of who has tensors that are here."""
+        """Records which ranks hold these tensors."""
         for tensor in tensors:
             if tensor is not None and (key := weak_storage(tensor)) is not None:
                 self._held[key] = holding
@@ -93,7 +92,7 @@ class JointProgram(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return holding is None or self._context.rank in holding.ranks
 
     def forget(self) -> None:
-        """Lets go of what it knows of tensors that are no more."""
+        """Forgets tensors that no longer exist."""
         self._held = {key: holding for key, holding in self._held.items() if not key.expired()}
 
     def tell_numbers(self, groups: Sequence[dict[str, Any]]) -> None:

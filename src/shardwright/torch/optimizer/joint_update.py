@@ -1,13 +1,13 @@
-"""One update of an optimizer that needs all parameters, where each rank of a pipeline has some.
+"""One update of an optimizer that needs all parameters, over ranks that each hold some.
 
-All ranks run the optimizer over all parameters, one operation like the other. What a rank does not hold is
-a stand-in (`RemoteTensor`), and an operation on it does nothing. A number that an optimizer reads, or that
-meets what other ranks hold, comes from the rank that has it::
+All ranks run the optimizer over all parameters, operation by operation. A parameter on another rank is a
+stand-in (`RemoteTensor`), and an operation on it does nothing. A number that the optimizer reads, or that
+meets tensors of other ranks, comes from the rank that holds it::
 
     rank 0   a.grad.norm() = 3 ──┐  ┌── 4   total = 5   a -= a.grad / total   nothing
     rank 1   nothing          3 ─┘  └── b.grad.norm() = 4   total = 5   nothing   b -= b.grad / total
 
-So every rank comes to the numbers of the whole model, bit for bit, and updates what it holds.
+So every rank gets the numbers of the whole model, bit for bit, and updates the parameters it holds.
 """
 
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Finds what an optimizer has saved of each parameter by its name: PyTorch numbers parameters by position.
+"""Maps saved optimizer state to parameters by name; PyTorch numbers parameters by position.
 
 The positions are those of another run, whose model may have registered its parts in another order.
 """

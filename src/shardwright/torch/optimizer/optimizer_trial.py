@@ -1,7 +1,7 @@
-"""Tries an optimizer on small parameters, and so finds out whether they depend on one another.
+"""Tries an optimizer on small parameters, to find out whether it couples them.
 
-Two copies of it make some steps, which differ in the gradients of all parameters but the first of each group.
-Where one of these comes out otherwise, or a number of the groups, parameters are coupled.
+Two copies of the optimizer make some steps, with different gradients for all parameters but the first of each
+group. If a first parameter, or a number of the groups, comes out different, parameters are coupled.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def _trying() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What was found out of an optimizer.
+    """The findings about an optimizer.
 
     Attributes:
         couples: the update of a parameter, or a number of the groups, depends on several parameters.

@@ -1,7 +1,7 @@
-"""Optimizers of the script that step without their wrapper.
+"""Checks unwrapped optimizers of the script before they step.
 
-Inside a step function none may step, wrapped or not. Outside, one that is not wrapped is looked at before its
-step: it must not update other things than the settings ask for.
+No optimizer may step inside a step function, wrapped or not. Outside, an unwrapped one is checked before its
+step: its updates must not differ from what the settings ask for.
 """
 
 import sys

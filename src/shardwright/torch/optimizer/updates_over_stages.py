@@ -1,4 +1,4 @@
-"""Runs an optimizer over the parameters of all stages, where its updates need all of them."""
+"""Runs an optimizer over the parameters of all stages, where its updates need them all."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ def has_stages() -> bool:
 
 
 class UpdatesOverStages:
-    """Finds out whether methods of an optimizer need all parameters, and runs those that do over all stages.
+    """Finds the methods of an optimizer that need all parameters, and runs those over all stages.
 
     Args:
         optimizer: the script's own.

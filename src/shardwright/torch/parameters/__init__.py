@@ -1,1 +1,1 @@
-"""Parameters and buffers: their first values, their places, and giving up those of other ranks."""
+"""Parameters and buffers: initial values, placement, and release on ranks that do not hold them."""

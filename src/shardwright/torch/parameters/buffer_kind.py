@@ -1,12 +1,12 @@
-"""Buffers to which a forward gives another shape or type than the model was built with.
+"""Records the original shape and type of buffers that a forward changes.
 
-Observers of quantisation-aware training do, and statistics that get their size from the first batch. A
-checkpoint says of each such buffer what it was at first, so that a run goes on with what was saved::
+Observers of quantisation-aware training change them, and so do statistics sized by the first batch. A
+checkpoint records the original form of each such buffer, so that a run resumes with the saved one::
 
     built     scale: (1,)                  built     scale: (1,)     as it was at first when it was saved
     trained   scale: (16,)   ── saved ──>  resumed   scale: (16,)
 
-A buffer of another first shape belongs to another model.
+A buffer of another original shape belongs to another model.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ __all__ = ["BufferKind", "first_kinds"]
 
 @dataclass(frozen=True, slots=True)
 class BufferKind:
-    """What a buffer is.
+    """The form of a buffer.
 
     Attributes:
         shape: of the tensor.
@@ -32,7 +32,7 @@ class BufferKind:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "BufferKind":
-        """What a tensor is."""
+        """The form of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
     def is_of(self, tensor: Tensor) -> bool:
@@ -54,5 +54,5 @@ class BufferKind:
 
 
 def first_kinds(model: nn.Module) -> dict[str, BufferKind]:
-    """What the buffers of a model are now, by name."""
+    """The current forms of a model's buffers, by name."""
     return {name: BufferKind.of(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}

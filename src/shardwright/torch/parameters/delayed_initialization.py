@@ -1,4 +1,4 @@
-"""Models larger than memory, with the very values that building them in the ordinary way gives.
+"""Builds models larger than memory, with exactly the values of an ordinary build.
 
 ::
 
@@ -7,10 +7,10 @@
     model = sw.DistributedModel(model)
     train_step(model, batch)                    each rank does again what filled the parameters of its stages
 
-Every operation that writes to a large tensor is kept, with the state of the random generator in front of it,
-so that it can be done again for some tensors alone. Random numbers are drawn and thrown away, one tensor at a
-time, so that what follows draws what it would draw. Inside, large tensors look like ordinary ones: PyTorch's
-initialisations pass over those on the meta device, which they are on afterwards.
+Every operation that writes to a large tensor is recorded, with the generator state before it, so that it can
+be replayed for some tensors alone. Random numbers are drawn and discarded, one tensor at a time, so that
+later draws stay the same. Inside the context, large tensors look ordinary, because PyTorch's initialisers
+skip meta tensors; after it, they are on the meta device.
 """
 
 import bisect

@@ -1,9 +1,9 @@
-"""How modules give first values to their parameters and buffers.
+"""Calls the methods by which modules initialise their parameters and buffers.
 
-Building a module in the ordinary way runs, in this order: its own ``reset_parameters`` (PyTorch's modules and
-many others), then ``_init_weights(module)`` of the model around it, for every module from the innermost
-outwards (Hugging Face transformers, timm, and many scripts: ``self.apply(self._init_weights)``). Both are
-methods that can be called again once the memory is there.
+An ordinary build of a module runs, in this order: its own ``reset_parameters`` (PyTorch's modules and many
+others), then ``_init_weights(module)`` of the enclosing model for every module from the innermost outwards
+(Hugging Face transformers, timm, and many scripts: ``self.apply(self._init_weights)``). Both are methods that
+can be called again once there is memory.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""Gives every rank the values of parameters for a moment, for what a script computes between steps."""
+"""Gathers parameter values on every rank for a moment, for code between steps."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

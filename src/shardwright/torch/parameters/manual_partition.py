@@ -1,7 +1,7 @@
-"""Placement by hand: ``with sw.partition(i):`` and ``sw.set_partition(module, i)``.
+"""Manual placement: ``with sw.partition(i):`` and ``sw.set_partition(module, i)``.
 
-It is heeded where `auto_partition` is false; everything else goes to `default_partition`. The innermost
-wish wins.
+It applies where `auto_partition` is false; everything else goes to `default_partition`. The innermost setting
+wins.
 """
 
 import warnings
@@ -58,7 +58,7 @@ def partition(rank: int) -> Iterator[None]:
 
 
 def set_partition(module: nn.Module, rank: int) -> None:
-    """Places a module, and what is inside it, on a pipeline rank; call it before the first step.
+    """Places a module and its content on a pipeline rank; call it before the first step.
 
     Args:
         module: any module of the model.

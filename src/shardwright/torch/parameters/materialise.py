@@ -1,4 +1,4 @@
-"""Gives memory and first values to a model that was built on the meta device.
+"""Allocates and initialises a model that was built on the meta device.
 
 ::
 
@@ -7,9 +7,9 @@
     model = sw.DistributedModel(model)      refuses modules for which nobody knows first values
     train_step(model, batch)                plan ─► the units of this rank ─► memory ─► first values
 
-Every module is given its values with a generator seeded from the seed of the run and its own name. So they
-do not depend on the plan or on the number of ranks, and all that hold a parameter (replicas, ties) make the
-same.
+Every module is initialised with a generator seeded from the run's seed and the module's name. So the values
+depend on neither the plan nor the number of ranks, and all holders of a parameter (replicas, ties) compute
+the same ones.
 """
 
 import hashlib

@@ -1,7 +1,6 @@
-"""Finds modules on the meta device to which nobody gives first values, without taking memory.
+"""Finds meta-device modules that nothing initialises, without allocating memory.
 
-What a module does to fill its parameters is run on the meta device, where it computes nothing, and operations
-that write are watched.
+Each module's initialisation runs on the meta device, where it computes nothing, and its writes are watched.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
-"""Notices when code reads a parameter of a module, before it does.
+"""Notices a read of a module's parameter, just before it happens.
 
 Code that computes reads parameters as attributes of modules (``self.weight``), which PyTorch looks up in
-``module._parameters``; there it waits for their rows. So it finds an ordinary parameter.
+``module._parameters``. The watch waits there for the parameter's rows, so that the code finds an ordinary
+parameter.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Training in 16 bits: parameters and activations in bfloat16 or float16, gradients and updates in float32.
+"""Mixed precision: 16-bit parameters and activations, float32 gradients and updates.
 
 ::
 
@@ -66,7 +66,7 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def set_gradient_dtype(parameter: Tensor, dtype: torch.dtype) -> None:
-    """Has a parameter's gradient come in a type of its own."""
+    """Sets the type of a parameter's gradient."""
     if gradient_dtype(parameter) is not dtype:
         parameter.grad_dtype = dtype
 
@@ -86,7 +86,7 @@ def cast_inputs(given: Any, dtype: torch.dtype) -> Any:
 
 
 def cast_outputs(result: Any) -> Any:
-    """Casts what a model in 16 bits gives to float32, for losses and metrics."""
+    """Casts the outputs of a 16-bit model to float32, for losses and metrics."""
 
     def cast(item: Any) -> Any:
         return item.float() if isinstance(item, Tensor) and item.dtype in _LOW else item

@@ -1,14 +1,14 @@
-"""One order, on all ranks, in which a model has registered its parts.
+"""Gives a model the same registration order on all ranks.
 
-A model may register them in another order on each rank: a loop over a set of names has one of its own in each
-interpreter. Ranks match what they exchange by name, so all of them follow the order of the first one::
+A model may register its parts in another order on each rank: a loop over a set of names has its own order in
+each interpreter. Ranks match messages by name, so all of them follow the order of the first::
 
     rank 0    audio, video, text    rank 0    audio, video, text
     rank 1    text, audio, video    rank 1    audio, video, text      and whoever walks through the model
                                                                       comes to the same names in turn
 
-So every walk over parameters, buffers and modules is the same on all ranks. Where there are other names, or
-other tensors under a name, the ranks do not have the same model.
+So every walk over parameters, buffers and modules is the same on all ranks. If the names differ, or the
+tensors under a name, the ranks do not have the same model.
 """
 
 import hashlib
@@ -129,7 +129,7 @@ def agree_on_registration(model: nn.Module, context: Context) -> None:
 
 
 def in_order(parameters: Sequence[nn.Parameter], model: nn.Module) -> list[nn.Parameter]:
-    """Some parameters in the order in which the model has registered them; those of others come last."""
+    """Sorts parameters by the model's registration order; foreign ones come last."""
     place = {id(parameter): number for number, parameter in enumerate(model.parameters())}
     return sorted(parameters, key=lambda parameter: place.get(id(parameter), len(place)))
 

@@ -1,12 +1,11 @@
-"""Parameters and buffers that this rank has given up: shape and type, no values.
+"""Remote parameters and buffers, which this rank has released: shape and type, no values.
 
-PyTorch takes a tensor without values for a change of one that has some, and changes nothing::
+PyTorch accepts a tensor without values where it changes one that has some, and changes nothing::
 
     average.mul_(0.9).add_(parameter, alpha=0.1)     parameter on the meta device: average only shrinks
 
-So what other ranks hold is not just on the meta device, but of a class that refuses this. What is computed
-from such tensors alone is such a tensor again, and what is written to them is left to their holder, who does
-it too.
+So a tensor on another rank is not just a meta tensor: its class refuses such an operation. A result computed
+from remote tensors alone is remote too. A write to one is left to its holder, which makes the same write.
 """
 
 import copy
@@ -35,7 +34,7 @@ __all__ = ["RemoteTensor", "make_remote", "without_values"]
 
 
 class RemoteTensor(torch.Tensor):
-    """Stands for a parameter or buffer whose values are on another rank, or for what was computed from it.
+    """A parameter or buffer with its values on another rank, or a tensor computed from one.
 
     Attributes:
         first_name: of the parameter or buffer.
@@ -155,7 +154,7 @@ class RemoteTensor(torch.Tensor):
 
 
 def make_remote(tensor: Tensor, first_name: str, holders: Sequence[int], *, device: torch.device) -> None:
-    """Makes a parameter or buffer one without values, the same object, and lets go of its memory.
+    """Makes a parameter or buffer remote: the same object without values; frees its memory.
 
     Args:
         tensor: has values, or is on the meta device.
@@ -180,7 +179,7 @@ def _as_meta(tensor: Tensor) -> Tensor:
 def without_values(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str, holders: Sequence[int]
 ) -> Any:
-    """What an operation gives where its tensors have no values: stand-ins; what it changes, it leaves.
+    """The result of an operation without values: stand-ins; changed tensors stay as they are.
 
     Args:
         func: the operator.

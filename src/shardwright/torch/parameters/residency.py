@@ -1,4 +1,4 @@
-"""Which rank holds which parameter, and giving up the others."""
+"""Tracks which rank holds which parameter, and releases the others."""
 
 import gc
 from collections.abc import Collection, Mapping, Sequence

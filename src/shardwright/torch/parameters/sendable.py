@@ -1,4 +1,4 @@
-"""Which parameters and buffers replicas can send one another."""
+"""Selects the parameters and buffers that replicas can send one another."""
 
 import torch
 import torch.distributed as dist

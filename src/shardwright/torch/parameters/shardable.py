@@ -1,4 +1,4 @@
-"""Which parameters replicas share."""
+"""Selects the parameters that replicas shard."""
 
 import torch
 from torch import Tensor

@@ -1,9 +1,9 @@
-"""A parameter, or the gradient of one, of which every rank of a shard group has some rows.
+"""A parameter, or its gradient, of which every rank of a shard group has some rows.
 
-Between steps, this is what scripts find in ``model.parameters()`` and in ``parameter.grad``. It has the shape
-of the whole. What works element by element on such tensors works on the rows of each rank; norms and sums
-talk to the other ranks. For everything else all rows are gathered, and what is changed is cut again, so all
-ranks must do it. What is cut no more is an ordinary tensor.
+Between steps, scripts find it in ``model.parameters()`` and in ``parameter.grad``. It has the shape of the
+whole. Element-wise operations work on each rank's rows; norms and sums communicate. Every other operation
+gathers all rows and cuts the changed ones again, so all ranks must call it. A result that is no longer cut is
+an ordinary tensor.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ _SUMS = ("aten::linalg_vector_norm", "aten::sum")
 
 
 class ShardedTensor(torch.Tensor):
-    """A tensor whose rows are spread over ranks.
+    """A tensor with its rows spread over ranks.
 
     Unlike a `DTensor` it can take the place of an ordinary parameter as the same Python object, so that
     optimizers and variables of the script keep it.

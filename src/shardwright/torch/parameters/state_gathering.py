@@ -1,4 +1,4 @@
-"""The state of a whole model, on every rank, from what each rank has of it."""
+"""Gathers the state of the whole model on every rank."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""`nn.SyncBatchNorm` in a model over stages and replicas: statistics of all replicas, on any device.
+"""`nn.SyncBatchNorm` over stages and replicas: statistics of all replicas, on any device.
 
-PyTorch's own takes all ranks for replicas. Here only those that hold the same stage run the layer, and not
-together in a trace, or while units are timed. So it is a plain batch norm, but for the steps themselves::
+PyTorch's own layer takes all ranks for replicas. Here only the ranks of one stage run the layer, and not
+together during a trace or while units are timed. So it is a plain batch norm except in steps::
 
     trace, timing, one replica     plain
     step, 2 replicas               x, then (x - mean)^2, summed over the replicas, and so are their gradients

@@ -1,4 +1,4 @@
-"""The units and parameters of a model, by identity."""
+"""Looks up a model's units and parameters by identity."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

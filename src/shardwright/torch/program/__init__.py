@@ -1,1 +1,1 @@
-"""What one rank does at each step of a traced step function."""
+"""Programs: what one rank does at each step of a traced step function."""

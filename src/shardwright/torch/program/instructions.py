@@ -1,4 +1,4 @@
-"""The steps of a traced step function as one rank executes them."""
+"""The instructions of a rank, one for each step of a traced step function."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

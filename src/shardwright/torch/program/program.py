@@ -1,7 +1,6 @@
-"""What one rank does at each step of a traced step function.
+"""The program of a rank: what it does at each step of a traced step function.
 
-Every node of the graph has a home (see `homes`). A value crosses stages once for each other stage that reads
-it::
+Every node of the graph has a home (see `homes`). A value is sent once to each other stage that reads it::
 
       stage 0              stage 1                     instruction on the rank of stage 1
     ┌───────────┐        ┌───────────┐
@@ -141,7 +140,7 @@ def build_program(
     rank: int,
     recompute: frozenset[str] = frozenset(),
 ) -> Program:
-    """Works out what a rank computes, sends and receives.
+    """Makes the program: what a rank computes, sends and receives.
 
     Args:
         trace: the traced step function.

@@ -1,4 +1,4 @@
-"""The programs of a rank, by the microbatches that they hold for."""
+"""Caches a rank's programs by the microbatches that they are valid for."""
 
 import logging
 import weakref

@@ -1,6 +1,6 @@
-"""What a pipeline cannot do although a single process can; each check raises `TraceError`.
+"""Rejects what a pipeline cannot do although one process can; each check raises `TraceError`.
 
-All take the trace, the home stage of each node (`homes`) and the pipeline rank of each stage.
+Every check takes the trace, each node's home stage (`homes`) and each stage's pipeline rank.
 """
 
 from collections.abc import Sequence

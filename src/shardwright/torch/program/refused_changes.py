@@ -1,6 +1,6 @@
-"""Refuses changes in place that a unit makes in one microbatch, and did not make in the trace.
+"""Refuses a unit's in-place change in a microbatch if the trace had none.
 
-Other stages would go on with the tensor as it was (see `shardwright.runtime.unforeseen_changes`).
+Other stages would continue with the unchanged tensor (see `shardwright.runtime.unforeseen_changes`).
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a step of a program gives to the code around it."""
+"""What a program's step returns to the code around it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -66,7 +66,7 @@ def with_stand_ins(result: Any, given: Mapping[int, Any]) -> Any:
 
 
 def copied_out(result: Any, positions: Iterable[int]) -> Any:
-    """Copies what a unit gives in memory of its own, which other microbatches would find overwritten."""
+    """Copies a unit's results out of its own memory, where other microbatches would overwrite them."""
     items, structure = flatten(result)
     for position in positions:
         items[position] = items[position].clone()

@@ -1,1 +1,1 @@
-"""What the library knows of PyTorch and Python: trees of tensors, layouts, schemas, source lines."""
+"""Knowledge of PyTorch and Python: trees of tensors, layouts, schemas, source lines."""

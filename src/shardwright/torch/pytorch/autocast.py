@@ -1,4 +1,4 @@
-"""Which types `torch.autocast` casts to."""
+"""The types to which `torch.autocast` casts."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +16,7 @@ _DEVICES = ("cpu", "cuda") if uses_gpus() else ("cpu",)
 
 
 def autocast_state() -> AutocastState:
-    """What is in force."""
+    """The autocast state in force."""
     return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES)
 
 

@@ -1,7 +1,7 @@
-"""What is in a list, dictionary or set at one moment, to be compared with later and put back.
+"""Snapshots the content of a list, dictionary or set, to compare and restore.
 
-Subclasses may do things when they are read (a mapping that imports what it names), so they are read as what
-they are underneath.
+Reading a subclass may run code (a mapping that imports what it names), so it is read as its built-in base
+class.
 """
 
 from typing import Any
@@ -55,7 +55,7 @@ def versions_of(value: Any) -> tuple[int, ...]:
 
 
 def put_content(container: Any, content: Any) -> None:
-    """Makes it what is in a container; one that has it is left alone: it may refuse to be written to."""
+    """Restores a container's content; skips an unchanged one, which may refuse writes."""
     if has_content(container, content):
         return
     container.clear()

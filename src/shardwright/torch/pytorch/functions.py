@@ -1,7 +1,7 @@
-"""Which torch functions ask for metadata, and which read data.
+"""Classifies torch functions: those that ask for metadata, and those that read data.
 
-Between units every torch function passes through `glue.GlueMode`. Those that only ask for metadata are
-answered at once; those that read values into Python need data that most ranks do not have.
+Between units every torch function passes through `glue.GlueMode`. Metadata queries are answered at once.
+Functions that read values into Python need data that most ranks do not have.
 """
 
 from collections.abc import Callable, Mapping
@@ -156,7 +156,7 @@ def unnoticed_changes(
 
 
 def on_fakes(func: Callable[..., Any]) -> Callable[..., Any]:
-    """What to call in place of a function where tensors have no data, so that it is seen what it changes."""
+    """The replacement of a function on tensors without data, so that its changes are seen."""
     return _copy_data if func == SET_DATA else func
 
 
@@ -235,5 +235,5 @@ def name_of(func: Callable[..., Any]) -> str:
 
 
 def name_of_call(func: Any) -> str:
-    """What is called, for an error: ``add()``, ``module Linear``."""
+    """The name of a call, for errors: ``add()``, ``module Linear``."""
     return f"module {type(func).__name__}" if isinstance(func, nn.Module) else f"{name_of(func)}()"

@@ -1,4 +1,4 @@
-"""Which arguments of a call get a gradient from its results: a unit may detach what it is given."""
+"""Finds the arguments of a call that get a gradient; a unit may detach its inputs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -1,8 +1,8 @@
-"""The C library's heap: memory of a microbatch is kept for the next one.
+"""Keeps the C heap's memory of one microbatch for the next.
 
-The activations of a microbatch are freed as soon as its backward ends, and the next microbatch takes as much
-again. By default glibc gives memory at the end of its heap back to the system each time, and the system
-clears every page before it gives it out anew: 12000 page faults in a step of a small GPT. GPUs have PyTorch's
+A microbatch's activations are freed as soon as its backward ends, and the next microbatch allocates as much
+again. By default glibc returns memory at the end of its heap to the system each time, and the system clears
+every page before it hands it out again: 12000 page faults in a step of a small GPT. GPUs have PyTorch's
 caching allocator for this.
 """
 

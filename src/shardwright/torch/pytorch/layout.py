@@ -1,9 +1,8 @@
-"""The order in which the dims of a tensor lie in memory: channels last, transposed, ...
+"""The order of a tensor's dims in memory: channels last, transposed, ...
 
-Values do not depend on it, but what is drawn for them does (a dropout mask is filled in the order of memory),
-and so does what code may do with them (`Tensor.view`). So a tensor lies on the rank that receives it as it
-does on the one that sends it: a message has its dims in the order of memory, from the widest stride to the
-narrowest::
+Values do not depend on the layout, but random draws do (a dropout mask is filled in memory order), and so
+does what code may do with the tensor (`Tensor.view`). So a tensor has the same layout on the receiving rank
+as on the sending one: a message has its dims in memory order, from the widest stride to the narrowest::
 
     channels last    (n, c, h, w), strides (c h w, 1, c w, c)    order (0, 2, 3, 1), sent as (n, h, w, c)
 """
@@ -34,7 +33,7 @@ def order_of(tensor: Tensor) -> Order | None:
 
 
 def in_memory_order(tensor: Tensor, order: Order | None) -> Tensor:
-    """The tensor with its dims in the order of memory, as it is sent."""
+    """The tensor with its dims in memory order, as it is sent."""
     return tensor if order is None else tensor.detach().permute(order)
 
 

@@ -1,4 +1,4 @@
-"""Memory that this process uses now."""
+"""Measures the memory that this process uses now."""
 
 import ctypes
 import functools

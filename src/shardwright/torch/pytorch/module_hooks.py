@@ -1,8 +1,8 @@
-"""Forward hooks that a step function registers for its own time.
+"""Forward hooks that a step function registers and removes within one microbatch.
 
-In a plain loop such a hook sees one microbatch: it is removed before the next one begins. Over several
-stages a rank leaves a step function in the middle and enters another, so each has to find the hooks that it
-registered itself, and no others::
+In a plain loop such a hook sees one microbatch: it is removed before the next begins. Over several stages a
+rank suspends one microbatch and enters another, so each must find the hooks that it registered itself, and no
+others::
 
     microbatch 0:  register, call block 0 ┐                ┌ call block 2, remove
     microbatch 1:                         └ call block 0 ──┘            the hook of 0 must not be called here
@@ -83,7 +83,7 @@ class OwnHooks:
 def forward_hooks_put(
     module: nn.Module, hooks: OrderedDict[int, Any], pre_hooks: OrderedDict[int, Any]
 ) -> Iterator[None]:
-    """Inside, a module has these forward hooks in the place of its own."""
+    """Gives a module these forward hooks instead of its own, inside the context."""
     own = module._forward_hooks, module._forward_pre_hooks
     module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
     try:

@@ -1,6 +1,6 @@
-"""Walks through a model, for what is done in every step: `torch.nn.Module.modules` makes a name for each.
+"""Walks a model fast, for work in every step: `nn.Module.modules` builds a name for each module.
 
-And knows what every module has, whatever its class.
+It also knows the attributes that every module has, whatever its class.
 """
 
 from torch import nn

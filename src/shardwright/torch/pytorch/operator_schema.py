@@ -1,4 +1,4 @@
-"""What the schema of an operator of PyTorch tells about a call of it, and the tensors of a call."""
+"""Reads the schema of a PyTorch operator, and the tensors of a call."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Which operations make one number of many, and of how many."""
+"""Recognises reductions: operations that make one number of many, and of how many."""
 
 import math
 from collections.abc import Sequence

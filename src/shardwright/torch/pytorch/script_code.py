@@ -1,4 +1,4 @@
-"""Which code is the script's own, and not that of Python, of installed packages, or of this library."""
+"""Tells the script's own code from Python's, installed packages' and this library's."""
 
 import os
 import site

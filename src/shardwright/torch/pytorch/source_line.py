@@ -1,4 +1,4 @@
-"""Where in the user's code we are."""
+"""Finds the current line of the user's code."""
 
 import functools
 import inspect
@@ -40,7 +40,7 @@ def user_line(inside: FrameType | None = None) -> str:
 
 
 def line_of(function: Callable[..., Any]) -> str:
-    """``file:line`` where a function is defined; empty for what is not written in Python."""
+    """``file:line`` of a function's definition; empty if it is not written in Python."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
@@ -55,7 +55,7 @@ def stacklevel_of_user() -> int:
 
 
 def is_the_users(frame: FrameType) -> bool:
-    """Whether a frame is neither torch's nor ours, nor of what the user's code goes through on the way."""
+    """Whether a frame is the user's: neither torch's, nor ours, nor of code in between."""
     module = frame.f_globals.get("__name__", "")
     return not module.startswith(_NOT_THE_USERS) and module not in ("copy", "torch")
 

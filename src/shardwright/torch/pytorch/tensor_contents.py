@@ -1,4 +1,4 @@
-"""The content of tensors, to be put back where it was changed in place."""
+"""Copies tensor contents, to restore those changed in place."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ def has_content(tensor: Tensor) -> bool:
 
 
 class TensorContents:
-    """Keeps what is in the memory of tensors, once for those that share it.
+    """Copies the memory of tensors, once for those that share it.
 
     Args:
         most_bytes: of all copies together; what is larger is only watched.
@@ -30,7 +30,7 @@ class TensorContents:
         self._versions: list[tuple[Tensor, int, int]] = []
 
     def keep(self, tensor: Tensor) -> None:
-        """Takes note of a tensor that `has_content`."""
+        """Records a tensor that `has_content`."""
         memory = tensor.untyped_storage()
         key = memory._cdata
         if key not in self._kept:
@@ -42,7 +42,7 @@ class TensorContents:
         self._versions.append((tensor, tensor._version, key))
 
     def restore(self) -> TraceError | None:
-        """Puts back what was changed; an error to raise if there is a tensor of which there is no copy."""
+        """Restores changed tensors; returns an error if one of them has no copy."""
         error = None
         for key in dict.fromkeys(
             key for tensor, version, key in self._versions if tensor._version != version

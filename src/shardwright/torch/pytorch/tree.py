@@ -1,7 +1,8 @@
 """Nested containers of tensors: flatten, rebuild, map.
 
-Covers what step functions and forwards really pass around: dicts and their subclasses (``ModelOutput``),
-named tuples, dataclasses, ``UserDict`` (``BatchEncoding``), lists, tuples and sets. Anything else is a leaf.
+Covers the containers that step functions and forwards pass around: dicts and their subclasses
+(``ModelOutput``), named tuples, dataclasses, ``UserDict`` (``BatchEncoding``), lists, tuples and sets.
+Anything else is a leaf.
 """
 
 import copy

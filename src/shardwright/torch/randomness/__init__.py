@@ -1,1 +1,1 @@
-"""Random numbers as one process would draw them."""
+"""Random numbers as a single process draws them."""

@@ -1,8 +1,8 @@
-"""Random numbers that a step function draws with Python's ``random`` or with NumPy.
+"""Random numbers that a step function draws with Python's ``random`` or NumPy.
 
-Nobody sees such a draw; that it has happened shows in the state of the generator. Ranks draw the same numbers
-if all begin a batch with the state of the first, and if each rank comes to the draws in the same order, which
-is that of the microbatches as long as there is one place where they are drawn::
+Such a draw cannot be intercepted; only the generator's state shows that it happened. Ranks draw the same
+numbers if all begin a batch with the first rank's state, and if each reaches the draws in the same order.
+That is the order of the microbatches as long as all draws are in one place::
 
     rank 0 | mb 0: draws | mb 1: draws | mb 0: later stage ...
     rank 1 | mb 0: draws, stage 1      | mb 1: draws, stage 1
@@ -129,6 +129,6 @@ def state_from_tensor(state: Tensor) -> None:
 
 
 def get_python_mark() -> tuple[Any, ...]:
-    """What is equal as long as nothing is drawn."""
+    """A mark that stays equal as long as nothing is drawn."""
     python, (_, keys, *rest) = get_python_state()
     return python, keys.tobytes(), *rest

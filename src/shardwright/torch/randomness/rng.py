@@ -1,16 +1,16 @@
-"""Random numbers as a single process would draw them.
+"""Gives each rank the random numbers that a single process would draw.
 
 A plain loop draws for microbatch 0 from top to bottom, then for microbatch 1, and so on, all from one
-generator. A rank of a pipeline runs only some of these calls, in another order. So the trace notes every
-draw, and before a batch the rank goes through them in the order of the plain loop: what other ranks draw is
-drawn into scratch memory, and where a draw of its own comes up, the state of the generator is kept::
+generator. A pipeline rank runs only some of these calls, in another order. So the trace records every draw,
+and before a batch the rank replays them in the order of the plain loop. Draws of other ranks go to scratch
+memory; before each draw of its own, the rank saves the generator state::
 
     plain loop        mb 0: [stage 0 draws][stage 1 draws]   mb 1: [stage 0 draws][stage 1 draws]
     rank of stage 1          scratch       state kept               scratch       state kept
 
-So dropout masks are the same for any number of stages, and for none. A model that draws nothing pays nothing.
-How many numbers an operation takes follows from shapes and strides, mostly. Where it follows from values, a
-step leaves the generator in another state than the scratch did, which is noticed when it has run.
+So dropout masks are the same for any number of stages, and without stages. A model that draws nothing pays
+nothing. How many numbers an operation draws mostly follows from shapes and strides. Where it follows from
+values, a step leaves the generator in another state than the replay did, which is noticed after the step.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,1 +1,1 @@
-"""What replicas share: gradients, buffers, updates."""
+"""What replicas have in common: gradients, buffers, updates."""

@@ -1,4 +1,4 @@
-"""The order in which buckets are reduced, which is the same on all ranks."""
+"""Orders the reduction of buckets, identically on all ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Turn:
 
 
 class BucketOrder:
-    """Starts buckets in one order, each as soon as all of its gradients are there.
+    """Starts buckets in one order, each as soon as it has all its gradients.
 
     Args:
         turns: the buckets, in the order in which a backward fills them.

@@ -1,4 +1,4 @@
-"""Gradients that are reduced in one message."""
+"""Packs gradients into buckets, each reduced in one message."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ __all__ = ["Bucket", "Reduced", "ShardedBucket", "SummedBucket", "flags_of", "gr
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """A parameter whose gradient is summed over several ranks.
+    """A parameter whose gradient is reduced over several ranks.
 
     Attributes:
         parameter: the parameter.

@@ -1,7 +1,7 @@
-"""Gradients that a function of the script reduces over replicas: a communication hook of PyTorch's DDP.
+"""Reduces gradients with the script's own function, a communication hook of PyTorch's DDP.
 
-The hook is given the gradients of a bucket as this replica has them, and gives a future of what all replicas
-are to have. It reduces as it likes: in fewer bits, in a group of its own.
+The hook takes this replica's gradients of a bucket, and returns a future of the gradients that all replicas
+use. It reduces as it likes: in fewer bits, in its own group.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ __all__ = ["GradientHook", "GradientsOfBucket", "HookedBucket"]
 
 @dataclass(frozen=True, slots=True)
 class GradientHook:
-    """A function, and what it is called with.
+    """A hook function, and its state.
 
     Attributes:
         state: its first argument.
@@ -35,7 +35,7 @@ class GradientHook:
 
 
 class GradientsOfBucket:
-    """What a hook is given: the methods of `torch.distributed.GradBucket`.
+    """A hook's view of a bucket: the methods of `torch.distributed.GradBucket`.
 
     Args:
         buffer: the gradients, one behind the other.
@@ -55,7 +55,7 @@ class GradientsOfBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Puts another tensor in the place of the gradients."""
+        """Replaces the gradients by another tensor."""
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
@@ -129,7 +129,7 @@ class HookedBucket:
         self._flags = self._work = self._future = None
 
     def finish(self, divisor: float) -> None:
-        """Waits, and puts what the hook gives into the gradients.
+        """Waits, and writes the hook's result into the gradients.
 
         Args:
             divisor: gradients are divided by it; the hook has taken care of the number of replicas.

@@ -1,4 +1,4 @@
-"""Makes ranks that hold the same parameters agree on them: process groups, first values, gradients."""
+"""Makes ranks with the same parameters agree on them: process groups, initial values, gradients."""
 
 from collections.abc import Mapping, Sequence
 

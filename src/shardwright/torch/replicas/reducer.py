@@ -1,14 +1,14 @@
-"""Sums gradients over replicas, and over stages that hold the same parameter.
+"""Reduces gradients over replicas, and over stages that share a parameter.
 
-Gradients are packed into buckets. A bucket is reduced as soon as the last backward of the batch has filled
-it, while the rest of the backward goes on; buckets start in the same order on every rank::
+Gradients are packed into buckets. The reduction of a bucket starts as soon as the batch's last backward has
+filled it, and overlaps the rest of the backward. Buckets start in the same order on every rank::
 
     last backward   │ head │ block 5 │ block 4 │ ...
     bucket 0                 ░░░░░░░░ all-reduce
     bucket 1                           ░░░░░░░░ all-reduce
 
 Parameters that no stage used when the plan was made (the head of another task) are *spare*: all ranks hold
-them, and find out first which of them have gradients at all.
+them, and first find out which of them have gradients at all.
 """
 
 from collections import Counter
@@ -114,7 +114,7 @@ class GradientReducer:
         return {id(member.parameter) for member in self._trained}
 
     def abort(self) -> None:
-        """Leaves a batch that failed: gradients are those of earlier ones, and some of what it added."""
+        """Abandons a failed batch: gradients are those of earlier batches, plus part of this one."""
         self._remove_hooks()
         for turn in self._turns:
             turn.bucket.abort()
@@ -185,7 +185,7 @@ class GradientReducer:
         self._hooks.append(register(lambda _: order.is_there(member.parameter)))
 
     def finish(self, *, loss_scale: float = 1.0) -> bool:
-        """Reduces what is left, puts the sums into the gradients, and tells whether there were any.
+        """Reduces the rest, writes the sums into the gradients, and tells whether there were any.
 
         Args:
             loss_scale: gradients are divided by it, too.

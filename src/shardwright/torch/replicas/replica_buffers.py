@@ -1,8 +1,8 @@
-"""Buffers of replicas, such as running statistics: those of the first replica, after each step.
+"""Broadcasts the first replica's buffers, such as running statistics, after each step.
 
-Replicas see other data, so their forwards leave other things in buffers, and so may scripts between steps. As
-in DistributedDataParallel, with its default, all go on with what the first one has: its values, and, where a
-forward gives a buffer its size, also its shapes and types.
+Replicas see different data, so their forwards leave different values in buffers, and so may scripts between
+steps. Like DistributedDataParallel by default, all replicas continue with the first one's values, and, where
+a forward sizes a buffer, with its shapes and types.
 """
 
 import logging
@@ -78,7 +78,7 @@ class ReplicaBuffers:
         self._warned = False
 
     def note(self) -> None:
-        """Takes what is there for equal on all replicas."""
+        """Records the current buffers as equal on all replicas."""
         self._seen = {name: _Seen.of(buffer) for name, buffer in self._here().items()}
 
     def agree_on_what_scripts_set(self, *, other_parameters: bool = False) -> bool:

@@ -1,4 +1,4 @@
-"""What the replicas of a model share: gradients; parameters and the optimizer's state where asked for."""
+"""What replicas share: gradients and, on request, parameters and optimizer state."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -152,7 +152,7 @@ class Replicas:
 
     @property
     def digest_of_trained(self) -> int:
-        """What is the same on replicas that have reduced gradients of the same parameters."""
+        """A digest that is equal on replicas that reduced gradients of the same parameters."""
         return 0 if self._reducer is None else self._reducer.digest
 
     @property

@@ -1,14 +1,14 @@
-"""What an optimizer updates in the place of parameters: parts of them, and copies in float32.
+"""What an optimizer updates instead of parameters: parts of them, and float32 copies.
 
-Replicas may share the work and the state of the optimizer (ZeRO-1), also where they do not share parameters::
+Replicas may shard the optimizer's work and state (ZeRO-1), with or without sharded parameters::
 
     gradients summed over the replicas    every replica has all of them
     optimizer.step()                      each updates a part of every parameter, and has state for that alone
     all-gather                            each gets the parts of the others
 
-Replicas are ranks that have the same rows of parameters: parameters may be shared inside of a host, and the
-optimizer's state over all hosts. Parameters in 16 bits are updated in float32, and rounded afterwards: small
-updates would be lost.
+Here, replicas are ranks with the same rows of parameters: parameters may be sharded within a host, and
+optimizer state over all hosts. 16-bit parameters are updated in float32 and then rounded, so that small
+updates are not lost.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ _MESSAGE = 4 * 2**20
 
 
 class UpdatedParts:
-    """What this rank updates.
+    """The parts of parameters that this rank updates.
 
     Args:
         group: ranks with the same rows of the same parameters, which share the work; None where none do.
@@ -50,18 +50,18 @@ class UpdatedParts:
         return sum(master.nbytes for master in self._masters.values())
 
     def own_range(self, tensor: Tensor) -> range | None:
-        """Which elements this rank updates of what it has of a parameter; None where that is all of them."""
+        """The range of a parameter's elements that this rank updates; None for all of them."""
         if not self._is_cut(tensor):
             return None
         size = self._piece(tensor.numel())
         return range(min(self._rank * size, tensor.numel()), min((self._rank + 1) * size, tensor.numel()))
 
     def master(self, parameter: Tensor) -> Tensor | None:
-        """The copy in float32 of what this rank updates of a parameter, where there is one."""
+        """The float32 copy of the part that this rank updates, if any."""
         return self._masters.get(id(parameter))
 
     def set_master(self, parameter: Tensor, master: Tensor) -> None:
-        """Has a copy in float32 go on from what was saved of it.
+        """Restores a float32 copy from its saved one.
 
         Args:
             parameter: in 16 bits.
@@ -82,7 +82,7 @@ class UpdatedParts:
     def shown(
         self, parameters: Sequence[nn.Parameter], state: Mapping[Any, dict[str, Any]]
     ) -> Iterator[None]:
-        """Shows parameters as what this rank updates of them; then all have what all have updated.
+        """Shows parameters as the parts that this rank updates; afterwards all ranks have all updates.
 
         Collective over the group.
 

@@ -1,1 +1,1 @@
-"""The run: settings, ranks, groups, machine, data, and what ranks do together."""
+"""The run: settings, ranks, groups, machine, data, and joint calls of the ranks."""

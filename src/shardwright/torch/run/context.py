@@ -1,4 +1,4 @@
-"""The state of a run: settings, ranks, process groups, the wrapped model. One object, made by `init`."""
+"""The state of a run: settings, ranks, process groups, the wrapped model. `init` makes the one object."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -125,7 +125,7 @@ class Context:
         return made[self.mesh.group(axes, self.rank)]
 
     def from_first_rank(self, make: Callable[[], _T]) -> _T:
-        """What the first rank makes, of kinds that `codec` takes, on every rank; collective over all ranks.
+        """Broadcasts the first rank's result, of kinds that `codec` takes; collective over all ranks.
 
         The ranks fail together.
 

@@ -1,7 +1,7 @@
-"""The cores of a rank: its computing thread stays on them during a step.
+"""Pins the computing thread of a rank to its cores during a step.
 
-Ranks on CPUs that wait for one another wake up often, and the kernel likes to put a thread that wakes up next
-to the one that woke it. Two ranks then share a core for milliseconds, while another core is idle::
+Ranks on CPUs wait for one another and so wake up often, and the kernel likes to place a waking thread next to
+the one that woke it. Two ranks then share a core for milliseconds while another core is idle::
 
     core 0   rank 0 ▇▇▇▇ waits                   ▇▇▇▇▇▇▇▇
     core 1   rank 1 ▇▇▇▇▇▇▇▇▇▇▇▇ sends ▚▚▚▚▚▚▚▚▚ ▇▇▇▇▇▇▇▇

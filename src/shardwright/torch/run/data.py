@@ -1,4 +1,4 @@
-"""Data for replicas: who reads what, and seeds."""
+"""Data for replicas: each replica's samples, and seeds."""
 
 import random
 import warnings

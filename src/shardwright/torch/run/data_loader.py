@@ -1,4 +1,4 @@
-"""A data loader whose position can be saved: in samples, so that it goes with any number of ranks.
+"""A data loader with a position that can be saved, in samples, for any number of ranks.
 
 ::
 
@@ -7,9 +7,9 @@
     replica 0 of 2        7 2       0 5
     replica 1 of 2            9 4       8 1
 
-A run that is resumed with other replicas cuts the same global batches into other parts: every sample is seen
-once in an epoch, and steps are the same but for the order of sums. (With ``drop_last=False``, some
-replicas may get a sample more of the last batch, and each replica counts the same.)
+A run resumed with other replicas cuts the same global batches into other parts: each epoch still sees every
+sample once, and steps are the same but for the order of sums. (With ``drop_last=False``, some replicas may
+get one sample more of the last batch, and all replicas have equal weight.)
 """
 
 import os
@@ -132,7 +132,7 @@ class ReplicaLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where another one was.
+        """Resumes at the position of another loader.
 
         Raises:
             CheckpointError: that was of other data, or shuffled otherwise.

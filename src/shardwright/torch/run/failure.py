@@ -1,4 +1,4 @@
-"""Errors of a step, with the rank that failed first."""
+"""Reports a step's error, with the rank that failed first."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ __all__ = ["first_cause_named"]
 
 @contextmanager
 def first_cause_named(context: Context) -> Iterator[None]:
-    """Tells the other ranks when this one fails, and finds out who failed first when it loses one.
+    """Tells the other ranks when this one fails; when it loses a peer, finds who failed first.
 
     Raises:
         PeerLostError: a peer was lost; the message names the rank where it began.

@@ -1,4 +1,4 @@
-"""How the ranks of a run come together: who they are, and the groups in which they talk."""
+"""Joins the ranks of a run: establishes their identities and their process groups."""
 
 import os
 from collections.abc import Callable

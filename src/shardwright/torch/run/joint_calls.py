@@ -1,4 +1,4 @@
-"""Calls that several ranks make together: waits for all of them, and says which are missing."""
+"""Calls that several ranks make together: waits for all ranks, and names the missing."""
 
 import itertools
 import warnings

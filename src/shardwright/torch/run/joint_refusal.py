@@ -1,4 +1,4 @@
-"""Whether an error of one rank is one of all of them."""
+"""Tells whether an error of one rank is an error of all."""
 
 import datetime
 

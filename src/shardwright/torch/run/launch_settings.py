@@ -1,4 +1,4 @@
-"""Settings that a launcher passes on, and settings that a plan overrules."""
+"""Settings that a launcher passes, and settings that a plan overrides."""
 
 import warnings
 from collections.abc import Mapping

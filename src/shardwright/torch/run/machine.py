@@ -1,4 +1,4 @@
-"""The present machines as a `Cluster`."""
+"""Describes the current machines as a `Cluster`."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""Which rank this is, in each group."""
+"""The rank of this process in each group."""
 
 import torch.distributed as dist
 

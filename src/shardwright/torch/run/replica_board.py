@@ -1,4 +1,4 @@
-"""Where the ranks of a replica put up values for each other: at the job's store, each replica by itself."""
+"""A board, in the job's store, on which the ranks of a replica post values for one another."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""What a run asks of the model, the optimizers and the reporter that it holds.
+"""Protocols of the model, optimizers and reporter that a run holds.
 
-The classes that play these roles stand on the run; the run knows them by what it calls only.
+The classes behind these roles depend on the run; the run knows only the methods that it calls.
 """
 
 from collections.abc import Iterable
@@ -50,7 +50,7 @@ class WrappedOptimizer(Protocol):
 
 
 class Reports(Protocol):
-    """Tells the observer what happens: see `Reporter`."""
+    """Reports to the observer: see `Reporter`."""
 
     num_steps: int
 

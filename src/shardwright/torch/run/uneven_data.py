@@ -1,11 +1,11 @@
-"""Ranks whose data ends at other steps: they end together, or with an error that says who ran out of it.
+"""Ends ranks whose data runs out at different steps: together, or with an error that names the rank.
 
 ::
 
     rank 0   step 1   step 2   step 3   leaves its loop ──► "no more" ──┐
     rank 1   step 1   step 2   step 3   step 4: asks ─────► "one more" ─┴─► some rank has no more: leaves, too
 
-Outside of `joined` nobody asks: a rank that waits in step 4 in vain finds out where the others are.
+Outside `joined`, no rank asks: one that waits in vain in step 4 finds out where the others are.
 """
 
 from collections.abc import Collection, Iterator
@@ -30,7 +30,7 @@ class _DataEnded(BaseException):
 
 
 class TogetherUntil:
-    """Has all ranks make as many training steps, those of the rank with the least data.
+    """Gives all ranks the same number of training steps, that of the rank with the least data.
 
     Args:
         context: the run.

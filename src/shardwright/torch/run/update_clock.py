@@ -1,4 +1,4 @@
-"""How long the updates of an optimizer take."""
+"""Times optimizer updates."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""How fast the optimizer updates parameters on the present device."""
+"""Measures how fast the optimizer updates parameters on the current device."""
 
 import inspect
 import logging

@@ -1,1 +1,1 @@
-"""Collectives of `torch.distributed` that the script, or its model, calls itself."""
+"""`torch.distributed` collectives that the script or its model calls."""

@@ -1,22 +1,21 @@
-"""Collectives of `torch.distributed` that a forward or a step function calls: over whom they go.
+"""Runs `torch.distributed` collectives of a forward or step function over replicas.
 
-A module that is written for data parallelism adds up over all ranks, each of which has the whole model::
+A module written for data parallelism sums over all ranks, each of which has the whole model::
 
     if dist.is_initialized():
         dist.all_reduce(center)
         center = center / dist.get_world_size()
 
-Over stages not all ranks make such a call: those that do hold the same unit, one in each replica. So, while
-a trace or a microbatch runs, a stand-in takes the place of the default process group. Its ranks are the
-replicas, it counts them, and it has messages of its own, so that a call cannot meet one of the library's.
-Between units a call is an operation like any other: one stage makes it. In a trace, and where units are
-timed, nothing is sent.
+In a pipeline, not all ranks make such a call: only those with the same unit do, one in each replica. So,
+during a trace or a microbatch, a stand-in replaces the default process group. Its ranks are the replicas, its
+size is their number, and its messages are its own, so that a call cannot meet one of the library's. Between
+units a call is an operation like any other: one stage makes it. In a trace, and while units are timed,
+nothing is sent.
 
-Ranks that hold the same stage compute the same actions in the same order, so they come to the same calls in
-the same order.
+Ranks of one stage compute the same actions in the same order, so they make these calls in the same order.
 
-So it is in the `step` of an optimizer that deals its work out to all ranks and gathers what they have made
-(Muon): other stages have other parameters. Where replicas share parameters, each sees whole ones, and all of
+The same holds for the `step` of an optimizer that distributes its work over all ranks and gathers the results
+(Muon): other stages have other parameters. Where replicas shard parameters, each sees whole ones, and all of
 them make every update: they count as one.
 """
 

@@ -1,4 +1,4 @@
-"""Sums over all ranks that a script makes between steps: of what a step returned, each replica has several.
+"""A script's sums over all ranks between steps, which count each replica several times.
 
 ::
 
@@ -8,9 +8,9 @@
     correct of 32              30   30   29   29      what a step returns is on every rank of the replica
     all_reduce over all ranks  118  118  118  118     59 samples, each counted twice
 
-The metrics of torchmetrics sum over all ranks by themselves; here, over replicas. For calls of a script a
-line says so, once, where the ranks of each pipeline have given the same: sums of what each rank has of the
-model (norms) differ, and are right.
+The metrics of torchmetrics sum over all ranks themselves; here they sum over replicas. For calls of a script,
+a message appears once, if the ranks of each pipeline have passed the same value. Sums of what each rank has
+of the model (norms) differ, and are right.
 """
 
 import functools

@@ -1,1 +1,1 @@
-"""Sharded data parallelism: the ranks of a shard group keep some rows of each parameter."""
+"""Sharded data parallelism: each rank of a shard group keeps some rows of each parameter."""

@@ -1,7 +1,7 @@
-"""A shared parameter whose rows are not at hand, inside of a step.
+"""A sharded parameter inside a step, while its rows are not gathered.
 
-Whatever computes with it brings them first: the Python object is an ordinary parameter then. What only asks
-for its shape, or for its gradient, does not.
+Any computation with it first gathers its rows; the Python object then is an ordinary parameter. A query of
+its shape or gradient gathers nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ _PLACE = "_shardwright_absent"
 
 
 class Shown(Protocol):
-    """What shows a parameter in its forms: see `ShardedParameter`."""
+    """The holder of a parameter's forms: see `ShardedParameter`."""
 
     @property
     def parameter(self) -> Tensor:
@@ -51,7 +51,7 @@ _OF_HOOKS = frozenset(_accessors("_backward_hooks", "_post_accumulate_grad_hooks
 
 
 class AbsentParameter(ShardedTensor):
-    """A parameter whose rows come when they are needed.
+    """A parameter whose rows are gathered when they are needed.
 
     `becomes_absent` makes a parameter that is a `ShardedTensor` one of these.
     """

@@ -1,4 +1,4 @@
-"""When the rows of shared parameters come in a step: all at its beginning, or in turns, as they are used."""
+"""Gathers each parameter's rows before its first use: at the start of a step, or in order of use."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Arrivals(Protocol):
-    """Has rows come, and go.
+    """Gathers and releases rows.
 
     Attributes:
         to_come: id of a parameter -> number of its parcel, for those that are to be asked for.
@@ -28,7 +28,7 @@ class Arrivals(Protocol):
     to_come: dict[int, int]
 
     def begin(self) -> None:
-        """A step begins: no rows are at hand but those that are not gathered."""
+        """Starts a step: no rows are here except those that need no gathering."""
         ...
 
     def use(self, *numbers: int) -> None:
@@ -45,7 +45,7 @@ class Arrivals(Protocol):
 
 
 class AllAtOnce:
-    """All rows come at the beginning of a step, in the order in which they are used, and stay.
+    """Gathers all rows at the start of a step, in the order of use, and keeps them.
 
     Args:
         parcels: all of them.
@@ -87,7 +87,7 @@ class AllAtOnce:
 
 
 class InTurns:
-    """Rows come when they are used, or shortly before, and go when there is no room.
+    """Gathers rows at their use or shortly before, and releases them when room is short.
 
     Ranks of a group gather together, so all of them must use the same parameters in the same order.
 
@@ -125,7 +125,7 @@ class InTurns:
         self._make(self.window.begin())
 
     def use(self, *numbers: int) -> None:
-        """Gathers parcels that are not at hand, and waits for them."""
+        """Gathers the missing parcels, and waits for them."""
         if numbers == self._in_use:
             return
         self._make(self.window.use(numbers))
@@ -136,7 +136,7 @@ class InTurns:
         self._in_use = numbers
 
     def end(self) -> None:
-        """Lets go of all rows."""
+        """Releases all rows."""
         self.to_come.clear()
         self._saved.end()
         for parcel in self._parcels:

@@ -1,4 +1,4 @@
-"""Shared parameters whose rows come, and go, together."""
+"""A parcel: sharded parameters that are gathered and released together."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,7 +15,7 @@ _SIZE = 2**20
 
 
 class Parcel:
-    """Parameters whose rows come together.
+    """Parameters whose rows are gathered together.
 
     Args:
         parameters: the parameters, in the order of their memory.
@@ -40,7 +40,7 @@ class Parcel:
         return self._are_here
 
     def begin(self, bring: Bring) -> None:
-        """At the beginning of a step; rows that have to be gathered are not at hand."""
+        """Starts a step; rows that need gathering are absent."""
         self._are_here = not self.memory.gathers
         for each in self.parameters:
             each.begin(None if self._are_here else bring)
@@ -59,7 +59,7 @@ class Parcel:
             each.come(self.memory.whole(index))
 
     def go(self, bring: Bring) -> None:
-        """Lets go of all rows, in a step."""
+        """Releases all rows, in a step."""
         self.settle()
         if self._are_here:
             self._are_here = False
@@ -68,7 +68,7 @@ class Parcel:
         self.memory.release()
 
     def end(self) -> None:
-        """Lets go of all rows when the step has ended."""
+        """Releases all rows when the step has ended."""
         self._are_here = False
         for each in self.parameters:
             each.forget_rows()
@@ -79,7 +79,7 @@ class Parcel:
         self._wait = None
 
     def settle(self) -> None:
-        """Waits for what is on its way."""
+        """Waits for rows on their way."""
         if self._wait is not None:
             self._wait()
             self._wait = None

@@ -1,7 +1,7 @@
-"""What autograd saves for the backward of parameters whose rows come and go.
+"""Keeps gathered rows out of what autograd saves for the backward.
 
-Autograd would keep all rows of each parameter that a forward has used. In their place it is given where they
-are to be found; the backward brings them again.
+Autograd would keep all rows of each parameter that a forward uses. It gets a reference to them instead, and
+the backward gathers the rows again.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class _Kept:
 
 
 class SavedRows:
-    """Sees to what autograd saves.
+    """Replaces gathered rows in what autograd saves.
 
     Args:
         bring: has the rows with this number at hand, and returns their memory.

@@ -1,4 +1,4 @@
-"""Where the rows of sharded parameters lie, and how all rows come together.
+"""Stores the rows of sharded parameters, and gathers them.
 
 ::
 
@@ -63,7 +63,7 @@ class ShardMemory(Protocol):
         ...
 
     def release(self) -> None:
-        """Lets go of memory for all rows; whatever looks at it keeps it."""
+        """Releases memory for all rows; whatever looks at it keeps it."""
         ...
 
 
@@ -105,7 +105,7 @@ class HostMemory:
 
 
 class HostsMemory:
-    """Every rank has its rows; all rows come to memory that the ranks of a host share.
+    """Each rank has its rows; all rows are gathered into memory that the ranks of a host share.
 
     Args:
         layout: of the parameters.
@@ -169,7 +169,7 @@ class HostsMemory:
         return self._memory
 
     def release(self) -> None:
-        """Lets go of memory for all rows; the next time, others take part in new memory."""
+        """Releases memory for all rows; the next time, others take part in new memory."""
         self._memory = None
 
 
@@ -234,7 +234,7 @@ class DeviceMemory:
         return self._memory
 
     def release(self) -> None:
-        """Lets go of memory for all rows."""
+        """Releases memory for all rows."""
         self._memory = None
 
 

@@ -1,4 +1,4 @@
-"""A parameter of which this rank keeps some rows, in the forms that it takes in turn.
+"""A parameter of which this rank keeps some rows, and the forms that it takes in turn.
 
 ::
 
@@ -8,7 +8,7 @@
     while a step is traced ordinary tensor         none, on the meta device
     in optimizer.step()    ordinary tensor         rows of this rank, shape of these
 
-It stays the same Python object: optimizers, ties and variables of the script keep it.
+It stays the same Python object: optimizers, ties and variables of the script keep referring to it.
 """
 
 from enum import Enum
@@ -28,7 +28,7 @@ __all__ = ["Form", "ShardedParameter"]
 
 
 class Form(Enum):
-    """What a sharded parameter is just now."""
+    """The current form of a sharded parameter."""
 
     SHARDED = "sharded"
     WHOLE = "whole"
@@ -127,7 +127,7 @@ class ShardedParameter:
             becomes_absent(self.parameter, self, bring)
 
     def come(self, whole: Tensor | None = None) -> None:
-        """All rows are at hand.
+        """All rows have arrived.
 
         Args:
             whole: where; None for where they were the last time.
@@ -144,7 +144,7 @@ class ShardedParameter:
             becomes_absent(self._others[Form.SHARDED], self, self._bring)
 
     def go(self, bring: Bring) -> None:
-        """All rows are not at hand any more: what is computed with them brings them again."""
+        """Releases the gathered rows; the next computation gathers them again."""
         self._show(Form.SHARDED)
         self.holder.data = self._without_rows
         becomes_absent(self.parameter, self, bring)

@@ -1,14 +1,13 @@
-"""Sharded data parallelism: replicas of a stage share its parameters, gradients and optimizer state.
+"""Shards parameters, gradients and optimizer state over the replicas of a stage.
 
-Every rank of a shard group keeps some rows of each large parameter, their gradient, and what the optimizer
-knows of them. Ranks of one host keep their rows in memory that all of them see, so that all rows are there
-for all of them without a copy::
+Every rank of a shard group keeps some rows of each large parameter, of its gradient and of its optimizer
+state. Ranks of one host keep their rows in shared memory, so that each reads all rows without a copy::
 
     host memory      | rows of rank 0 | rows of rank 1 | rows of rank 2 | rows of rank 3 |
     rank 1 computes with all of them, and updates its own
 
-Rows of other hosts come parcel by parcel while the first modules compute already. Nobody updates rows while
-another still computes with them: ranks meet when a step begins and when it ends.
+Rows of other hosts arrive parcel by parcel while the first modules already compute. No rank updates rows that
+another still computes with: ranks meet at the start and at the end of a step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,1 +1,1 @@
-"""The end of a training step: what all ranks tell each other before an update."""
+"""The end of a training step: what all ranks exchange before an update."""

@@ -1,7 +1,8 @@
-"""Looks at loss and gradients before an update: one that is infinite, or no number, would spoil all weights.
+"""Checks loss and gradients before an update: an infinity or NaN would spoil all weights.
 
-The look is one norm of all gradients of a rank, which is finite where all of them are. It rides on what ranks
-tell each other at the end of a step anyway. Only where it is not finite, ranks look closer, and say which.
+The check is one norm of all gradients of a rank, which is finite if all of them are. It travels in the row
+that ranks exchange at the end of every step. Only if it is not finite do ranks look closer, and name the
+parameter.
 
 ::
 

@@ -1,6 +1,7 @@
-"""Replicas that froze other parameters than each other: they would add up gradients of different ones.
+"""Refuses replicas that froze different parameters, and would sum gradients of different ones.
 
-A rank packs the gradients of what it trains. Where as many numbers are frozen on each, no message tells::
+A rank packs the gradients of the parameters it trains. If each replica has frozen as many numbers, no message
+shows the difference::
 
     rank 0   a frozen    gradients of b, c  ──┐
     rank 1   b frozen    gradients of a, c  ──┴──► b + a, c + c

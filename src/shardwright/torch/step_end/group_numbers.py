@@ -1,16 +1,16 @@
-"""The numbers of parameter groups (lr, betas, ...), and of updates, which ranks compare in every step.
+"""Compares parameter-group numbers (lr, betas, ...) and update counts between ranks in every step.
 
-Replicas that update with other numbers drift apart, as where each has a scheduler that follows its own loss,
-or leaves out an update where that is large. Ranks of a pipeline that do have an optimizer that computes a
-number over the parameters which it has.
+Replicas that update with different numbers drift apart, for example if each has a scheduler that follows its
+own loss, or skips an update where that loss is large. So do the ranks of a pipeline if their optimizer
+computes a number over the parameters that it has.
 
 ::
 
     numbers of this rank ── digest ──► row of the step's end ──► all ranks ── alike ──► go on
                                                                      └── not ──► which? ──► error
 
-Some differences are no fault, and are not compared from then on: those between stages that were there when
-an optimizer came, and those of a rank which has no parameter in the group.
+Some differences are no fault, and are not compared from then on: differences between stages that existed when
+the optimizer was wrapped, and those of a rank without a parameter in the group.
 """
 
 from array import array
@@ -74,7 +74,7 @@ class GroupNumbers:
         return is_first
 
     def digests(self) -> tuple[tuple[float, float], tuple[Tensor, Tensor]]:
-        """What is the same on ranks with the same numbers: of all, and of those that stages have in common.
+        """Digests, equal on ranks with equal numbers: of all numbers, and of those common to stages.
 
         Two for the numbers that Python has, and two for those on a GPU, for which nobody waits.
         """
@@ -96,7 +96,7 @@ class GroupNumbers:
         )
 
     def judge(self, digests: Tensor, *, step: int) -> UsageError | None:
-        """Says what is wrong with the numbers; collective over all ranks where they differ.
+        """Reports differences of the numbers; collective over all ranks where they differ.
 
         Args:
             digests: of all ranks: (ranks, 4), in the order of `digests`.

@@ -1,4 +1,4 @@
-"""What ranks tell each other when a training step has ended: a row of numbers each, in one exchange.
+"""Exchanges a row of numbers per rank at the end of each training step.
 
 ::
 
@@ -6,7 +6,7 @@
     rank 1   │ busy, memory, loss, gradients, numbers of optimizers │ ──┼──► all rows on all ranks
     rank 2   │ ...                                                  │ ──┘
 
-All ranks see the same rows, so that they report, go on or end alike, before any of them makes an update.
+All ranks see the same rows, so they report, continue or stop alike, before any of them updates.
 """
 
 import math
@@ -32,7 +32,7 @@ __all__ = ["Column", "StepEnd"]
 
 
 class Column(IntEnum):
-    """Of a rank's row; what may be on a GPU comes last.
+    """The columns of a rank's row; values that may be on a GPU come last.
 
     ``BUSY_S`` and ``PIPELINE_S`` are seconds of work, and from the first action to the last; ``MEMORY`` is in
     bytes. ``TRAINED`` is a digest of which parameters are trained; from ``NUMBERS`` on come digests of what

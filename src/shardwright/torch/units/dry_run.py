@@ -1,4 +1,4 @@
-"""The graph and the plan of a model without running it: no weights, no ranks, any size."""
+"""Graphs and plans a model of any size without running it: no weights, no ranks."""
 
 import copy
 from collections.abc import Callable
@@ -92,7 +92,7 @@ def plan_model(
     search_degrees: bool = False,
     **kwargs: Any,
 ) -> Plan:
-    """Makes the plan of a training run from what was measured before, or from FLOPs, bytes and rates.
+    """Plans a training run from earlier measurements, or from FLOPs, bytes and rates.
 
     Args:
         model: any module; under ``torch.device("meta")`` it takes no memory.

@@ -1,4 +1,4 @@
-"""Finds modules that cannot be split, although each module inside them could be a unit.
+"""Finds modules that cannot be split, although each module inside could be a unit.
 
 The code of such a module, between the calls of the modules inside it,
 
@@ -9,7 +9,7 @@ The code of such a module, between the calls of the modules inside it,
 - gives them packed sequences, whose layout is in values that no trace knows; or
 - calls them under ``torch.func``, on tensors or with weights that are no real ones.
 
-It is watched while the model runs once as a whole.
+The module is watched while the model runs once as a whole.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ class Entanglement:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Sees what is written to attributes of modules meanwhile."""
+        """Watches writes to attributes of modules."""
         plain = nn.Module.__setattr__
 
         def write(module: nn.Module, key: str, value: Any) -> None:

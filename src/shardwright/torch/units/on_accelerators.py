@@ -1,8 +1,8 @@
-"""Operations as accelerators compute them, in traces on CPUs.
+"""Traces operations on CPUs as accelerators compute them.
 
-On accelerators PyTorch fuses attention with its dropout, and dropout is one kernel with a mask of a byte an
-element. On CPUs a trace would see scores that no accelerator writes, and masks four times as large: GPT-2 of
-Hugging Face took twice the memory.
+On accelerators PyTorch fuses attention with its dropout, and dropout is one kernel with a mask of a byte per
+element. A CPU trace would see scores that no accelerator writes, and masks four times as large: Hugging
+Face's GPT-2 took twice the memory.
 """
 
 from typing import Any

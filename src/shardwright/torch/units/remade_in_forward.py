@@ -1,10 +1,10 @@
-"""Finds modules whose code gives buffers another shape or type, or makes them: each is one unit.
+"""Finds modules whose code creates buffers or changes their shape or type: each is one unit.
 
     if self.seen.numel() == 0:          the first microbatch
         self.seen.resize_(now.shape)
     self.seen.copy_(...)                all others
 
-Such code looks at the shape, so that microbatches take other paths than the trace, which runs the first.
+Such code reads the shape, so later microbatches take another path than the trace, which runs the first.
 """
 
 from typing import Any

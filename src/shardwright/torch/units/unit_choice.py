@@ -1,9 +1,9 @@
 """Chooses the units of a model: the modules that are placed whole.
 
-One forward on fake tensors tells which modules are called, how often, and what share of the work each does.
-Then the tree is walked from the root: a module becomes a unit when it is a repeated block, when splitting
-it would buy nothing, or when no module inside it that has parameters is called; else the walk goes on with
-its children. Modules without parameters (activations, dropout, containers) are glue between units.
+One forward on fake tensors shows which modules are called, how often, and each one's share of the work. Then
+a walk descends the tree from the root. A module becomes a unit when it is a repeated block, when splitting it
+would gain nothing, or when no called module inside it has parameters; otherwise the walk goes on with its
+children. Modules without parameters (activations, dropout, containers) are glue between units.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ _LARGE_SHARE_OF_STAGE = 0.67
 
 @dataclass(slots=True)
 class ModuleCost:
-    """What one module does in one forward.
+    """The work of one module in one forward.
 
     Attributes:
         calls: how often it was called through ``module(...)``.
@@ -51,7 +51,7 @@ class _Walk:
     seen: set[int] = field(default_factory=set)
 
     def visit(self, module: nn.Module, name: str, *, repeated: bool) -> None:
-        """Takes the module as a unit, or goes on with its children."""
+        """Makes the module a unit, or continues with its children."""
         if id(module) in self.seen:
             return
         self.seen.add(id(module))
