@@ -18,6 +18,7 @@ all blocks share. Who reads an entry is not seen, so that a number that is chang
 tensor does not: features that hooks collect are read by nobody, and one of another microbatch says so itself.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from torch import nn
 from shardwright.torch.interception.glue import active_handler
 from shardwright.torch.python_state.class_watch import ClassWatch
 from shardwright.torch.python_state.snapshot import DICTIONARIES, Slot, SlotContent, namespace_of
+from shardwright.torch.python_state.stored_items import stores_item
 from shardwright.torch.python_state.watched_containers import original_of
 from shardwright.torch.pytorch.container_content import ABSENT, PLAIN, has_content
 from shardwright.torch.pytorch.module_tree import OF_EVERY_MODULE
@@ -114,6 +116,9 @@ class AttributeUses:
         self._contents = dict(self._initial)
         self._in_place: set[tuple[int, Any]] = set()
         self._written: dict[tuple[int, str], Slot] = {}
+        self._stores: dict[int, str] = {}  # list that is looked up to put an item into -> where
+        # At the first other look at a list: where, and the places of items that were those of the start.
+        self._kept_at_read: dict[tuple[int, Any], tuple[str, set[int]]] = {}
         self._told: set[tuple[int, Any]] = set()  # writes that were noted and not seen yet
 
     def look(self, *, inside: bool = False) -> None:
@@ -123,6 +128,7 @@ class AttributeUses:
             inside: a unit has just ended, and may have changed it.
         """
         told, self._told = self._told, set()
+        stores, self._stores = self._stores, {}
         for module, key in self._places:
             before = self._contents[id(module), key]
             if type(before.value) in PLAIN and namespace_of(module).get(key) is before.value:
@@ -135,13 +141,14 @@ class AttributeUses:
             self._contents[id(module), key] = now
             tells = isinstance(module, nn.Module) or type(module) in self._watched
             accesses = self._log[id(module), key]
-            line = accesses[-1].line if accesses else user_line()
+            stored = stores.get(id(now.value), "")
+            line = stored or (accesses[-1].line if accesses else user_line())
             position = self._position() - 0.5 * inside
             if now.value is not before.value and tells:
                 if (id(module), key) not in told:  # by a unit of which a copy was run
                     accesses.append(Access(position, True, line))
                 continue
-            if not accesses:
+            if not accesses and not stored:
                 accesses.append(Access(position, False, line))
             accesses.append(Access(position, True, line))
             if not tells and not inside:
@@ -187,7 +194,29 @@ class AttributeUses:
             self._from_glue.add((id(module), key))
         if writes:
             self._told.add((id(module), key))
+        elif self._is_list(module, key):
+            if stores_item(sys._getframe(3)):  # behind the watch: the code that looks it up
+                self._stores[id(namespace_of(module)[key])] = user_line()
+                return
+            kept = self._unchanged_items(module, key)
+            self._kept_at_read.setdefault((id(module), key), (user_line(), kept))
         accesses.append(Access(self._position() + 0.5 * inside, writes, user_line()))
+
+    def _is_list(self, module: Any, key: Any) -> bool:
+        return isinstance(module, nn.Module) and type(namespace_of(module).get(key)) is list
+
+    def _unchanged_items(self, module: Any, key: Any) -> set[int]:
+        """Places in a list where there still is what was there at the start."""
+        before, now = self._initial[id(module), key].inside, namespace_of(module).get(key)
+        if type(before) is not list or type(now) is not list:
+            return set()
+        return {i for i, (one, other) in enumerate(zip(before, now, strict=False)) if one is other}
+
+    def _reads_old_item(self, module: Any, key: Any) -> Access | None:
+        """The first read of a list, if items are written behind it: it may have found those of another."""
+        line, kept = self._kept_at_read.get((id(module), key), ("", set()))
+        first = next((access for access in self._log[id(module), key] if access.line == line), None)
+        return first if kept - self._unchanged_items(module, key) else None
 
     def uses(self, model: nn.Module, is_value: Callable[[Any], bool]) -> tuple[AttributeUse, ...]:
         """What was seen of attributes that code between units uses; before they are put back.
@@ -206,6 +235,8 @@ class AttributeUses:
                     where = "what the model holds"
                 name = f"{key} of {where} ({type(module).__name__})"
                 accesses = tuple(self._log[id(module), key])
+                if accesses[0].writes and (old := self._reads_old_item(module, key)) is not None:
+                    accesses = (old, *accesses)
                 carries = any(is_value(item) for item in leaves(namespace_of(module).get(key)))
                 if carries and self._reads_are_presumed(module, key):
                     accesses = tuple(dropwhile(lambda access: not access.writes, accesses))
