@@ -119,7 +119,7 @@ BAD_ARGUMENTS = (
     ("plan make m.py:build -n 2 --cluster p4d.24xlarge*99999999999", "'99999999999' in"),
     ("plan make m.py:build -n 2 --cluster p4d.24xlarge*BIG", "is not a number of nodes"),
     ("plan make m.py:build -n 2 --cluster nothing", "there are no machines called 'nothing'"),
-    ("plan make m.py:build -n 2 --cluster p4d.24xlarge --dtype int3", "has no rate for int3"),
+    ("plan make m.py:build -n 2 --cluster p4d.24xlarge --dtype int3", "one of bfloat16, float16, float32"),
     ("plan show fifo", "plan file fifo cannot be read: it is a pipe"),
     ("plan show /dev/zero", "plan file /dev/zero cannot be read: it is a device"),
     ("plan show folder", "folder is a folder without a plan.json"),

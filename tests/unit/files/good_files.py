@@ -111,7 +111,7 @@ READERS = (
     Reader("machine.yaml", _machine, lambda f: read_cluster(f / "machine.yaml")),
     Reader("profile.json", _profile, lambda f: MeasuredProfile.read(f / "profile.json")),
     Reader("prices.json", _prices, lambda f: read_prices(f / "prices.json")),
-    Reader("config.json", _hugging_face, lambda f: _model(str(f / "config.json"), "meta")),
+    Reader("config.json", _hugging_face, lambda f: _model(str(f / "config.json"), "", on_accelerators=True)),
     Reader(
         "settings.yaml",
         lambda f: (f / "settings.yaml").write_text("microbatches: 4\npipeline: 1f1b\nrun_name: first\n"),
