@@ -38,7 +38,8 @@ def test_a_type_that_cannot_be_multiplied_has_no_rates():
 
 
 def probe(folder):
-    from shardwright.comm import probe, rate_probe
+    from shardwright.comm.probing import collective_probe as probe
+    from shardwright.comm.probing import rate_probe
     from shardwright.torch.on_this_machine.rank_probe import main
 
     # What is measured is not looked at: once is enough.

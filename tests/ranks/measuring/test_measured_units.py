@@ -71,7 +71,12 @@ def calls_of_hooks(num_steps: int) -> dict[str, int]:
     sw.init({"microbatches": 3, "pipeline": "1f1b", "run_dir": "off"})
     count: Counter[str] = Counter()
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
-    model[0].register_forward_pre_hook(lambda module, given: count.update(["before"]))
+
+    def before(module: nn.Module, given: object) -> None:
+        if not sw.is_tracing():
+            count.update(["before"])
+
+    model[0].register_forward_pre_hook(before)
     model[0][0].register_forward_hook(lambda module, given, made: count.update(["inside"]))
     model[0].register_full_backward_hook(lambda module, given, made: count.update(["backward"]))
     model[0][0].weight.register_hook(lambda gradient: count.update(["parameter"]))

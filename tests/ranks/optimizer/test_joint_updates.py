@@ -382,7 +382,7 @@ class NeedsGraph(torch.optim.SGD):
 
 
 def untried() -> list[str]:
-    from shardwright.torch.optimizer.distributed_optimizer import coupling
+    from shardwright.torch.optimizer import coupling
 
     sw, _, model = start(Stack, {})
     told: list[str] = []
