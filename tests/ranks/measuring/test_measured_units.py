@@ -72,12 +72,12 @@ def calls_of_hooks(num_steps: int) -> dict[str, int]:
     count: Counter[str] = Counter()
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
 
-    def before(module: nn.Module, given: object) -> None:
+    def note(name: str) -> None:
         if not sw.is_tracing():
-            count.update(["before"])
+            count.update([name])
 
-    model[0].register_forward_pre_hook(before)
-    model[0][0].register_forward_hook(lambda module, given, made: count.update(["inside"]))
+    model[0].register_forward_pre_hook(lambda module, given: note("before"))
+    model[0][0].register_forward_hook(lambda module, given, made: note("inside"))
     model[0].register_full_backward_hook(lambda module, given, made: count.update(["backward"]))
     model[0][0].weight.register_hook(lambda gradient: count.update(["parameter"]))
     wrapped = sw.DistributedModel(model)
