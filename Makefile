@@ -20,19 +20,33 @@ export PYTHONDONTWRITEBYTECODE :=
 TRAINER_VENV := .venv-transformers-4.28
 TRAINER_STAMP := $(TRAINER_VENV)/installed-for-$(PYTHON_VERSION)
 
-.PHONY: help test test-trainer check sweep demo clean
+# TensorFlow beside the packages of the tests; torch and the rest it takes from there.
+TENSORFLOW_VENV := .venv-tensorflow
+TENSORFLOW_STAMP := $(TENSORFLOW_VENV)/installed-for-$(PYTHON_VERSION)
+
+DOCS_STAMP := $(VENV)/docs-installed-for-$(PYTHON_VERSION)
+
+.PHONY: help test test-trainer test-tensorflow check sweep demo demo-tensorflow docs dist clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make test    install what the tests need into .venv, check the code, run the tests'
 	@echo 'make test-trainer   the tests of the package smdistributed with the Trainer of transformers 4.28'
+	@echo 'make test-tensorflow   the tests of shardwright.tensorflow'
 	@echo 'make check   lint, types, layers'
 	@echo 'make sweep   the long, exhaustive tests'
 	@echo 'make demo    train a small GPT on two ranks'
+	@echo 'make demo-tensorflow   train a small Keras GPT on one rank and on two'
+	@echo 'make docs    the pages as a site in build/site, with every link checked'
+	@echo 'make dist    wheel and source distribution in dist/, tried in an environment of their own'
 	@echo 'make clean   remove .venv, builds and caches'
 
 test: check
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal --doctest-modules -m 'not sweep' src tests
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal --doctest-modules -m 'not sweep' \
+	  --ignore src/shardwright/tensorflow --ignore tests/on_tensorflow src tests
+
+test-tensorflow: $(TENSORFLOW_STAMP)
+	$(TENSORFLOW_VENV)/bin/python -m pytest --doctest-modules src/shardwright/tensorflow tests/on_tensorflow
 
 ifeq ($(PYTHON_VERSION),3.11)
 test-trainer: $(TRAINER_STAMP)
@@ -54,8 +68,22 @@ sweep: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
+demo-tensorflow: $(TENSORFLOW_STAMP)
+	$(TENSORFLOW_VENV)/bin/python examples/demo_tensorflow.py
+
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+# Without isolation: the build needs setuptools alone, which is there, and PIP_ARGS would not reach it.
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(PYTHON) -m venv --clear build/fresh
+	build/fresh/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt --quiet dist/*.whl
+	cd build && fresh/bin/shardwright --version && fresh/bin/shardwright plan --help > /dev/null
+
 clean:
-	rm -rf $(VENV) $(TRAINER_VENV) build dist src/*.egg-info compat/src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TRAINER_VENV) $(TENSORFLOW_VENV) build dist src/*.egg-info compat/src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find src compat tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(STAMP): pyproject.toml compat/pyproject.toml constraints.txt
@@ -65,16 +93,33 @@ $(STAMP): pyproject.toml compat/pyproject.toml constraints.txt
 	  $(PYTHON) -m venv --clear $(VENV)
 # torch first and alone: the range in pyproject.toml would let pip take a newer, much larger build of it.
 	$(PIP_INSTALL) torch
-	$(PIP_INSTALL) -e '.[torch,testing,tensorboard,report,demo,calibration,ray,dev]' -e compat
+	$(PIP_INSTALL) -e '.[torch,testing,tensorboard,report,demo,transformers,lightning,wandb,mlflow,calibration,ray,dev]' -e compat
 	@touch $@
 
-$(TRAINER_STAMP): $(STAMP) tests/compat_trainer/constraints.txt
-	$(PYTHON) -m venv --clear $(TRAINER_VENV)
 # Its own packages come first; a folder that is named like this is not searched for further .pth files.
-	$(TRAINER_VENV)/bin/python -c 'import pathlib, sys, sysconfig; \
+define venv-on-top
+	$(PYTHON) -m venv --clear $(1)
+	$(1)/bin/python -c 'import pathlib, sys, sysconfig; \
 	  folder = pathlib.Path(sysconfig.get_path("purelib")); \
 	  paths = ["src", "compat/src", pathlib.Path("$(VENV)") / folder.relative_to(sys.prefix)]; \
 	  (folder / "shardwright.pth").write_text("".join(f"{pathlib.Path(path).resolve()}\n" for path in paths))'
+endef
+
+$(DOCS_STAMP): $(STAMP)
+	$(PIP_INSTALL) -e '.[docs]'
+	@touch $@
+
+$(TRAINER_STAMP): $(STAMP) tests/compat_trainer/constraints.txt
+	$(call venv-on-top,$(TRAINER_VENV))
 	$(TRAINER_VENV)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) \
 	  -c tests/compat_trainer/constraints.txt transformers
+	@touch $@
+
+# tf_keras asks for tensorflow, which would take the place of tensorflow-cpu.
+$(TENSORFLOW_STAMP): $(STAMP) tests/on_tensorflow/constraints.txt
+	$(call venv-on-top,$(TENSORFLOW_VENV))
+	$(TENSORFLOW_VENV)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) \
+	  -c constraints.txt -c tests/on_tensorflow/constraints.txt tensorflow-cpu
+	$(TENSORFLOW_VENV)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps \
+	  -c tests/on_tensorflow/constraints.txt tf_keras
 	@touch $@

@@ -36,8 +36,8 @@ class Check:
 
     @property
     def margin(self) -> float:
-        """By how much the target is met, as a share of it; negative where it is missed."""
-        return (self.value - self.target) / self.target * (1 if self.at_least else -1)
+        """By how much the target is met, as a share of it (of 1 where it is 0); negative: it is missed."""
+        return (self.value - self.target) / (self.target or 1.0) * (1 if self.at_least else -1)
 
     def line(self) -> str:
         """``A  1F1B: ours / peer  1.01  target <= 1.00  MISS  (4 ranks, 8 microbatches)``."""

@@ -21,10 +21,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from check import Check, lines
 from collectives_ranks import COLLECTIVES, Timing, time_collectives
 from machine import circumstances
-from shardwright.plan import align
+from shardwright.quantities import format_bytes, format_seconds
 from shardwright.testing import run_ranks
 from shardwright.testing.cluster import Cluster, missing_for_networks
-from shardwright.units import format_bytes, format_seconds
+from shardwright.text_table import align
 
 _SIZES = [2**exponent for exponent in range(10, 27, 2)]
 _SLOW_SIZES = [2**exponent for exponent in range(10, 23, 2)]

@@ -153,7 +153,7 @@ def _measure(task: Task, settings: dict[str, Any]) -> Footprint:
         with allocator.counted():
             ours.step()
             optimizer.step()
-    peers = context().local_peers
+    peers = context().links.local_peers
     shared = 0 if peers is None else peers.num_bytes
     ledger = _Ledger(ours)
     with torch.autograd.graph.saved_tensors_hooks(ledger.pack, ledger.unpack):

@@ -173,17 +173,17 @@ def _steps_by_turns(rounds: int, steps: int) -> tuple[list[float], list[float]]:
 
     x = torch.ones(4, 8)
     run = context()
-    whereabouts = run.whereabouts
+    whereabouts = run.watch.whereabouts
     assert whereabouts is not None
     whereabouts.close("rests, for a benchmark")
     with_it: list[float] = []
     without: list[float] = []
     for number in range(2 * rounds):
         watched = number % 2 == 0
-        run.whereabouts = None
+        run.watch.whereabouts = None
         if watched:
-            run.whereabouts = Whereabouts(whereabouts._store, rank=run.rank, run=number + 1)
-            run.whereabouts.watch()
+            run.watch.whereabouts = Whereabouts(whereabouts._store, rank=run.rank, run=number + 1)
+            run.watch.whereabouts.watch()
         train(model, x)
         sw.barrier()
         begin_s = time.perf_counter()
@@ -191,8 +191,8 @@ def _steps_by_turns(rounds: int, steps: int) -> tuple[list[float], list[float]]:
             train(model, x)
         sw.barrier()
         (with_it if watched else without).append((time.perf_counter() - begin_s) / steps * 1e3)
-        if run.whereabouts is not None:
-            run.whereabouts.close("rests, for a benchmark")
+        if run.watch.whereabouts is not None:
+            run.watch.whereabouts.close("rests, for a benchmark")
     return with_it, without
 
 

@@ -30,10 +30,10 @@ os.environ["PYTHONWARNINGS"] = "ignore"
 from check import Check, lines
 from machine import circumstances
 from planner_ranks import TASKS, all_tried, predicted_and_measured, predicted_and_used_bytes
-from shardwright.plan import align
+from shardwright.quantities import format_bytes, format_seconds
 from shardwright.testing import run_ranks
 from shardwright.testing.cluster import Cluster, missing_for_networks
-from shardwright.units import format_bytes, format_seconds
+from shardwright.text_table import align
 
 _RATE = 1e9
 _TIMEOUT_S = 900

@@ -3,6 +3,7 @@
 python benchmarks/planning.py
 python benchmarks/planning.py --quick        # the small cases, once after a warm-up
 python benchmarks/planning.py --check        # targets only; fails if one is missed
+python benchmarks/planning.py --degrees      # searching degrees, by closed forms and by planning every grid
 """
 
 import argparse
@@ -26,10 +27,20 @@ from machine import circumstances
 from models import gpt
 from shardwright.cluster import Cluster, Device, Link
 from shardwright.config import Config
-from shardwright.plan import align
-from shardwright.planner import Candidates, estimate_profile, make_plan, microbatch_counts
+from shardwright.mesh import Mesh
+from shardwright.plan import Plan
+from shardwright.plan.diff import diff_plans
+from shardwright.planner import (
+    Candidates,
+    best_of_meshes,
+    estimate_profile,
+    make_plan,
+    meshes,
+    microbatch_counts,
+)
 from shardwright.schedule import build_schedule, chain_edges, place_stages, simulate, unit_costs
-from shardwright.torch.units.dry_run import trace_model
+from shardwright.text_table import align
+from shardwright.torch.units.dry_run import OfflinePlanner, trace_model
 
 _BATCH = 64
 
@@ -77,9 +88,16 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="the small cases, once after a warm-up")
     parser.add_argument("--check", action="store_true", help="print targets only; fail if one is missed")
+    parser.add_argument("--degrees", action="store_true", help="time plan make --search-degrees, once each")
     parser.add_argument("--json", type=Path, help="file for all raw figures")
     options = parser.parse_args()
     where = circumstances()
+    if options.degrees:
+        print("\n".join(f"{key}: {value}" for key, value in where.items()), end="\n\n")
+        print(
+            align([_HEADER, *map(_searched, ((12, 8),) if options.quick else ((12, 8), (12, 16), (24, 64)))])
+        )
+        return 0
     found = [_timed(case, repeats=1 if options.quick else 5) for case in _cases(quick=options.quick)]
     checks = [
         Check(section="P", what=f"{case.what}: ms", value=1e3 * case.median_s, target=1e3 * case.target_s)
@@ -144,6 +162,40 @@ def _candidates(layers: int, ranks: int) -> Candidates:
         graph = trace_model(model, x, loss=lambda scores, y=y: task.loss(scores, y), num_stages=2 * ranks)
         found[m] = graph, estimate_profile(graph, device=_CLUSTER.device)
     return found
+
+
+_HEADER = ["what", "every grid", "closed forms first", "grids", "planned", "plans"]
+
+
+def _searched(size: tuple[int, int]) -> list[str]:
+    """One search of degrees by planning every grid, and one by closed forms first; traces count."""
+    layers, ranks = size
+    task, config = gpt(layers=layers, batch=_BATCH), Config()
+    with torch.device("meta"):
+        model = task.build()
+    x, _ = task.batch()
+    grids = meshes(ranks, config)
+    seconds, planned, plans = [], [], []
+    for by_closed_forms in (False, True):
+        asked: list[Mesh] = []
+        start_s = time.perf_counter()
+        planner = OfflinePlanner(model, ((x,), {}), config=config, cluster=_CLUSTER)
+
+        def make(mesh: Mesh, planner: OfflinePlanner = planner, asked: list[Mesh] = asked) -> Plan:
+            asked.append(mesh)
+            return planner.plan(mesh)
+
+        expected = planner.expected_seconds(grids) if by_closed_forms else None
+        plans.append(best_of_meshes(grids, make, expected=expected))
+        seconds.append(time.perf_counter() - start_s)
+        planned.append(len(asked))
+    same = diff_plans(*plans).decision == ()
+    return [
+        f"a GPT of {layers} blocks on {ranks} ranks",
+        *(f"{s:.1f} s" for s in seconds),
+        *map(str, planned),
+        "the same" if same else "differ",
+    ]
 
 
 def _timed(case: Case, *, repeats: int) -> Timed:

@@ -32,7 +32,7 @@ from published_runs import family, measured_run, why_not
 from shardwright.costs.calibration import TENTH, document_of
 from shardwright.costs.fit import Fit, fit, leave_out, ratios
 from shardwright.costs.runs import MeasuredRun, Runs
-from shardwright.plan import align
+from shardwright.text_table import align
 
 _HERE = Path(__file__).with_name("published")
 _FAMILIES = ("A100", "H100")

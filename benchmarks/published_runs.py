@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from shardwright.costs.inputs import Options, Rates, Recompute, ScheduleKind, Shape, Sharded
+from shardwright.costs.inputs import Options, Rates, Recompute, ScheduleKind, Sharded
 from shardwright.costs.runs import MeasuredRun
+from shardwright.costs.shape import Shape
 
 __all__ = ["family", "measured_run", "runtime", "why_not"]
 

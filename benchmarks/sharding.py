@@ -23,18 +23,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PYTHONWARNINGS"] = "ignore"
 
-from check import Check, lines
-from machine import circumstances
-from shardwright.plan import align
+from check import Check
+from sections import Figures, Section, parser_for, run_sections
+from shardwright.quantities import format_bytes, format_seconds
 from shardwright.testing.cluster import Cluster, missing_for_networks
-from shardwright.units import format_bytes, format_seconds
+from shardwright.text_table import align
 
 _RATES = {"100 Mbit/s": 100e6, "1 Gbit/s": 1e9, "no limit": None}
 _SCRIPT = str(Path(__file__).with_name("sharding_ranks.py"))
@@ -43,34 +43,10 @@ _DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 Times = dict[str, list[float]]
 """Seconds of a step, by contender and round."""
 
-Figures = dict[str, Any]
-"""Tables that were measured, by title."""
-
-Section = tuple[Figures, list[Check]]
-
 
 def main() -> int:
     """Runs what is asked for."""
-    options = _options()
-    where = circumstances()
-    print("\n".join(f"{key}: {value}" for key, value in where.items()))
-    found: Figures = {}
-    checks: list[Check] = []
-    for section in _SECTIONS if options.only is None else [options.only]:
-        figures, more = _SECTIONS[section](options)
-        found |= figures
-        checks += more
-    if not options.check:
-        for name, table in found.items():
-            print(f"\n{name}\n{_table(table)}")
-        print()
-    print("\n".join(lines(checks)))
-    if options.json is not None:
-        verdicts = [asdict(check) | {"passes": check.passes} for check in checks]
-        options.json.write_text(
-            json.dumps({"circumstances": where, "figures": found, "checks": verdicts}, indent=1)
-        )
-    return 1 if options.check and not all(check.passes for check in checks) else 0
+    return run_sections(_options(), _SECTIONS, shown=_table)
 
 
 # ---- A: seconds ----
@@ -305,14 +281,11 @@ _SECTIONS: dict[str, Callable[[argparse.Namespace], Section]] = {
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_for(__doc__, quick="one round, few steps")
     parser.add_argument("--only", choices=_SECTIONS)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="on one host")
     parser.add_argument("--links", nargs="+", choices=_RATES, default=list(_RATES), help="between two hosts")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="one round, few steps")
-    parser.add_argument("--check", action="store_true", help="only the targets; exit 1 where one is missed")
     options = parser.parse_args()
     if options.quick:
         options.rounds = 1

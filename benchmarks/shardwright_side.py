@@ -13,9 +13,9 @@ from shardwright.config import Config
 from shardwright.mesh import Mesh
 from shardwright.plan import MeshPlan, Plan, SchedulePlan, StagePlan, identity
 from shardwright.planner import Candidates, build_chain, make_plan
-from shardwright.planner.explain import predict
-from shardwright.planner.fabric import Fabric
-from shardwright.planner.option import Demands, Workload
+from shardwright.planner.machines.fabric import Fabric
+from shardwright.planner.search.option import Demands, Workload
+from shardwright.planner.search.prediction import predict
 from shardwright.schedule import place_stages
 from shardwright.torch.run.context import context, set_context
 
@@ -70,7 +70,7 @@ class Ours:
     @property
     def executor(self) -> Any:
         """What ran the last step, with its timeline."""
-        return self.model._engine.executor
+        return self.model._engine._placed.executor
 
     def step(self) -> None:
         """Forward and backward of one batch; afterwards every rank knows the loss."""

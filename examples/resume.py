@@ -1,8 +1,9 @@
 """Trains, saves in the background, and goes on where it was: after Ctrl-C, a crash, or with other ranks.
 
-shardwright run -n 2 --name first examples/resume.py                # stop it with Ctrl-C ...
-shardwright run -n 1 --name first examples/resume.py --steps 400    # ... and go on, here with one rank
-shardwright ckpt ls runs/first
+shardwright run -n 2 examples/resume.py                         # stop it with Ctrl-C ...
+shardwright run -n 2 examples/resume.py                         # ... and go on with the same command,
+shardwright run -n 1 --resume examples/resume.py --steps 400    # or with one rank, and more steps
+shardwright ckpt ls runs/resume
 """
 
 import argparse

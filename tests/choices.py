@@ -1,12 +1,12 @@
 """Few of many combinations: in every run those that show each pair of values, the rest in ``make sweep``."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
 
 import pytest
 
-__all__ = ["chosen", "in_every_run", "in_sweep", "some_combinations"]
+__all__ = ["chosen", "combinations_of", "in_every_run", "in_sweep", "some_combinations"]
 
 
 def in_sweep(*values: Any, **more: Any) -> Any:
@@ -14,11 +14,18 @@ def in_sweep(*values: Any, **more: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.sweep, **more)
 
 
-def in_every_run(values: Iterable[Any], kept: Sequence[Any]) -> list[Any]:
+def in_every_run(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
     """All values of a parameter, of which those that are not among some are left to the sweep."""
     values = list(values)
     assert all(value in values for value in kept)
     return [value if value in kept else in_sweep(value) for value in values]
+
+
+def combinations_of(*axes: Sequence[Any], kept: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """All combinations, as parameters of a test; those that are not among some are left to the sweep."""
+    found = list(product(*axes))
+    assert all(each in found for each in kept)
+    return [each if each in kept else in_sweep(*each) for each in found]
 
 
 def some_combinations(*axes: Sequence[Any], together: int | None = None) -> list[Any]:

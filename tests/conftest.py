@@ -38,6 +38,7 @@ _TRANSFORMERS_MODULES = (
 collect_ignore_glob = [
     "compat/scripts/*",
     "compat_trainer/finetune.py",
+    "ecosystem/scripts/*",
     "e2e/cuda_scripts/*",
     "e2e/stand_ins/*",
 ]
@@ -61,6 +62,9 @@ def _capabilities() -> dict[str, bool]:
         "headless browser": _has_browser(),
         "Slurm": is_root and all(map(_has_program, ("slurmctld", "slurmd", "sbatch", "srun"))),
         "ray": importlib.util.find_spec("ray") is not None,
+        "accelerate": importlib.util.find_spec("accelerate") is not None,
+        "lightning": importlib.util.find_spec("lightning") is not None,
+        "notebooks": importlib.util.find_spec("nbclient") is not None,
         "tensorflow": importlib.util.find_spec("tensorflow") is not None,
     }
 

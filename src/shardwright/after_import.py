@@ -24,8 +24,30 @@ def after_import(name: str, action: Callable[[Any], None]) -> None:
     sys.meta_path.insert(0, finder)  # before looking whether it is there: another thread may import it now
     if name in sys.modules:
         module = importlib.import_module(name)  # which waits where another thread is about to
-        if not finder.has_acted:
+        spec = getattr(module, "__spec__", None)
+        if getattr(spec, "_initializing", False):  # it imports what calls this: half of it is not there yet
+            _act_at_the_end(spec, lambda: finder.act(sys.modules[name]))
+        elif not finder.has_acted:
             finder.act(module)
+
+
+def _act_at_the_end(spec: Any, act: Callable[[], None]) -> None:
+    """Calls `act` when a module that is being imported has been: the import says so in its spec."""
+
+    class WatchedSpec(type(spec)):  # type: ignore[misc]
+        @property
+        def _initializing(self) -> bool:
+            return True
+
+        @_initializing.setter
+        def _initializing(self, value: bool) -> None:
+            if not value:
+                spec.__class__ = WatchedSpec.__base__
+                spec._initializing = False
+                if spec.name in sys.modules:  # it is not where its code raised
+                    act()
+
+    spec.__class__ = WatchedSpec
 
 
 class _Finder(MetaPathFinder):

@@ -27,6 +27,7 @@ named unions of axes:
 
     ===== ======================= ==================================================
     rdp   dp_replicate, dp_shard  replicas: ranks with batches of their own
+    share cp, ep, tp              ranks that share a batch, and work on it together
     dp    all but pp              the ranks of one stage
     mp    pp, cp, ep, tp          one whole replica of the model
     world all
@@ -45,15 +46,16 @@ from typing import Literal, NamedTuple, Self, get_args
 
 from shardwright.errors import ConfigError
 
-__all__ = ["Axes", "Axis", "AxisName", "Mesh", "canonical_placement", "gradient_axes"]
+__all__ = ["Axes", "Axis", "AxisName", "Mesh", "canonical_placement"]
 
 AxisName = Literal["pp", "dp_replicate", "dp_shard", "cp", "ep", "tp"]
-Axes = AxisName | Literal["rdp", "dp", "mp", "world"] | tuple[AxisName, ...]
+Axes = AxisName | Literal["rdp", "share", "dp", "mp", "world"] | tuple[AxisName, ...]
 """An axis, a union of axes that has a name, or any other union."""
 
 _NAMES: tuple[AxisName, ...] = get_args(AxisName)
 _UNIONS: dict[str, tuple[AxisName, ...]] = {
     "rdp": ("dp_replicate", "dp_shard"),
+    "share": ("cp", "ep", "tp"),
     "dp": ("dp_replicate", "dp_shard", "cp", "ep", "tp"),
     "mp": ("pp", "cp", "ep", "tp"),
     "world": _NAMES,
@@ -120,6 +122,8 @@ class Mesh:
         pipeline: int = 1,
         data: int = 1,
         tensor: int = 1,
+        context: int = 1,
+        expert: int = 1,
         shard: int = 1,
         placement: str = "DPT",
     ) -> Self:
@@ -130,6 +134,8 @@ class Mesh:
             pipeline: ranks that share one replica of the model, stage by stage.
             data: replicas, each with its own batches.
             tensor: ranks that share every layer of a stage.
+            context: ranks that share the sequences of a batch.
+            expert: ranks that share the experts of a stage.
             shard: replicas that share parameters and optimizer state; 1 where each has all of them.
             placement: permutation of ``D``, ``P``, ``T``, or ``"cluster"`` (DPT) or ``"spread"`` (TPD).
 
@@ -138,15 +144,16 @@ class Mesh:
                 permutation.
         """
         letters = canonical_placement(placement)
-        degrees = {"pipeline": pipeline, "data": data, "tensor": tensor}
+        degrees = {"pipeline": pipeline, "data": data, "context": context, "expert": expert, "tensor": tensor}
         for what, degree in degrees.items():
             if degree < 1:
                 raise ConfigError(f"{what} is {degree}, but a degree of parallelism is at least 1.")
-        if pipeline * data * tensor != world_size:
+        if prod(degrees.values()) != world_size:
             raise ConfigError(_mismatch(degrees, world_size))
         if shard < 1 or data % shard:
             raise ConfigError(_no_divisor(shard, data))
-        sizes = {"pp": pipeline, "dp_replicate": data // shard, "dp_shard": shard, "tp": tensor}
+        sizes = {"pp": pipeline, "dp_replicate": data // shard, "dp_shard": shard}
+        sizes |= {"cp": context, "ep": expert, "tp": tensor}
         return cls(tuple(Axis(name, sizes.get(name, 1)) for letter in letters for name in _LETTERS[letter]))
 
     # ---- degrees, as settings and plan files name them ----
@@ -170,6 +177,38 @@ class Mesh:
     def tensor(self) -> int:
         """Ranks that share every layer of a stage."""
         return self._sizes["tp"]
+
+    @property
+    def context(self) -> int:
+        """Ranks that share the sequences of a batch."""
+        return self._sizes["cp"]
+
+    @property
+    def expert(self) -> int:
+        """Ranks that share the experts of a stage."""
+        return self._sizes["ep"]
+
+    @property
+    def share(self) -> int:
+        """Ranks that share a batch, and work on it together: their layers, its sequences, or the experts."""
+        return self.group_size("share")
+
+    @property
+    def title(self) -> str:
+        """The degrees as an equation has them; context, expert and tensor where they are not 1."""
+        shared = {"context": self.context, "expert": self.expert, "tensor": self.tensor}
+        return _product({"pipeline": self.pipeline, "data": self.data, **shared})
+
+    @property
+    def shared_title(self) -> str:
+        """How ranks share a batch, behind other degrees: `` x context 2``; empty where they do not."""
+        degrees = {"context": self.context, "expert": self.expert, "tensor": self.tensor}
+        return "".join(f" x {name} {degree}" for name, degree in degrees.items() if degree > 1)
+
+    @property
+    def spreads_model(self) -> bool:
+        """Whether several ranks share one replica of the model."""
+        return self.group_size("mp") > 1
 
     @property
     def shard(self) -> int:
@@ -255,34 +294,6 @@ class Mesh:
             raise ConfigError(f"rank {rank} is not in a world of {self.world_size}: ranks run from 0.")
 
 
-def gradient_axes(
-    *, of_expert: bool = False, sequence_split: bool = False, cut_over_tp: bool = False
-) -> tuple[AxisName, ...]:
-    """The axes over which the gradient of a parameter is summed; `Mesh.group` gives the ranks.
-
-    Ranks along dp_replicate, dp_shard, cp and ep have different tokens, so each adds what its own ones give;
-    along dp_shard each gets the sum of its rows alone. Ranks along tp have the same tokens, and so the same
-    gradient, unless they split the sequence between layers. Along pp a parameter has one stage; one that
-    several stages use is summed over these stages, which no axis says.
-
-    Args:
-        of_expert: a parameter of an expert, which one rank along ep has: all its tokens come there.
-        sequence_split: it works on a sequence that the ranks along tp split (sequence parallelism).
-        cut_over_tp: each rank along tp has rows or columns of its own.
-
-    >>> gradient_axes()
-    ('dp_replicate', 'dp_shard', 'cp', 'ep')
-    >>> gradient_axes(of_expert=True, cut_over_tp=True)
-    ('dp_replicate', 'dp_shard', 'cp')
-    """
-    axes: tuple[AxisName, ...] = ("dp_replicate", "dp_shard", "cp")
-    if not of_expert:
-        axes += ("ep",)
-    if sequence_split and not cut_over_tp:
-        axes += ("tp",)
-    return axes
-
-
 def canonical_placement(name: str) -> str:
     """The permutation of ``D``, ``P``, ``T`` that a placement strategy names.
 
@@ -315,13 +326,17 @@ def _named(axes: Axes) -> tuple[AxisName, ...]:
 
 
 def _mismatch(degrees: dict[str, int], world_size: int) -> str:
-    shown = {axis: degree for axis, degree in degrees.items() if axis != "tensor" or degree != 1}
-    equation = " * ".join(f"{axis}({degree})" for axis, degree in shown.items())
-    needed = degrees["pipeline"] * degrees["data"] * degrees["tensor"]
+    equation = _product(degrees)
+    needed = prod(degrees.values())
     return (
         f"{equation} != WORLD_SIZE({world_size}). Start {needed} rank{'s' if needed != 1 else ''}, "
         "or change a degree so that the product is the number of ranks."
     )
+
+
+def _product(degrees: dict[str, int]) -> str:
+    shown = {axis: n for axis, n in degrees.items() if axis in ("pipeline", "data") or n != 1}
+    return " * ".join(f"{axis}({degree})" for axis, degree in shown.items())
 
 
 def _no_divisor(shard: int, data: int) -> str:

@@ -5,8 +5,8 @@ shapes) cost the same and are measured once.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, Self
 
 __all__ = ["Cost", "Profile", "Provenance", "UnitCost"]
 
@@ -47,6 +47,21 @@ class Cost:
     def left_bytes(self) -> int:
         """Bytes that ``I`` leaves."""
         return self.saved_bytes if self.weight_bytes is None else self.weight_bytes
+
+    def scaled(self, *, seconds: float, num_bytes: float) -> Self:
+        """The cost with so many times the seconds and the bytes.
+
+        >>> Cost(1.0, 2.0, saved_bytes=8).scaled(seconds=0.5, num_bytes=2.0)
+        Cost(forward_s=0.5, backward_s=1.0, weight_s=0.0, saved_bytes=16, weight_bytes=None, input_s=None)
+        """
+        changed: dict[str, Any] = {}
+        for name in (field.name for field in fields(self)):
+            value = getattr(self, name)
+            if value is not None and name.endswith("_s"):
+                changed[name] = value * seconds
+            elif value is not None and name.endswith("_bytes"):
+                changed[name] = round(value * num_bytes)
+        return replace(self, **changed)
 
     def __add__(self, other: "Cost") -> "Cost":
         in_whole = self.input_s is None and other.input_s is None

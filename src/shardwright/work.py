@@ -31,3 +31,16 @@ class Work:
 
     def __add__(self, other: "Work") -> "Work":
         return Work(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    def of_size(self, share: float) -> "Work":
+        """The work of as many kernels on a share of the numbers.
+
+        >>> Work(products=1, product_flops=8).of_size(0.5).product_flops
+        4.0
+        """
+        if share == 1:
+            return self
+        counts = {"products", "kernels"}
+        return Work(
+            **{f.name: getattr(self, f.name) * (1 if f.name in counts else share) for f in fields(self)}
+        )

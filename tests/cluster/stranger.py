@@ -15,6 +15,8 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 LONGEST_S = 90.0
+LAST_MEETING = "torchelastic/agent/terminal_state"
+"""Where launchers meet after training. Whoever alters it makes them wait, five minutes at most."""
 
 
 class Attack:
@@ -65,7 +67,7 @@ def main():
     while how == "race" and not (folder / "done").exists() and time.monotonic() < deadline_s:
         try:
             for key in store.list_keys():
-                if "executed" in key or chance.random() < 0.7:
+                if LAST_MEETING in key or chance.random() < 0.7:
                     continue
                 with contextlib.suppress(RuntimeError):
                     if chance.random() < 0.2:

@@ -60,7 +60,7 @@ def check(folder, outputs, seconds):
     ("how", "has_secret"),
     [
         ("race", True),
-        ("plant", False),
+        pytest.param("plant", False, marks=pytest.mark.sweep),
         pytest.param("plant", True, marks=pytest.mark.sweep),
         pytest.param("race", False, marks=pytest.mark.sweep),
     ],

@@ -53,9 +53,8 @@ KEYS = {
     "overlapping_allreduce": (True, False),
 }
 WITHOUT_EFFECT = (
-    "contiguous xla fork deterministic_server activation_loading_horizon fp16_params skip_tracing "
-    "sdp_hierarchical_allgather static_mode fast_mode checkpoint_attentions _match_weights "
-    "_fp32_grad_accumulation overlapping_allreduce"
+    "contiguous xla fork deterministic_server skip_tracing sdp_hierarchical_allgather "
+    "static_mode fast_mode checkpoint_attentions _fp32_grad_accumulation overlapping_allreduce"
 ).split()
 
 
@@ -82,6 +81,16 @@ def test_what_changes_nothing_is_told_in_one_sentence(key):
     (remark,) = read({key: other, "static_mode": True}).remarks
     assert key in remark
     assert "static_mode" in remark
+
+
+def test_offload_has_the_horizon_of_the_library():
+    """4, where our own default is smaller; nothing is said of it where nothing is offloaded."""
+    assert "activation_loading_horizon" not in read().settings
+    found = Config.parse(read({"offload_activations": True}).settings)
+    assert (found.offload_activations, found.activation_loading_horizon) == (True, 4)
+    given = read({"offload_activations": True, "activation_loading_horizon": 7})
+    assert given.remarks == ()
+    assert Config.parse(given.settings).activation_loading_horizon == 7
 
 
 def test_both_names_of_the_degree_are_one_setting():
@@ -153,11 +162,11 @@ def test_an_unknown_key_is_passed_over_and_told_with_the_nearest_one():
     assert "something_of_another_year" not in found.settings
 
 
-def test_what_is_not_there_yet_says_so():
-    with pytest.raises(ConfigError, match="is 2, but tensor parallelism is not there yet"):
-        read({"tensor_parallel_degree": 2, "ddp": True})
-    with pytest.raises(ConfigError, match="horovod is True"):
-        read({"horovod": True})
+def test_degrees_and_horovod_are_taken():
+    assert read({"tensor_parallel_degree": 2, "ddp": True}).settings["tensor_parallel_degree"] == 2
+    found = read({"horovod": True})
+    assert found.values["horovod"] is True
+    assert "horovod" not in found.settings
 
 
 def test_defaults_of_the_library_are_stated_where_ours_are_others():

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
+from choices import in_sweep
 from compat.small_models import QUIET, batch, loss_of, net
 from shardwright.testing import run_ranks
 
@@ -111,7 +112,7 @@ def trained(steps, loaded=None, *, partial=False):
     return losses, saved
 
 
-@pytest.mark.parametrize("partial", [True, False])
+@pytest.mark.parametrize("partial", [True, in_sweep(False)])
 def test_a_run_with_its_own_half_precision_goes_on(partial):
     def resumed():
         first, saved = trained(range(3), partial=partial)

@@ -369,7 +369,7 @@ def test_several_stages_may_not():
         from shardwright.errors import UsageError
 
         _, model, _, _ = wrapped({"partitions": 2})
-        with pytest.raises(UsageError, match="spread over stages"):
+        with pytest.raises(UsageError, match="spread over ranks"):
             model(batch(0)[0])
         with pytest.raises(UsageError, match=r"inside a function decorated with @smp\.step"):
             model.backward(torch.ones(()))
@@ -520,7 +520,7 @@ def test_errors_and_warnings_name_the_line_of_the_script():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             forgets(model, *batch(0))
-        with pytest.raises(UsageError, match=f"^{__file__}:[0-9]+: the model is spread over stages"):
+        with pytest.raises(UsageError, match=f"^{__file__}:[0-9]+: the model is spread over ranks"):
             model(batch(0)[0])
         return [(str(w.message).split(" ran ")[0], w.filename == __file__) for w in caught]
 

@@ -13,7 +13,7 @@ from torch import nn
 import smdistributed.modelparallel
 import smdistributed.modelparallel.torch as smp
 from shardwright.errors import ShardwrightError, UsageError
-from smdistributed.modelparallel.torch.exceptions import NotInitializedError, NotThereYetError
+from smdistributed.modelparallel.torch.exceptions import NotInitializedError
 
 COMMON = """
 init is_initialized is_tracing num_microbatches step rank size local_rank local_size mp_rank mp_size dp_rank
@@ -42,8 +42,8 @@ clip_master_grads backward update_master_grads reload_model_params init_master_p
 master_distribution_axis param_name_to_index fp16_groups fp32_partitioned_groups_flat
 """.split()
 DISTRIBUTED = """
-DistributedModule DistributedLinear DistributedEmbedding DistributedTransformerLMHead DistributedTransformer
-DistributedTransformerLayer DistributedAttentionLayer DistributedTransformerOutputLayer
+DistributedModule DistributedLinear DistributedEmbedding DistributedLayerNorm DistributedTransformerLMHead
+DistributedTransformer DistributedTransformerLayer DistributedAttentionLayer DistributedTransformerOutputLayer
 """.split()
 MODULES = {
     "model": ["DistributedModel"],
@@ -159,22 +159,108 @@ def test_translators_are_there_under_all_spellings(family):
     module = importlib.import_module(f"smdistributed.modelparallel.torch.nn.huggingface.{family}")
     assert callable(getattr(module, f"translate_state_dict_to_hf_{family}"))
     assert callable(getattr(module, f"translate_hf_state_dict_to_smdistributed_{family}"))
+    assert callable(module.translate_hf_state_dict_to_smdistributed)
     older = {
-        "gpt2": "translate_hf_state_dict_to_smdistributed",
         "gptj": "translate_hf_gptj_state_dict_to_smdistributed",
         "roberta": "translate_state_dict_to_smdistributed",
     }
     assert callable(getattr(module, older.get(family, f"translate_state_dict_to_hf_{family}")))
 
 
-@pytest.mark.parametrize("name", DISTRIBUTED)
-def test_a_distributed_module_says_that_it_is_not_there_yet(name):
-    with pytest.raises(NotThereYetError, match=f"smp.nn.{name} is a module for tensor parallelism.*Use "):
-        getattr(smp.nn, name)(4, 4)
+SIZES = {"num_attention_heads": 32, "attention_head_size": 32, "hidden_size": 1024}
+DROPOUTS = {"attention_dropout_prob": 0.1, "hidden_dropout_prob": 0.1}
+INITIAL = {"initializer_range": 0.02, "use_normal_initialization": False}
+NORMS = {"pre_layernorm": False, "post_layernorm": True}
+LAYER = {
+    **SIZES,
+    "intermediate_size": 4096,
+    **DROPOUTS,
+    "activation": "gelu",
+    "layernorm_epsilon": 1e-5,
+    **INITIAL,
+    "causal_mask_size": None,
+    "add_cross_attention": False,
+    **NORMS,
+}
+NEEDED = inspect.Parameter.empty
 
 
-def test_tensorflow_says_that_it_is_not_there_yet():
-    with pytest.raises(ImportError, match="not there yet"):
+@pytest.mark.parametrize(
+    ("name", "documented"),
+    [
+        ("DistributedLinear", {"in_features": NEEDED, "out_features": NEEDED}),
+        (
+            "DistributedEmbedding",
+            {
+                "num_embeddings": NEEDED,
+                "embedding_dim": NEEDED,
+                "padding_idx": None,
+                "max_norm": None,
+                "norm_type": 2.0,
+                "scale_grad_by_freq": False,
+                "sparse": False,
+                "_weight": None,
+                "initializer_range": 0.02,
+                "_skip_allgather": False,
+                "_skip_scatter_and_merge": False,
+            },
+        ),
+        (
+            "DistributedAttentionLayer",
+            {
+                **SIZES,
+                **DROPOUTS,
+                "layernorm_epsilon": 1e-5,
+                **INITIAL,
+                "cross_attention": False,
+                "causal_mask_size": None,
+                **NORMS,
+            },
+        ),
+        (
+            "DistributedTransformerOutputLayer",
+            {
+                "hidden_size": 1024,
+                "intermediate_size": 4096,
+                "hidden_dropout_prob": 0.1,
+                "activation": "gelu",
+                "layernorm_epsilon": 1e-5,
+                **INITIAL,
+                **NORMS,
+                "fp32_residual_addition": False,
+            },
+        ),
+        ("DistributedTransformerLayer", {**LAYER, "use_alibi": False, "alibi_bias_max": 8}),
+        ("DistributedTransformer", {"num_layers": 12, **LAYER}),
+        (
+            "DistributedTransformerLMHead",
+            {
+                "num_layers": 12,
+                **SIZES,
+                "intermediate_size": 4096,
+                "vocab_size": 30522,
+                "num_positions": 1024,
+                **DROPOUTS,
+                "activation": "gelu",
+                "layernorm_epsilon": 1e-5,
+                "num_token_types": 0,
+                "causal_mask_size": None,
+                "add_cross_attention": False,
+                "add_lm_head": True,
+                **INITIAL,
+                **NORMS,
+            },
+        ),
+    ],
+)
+def test_distributed_modules_take_the_arguments_of_the_table(name, documented):
+    found = parameters_of(getattr(smp.nn, name).__init__)
+    assert list(found.items())[: len(documented)] == list(documented.items())
+    assert issubclass(getattr(smp.nn, name), smp.nn.DistributedModule)
+
+
+def test_the_module_for_tensorflow_says_what_it_needs():
+    with pytest.raises(ImportError, match="needs TensorFlow"):
         importlib.import_module("smdistributed.modelparallel.tensorflow")
 
 
@@ -213,10 +299,11 @@ def test_a_script_that_never_calls_init_is_told_so(use):
         WITHOUT_INIT[use]()
 
 
-def test_registering_a_class_leaves_it_as_it_is():
+def test_what_is_registered_is_checked():
     @smp.tp_register(smp.nn.DistributedTransformerLayer, init_hook=lambda *args: (args, {}))
     class Block(nn.Module):
-        pass
+        def forward(self, hidden_states, attention_mask):
+            return hidden_states, attention_mask
 
     assert isinstance(Block(), Block)
     smp.tp_register_with_module(Block, smp.nn.DistributedTransformerLayer)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from choices import in_sweep
 from compat.small_models import QUIET
 from shardwright.errors import PeerLostError, UsageError
 from shardwright.testing import run_ranks, run_ranks_outcomes
@@ -30,7 +31,7 @@ def grid(settings):
     ("placement", "of_replica", "of_stage"),
     [
         ("spread", [[0, 4], [1, 5], [2, 6], [3, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        ("cluster", [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        in_sweep("cluster", [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2, 4, 6], [1, 3, 5, 7]]),
         ("PTD", [[0, 4], [1, 5], [2, 6], [3, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]),
     ],
 )
@@ -229,10 +230,10 @@ def passing_each_other(call):
     ("call", "said"),
     [
         ("smp.recv_from()", "smp.recv_from() on rank 0 needs smp.send() or smp.broadcast() on rank 1"),
-        ("smp.send()", "smp.send() on rank 0 needs smp.recv_from() on rank 1"),
-        ("smp.broadcast()", "smp.broadcast() on rank 0 needs smp.recv_from() on rank 1"),
+        in_sweep("smp.send()", "smp.send() on rank 0 needs smp.recv_from() on rank 1"),
+        in_sweep("smp.broadcast()", "smp.broadcast() on rank 0 needs smp.recv_from() on rank 1"),
         ("smp.allgather()", "smp.allgather() is to be called by all of ranks 0, 1"),
-        ("smp.mp_barrier()", "smp.mp_barrier() is to be called by all of ranks 0, 1"),
+        in_sweep("smp.mp_barrier()", "smp.mp_barrier() is to be called by all of ranks 0, 1"),
         ("smp.barrier()", "not under `if smp.rank() == 0:`"),
     ],
 )

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from choices import in_sweep
 from compat.saving import QUIET, Script, plain
 from shardwright.plan import Plan
 from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
@@ -251,7 +252,7 @@ def some_ranks(call: str, root: str) -> Any:
 
 @pytest.mark.parametrize(
     "call",
-    ["optimizer.state_dict()", "smp.save('a', partial=True)", "smp.save_checkpoint()"],
+    [in_sweep("optimizer.state_dict()"), in_sweep("smp.save('a', partial=True)"), "smp.save_checkpoint()"],
 )
 def test_a_call_on_some_ranks_names_the_missing_ones(call: str, tmp_path: Path) -> None:
     first, second = run_ranks_outcomes(some_ranks, 2, call, str(tmp_path), timeout_s=50)

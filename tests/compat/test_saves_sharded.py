@@ -72,7 +72,7 @@ def job(root: str, settings: dict[str, Any], dtype: Any, with_optimizer: bool = 
         in_sweep(2, SHARED, torch.float64, False),
         in_sweep(2, {**SHARED, "bf16": True}, torch.bfloat16, True),
         (4, {**SHARED, "partitions": 2}, torch.float64, True),
-        (4, {**SHARED, "shard_optimizer_state": True, "bf16": True}, torch.bfloat16, True),
+        in_sweep(4, {**SHARED, "shard_optimizer_state": True, "bf16": True}, torch.bfloat16, True),
         (3, {**SHARED, "sharded_data_parallel_degree": 3}, torch.float32, True),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from choices import some_combinations
+from choices import combinations_of
 from compat.saving import Script, plain
 from dying import die, in_child
 from shardwright.checkpoint.disk import Disk
@@ -87,7 +87,12 @@ KINDS: dict[str, tuple[Callable[..., None], Callable[..., int]]] = {
 
 
 @pytest.mark.parametrize(
-    ("earlier", "kind"), some_combinations([(), ("a",), ("b", "a"), ("a", "b", "c")], list(KINDS))
+    ("earlier", "kind"),
+    combinations_of(
+        [(), ("a",), ("b", "a"), ("a", "b", "c")],
+        list(KINDS),
+        kept=[((), "partial"), (("b", "a"), "partial"), (("a", "b", "c"), "full")],
+    ),
 )
 def test_killed_at_each_operation(kind: str, earlier: tuple[str, ...], tmp_path: Path) -> None:
     """The last save has the tag "a": a new one, the newest or an older one."""

@@ -101,6 +101,7 @@ def test_mnist_trains_saves_and_goes_on(tmp_path):
     assert losses(resumed)[0] < losses(output)[0] / 4
 
 
+@pytest.mark.sweep
 def test_without_cpu_mode_it_fails_as_it_would_anyway(tmp_path):
     result = launch((sys.executable,), "mnist.py", cwd=tmp_path)
     assert result.returncode == 1
@@ -140,6 +141,37 @@ def test_gpt2_saves_and_resumes(tmp_path):
     assert losses(resumed) == pytest.approx(losses(output)[2:], abs=2e-5)
 
 
+@pytest.mark.sweep
+@pytest.mark.filterwarnings("ignore")
+def test_gpt2_in_three_dimensions_saves_and_resumes(tmp_path):
+    """Pipeline 2 x tensor 2; the whole model loads into transformers' own."""
+    degrees = ("--tensor_parallel_degree", "2", "--pipeline_parallel_degree", "2", "--prescaled_batch", "1")
+    every = ("--max_steps", "4", *WITHOUT_DROPOUT)
+    plain = ("--pipeline_parallel_degree", "1", "--microbatches", "1", "--activation_checkpointing", "0")
+    alone = train((sys.executable, *CPU_MODE), "train_gpt_simple.py", *every, *plain, cwd=tmp_path)
+    kept = ("--checkpoint-dir", "kept", "--model-dir", "model")
+    saving = ("--checkpoint_freq", "2", "--save_final_full_model", "1")
+    output = train(on_cpu(4), "train_gpt_simple.py", *every, *degrees, *kept, *saving, cwd=tmp_path)
+    assert losses(output) == pytest.approx(losses(alone), abs=2e-5)
+    files = {path.name for path in (tmp_path / "kept/total_steps2_partial").glob("model_*")}
+    assert files == {"model_0_0.pt", "model_0_1.pt", "model_1_0.pt", "model_1_1.pt"}
+    state = torch.load(tmp_path / "model/fullmodel.pt")
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=53, n_positions=12, n_embd=32, n_layer=4, n_head=2)
+    model = GPT2LMHeadModel(config)
+    model.load_state_dict(state)
+    assert torch.equal(model.transformer.h[3].mlp.c_proj.weight, state["transformer.h.3.mlp.c_proj.weight"])
+
+    (tmp_path / "kept/newest").write_text("total_steps2")
+    resumed = train(
+        on_cpu(4), "train_gpt_simple.py", *every, *degrees, *kept, "--load_partial", "1", cwd=tmp_path
+    )
+    assert "Resumed at step 2" in resumed
+    assert losses(resumed) == losses(output)[2:]
+
+
+@pytest.mark.sweep
 @needs_mpirun
 @pytest.mark.skipif(util.find_spec("mpi4py") is None, reason="needs mpi4py")
 def test_gptj_under_mpirun_and_mpi4py(tmp_path):
@@ -159,6 +191,7 @@ def test_gpt_neox_with_sharded_parameters(tmp_path):
     assert losses(output)[-1] < losses(output)[0]
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")
 def test_bloom_in_half_precision(tmp_path):
     """The loss scale begins at 2 ** 32: steps are skipped, and the rate waits, until it fits."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from choices import some_combinations
+from choices import in_sweep, some_combinations
 from compat.small_models import FEATURES, QUIET, batch, largest_difference, loss_of, net, plain_gradients
 from shardwright.testing import run_ranks
 
@@ -48,7 +48,7 @@ def test_gradients_are_those_of_plain_training(num_ranks, pipeline):
     assert len(replicas) == max(1, num_ranks // 2)
 
 
-@pytest.mark.parametrize("dummy", ["empty", "none"])
+@pytest.mark.parametrize("dummy", [in_sweep("empty"), "none"])
 def test_only_the_first_rank_of_a_replica_has_to_have_the_batch(dummy):
     found = run_ranks(trained, 2, {"partitions": 2}, dummy=dummy)
     assert max(difference for difference, _ in found) < CLOSE
@@ -280,8 +280,7 @@ def test_a_model_output_of_hugging_face_comes_back_as_one():
             plain = GPT2LMHeadModel(config)
         model = smp.DistributedModel(plain, trace_device="gpu")
         layers = model.get_module().transformer.seq_layers
-        assert layers is plain.transformer.h
-        assert layers[0].attention is layers[0].attn
+        assert [type(layer) for layer in layers] == [smp.nn.DistributedTransformerLayer] * 2
         smp.set_activation_checkpointing(layers[0].attention)
         smp.set_activation_checkpointing(layers[0].output)
         smp.set_activation_checkpointing(layers[1:], strategy="each")
@@ -298,9 +297,9 @@ def test_a_model_output_of_hugging_face_comes_back_as_one():
         assert output["logits"].concat().shape == (4, 8, 17)
         (translate,) = smp.state.module_manager.translate_functions
         state = model.state_dict()
-        assert "seq_layers" not in "".join(state)
-        assert "attention" not in "".join(state)
-        assert translate[0](state) is state
+        assert "transformer.seq_layers.1.attention.query.weight" in state
+        torch.manual_seed(0)
+        assert set(translate[0](state)) == set(GPT2LMHeadModel(config).state_dict())
         return output["loss"].reduce_mean().item(), output.past_key_values
 
     first, second = run_ranks(gpt2, 2, env={"TRANSFORMERS_VERBOSITY": "error"}, timeout_s=90)

@@ -139,6 +139,7 @@ def test_a_module_runs_as_python_would_run_it(tmp_path):
 )
 def test_what_cannot_be_started_is_a_mistake_of_usage(words, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # the first is taken out, as that of the starter
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2

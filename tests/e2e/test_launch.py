@@ -232,7 +232,7 @@ def test_a_model_that_does_not_fit_has_its_own_exit_code(folder):
 
 
 @pytest.mark.parametrize(
-    ("leave", "expected"), [("sys.exit(3)", 3), ("sys.exit(9)", 5), in_sweep("os._exit(8)", 8)]
+    ("leave", "expected"), [("sys.exit(3)", 3), in_sweep("sys.exit(9)", 5), in_sweep("os._exit(8)", 8)]
 )
 def test_exit_codes_with_a_meaning_are_passed_on(folder, leave, expected):
     script = folder.script(without_torch(f"if rank == 1: {leave}"))
@@ -301,7 +301,7 @@ SAVES = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, in_sweep(signal.SIGUSR1)])
+@pytest.mark.parametrize("number", [in_sweep(signal.SIGINT), signal.SIGTERM, in_sweep(signal.SIGUSR1)])
 def test_signals_reach_the_ranks_once_and_they_have_time_to_save(folder, number):
     process = folder.start("-n", "2", "--max-restarts", "1", folder.script(without_torch(SAVES)))
     pids = [int(word) for rank in (0, 1) for word in folder.wait_for(f"pids{rank}").split()]
@@ -422,3 +422,30 @@ def test_the_ranks_get_the_variables_of_sagemaker(folder):
     refused = folder.shardwright_run("--mp-parameters", "pipeline=fast", script)
     assert refused.returncode == 2
     assert "pipeline is 'fast', but it must be simple" in refused.stderr
+
+
+FAILS_ONCE = """
+from pathlib import Path
+from shardwright.checkpoint.commits import Commit, write_commits
+from shardwright.checkpoint.disk import Disk
+
+root = Path(os.environ["SHARDWRIGHT_RUN_DIR"], "checkpoints")
+if root.exists():
+    sys.exit(0)
+root.mkdir()
+write_commits(root, (Commit(name="step-00000030", step=30, manifest_sha256="0" * 64),), disk=Disk())
+sys.exit("the machine is on fire")
+"""
+
+
+def test_the_same_command_goes_on_with_a_run_that_failed_and_leaves_one_that_finished(folder):
+    command = ("run", "-n", "1", folder.script(without_torch(FAILS_ONCE)), "--lr", "1")
+    failed = folder.run(*SHARDWRIGHT, *command)
+    assert failed.returncode == 5
+    last = failed.stderr.splitlines()[-1]
+    assert last == f"saved step 30 in runs/train/checkpoints; go on: shardwright {shlex.join(command)}"
+    again = folder.run(*SHARDWRIGHT, *command)
+    assert again.returncode == 0, again.stderr
+    assert "run folder runs/train, goes on from step 30 (a new run: --fresh)" in again.stderr
+    third = folder.run(*SHARDWRIGHT, "run", "--dry-run", "--json", *command[1:])
+    assert json.loads(third.stdout)["run_folder"] == "runs/train-2"

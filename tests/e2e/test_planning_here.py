@@ -88,6 +88,7 @@ def refused(here):
     return run
 
 
+@pytest.mark.sweep
 def test_the_plan_of_a_search_runs(shardwright, here):
     words = ("model.py:build", "this-cpu", "--batch", "8", "--dtype", "float32", "--pin", "pipeline=2")
     code, _, _ = here("search", *words, "-o", "plan.json")
@@ -136,7 +137,7 @@ def test_what_cannot_be_tried_is_said_once(shardwright, refused):
     both = refused("plan", "make", "model.py:build", "-n", "2", "--verify", "2", "--profile", "p.json")
     assert "--profile p.json has no use" in both
     odd = refused("plan", "make", "model.py:build", "-n", "3", "--verify", "2", "--nnodes", "2")
-    assert "--world 3 on --nnodes 2" in odd
+    assert "--num-ranks 3 on --nnodes 2" in odd
 
 
 @pytest.mark.sweep  # tests/e2e/test_launch.py has it for a run

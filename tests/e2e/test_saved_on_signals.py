@@ -85,6 +85,7 @@ def test_the_launcher_is_told(number: signal.Signals, tmp_path: Path) -> None:
     assert process.returncode == 75, output
     assert f"{number.name}: saved step" in output
     assert "the ranks saved their state (exit code 75)" in output
+    assert re.search(r"saved step \d+ in runs/job/checkpoints; go on: shardwright run -n 1 ", output)
     (commit,) = CheckpointFolder(tmp_path / "runs" / "job" / "checkpoints").commits()
     assert 3 <= commit.step < 100
     resumed = subprocess.run(
@@ -167,3 +168,22 @@ def test_every_process_is_told_at_once(number: signal.Signals, tmp_path: Path) -
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     assert CheckpointFolder(tmp_path / "runs" / "job" / "checkpoints").commits()
+
+
+def test_the_same_command_goes_on_without_a_launcher_of_ours(tmp_path: Path) -> None:
+    """Checkpoints lay in a folder of the time, so a rerun began at step 0 without a word."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "train.py"]
+    process = _started(command, tmp_path)
+    _until_it_says(process, "step 3 loss")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    saved = re.search(r"saved step (\d+) in runs/train/checkpoints; go on: python train.py", output)
+    assert saved is not None, output
+    resumed = _started(command, tmp_path)
+    _until_it_says(resumed, f"begins at {saved[1]}")
+    output, _ = resumed.communicate(timeout=60)
+    assert resumed.returncode == 0, output
+    assert "done: " in output
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["train"]

@@ -25,12 +25,12 @@ from shardwright.errors import TraceError
 from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan
-from shardwright.planner.chain import Chain
-from shardwright.planner.fabric import Fabric
-from shardwright.planner.model_chain import build_chain
-from shardwright.planner.option import Demands, Workload
-from shardwright.planner.partition import manual_stages
-from shardwright.planner.search import _plan, _tie_variants
+from shardwright.planner.chain.chain import Chain
+from shardwright.planner.chain.model_chain import build_chain
+from shardwright.planner.machines.fabric import Fabric
+from shardwright.planner.partition.cuts import manual_stages
+from shardwright.planner.search.option import Demands, Workload
+from shardwright.planner.search.search import _plan, _tie_variants
 from shardwright.profile import Profile
 from shardwright.schedule import place_stages
 
@@ -273,7 +273,13 @@ def _planned(
     share = choose.choice((0.0, 0.5, 1.0))
     recomputed = [call for call in range(chain.num_calls) if choose.random() < share]
     option = replace(draft, layout=draft.layout.with_recompute(recomputed)).work_out()
-    return _plan(option, graph=graph, config=config, mesh=mesh, options=[option])
+    plan = _plan(option, graph=graph, config=config, mesh=mesh, options=[option], division=None)
+    share = choose.choice((0.0, 0.5, 1.0))
+    stages = [
+        stage.model_copy(update={"offload": tuple(u for u in stage.units if choose.random() < share)})
+        for stage in plan.stages
+    ]
+    return plan.model_copy(update={"stages": tuple(stages)})
 
 
 def _placed(
@@ -326,7 +332,10 @@ def differences_of_plans(
         iterations.append(Iteration(batch_size=batches[-1], length=length, train=False))
         case = Case(config=config, iterations=iterations)
         try:
-            with patch("shardwright.torch.measuring.planning.make_plan", drawn.planner()):
+            with (
+                patch("shardwright.torch.measuring.planning.make_plan", drawn.planner()),
+                patch("shardwright.torch.offload.offloading.LEAST_BYTES", 1),
+            ):
                 lines = differences(recipe, case)
         except Exception as error:
             # Units that must share a stage cannot be placed apart by hand.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import shardwright.torch as sw
 from shardwright.errors import PlanError
 from shardwright.torch.pytorch.tree import flatten
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 
 __all__ = ["EVALUATION", "TOO_SMALL", "Case", "Iteration", "Recipe", "differences", "differences_by_case"]
 
@@ -84,7 +85,10 @@ class Case:
         plain_backward: the script writes ``loss.backward()`` in place of ``model.backward(loss)``.
         autocast: type for `torch.autocast` around the model call.
         optimizer_first: the optimizer is made before the model is wrapped.
+        optimizer: makes it.
         tolerance: replaces that of the recipe.
+        clip: called with the model before the optimizer steps; what it returns is compared.
+        least_divided: share of the parameters' elements of which tensor-parallel ranks have parts.
     """
 
     config: Mapping[str, Any] = field(default_factory=lambda: {"microbatches": 4, "profile": "estimated"})
@@ -93,7 +97,10 @@ class Case:
     plain_backward: bool = False
     autocast: torch.dtype | None = None
     optimizer_first: bool = False
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: _sgd(model)
     tolerance: float | None = None
+    clip: Callable[[Any], Any] | None = None
+    least_divided: float = 0.0
 
     def loss(self, recipe: Recipe, model: nn.Module, batch: Any) -> Tensor:
         """The loss of one microbatch."""
@@ -128,7 +135,8 @@ def differences(recipe: Recipe, case: Case) -> list[str]:
     with tempfile.TemporaryDirectory() as run_dir:
         sw.init({"run_dir": run_dir, **case.config})
         try:
-            return list(_Comparison(recipe, case).run())
+            comparison = _Comparison(recipe, case)
+            return [*comparison.run(), *comparison.too_little_divided()]
         finally:
             sw.shutdown()
 
@@ -146,13 +154,13 @@ class _Comparison:
         module = copy.deepcopy(self._plain)
         if recipe.place is not None:
             recipe.place(module)
-        self._plain_optimizer = _sgd(self._plain)
-        optimizer = _sgd(module) if case.optimizer_first else None
+        self._plain_optimizer = case.optimizer(self._plain)
+        optimizer = case.optimizer(module) if case.optimizer_first else None
         self._model = sw.DistributedModel(module)
-        self._optimizer = sw.DistributedOptimizer(optimizer or _sgd(self._model))
+        self._optimizer = sw.DistributedOptimizer(optimizer or case.optimizer(self._model))
         self._microbatches = case.config["microbatches"]
         # Statistics are those of the first replica after each step, as under DistributedDataParallel.
-        self._buffers_of_replica = [_buffers(self._plain)] * sw.dp_size()
+        self._buffers_of_replica = [_buffers(self._plain)] * sw.rdp_size()
 
     def run(self) -> Iterable[str]:
         """Yields what differs after each iteration and at the end."""
@@ -163,8 +171,8 @@ class _Comparison:
                 if iteration.zero_grad:
                     optimizer.zero_grad()
             plain_losses = self._plain_iteration(number, iteration)
-            batch = self._batch(number, iteration, replica=sw.dp_rank())
-            torch.manual_seed(_seed(number, sw.dp_rank()))
+            batch = self._batch(number, iteration, replica=sw.rdp_rank())
+            torch.manual_seed(_seed(number, sw.rdp_rank()))
             function = train if iteration.train else infer if iteration.inference == "inside" else evaluate
             without = torch.inference_mode if iteration.inference == "around" else torch.no_grad
             with nullcontext() if iteration.train else without():
@@ -172,9 +180,20 @@ class _Comparison:
             lines = [*self._compare_losses(losses.outputs, plain_losses), *self._compare_gradients()]
             yield from (f"iteration {number}: {line}" for line in lines)
             if iteration.train and iteration.update:
+                yield from (f"iteration {number}: {line}" for line in self._clip())
                 self._plain_optimizer.step()
                 self._optimizer.step()
         yield from self._compare_states()
+
+    def _clip(self) -> Iterable[str]:
+        if self._case.clip is None:
+            return
+        limit = self._case.tolerance or self._recipe.tolerance
+        expected, found = self._case.clip(self._plain), self._case.clip(self._model)
+        if expected is not None:
+            yield from _difference("what clipping returns", found.double(), expected.double(), limit)
+        for line in self._compare_gradients():
+            yield f"after clipping: {line}"
 
     def _step_functions(self) -> list[Callable[..., Any]]:
         recipe, case = self._recipe, self._case
@@ -199,10 +218,18 @@ class _Comparison:
 
         return [train, evaluate, infer]
 
+    def too_little_divided(self) -> Iterable[str]:
+        """Yields what tensor-parallel ranks share of the parameters, if it is less than the case wants."""
+        parameters = list(self._model.local_parameters())
+        divided = sum(each.numel() for each in parameters if isinstance(each, DividedTensor))
+        share = divided / sum(each.numel() for each in parameters)
+        if share < self._case.least_divided:
+            yield f"only {share:.0%} of the parameters are divided"
+
     def _plain_iteration(self, number: int, iteration: Iteration) -> list[Tensor]:
         """Computes the microbatches of all replicas; returns the losses of this rank's replica."""
         losses: list[list[Tensor]] = []
-        for replica in range(sw.dp_size()):
+        for replica in range(sw.rdp_size()):
             _load_buffers(self._plain, self._buffers_of_replica[replica])
             batch = self._batch(number, iteration, replica=replica)
             torch.manual_seed(_seed(number, replica))
@@ -211,12 +238,12 @@ class _Comparison:
                 with torch.set_grad_enabled(iteration.train):
                     loss = self._case.loss(self._recipe, self._plain, part)
                 if iteration.train:
-                    (loss / (self._microbatches * sw.dp_size())).backward()
+                    (loss / (self._microbatches * sw.rdp_size())).backward()
                 losses[-1].append(loss.detach())
             self._buffers_of_replica[replica] = _buffers(self._plain)
-        self._buffers_of_replica = [self._buffers_of_replica[0]] * sw.dp_size()
+        self._buffers_of_replica = [self._buffers_of_replica[0]] * sw.rdp_size()
         _load_buffers(self._plain, self._buffers_of_replica[0])
-        return losses[sw.dp_rank()]
+        return losses[sw.rdp_rank()]
 
     def _batch(self, number: int, iteration: Iteration, *, replica: int) -> Any:
         torch.manual_seed(1000 + _seed(number, replica))

@@ -53,8 +53,6 @@ def _trace(recipe: Recipe) -> None:
         {4: Batch(((model, part), {}))},
         device=torch.device("cpu"),
         num_stages=4,
-        # It goes backward, for which PyTorch starts a thread for each GPU: then the server could not fork.
-        count_memory=torch.version.cuda is None and torch.version.hip is None,
     )
 
 
@@ -67,6 +65,8 @@ def _warm_up() -> None:
             importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     if importlib.util.find_spec("plotly") is not None:
         packed_library()
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        return  # a trace asks the driver for GPUs, which starts threads: then the server could not fork
     before = get_state(torch.device("cpu"))
     for name in traced:
         _trace(ZOO[name])

@@ -157,6 +157,7 @@ def profile_of(costs: Mapping[str, tuple[float, float]] | None = None, **changes
                 input_bytes=int(changes.get("input_bytes", 40)),
                 work_bytes=int(changes.get("work_bytes", 0)),
                 provenance="measured",
+                spread=changes.get("spread", 0.0),
             )
             for name, (forward, backward) in costs.items()
         },

@@ -127,6 +127,36 @@ def test_finders_that_ask_all_finders_are_no_reason_to_act_twice(folder, acted):
     assert acted == [late, late]
 
 
+def test_a_module_whose_own_code_asks_for_it_is_acted_on_at_its_end(folder, acted):
+    """Bug: transformers imports SageMaker's library in the middle of the module that defines its models."""
+    (folder / "late.py").write_text("import asks\nimport asks_too\nVALUE = 1\n")
+    for name in ("asks", "asks_too"):
+        (folder / f"{name}.py").write_text(
+            "from shardwright.after_import import after_import\n"
+            "acted = []\n"
+            "after_import('late', lambda module: acted.append(module.VALUE))\n"
+        )
+    late = importlib.import_module("late")
+    assert late.asks.acted == late.asks_too.acted == [1]
+    importlib.reload(late)
+    assert late.asks.acted == [1, 1]
+
+
+def test_a_module_whose_own_code_asks_for_it_and_raises_is_not_acted_on(folder, acted):
+    (folder / "late.py").write_text("import asks\nraise LookupError\n")
+    (folder / "asks.py").write_text(
+        "from shardwright.after_import import after_import\nacted = []\nafter_import('late', acted.append)\n"
+    )
+    with pytest.raises(LookupError):
+        importlib.import_module("late")
+    asks = importlib.import_module("asks")
+    assert asks.acted == []
+    (folder / "late.py").write_text("import asks\n")
+    importlib.invalidate_caches()
+    late = importlib.import_module("late")
+    assert asks.acted == [late]
+
+
 def test_packages_without_code_are_left_alone(folder, acted):
     (folder / "space").mkdir()
     (folder / "space" / "inside.py").write_text("")

@@ -22,8 +22,8 @@ def imported(source: str) -> Iterator[tuple[str, str | None]]:
 def missing(source: str) -> list[str]:
     found = []
     for module, name in imported(source):
-        if module.split(".")[0] != "shardwright":
-            continue
+        if module.split(".")[0] != "shardwright" or module.startswith("shardwright.tensorflow"):
+            continue  # TensorFlow is in an environment of its own
         there = importlib.import_module(module)
         if name is not None and not hasattr(there, name):
             try:

@@ -9,11 +9,16 @@ from shardwright.errors import ConfigError, UsageError
 transformers = pytest.importorskip("transformers")
 
 
+KINDS = {
+    "t5": transformers.AutoModelForSeq2SeqLM,
+    "vit": transformers.AutoModelForImageClassification,
+    "whisper": transformers.AutoModelForSpeechSeq2Seq,
+}
+
+
 def num_parameters(config):
     with torch.device("meta"):
-        kind = transformers.AutoModelForCausalLM
-        if config.model_type == "t5":
-            kind = transformers.AutoModelForSeq2SeqLM
+        kind = KINDS.get(config.model_type, transformers.AutoModelForCausalLM)
         model = kind.from_config(config)
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -70,6 +75,123 @@ SMALL = {
         vocab_size=100,
         num_local_experts=4,
     ),
+    "qwen3": transformers.Qwen3Config(
+        hidden_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=80,
+        vocab_size=100,
+    ),
+    "qwen3_moe": transformers.Qwen3MoeConfig(
+        hidden_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=80,
+        moe_intermediate_size=24,
+        num_experts=6,
+        num_experts_per_tok=2,
+        vocab_size=100,
+    ),
+    "deepseek_v3": transformers.DeepseekV3Config(
+        hidden_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=20,
+        kv_lora_rank=12,
+        qk_rope_head_dim=6,
+        qk_nope_head_dim=10,
+        v_head_dim=8,
+        intermediate_size=80,
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        vocab_size=100,
+    ),
+    "deepseek_v3 without narrow queries": transformers.DeepseekV3Config(
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=12,
+        qk_rope_head_dim=6,
+        qk_nope_head_dim=10,
+        v_head_dim=8,
+        intermediate_size=80,
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=0,
+        vocab_size=100,
+    ),
+    "gpt_oss": transformers.GptOssConfig(
+        hidden_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=40,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        vocab_size=100,
+    ),
+    "gemma3_text": transformers.Gemma3TextConfig(
+        hidden_size=48,
+        num_hidden_layers=7,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=80,
+        vocab_size=100,
+    ),
+    "llama4_text": transformers.Llama4TextConfig(
+        hidden_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=12,
+        intermediate_size=80,
+        intermediate_size_mlp=96,
+        num_local_experts=4,
+        vocab_size=100,
+        pad_token_id=0,
+    ),
+    "vit": transformers.ViTConfig(
+        hidden_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=80,
+        image_size=32,
+        patch_size=8,
+        num_labels=7,
+    ),
+    "whisper": transformers.WhisperConfig(
+        d_model=48,
+        encoder_layers=3,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=80,
+        decoder_ffn_dim=96,
+        vocab_size=100,
+        num_mel_bins=16,
+        max_source_positions=30,
+        max_target_positions=20,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=0,
+        decoder_start_token_id=0,
+    ),
     "t5": transformers.T5Config(d_model=48, d_kv=8, num_layers=3, num_heads=4, d_ff=96, vocab_size=100),
     "t5 gated": transformers.T5Config(
         d_model=48,
@@ -105,6 +227,43 @@ NAMED = {
         vocab_size=128256,
     ),
     "mixtral-8x7b": transformers.MixtralConfig(),
+    "qwen3-235b-a22b": transformers.Qwen3MoeConfig(
+        hidden_size=4096,
+        num_hidden_layers=94,
+        num_attention_heads=64,
+        num_key_value_heads=4,
+        head_dim=128,
+        moe_intermediate_size=1536,
+    ),
+    "deepseek-v3": transformers.DeepseekV3Config(),
+    "gpt-oss-120b": transformers.GptOssConfig(),
+    "gemma3-27b": transformers.Gemma3TextConfig(
+        hidden_size=5376,
+        num_hidden_layers=62,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        head_dim=128,
+        intermediate_size=21504,
+    ),
+    "llama4-scout": transformers.Llama4TextConfig(),
+    "vit-l-16": transformers.ViTConfig(
+        hidden_size=1024,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        intermediate_size=4096,
+        num_labels=1000,
+    ),
+    "whisper-large-v3": transformers.WhisperConfig(
+        d_model=1280,
+        encoder_layers=32,
+        decoder_layers=32,
+        encoder_attention_heads=20,
+        decoder_attention_heads=20,
+        encoder_ffn_dim=5120,
+        decoder_ffn_dim=5120,
+        vocab_size=51866,
+        num_mel_bins=128,
+    ),
     "t5-11b": transformers.T5Config(
         d_model=1024, d_kv=128, num_layers=24, num_heads=128, d_ff=65536, vocab_size=32128
     ),
@@ -126,10 +285,71 @@ def test_parameters_of_a_name(name):
         ("gpt3-175b", 174.6),
         ("llama3-8b", 8.03),
         ("llama3-405b", 405.9),
+        ("qwen3-8b", 8.19),
+        ("qwen3-32b", 32.8),
+        ("qwen3-235b-a22b", 235),
+        ("deepseek-v3", 671),
+        ("gpt-oss-20b", 20.91),
+        ("gpt-oss-120b", 116.83),
+        ("gemma3-4b", 0.675 + 3.209),
+        ("gemma3-12b", 1.012 + 10.759),
+        ("gemma3-27b", 1.416 + 25.6),
+        ("vit-l-16", 0.3043),
+        ("vit-h-14", 0.632),
+        ("whisper-large-v3", 1.55),
+        ("sd3-medium", 2.03),
     ],
 )
 def test_size_of_a_name(name, billions):
-    assert ARCHITECTURES[name].num_parameters / 1e9 == pytest.approx(billions, rel=6e-3)
+    assert find_architecture(name).num_parameters / 1e9 == pytest.approx(billions, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "rounding"),
+    [
+        ("mixtral-8x7b", 12.9, 0.2),
+        ("qwen3-235b-a22b", 22, 0.5),
+        ("deepseek-v3", 37, 0.5),
+        ("gpt-oss-20b", 3.61, 0.005),
+        ("gpt-oss-120b", 5.13, 0.005),
+    ],
+)
+def test_parameters_that_a_token_uses(name, billions, rounding):
+    assert find_architecture(name).active_parameters / 1e9 == pytest.approx(billions, abs=rounding)
+
+
+@pytest.mark.parametrize(("name", "gigamacs"), [("vit-l-16", 61.55), ("vit-h-14", 167.3)])
+def test_products_of_an_image(name, gigamacs):
+    assert find_architecture(name).flops / 2e9 == pytest.approx(gigamacs, rel=1e-2)
+
+
+def test_windows_of_a_configuration():
+    """The sides of the published models' windows, as the catalogue has them, and lists of kinds of layers."""
+    for name, kind in (("gpt-oss-120b", "gpt_oss"), ("gemma3-27b", "gemma3_text"), ("llama4-scout", None)):
+        read, known = from_hugging_face(NAMED[name].to_dict()), find_architecture(name)
+        assert read.windowed_layers == known.windowed_layers, kind
+    assert from_hugging_face(NAMED["gpt-oss-120b"].to_dict()).window == 128
+    listed = SMALL["gemma3_text"].to_dict() | {
+        "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 5
+    }
+    assert from_hugging_face(listed).windowed_layers == 5
+    unlisted = {name: value for name, value in listed.items() if name != "layer_types"}
+    assert from_hugging_face(unlisted).windowed_layers == 6
+
+
+def test_a_text_model_inside_of_one_that_sees():
+    """The published gemma-3-4b's file leaves out what is the default of the class."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
+    read = from_hugging_face({"model_type": "gemma3", "text_config": text, "vision_config": {}})
+    known = ARCHITECTURES["gemma3-4b"]
+    assert read.num_parameters == known.num_parameters
+    assert (read.window, read.windowed_layers) == (known.window, known.windowed_layers)
 
 
 def test_a_name_that_nobody_knows():
@@ -142,7 +362,7 @@ def test_a_name_that_nobody_knows():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "model_type is 'mamba', but only bloom, gpt2"),
+        ({"model_type": "mamba"}, "model_type is 'mamba', but only bloom, deepseek_v3, gemma3"),
         ({"n_layer": None}, "n_layer is missing"),
         ({"n_layer": -1}, "n_layer is -1, but it must be a whole number from 1"),
         ({"n_embd": True}, "n_embd is True"),
@@ -151,3 +371,23 @@ def test_a_name_that_nobody_knows():
 def test_configurations_that_cannot_be_read(change, message):
     with pytest.raises(ConfigError, match=message):
         from_hugging_face(SMALL["gpt2"].to_dict() | change)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2, but only 1 can be read"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], but only \[\] can be read"),
+        ("llama4_text", {"interleave_moe_layer_step": 2}, "interleave_moe_layer_step is 2, but only 1"),
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias is True, but only False"),
+        ("deepseek_v3", {"first_k_dense_replace": 9}, "first_k_dense_replace is 9, but there are 4 layers"),
+        ("gemma3_text", {"layer_types": 3}, "layer_types is 3, but it must list the kinds of 7 layers"),
+        ("gemma3_text", {"text_config": 3}, "text_config is 3, but it must be an object"),
+        ("vit", {"num_attention_heads": 5}, "a width of 48 is not divided by 5 heads"),
+        ("vit", {"patch_size": 64}, "image_size is 32, but a patch has 64"),
+        ("vit", {"id2label": []}, r"id2label is \[\], but it must be an object"),
+    ],
+)
+def test_configurations_of_newer_models_that_cannot_be_read(kind, change, message):
+    with pytest.raises(ConfigError, match=message):
+        from_hugging_face(SMALL[kind].to_dict() | change)

@@ -149,8 +149,6 @@ def test_out_of_range(settings: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"tensor_parallel_degree": 2},
-        {"offload_activations": True},
         {"horovod": True},
         {"prescaled_batch": True},
     ],
@@ -161,7 +159,7 @@ def test_features_of_later_versions(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"tensor_parallel_degree": "1"}, {"horovod": "False"}, {"bf16": False}, {"fp16": None}]
+    "settings", [{"tensor_parallel_degree": 1}, {"horovod": "False"}, {"bf16": False}, {"fp16": None}]
 )
 def test_features_of_later_versions_that_are_off(settings: dict[str, Any]) -> None:
     assert Config.parse(settings) == Config()

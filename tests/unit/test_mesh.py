@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.errors import ConfigError
-from shardwright.mesh import Axis, Mesh, canonical_placement, gradient_axes
+from shardwright.mesh import Axis, Mesh, canonical_placement
 
 DEGREES = st.integers(1, 4)
 PLACEMENTS = st.sampled_from(["".join(letters) for letters in itertools.permutations("DPT")])
@@ -114,46 +114,18 @@ def test_degrees_of_settings_come_back(mesh: Mesh) -> None:
     assert mesh.pipeline * mesh.data * mesh.tensor == mesh.world_size
 
 
-# ---- gradients ----
+# ---- ranks that share a batch ----
 
 
-@given(
-    meshes(),
-    st.fixed_dictionaries(dict.fromkeys(("of_expert", "sequence_split", "cut_over_tp"), st.booleans())),
-)
-def test_a_gradient_has_a_part_for_all_tokens_once(mesh: Mesh, kind: dict[str, bool]) -> None:
-    """Each rank has tokens of its own along the axes of data; the sum must hold those of all of them once.
-
-    What a rank adds to the gradient of its parameter: the tokens that it computes with. An expert gets its
-    tokens from all ranks along ep, so it has them already.
-    """
-    split = ("dp_replicate", "dp_shard", "cp", "ep") + ("tp",) * (
-        kind["sequence_split"] and not kind["cut_over_tp"]
-    )
-    own = ("ep",) if kind["of_expert"] else ()
-
-    def tokens(rank: int) -> set[tuple[int, int]]:
-        """Of the stage of this rank."""
-        return {
-            (mesh.group_rank("pp", rank), mesh.group_rank(split, other)) for other in mesh.group(own, rank)
-        }
-
-    for rank in range(mesh.world_size):
-        parts = [tokens(other) for other in mesh.group(gradient_axes(**kind), rank)]
-        assert sum(map(len, parts)) == len(set().union(*parts)) == mesh.group_size(split)
-
-
-def test_replicas_of_a_stage_are_summed_over_where_nothing_else_is_split() -> None:
-    mesh = Mesh.of(world_size=8, pipeline=2, data=4, shard=2)
-    assert mesh.group(gradient_axes(), 1) == mesh.group("dp", 1) == (1, 3, 5, 7)
-
-
-def test_experts_are_summed_over_fewer_ranks() -> None:
-    mesh = Mesh((Axis("dp_replicate", 2), Axis("ep", 2), Axis("tp", 2)))
-    assert mesh.group(gradient_axes(), 0) == (0, 2, 4, 6)
-    assert mesh.group(gradient_axes(of_expert=True), 0) == (0, 4)
-    assert mesh.group(gradient_axes(sequence_split=True), 0) == tuple(range(8))
-    assert mesh.group(gradient_axes(sequence_split=True, cut_over_tp=True), 0) == (0, 2, 4, 6)
+def test_ranks_share_a_batch_along_three_axes() -> None:
+    mesh = Mesh.of(world_size=8, pipeline=2, data=2, context=2)
+    assert (mesh.context, mesh.expert, mesh.tensor, mesh.share) == (2, 1, 1, 2)
+    assert mesh.title == "pipeline(2) * data(2) * context(2)"
+    assert mesh.shared_title == " x context 2"
+    assert mesh.group("share", 1) == (1, 3)
+    assert mesh.group("rdp", 1) == (1, 5)
+    with pytest.raises(ConfigError, match=r"data\(2\) \* expert\(2\) != WORLD_SIZE\(8\)"):
+        Mesh.of(world_size=8, data=2, expert=2)
 
 
 # ---- refusals ----

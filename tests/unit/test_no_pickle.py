@@ -1,6 +1,7 @@
 """Nothing that another process wrote is unpickled, but for what is said here."""
 
 import ast
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -46,64 +47,70 @@ CODE |= {f"yaml.{name}" for name in ("load", "load_all", "full_load", "unsafe_lo
 RUNS_CODE = {("cpu_mode/script.py", "exec"), ("files/documents.py", "yaml.load")}
 
 
-def trees(folder):
-    for path in sorted(folder.rglob("*.py")):
-        yield str(path.relative_to(folder)), ast.parse(path.read_text())
+class Source:
+    """A file's syntax, parsed and walked once for all tests."""
+
+    def __init__(self, path):
+        self.nodes = list(ast.walk(ast.parse(path.read_text())))
+
+    @cached_property
+    def imported(self):
+        found = set()
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                found.update(alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                found.add((node.module or "").partition(".")[0])
+        return found
+
+    @cached_property
+    def called(self):
+        """What the file calls, as it is written there."""
+        return {ast.unparse(node.func) for node in self.nodes if isinstance(node, ast.Call)}
+
+    @cached_property
+    def flags(self):
+        """Keywords that are given as True."""
+        calls = (node for node in self.nodes if isinstance(node, ast.Call))
+        keywords = (each for call in calls for each in call.keywords if isinstance(each.value, ast.Constant))
+        return {each.arg for each in keywords if each.value.value is True}
 
 
-def imported(tree):
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield (node.module or "").partition(".")[0]
-
-
-def called(tree):
-    """What a file calls, as it is written there."""
-    return {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-
-
-def flags(tree):
-    """Keywords that are given as True."""
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    keywords = (each for call in calls for each in call.keywords if isinstance(each.value, ast.Constant))
-    return {each.arg for each in keywords if each.value.value is True}
-
-
-@pytest.fixture(params=["src", "compat"])
+@pytest.fixture(scope="module", params=["src", "compat"])
 def part(request):
     if request.param == "compat" and not COMPAT.is_dir():
         pytest.skip(f"there is no {COMPAT} beside an installed package")
     return request.param
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def files(part):
-    return list(trees(SOURCES if part == "src" else COMPAT))
+    folder = SOURCES if part == "src" else COMPAT
+    return {str(path.relative_to(folder)): Source(path) for path in sorted(folder.rglob("*.py"))}
 
 
 def test_pickle_is_imported_in_few_places(part, files):
-    found = {name: set(imported(tree)) & PICKLES for name, tree in files}
+    found = {name: source.imported & PICKLES for name, source in files.items()}
     allowed = ALLOWED if part == "src" else ALLOWED_IN_COMPAT
     assert {name: modules for name, modules in found.items() if modules} == allowed
 
 
 def test_no_collective_of_torch_takes_objects(files):
-    found = {(name, call) for name, tree in files for call in called(tree)}
+    found = {(name, call) for name, source in files.items() for call in source.called}
     assert {(name, call) for name, call in found if call.rpartition(".")[2] in OBJECTS} == set()
 
 
 def test_torch_load_is_called_in_few_places(part, files):
     found = set()
-    for name, tree in files:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load":
-                found.add(name)
+    for name, source in files.items():
+        loads = (node for node in source.nodes if isinstance(node, ast.Attribute) and node.attr == "load")
+        if any(ast.unparse(node) == "torch.load" for node in loads):
+            found.add(name)
     assert found == (LOADS if part == "src" else LOADS_IN_COMPAT)
 
 
 def test_no_text_of_others_becomes_code(part, files):
-    found = {(name, call) for name, tree in files for call in called(tree) & CODE}
+    found = {(name, call) for name, source in files.items() for call in source.called & CODE}
     assert found == (RUNS_CODE if part == "src" else set())
-    assert {(name, flag) for name, tree in files for flag in flags(tree) & {"shell", "allow_pickle"}} == set()
+    flags = {(name, flag) for name, source in files.items() for flag in source.flags}
+    assert {(name, flag) for name, flag in flags if flag in ("shell", "allow_pickle")} == set()

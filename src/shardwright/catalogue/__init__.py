@@ -1,14 +1,14 @@
 """Models as data: known architectures, and those of configuration files; no framework."""
 
-from shardwright.catalogue.architectures import ARCHITECTURES, find_architecture
-from shardwright.catalogue.convolutional import CONVOLUTIONAL
+from shardwright.catalogue.architectures import ARCHITECTURES, CHAINS, find_architecture
 from shardwright.catalogue.hugging_face import from_hugging_face
 from shardwright.catalogue.layer_chain import Layer, LayerChain
-from shardwright.catalogue.transformer import Transformer
+from shardwright.catalogue.transformer import LatentAttention, Transformer
 
 __all__ = [
     "ARCHITECTURES",
-    "CONVOLUTIONAL",
+    "CHAINS",
+    "LatentAttention",
     "Layer",
     "LayerChain",
     "Transformer",

@@ -3,12 +3,13 @@
 import difflib
 from dataclasses import replace
 
+from shardwright.catalogue.attention_chains import ATTENTION_CHAINS
 from shardwright.catalogue.convolutional import CONVOLUTIONAL
 from shardwright.catalogue.layer_chain import LayerChain
-from shardwright.catalogue.transformer import Transformer
+from shardwright.catalogue.transformer import LatentAttention, Transformer
 from shardwright.errors import UsageError
 
-__all__ = ["ARCHITECTURES", "find_architecture"]
+__all__ = ["ARCHITECTURES", "CHAINS", "find_architecture"]
 
 
 def _neox(name: str, *, layers: int, hidden: int, heads: int, source: str) -> Transformer:
@@ -84,6 +85,76 @@ def _llama(
     )
 
 
+def _qwen3(name: str, *, layers: int, hidden: int, heads: int, ffn: int) -> Transformer:
+    return replace(
+        _llama(
+            name,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            ffn=ffn,
+            vocabulary=151936,
+            sequence=4096,
+            source="Qwen team 2025, arXiv:2505.09388",
+        ),
+        head_size=128,
+        head_norms=True,
+    )
+
+
+def _gpt_oss(name: str, *, layers: int, experts: int) -> Transformer:
+    return Transformer(
+        name=name,
+        layers=layers,
+        hidden=2880,
+        heads=64,
+        kv_heads=8,
+        head_size=64,
+        vocabulary=201088,
+        sequence=4096,
+        ffn=2880,
+        experts=experts,
+        experts_per_token=4,
+        router_biases=True,
+        sinks=True,
+        window=128,
+        windowed_layers=layers // 2,
+        gated=True,
+        tied=False,
+        positions="rotary",
+        norm_biases=False,
+        source="OpenAI 2025, arXiv:2508.10925",
+    )
+
+
+def _gemma3(
+    name: str, *, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, head_size: int = 256
+) -> Transformer:
+    """Without the encoder of images, which is frozen and the same for all."""
+    return Transformer(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        vocabulary=262208,
+        sequence=32768,
+        ffn=ffn,
+        window=1024,
+        windowed_layers=layers - layers // 6,
+        head_norms=True,
+        block_norms=4,
+        gated=True,
+        positions="rotary",
+        attention_biases=False,
+        output_biases=False,
+        mlp_biases=False,
+        norm_biases=False,
+        source="Gemma team 2025, arXiv:2503.19786, the language model",
+    )
+
+
 _LLAMA_3 = {"vocabulary": 128256, "sequence": 8192, "source": "Llama team 2024, arXiv:2407.21783"}
 
 _ALL = (
@@ -147,10 +218,67 @@ _ALL = (
         experts=8,
         experts_per_token=2,
     ),
+    replace(
+        _llama(
+            "llama4-scout",
+            layers=48,
+            hidden=5120,
+            heads=40,
+            ffn=8192,
+            vocabulary=202048,
+            sequence=8192,
+            source="Meta 2025, Llama 4 model card, the language model",
+        ),
+        experts=16,
+        experts_per_token=1,
+        shared_ffn=8192,
+        window=4096,  # attention in chunks of 8192, of which a token attends to half, as a mean
+        windowed_layers=36,
+    ),
+    _qwen3("qwen3-8b", layers=36, hidden=4096, heads=32, ffn=12288),
+    _qwen3("qwen3-32b", layers=64, hidden=5120, heads=64, ffn=25600),
+    replace(
+        _qwen3("qwen3-235b-a22b", layers=94, hidden=4096, heads=64, ffn=1536),
+        kv_heads=4,
+        experts=128,
+        experts_per_token=8,
+    ),
+    Transformer(
+        name="deepseek-v3",
+        layers=61,
+        hidden=7168,
+        heads=128,
+        head_size=192,
+        vocabulary=129280,
+        sequence=4096,
+        ffn=2048,
+        experts=256,
+        experts_per_token=8,
+        shared_ffn=2048,
+        dense_layers=3,
+        dense_ffn=18432,
+        latent=LatentAttention(query_rank=1536, key_rank=512, rotary_width=64, value_width=128),
+        gated=True,
+        tied=False,
+        positions="rotary",
+        attention_biases=False,
+        output_biases=False,
+        mlp_biases=False,
+        norm_biases=False,
+        source="DeepSeek-AI 2024, arXiv:2412.19437, without multi-token prediction",
+    ),
+    _gpt_oss("gpt-oss-20b", layers=24, experts=32),
+    _gpt_oss("gpt-oss-120b", layers=36, experts=128),
+    _gemma3("gemma3-4b", layers=34, hidden=2560, heads=8, kv_heads=4, ffn=10240),
+    _gemma3("gemma3-12b", layers=48, hidden=3840, heads=16, kv_heads=8, ffn=15360),
+    _gemma3("gemma3-27b", layers=62, hidden=5376, heads=32, kv_heads=16, ffn=21504, head_size=128),
 )
 
 ARCHITECTURES = {architecture.name: architecture for architecture in _ALL}
-"""Those that are known by name."""
+"""Those that are known by name, and have one length of sequence and a vocabulary."""
+
+CHAINS: dict[str, LayerChain] = {**CONVOLUTIONAL, **ATTENTION_CHAINS}
+"""The others, layer by layer."""
 
 
 def find_architecture(name: str) -> Transformer | LayerChain:
@@ -163,7 +291,7 @@ def find_architecture(name: str) -> Transformer | LayerChain:
     'gpt-neox-20b'
     """
     wanted = _plain(name)
-    everything: dict[str, Transformer | LayerChain] = {**ARCHITECTURES, **CONVOLUTIONAL}
+    everything: dict[str, Transformer | LayerChain] = {**ARCHITECTURES, **CHAINS}
     for known, architecture in everything.items():
         if _plain(known) == wanted:
             return architecture

@@ -16,7 +16,7 @@ _NORM_AND_ACTIVATION_MOVES = 5
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """What a layer makes: channels, and positions of each."""
+    """The output of a layer: channels, and positions of each."""
 
     channels: int
     positions: int

@@ -22,6 +22,8 @@ class Layer:
         products: products or convolutions, a kernel each.
         kernels: other kernels: a normalisation, an activation, an addition.
         product_moved: numbers that products read and write, half of them, parameters apart.
+        collectives: of the ranks that share the layer, in a forward and backward; 0 where one has all of it.
+        sent: numbers that one of them sends meanwhile.
     """
 
     name: str
@@ -35,11 +37,13 @@ class Layer:
     products: float = 1.0
     kernels: float = 3.0
     product_moved: float = 0.0
+    collectives: float = 0.0
+    sent: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerChain:
-    """A model that is cut between layers, and in no other way: all other degrees than replicas are 1.
+    """A model that is cut between layers. With a tensor degree, layers are those of one rank of its group.
 
     Attributes:
         name: for display.
@@ -55,12 +59,12 @@ class LayerChain:
 
     @property
     def num_parameters(self) -> int:
-        """Of all layers."""
+        """Parameters of all layers."""
         return sum(layer.parameters for layer in self.layers)
 
     @property
     def flops(self) -> float:
-        """Of the forward of a sample."""
+        """FLOPs of the forward of a sample."""
         return sum(layer.flops + layer.attention for layer in self.layers)
 
     def column(self, name: str) -> Sequence[float]:

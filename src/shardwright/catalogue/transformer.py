@@ -3,11 +3,36 @@
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Transformer"]
+__all__ = ["LatentAttention", "Transformer"]
 
 Positions = Literal["learned", "rotary", "alibi", "relative", "none"]
 
 _RELATIVE_BUCKETS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Attention whose queries, keys and values are made of narrow vectors, as DeepSeek's (MLA).
+
+    Attributes:
+        query_rank: width of the vector that queries are made of; 0: they are made of the residual stream.
+        key_rank: width of the vector that keys and values are made of.
+        rotary_width: part of a head that has positions; its keys are one for all heads.
+        value_width: width of a head of values.
+    """
+
+    query_rank: int
+    key_rank: int
+    rotary_width: int
+    value_width: int
+
+    def parameters(self, hidden: int, heads: int, head_width: int) -> int:
+        """Parameters of all products and of the norms of the narrow vectors."""
+        queries = heads * head_width
+        into = self.query_rank * (hidden + queries + 1) if self.query_rank else hidden * queries
+        apart = heads * (head_width - self.rotary_width + self.value_width)
+        keys = hidden * (self.key_rank + self.rotary_width) + self.key_rank * (apart + 1)
+        return into + keys + heads * self.value_width * hidden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +62,15 @@ class Transformer:
         encoder_layers: blocks of an encoder; the decoder's then attend to it, too.
         experts: MLPs of a block, of which a token takes `experts_per_token`.
         experts_per_token: see there.
+        router_biases: of the product that chooses experts.
+        shared_ffn: width of an MLP that every token takes beside its experts; 0: there is none.
+        dense_layers: first blocks that have one MLP in place of experts.
+        dense_ffn: its width.
+        latent: queries, keys and values are made of narrow vectors.
+        head_norms: queries and keys have a norm over a head.
+        sinks: each head has a score for attending to nothing.
+        window: tokens that one attends to in `windowed_layers` of the blocks.
+        windowed_layers: see there.
         causal: tokens attend to those before them alone.
         source: where the numbers are from.
     """
@@ -63,6 +97,15 @@ class Transformer:
     encoder_layers: int = 0
     experts: int = 1
     experts_per_token: int = 1
+    router_biases: bool = False
+    shared_ffn: int = 0
+    dense_layers: int = 0
+    dense_ffn: int = 0
+    latent: LatentAttention | None = None
+    head_norms: bool = False
+    sinks: bool = False
+    window: int = 0
+    windowed_layers: int = 0
     causal: bool = True
     source: str = ""
 
@@ -80,23 +123,30 @@ class Transformer:
     def num_parameters(self) -> int:
         """All parameters, those of experts that a token does not take too."""
         own = self.layers * self.block_parameters + self.encoder_layers * self.encoder_block_parameters
+        own -= self.dense_layers * (self._experts(self.experts) - self._mlp(self.dense_ffn))
         return own + self.embedding_parameters + self.head_parameters + self._norm * self._final_norms
 
     @property
+    def active_parameters(self) -> int:
+        """Parameters in the products of a token: its experts alone, the head, and no embedding of inputs."""
+        sparse = self.layers + self.encoder_layers - self.dense_layers
+        idle = sparse * (self.experts - self.experts_per_token) * self._mlp(self.ffn)
+        return self.num_parameters - idle - (0 if self.tied else self.vocabulary * self.hidden)
+
+    @property
     def block_parameters(self) -> int:
-        """Of a block; of an encoder-decoder, of the decoder's."""
+        """Parameters of a block, with experts where there are any; with an encoder, of a decoder's block."""
         cross = self._attention + self._norm if self.encoder_layers else 0
         return self.encoder_block_parameters + cross
 
     @property
     def encoder_block_parameters(self) -> int:
-        """Of a block that attends to its own sequence alone."""
-        router = self.hidden * self.experts if self.experts > 1 else 0
-        return self._attention + self.experts * self._mlp + router + self.block_norms * self._norm
+        """Parameters of a block that attends to its own sequence alone."""
+        return self._attention + self._experts(self.experts) + self.block_norms * self._norm
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the embedding of tokens, of positions, and of the norm behind it."""
+        """Parameters of the embeddings of tokens and positions, and of the norm behind them."""
         found = self.vocabulary * self.hidden + self.embedding_norm * self._norm
         if self.positions == "learned":
             found += self.sequence * self.hidden
@@ -106,20 +156,28 @@ class Transformer:
 
     @property
     def head_parameters(self) -> int:
-        """Of the head, without those that it shares with the embedding."""
+        """Parameters of the head, without those that it shares with the embedding."""
         own = 0 if self.tied else self.vocabulary * self.hidden
         return own + self.vocabulary * self.head_biases
 
     @property
     def _attention(self) -> int:
+        beside = self.head_norms * 2 * self.head_width + self.sinks * self.heads
+        if self.latent is not None:
+            return beside + self.latent.parameters(self.hidden, self.heads, self.head_width)
         queries, keys = self.heads * self.head_width, self.key_heads * self.head_width
         biases = self.attention_biases * (queries + 2 * keys) + self.output_biases * self.hidden
-        return 2 * self.hidden * (queries + keys) + biases
+        return 2 * self.hidden * (queries + keys) + biases + beside
 
-    @property
-    def _mlp(self) -> int:
+    def _experts(self, number: int) -> int:
+        """Parameters of so many MLPs of a block, of the one that they share and of what chooses them."""
+        router = (self.hidden + self.router_biases) * number if number > 1 else 0
+        shared = self._mlp(self.shared_ffn) if self.shared_ffn else 0
+        return number * self._mlp(self.ffn) + shared + router
+
+    def _mlp(self, width: int) -> int:
         into = 1 + self.gated
-        return (into + 1) * self.hidden * self.ffn + self.mlp_biases * (into * self.ffn + self.hidden)
+        return (into + 1) * self.hidden * width + self.mlp_biases * (into * width + self.hidden)
 
     @property
     def _norm(self) -> int:

@@ -40,7 +40,7 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What to index a tensor with."""
+        """The index of the box in a tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
     def inside(self, shape: Sequence[int]) -> bool:

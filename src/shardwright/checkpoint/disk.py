@@ -53,7 +53,7 @@ class NewFile:
 
     @property
     def sha256(self) -> str:
-        """Of what was written so far, in hexadecimal digits."""
+        """The SHA-256 of all that was written so far, in hexadecimal digits."""
         return self._digest.hexdigest()
 
     def write(self, part: bytes | memoryview) -> int:

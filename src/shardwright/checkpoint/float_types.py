@@ -56,7 +56,7 @@ def converted(data: bytes | bytearray | memoryview, *, source: str, target: str)
 
 @dataclass(frozen=True, slots=True)
 class NotFinite:
-    """Which kinds of non-finite numbers there are among some.
+    """The kinds of non-finite numbers in some data.
 
     Attributes:
         nan: some are no numbers.

@@ -217,7 +217,7 @@ class CheckpointFolder:
 
 
 def save_number(name: str) -> int:
-    """Which save of its step a folder has.
+    """The number of a folder's save, of all saves of its step.
 
     >>> save_number("step-00000002"), save_number("step-00000002.10")
     (1, 10)

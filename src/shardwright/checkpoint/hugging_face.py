@@ -116,7 +116,7 @@ def config_text(config: Mapping[str, Any], sources: Mapping[str, TensorSource]) 
 
 
 def read_config(saved: SavedCheckpoint, path: Path | None) -> dict[str, Any] | None:
-    """What ``config.json`` is to have.
+    """The content for ``config.json``.
 
     Args:
         saved: the checkpoint, which has one if its model had a configuration of Hugging Face.

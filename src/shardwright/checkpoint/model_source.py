@@ -29,7 +29,7 @@ _LARGEST_CONFIG = 16 * 2**20
 
 
 class FileKind(Enum):
-    """How tensors lie in files."""
+    """The formats of files with tensors."""
 
     SAFETENSORS = (".safetensors",)
     PICKLE = (".pt", ".pth", ".bin", ".ckpt")
@@ -202,7 +202,7 @@ def _config(folder: Path) -> Mapping[str, Any] | None:
 
 
 def _place(folder: Path, name: str) -> Path:
-    """Where a file of a folder is.
+    """The path of a file of a folder.
 
     Raises:
         CorruptCheckpointError: the name, or a link, leads out of the folder.

@@ -130,7 +130,7 @@ def _refuse_sound(folder: CheckpointFolder) -> None:
 
 
 def _way_on(folder: CheckpointFolder, commits: tuple[Commit, ...]) -> str:
-    """What to do where the list is sound: whoever recovers has met a damaged checkpoint, most likely."""
+    """The advice where the list is sound: a damaged checkpoint is the likely cause of a recovery."""
     if not commits:
         drafts = _drafts(folder)
         of_drafts = f" {_described(drafts)}; the next save removes them." if drafts else ""

@@ -50,7 +50,7 @@ class SavedCheckpoint:
 
     @property
     def step(self) -> int:
-        """How many steps were done."""
+        """Steps that were done."""
         return self.manifest.step
 
     @property
@@ -121,7 +121,7 @@ class SavedCheckpoint:
         return found
 
     def overlaps(self, name: str, box: Box) -> Iterator[Overlap]:
-        """Where the elements of a part of a tensor are.
+        """The places of the elements of a part of a tensor.
 
         Args:
             name: full name of the tensor.
@@ -134,7 +134,7 @@ class SavedCheckpoint:
                 yield Overlap(common.relative_to(piece.box), common.relative_to(box), stored)
 
     def whole(self, name: str) -> Sequence[Overlap]:
-        """Where the elements of a tensor are."""
+        """The places of the elements of a tensor."""
         return list(self.overlaps(name, Box.whole(self.entry(name).shape)))
 
     def _listed(self, name: str) -> Path:

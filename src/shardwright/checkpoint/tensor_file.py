@@ -89,7 +89,7 @@ class TensorSource:
 
     @property
     def num_bytes(self) -> int:
-        """What its elements take."""
+        """The bytes of its elements."""
         return ITEM_BYTES[self.dtype] * prod(self.shape)
 
     @classmethod

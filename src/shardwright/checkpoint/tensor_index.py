@@ -36,7 +36,7 @@ class Piece(Record):
 
     @property
     def box(self) -> Box:
-        """Where it lies in the tensor."""
+        """Its place in the tensor."""
         return Box(self.offset, self.shape)
 
 

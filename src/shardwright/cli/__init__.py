@@ -1,8 +1,8 @@
 """The command line: ``shardwright COMMAND``.
 
 A command is a function in its own file in ``commands/`` (``why-not`` in ``why_not.py``), and a line in
-`COMMANDS`; a group of commands is an application in its own file. Only the requested command is imported, so
-that ``shardwright --help`` answers at once.
+`COMMANDS`; a group of commands is an application in its own file, or a folder. Only the requested command is
+imported, so that ``shardwright --help`` answers at once.
 """
 
 import sys
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from shardwright import __version__
-from shardwright.cli.asking.application import new_application, say, show_text
+from shardwright.cli.asking.application import new_application, say, show_text, taking_other_names
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.exit_codes import exit_code_of
 from shardwright.printable import control_in, shown
@@ -57,7 +57,11 @@ COMMANDS = (
     Command(name="diff", summary="Compare two plans: which units moved, which degrees and settings changed."),
     Command(name="search", summary="Find the best way to train a model on machines that need not be there."),
     Command(name="why-not", summary="Say why the best way is not the one that you have in mind."),
-    Command(name="what-if", summary="Show what other machines, faster links or longer samples would change."),
+    Command(
+        name="what-if",
+        summary="Show what other machines, faster links or longer samples would change.",
+        settings=taking_other_names({"machines": "other-machines"}),
+    ),
     Command(name="cheapest", summary="Find the cheapest number of machines that trains in time."),
     Command(name="catalogue", summary="List the models and machines that are known by name."),
     Command(name="schedule", summary="Draw a pipeline schedule, export it, check one.", is_group=True),
@@ -93,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _refuse_control_characters(words: Sequence[str]) -> None:
-    """What words name is looked for, made, and shown again; a script's own words are its own."""
+    """Refuses control characters in the words of a command; a script's own words are its own."""
     own = words[: words.index("run") + 1] if "run" in words[:2] else words
     for word in own:
         if (control := control_in(word)) is not None:

@@ -62,6 +62,8 @@ class Cluster:
             proportion.
         intra_node: link between two ranks of one host.
         inter_node: link between two hosts.
+        host: from each rank to where it offloads what units keep, all ranks of a host at once: pinned memory,
+            or a disk; occupancy is that of a rank without a core to spare. None: not known.
         slowness: for each host, how many times as long its ranks compute as costs say; empty: as long. Costs
             that all ranks have measured together are means; those of `cluster_of` are of the slowest host.
     """
@@ -71,6 +73,7 @@ class Cluster:
     cores_per_node: int = 0
     intra_node: Link
     inter_node: Link
+    host: Link | None = None
     slowness: tuple[float, ...] = ()
 
     def link(self, rank_a: int, rank_b: int) -> Link:
@@ -79,6 +82,6 @@ class Cluster:
         return self.intra_node if same_host else self.inter_node
 
     def slowness_of(self, rank: int) -> float:
-        """How many times as long a world rank computes as costs say; unknown hosts: once."""
+        """The factor on the seconds of a world rank's computing; 1 for unknown hosts."""
         host = rank // self.ranks_per_node
         return self.slowness[host] if host < len(self.slowness) else 1.0

@@ -36,7 +36,7 @@ from shardwright.files import Record, UserFile, format_yaml, replace_file
 from shardwright.limits import MOST_BYTES, MOST_NODES, MOST_RANKS_OF_HOST
 from shardwright.printable import shown
 from shardwright.problems import describe, field_names
-from shardwright.units import parse_bytes
+from shardwright.quantities import parse_bytes
 
 __all__ = ["CLUSTER_VERSION", "read_inventory", "write_inventory"]
 

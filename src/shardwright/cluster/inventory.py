@@ -16,7 +16,7 @@ Source = Literal["data sheet", "measured", "typical"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """How fast matrix products of one size are.
+    """The rate of matrix products of one size.
 
     Attributes:
         rows, inner, columns: of (rows, inner) times (inner, columns).
@@ -119,7 +119,7 @@ class Inventory:
 
     @property
     def price_per_hour(self) -> float | None:
-        """Of all nodes, in US dollars; None where that of some is not known."""
+        """Dollars an hour for all nodes; None where the price of some is not known."""
         prices = [(kind.price_per_hour, number) for kind, number in self.nodes]
         if any(price is None for price, _ in prices):
             return None

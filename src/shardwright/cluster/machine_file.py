@@ -22,7 +22,7 @@ from shardwright.cluster.cluster import Cluster, Device, Link
 from shardwright.errors import ConfigError
 from shardwright.files import Record, UserFile
 from shardwright.limits import MOST_BYTES, MOST_RANKS_OF_HOST
-from shardwright.units import parse_bytes
+from shardwright.quantities import parse_bytes
 
 __all__ = ["read_cluster"]
 
@@ -60,6 +60,7 @@ class _Machines(Record):
     cores_per_node: Annotated[int, Field(ge=0, le=MOST_RANKS_OF_HOST)] = 0
     intra_node: _Link
     inter_node: _Link | None = None
+    host: _Link | None = None
 
 
 def read_cluster(path: str | os.PathLike[str]) -> Cluster:
@@ -85,4 +86,5 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
         cores_per_node=found.cores_per_node,
         intra_node=near,
         inter_node=near if found.inter_node is None else found.inter_node.link(),
+        host=None if found.host is None else found.host.link(),
     )

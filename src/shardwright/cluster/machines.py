@@ -6,7 +6,7 @@ from shardwright.cluster.cluster_file import read_inventory
 from shardwright.cluster.inventory import Inventory, NodeKind
 from shardwright.cluster.named import parse_inventory
 from shardwright.errors import ConfigError
-from shardwright.units import format_bytes
+from shardwright.quantities import format_bytes
 
 __all__ = ["DEVICE_BASE_BYTES", "DEVICE_MARGIN", "find_machines", "memory_for", "usable_bytes"]
 

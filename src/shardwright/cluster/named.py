@@ -8,14 +8,13 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
-import yaml
-
 from shardwright.cluster.host_memory import host_memory_bytes
 from shardwright.cluster.inventory import Accelerator, Inventory, NodeKind
 from shardwright.errors import ConfigError
+from shardwright.files.documents import parse_yaml
 from shardwright.limits import MOST_NODES
 from shardwright.printable import shown
-from shardwright.units import parse_bytes
+from shardwright.quantities import parse_bytes
 
 __all__ = ["THIS_CPU", "kind_called", "node_kinds", "parse_inventory"]
 
@@ -29,7 +28,9 @@ _UNKNOWN_MEMORY = 8 * 2**30
 
 _MOST_DIGITS = 12
 _LINK_LATENCY_S, _NETWORK_LATENCY_S = 1e-5, 2e-5
-_TERM = re.compile(r"(?P<name>[\w.-]*[a-z][\w.-]*?)(?:\s*\*\s*(?P<number>[-+\w.]+))?", re.IGNORECASE)
+_TERM = re.compile(
+    r"(?P<name>[\w.-]*[a-z][\w.-]*?)(?:(?:\s*\*\s*|\s+x\s+)(?P<number>[-+\w.]+))?", re.IGNORECASE
+)
 
 
 @lru_cache(maxsize=1)
@@ -37,7 +38,7 @@ def node_kinds() -> Mapping[str, NodeKind]:
     """All kinds of nodes that are known by name."""
     folder = files("shardwright.cluster").joinpath("presets")
     accelerators, nodes = (
-        yaml.safe_load(folder.joinpath(name).read_text(encoding="utf-8"))
+        parse_yaml(folder.joinpath(name).read_text(encoding="utf-8"))
         for name in ("accelerators.yaml", "nodes.yaml")
     )
     known = {name: _accelerator(name, fields) for name, fields in accelerators.items()}
@@ -50,7 +51,7 @@ def parse_inventory(text: str) -> Inventory:
 
     Args:
         text: names of kinds of nodes, each with how many there are of it (one, if it is not said), joined
-            by ``+``.
+            by ``+``; ``p4d.24xlarge x 4`` is the same as ``p4d.24xlarge*4``.
 
     Raises:
         ConfigError: a name is not known (the nearest are given), or a number is none or out of range.

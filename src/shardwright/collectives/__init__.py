@@ -8,13 +8,13 @@ from shardwright.collectives.algorithms import (
     reduce_scatter,
 )
 from shardwright.collectives.gather_to_nodes import gather_to_nodes
-from shardwright.collectives.replay import Replay, replay
+from shardwright.collectives.replay import ReplayOutcome, replay
 from shardwright.collectives.steps import Memory, Span, Step
 from shardwright.collectives.topology import Topology
 
 __all__ = [
     "Memory",
-    "Replay",
+    "ReplayOutcome",
     "Span",
     "Step",
     "Topology",

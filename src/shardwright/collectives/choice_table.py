@@ -6,7 +6,7 @@ from shardwright.collectives.choose import COLLECTIVES, Choice, choose
 from shardwright.collectives.choose_on_devices import choose_on_devices
 from shardwright.collectives.prices import DevicePrices, Prices
 from shardwright.collectives.topology import Topology
-from shardwright.units import format_bytes, format_seconds
+from shardwright.quantities import format_bytes, format_seconds
 
 __all__ = ["Choices", "choice_rows", "choices_by_size", "crossovers"]
 

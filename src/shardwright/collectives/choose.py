@@ -15,7 +15,7 @@ from shardwright.collectives.price import price
 from shardwright.collectives.prices import Prices
 from shardwright.collectives.steps import Step
 from shardwright.collectives.topology import Topology
-from shardwright.units import format_bytes, format_seconds
+from shardwright.quantities import format_bytes, format_seconds
 
 __all__ = ["BY_RANK", "COLLECTIVES", "GLOO", "OWN", "ROOM_BYTES", "Candidate", "Choice", "choose", "steps_of"]
 

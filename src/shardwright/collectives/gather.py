@@ -20,7 +20,7 @@ from shardwright.collectives.steps import Arrived, Row, Span
 
 __all__ = ["Gather"]
 
-Place = Callable[[int, int, int], Span]
+SpanOf = Callable[[int, int, int], Span]
 """Where elements `start` to `stop` of the piece of a rank are: called with the rank, start and stop."""
 
 
@@ -46,7 +46,7 @@ class Gather:
         self._shared = shared
         self._arrivals: dict[int, list[Arrived]] = {}
 
-    def begin(self, chunk: int, own: Span, output: Place) -> None:
+    def begin(self, chunk: int, own: Span, output: SpanOf) -> None:
         """Sends this rank's piece, and says where those of others go.
 
         Nobody may read this part of the shared memory any more: see `reuse`.
@@ -75,7 +75,7 @@ class Gather:
         ]
         row.copy(own, output(view.rank, 0, own.num_elements))
 
-    def end(self, chunk: int, output: Place) -> None:
+    def end(self, chunk: int, output: SpanOf) -> None:
         """Waits for the pieces of others and puts them where they are to be."""
         view, row = self._view, self._row
         for peer in view.peers:
@@ -95,6 +95,6 @@ class Gather:
         if chunk >= 0:
             self._row.hear("gather: read", chunk)
 
-    def _copy_out(self, chunk: int, owner: int, output: Place) -> None:
+    def _copy_out(self, chunk: int, owner: int, output: SpanOf) -> None:
         size = self._view.size(chunk, owner)
         self._row.copy(self._shared(chunk, owner, 0, size), output(owner, 0, size))

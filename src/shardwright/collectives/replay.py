@@ -29,9 +29,9 @@ from shardwright.collectives.steps import (
 from shardwright.collectives.topology import Topology
 from shardwright.errors import ScheduleError
 
-__all__ = ["Replay", "replay"]
+__all__ = ["ReplayOutcome", "replay"]
 
-Place = tuple[Memory, int]
+RankMemory = tuple[Memory, int]
 """A memory, and the rank whose it is; of shared memory, the first rank of the node."""
 
 Label = tuple[object, ...]
@@ -65,7 +65,7 @@ class _Access:
 
 
 @dataclass(slots=True)
-class Replay:
+class ReplayOutcome:
     """The outcome of a replay.
 
     Attributes:
@@ -73,11 +73,13 @@ class Replay:
         between_nodes: elements that each rank sent to ranks of other nodes.
     """
 
-    elements: dict[Place, dict[int, Label]] = field(default_factory=lambda: defaultdict(dict))
+    elements: dict[RankMemory, dict[int, Label]] = field(default_factory=lambda: defaultdict(dict))
     between_nodes: list[int] = field(default_factory=list)
 
 
-def replay(topology: Topology, rows: Sequence[Sequence[Step]], inputs: Sequence[Sequence[Label]]) -> Replay:
+def replay(
+    topology: Topology, rows: Sequence[Sequence[Step]], inputs: Sequence[Sequence[Label]]
+) -> ReplayOutcome:
     """Plays rows to their ends.
 
     Args:
@@ -107,8 +109,8 @@ class _Play:
         self._messages: dict[tuple[int, int], list[_Message]] = defaultdict(list)
         self._sent: dict[tuple[int, int], int] = defaultdict(int)
         self._expected: dict[tuple[int, int], int] = defaultdict(int)
-        self._accesses: dict[Place, list[_Access]] = defaultdict(list)
-        self.result = Replay(between_nodes=[0] * len(rows))
+        self._accesses: dict[RankMemory, list[_Access]] = defaultdict(list)
+        self.result = ReplayOutcome(between_nodes=[0] * len(rows))
 
     def run(self) -> None:
         moved = True
@@ -229,7 +231,7 @@ class _Play:
             self._accesses[self._place(rank, span.memory)].append(access)
         return before | 1 << event
 
-    def _place(self, rank: int, memory: Memory) -> Place:
+    def _place(self, rank: int, memory: Memory) -> RankMemory:
         return memory, (self._topology.local(rank)[0] if memory is Memory.SHARED else rank)
 
     def _read(self, rank: int, span: Span) -> list[Label]:

@@ -13,7 +13,7 @@ Sums are always taken in the same order: first over the ranks of a node, ascendi
 
 from collections.abc import Callable, Iterator
 
-from shardwright.collectives.gather import Place
+from shardwright.collectives.gather import SpanOf
 from shardwright.collectives.node_view import NodeView
 from shardwright.collectives.steps import Arrived, Left, Memory, Row, Span
 
@@ -46,7 +46,7 @@ class Scatter:
         self._arrivals: dict[int, list[Arrived]] = {}
         self._departures: dict[int, list[Left]] = {}
 
-    def begin(self, chunk: int, pieces: Place) -> None:
+    def begin(self, chunk: int, pieces: SpanOf) -> None:
         """Sends this rank's sums for other nodes, and says where their sums go.
 
         Nobody may read this part of the shared memory any more: see `reuse`.
@@ -76,7 +76,7 @@ class Scatter:
                 for owner, start, stop in view.lane(view.rank, node, chunk)
             ]
 
-    def end(self, chunk: int, pieces: Place, output: Span) -> None:
+    def end(self, chunk: int, pieces: SpanOf, output: Span) -> None:
         """Sums up this rank's piece."""
         view, row = self._view, self._row
         size = output.num_elements
@@ -112,7 +112,7 @@ class Scatter:
         for node in self._view.others:
             yield from self._view.lane(handler, node, chunk)
 
-    def _sum_here(self, chunk: int, owner: int, start: int, stop: int, pieces: Place) -> Span:
+    def _sum_here(self, chunk: int, owner: int, start: int, stop: int, pieces: SpanOf) -> Span:
         """Sums up what the ranks of the node have for a rank, and says where the sum is."""
         sources = self._contributions(chunk, owner, start, stop, pieces)
         if len(sources) == 1:
@@ -121,7 +121,7 @@ class Scatter:
         self._row.combine(sources, total)
         return total
 
-    def _contributions(self, chunk: int, owner: int, start: int, stop: int, pieces: Place) -> list[Span]:
+    def _contributions(self, chunk: int, owner: int, start: int, stop: int, pieces: SpanOf) -> list[Span]:
         return [
             pieces(owner, start, stop)
             if rank == self._view.rank

@@ -97,7 +97,7 @@ def group_named(name: str) -> dist.ProcessGroup | None:
 
 
 def number_of_collectives(group: dist.ProcessGroup) -> int | None:
-    """How many collectives this rank has begun in a group; None for a backend that does not count them."""
+    """The number of collectives that this rank has begun in a group; None if the backend does not count."""
     count: Any = group._get_sequence_number_for_group  # type: ignore[attr-defined]
     try:
         return int(count())

@@ -11,11 +11,11 @@ from shardwright.costs.inputs import (
     Rates,
     Recompute,
     ScheduleKind,
-    Shape,
     Sharded,
 )
 from shardwright.costs.kinds import KindOfRank, MixedPrices, mixed_fit, mixed_prices
 from shardwright.costs.memory import BF16, FP32, Precision, RankBytes, rank_bytes
+from shardwright.costs.shape import Shape
 from shardwright.costs.step import StepSeconds, step_seconds
 
 __all__ = [

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwright.costs.efficiencies import Efficiencies
-from shardwright.costs.inputs import Numbers, Options, Rates, Recompute, Shape
+from shardwright.costs.inputs import Numbers, Options, Rates, Recompute
 from shardwright.costs.links import ring_rate, ring_seconds
 from shardwright.costs.price import ATTENTION_BACKWARD, ELEMENTWISE_BACKWARD, RankRates
+from shardwright.costs.shape import Shape
 
 __all__ = ["BlockSeconds", "block_seconds", "head_seconds"]
 
@@ -113,26 +114,44 @@ def head_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
 
 
 def _products(rank: _Rank, shape: Shape, options: Options, tokens: Numbers) -> Numbers:
-    t = options.tensor
-    hidden, queries, keys = shape.hidden, shape.queries, shape.keys
-    around = rank.product(tokens, hidden, (queries + 2 * keys) / t) + rank.product(
-        tokens, queries / t, hidden
-    )
+    t, hidden = options.tensor, shape.hidden
+    around = _before_attention(rank, shape, t, tokens) + rank.product(tokens, shape.outputs / t, hidden)
     # With experts, each rank has some of them, and each token goes to some.
     at_once = np.maximum(1.0, shape.experts / options.expert)
     routed = tokens * shape.experts_per_token / at_once
     into = rank.product(routed, hidden, shape.ffn * (1 + shape.gated) / t)
-    mlp = at_once * (into + rank.product(routed, shape.ffn / t, hidden))
+    sparse = at_once * (into + rank.product(routed, shape.ffn / t, hidden))
+    sparse = sparse + _mlp(rank, shape, t, tokens, shape.shared_ffn)
+    mlp = (1 - shape.dense) * sparse + shape.dense * _mlp(rank, shape, t, tokens, shape.dense_ffn)
     return (1 + shape.cross) * around + mlp
+
+
+def _before_attention(rank: _Rank, shape: Shape, tensor: Numbers, tokens: Numbers) -> Numbers:
+    """Queries, keys and values: one product, or by way of narrow vectors, whole on each tensor rank."""
+    at_once = rank.product(tokens, shape.hidden, (shape.queries + shape.keys + shape.values) / tensor)
+    narrow = np.maximum(shape.latent_width, 1)
+    in_two = (
+        rank.product(tokens, shape.hidden, narrow)
+        + rank.product(tokens, shape.query_source, shape.queries / tensor)
+        + rank.product(tokens, shape.key_source, shape.made_keys / tensor)
+    )
+    return np.where(np.asarray(shape.key_rank) > 0, in_two, at_once)
+
+
+def _mlp(rank: _Rank, shape: Shape, tensor: Numbers, tokens: Numbers, width: Numbers) -> Numbers:
+    """An MLP that all tokens take; 0 seconds where it has no width."""
+    wide = np.maximum(width, 1)
+    into = rank.product(tokens, shape.hidden, wide * (1 + shape.gated) / tensor)
+    return np.where(np.asarray(width) > 0, into + rank.product(tokens, wide / tensor, shape.hidden), 0.0)
 
 
 def _attention(rank: _Rank, shape: Shape, options: Options, tokens: Numbers) -> tuple[Numbers, Numbers]:
     reached = rank.reached
     scores = (1 + shape.cross) * tokens * shape.sequence * shape.heads / options.tensor
-    flops = 4 * scores * shape.head_width
+    flops = 2 * scores * (shape.head_width + shape.value_head)
     moved = scores * reached.scores_bytes * reached.scores_factor
     apart = flops / (rank.peak * reached.scores) + moved / rank.memory_rate
-    seen = flops * (1 - 0.5 * shape.causal)
+    seen = flops * shape.attended / shape.sequence
     fused = seen / (rank.peak * reached.flash_forward)
     fused_backward = ATTENTION_BACKWARD * seen / (rank.peak * reached.flash_backward)
     return (
@@ -166,16 +185,17 @@ def _context(
     rate = ring_rate(
         rates, ranks=c, stride=options.tensor, link_share=reached.link, network_share=reached.reduce_network
     )
-    ring = (c - 1) * 2 * options.width * tokens * shape.keys / options.tensor / rate
+    ring = (c - 1) * options.width * tokens * (shape.keys + shape.values) / options.tensor / rate
     forward, backward = np.maximum(0.0, ring - attention), np.maximum(0.0, 2 * ring - 2 * attention)
     return np.where(c > 1, forward + backward, 0.0)
 
 
 def _expert(shape: Shape, options: Options, rates: Rates, reached: Efficiencies, tokens: Numbers) -> Numbers:
-    """Two exchanges of all with all, in one direction."""
+    """Two exchanges of all with all, in one direction, in the blocks with experts."""
     e = options.expert
     rate = ring_rate(
         rates, ranks=e, stride=options.tensor, link_share=reached.link, network_share=reached.gather_network
     )
     sent = options.width * tokens * shape.experts_per_token * shape.hidden * (e - 1) / e
-    return np.where(e > 1, 2 * (sent / rate + rates.network_latency_s * (e - 1)), 0.0)
+    exchanges = 2 * (1 - shape.dense)
+    return np.where(e > 1, exchanges * (sent / rate + rates.network_latency_s * (e - 1)), 0.0)

@@ -7,13 +7,20 @@ from importlib.resources import files
 from math import exp
 from typing import Any
 
-import yaml
-
 from shardwright.cluster import NodeKind
 from shardwright.costs.efficiencies import OF_ACCELERATORS, PRIORS, Efficiencies
 from shardwright.costs.own_runtime import OWN
+from shardwright.files.documents import parse_yaml
 
-__all__ = ["TENTH", "Calibration", "calibration_of", "calibration_of_nodes", "document_of", "known_runtimes"]
+__all__ = [
+    "REACHED",
+    "TENTH",
+    "Calibration",
+    "calibration_of",
+    "calibration_of_nodes",
+    "document_of",
+    "known_runtimes",
+]
 
 _FILE = "calibration.yaml"
 _VERSION = 1
@@ -33,14 +40,21 @@ _TWENTIETH = 1.6449
 
 _OWN_RUNTIME = "shardwright"
 
-_OF_LINKS = (
-    "link",
-    "gather_link",
-    "gather_network",
-    "hierarchical_network",
-    "reduce_network",
-    "point_to_point",
+_OF_LINKS = dict.fromkeys(
+    (
+        "link",
+        "gather_link",
+        "gather_network",
+        "hierarchical_network",
+        "reduce_network",
+        "point_to_point",
+    ),
+    1.0,
 )
+_OF_COMPUTING = {"matmul": 1.0, "memory": 1.0}
+
+REACHED: Mapping[str, float] = {**_OF_COMPUTING, **_OF_LINKS, "matmul_factor": 1.0}
+"""Shares of rates that are those reached already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +82,7 @@ class Calibration:
 
     @property
     def error(self) -> float:
-        """How much longer than predicted, relatively, nine of ten runs take at most."""
+        """The relative error that nine of ten runs stay below."""
         return exp(_TWENTIETH * self.spread) - 1
 
 
@@ -89,13 +103,18 @@ def calibration_of(family: str, runtime: str = "shardwright") -> Calibration:
         family: such as ``A100``.
         runtime: such as ``megatron``, ``fsdp`` or ``shardwright``.
     """
-    known = _document()["accelerators"].get(family)
+    families = _document()["accelerators"]
+    known = families.get(family)
     own = OWN if runtime == _OWN_RUNTIME else {}
     medians = {name: prior.median for name, prior in PRIORS.items()} | own
     if known is None:
         text = f"not calibrated for {family}: what is usual on other accelerators"
+        # No family that was measured errs by more than one that was not.
+        widest = max(_widest(each) for each in families.values())
         return Calibration(
-            efficiencies=Efficiencies(**medians), spread=_UNSEEN * _BLIND_SPREAD, provenance=text
+            efficiencies=Efficiencies(**medians),
+            spread=_UNSEEN * max(widest, _BLIND_SPREAD),
+            provenance=text,
         )
     medians |= known["common"]
     fitted = known["runtimes"].get(runtime)
@@ -108,12 +127,16 @@ def calibration_of(family: str, runtime: str = "shardwright") -> Calibration:
             spread=fitted["spread"] * (_CHANGED if note else 1.0),
             provenance=f"{text}, {note}" if note else text,
         )
-    widest = max(each["spread"] for each in known["runtimes"].values())
     return Calibration(
         efficiencies=Efficiencies(**medians),
-        spread=_UNSEEN * max(widest, _BLIND_SPREAD / 2),
+        spread=_UNSEEN * max(_widest(known), _BLIND_SPREAD / 2),
         provenance=f"calibrated for {family}, by runs of {', '.join(known['runtimes'])}, not of {runtime}",
     )
+
+
+def _widest(family: Mapping[str, Any]) -> float:
+    """Of the spreads of a family's runtimes."""
+    return max(float(each["spread"]) for each in family["runtimes"].values())
 
 
 def calibration_of_nodes(kind: NodeKind, runtime: str = "shardwright") -> Calibration:
@@ -126,21 +149,21 @@ def calibration_of_nodes(kind: NodeKind, runtime: str = "shardwright") -> Calibr
     found = calibration_of(kind.accelerator.family, runtime)
     full: dict[str, float] = {}
     if kind.accelerator.products:
-        full |= {"matmul": 1.0, "memory": 1.0}
+        full |= _OF_COMPUTING
     if kind.source == "measured":
-        full |= dict.fromkeys(_OF_LINKS, 1.0)
+        full |= _OF_LINKS
     return replace(found, efficiencies=replace(found.efficiencies, **full)) if full else found
 
 
 def document_of(families: Mapping[str, Any], *, created: str) -> dict[str, Any]:
-    """What is written to the file that ships: see ``benchmarks/published.py --write``."""
+    """The content of the file that ships: see ``benchmarks/published.py --write``."""
     return {"calibration_version": _VERSION, "created": created, "accelerators": dict(families)}
 
 
 @lru_cache(maxsize=1)
 def _document() -> dict[str, Any]:
     text = files("shardwright.costs").joinpath(_FILE).read_text(encoding="utf-8")
-    found: dict[str, Any] = yaml.safe_load(text)
+    found: dict[str, Any] = parse_yaml(text)
     unknown = {
         name
         for family in found["accelerators"].values()

@@ -20,13 +20,14 @@ from shardwright.catalogue import LayerChain
 from shardwright.costs.efficiencies import Efficiencies
 from shardwright.costs.inputs import Numbers, Offload, Options, Placement, Rates, Recompute, ScheduleKind
 from shardwright.costs.kinds import KindOfRank, MixedPrices, rates_among, stages_alike
-from shardwright.costs.links import hop_seconds
+from shardwright.costs.links import hop_seconds, ring_rate
 from shardwright.costs.memory import (
     Precision,
     RankBytes,
     in_flight,
     needier,
     offloaded,
+    offloaded_activations,
     state_bytes,
 )
 from shardwright.costs.partition import split
@@ -85,7 +86,8 @@ def chain_seconds(
 
     Args:
         chain: the model.
-        options: the candidates; only pipelines, replicas, shards, microbatches, recomputation and offload.
+        options: the candidates; only pipelines, replicas, shards, microbatches, recomputation, offload, and
+            the tensor degree of which the chain is one rank's.
         rates: of the machines.
         reached: shares of them.
         width: bytes of a number.
@@ -278,7 +280,9 @@ def _seconds_of(chain: LayerChain, group: _Group, rates: Rates, width: int) -> S
     price = _price(chain, group, reached, width)
     again = np.where(np.asarray(o.recompute) == Recompute.FULL, 1.0, 0.0)
     forward, weight = price.forward.mean(axis=1), price.weight.mean(axis=1)
-    works = price.forward + price.backward + again[:, None] * price.forward
+    exchange = _exchange_seconds(chain, group, rates, reached, width)
+    works = price.forward + price.backward + again[:, None] * price.forward + exchange
+    exchanged = exchange.mean(axis=1)
     mean, slowest = works.mean(axis=1), works.max(axis=1)
     held = parameters.max()
     crossing = _crossing(chain, group)
@@ -288,10 +292,10 @@ def _seconds_of(chain: LayerChain, group: _Group, rates: Rates, width: int) -> S
     behind = reached.overlap * price.backward.mean(axis=1)
     gather, scatter = shard_seconds(held * np.ones_like(mean), o, rates, reached, mean)
     return StepSeconds(
-        compute=m * (mean - again * forward),
+        compute=m * (mean - again * forward - exchanged),
         recompute=m * again * forward,
         imbalance=m * (slowest - mean),
-        tensor=0.0,
+        tensor=m * exchanged,
         context=0.0,
         expert=0.0,
         bubble=bubble_seconds(o, mean=mean, weight=weight, hop=hop),
@@ -330,6 +334,23 @@ def _price(chain: LayerChain, group: _Group, reached: Efficiencies, width: int) 
     )
 
 
+def _exchange_seconds(
+    chain: LayerChain, group: _Group, rates: Rates, reached: Efficiencies, width: int
+) -> Floats:
+    """Seconds in which ranks that share layers exchange for a microbatch: (candidates, pipeline ranks)."""
+    ranks = np.asarray(group.options.tensor, dtype=float)
+    rate = ring_rate(
+        rates, ranks=ranks, stride=1.0, link_share=reached.link, network_share=reached.reduce_network
+    )
+    once = np.where(ranks <= rates.per_node, rates.link_latency_s, rates.network_latency_s)
+    latency = 2 * once * np.log2(np.maximum(ranks, 1.0))
+    calls = group.of_ranks(np.array(chain.column("collectives"), dtype=float))
+    sent = group.of_ranks(np.array(chain.column("sent"), dtype=float)) * width
+    samples = np.asarray(group.options.microbatch, dtype=float)
+    found: Floats = np.multiply.outer(latency, calls) + np.multiply.outer(samples / rate, sent)
+    return found
+
+
 def _crossing(chain: LayerChain, group: _Group) -> float:
     """Numbers of a sample that cross the widest cut."""
     cuts = [end - 1 for end in group.ends[:-1]]
@@ -354,7 +375,7 @@ def _kept(chain: LayerChain, group: _Group) -> Floats:
 def _offload_seconds(
     chain: LayerChain, group: _Group, rates: Rates, reached: Efficiencies, computing: Floats, width: int
 ) -> Numbers:
-    """What is kept goes to the host and comes back, behind the computing that hides nothing else."""
+    """Transfers of activations to the host and back, beyond what computing hides."""
     o = group.options
     once = 2 * o.microbatch * _kept(chain, group).max() * width / np.maximum(rates.host_Bps, 1.0)
     beyond = np.maximum(0.0, once - np.maximum(0.0, 1 - reached.overlap) * computing)
@@ -362,11 +383,13 @@ def _offload_seconds(
 
 
 def _bytes_of(chain: LayerChain, group: _Group, precision: Precision, width: int) -> tuple[RankBytes, Floats]:
-    """Of the rank that is closest to what it may use, with that: all ranks are worked out."""
+    """The memory of the rank closest to its limit, with that limit: all ranks are worked out."""
     o = group.options
     parameters = group.of_ranks(np.array(chain.column("parameters"), dtype=float))
     kept = _kept(chain, group)
     layers = chain.layers
+    full = np.asarray(o.recompute)[0] == Recompute.FULL
+    most_kept = max(chain.column("inputs" if full else "kept"))
     whole = np.where(
         np.asarray(o.recompute) == Recompute.FULL, max(layer.kept for layer in layers) * width, 0.0
     )
@@ -377,8 +400,9 @@ def _bytes_of(chain: LayerChain, group: _Group, precision: Precision, width: int
     for rank in range(len(parameters)):
         weights, gradients, states = state_bytes(parameters[rank], o, precision)
         states, states_on_host = offloaded(Offload.OPTIMIZER, o, states)
-        activations, activations_on_host = offloaded(
-            Offload.ACTIVATIONS, o, kept[rank] * width * np.asarray(o.microbatch) * in_flight(o, rank)
+        of_sample = width * np.asarray(o.microbatch)
+        activations, activations_on_host = offloaded_activations(
+            o, kept[rank] * of_sample * in_flight(o, rank), most_kept * of_sample
         )
         found = RankBytes(
             parameters=weights,

@@ -76,7 +76,7 @@ class Efficiencies:
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Of all parameters."""
+        """The names of all parameters."""
         return tuple(field.name for field in fields(cls))
 
 

@@ -39,7 +39,7 @@ class Fit:
 
 
 class _Parameters:
-    """Which entry of a vector is which parameter of which runtime."""
+    """The places of runtimes' parameters in a vector."""
 
     def __init__(self, runtimes: NDArray[np.str_]):
         self.runtimes = sorted(set(runtimes.tolist()))

@@ -11,10 +11,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.catalogue import Transformer
 from shardwright.cluster import Inventory
 
 __all__ = [
+    "Columns",
     "Gathers",
     "Numbers",
     "Offload",
@@ -23,7 +23,6 @@ __all__ = [
     "Rates",
     "Recompute",
     "ScheduleKind",
-    "Shape",
     "Sharded",
 ]
 
@@ -32,7 +31,7 @@ Numbers = Any
 
 
 class Recompute(IntEnum):
-    """How much of a forward the backward recomputes."""
+    """The part of a forward that the backward recomputes."""
 
     NONE = 0
     SELECTIVE = 1
@@ -68,7 +67,7 @@ class Offload(IntEnum):
 
 
 class Gathers(IntEnum):
-    """How groups that lie on several nodes gather and reduce-scatter.
+    """The algorithms by which groups on several nodes gather and reduce-scatter.
 
     FLAT: in one ring. BY_NODES: over nodes and inside of them at the same time, each byte entering a node
     once. FASTER: the one of them that is.
@@ -80,7 +79,7 @@ class Gathers(IntEnum):
 
 
 class Placement(IntEnum):
-    """Which neighbours ranks have, as `placement_strategy` says it: the last letter varies fastest.
+    """The order of ranks, as in `placement_strategy`: the last letter varies fastest.
 
     PDT: replicas of a stage are neighbours, and pipelines go over nodes. DPT: the other way round.
     """
@@ -89,7 +88,7 @@ class Placement(IntEnum):
     DPT = 1
 
 
-class _Columns:
+class Columns:
     """Fields that are numbers or arrays."""
 
     def take(self, chosen: NDArray[Any]) -> Self:
@@ -99,100 +98,7 @@ class _Columns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape(_Columns):
-    """A transformer.
-
-    Attributes:
-        layers: blocks.
-        hidden: width of the residual stream.
-        heads: attention heads.
-        head_width: width of a head.
-        key_heads: heads of keys and values.
-        ffn: width inside of the MLP.
-        gated: 1 where the MLP has three products.
-        vocabulary: width of the head.
-        sequence: tokens of a sample.
-        causal: 1 where tokens attend to those before them alone.
-        experts: MLPs of a block.
-        experts_per_token: MLPs that a token takes.
-        cross: share of the blocks that attend to an encoder, too.
-        tied: 1 where the head is the embedding.
-    """
-
-    layers: Numbers
-    hidden: Numbers
-    heads: Numbers
-    head_width: Numbers
-    key_heads: Numbers
-    ffn: Numbers
-    vocabulary: Numbers
-    sequence: Numbers
-    gated: Numbers = 0.0
-    causal: Numbers = 1.0
-    experts: Numbers = 1.0
-    experts_per_token: Numbers = 1.0
-    cross: Numbers = 0.0
-    tied: Numbers = 1.0
-
-    @classmethod
-    def of(cls, model: Transformer, *, sequence: int | None = None) -> "Shape":
-        """The shape of an architecture.
-
-        Args:
-            model: which one.
-            sequence: tokens of a sample; by default, as it was trained.
-        """
-        layers = model.layers + model.encoder_layers
-        return cls(
-            layers=float(layers),
-            hidden=float(model.hidden),
-            heads=float(model.heads),
-            head_width=float(model.head_width),
-            key_heads=float(model.key_heads),
-            ffn=float(model.ffn),
-            gated=float(model.gated),
-            vocabulary=float(model.vocabulary),
-            sequence=float(sequence or model.sequence),
-            causal=float(model.causal),
-            experts=float(model.experts),
-            experts_per_token=float(model.experts_per_token),
-            cross=model.layers / layers if model.encoder_layers else 0.0,
-            tied=float(model.tied),
-        )
-
-    @property
-    def queries(self) -> Numbers:
-        """Width of all heads."""
-        return self.heads * self.head_width
-
-    @property
-    def keys(self) -> Numbers:
-        """Width of all heads of keys."""
-        return self.key_heads * self.head_width
-
-    @property
-    def attention_parameters(self) -> Numbers:
-        """Of the products around attention in a mean block."""
-        return (1 + self.cross) * 2 * self.hidden * (self.queries + self.keys)
-
-    @property
-    def mlp_parameters(self) -> Numbers:
-        """Of one MLP."""
-        return (2 + self.gated) * self.hidden * self.ffn
-
-    @property
-    def block_parameters(self) -> Numbers:
-        """Of a mean block, without biases and norms."""
-        return self.attention_parameters + self.experts * self.mlp_parameters
-
-    @property
-    def embedding_parameters(self) -> Numbers:
-        """Of the embedding of tokens, or of the head."""
-        return self.vocabulary * self.hidden
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options(_Columns):
+class Options(Columns):
     """Ways to train.
 
     Attributes:
@@ -241,7 +147,7 @@ class Options(_Columns):
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Of all options."""
+        """The names of all options."""
         return tuple(field.name for field in fields(cls))
 
     @property
@@ -253,6 +159,11 @@ class Options(_Columns):
         """Share of the blocks that full recomputation computes again, of a model with so many."""
         kept = np.asarray(self.kept_layers) * self.pipeline / layers
         return np.where(np.asarray(self.recompute) == Recompute.FULL, np.clip(1.0 - kept, 0.0, 1.0), 0.0)
+
+    @property
+    def expert_shard(self) -> Numbers:
+        """Replicas that divide the states of an expert: those of a shard group that hold the same experts."""
+        return np.maximum(1.0, self.shard / self.expert)
 
     @property
     def replica_stride(self) -> Numbers:
@@ -273,7 +184,7 @@ class Options(_Columns):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rates(_Columns):
+class Rates(Columns):
     """Machines, by their peak rates; of several kinds of nodes, the slowest.
 
     Attributes:

@@ -7,7 +7,8 @@ After Korthikanti et al. 2022, arXiv:2205.05198, with the actual key heads, MLP 
 
 import numpy as np
 
-from shardwright.costs.inputs import Numbers, Options, Recompute, Shape
+from shardwright.costs.inputs import Numbers, Options, Recompute
+from shardwright.costs.shape import Shape
 
 __all__ = ["kept_bytes", "tokens_of", "whole_block_bytes"]
 
@@ -34,11 +35,12 @@ def tokens_of(shape: Shape, options: Options) -> Numbers:
 
 
 def _block_bytes(shape: Shape, options: Options, *, scores: Numbers) -> Numbers:
-    attention = (1 + shape.cross) * (4 * shape.queries + 4 * shape.keys)
-    mlp = 4 * shape.ffn * (1 + shape.gated) * shape.experts_per_token
+    attention = (1 + shape.cross) * 2 * (shape.queries + shape.keys + shape.values + shape.outputs)
+    mlp = 4 * shape.ffn_of_token * (1 + shape.gated)
     kept_scores = np.where(np.logical_and(scores, options.flash == 0), _SCORES, 0)
     of_scores = (1 + shape.cross) * kept_scores * shape.heads * shape.sequence / options.context
-    whole = _WHOLE * shape.hidden / _divided(options)
+    # The narrow vectors of latent attention, before and behind their norms.
+    whole = _WHOLE * shape.hidden / _divided(options) + 4 * shape.latent_width
     return (
         options.width
         / 2

@@ -19,14 +19,16 @@ from numpy.typing import NDArray
 
 from shardwright.costs.block import BlockSeconds, block_seconds, head_seconds
 from shardwright.costs.efficiencies import Efficiencies
-from shardwright.costs.inputs import Numbers, Options, Placement, Rates, Shape
+from shardwright.costs.inputs import Numbers, Options, Placement, Rates
 from shardwright.costs.memory import BF16, Precision, RankBytes, needier, stage_bytes
+from shardwright.costs.shape import Shape
 from shardwright.costs.step import (
     StepSeconds,
     all_reduce_seconds,
     rank_parameters,
     step_of_stages,
     update_seconds,
+    updated_parameters,
 )
 
 __all__ = [
@@ -95,7 +97,7 @@ class MixedPrices:
 
 
 def stages_alike(ranks: Sequence[int], pipeline: int, *, apart: bool) -> list[StagesAlike]:
-    """Which kinds of nodes the stages of a pipeline lie on.
+    """Groups the stages of a pipeline by the kinds of nodes that they lie on.
 
     Args:
         ranks: of each kind, in their order.
@@ -126,7 +128,7 @@ def stages_alike(ranks: Sequence[int], pipeline: int, *, apart: bool) -> list[St
 def rates_among(kinds: Sequence[KindOfRank], between: Rates) -> Rates:
     """Rates where each stage lies on one kind of node: messages go between kinds, but no sums do."""
     slowest = min(float(kind.rates.network_Bps) for kind in kinds)
-    return replace(between, network_Bps=slowest, hop_Bps=between.network_Bps)
+    return replace(between, network_Bps=slowest, hop_Bps=between.hop_Bps or between.network_Bps)
 
 
 def mixed_prices(
@@ -247,7 +249,7 @@ class _Group:
         return found
 
     def prices(self) -> MixedPrices:
-        """Of all candidates of the group."""
+        """The prices of all candidates of the group."""
         shape, options, kinds = self._shape, self._options, self._kinds
         used = sorted({kind for each in self._alike for kind in each.kinds})
         of_kinds = {k: block_seconds(shape, options, kinds[k].rates, kinds[k].reached) for k in used}
@@ -288,7 +290,8 @@ class _Group:
         for blocks, sign in ((1.0, 1.0), (0.0, -1.0)):
             parameters = rank_parameters(self._shape, self._options, blocks)
             found += sign * all_reduce_seconds(parameters, self._options, own, reached)
-            found += sign * update_seconds(parameters, self._options, own, reached)
+            updated = updated_parameters(self._shape, self._options, blocks)
+            found += sign * update_seconds(updated, self._options, own, reached)
         ends: Floats = self._wide(found)
         return ends
 

@@ -4,13 +4,14 @@ Activations are those of a block (`kept`) times the microbatches in flight. The 
 worked out; the one that needs more counts.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.costs.inputs import Numbers, Offload, Options, Recompute, ScheduleKind, Shape, Sharded
+from shardwright.costs.inputs import Numbers, Offload, Options, Recompute, ScheduleKind, Sharded
 from shardwright.costs.kept import kept_bytes, tokens_of, whole_block_bytes
+from shardwright.costs.shape import Shape
 
 __all__ = [
     "BF16",
@@ -20,11 +21,13 @@ __all__ = [
     "in_flight",
     "needier",
     "offloaded",
+    "offloaded_activations",
     "rank_bytes",
     "stage_bytes",
     "state_bytes",
 ]
 
+_ON_THEIR_WAY = 3  # blocks of what is offloaded
 _LIVE_BLOCKS = 2  # gathered ones: in use, and fetched ahead
 
 
@@ -127,6 +130,20 @@ def offloaded(offload: Offload, options: Options, num_bytes: Numbers) -> tuple[N
     return np.where(away, 0.0, num_bytes), np.where(away, num_bytes, 0.0)
 
 
+def offloaded_activations(options: Options, kept: Numbers, largest: Numbers) -> tuple[Numbers, Numbers]:
+    """Bytes of activations that may be offloaded: on the accelerator, and on the host.
+
+    Args:
+        options: the candidates.
+        kept: of all microbatches in flight.
+        largest: of the block, or the layer, that keeps most of a microbatch.
+    """
+    here, away = offloaded(Offload.ACTIVATIONS, options, kept)
+    # One computes, one leaves, one comes back, as by `activation_loading_horizon` 1.
+    on_their_way = np.where(np.asarray(away) > 0, np.minimum(_ON_THEIR_WAY * largest, kept), 0.0)
+    return here + on_their_way, away
+
+
 def stage_bytes(
     shape: Shape,
     options: Options,
@@ -146,14 +163,22 @@ def stage_bytes(
     """
     p, t = options.pipeline, options.tensor
     experts = np.maximum(1.0, shape.experts / options.expert)
-    block = (shape.attention_parameters + experts * shape.mlp_parameters) / t
+    # Stages behind the first have no block without experts.
+    dense = np.where(p > 1, 0.0, shape.dense)
+    routed = (1 - dense) * experts * shape.mlp_parameters / t
+    mlps = (1 - dense) * shape.shared_parameters + dense * shape.dense_parameters
+    apart = (shape.attention_parameters + mlps) / t + shape.latent_parameters
+    block = apart + routed
     tables = np.where(p > 1, 1.0, np.where(shape.tied > 0, 1.0, 2.0))
-    owned = blocks * block + tables * shape.embedding_parameters / t
-    weights, gradients, kept = state_bytes(owned, options, precision)
+    owned = blocks * apart + tables * shape.embedding_parameters / t
+    states = state_bytes(owned, options, precision)
+    of_experts = state_bytes(blocks * routed, replace(options, shard=options.expert_shard), precision)
+    weights, gradients, kept = (one + other for one, other in zip(states, of_experts, strict=True))
     kept, states_on_host = offloaded(Offload.OPTIMIZER, options, kept)
     flight = in_flight(options, p - 1 if last else 0)
-    activations, activations_on_host = offloaded(
-        Offload.ACTIVATIONS, options, blocks * flight * kept_bytes(shape, options)
+    kept_of_block = kept_bytes(shape, options)
+    activations, activations_on_host = offloaded_activations(
+        options, blocks * flight * kept_of_block, kept_of_block
     )
     live = _LIVE_BLOCKS * block * precision.weight + block * precision.gradient
     logits = tokens_of(shape, options) * (4 + options.width) * shape.vocabulary / t
@@ -169,6 +194,6 @@ def stage_bytes(
 
 
 def _work_bytes(shape: Shape, options: Options) -> Numbers:
-    """Of the block whose backward runs: what it computed again."""
+    """Bytes of the block whose backward runs: its recomputed activations."""
     again = options.recompute != Recompute.NONE
     return np.where(again, whole_block_bytes(shape, options), 0.0)

@@ -1,6 +1,6 @@
 """The measured overheads of Shardwright's runtime. Others are fitted to published runs."""
 
-__all__ = ["ACTION_S", "OWN", "STEP_S", "UNIT_S"]
+__all__ = ["ACTION_S", "DIVIDED_OPERATION_S", "OWN", "STEP_S", "UNIT_S"]
 
 ACTION_S = 8e-5
 """Seconds that the runtime itself takes for an action, measured by ``benchmarks/pipeline.py --only E``.
@@ -18,6 +18,9 @@ to 7 ms on a slow one, whatever the microbatches and the number of ranks (2 and 
 
 UNIT_S = 2e-5
 """Seconds that the call of a unit takes however small it is; its backward takes as long again twice."""
+
+DIVIDED_OPERATION_S = 6e-6
+"""Seconds that an operation on divided tensors takes beyond its own: ``benchmarks/tensor_dispatch.py``."""
 
 OWN = {"layer_s": 3 * UNIT_S, "microbatch_s": 2 * ACTION_S, "step_s": STEP_S}
 """The same, as parameters of `Efficiencies`."""

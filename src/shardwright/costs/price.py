@@ -58,12 +58,12 @@ class RankRates:
 
     @property
     def flops_rate(self) -> Numbers:
-        """Of large matrix products."""
+        """FLOPs a second of large matrix products."""
         return self.peak * np.minimum(self.reached.matmul * self.reached.matmul_factor, 1.0)
 
     @property
     def memory_rate(self) -> Numbers:
-        """Of elementwise kernels."""
+        """Bytes a second of elementwise kernels."""
         return self.memory * np.minimum(self.reached.memory, 1.0)
 
     def price(self, work: Work) -> Price:

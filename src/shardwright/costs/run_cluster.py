@@ -1,18 +1,24 @@
-"""An inventory as one run of Shardwright sees it: achieved rates, and the memory left."""
+"""Machines as one run sees them: achieved rates and the memory left; a run's machines as closed forms do."""
+
+import itertools
+from dataclasses import replace
+from math import inf
 
 from shardwright.cluster import Cluster, Device, Inventory, Link, NodeKind
 from shardwright.cluster.machines import usable_bytes
-from shardwright.costs.calibration import calibration_of_nodes
+from shardwright.costs.calibration import REACHED, calibration_of, calibration_of_nodes
 from shardwright.costs.efficiencies import Efficiencies
+from shardwright.costs.inputs import Rates
+from shardwright.costs.kinds import KindOfRank
 from shardwright.costs.own_runtime import UNIT_S
 from shardwright.costs.step import UPDATE_BYTES, UPDATE_BYTES_32
 from shardwright.errors import ConfigError
 
-__all__ = ["cluster_of"]
+__all__ = ["cluster_of", "kinds_of"]
 
 
 def cluster_of(machines: Inventory, *, dtype: str) -> Cluster:
-    """What a run of one rank an accelerator sees of some machines.
+    """The machines of a run with one rank on each accelerator.
 
     Of several kinds the slowest counts, but for computing: faster nodes take less of what costs say.
 
@@ -54,12 +60,60 @@ def cluster_of(machines: Inventory, *, dtype: str) -> Cluster:
             latency_s=max(kind.network_latency_s for kind in kinds),
             bandwidth_Bps=min(network) * reached.reduce_network,
         ),
+        host=_host(kinds),
         slowness=_slowness(machines, slowest.accelerator.flops_per_s[dtype], dtype),
     )
 
 
+def kinds_of(
+    cluster: Cluster, *, num_ranks: int, memory_bytes: int, pace: float = 1.0
+) -> tuple[list[KindOfRank], Rates]:
+    """The kinds of ranks of a run's machines, for closed forms, with the rates between kinds.
+
+    Hosts are apart where they compute at different speeds; the rates of a cluster are those that are reached.
+
+    Args:
+        cluster: the machines.
+        num_ranks: of the run.
+        memory_bytes: that a rank may use; 0: no limit is known.
+        pace: how many times as long ranks compute as the rates say.
+    """
+    device, near, far = cluster.device, cluster.intra_node, cluster.inter_node
+    own = calibration_of(device.family).efficiencies
+    shares = {**REACHED, "matmul": device.reached, "kernel_s": own.kernel_s * pace}
+    reached = replace(own, **shares)
+
+    def rates(slowness: float) -> Rates:
+        return Rates(
+            flops_per_s=device.flops_per_s / (pace * slowness),
+            memory_Bps=device.memory_Bps / (pace * slowness),
+            link_Bps=near.bandwidth_Bps,
+            network_Bps=far.bandwidth_Bps,
+            per_node=float(cluster.ranks_per_node),
+            link_latency_s=near.latency_s,
+            network_latency_s=far.latency_s,
+            # As schedules are simulated: one pipeline, of which one rank of a host sends to the next host.
+            hop_Bps=far.bandwidth_Bps * cluster.ranks_per_node,
+            host_Bps=0.0 if cluster.host is None else cluster.host.bandwidth_Bps,
+        )
+
+    hosts = -(-num_ranks // cluster.ranks_per_node)
+    slowness = [cluster.slowness_of(host * cluster.ranks_per_node) for host in range(hosts)]
+    runs = [(times, len(list(alike))) for times, alike in itertools.groupby(slowness)]
+    kinds = [
+        KindOfRank(
+            ranks=min(number * cluster.ranks_per_node, num_ranks),
+            rates=rates(times),
+            reached=reached,
+            memory_bytes=memory_bytes or inf,
+        )
+        for times, number in runs
+    ]
+    return kinds, rates(max(slowness))
+
+
 def _device(kinds: list[NodeKind], slowest: NodeKind, reached: Efficiencies, dtype: str) -> Device:
-    """What a rank computes with, on the slowest of some nodes."""
+    """The device of a rank on the slowest of some nodes."""
     memory_rate = min(kind.accelerator.memory_Bps for kind in kinds)
     update_bytes = UPDATE_BYTES_32 if dtype == "float32" else UPDATE_BYTES
     return Device(
@@ -80,6 +134,12 @@ def _slowness(machines: Inventory, least: float, dtype: str) -> tuple[float, ...
         least / kind.accelerator.flops_per_s[dtype] for kind, number in machines.nodes for _ in range(number)
     ]
     return tuple(of_nodes) if min(of_nodes) < 1 else ()
+
+
+def _host(kinds: list[NodeKind]) -> Link | None:
+    """The way to the memory of the host; None where devices have no other."""
+    slowest = min(kind.accelerator.host_Bps for kind in kinds)
+    return Link(latency_s=0.0, bandwidth_Bps=slowest) if slowest else None
 
 
 def _cores(kind: NodeKind) -> int:

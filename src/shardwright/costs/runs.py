@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.costs.inputs import Options, Rates, Shape
+from shardwright.costs.inputs import Options, Rates
+from shardwright.costs.shape import Shape
 
 __all__ = ["MeasuredRun", "Runs"]
 

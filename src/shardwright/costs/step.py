@@ -13,11 +13,11 @@ from shardwright.costs.inputs import (
     Options,
     Rates,
     ScheduleKind,
-    Shape,
     Sharded,
 )
 from shardwright.costs.kept import kept_bytes
 from shardwright.costs.links import gather_seconds, hop_seconds, ring_rate, ring_seconds
+from shardwright.costs.shape import Shape
 
 __all__ = [
     "UPDATE_BYTES",
@@ -30,6 +30,7 @@ __all__ = [
     "step_of_stages",
     "step_seconds",
     "update_seconds",
+    "updated_parameters",
 ]
 
 UPDATE_BYTES, UPDATE_BYTES_32 = 36, 28
@@ -74,7 +75,7 @@ class StepSeconds:
 
     @property
     def total(self) -> Numbers:
-        """Of the step."""
+        """Seconds of the step."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
@@ -128,7 +129,7 @@ def step_of_stages(
         gather=gather,
         reduce_scatter=scatter,
         all_reduce=all_reduce_seconds(summed, options, rates, reached),
-        update=update_seconds(summed, options, rates, reached),
+        update=update_seconds(updated_parameters(shape, options, slowest_blocks), options, rates, reached),
         offload=m * blocks * _offload_seconds(shape, options, rates, reached, block),
         overhead=reached.step_s + m * (reached.microbatch_s + blocks * reached.layer_s),
     )
@@ -144,8 +145,22 @@ def rank_parameters(shape: Shape, options: Options, blocks: Numbers | None = Non
     """
     blocks = shape.layers / options.pipeline if blocks is None else blocks
     experts = np.maximum(1.0, shape.experts / options.expert)
-    block = shape.attention_parameters + experts * shape.mlp_parameters
-    return (blocks * block + shape.embedding_parameters) / options.tensor
+    block = shape.attention_parameters + shape.held_parameters(experts)
+    split = (blocks * block + shape.embedding_parameters) / options.tensor
+    return split + blocks * shape.latent_parameters
+
+
+def updated_parameters(shape: Shape, options: Options, blocks: Numbers | None = None) -> Numbers:
+    """Parameters whose updates the shard group of a pipeline rank divides; arguments as of `rank_parameters`.
+
+    Fewer ranks divide those of an expert, so that each of them counts as several.
+    """
+    blocks = shape.layers / options.pipeline if blocks is None else blocks
+    experts = np.maximum(1.0, shape.experts / options.expert)
+    routed = blocks * (1 - shape.dense) * experts * shape.mlp_parameters / options.tensor
+    divided = np.asarray(options.sharded) >= Sharded.OPTIMIZER
+    times = np.where(divided, options.shard / options.expert_shard, 1.0)
+    return rank_parameters(shape, options, blocks) + (times - 1) * routed
 
 
 def _slowest_stage(shape: Shape, options: Options, block: Numbers, head: Numbers) -> Numbers:
@@ -198,7 +213,7 @@ def _hop_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficien
 def shard_seconds(
     parameters: Numbers, options: Options, rates: Rates, reached: Efficiencies, computing: Numbers
 ) -> tuple[Numbers, Numbers]:
-    """What gathers and reduce-scatters of shards take of a step beyond the computing that hides them.
+    """Seconds of gathers and reduce-scatters of shards beyond the computing that hides them.
 
     ``sqrt(c**2 + o**2) - o`` for c seconds of communication behind o of computing: nearly nothing of a little
     is exposed, and nearly all of very much.
@@ -255,7 +270,7 @@ def all_reduce_seconds(parameters: Numbers, options: Options, rates: Rates, reac
 
 
 def update_seconds(parameters: Numbers, options: Options, rates: Rates, reached: Efficiencies) -> Numbers:
-    """Of the optimizer, for the parameters of a pipeline rank."""
+    """Seconds of the optimizer, for the parameters of a pipeline rank."""
     shard = np.where(options.sharded >= Sharded.OPTIMIZER, options.shard, 1.0)
     own = parameters / shard
     on_host = options.offload == Offload.OPTIMIZER
@@ -266,7 +281,7 @@ def update_seconds(parameters: Numbers, options: Options, rates: Rates, reached:
 def _offload_seconds(
     shape: Shape, options: Options, rates: Rates, reached: Efficiencies, block: BlockSeconds
 ) -> Numbers:
-    """What a block keeps goes to the host and comes back, behind the computing that hides nothing else."""
+    """Transfers of a block's activations to the host and back, beyond what computing hides."""
     once = 2 * kept_bytes(shape, options) / np.maximum(rates.host_Bps, 1.0)
     beyond = np.maximum(0.0, once - np.maximum(0.0, 1 - reached.overlap) * block.free)
     return np.where(options.offload == Offload.ACTIVATIONS, beyond, 0.0)

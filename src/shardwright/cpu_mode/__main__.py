@@ -4,9 +4,7 @@ import sys
 from collections.abc import Callable
 
 from shardwright.cpu_mode.activation import enable
-from shardwright.cpu_mode.script import module, script
-from shardwright.errors import UsageError
-from shardwright.exit_codes import USAGE
+from shardwright.cpu_mode.script import from_command_line
 
 _USAGE = """\
 usage: python -m shardwright.cpu_mode SCRIPT [ARGUMENTS]
@@ -18,17 +16,7 @@ Runs a script that is written for CUDA on the CPU. docs/launch.md says what stan
 
 def main(words: list[str]) -> Callable[[], None]:
     """Activates CPU mode, and returns what the command line says to run."""
-    is_module = words[:1] == ["-m"]
-    target = words[is_module : is_module + 1]
-    if not target or target[0] in ("-h", "--help"):
-        sys.stderr.write(_USAGE)
-        sys.exit(0 if target else USAGE)
-    find = module if is_module else script
-    try:
-        run = find(target[0], words[is_module + 1 :])
-    except UsageError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(USAGE)
+    run = from_command_line(words, usage=_USAGE)
     enable()
     return run
 

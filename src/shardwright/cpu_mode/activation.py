@@ -16,6 +16,7 @@ from shardwright.cpu_mode import (
     modules,
     process_groups,
     profilers,
+    removed_modules,
     synchronised_norms,
     tensors,
 )
@@ -60,6 +61,7 @@ def enable(*, says_so: bool = True) -> None:
     mixed_precision.put_in_force()
     _private.let_optimizers_be_capturable()
     profilers.put_in_force()
+    removed_modules.put_in_force()
     process_groups.put_in_force()
     synchronised_norms.put_in_force()
     data_loading.put_in_force()

@@ -9,8 +9,27 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from shardwright.errors import UsageError
+from shardwright.exit_codes import USAGE
 
-__all__ = ["module", "script"]
+__all__ = ["from_command_line", "module", "script"]
+
+
+def from_command_line(words: list[str], *, usage: str) -> Callable[[], None]:
+    """What runs the script or module of a command line, ``SCRIPT ...`` or ``-m MODULE ...``.
+
+    Exits where there is none, with the usage or what is wrong.
+    """
+    is_module = words[:1] == ["-m"]
+    target = words[is_module : is_module + 1]
+    if not target or target[0] in ("-h", "--help"):
+        sys.stderr.write(usage)
+        sys.exit(0 if target else USAGE)
+    find = module if is_module else script
+    try:
+        return find(target[0], words[is_module + 1 :])
+    except UsageError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(USAGE)
 
 
 def script(path: str, arguments: list[str]) -> Callable[[], None]:

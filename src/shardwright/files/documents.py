@@ -37,7 +37,7 @@ class DocumentError(ValueError):
 
     @property
     def is_other_text(self) -> bool:
-        """It is not JSON, or not YAML, at all."""
+        """Whether it is not JSON, or not YAML, at all."""
         return str(self).startswith(("no JSON", "no YAML"))
 
 

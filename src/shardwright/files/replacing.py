@@ -51,7 +51,7 @@ def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def check_place(path: str | os.PathLike[str]) -> Path:
-    """Where a file will be written; checked before its content is worked out.
+    """Checks the place of a file before its content is worked out.
 
     Raises:
         OSError: it cannot be: something else stands there, or there is no folder around it.
@@ -78,7 +78,7 @@ def is_left_by_another(path: str | os.PathLike[str]) -> bool:
 
 
 def _behind_links(path: Path) -> Path:
-    """Where a path leads, link by link: nobody can put another one in between after it was looked at."""
+    """Follows a path link by link, so that nobody can put another link in between after a check."""
     place = Path(os.path.realpath(path.parent), path.name)
     if not place.is_symlink():
         return place

@@ -59,7 +59,7 @@ class UserFile:
     most_bytes: int = _MOST_BYTES
 
     def __str__(self) -> str:
-        """What it is, and its path as a console shows it."""
+        """The kind of the file, and its path as a console shows it."""
         return f"{self.what} {printable(os.fspath(self.path))}".strip()
 
     def refused(self, problem: str) -> ShardwrightError:
@@ -79,7 +79,7 @@ class UserFile:
         return self._decoded(self.read_bytes())
 
     def read_json(self, *, free_text: bool = False) -> Any:
-        """What it holds as JSON; see `shardwright.files.documents.parse_json`."""
+        """The content of a JSON file; see `shardwright.files.documents.parse_json`."""
         content = self.read_bytes()
         try:
             return parse_json(content, free_text=free_text)
@@ -87,7 +87,7 @@ class UserFile:
             raise self.refused(error.predicate) from None
 
     def read_yaml(self) -> Any:
-        """What it holds as YAML or JSON; see `shardwright.files.documents.parse_yaml`."""
+        """The content of a YAML or JSON file; see `shardwright.files.documents.parse_yaml`."""
         content = self._limited(min(self.most_bytes, _MOST_YAML_BYTES))
         try:
             # JSON is YAML, but not all of it: some of its YAML does not read where there are tabs.

@@ -24,17 +24,28 @@ if TYPE_CHECKING:
     from shardwright.launch.engines.local import Local, LocalCluster
     from shardwright.launch.engines.ray import Ray
     from shardwright.launch.engines.slurm import Slurm
-    from shardwright.launch.estimator import Estimator
+    from shardwright.launch.estimator import Estimator, TensorFlow
     from shardwright.launch.estimator import Estimator as HuggingFace
     from shardwright.launch.estimator import Estimator as PyTorch
 
-__all__ = ["Estimator", "HuggingFace", "Kubernetes", "Local", "LocalCluster", "PyTorch", "Ray", "Slurm"]
+__all__ = [
+    "Estimator",
+    "HuggingFace",
+    "Kubernetes",
+    "Local",
+    "LocalCluster",
+    "PyTorch",
+    "Ray",
+    "Slurm",
+    "TensorFlow",
+]
 
 _PLACES = {
     "Estimator": ("estimator", "Estimator"),
     # In listings only the import differs: from shardwright.launch import PyTorch
     "HuggingFace": ("estimator", "Estimator"),
     "PyTorch": ("estimator", "Estimator"),
+    "TensorFlow": ("estimator", "TensorFlow"),
     "Kubernetes": ("engines.kubernetes", "Kubernetes"),
     "Local": ("engines.local", "Local"),
     "LocalCluster": ("engines.local", "LocalCluster"),

@@ -29,9 +29,10 @@ from shardwright.launch.ranks.training_environment import framework_parameters
 from shardwright.limits import MOST_NODES, MOST_RESTARTS
 from shardwright.printable import control_in, printable
 
-__all__ = ["Estimator"]
+__all__ = ["Estimator", "TensorFlow"]
 
 _MP_PARAMETERS = "mp_parameters"
+_MODULE_DIR = "SM_MODULE_DIR"
 _LONGEST_BASE = 24  # with the time behind it, and a host's number, it is still the name of a host
 _MOST_RUN_S = 1e9
 # Bytes of a path that are no UTF-8, as Python has them.
@@ -161,7 +162,7 @@ class Estimator:
 
     @property
     def latest_training_job(self) -> RunningJob | None:
-        """What `fit` started last; None before."""
+        """The job that `fit` started last; None before."""
         return self.jobs[-1] if self.jobs else None
 
     @property
@@ -220,7 +221,7 @@ class Estimator:
             job.wait(logs=logs not in (None, False, "None", "none"))
 
     def manifest(self, inputs: Any = None, job_name: str | None = None) -> str:
-        """What `fit` would run or submit: command lines, an sbatch file, a manifest."""
+        """The text of what `fit` would run or submit: command lines, an sbatch file, a manifest."""
         return self.engine.manifest(self._spec(inputs, job_name))
 
     def _check_parameters(self) -> None:
@@ -238,12 +239,13 @@ class Estimator:
         )
 
     def _spec(self, inputs: Any, job_name: str | None) -> JobSpec:
-        hyperparameters = self.hyperparameters()
+        name = self._job_name(job_name)
+        hyperparameters = {**self._of_framework(name), **self.hyperparameters()}
         words = to_words(hyperparameters)
         channels = read_channels(inputs, s3_to_local=self.s3_to_local, must_exist=self.engine.sees_files)
         distribution = self._distribution
         return JobSpec(
-            name=self._job_name(job_name),
+            name=name,
             entry_point=self.entry_point,
             source_dir=self.source_dir,
             words=words,
@@ -255,7 +257,7 @@ class Estimator:
             instance_type=self.instance_type,
             device=self.device,
             runs_dir=Path(self.output_path).absolute(),
-            environment={**distribution.environment, **self.environment},
+            environment={**distribution.environment, **self._exported(), **self.environment},
             import_folders=self._import_folders,
             mp_parameters=distribution.mp_parameters,
             framework_params=self._framework_params(distribution),
@@ -265,6 +267,11 @@ class Estimator:
             image=self.image_uri,
         )
 
+    def _exported(self) -> dict[str, str]:
+        """What a shell has exported for scripts on this machine, and that a job keeps."""
+        exported = os.environ.get(_MODULE_DIR, "")
+        return {_MODULE_DIR: exported} if exported and self.engine.is_here else {}
+
     def _framework_params(self, distribution: Distribution) -> dict[str, Any]:
         return framework_parameters(
             mpi=distribution.mpi or distribution.mp_parameters is not None,
@@ -273,6 +280,10 @@ class Estimator:
             dataparallel=distribution.dataparallel,
             instance_type=self.instance_type,
         )
+
+    def _of_framework(self, job_name: str) -> dict[str, Any]:
+        """Hyperparameters that estimators of the framework add."""
+        return {}
 
     def _job_name(self, given: str | None) -> str:
         if given is None:
@@ -285,6 +296,53 @@ class Estimator:
                 "letter or digit at both ends."
             )
         return given
+
+
+class TensorFlow(Estimator):
+    """Trains with a script for TensorFlow: arguments as for `Estimator`, and one more.
+
+    ::
+
+        estimator = TensorFlow(
+            entry_point="train.py",
+            framework_version="2.6",
+            py_version="py38",
+            instance_type="local",
+            distribution={
+                "smdistributed": {"modelparallel": {"enabled": True, "parameters": {"partitions": 2}}},
+                "mpi": {"enabled": True, "processes_per_host": 4},
+            },
+        )
+
+    Args:
+        entry_point: the script.
+        model_dir: what the script gets as ``--model_dir``, as those for SageMaker expect: an address, or a
+            folder; None for the folder of the job's model; False for none.
+        arguments: as for `Estimator`.
+
+    Raises:
+        ConfigError: as for `Estimator`.
+    """
+
+    def __init__(
+        self,
+        entry_point: str | os.PathLike[str],
+        *,
+        model_dir: str | os.PathLike[str] | Literal[False] | None = None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(entry_point, **arguments)
+        if isinstance(model_dir, bool) and model_dir:
+            raise ConfigError("model_dir is True, but it must be a folder, False for none, or None.")
+        self.model_dir = model_dir
+
+    def _of_framework(self, job_name: str) -> dict[str, Any]:
+        if self.model_dir is False:
+            return {}
+        if self.model_dir is not None:
+            given = os.fspath(self.model_dir)
+            return {"model_dir": str(local_path(given, what="model_dir", s3_to_local=self.s3_to_local))}
+        return {"model_dir": str(Path(self.output_path).absolute() / job_name / "model")}
 
 
 def _dictionary(name: str, given: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: progress, metrics, timelines. Knows no framework.
+"""Shows and records a run: progress, metrics, timelines. Knows no framework.
 
 ::
 

@@ -1,9 +1,11 @@
 """Writes a timeline as Chrome trace JSON, for Perfetto (https://ui.perfetto.dev).
 
-One process per rank, with two threads: the plan's prediction above the measurement::
+One process per rank, with two threads: the plan's prediction above the measurement. Where a stage offloads
+what it keeps, each has a second one for the copies, which run beside::
 
     rank 0 (stages 0, 2)   predicted | 0F0 0F1 2F0 ...
                            measured  | 0F0 0F1 wait 2F0 ...
+                           measured, host copies | 0OFFLOAD0 ...
                            activations in flight (bytes), a curve each
                            memory in use (bytes), measured
 
@@ -21,8 +23,12 @@ from typing import Any
 from shardwright.errors import ScheduleError
 from shardwright.observe.timeline import MeasuredEvent
 from shardwright.schedule import Action, Kind, Simulation, chain_edges
+from shardwright.schedule.actions import HOST_COPIES
 
-__all__ = ["MEMORY_IN_USE", "chrome_trace"]
+__all__ = ["HOST_LANE", "MEMORY_IN_USE", "chrome_trace"]
+
+HOST_LANE = ", host copies"
+"""Behind the name of a timeline: the thread on which its copies to the host and back are drawn."""
 
 MEMORY_IN_USE = "memory in use, measured (bytes)"
 
@@ -31,6 +37,8 @@ _CATEGORIES = {
     Kind.BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "backward input",
     Kind.BACKWARD_WEIGHT: "backward weight",
+    Kind.OFFLOAD: "offload",
+    Kind.LOAD: "load",
 }
 # Colours of chrome://tracing; Perfetto makes its own from the name without digits, one for each kind.
 _COLORS = {
@@ -39,6 +47,8 @@ _COLORS = {
     "backward input": "rail_animation",
     "backward weight": "rail_load",
     "transfer": "generic_work",
+    "offload": "thread_state_iowait",
+    "load": "thread_state_unknown",
     "wait": "grey",
 }
 # At one moment a slice stands before the arrow that binds to it.
@@ -61,6 +71,19 @@ class _Timeline:
     name: str
     thread: int
     events: Sequence[MeasuredEvent]
+
+    @property
+    def copies(self) -> int:
+        """The number of the thread for copies to the host and back."""
+        return self.thread + 2
+
+    def thread_of(self, action: Action) -> int:
+        """The number of the thread that an action is drawn on."""
+        return self.copies if action.kind in HOST_COPIES else self.thread
+
+    def has_copies(self, rank: int) -> bool:
+        """Whether a rank copies anything to the host."""
+        return any(event.rank == rank and event.action.kind in HOST_COPIES for event in self.events)
 
 
 def chrome_trace(
@@ -90,6 +113,7 @@ def chrome_trace(
     if simulation is not None:
         predicted = [MeasuredEvent(*event) for event in simulation.events]
         _check_same(predicted, timelines[0].events)
+        predicted += [MeasuredEvent(*event) for event in simulation.host_copies]
         timelines.insert(0, _Timeline("predicted", 1, _aligned(predicted)))
     pid_of = {
         rank: rank if world_ranks is None else world_ranks[rank]
@@ -147,9 +171,13 @@ def _names(timelines: Sequence[_Timeline], pid_of: Mapping[int, int]) -> Iterato
         yield {**process, "name": "process_name", "args": {"name": title}}
         yield {**process, "name": "process_sort_index", "args": {"sort_index": rank}}
         for timeline in timelines:
-            thread = {**process, "tid": timeline.thread}
-            yield {**thread, "name": "thread_name", "args": {"name": timeline.name}}
-            yield {**thread, "name": "thread_sort_index", "args": {"sort_index": timeline.thread}}
+            threads = {timeline.thread: timeline.name}
+            if timeline.has_copies(rank):
+                threads[timeline.copies] = f"{timeline.name}{HOST_LANE}"
+            for number, name in threads.items():
+                thread = {**process, "tid": number}
+                yield {**thread, "name": "thread_name", "args": {"name": name}}
+                yield {**thread, "name": "thread_sort_index", "args": {"sort_index": number}}
 
 
 def _slices(event: MeasuredEvent, timeline: _Timeline, pid: int) -> Iterator[dict[str, Any]]:
@@ -157,15 +185,16 @@ def _slices(event: MeasuredEvent, timeline: _Timeline, pid: int) -> Iterator[dic
     work_us = _us(event.work_start_s)
     start_us, end_us = _us(event.start_s), _us(event.end_s)
     if work_us > start_us:
-        yield _slice("wait", "wait", (start_us, work_us), timeline, pid, {"for": str(event.action)})
+        waits = {"for": str(event.action)}
+        yield _slice("wait", "wait", (start_us, work_us), timeline.thread, pid, waits)
     action = event.action
     args = {"stage": action.stage, "microbatch": action.microbatch, "kind": action.kind.value}
     category = _CATEGORIES.get(action.kind, "transfer")
-    yield _slice(str(action), category, (work_us, end_us), timeline, pid, args)
+    yield _slice(str(action), category, (work_us, end_us), timeline.thread_of(action), pid, args)
 
 
 def _slice(
-    name: str, category: str, span_us: tuple[int, int], timeline: _Timeline, pid: int, args: dict[str, Any]
+    name: str, category: str, span_us: tuple[int, int], thread: int, pid: int, args: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "ph": "X",
@@ -173,7 +202,7 @@ def _slice(
         "cat": category,
         "cname": _COLORS[category],
         "pid": pid,
-        "tid": timeline.thread,
+        "tid": thread,
         "ts": span_us[0],
         "dur": max(0, span_us[1] - span_us[0]),
         "args": args,
@@ -183,7 +212,7 @@ def _slice(
 def _counters(
     events: Sequence[MeasuredEvent], timeline: _Timeline, pid: int, saved_bytes: Sequence[int] | None
 ) -> Iterator[dict[str, Any]]:
-    """What one rank keeps for backwards, after every change.
+    """The bytes that one rank keeps for backwards, after every change.
 
     Kept from the start of ``F`` to the end of the last backward action of that stage and microbatch; to the
     end of ``F`` where there is none.
@@ -208,7 +237,7 @@ def _counters(
 
 
 def _memory(events: Sequence[MeasuredEvent], pid: int) -> Iterator[dict[str, Any]]:
-    """What one rank had in use at the end of each action, where somebody looked."""
+    """The memory of one rank at the end of each action, where it was sampled."""
     for event in events:
         if event.bytes_in_use:
             moment_us = _us(event.end_s)
@@ -247,7 +276,7 @@ def _arrows(
 
 
 def _chain_messages(slices: Iterable[Action]) -> Iterator[Arrow]:
-    """Where nothing was simulated: each stage feeds the next."""
+    """The messages of a run without a simulation: each stage feeds the next."""
     actions = list(slices)
     num_stages = max((action.stage for action in actions), default=0) + 1
     for microbatch in sorted({action.microbatch for action in actions}):

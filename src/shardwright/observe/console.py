@@ -1,7 +1,8 @@
 """The console of a run: progress lines on stderr, from one rank.
 
 Results go to stdout, progress to stderr. ``-q`` (``SHARDWRIGHT_QUIET=1``) silences progress. Only a terminal
-gets colour and lines rewritten in place; ``NO_COLOR`` turns off the first, ``CI`` the second.
+gets colour and lines rewritten in place; ``NO_COLOR`` turns off the first, ``CI`` the second. A launcher
+that passes the output of ranks on to a terminal says so (``SHARDWRIGHT_TERMINAL=1``).
 """
 
 import os
@@ -12,13 +13,13 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from shardwright.printable import printable
-from shardwright.units import format_seconds
+from shardwright.quantities import format_seconds
 
 __all__ = ["Console", "Phase"]
 
 _PATIENCE_S = 2.0
 _DIM, _RESET = "\x1b[2m", "\x1b[0m"
-_CLEAR_LINE = "\r\x1b[K"
+_CLEAR_LINE = "\x1b[K"
 
 
 class Console:
@@ -29,6 +30,10 @@ class Console:
         stream: where to; None: stderr.
         environ: the environment variables.
         clock: seconds from any fixed point.
+
+    Attributes:
+        prints: whether anything is printed.
+        rewrites: whether lines can be rewritten in place.
 
     >>> console = Console(stream=sys.stdout, environ={})
     >>> console.status("joining 2 ranks")
@@ -47,10 +52,11 @@ class Console:
         self._clock = clock
         self._live_line = False
         self.prints = prints and not _is_set(environ, "SHARDWRIGHT_QUIET")
-        terminal = self._target.isatty() and environ.get("TERM") != "dumb"
+        terminal = self._target.isatty() or _is_set(environ, "SHARDWRIGHT_TERMINAL")
+        terminal = terminal and environ.get("TERM") != "dumb"
         # NO_COLOR counts with any value but the empty one (no-color.org).
         self._color = terminal and not environ.get("NO_COLOR")
-        self._rewrites = terminal and not _is_set(environ, "CI")
+        self.rewrites = terminal and not _is_set(environ, "CI")
 
     def line(self, text: str) -> None:
         """Prints text, of one line or several."""
@@ -90,10 +96,10 @@ class Console:
 
     def rewrite(self, text: str) -> bool:
         """Replaces the last rewritten line; returns False where lines cannot be rewritten."""
-        if self.prints and self._rewrites:
-            self._write(self._dim(text))
+        if self.prints and self.rewrites:
+            self._write(f"{self._dim(text)}\r")  # whatever is written next replaces it
             self._live_line = True
-        return self._rewrites
+        return self.rewrites
 
     @property
     def _target(self) -> TextIO:

@@ -13,10 +13,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardwright.comm.identity.environment import detect
 from shardwright.errors import LaunchError
-from shardwright.units import format_bytes
+from shardwright.quantities import format_bytes
 
 __all__ = ["Findings", "examine"]
 
@@ -59,12 +60,14 @@ class Findings:
     """The findings about a machine.
 
     Attributes:
-        facts: by name; in the order in which they are shown.
+        facts: by name, as text; in the order in which they are shown.
+        document: the same for programs: sizes in bytes, None where one is not known.
         problems: what will be in the way, each with what to do.
         faults: those of them without which nothing can be trained.
     """
 
     facts: dict[str, str]
+    document: dict[str, Any]
     problems: tuple[str, ...]
     faults: tuple[str, ...]
 
@@ -77,26 +80,49 @@ def examine(environ: Mapping[str, str], *, folder: Path) -> Findings:
         folder: where runs will be written.
     """
     versions = {name: version for name in _PACKAGES if (version := _version(name)) is not None}
-    facts = {
-        "python": f"{platform.python_version()} ({sys.executable})",
-        "system": f"{platform.platform()}, {platform.machine()}",
-        **versions,
-        "cores": _cores(),
-        "memory": _memory(),
-        "shared memory": _shared_memory(),
-        "open files": str(_open_files()),
-        "GPUs": _gpus(),
+    document: dict[str, Any] = {
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "system": platform.platform(),
+        "machine": platform.machine(),
+        "versions": versions,
+        "cores": os.cpu_count() or 1,
+        "usable_cores": len(_affinity()),
+        **_memory(),
+        "shared_memory_free_bytes": _shared_bytes(),
+        "open_files": _open_files(),
+        "gpus": _gpus(),
         "host": socket.gethostname(),
-        "run folder": f"{folder.absolute()}, {format_bytes(_free(folder))} free",
+        "run_folder": str(folder.absolute()),
+        "run_folder_free_bytes": _free(folder),
         "ranks": _ranks(environ),
-        **{f"${name}": value for name, value in _variables(environ)},
+        "environment": dict(_variables(environ)),
     }
     faults = tuple(
         f"{name} is not installed, which training needs: pip install 'shardwright[torch]'."
         for name in _NEEDED_TO_TRAIN
         if name not in versions
     )
-    return Findings(facts, (*_problems(environ, folder), *faults), faults)
+    return Findings(_as_text(document), document, (*_problems(environ, folder), *faults), faults)
+
+
+def _as_text(document: Mapping[str, Any]) -> dict[str, str]:
+    cores, usable = document["cores"], document["usable_cores"]
+    shared = document["shared_memory_free_bytes"]
+    return {
+        "python": f"{document['python']} ({document['executable']})",
+        "system": f"{document['system']}, {document['machine']}",
+        **document["versions"],
+        "cores": f"{usable}" if usable == cores else f"{usable} of {cores} may be used",
+        "memory": _memory_text(document),
+        "shared memory": "no /dev/shm" if shared is None else f"{format_bytes(shared)} free in /dev/shm",
+        "open files": str(document["open_files"]),
+        "GPUs": ", ".join(document["gpus"]) or "none that an NVIDIA driver shows",
+        "host": document["host"],
+        "run folder": f"{document['run_folder']}, {format_bytes(document['run_folder_free_bytes'])} free",
+        "ranks": document["ranks"],
+        **{f"${name}": value for name, value in document["environment"].items()},
+    }
 
 
 def _problems(environ: Mapping[str, str], folder: Path) -> list[str]:
@@ -146,19 +172,25 @@ def _affinity() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-def _cores() -> str:
-    usable, there = len(_affinity()), os.cpu_count() or 1
-    return f"{usable}" if usable == there else f"{usable} of {there} may be used"
-
-
-def _memory() -> str:
+def _memory() -> dict[str, int | None]:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return "not known"
+        lines = []
     sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.split()[1:]}
-    text = f"{format_bytes(sizes['MemTotal'])}, {format_bytes(sizes['MemAvailable'])} available"
-    limit = _memory_limit()
+    return {
+        "memory_bytes": sizes.get("MemTotal"),
+        "memory_available_bytes": sizes.get("MemAvailable"),
+        "memory_limit_bytes": _memory_limit(),
+    }
+
+
+def _memory_text(document: Mapping[str, Any]) -> str:
+    total, available = document["memory_bytes"], document["memory_available_bytes"]
+    if total is None or available is None:
+        return "not known"
+    text = f"{format_bytes(total)}, {format_bytes(available)} available"
+    limit = document["memory_limit_bytes"]
     return text if limit is None else f"{text}; a control group allows {format_bytes(limit)}"
 
 
@@ -180,21 +212,16 @@ def _shared_bytes() -> int | None:
         return None
 
 
-def _shared_memory() -> str:
-    shared = _shared_bytes()
-    return "no /dev/shm" if shared is None else f"{format_bytes(shared)} free in /dev/shm"
-
-
 def _open_files() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def _gpus() -> str:
+def _gpus() -> list[str]:
     found = []
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         lines = path.read_text(encoding="utf-8").splitlines()
         found += [line.split(":", 1)[1].strip() for line in lines if line.startswith("Model")]
-    return ", ".join(found) or "none that an NVIDIA driver shows"
+    return found
 
 
 def _existing(folder: Path) -> Path:
@@ -215,7 +242,7 @@ def _ranks(environ: Mapping[str, str]) -> str:
 
 
 def _variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Those that runs look at; without what may be secret."""
+    """The environment variables that runs read, without possible secrets."""
     return [
         (name, "(not shown)" if any(word in name for word in _SECRETS) else value)
         for name, value in sorted(environ.items())

@@ -6,10 +6,10 @@ from typing import Any
 
 from shardwright.observe.plan_text import format_plan
 from shardwright.observe.report.data import Compared, Predicted, ReportData
-from shardwright.plan import Alternative, MemoryPrediction, align
-from shardwright.planner.sensitivity import Sensitivity, sensitivities
-from shardwright.printable import printable
-from shardwright.units import format_bytes, format_seconds
+from shardwright.plan import Alternative, MemoryPrediction
+from shardwright.planner.explain.sensitivity import Sensitivity, sensitivities
+from shardwright.quantities import format_bytes, format_seconds
+from shardwright.text_table import align
 
 __all__ = ["explanation_document", "format_explanation"]
 
@@ -21,14 +21,7 @@ def format_explanation(data: ReportData) -> str:
     """The explanation of a run or plan; unknown values are left out, and `data.notes` say why."""
     blocks = []
     if data.plan is not None:
-        blocks.append(
-            "\n".join(
-                [
-                    format_plan(data.plan).splitlines()[0],
-                    *_indented([printable(why) for why in data.plan.why]),
-                ]
-            )
-        )
+        blocks.append(format_plan(data.plan))
     blocks += _measured(data)
     if data.predicted is not None and data.plan is not None:
         blocks.append(_block("what the step is spent on", _waterfall(data.predicted)))

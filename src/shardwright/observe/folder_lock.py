@@ -18,7 +18,7 @@ from typing import IO
 from shardwright.files import open_to_append
 from shardwright.printable import printable
 
-__all__ = ["held", "hold"]
+__all__ = ["held", "hold", "release"]
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,13 @@ def hold(path: Path) -> str | None:
     return None
 
 
+def release(path: Path) -> None:
+    """Lets others hold a lock file; nothing where this process does not hold it."""
+    file = _HELD.pop(path, None)
+    if file is not None:
+        file.close()
+
+
 @contextmanager
 def held(path: Path) -> Iterator[str | None]:
     """Holds a lock file for a while; one that this process has held before, it goes on holding.
@@ -78,7 +85,7 @@ def held(path: Path) -> Iterator[str | None]:
         yield holder
     finally:
         if holder is None and not goes_on:
-            _HELD.pop(path).close()
+            release(path)
 
 
 @atexit.register

@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
-from shardwright.observe.jsonl import JsonLines
+from shardwright.observe.jsonl import JsonLines, Records, read_json_lines
 
-__all__ = ["Metric", "MetricValue", "MetricsLog", "StepRecord", "metrics_of"]
+__all__ = ["Metric", "MetricValue", "MetricsLog", "StepRecord", "metrics_of", "read_steps"]
 
 _GIB = 2**30
 
@@ -24,7 +26,8 @@ class Metric(StrEnum):
 
     Throughput and compute are those of the whole job. ``COMPUTE`` counts the FLOPs of the model: what is
     recomputed does not count. ``STEP_ERROR`` is predicted / measured - 1: negative where the plan was too
-    hopeful. ``UPDATE`` is the optimizer's, before the step. ``GRADIENT_ERROR`` and ``PARAMETER_ERROR`` are
+    hopeful. ``WORK`` is that of all ranks of a replica, added up: more than a step where they share it.
+    ``UPDATE`` is the optimizer's, before the step. ``GRADIENT_ERROR`` and ``PARAMETER_ERROR`` are
     what rounding to 8 bits lost of what rank 0 sent, relative to that.
     """
 
@@ -32,6 +35,7 @@ class Metric(StrEnum):
     LEARNING_RATE = "train/learning_rate"
     STEP = "time/step(s)"
     STEP_PREDICTED = "time/step_predicted(s)"
+    WORK = "time/work(s)"
     UPDATE = "time/update(s)"
     SKIPPED = "train/skipped(updates)"
     STEP_ERROR = "time/prediction_error(share)"
@@ -65,6 +69,7 @@ class StepRecord:
         memory_bytes: peak memory of each rank.
         memory_limit_bytes: memory that a rank may use.
         learning_rate: of the first group of parameters.
+        work_s: seconds for which the ranks of the replica that writes worked, all of them together.
         update_s: seconds of the optimizer's update before the step, on the rank that writes.
         skipped_updates: how many were left out so far, as gradients were not finite.
         gradient_error: what rounding gradients to 8 bits lost, relative to them.
@@ -83,6 +88,7 @@ class StepRecord:
     memory_bytes: tuple[int, ...] | None = None
     memory_limit_bytes: int | None = None
     learning_rate: float | None = None
+    work_s: float | None = None
     update_s: float | None = None
     skipped_updates: int | None = None
     gradient_error: float | None = None
@@ -106,6 +112,7 @@ def metrics_of(record: StepRecord, *, world_size: int) -> dict[str, MetricValue]
         Metric.LEARNING_RATE: record.learning_rate,
         Metric.STEP: seconds,
         Metric.STEP_PREDICTED: record.step_predicted_s,
+        Metric.WORK: record.work_s,
         Metric.UPDATE: record.update_s,
         Metric.SKIPPED: record.skipped_updates,
         Metric.GRADIENT_ERROR: record.gradient_error,
@@ -133,12 +140,17 @@ def metrics_of(record: StepRecord, *, world_size: int) -> dict[str, MetricValue]
 class MetricsLog:
     """Appends one line a step to ``metrics.jsonl``.
 
-    A line holds ``step``, ``time/unix(s)`` (when it was written) and what `metrics_of` knows.
+    A line holds ``step``, ``time/unix(s)`` (when it was written) and what `metrics_of` knows. Lines of an
+    earlier run stay if this one resumes from it. If it begins anew, at step 1, their file is kept under
+    another name, ``metrics-1.jsonl``: two runs never mix.
 
     Args:
         path: the file.
         world_size: number of ranks.
         wall: the clock, seconds since 1970.
+
+    Attributes:
+        kept: the file with the metrics of an earlier run; None where there was none.
     """
 
     def __init__(
@@ -147,12 +159,54 @@ class MetricsLog:
         self._lines = JsonLines(path)
         self._world_size = world_size
         self._wall = wall
+        self._is_first = True
+        self.kept: Path | None = None
 
     def append(self, record: StepRecord) -> None:
         """Writes the line of a step."""
+        if self._is_first and record.step == 1:
+            self.kept = _kept(self._lines.path)
+        self._is_first = False
         metrics = metrics_of(record, world_size=self._world_size)
         self._lines.append({"step": record.step, "time/unix(s)": round(self._wall(), 3), **metrics})
 
     def close(self) -> None:
         """Closes the file."""
         self._lines.close()
+
+
+def read_steps(path: Path) -> Records:
+    """The lines of the steps of a run, each step once.
+
+    A run that was killed has done steps after its last checkpoint, and does them again when it resumes: the
+    later line holds.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    if not path.exists():
+        return Records()
+    records = read_json_lines(path)
+    steps = Records()
+    steps.left_out = records.left_out
+    for record in records:
+        while steps and _comes_before(record, steps[-1]):
+            steps.pop()
+        steps.append(record)
+    return steps
+
+
+def _comes_before(record: dict[str, Any], earlier: dict[str, Any]) -> bool:
+    """Whether a line tells of a step that the earlier line tells of too, or of one before."""
+    step, last = record.get("step"), earlier.get("step")
+    return isinstance(step, int | float) and isinstance(last, int | float) and step <= last
+
+
+def _kept(path: Path) -> Path | None:
+    """Moves the metrics of an earlier run out of the way; returns where to."""
+    if not path.is_file() or not path.stat().st_size:
+        return None
+    number = 1
+    while (kept := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+        number += 1
+    return path.rename(kept)

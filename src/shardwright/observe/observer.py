@@ -1,10 +1,10 @@
-"""Routes what a front end reports about a run to files, console and TensorBoard.
+"""Routes what a front end reports about a run to files, console and trackers.
 
 ::
 
     config_resolved ──► config.json
     plan_made ────────► plan.json, the console
-    step_done ────────► metrics.jsonl, the console, TensorBoard
+    step_done ────────► metrics.jsonl, the console, trackers
     timeline ─────────► trace.json
     close ────────────► report.html
     event ────────────► events.jsonl
@@ -25,12 +25,15 @@ from shardwright.observe.chrome_trace import chrome_trace
 from shardwright.observe.console import Console, Phase
 from shardwright.observe.jsonl import JsonLines
 from shardwright.observe.metrics import MetricsLog, StepRecord, metrics_of
-from shardwright.observe.plan_text import format_plan
+from shardwright.observe.plan_text import format_plan_briefly
 from shardwright.observe.progress import Progress
 from shardwright.observe.report_at_end import write_at_end
+from shardwright.observe.run_end import RunTotals, format_end
 from shardwright.observe.run_folder import RunFolder, show_path
-from shardwright.observe.tensorboard import TensorBoardWriter, check_tensorboard
 from shardwright.observe.timeline import MeasuredEvent
+from shardwright.observe.trackers.named import check_installed, named_trackers
+from shardwright.observe.trackers.tracker import Run, Tracker
+from shardwright.observe.trackers.tracking import Tracking
 from shardwright.plan import Plan
 from shardwright.schedule import Simulation
 
@@ -41,7 +44,7 @@ class Observer:
     """Reports a run.
 
     Args:
-        config: `log_interval`, `steps`, `tensorboard`.
+        config: `log_interval`, `steps`, `trackers`, `tensorboard`.
         rank: this world rank.
         world_size: number of ranks.
         pipeline_ranks: world ranks of this replica, by pipeline rank.
@@ -50,8 +53,13 @@ class Observer:
         console: for tests.
         wall: the clock, seconds since 1970.
 
+    Attributes:
+        folder: the run folder; None where no files are written.
+        console: where it prints.
+        going_on: how to go on with the run at its end; empty where nothing was saved.
+
     Raises:
-        ConfigError: TensorBoard is asked for and not installed.
+        ConfigError: a tracker is asked for and not installed.
     """
 
     def __init__(
@@ -66,8 +74,8 @@ class Observer:
         console: Console | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        if config.tensorboard:
-            check_tensorboard()
+        trackers = (*config.trackers, *(("tensorboard",) if config.tensorboard else ()))
+        check_installed(trackers)
         self.folder = folder
         self.console = console if console is not None else Console(prints=prints)
         self._rank = rank
@@ -75,7 +83,8 @@ class Observer:
         self._pipeline_ranks = tuple(pipeline_ranks)
         self._wall = wall
         self._plan: Plan | None = None
-        self._steps = 0
+        self._totals = RunTotals()
+        self.going_on: Callable[[], str] = lambda: ""
         self._progress = Progress(
             self.console,
             log_interval=config.log_interval,
@@ -84,14 +93,21 @@ class Observer:
         )
         self._written = folder if prints else None
         self._report = config.report
+        self._closed = False
         self._metrics: MetricsLog | None = None
         self._events: JsonLines | None = None
-        self._tensorboard: TensorBoardWriter | None = None
+        self._tracking: Tracking | None = None
         if self._written is not None:
             self._metrics = MetricsLog(self._written.metrics_file, world_size=world_size, wall=wall)
             self._events = JsonLines(self._written.events_file)
-            if config.tensorboard:
-                self._tensorboard = TensorBoardWriter(self._written.tensorboard_dir)
+        if prints:
+            self._tracking = Tracking(_run(config, self._written, world_size), self._tracker_failed)
+            self._tracking.add(named_trackers(trackers))
+
+    def track(self, trackers: Sequence[Tracker]) -> None:
+        """Has further trackers told of each step, on the rank that writes."""
+        if self._tracking is not None:
+            self._tracking.add(trackers)
 
     def config_resolved(self, config: Config) -> None:
         """The settings are known, what the launcher said included."""
@@ -104,8 +120,8 @@ class Observer:
         if plan == self._plan:
             return
         self._plan = plan
-        written = [] if self._written is None else [f"  written to {show_path(self._written.plan_file)}"]
-        self.console.line("\n".join([format_plan(plan), *written]))
+        why = [] if self._written is None else [f"  why: shardwright explain {show_path(self._written.path)}"]
+        self.console.line("\n".join([format_plan_briefly(plan), *why]))
         if self._written is not None:
             self._written.write(self._written.plan_file.name, plan.to_json())
         self.event(
@@ -117,12 +133,14 @@ class Observer:
 
     def step_done(self, record: StepRecord) -> None:
         """A step ended."""
-        self._steps += 1
+        self._totals.add(record)
         if self._metrics is not None:
             self._metrics.append(record)
-        if self._tensorboard is not None:
-            metrics = metrics_of(record, world_size=self._world_size)
-            self._tensorboard.write(metrics, step=record.step)
+            if self._totals.steps == 1 and self._metrics.kept is not None:
+                kept = show_path(self._metrics.kept)
+                self.console.status(f"the metrics of the run before in this folder are kept in {kept}")
+        if self._tracking is not None:
+            self._tracking.log(metrics_of(record, world_size=self._world_size), step=record.step)
         self._progress.step_done(record)
 
     def timeline(
@@ -173,15 +191,30 @@ class Observer:
         """Announces something that may take longer than 2 s; see `Console.phase`."""
         return self.console.phase(text)
 
-    def close(self) -> None:
-        """Prints the line that is due, writes the report and closes all files; may be called twice."""
+    def close(self, *, ended: str = "done") -> None:
+        """Writes the report, says what the run came to, and closes all files; may be called twice.
+
+        Args:
+            ended: in a word, such as ``failed``.
+        """
         self._progress.flush()
-        if self._report and self._written is not None and self._metrics is not None and self._steps:
-            write_at_end(self._written, plan=self._plan, console=self.console, event=self.event)
-        for file in (self._metrics, self._events, self._tensorboard):
+        written = self._written if self._totals.steps and not self._closed else None
+        if self._report and written is not None:
+            write_at_end(written, plan=self._plan, console=self.console, event=self.event)
+        if self._totals.steps and not self._closed:
+            report = written.report_file if written is not None else None
+            further = [f"report {show_path(report)}"] if report is not None and report.is_file() else []
+            if going_on := self.going_on():
+                further.append(going_on)
+            replicas = self._world_size // max(1, len(self._pipeline_ranks))
+            self.console.line(
+                format_end(self._totals, self._plan, replicas=replicas, ended=ended, further=further)
+            )
+        self._closed = True
+        for file in (self._tracking, self._metrics, self._events):
             if file is not None:
                 file.close()
-        self._metrics = self._events = self._tensorboard = None
+        self._tracking = self._metrics = self._events = None
 
     def __enter__(self) -> Self:
         return self
@@ -191,11 +224,25 @@ class Observer:
     ) -> None:
         self.close()
 
+    def _tracker_failed(self, message: str) -> None:
+        self.event("tracker_failed", message=message)
+        self.status(message)
+
     def _saved_bytes(self, events: Sequence[MeasuredEvent]) -> tuple[int, ...] | None:
-        """What a microbatch keeps in each stage, if the plan knows all stages that ran."""
+        """The bytes that a microbatch keeps in each stage, if the plan knows all stages that ran."""
         prediction = None if self._plan is None else self._plan.prediction
         if prediction is None:
             return None
         num_stages = max((event.action.stage for event in events), default=-1) + 1
         known = tuple(stage.saved_bytes for stage in prediction.stages)
         return known if len(known) >= num_stages else None
+
+
+def _run(config: Config, folder: RunFolder | None, world_size: int) -> Run:
+    """What trackers are told of a run."""
+    return Run(
+        name="run" if folder is None else folder.path.name,
+        folder=None if folder is None else folder.path,
+        settings=json.loads(config.to_json()),
+        world_size=world_size,
+    )

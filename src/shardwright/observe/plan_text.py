@@ -2,16 +2,43 @@
 
 from collections.abc import Iterator, Sequence
 
-from shardwright.plan import MemoryPrediction, Plan, align
+from shardwright.plan import MemoryPrediction, Plan
 from shardwright.printable import printable
-from shardwright.units import format_bytes, format_count, format_seconds
+from shardwright.quantities import format_bytes, format_count, format_seconds
+from shardwright.text_table import align
 
-__all__ = ["format_plan", "format_plan_in_full"]
+__all__ = ["format_plan", "format_plan_briefly", "format_plan_in_full", "title_of"]
+
+_FEW_STAGES = 4
+
+
+def format_plan_briefly(plan: Plan) -> str:
+    """The plan in a run's log: what it is, and its stages, in two lines."""
+    # Here, because the planner imports numpy: commands that show plans answer --help before.
+    from shardwright.planner.partition.blocks import block_of
+
+    spans, begin = [], 0
+    for stage in plan.stages:
+        end = begin + len(stage.units)
+        of_stage = [
+            block_of(plan.model.units, call, ends=ends) for call, ends in ((begin, False), (end - 1, True))
+        ]
+        spans.append(printable(" .. ".join(dict.fromkeys(of_stage))) if stage.units else "nothing")
+        begin = end
+    if len(spans) <= _FEW_STAGES:
+        told = [
+            f"{span} (rank {rank})" if len(spans) > 1 else span
+            for span, rank in zip(spans, plan.stage_ranks, strict=True)
+        ]
+        return f"{title_of(plan)}\n  stages: {' | '.join(told)}"
+    sizes = [len(stage.units) for stage in plan.stages]
+    units = f"{min(sizes)} to {max(sizes)} units" if min(sizes) < max(sizes) else f"{sizes[0]} units"
+    return f"{title_of(plan)}\n  stages: {len(spans)} of {units}, {spans[0]} to {spans[-1]}"
 
 
 def format_plan(plan: Plan) -> str:
-    """The plan in a run's log: a title, the table of stages, the reasons."""
-    lines = [_title(plan), *_indented(plan.table()), *(f"  {printable(reason)}" for reason in plan.why)]
+    """The plan in the outcome of a run: a title, the table of stages, the reasons."""
+    lines = [title_of(plan), *_indented(plan.table()), *(f"  {printable(reason)}" for reason in plan.why)]
     return "\n".join(lines)
 
 
@@ -27,12 +54,15 @@ def format_plan_in_full(plan: Plan) -> str:
     return "\n\n".join(blocks)
 
 
-def _title(plan: Plan) -> str:
+def title_of(plan: Plan) -> str:
+    """A plan in one line."""
     mesh, schedule = plan.mesh, plan.schedule
     title = (
         f"plan: {schedule.kind}, {_counted(schedule.microbatches, 'microbatch', 'es')}, "
         f"{_counted(len(plan.stages), 'stage')} on {_counted(mesh.pipeline, 'rank')}"
     )
+    shared = {"context": mesh.context, "expert": mesh.expert, "tensor": mesh.tensor}
+    title += "".join(f", {name} degree {degree}" for name, degree in shared.items() if degree > 1)
     if mesh.data > 1:
         title += f", {mesh.data} replicas"
     if plan.prediction is not None:
@@ -47,13 +77,22 @@ def _counted(number: int, noun: str, plural: str = "s") -> str:
 
 
 def _model(plan: Plan) -> str:
-    model, recomputed = plan.model, sum(len(stage.recompute) for stage in plan.stages)
+    model = plan.model
+    recomputed, offloaded = (
+        sum(len(getattr(stage, name)) for stage in plan.stages) for name in ("recompute", "offload")
+    )
     lines = [
         f"model {model.fingerprint}: {format_count(model.num_parameters)} parameters, "
-        f"{len(model.units)} units" + (f", {recomputed} of them recomputed" if recomputed else "")
+        f"{len(model.units)} units"
+        + (f", {recomputed} of them recomputed" if recomputed else "")
+        + (f", {offloaded} offloaded" if offloaded else "")
     ]
     for name, stages in plan.replicated.items():
         lines.append(f"  {printable(name)} is held by stages {', '.join(map(str, stages))}")
+    if plan.tensor is not None:
+        if plan.tensor.between_units is not None:
+            lines.append(f"  tensors between units are cut along dimension {plan.tensor.between_units}")
+        lines += [f"  {printable(name)}: {cut}" for name, cut in plan.tensor.cuts.items()]
     return "\n".join([*lines, f"  made by {plan.created_by}"])
 
 

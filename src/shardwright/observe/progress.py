@@ -1,4 +1,4 @@
-"""The progress line on the console, once per log interval.
+"""The progress line on the console: one that is updated on a terminal, one each ten seconds elsewhere.
 
 ::
 
@@ -14,20 +14,25 @@ from dataclasses import dataclass
 
 from shardwright.observe.console import Console
 from shardwright.observe.metrics import StepRecord
-from shardwright.units import format_count
+from shardwright.quantities import format_count
 
 __all__ = ["Progress", "format_loss", "format_rate"]
 
 
-class Progress:
-    """Prints one line for the first step, then one every log interval, averaged over its steps.
+_UPDATE_S, _LINE_S = 0.5, 10.0
+"""Between two updates of the line on a terminal; between two lines elsewhere."""
 
-    The first step stands alone because it does what later steps do not: it traces, plans and places. So it
-    tells nothing about the time of arrival.
+
+class Progress:
+    """Prints one line for the first step, then one every so often, averaged over the steps since the last.
+
+    On a terminal the last line is updated in place; elsewhere a line comes each ten seconds. A log interval
+    asks for a line each so many steps instead. The first step stands alone because it does what later steps
+    do not: it traces, plans and places. So it tells nothing about the time of arrival.
 
     Args:
         console: where to.
-        log_interval: steps between two lines.
+        log_interval: steps between two lines; None: by the time.
         world_size: number of ranks.
         total_steps: steps of the whole run; None where nobody knows, and no time of arrival is shown.
         clock: seconds from any fixed point.
@@ -37,7 +42,7 @@ class Progress:
         self,
         console: Console,
         *,
-        log_interval: int,
+        log_interval: int | None,
         world_size: int,
         total_steps: int | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -56,11 +61,21 @@ class Progress:
         if self._interval is None:
             self._interval = _Interval()
         self._interval.add(record)
-        if self._first or record.step % self._log_interval == 0:
-            self.flush()
+        if self._first or self._is_due(record.step):
+            self.flush(for_good=self._first or self._log_interval is not None)
 
-    def flush(self) -> None:
-        """Prints the line of the steps since the last one, if there are any."""
+    def _is_due(self, step: int) -> bool:
+        if self._log_interval is not None:
+            return step % self._log_interval == 0
+        pause_s = _UPDATE_S if self._console.rewrites else _LINE_S
+        return self._clock() - self._interval_start >= pause_s
+
+    def flush(self, *, for_good: bool = True) -> None:
+        """Prints the line of the steps since the last one, if there are any.
+
+        Args:
+            for_good: the line stays; else a terminal shows it until the next one.
+        """
         interval, now = self._interval, self._clock()
         if interval is None:
             return
@@ -69,7 +84,9 @@ class Progress:
             # By the clock on the wall, not by the steps' own seconds: loading data and saving take time too.
             step_s = (now - self._interval_start) / interval.steps
             parts.append(f"eta {_format_eta(max(0, self._total_steps - interval.last_step) * step_s)}")
-        self._console.line(" | ".join(parts))
+        text = " | ".join(parts)
+        if for_good or not self._console.rewrite(text):
+            self._console.line(text)
         self._interval, self._interval_start, self._first = None, now, False
 
 

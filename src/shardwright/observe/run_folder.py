@@ -2,7 +2,8 @@
 
 ::
 
-    runs/2026-11-20_12-30-05/
+    runs/train/        after the script: train-2, train-3 where that is taken
+      run.json         the command, and how the run ended
       config.json      the settings in force
       plan.json        the plan in force
       metrics.jsonl    one line a step
@@ -15,8 +16,10 @@ All ranks of a job share one folder: the first rank makes it, and the caller sen
 launcher and the first rank each hold a lock in it, so that two runs of one name do not mix.
 """
 
+import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -27,7 +30,7 @@ from shardwright.files import is_left_by_another, replace_file
 from shardwright.observe.folder_lock import hold
 from shardwright.printable import control_in, printable, shown
 
-__all__ = ["RunFolder", "check_name", "show_path"]
+__all__ = ["RunFolder", "check_name", "free_name", "is_name", "launched_folder", "runs_dir", "show_path"]
 
 _VARIABLE = "SHARDWRIGHT_RUN_DIR"
 _LOGS = "logs"
@@ -49,6 +52,7 @@ class RunFolder:
         base: str | os.PathLike[str],
         *,
         name: str | None = None,
+        stem: str | None = None,
         environ: Mapping[str, str] = os.environ,
         now: Callable[[], datetime] = datetime.now,
     ) -> "RunFolder":
@@ -59,30 +63,26 @@ class RunFolder:
         inside the folder that it names, or inside `base`.
 
         A run with a given name that is there already is continued in its folder: a job that was requeued
-        appends to its own metrics. A name made from the time is never shared.
+        appends to its own metrics. A folder named after a stem, or the time, is always a new one.
 
         Args:
             base: the folder that holds the run folders; made if it is not there.
-            name: name of the run folder; None makes one from the time.
+            name: name of the run folder; None makes a new folder.
+            stem: the name of a new one, followed by a number where it is taken; None: the time.
             environ: the environment variables.
             now: the clock.
 
         Raises:
             ConfigError: the name is no name of a folder, or the folder cannot be made.
         """
-        launched = environ.get(_VARIABLE)
-        if (control := control_in(launched or "")) is not None:
-            raise ConfigError(
-                f"{_VARIABLE} is {shown(launched)}, but it must not have control characters such as "
-                f"{control}."
-            )
-        if launched and Path(launched, _LOGS).is_dir():
-            return cls(Path(launched).absolute())
+        launched = launched_folder(environ)
+        if launched is not None:
+            return launched
         if name is not None:
             check_name(name)
-        base = launched or base
+        base = runs_dir(base, environ)
         try:
-            path = _make(Path(base).absolute(), name, now)
+            path = _make(Path(base).absolute(), name, stem or now().strftime("%Y-%m-%d_%H-%M-%S"))
             (path / _LOGS).mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError(
@@ -104,7 +104,7 @@ class RunFolder:
         if holder is not None:
             raise ConfigError(
                 f"the run folder {self} belongs to another run that goes on ({holder}). Wait until that has "
-                "ended to continue it, or give this run another name, or none: one is made from the time."
+                "ended to continue it, or give this run another name, or none."
             )
 
     @property
@@ -139,7 +139,7 @@ class RunFolder:
 
     @property
     def logs_dir(self) -> Path:
-        """What each rank printed."""
+        """The folder with the output of each rank."""
         return self.path / _LOGS
 
     @property
@@ -164,21 +164,50 @@ def show_path(path: Path) -> str:
     return printable(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
+def launched_folder(environ: Mapping[str, str] = os.environ) -> RunFolder | None:
+    """The run folder that ``shardwright run`` has made for this process; None where it has not.
+
+    Raises:
+        ConfigError: the variable has control characters.
+    """
+    launched = environ.get(_VARIABLE)
+    if (control := control_in(launched or "")) is not None:
+        raise ConfigError(
+            f"{_VARIABLE} is {shown(launched)}, but it must not have control characters such as {control}."
+        )
+    return RunFolder(Path(launched).absolute()) if launched and Path(launched, _LOGS).is_dir() else None
+
+
+def runs_dir(base: str | os.PathLike[str], environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder that holds the run folders: the one that a launcher names, or else `base`."""
+    return Path(environ.get(_VARIABLE) or base)
+
+
+def free_name(base: Path, stem: str) -> str:
+    """The name that a new run folder would get now."""
+    return next(name for name in _names(stem) if not (base / name).exists())
+
+
+def is_name(name: str) -> bool:
+    """Whether it can be the name of a run folder."""
+    marks = (mark for mark in ("/", os.sep, "\0") if mark in name)
+    return name not in ("", ".", "..") and not any(marks) and control_in(name) is None
+
+
 def check_name(name: str) -> None:
     """Refuses what is no name of a folder.
 
     Raises:
         ConfigError: it is none.
     """
-    marks = (mark for mark in ("/", os.sep, "\0") if mark in name)
-    if name in ("", ".", "..") or any(marks) or control_in(name) is not None:
+    if not is_name(name):
         raise ConfigError(
             f"run_name is {shown(name)}, but it must be the name of one folder, such as first-try. "
             "Set run_dir to choose where that folder lies."
         )
 
 
-def _make(base: Path, name: str | None, now: Callable[[], datetime]) -> Path:
+def _make(base: Path, name: str | None, stem: str) -> Path:
     base.mkdir(parents=True, exist_ok=True)
     if name is not None:
         path = base / name
@@ -189,14 +218,14 @@ def _make(base: Path, name: str | None, now: Callable[[], datetime]) -> Path:
                 "lead anywhere. Give this run another name, or set run_dir to a folder of your own."
             )
         return path
-    stem = path_name = now().strftime("%Y-%m-%d_%H-%M-%S")
-    attempt = 1
-    while True:
-        # mkdir, not exists() and mkdir: of two runs that start in the same second, one must lose here.
-        try:
+    for path_name in _names(stem):
+        # mkdir, not exists() and mkdir: of two runs that start at the same time, one must lose here.
+        with suppress(FileExistsError):
             (base / path_name).mkdir()
-        except FileExistsError:
-            attempt += 1
-            path_name = f"{stem}-{attempt}"
-        else:
-            return base / path_name
+            break
+    return base / path_name
+
+
+def _names(stem: str) -> Iterator[str]:
+    yield stem
+    yield from (f"{stem}-{number}" for number in itertools.count(2))

@@ -8,13 +8,13 @@ from statistics import median
 from typing import Any
 
 from shardwright.errors import UsageError
-from shardwright.observe.jsonl import Records, read_json_lines
-from shardwright.observe.metrics import Metric
+from shardwright.observe.metrics import Metric, read_steps
 from shardwright.observe.progress import format_loss, format_rate
 from shardwright.observe.recorded import finite, number_or_none, to_number
 from shardwright.observe.run_folder import RunFolder, show_path
-from shardwright.plan import Plan, align
-from shardwright.units import format_seconds
+from shardwright.plan import Plan
+from shardwright.quantities import format_seconds
+from shardwright.text_table import align
 
 __all__ = ["RunSummary", "format_summary", "summarize"]
 
@@ -94,7 +94,7 @@ def summarize(
         PlanError: the plan file cannot be used.
     """
     found = folder if isinstance(folder, RunFolder) else RunFolder(Path(folder).absolute())
-    records = read_json_lines(found.metrics_file) if found.metrics_file.exists() else Records()
+    records = read_steps(found.metrics_file)
     if not records:
         raise UsageError(
             f"{show_path(found.metrics_file)} holds no step. Run the training first, or name another folder."

@@ -1,25 +1,16 @@
 """The plan of a run: its file, the conditions of its prediction, and the difference of two plans."""
 
-from shardwright.plan.plan import (
-    PLAN_VERSION,
-    Alternative,
-    MemoryPrediction,
-    MeshPlan,
-    ModelIdentity,
-    Plan,
-    Prediction,
-    SchedulePlan,
-    StagePlan,
-    StagePrediction,
-    Trial,
-    align,
-    identity,
-    stage_of_label,
-)
+from shardwright.plan.decision import MeshPlan, SchedulePlan, StagePlan
+from shardwright.plan.identity import ModelIdentity, identity
+from shardwright.plan.plan import PLAN_VERSION, Plan, stage_of_label
+from shardwright.plan.prediction import CostRecord, MemoryPrediction, Prediction, StagePrediction
+from shardwright.plan.rivals import Alternative, Trial
+from shardwright.plan.tensor_plan import TensorPlan, TensorPrices
 
 __all__ = [
     "PLAN_VERSION",
     "Alternative",
+    "CostRecord",
     "MemoryPrediction",
     "MeshPlan",
     "ModelIdentity",
@@ -28,8 +19,9 @@ __all__ = [
     "SchedulePlan",
     "StagePlan",
     "StagePrediction",
+    "TensorPlan",
+    "TensorPrices",
     "Trial",
-    "align",
     "identity",
     "stage_of_label",
 ]

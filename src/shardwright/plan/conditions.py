@@ -4,14 +4,14 @@ The plan file has them, so that a plan can be replayed, under the same condition
 has neither the model nor the cluster.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt, SerializerFunctionWrapHandler, model_serializer
 
 from shardwright.files import Record
 from shardwright.limits import MOST_RANKS, MOST_RANKS_OF_HOST
 
-__all__ = ["Conditions", "FlowConditions", "LinkConditions"]
+__all__ = ["Conditions", "FlowConditions", "LinkConditions", "Seconds"]
 
 
 Seconds = Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)]
@@ -56,12 +56,14 @@ class Conditions(Record):
         hosts: the host of each pipeline rank of the first replica.
         intra_node: link between two ranks of a host.
         inter_node: link between two hosts.
+        host: from each rank to where it offloads what units keep; None where that is not known.
         cores: CPU cores that the ranks of one replica share on a host; 0 where each has a device.
         ranks_per_node: pipeline ranks of one replica on a host.
         crowding: how much longer ranks compute because several replicas share a host's cores; 1 or more.
         action_overhead_s: seconds that every action takes on top.
         step_overhead_s: seconds before the first action of a step and after the last one.
         tie_s: the part of ``sync_s`` in which parameters of several stages are summed.
+        settling_s: the part of ``sync_s`` in which tensor-parallel ranks sum gradients of whole parameters.
         sync_latency_s: the part of ``sync_s`` that stays however fast bytes travel.
         hidden_s: what sums over replicas take beyond ``sync_s``, while ranks compute.
         window_s: seconds of computing that can hide sums.
@@ -72,13 +74,23 @@ class Conditions(Record):
     hosts: tuple[NonNegativeInt, ...]
     intra_node: LinkConditions
     inter_node: LinkConditions
+    host: LinkConditions | None = None
     cores: Annotated[int, Field(ge=0, le=MOST_RANKS_OF_HOST)] = 0
     ranks_per_node: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
     crowding: Positive = 1.0
     action_overhead_s: Seconds = 0.0
     step_overhead_s: Seconds = 0.0
     tie_s: Seconds = 0.0
+    settling_s: Seconds = 0.0
     sync_latency_s: Seconds = 0.0
     hidden_s: Seconds = 0.0
     window_s: Seconds = 0.0
     memory_limit_bytes: NonNegativeInt = 0
+
+    @model_serializer(mode="wrap")
+    def _without_settling(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves `settling_s` out where it is 0: versions that do not know it read such files."""
+        found: dict[str, Any] = serialize(self)
+        if found.get("settling_s") == 0:
+            del found["settling_s"]
+        return found

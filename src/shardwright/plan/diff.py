@@ -1,12 +1,13 @@
 """Compares two plans: what would run differently, and what only the prediction changes."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from shardwright.plan import Plan, align, stage_of_label
-from shardwright.units import format_bytes, format_seconds
+from shardwright.plan import Plan, stage_of_label
+from shardwright.quantities import format_bytes, format_seconds
+from shardwright.text_table import align
 
 __all__ = ["Change", "PlanDiff", "diff_plans"]
 
@@ -22,7 +23,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class PlanDiff:
-    """How two plans differ.
+    """The differences between two plans.
 
     Attributes:
         decision: what would run otherwise.
@@ -47,13 +48,15 @@ def diff_plans(first: Plan, second: Plan) -> PlanDiff:
         decision=(
             *_fields(first, second, ("model.fingerprint", "model.num_parameters")),
             *_units(first, second),
-            *_fields(first, second, ("mesh.pipeline", "mesh.data", "mesh.placement_strategy")),
+            *_fields(first, second, ("mesh.pipeline", "mesh.data", "mesh.tensor", "mesh.context")),
+            *_fields(first, second, ("mesh.expert", "mesh.placement_strategy")),
             *_fields(
                 first, second, ("schedule.kind", "schedule.microbatches", "schedule.active_microbatches")
             ),
             *_stages(first, second),
-            *_recomputed(first, second),
+            *_kept_otherwise(first, second),
             *_items("replicated", first.replicated, second.replicated),
+            *_items("tensor.cuts", _cuts(first), _cuts(second)),
             *_items("pins", first.pins, second.pins),
         ),
         prediction=tuple(_predictions(first, second)),
@@ -97,16 +100,21 @@ def _stages(first: Plan, second: Plan) -> Iterator[Change]:
             yield Change(_span(names), f"stage {source}", f"stage {target}")
 
 
-def _recomputed(first: Plan, second: Plan) -> Iterator[Change]:
-    a, b = ([unit for stage in plan.stages for unit in stage.recompute] for plan in (first, second))
-    if a != b:
-        yield Change("recomputed units", _sample(a), _sample(b))
+def _kept_otherwise(first: Plan, second: Plan) -> Iterator[Change]:
+    for what, name in (("recomputed units", "recompute"), ("offloaded units", "offload")):
+        a, b = ([unit for stage in plan.stages for unit in getattr(stage, name)] for plan in (first, second))
+        if a != b:
+            yield Change(what, _sample(a), _sample(b))
 
 
-def _items(what: str, first: dict[str, Any], second: dict[str, Any]) -> Iterator[Change]:
+def _items(what: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Change]:
     for key in dict.fromkeys((*first, *second)):
         if first.get(key) != second.get(key):
             yield Change(f"{what}.{key}", _text(first.get(key)), _text(second.get(key)))
+
+
+def _cuts(plan: Plan) -> Mapping[str, Any]:
+    return {} if plan.tensor is None else plan.tensor.cuts
 
 
 def _predictions(first: Plan, second: Plan) -> Iterator[Change]:

@@ -6,222 +6,37 @@ the difference.
 """
 
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, ValidationError, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from shardwright import __version__
 from shardwright.errors import PlanError, StalePlanError
 from shardwright.files import DocumentError, Record, UserFile, parse_json, replace_file
-from shardwright.limits import MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES_OF_RANK, MOST_STEPS
-from shardwright.mesh import canonical_placement
 from shardwright.model_graph import ModelGraph
-from shardwright.plan.conditions import Conditions
-from shardwright.printable import printable, shown
+from shardwright.placement import Cut
+from shardwright.plan.decision import MeshPlan, SchedulePlan, StagePlan
+from shardwright.plan.identity import ModelIdentity, difference_of_units
+from shardwright.plan.parameter_cuts import cuts_by_name
+from shardwright.plan.prediction import Prediction
+from shardwright.plan.rivals import Alternative, Trial
+from shardwright.plan.tensor_plan import TensorPlan
+from shardwright.printable import shown
 from shardwright.problems import describe, field_names, join
-from shardwright.profile import Cost
-from shardwright.units import format_bytes, format_seconds
+from shardwright.quantities import format_bytes, format_seconds
+from shardwright.text_table import align
 
-__all__ = [
-    "PLAN_VERSION",
-    "Alternative",
-    "MemoryPrediction",
-    "MeshPlan",
-    "ModelIdentity",
-    "Plan",
-    "Prediction",
-    "SchedulePlan",
-    "StagePlan",
-    "StagePrediction",
-    "Trial",
-    "align",
-    "identity",
-    "stage_of_label",
-]
+__all__ = ["PLAN_VERSION", "Plan", "stage_of_label"]
 
 PLAN_VERSION = 1
-
-Seconds = Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)]
-Degree = Annotated[int, Field(ge=1, le=MOST_RANKS)]
-Microbatches = Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-
-
-class ModelIdentity(Record):
-    """Which model a plan was made for.
-
-    Attributes:
-        fingerprint: hash of the names, shapes and types of all parameters and buffers.
-        num_parameters: trained and frozen, ties counted once.
-        units: labels of the unit calls in execution order: ``name``, or ``name#k`` for a repeated call.
-    """
-
-    fingerprint: str
-    num_parameters: NonNegativeInt
-    units: tuple[str, ...]
-
-
-class MeshPlan(Record):
-    """Degrees of parallelism, and the order in which ranks are laid out.
-
-    Attributes:
-        pipeline: ranks that share one replica of the model.
-        data: replicas.
-        shard: replicas that share their parameters; 1 where each has all of them.
-        placement_strategy: permutation of ``D``, ``P``, ``T``; the rightmost varies fastest over the ranks.
-    """
-
-    pipeline: Degree = 1
-    data: Degree = 1
-    shard: Degree = 1
-    placement_strategy: str = "DPT"
-
-    @field_validator("placement_strategy")
-    @classmethod
-    def _permutation(cls, value: str) -> str:
-        return canonical_placement(value)
-
-    @model_validator(mode="after")
-    def _possible(self) -> Self:
-        if self.world_size > MOST_RANKS:
-            raise ValueError(f"pipeline times data is {self.world_size} ranks, but at most {MOST_RANKS} go")
-        if self.data % self.shard:
-            raise ValueError(f"shard is {self.shard}, but it must divide data, which is {self.data}")
-        return self
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that the plan needs."""
-        return self.pipeline * self.data
-
-
-class SchedulePlan(Record):
-    """Which order of work.
-
-    Attributes:
-        kind: name of the schedule family.
-        microbatches: parts into which a batch is split.
-        active_microbatches: bound on microbatches in flight; None where the schedule itself bounds them.
-        reduce_every_microbatch: gradients of parameters that replicas share are reduced between these in
-            every backward, else once a batch.
-    """
-
-    kind: Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"]
-    microbatches: Microbatches
-    active_microbatches: Microbatches | None = None
-    reduce_every_microbatch: bool = False
-
-
-class StagePlan(Record):
-    """One stage: consecutive unit calls, and the pipeline rank that runs them.
-
-    Attributes:
-        rank: pipeline rank, from 0.
-        units: labels of unit calls in execution order; may be empty.
-        recompute: labels of those whose activations are recomputed in the backward.
-    """
-
-    rank: Annotated[int, Field(ge=0, lt=MOST_RANKS)]
-    units: tuple[str, ...]
-    recompute: tuple[str, ...] = ()
-
-
-class StagePrediction(Record):
-    """Predicted cost of one stage for one microbatch; `recompute_s` is a part of `backward_s`."""
-
-    forward_s: Seconds
-    backward_s: Seconds
-    recompute_s: Seconds = 0.0
-    weight_s: Seconds = 0.0
-    input_s: Seconds | None = None
-    send_bytes: NonNegativeInt = 0
-    saved_bytes: NonNegativeInt = 0
-    weight_bytes: NonNegativeInt | None = None
-    parameter_bytes: NonNegativeInt = 0
-
-    @property
-    def cost(self) -> Cost:
-        """Seconds and bytes of the stage, recomputation in its backward."""
-        return Cost(**{each.name: getattr(self, each.name) for each in fields(Cost)})
-
-
-class MemoryPrediction(Record):
-    """Predicted peak memory of one pipeline rank, in bytes."""
-
-    parameters: NonNegativeInt
-    gradients: NonNegativeInt
-    optimizer: NonNegativeInt
-    activations: NonNegativeInt
-    batch: NonNegativeInt = 0
-    work: NonNegativeInt = 0
-
-    @property
-    def peak(self) -> int:
-        """Sum of all parts."""
-        state = self.parameters + self.gradients + self.optimizer
-        return state + self.activations + self.batch + self.work
-
-
-class Prediction(Record):
-    """The simulator's prediction.
-
-    Attributes:
-        step_s: seconds of one batch: forward, backward, the sums of gradients over ranks, and what the
-            runtime does before and after; not the optimizer's.
-        sync_s: the part of them in which gradients are summed.
-        bubble: idle share of the ranks' time, 0 to 1.
-        stages: cost of each stage.
-        memory: peak memory of each pipeline rank.
-        provenance: whether the costs were measured or estimated.
-        correction: what `step_s` was multiplied by, as earlier runs on the machines took so much longer.
-        update_s: seconds of the optimizer's update, on the rank that has most to update; 0: not known.
-        error: half of the interval around `step_s` that holds nine of ten runs, relative; 0: not known.
-        conditions: what the step was simulated with; None in plans of versions that did not keep it.
-    """
-
-    step_s: Seconds
-    sync_s: Seconds = 0.0
-    bubble: Fraction
-    stages: tuple[StagePrediction, ...]
-    memory: tuple[MemoryPrediction, ...]
-    provenance: Literal["measured", "estimated"]
-    correction: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.0
-    update_s: Seconds = 0.0
-    error: Seconds = 0.0
-    conditions: Conditions | None = None
-
-
-class Alternative(Record):
-    """A runner-up, and its predicted cost."""
-
-    schedule: str
-    microbatches: Microbatches
-    stages: Annotated[int, Field(ge=1, le=MOST_RANKS * MOST_STAGES_OF_RANK)]
-    step_s: Seconds
-    peak_bytes: NonNegativeInt
-    verdict: str
-
-
-class Trial(Record):
-    """A plan that was tried on the machines that it was made for.
-
-    Attributes:
-        mesh: degrees and rank layout.
-        schedule: order of work.
-        step_s: seconds of a step as it was measured: the median, on the slowest rank, without the optimizer.
-        predicted_s: the same as it was predicted.
-        steps: that were timed.
-    """
-
-    mesh: MeshPlan
-    schedule: SchedulePlan
-    step_s: Seconds
-    predicted_s: Seconds
-    steps: Annotated[int, Field(ge=1, le=MOST_STEPS)]
 
 
 class Plan(Record):
@@ -235,6 +50,7 @@ class Plan(Record):
         schedule: order of work.
         stages: what runs where.
         replicated: parameters that several stages hold, with those stages; their gradients are summed.
+        tensor: how ranks share the parameters of a stage; None, and left out of files, where they do not.
         prediction: what the simulator expects; None for plans written by hand.
         why: reasons, one sentence each.
         alternatives: the runners-up.
@@ -249,6 +65,7 @@ class Plan(Record):
     schedule: SchedulePlan
     stages: tuple[StagePlan, ...]
     replicated: dict[str, tuple[int, ...]] = Field(default_factory=dict)
+    tensor: TensorPlan | None = None
     prediction: Prediction | None = None
     why: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
@@ -265,11 +82,12 @@ class Plan(Record):
                     f"stages.{index}.rank is {stage.rank}, but mesh.pipeline is {self.mesh.pipeline}: "
                     f"ranks run from 0 to {self.mesh.pipeline - 1}"
                 )
-            stray = set(stage.recompute) - set(stage.units)
-            if stray:
-                raise ValueError(
-                    f"stages.{index}.recompute names units that the stage does not have: {sorted(stray)}"
-                )
+            for name, labels in (("recompute", stage.recompute), ("offload", stage.offload)):
+                stray = set(labels) - set(stage.units)
+                if stray:
+                    raise ValueError(
+                        f"stages.{index}.{name} names units that the stage does not have: {sorted(stray)}"
+                    )
         for name, holders in self.replicated.items():
             if not all(0 <= stage < len(self.stages) for stage in holders):
                 raise ValueError(
@@ -286,11 +104,31 @@ class Plan(Record):
                 f"mesh.pipeline is {self.mesh.pipeline}, but there are {len(self.stages)} stages: every "
                 "pipeline rank has at least one"
             )
+        self._check_tensor()
         self._check_conditions()
         placed = [unit for stage in self.stages for unit in stage.units]
         if placed != list(self.model.units):
-            raise ValueError(_placement_difference(self.model.units, placed))
+            raise ValueError(difference_of_units(self.model.units, placed))
         return self
+
+    def _check_tensor(self) -> None:
+        degree, mesh = self.mesh.share, self.mesh
+        if (self.tensor is None) != (degree == 1):
+            raise ValueError(
+                f"mesh is {mesh.title}, but tensor, which says how ranks share a batch and parameters, is "
+                f"{'there' if self.tensor else 'missing'}"
+            )
+        if self.tensor is not None and self.tensor.between_units is None and mesh.tensor == 1:
+            raise ValueError(
+                f"mesh is {mesh.title}, but tensor.between_units, the dimension along which ranks share a "
+                "batch, is missing"
+            )
+        for name, cut in self.tensor.cuts.items() if self.tensor else ():
+            if any(run.rank >= degree for run in cut.runs):
+                raise ValueError(
+                    f"tensor.cuts.{name} is {cut}, but {degree} ranks share layers: they run from 0 to "
+                    f"{degree - 1}"
+                )
 
     def _check_conditions(self) -> None:
         conditions = self.prediction.conditions if self.prediction is not None else None
@@ -312,6 +150,15 @@ class Plan(Record):
     def stage_ranks(self) -> tuple[int, ...]:
         """Pipeline rank of each stage."""
         return tuple(stage.rank for stage in self.stages)
+
+    def cuts_of(self, graph: ModelGraph) -> dict[str, Cut]:
+        """How ranks share the model's parameters, by their names; those without a cut are whole.
+
+        Raises:
+            StalePlanError: a name or pattern fits no parameter, or a cut does not fit its shape.
+        """
+        shapes = {n: p.spec.shape for n, p in graph.parameters.items() if not p.is_buffer}
+        return {} if self.tensor is None else cuts_by_name(self.tensor.cuts, shapes)
 
     def to_json(self) -> str:
         """The text of the plan file."""
@@ -368,7 +215,7 @@ class Plan(Record):
         """
         self.check_world(world_size)
         if graph.labels != self.model.units:
-            difference = _placement_difference(graph.labels, self.model.units)
+            difference = difference_of_units(graph.labels, self.model.units)
             raise StalePlanError(
                 f"the plan was made for a model with other units: {difference}. Make the plan anew."
             )
@@ -388,10 +235,18 @@ class Plan(Record):
         """
         if world_size != self.mesh.world_size:
             raise StalePlanError(
-                f"the plan is for pipeline({self.mesh.pipeline}) * data({self.mesh.data}) = "
+                f"the plan is for {self.mesh.title} = "
                 f"{self.mesh.world_size} ranks, but {world_size} are running. "
                 f"Start {self.mesh.world_size}, or make the plan anew."
             )
+
+    @model_serializer(mode="wrap")
+    def _without_tensor(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves `tensor` out where it is None: such files are read by versions that do not know it."""
+        found: dict[str, Any] = serialize(self)
+        if found.get("tensor") is None:
+            found.pop("tensor", None)
+        return found
 
     def table(self) -> str:
         """The stages as a text table."""
@@ -416,46 +271,6 @@ class Plan(Record):
         return align(rows)
 
 
-def align(rows: Sequence[Sequence[str]]) -> str:
-    """Lays out rows of text in columns, whatever names are among it."""
-    rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def identity(graph: ModelGraph) -> ModelIdentity:
-    """The identity of a traced model, as a plan records it."""
-    return ModelIdentity(
-        fingerprint=graph.model_fingerprint,
-        num_parameters=graph.num_parameters,
-        units=graph.labels,
-    )
-
-
 def stage_of_label(plan: Plan) -> Mapping[str, int]:
     """The stage of every unit call."""
     return {label: index for index, stage in enumerate(plan.stages) for label in stage.units}
-
-
-def _placement_difference(expected: Sequence[str], found: Sequence[str]) -> str:
-    twice = [unit for unit, count in Counter(found).items() if count > 1]
-    if twice:
-        return f"{len(twice)} of the model's units are placed more than once ({_sample(twice)})"
-    missing = [unit for unit in expected if unit not in set(found)]
-    extra = [unit for unit in found if unit not in set(expected)]
-    if missing or extra:
-        parts = []
-        if missing:
-            parts.append(f"{len(missing)} of the model's units are not in the stages ({_sample(missing)})")
-        if extra:
-            parts.append(f"the stages name {len(extra)} that the model does not have ({_sample(extra)})")
-        return " and ".join(parts)
-    for position, (a, b) in enumerate(zip(expected, found, strict=False)):
-        if a != b:
-            return f"the order differs at position {position}: the model calls {a}, the stages have {b}"
-    raise AssertionError("the two are equal")
-
-
-def _sample(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

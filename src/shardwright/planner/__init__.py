@@ -4,17 +4,18 @@ It imports no framework: a laptop plans a model of any size.
 """
 
 from shardwright.planner.adopt import overruled_settings, schedule_of, stage_costs_of
-from shardwright.planner.batch_statistics import (
+from shardwright.planner.chain.batch_statistics import (
     count_groups,
     statistics_are_split,
     statistics_of_whole_batch,
 )
-from shardwright.planner.chain import Chain
-from shardwright.planner.estimate import estimate_profile
-from shardwright.planner.meshes import best_of_meshes, best_plans, meshes
-from shardwright.planner.model_chain import build_chain
-from shardwright.planner.past_runs import NO_CORRECTION, Correction, PastRun, RunKind, correction_of
-from shardwright.planner.search import Candidates, make_plan, microbatch_counts
+from shardwright.planner.chain.chain import Chain
+from shardwright.planner.chain.estimate import estimate_profile
+from shardwright.planner.chain.model_chain import build_chain
+from shardwright.planner.machines.past_runs import NO_CORRECTION, Correction, PastRun, RunKind, correction_of
+from shardwright.planner.memory.rank_memory import offloaded_bytes
+from shardwright.planner.search.degrees import best_of_meshes, best_plans, meshes
+from shardwright.planner.search.search import Candidates, make_plan, microbatch_counts
 
 __all__ = [
     "NO_CORRECTION",
@@ -32,6 +33,7 @@ __all__ = [
     "make_plan",
     "meshes",
     "microbatch_counts",
+    "offloaded_bytes",
     "overruled_settings",
     "schedule_of",
     "stage_costs_of",

@@ -5,8 +5,8 @@ from dataclasses import asdict
 
 from shardwright.config import Config
 from shardwright.plan import Plan
+from shardwright.quantities import format_bytes
 from shardwright.schedule import Schedule, StageCost, build_schedule
-from shardwright.units import format_bytes
 
 __all__ = ["overruled_settings", "schedule_of", "stage_costs_of"]
 
@@ -18,6 +18,9 @@ def overruled_settings(plan: Plan, config: Config) -> Iterator[str]:
         "pipeline_parallel_degree": plan.mesh.pipeline,
         "data_parallel_degree": plan.mesh.data,
         "sharded_data_parallel_degree": plan.mesh.shard,
+        "tensor_parallel_degree": plan.mesh.tensor,
+        "context_parallel_degree": plan.mesh.context,
+        "expert_parallel_degree": plan.mesh.expert,
         "placement_strategy": plan.mesh.placement_strategy,
         "microbatches": plan.schedule.microbatches,
         "pipeline": plan.schedule.kind,
@@ -38,6 +41,13 @@ def overruled_settings(plan: Plan, config: Config) -> Iterator[str]:
             f"activation_checkpointing is {config.activation_checkpointing!r}, but the plan recomputes "
             f"{recomputed} of {units} units."
         )
+    offloaded = sum(len(stage.offload) for stage in plan.stages)
+    pinned = config.offload_activations
+    if pinned != "auto" and "offload_activations" in pins and offloaded != (units if pinned else 0):
+        yield (
+            f"offload_activations is {pinned!r}, but the plan offloads what {offloaded} of "
+            f"{units} units keep."
+        )
     if config.memory_limit is not None and plan.prediction is not None:
         peak = max(memory.peak for memory in plan.prediction.memory)
         if peak > config.memory_limit:
@@ -51,7 +61,15 @@ def stage_costs_of(plan: Plan) -> tuple[StageCost, ...] | None:
     """The costs that a plan was made with; None for plans written by hand."""
     if plan.prediction is None:
         return None
-    return tuple(StageCost(**asdict(stage.cost)) for stage in plan.prediction.stages)
+    return tuple(
+        StageCost(
+            **asdict(stage.cost),
+            offload_bytes=stage.offload_bytes,
+            window_bytes=stage.window_bytes,
+            tail_bytes=stage.tail_bytes,
+        )
+        for stage in plan.prediction.stages
+    )
 
 
 def schedule_of(plan: Plan, *, forward_only: bool = False) -> Schedule:
@@ -61,7 +79,7 @@ def schedule_of(plan: Plan, *, forward_only: bool = False) -> Schedule:
         plan: what to execute.
         forward_only: leave the backward out, for evaluation.
     """
-    return build_schedule(
+    schedule = build_schedule(
         plan.schedule.kind,
         stage_ranks=plan.stage_ranks,
         num_microbatches=plan.schedule.microbatches,
@@ -69,3 +87,4 @@ def schedule_of(plan: Plan, *, forward_only: bool = False) -> Schedule:
         forward_only=forward_only,
         costs=stage_costs_of(plan),
     )
+    return schedule.with_host_copies([number for number, stage in enumerate(plan.stages) if stage.offload])

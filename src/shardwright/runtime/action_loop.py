@@ -1,10 +1,12 @@
-"""Runs the action list of a rank: computes, sends, receives.
+"""Runs the action list of a rank: computes, sends, receives, copies to the host and back.
 
 ::
 
     RECV_F 1,0    posts a buffer                    1RECV_F0  1RECV_F1  1F0  1SEND_F0 ...
     F 1,0         stage 1 computes microbatch 0     ───────────────────────────────────▶ time
     SEND_F 1,0    starts sending what it made
+    OFFLOAD 1,0   what it keeps starts to leave, where that has not begun in its forward
+    LOAD 1,0      what its backward needs first starts to come back
     B 1,0         stage 1 takes in gradients
 
 The loop knows no framework: a front end supplies the rank's stages.
@@ -12,14 +14,14 @@ The loop knows no framework: a front end supplies the rank's stages.
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shardwright.errors import ScheduleError
 from shardwright.runtime.messages import Messages, Sender
 from shardwright.schedule import Action, Kind, Schedule
 
-__all__ = ["MeasuredRow", "Stage", "check_runnable", "run_actions"]
+__all__ = ["MeasuredRow", "Stage", "run_actions"]
 
 
 class Stage(Sender, Protocol):
@@ -45,6 +47,12 @@ class Stage(Sender, Protocol):
     def backward_weight(self, microbatch: int, *, is_last: bool) -> None:
         """Computes the gradients of the weights, after `backward_input`."""
 
+    def offload(self, microbatch: int) -> None:
+        """Starts to copy what the forward has kept to the host; comes back at once, or when there is room."""
+
+    def load(self, microbatch: int) -> None:
+        """Starts to copy back what the backward needs first; comes back at once."""
+
 
 @dataclass(slots=True)
 class MeasuredRow:
@@ -53,25 +61,12 @@ class MeasuredRow:
     Attributes:
         events: (action, start, end, time spent waiting for messages), seconds on `time.perf_counter`.
         memory: bytes in use when each of them ended; empty where nobody asked.
+        host_copies: (action, start, end) of copies to the host and back, which run beside the others.
     """
 
     events: list[tuple[Action, float, float, float]] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
-
-
-def check_runnable(schedule: Schedule) -> None:
-    """Refuses a schedule that asks for more than the loop can do.
-
-    Raises:
-        ScheduleError: it copies activations to the host.
-    """
-    if schedule.has_host_copies:
-        found = next(a for row in schedule.actions for a in row if a.kind in (Kind.OFFLOAD, Kind.LOAD))
-        raise ScheduleError(
-            f"schedule {schedule.kind!r} has {found}, a copy to or from the memory of the host, which is "
-            "simulated, but not run in this version. Recompute activations instead "
-            "(activation_checkpointing), or leave OFFLOAD and LOAD out."
-        )
+    host_copies: list[tuple[Action, float, float]] = field(default_factory=list)
 
 
 def run_actions(
@@ -82,6 +77,7 @@ def run_actions(
     *,
     other_waits_s: Callable[[], float] = lambda: 0.0,
     bytes_in_use: Callable[[], int] | None = None,
+    named: Callable[[Action], AbstractContextManager[object]] | None = None,
 ) -> MeasuredRow:
     """Runs all actions of one rank.
 
@@ -90,29 +86,42 @@ def run_actions(
         rank: this pipeline rank.
         stages: those of this rank, by number.
         messages: of this batch, which the stages receive from.
-        other_waits_s: seconds for which stages have waited for other ranks, messages left out.
+        other_waits_s: seconds for which stages have waited for other ranks, messages left out, and for
+            copies.
         bytes_in_use: memory in use now; asked when an action has ended.
+        named: makes a context of an action that a profiler sees; None where no profiler looks.
     """
     row = MeasuredRow()
     weights_left = dict.fromkeys(stages, schedule.num_microbatches)
     for action in schedule.actions[rank]:
-        kind = action.kind
-        if kind is Kind.RECV_F or kind is Kind.RECV_B:
-            messages.post(action)
+        if not action.is_compute:
+            with nullcontext() if named is None else named(action):
+                _move(stages, messages, action)
             continue
-        if kind is Kind.SEND_F or kind is Kind.SEND_B:
-            messages.send(action, stages[action.stage])
-            continue
-        if kind is Kind.BACKWARD or kind is Kind.BACKWARD_WEIGHT:
+        if action.kind is Kind.BACKWARD or action.kind is Kind.BACKWARD_WEIGHT:
             weights_left[action.stage] -= 1
         waited_s = messages.waited_s + other_waits_s()
         start_s = time.perf_counter()
-        _compute(stages[action.stage], action, is_last=weights_left[action.stage] == 0)
+        with nullcontext() if named is None else named(action):
+            _compute(stages[action.stage], action, is_last=weights_left[action.stage] == 0)
         end_s = time.perf_counter()
         row.events.append((action, start_s, end_s, messages.waited_s + other_waits_s() - waited_s))
         if bytes_in_use is not None:
             row.memory.append(bytes_in_use())
     return row
+
+
+def _move(stages: Mapping[int, Stage], messages: Messages, action: Action) -> None:
+    """Starts a message, or a copy to the host or back."""
+    kind = action.kind
+    if kind is Kind.RECV_F or kind is Kind.RECV_B:
+        messages.post(action)
+    elif kind is Kind.SEND_F or kind is Kind.SEND_B:
+        messages.send(action, stages[action.stage])
+    elif kind is Kind.OFFLOAD:
+        stages[action.stage].offload(action.microbatch)
+    else:
+        stages[action.stage].load(action.microbatch)
 
 
 def _compute(stage: Stage, action: Action, *, is_last: bool) -> None:

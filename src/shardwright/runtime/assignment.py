@@ -12,7 +12,7 @@ __all__ = ["Assignment", "assign"]
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Where the nodes of one trace run.
+    """The stages of one trace's nodes, and the ranks of these stages.
 
     Attributes:
         stage_of_call: node that calls a unit -> stage.

@@ -40,18 +40,19 @@ def merged_edges(programs: Sequence[RankProgram]) -> list[Edge]:
 
     Bytes are those of the largest microbatch.
     """
-    pairs = sorted({pair for program in programs for pair in program.crossings})
+    pairs = {pair for program in programs for pair in program.crossings}
+    pairs |= {(source, target) for program in programs for target, source in program.gradients}
     edges = []
-    for source, target in pairs:
+    for source, target in sorted(pairs):
         groups = [program.crossings.get((source, target), ()) for program in programs]
-        gradient_bytes = max(sum(c.spec.num_bytes for c in group if c.has_gradient) for group in groups)
+        back = [program.gradients.get((target, source), ()) for program in programs]
         edges.append(
             Edge(
                 source=source,
                 target=target,
                 num_bytes=max(sum(c.spec.num_bytes for c in group) for group in groups),
-                gradient_bytes=gradient_bytes,
-                has_gradient=gradient_bytes > 0,
+                gradient_bytes=max(sum(c.spec.num_bytes for c in group) for group in back),
+                has_gradient=any(back),
             )
         )
     return edges

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from shardwright.plan import SchedulePlan
-from shardwright.runtime.action_loop import check_runnable
 from shardwright.runtime.batch_programs import merged_edges
 from shardwright.runtime.rank_program import RankProgram
 from shardwright.schedule import Schedule, StageCost, build_schedule, lower
@@ -11,7 +10,7 @@ from shardwright.schedule import Schedule, StageCost, build_schedule, lower
 __all__ = ["BatchSchedules"]
 
 _Pairs = frozenset[tuple[int, int]]
-_Key = tuple[tuple[int, ...], int, bool, _Pairs, _Pairs]
+_Key = tuple[tuple[int, ...], int, bool, _Pairs, _Pairs, frozenset[int]]
 
 
 class BatchSchedules:
@@ -37,7 +36,8 @@ class BatchSchedules:
         stage_ranks = programs[0].stage_ranks
         sent = frozenset(pair for program in programs for pair in program.crossings)
         sent_back = frozenset(pair for program in programs for pair in program.gradients)
-        key = stage_ranks, len(programs), trains, sent, sent_back
+        offloads = frozenset[int]().union(*(program.offloads for program in programs))
+        key = stage_ranks, len(programs), trains, sent, sent_back, offloads
         if key not in self._made:
             schedule = build_schedule(
                 self._chosen.kind,
@@ -47,6 +47,5 @@ class BatchSchedules:
                 forward_only=not trains,
                 costs=self._costs if self._costs and len(self._costs) == len(stage_ranks) else None,
             )
-            check_runnable(schedule)
-            self._made[key] = lower(schedule, merged_edges(programs))
+            self._made[key] = lower(schedule.with_host_copies(offloads), merged_edges(programs))
         return self._made[key]

@@ -1,12 +1,12 @@
 """Finds the values that one stage makes and another reads."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from shardwright.model_graph import TensorSpec
 from shardwright.runtime.dataflow import Dataflow
 
-__all__ = ["Crossing", "Crossings", "crossings_of", "gradients_of"]
+__all__ = ["Crossing", "Crossings", "PartOf", "crossings_of", "gradients_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class Crossing:
         has_gradient: a gradient comes back.
         detached: none does, as the units that read it gave none in the trace.
         order: of its dims in memory, where that is not their own; of its gradient's, too.
+        part: sizes of what this rank has of it, where ranks share a batch; None: all.
     """
 
     value: int
@@ -30,22 +31,27 @@ class Crossing:
     has_gradient: bool
     detached: bool = False
     order: tuple[int, ...] | None = None
+    part: tuple[int, ...] | None = None
 
     @property
     def message_shape(self) -> tuple[int, ...]:
-        """Its sizes in the order of memory, in which it is sent."""
-        return self.spec.shape if self.order is None else tuple(self.spec.shape[dim] for dim in self.order)
+        """The sizes of what is sent, in the order of memory, in which it is sent."""
+        shape = self.spec.shape if self.part is None else self.part
+        return shape if self.order is None else tuple(shape[dim] for dim in self.order)
 
 
 Crossings = Mapping[tuple[int, int], tuple[Crossing, ...]]
-"""(source, target) -> what goes from the one stage to the other, by ascending value."""
+"""(source, target) -> what goes from the one stage to the other, by ascending value; pairs ascend, too."""
+
+PartOf = Callable[[tuple[int, ...]], tuple[int, ...] | None]
 
 
-def crossings_of(dataflow: Dataflow) -> Crossings:
+def crossings_of(dataflow: Dataflow, *, part_of: PartOf | None = None) -> Crossings:
     """The values sent from stage to stage.
 
     Args:
         dataflow: which values cross.
+        part_of: sizes of what this rank has of a value, by its own; None: all.
     """
     graph, homes = dataflow.trace.graph, dataflow.homes
     found: dict[tuple[int, int], dict[int, Crossing]] = {}
@@ -65,9 +71,10 @@ def crossings_of(dataflow: Dataflow) -> Crossings:
             spec,
             has_gradient,
             detached=not has_gradient and gradient and detached,
-            order=dataflow.trace.orders.get(value),
+            order=dataflow.trace.tensors.orders.get(value),
+            part=None if part_of is None else part_of(spec.shape),
         )
-    return {pair: tuple(group[value] for value in sorted(group)) for pair, group in found.items()}
+    return {pair: tuple(group[value] for value in sorted(group)) for pair, group in sorted(found.items())}
 
 
 def gradients_of(crossings: Crossings) -> Crossings:

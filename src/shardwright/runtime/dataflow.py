@@ -117,7 +117,7 @@ class Dataflow:
     _held: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        for value, name in self.trace.initial.items():
+        for value, name in self.trace.tensors.initial.items():
             self._storage[value], self._made_at[value] = ("buffer", name), -1
         for index, step in enumerate(self.trace.steps):
             self.flows.append(StepFlow() if step.node is None else self._inputs(index, step))
@@ -148,15 +148,15 @@ class Dataflow:
             self._made_at[value] = index
             self._storage[value] = self._storage_of_result(index, step, stage, value)
             if position in step.shared_results:
-                self._storage[value] = ("buffer", self.trace.memory[value])
-        initial = self.trace.initial
+                self._storage[value] = ("buffer", self.trace.tensors.memory[value])
+        initial = self.trace.tensors.initial
         buffers = tuple((position, initial[value]) for position, value in step.reads if value in initial)
         allowed = may_change(self.trace, step, self.homes, self.home_of)
         return StepFlow(cuts=cuts, held=held, buffers=buffers, copies=tuple(copies), may_change=allowed)
 
     def _storage_of_result(self, index: int, step: TracedStep, stage: int, value: int) -> Any:
         """The memory of a new tensor: that of the input of which it is a view, or its own."""
-        memory = self.trace.memory
+        memory = self.trace.tensors.memory
         for read in (*(value for _, value in step.reads), *(change.after for change in step.changes)):
             if memory[read] == memory[value]:
                 own = self.home_of[read] == stage

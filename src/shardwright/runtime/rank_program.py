@@ -9,13 +9,14 @@ __all__ = ["RankProgram"]
 
 
 class RankProgram(Protocol):
-    """What one pipeline rank does in a microbatch.
+    """The part of one pipeline rank in a microbatch.
 
     Attributes:
         stage_ranks: stage -> pipeline rank.
         crossings: what forwards send from stage to stage, on all ranks.
         gradients: what backwards send: (sending stage, receiving stage) -> values.
         state: buffers that the step function changes -> pipeline rank of their home.
+        offloads: stages of which units are offloaded, on all ranks.
     """
 
     @property
@@ -26,3 +27,5 @@ class RankProgram(Protocol):
     def gradients(self) -> Crossings: ...
     @property
     def state(self) -> Mapping[str, int]: ...
+    @property
+    def offloads(self) -> frozenset[int]: ...

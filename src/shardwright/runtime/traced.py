@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 from shardwright.model_graph import ModelGraph
 
-__all__ = ["Change", "TracedFunction", "TracedStep", "View"]
+__all__ = ["Change", "TensorFacts", "TracedFunction", "TracedStep", "View"]
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Where a tensor lies in memory, in elements.
+    """The place of a tensor in memory, in elements.
 
     Attributes:
         memory: equal for tensors that share memory.
@@ -74,6 +74,26 @@ class Change:
     lasting: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFacts:
+    """Facts about the tensors behind a graph's values, besides shape and type.
+
+    Attributes:
+        memory: of each value: equal for those that share memory.
+        orders: value -> the order of its dims in memory, where that is not their own.
+        initial: value -> name of the buffer of which it is the content at the start.
+        stand_ins: of each value, the one that its stand-in names on other ranks: after a change in place,
+            that of before. None where every rank has a tensor of its own.
+        shapes_asked: values whose shape Python asks for between units.
+    """
+
+    memory: tuple[int, ...]
+    orders: Mapping[int, tuple[int, ...]]
+    initial: Mapping[int, str]
+    stand_ins: tuple[int | None, ...]
+    shapes_asked: frozenset[int]
+
+
 class TracedStep(Protocol):
     """One intercepted operation or unit call.
 
@@ -112,9 +132,7 @@ class TracedFunction(Protocol):
     Attributes:
         graph: the nodes that are placed on stages.
         steps: everything that was intercepted, in the order of execution.
-        initial: value -> name of the buffer of which it is the content at the start.
-        memory: of each value: equal for those that share memory.
-        orders: value -> the order of its dims in memory, where that is not their own.
+        tensors: the tensors behind the graph's values.
     """
 
     @property
@@ -122,8 +140,4 @@ class TracedFunction(Protocol):
     @property
     def steps(self) -> Sequence[TracedStep]: ...
     @property
-    def initial(self) -> Mapping[int, str]: ...
-    @property
-    def memory(self) -> Sequence[int]: ...
-    @property
-    def orders(self) -> Mapping[int, tuple[int, ...]]: ...
+    def tensors(self) -> TensorFacts: ...

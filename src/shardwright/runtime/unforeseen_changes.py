@@ -30,14 +30,14 @@ def may_change(
     stage = homes[step.node]
     found = {change.position for change in step.changes if change.position is not None}
     elsewhere = [
-        (node, trace.memory[value])
+        (node, trace.tensors.memory[value])
         for node, home in enumerate(homes)
         if home != stage
         for value in nodes[node].inputs
     ]
-    returned = {trace.memory[value] for value in trace.graph.outputs}
+    returned = {trace.tensors.memory[value] for value in trace.graph.outputs}
     for position, value in step.reads:
-        memory = trace.memory[value]
+        memory = trace.tensors.memory[value]
         readers = [node for node, other in elsewhere if other == memory]
         if home_of[value] == stage:  # it is sent when the stage ends: with the change
             fine = all(node > step.node for node in readers)

@@ -22,8 +22,8 @@ __all__ = ["ActionGraph", "Message", "compile_actions", "host_copies_of"]
 Message = tuple[int, int, int]
 """The action that waits for it, the channel it takes, the number of its price.
 
-Prices: 2 * edge for a value, + 1 for its gradient; behind all edges, 2 * stage for an offload, + 1 for a
-load.
+Prices: 2 * edge for a value, + 1 for its gradient; behind all edges, 4 * stage for an offload, + 1 for a
+load; 2 more where no action stands between the two, so that what is about to leave may stay.
 """
 
 
@@ -37,7 +37,7 @@ class ActionGraph:
         sends: the messages that leave when an action ends, in order.
         num_inputs: the messages that an action waits for.
         channels: sending and receiving rank of each channel; of one to a host, the rank twice.
-        num_prices: prices of messages: two for each edge and each stage.
+        num_prices: prices of messages: two for each edge, four for each stage.
         first_copy: number of the first price of a copy to a host; those before are prices of edges.
         copies: copies to and from the host that start when an action ends, in order.
     """
@@ -50,6 +50,11 @@ class ActionGraph:
     num_prices: int = 0
     first_copy: int = 0
     copies: dict[int, list[Action]] = field(default_factory=dict)
+
+    @property
+    def host_channels(self) -> dict[int, int]:
+        """For each rank that copies to its host, the number of the channel."""
+        return {sender: i for i, (sender, receiver) in enumerate(self.channels) if sender == receiver}
 
 
 def host_copies_of(
@@ -75,7 +80,7 @@ class _Compiler:
         self.backward = [-1] * size  # of B, or of I where it is split
         self.weight = [-1] * size  # of W
         self.edges = edges
-        self.graph = ActionGraph(num_prices=2 * (len(edges) + len(stage_ranks)), first_copy=2 * len(edges))
+        self.graph = ActionGraph(num_prices=2 * len(edges) + 4 * len(stage_ranks), first_copy=2 * len(edges))
         self.channel_of: dict[tuple[int, int], int] = {}
 
     def number(self, rows: Sequence[Sequence[Action]]) -> None:
@@ -210,16 +215,24 @@ class _Compiler:
         """Takes the copies to and from the host: messages to the backward, which needs both to have ended."""
         for rank, row in enumerate(rows):
             check_host_copies(row, rank)
-            latest = self.graph.rows[rank].start - 1
+            latest, behind = self.graph.rows[rank].start - 1, {}
             for action in row:
                 if action.is_compute:
                     latest += 1
-                elif action.kind is Kind.OFFLOAD or action.kind is Kind.LOAD:
-                    consumer = self.backward[action.stage * self.m + action.microbatch]
-                    price = self.graph.first_copy + 2 * action.stage + (action.kind is Kind.LOAD)
-                    self.graph.sends[latest].append((consumer, self._channel(rank, rank), price))
-                    self.graph.num_inputs[consumer] += 1
-                    self.graph.copies.setdefault(latest, []).append(action)
+                elif action.kind in HOST_COPIES:
+                    behind[action] = latest
+            for action, latest in behind.items():
+                self._read_copy(action, rank, latest, behind)
+
+    def _read_copy(self, action: Action, rank: int, latest: int, behind: Mapping[Action, int]) -> None:
+        """Adds the message of a copy that stands behind the action with the number `latest`."""
+        ends = [behind[Action(kind, action.stage, action.microbatch)] for kind in (Kind.OFFLOAD, Kind.LOAD)]
+        consumer = self.backward[action.stage * self.m + action.microbatch]
+        price = self.graph.first_copy + 4 * action.stage + (action.kind is Kind.LOAD)
+        price += 2 * (ends[0] == ends[1])
+        self.graph.sends[latest].append((consumer, self._channel(rank, rank), price))
+        self.graph.num_inputs[consumer] += 1
+        self.graph.copies.setdefault(latest, []).append(action)
 
     def _check_all_sent(self) -> None:
         gradients = self.backward[0] >= 0

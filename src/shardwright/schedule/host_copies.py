@@ -9,15 +9,44 @@ Each rank has one channel to its host: copies in either direction wait for one a
 row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import HOST_COPIES, Action, Kind
 
-__all__ = ["check_host_copies"]
+__all__ = ["check_host_copies", "row_with_host_copies"]
 
 _Key = tuple[int, int]  # stage, microbatch
+
+
+def row_with_host_copies(row: Sequence[Action], stages: Collection[int]) -> tuple[Action, ...]:
+    """Adds the copies of what some stages keep.
+
+    ``OFFLOAD`` stands behind the forward, ``LOAD`` one compute action before the backward: where that follows
+    its forward, between the two.
+
+    Args:
+        row: of one rank, without transfers.
+        stages: those that copy.
+
+    >>> from shardwright.schedule import build_schedule
+    >>> row = build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=2).actions[0]
+    >>> " ".join(map(str, row_with_host_copies(row, {0})))
+    '0F0 0OFFLOAD0 0LOAD0 0F1 0OFFLOAD1 0LOAD1 0B0 0B1'
+    """
+    found: list[Action] = []
+    latest = 0  # place of the compute action before
+    for action in row:
+        copies = action.stage in stages
+        if copies and action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            behind = found.index(Action(Kind.OFFLOAD, action.stage, action.microbatch)) + 1
+            found.insert(max(latest, behind), Action(Kind.LOAD, action.stage, action.microbatch))
+        latest = len(found)
+        found.append(action)
+        if copies and action.kind is Kind.FORWARD:
+            found.append(Action(Kind.OFFLOAD, action.stage, action.microbatch))
+    return tuple(found)
 
 
 def check_host_copies(row: Sequence[Action], rank: int) -> None:

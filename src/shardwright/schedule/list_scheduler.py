@@ -42,7 +42,7 @@ def oldest_first(stage: int, microbatch: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ration:
-    """How many forwards may be under way. None: any number.
+    """The number of forwards that may be under way. None: any number.
 
     Attributes:
         stage: for each stage, microbatches whose forward has started and whose ``B`` or ``I`` has not ended.
@@ -114,7 +114,7 @@ _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 
 class _Player:
-    """How far every stage is; microbatches pass each stage in order, so that counts say all."""
+    """The progress of every stage; microbatches pass each stage in order, so counts say all."""
 
     def __init__(self, policy: Policy, request: Request, forward_only: bool) -> None:
         n = request.num_stages

@@ -36,6 +36,12 @@ class Mail:
         self._free = [0.0] * len(graph.channels)  # when each channel has sent all it was given
         self.departures: list[Departure] = []
 
+    def occupy(self, channel: int, now: float, seconds: float) -> float:
+        """Has a channel busy for so long from now on, or from when it is free; gives the end."""
+        end = max(now, self._free[channel]) + seconds
+        self._free[channel] = end
+        return end
+
     def send(self, number: int, now: float) -> list[Departure]:
         """The messages of an action that ends now, in order."""
         departures = []

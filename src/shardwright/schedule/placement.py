@@ -94,7 +94,7 @@ def stages_by_rank(stage_ranks: Sequence[int]) -> list[list[int]]:
 
 
 def hops_to_end(stage_ranks: Sequence[int]) -> list[int]:
-    """How often a microbatch still changes ranks after each stage.
+    """The number of changes of rank that a microbatch still makes after each stage.
 
     >>> hops_to_end((0, 1, 2)), hops_to_end((0, 1, 1)), hops_to_end((0, 1, 0))
     ([2, 1, 0], [1, 0, 0], [2, 1, 0])

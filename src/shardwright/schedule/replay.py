@@ -9,6 +9,7 @@ A rank runs its row in order. An action starts when the previous one has ended a
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from shardwright.errors import ScheduleError
 from shardwright.schedule.action_graph import ActionGraph
@@ -60,18 +61,24 @@ def action_seconds(
     return [by_stage[action.stage][action.kind] for action in graph.actions]
 
 
-def replay(graph: ActionGraph, seconds: Sequence[float], prices: Sequence[Price] = ()) -> Timeline:
+def replay(
+    graph: ActionGraph,
+    seconds: Sequence[float],
+    prices: Sequence[Price] = (),
+    beside: Mapping[int, float] = MappingProxyType({}),
+) -> Timeline:
     """Times of all actions.
 
     Args:
         graph: what to run.
         seconds: of each action.
         prices: of the messages; empty where they take no time.
+        beside: number of an action -> seconds of copies to or from its host that begin and end with it.
 
     Raises:
         ScheduleError: it stops before its end, because ranks wait for one another.
     """
-    mail = Mail(graph, prices)
+    mail, hosts = Mail(graph, prices), graph.host_channels
     starts, ends = [0.0] * len(seconds), [0.0] * len(seconds)
     ready = [0.0] * len(seconds)  # when the last message so far has arrived
     missing = list(graph.num_inputs)
@@ -84,7 +91,10 @@ def replay(graph: ActionGraph, seconds: Sequence[float], prices: Sequence[Price]
         now, number, stop = clock[rank], position[rank], graph.rows[rank].stop
         while number < stop and not missing[number]:
             starts[number] = max(now, ready[number])
-            now = ends[number] = starts[number] + seconds[number]
+            now = starts[number] + seconds[number]
+            if number in beside:
+                now = max(now, mail.occupy(hosts[rank], starts[number], beside[number]))
+            ends[number] = now
             for consumer, _, _, arrives in mail.send(number, now):
                 ready[consumer] = max(ready[consumer], arrives)
                 missing[consumer] -= 1

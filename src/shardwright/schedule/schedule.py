@@ -9,14 +9,15 @@ runtime executes the rows, the simulator adds up their costs, and they share not
     rank 1 | .  F0 B0=== F1 B1=== F2 B2===
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 
 from shardwright.errors import ScheduleError
 from shardwright.schedule.action_graph import compile_actions, host_copies_of
 from shardwright.schedule.actions import HOST_COPIES, TRANSFERS, Action, Kind
 from shardwright.schedule.drawing import draw_rows
 from shardwright.schedule.edges import chain_edges
+from shardwright.schedule.host_copies import row_with_host_copies
 from shardwright.schedule.replay import action_seconds, replay
 from shardwright.schedule.stage_cost import unit_costs
 
@@ -83,6 +84,15 @@ class Schedule:
         """Whether anything is copied to the memory of the host."""
         return self._has(HOST_COPIES)
 
+    def with_host_copies(self, stages: Collection[int]) -> "Schedule":
+        """The schedule with copies of what some stages keep to the host and back: see `row_with_host_copies`.
+
+        One that only runs forward keeps nothing, and stays as it is.
+        """
+        if not stages or not self.has_backward:
+            return self
+        return replace(self, actions=tuple(row_with_host_copies(row, stages) for row in self.actions))
+
     def draw(self) -> str:
         """A picture in units of time: ``F``, ``I`` and ``W`` take one, a whole ``B`` two, transfers none.
 
@@ -100,7 +110,7 @@ class Schedule:
             edges=chain_edges(self.num_stages),
         )
         seconds = action_seconds(graph, unit_costs(self.num_stages))
-        copy_s = [(1.0, 0.0)] * (2 * self.num_stages)
+        copy_s = [(1.0, 0.0)] * (4 * self.num_stages)
         timeline = replay(graph, seconds, [(0.0, 0.0)] * graph.first_copy + copy_s)
         rows = [
             [(graph.actions[i], round(timeline.starts[i]), round(seconds[i])) for i in row]

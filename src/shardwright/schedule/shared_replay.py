@@ -10,7 +10,8 @@ which actions end is fixed when they start, which makes the replay exact and che
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from shardwright.schedule.action_graph import ActionGraph
 from shardwright.schedule.mail import Mail, Price
@@ -24,6 +25,7 @@ def replay_on_shared_cores(
     seconds: Sequence[float],
     prices: Sequence[Price] = (),
     *,
+    beside: Mapping[int, float] = MappingProxyType({}),
     nodes: Sequence[int],
     cores: int,
 ) -> Timeline:
@@ -33,10 +35,11 @@ def replay_on_shared_cores(
         graph: what to run.
         seconds: of each action on a core of its own.
         prices: of the messages; empty where they take no time.
+        beside: number of an action -> seconds of copies that begin and end with it; they take no core.
         nodes: the node of each rank.
         cores: cores of each node.
     """
-    return _SharedReplay(graph, seconds, prices, nodes, cores).run()
+    return _SharedReplay(graph, seconds, prices, beside, nodes, cores).run()
 
 
 class _Node:
@@ -69,12 +72,17 @@ class _SharedReplay:
         graph: ActionGraph,
         seconds: Sequence[float],
         prices: Sequence[Price],
+        beside: Mapping[int, float],
         nodes: Sequence[int],
         cores: int,
     ) -> None:
         self.graph = graph
         self.seconds = seconds
         self.mail = Mail(graph, prices)
+        self.beside = beside
+        self.hosts = graph.host_channels
+        self.copied = [0.0] * len(graph.rows)  # when the copies beside the action of each rank have ended
+        self.late: list[tuple[float, int]] = []  # (time, rank) of actions whose copies alone are left
         self.rank_of = [rank for rank, row in enumerate(graph.rows) for _ in row]
         self.node_of = nodes
         self.nodes = [_Node(cores) for _ in range(max(nodes) + 1)]
@@ -90,7 +98,9 @@ class _SharedReplay:
         while True:
             ends = [(node.next_end(), i) for i, node in enumerate(self.nodes) if node.running]
             end, which = min(ends, default=(float("inf"), -1))
-            if self.arrivals and self.arrivals[0][0] <= end:
+            if self.late and self.late[0][0] <= min(end, self.arrivals[0][0] if self.arrivals else end):
+                self._end(*heapq.heappop(self.late))
+            elif self.arrivals and self.arrivals[0][0] <= end:
                 time, number, rank = heapq.heappop(self.arrivals)
                 self.missing[number] -= 1
                 self._try_start(rank, time)
@@ -114,11 +124,19 @@ class _SharedReplay:
         heapq.heappush(node.running, (node.clock + self.seconds[number], rank))
         self.is_running[rank] = True
         self.timeline.starts[number] = time
+        if number in self.beside:
+            self.copied[rank] = self.mail.occupy(self.hosts[rank], time, self.beside[number])
 
     def _finish(self, node: _Node, time: float) -> None:
         node.advance(time)
         clock, rank = heapq.heappop(node.running)
         node.clock = clock  # exactly, lest rounding errors add up
+        if self.copied[rank] > time:
+            heapq.heappush(self.late, (self.copied[rank], rank))
+        else:
+            self._end(time, rank)
+
+    def _end(self, time: float, rank: int) -> None:
         number = self.position[rank]
         self.timeline.ends[number] = time
         self.is_running[rank] = False

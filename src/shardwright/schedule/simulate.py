@@ -3,7 +3,8 @@
 It replays the rows that the runtime executes, with the seconds of each stage and the links between the ranks.
 Transfers overlap compute, except for the share that keeps the cores at their ends busy (`Link.occupancy`).
 Messages on one channel (a directed pair of ranks) wait for one another's bytes. So do copies between a rank
-and its host's memory, which run beside compute and messages.
+and its host's memory, which run beside compute and messages. What leaves unit by unit begins in the forward,
+which ends when all but the last units have left; the backward ends when they have come back.
 
 Ranks on CPUs share the cores of their node. When more ranks compute at once than there are cores, each runs
 at the rate cores / computing, from event to event::
@@ -50,12 +51,14 @@ class Simulation:
         bubble: idle share of the ranks' time, 0 to 1.
         events: the compute actions with start and end, row by row.
         transfers: the sends, from leaving to arriving, on the rank that sends.
-        host_copies: the copies to the host and back, on their rank.
+        copied: the copies to the host and back, on their rank; of what leaves unit by unit, the last ones,
+            in no time where they stay, as the backward comes next.
         peak_microbatches: for each stage, the most microbatches between the start of ``F`` and the end of
             ``B`` or ``I``.
         peak_bytes: for each rank, the most bytes kept for backwards: `saved_bytes` from the start of ``F`` to
             the end of ``B`` or ``I``, then `weight_bytes` to the end of ``W``; less what is at the host, from
-            the end of ``OFFLOAD`` to the start of ``LOAD``.
+            the end of ``OFFLOAD`` to the start of ``LOAD``. Where units leave one by one, `window_bytes` more
+            in ``F`` and in ``B`` or ``I``, and `tail_bytes` from there to ``OFFLOAD`` and ``LOAD``.
         unread: for each pair (sending rank, receiving rank), the most messages that have left and whose
             action has not started.
     """
@@ -68,7 +71,12 @@ class Simulation:
     peak_microbatches: tuple[int, ...]
     peak_bytes: tuple[int, ...]
     unread: Mapping[tuple[int, int], int]
-    host_copies: tuple[Event, ...] = ()
+    copied: tuple[Event, ...] = ()
+
+    @property
+    def host_copies(self) -> tuple[Event, ...]:
+        """The copies that take time."""
+        return tuple(copy for copy in self.copied if copy.end_s > copy.start_s)
 
 
 def simulate(
@@ -114,14 +122,15 @@ def simulate(
         num_microbatches=schedule.num_microbatches,
         edges=edges,
     )
-    handling = _handling(schedule.stage_ranks, edges, link)
+    handling = _handling(schedule, edges, link, costs, host)
     seconds = action_seconds(graph, costs, overhead_s=action_overhead_s, handling=handling)
     prices = _prices(schedule.stage_ranks, edges, link) + _copy_prices(costs, host)
+    beside = _beside(graph, costs, host)
     if cores:
         nodes = [rank // (ranks_per_node or schedule.num_ranks) for rank in range(schedule.num_ranks)]
-        timeline = replay_on_shared_cores(graph, seconds, prices, nodes=nodes, cores=cores)
+        timeline = replay_on_shared_cores(graph, seconds, prices, beside=beside, nodes=nodes, cores=cores)
     else:
-        timeline = replay(graph, seconds, prices)
+        timeline = replay(graph, seconds, prices, beside)
     return _summary(schedule, graph, timeline, edges, costs)
 
 
@@ -153,17 +162,41 @@ def _prices(
 
 
 def _copy_prices(costs: Sequence[StageCost], host: Link | None) -> list[Price]:
-    """For each stage, offload and load: a copy is over before the next one of its rank begins."""
-    if host is None:
-        return [(0.0, 0.0)] * (2 * len(costs))
-    return [(host.seconds(cost.saved_bytes), 0.0) for cost in costs for _ in range(2)]
+    """For each stage, offload and load, twice (see `Message`): a copy is over before the next one begins."""
+    prices = []
+    for cost in costs:
+        seconds = host.seconds(cost.copied_bytes) if host is not None and cost.copied_bytes else 0.0
+        # Of what leaves unit by unit, the last ones are still there.
+        stays = 0.0 if cost.offload_bytes else seconds
+        prices += [(seconds, 0.0), (seconds, 0.0), (stays, 0.0), (stays, 0.0)]
+    return prices
+
+
+def _beside(graph: ActionGraph, costs: Sequence[StageCost], host: Link | None) -> dict[int, float]:
+    """Seconds of copies beside each action of a stage that offloads unit by unit."""
+    copied = {action.stage for actions in graph.copies.values() for action in actions}
+    if host is None or not any(costs[stage].beside_bytes for stage in copied):
+        return {}
+    return {
+        number: costs[action.stage].beside_bytes / host.bandwidth_Bps
+        for number, action in enumerate(graph.actions)
+        if action.stage in copied and action.kind is not Kind.BACKWARD_WEIGHT
+    }
 
 
 def _handling(
-    stage_ranks: Sequence[int], edges: Sequence[Edge], link: Callable[[int, int], Link] | None
+    schedule: Schedule,
+    edges: Sequence[Edge],
+    link: Callable[[int, int], Link] | None,
+    costs: Sequence[StageCost],
+    host: Link | None,
 ) -> list[Handling]:
-    """For each stage: seconds in which messages keep its core from computing, forward and backward."""
+    """For each stage: seconds in which messages and copies keep its core from computing, in and back."""
+    stage_ranks = schedule.stage_ranks
     handling = [(0.0, 0.0)] * len(stage_ranks)
+    if host is not None and host.occupancy and schedule.has_host_copies:
+        copies_s = [host.occupancy * cost.offload_bytes / host.bandwidth_Bps for cost in costs]
+        handling = list(zip(copies_s, copies_s, strict=True))
     if link is None:
         return handling
     for edge in edges:
@@ -207,7 +240,7 @@ def _summary(
         peak_microbatches=peak_microbatches,
         peak_bytes=peak_bytes,
         unread=_unread(schedule.stage_ranks, graph, timeline, edges),
-        host_copies=copies,
+        copied=copies,
     )
 
 
@@ -273,18 +306,11 @@ def _peaks_over_time(
     events: Sequence[Event], copies: Sequence[Event], costs: Sequence[StageCost], *, num_ranks: int
 ) -> tuple[int, ...]:
     """Most bytes of each rank, where copies run beside its actions."""
+    copied = {(copy.action.stage, copy.action.microbatch) for copy in copies}
     moments: list[list[tuple[float, int]]] = [[] for _ in range(num_ranks)]
     for event in (*events, *copies):
-        kind, cost = event.action.kind, costs[event.action.stage]
-        later = cost.saved_bytes if cost.weight_bytes is None else cost.weight_bytes
-        changes = {
-            Kind.FORWARD: (event.start_s, cost.saved_bytes),
-            Kind.OFFLOAD: (event.end_s, -cost.saved_bytes),
-            Kind.LOAD: (event.start_s, cost.saved_bytes),
-            Kind.BACKWARD: (event.end_s, -cost.saved_bytes),
-            Kind.BACKWARD_INPUT: (event.end_s, later - cost.saved_bytes),
-            Kind.BACKWARD_WEIGHT: (event.end_s, -later),
-        }
-        moments[event.rank].append(changes[kind])
+        stage, kind = event.action.stage, event.action.kind
+        changes = costs[stage].changes(kind, copied=(stage, event.action.microbatch) in copied)
+        moments[event.rank] += zip((event.start_s, event.end_s), changes, strict=True)
     # At one moment, what is let go of goes before what is kept anew.
     return tuple(max(0, *accumulate(change for _, change in sorted(each))) if each else 0 for each in moments)

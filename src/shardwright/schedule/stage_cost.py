@@ -18,12 +18,20 @@ class StageCost(Cost):
     Attributes:
         recompute_s: seconds of forward that the backward repeats first (in ``I`` where the backward is
             split).
+        offload_bytes: bytes that leave for the host unit by unit, beginning in the forward, and come back so
+            in the backward; `saved_bytes` are then what stays. 0: a copy moves all `saved_bytes` at once,
+            behind the forward and ahead of the backward.
+        window_bytes: of them, the most that are there while an action of the stage runs.
+        tail_bytes: of these, what leaves behind the forward, and comes back ahead of the backward.
 
     >>> StageCost(forward_s=1.0, backward_s=2.0, weight_s=0.5).seconds(Kind.BACKWARD_INPUT)
     1.5
     """
 
     recompute_s: float = 0.0
+    offload_bytes: int = 0
+    window_bytes: int = 0
+    tail_bytes: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -37,6 +45,36 @@ class StageCost(Cost):
             )
 
     @property
+    def copied_bytes(self) -> int:
+        """Bytes that ``OFFLOAD`` moves, and ``LOAD``."""
+        return self.tail_bytes if self.offload_bytes else self.saved_bytes
+
+    @property
+    def beside_bytes(self) -> int:
+        """Bytes that leave while the forward runs, and come back while the backward does."""
+        return self.offload_bytes - self.tail_bytes
+
+    def changes(self, kind: Kind, *, copied: bool) -> tuple[int, int]:
+        """Bytes that are kept from the start of an action on, and from its end.
+
+        Args:
+            kind: of the action, or of a copy.
+            copied: the schedule has copies for its microbatch.
+        """
+        kept, around = self.saved_bytes + self.offload_bytes, 0
+        if copied and self.offload_bytes:
+            # While an action runs, units are there that are not between the two.
+            kept, around = self.saved_bytes + self.window_bytes, self.window_bytes - self.tail_bytes
+        return {
+            Kind.FORWARD: (kept, -around),
+            Kind.OFFLOAD: (0, -self.copied_bytes),
+            Kind.LOAD: (self.copied_bytes, 0),
+            Kind.BACKWARD: (around, -kept),
+            Kind.BACKWARD_INPUT: (around, self.left_bytes - kept),
+            Kind.BACKWARD_WEIGHT: (0, -self.left_bytes),
+        }[kind]
+
+    @property
     def whole(self) -> Cost:
         """The same cost, with recomputation as a part of the backward."""
         return Cost(
@@ -46,20 +84,6 @@ class StageCost(Cost):
             saved_bytes=self.saved_bytes,
             weight_bytes=self.weight_bytes,
             input_s=None if self.input_s is None else self.input_s + self.recompute_s,
-        )
-
-    def scaled(self, *, seconds: float, num_bytes: float) -> "StageCost":
-        """The cost with so many times the seconds and the bytes."""
-        if seconds == num_bytes == 1.0:
-            return self
-        return StageCost(
-            forward_s=self.forward_s * seconds,
-            backward_s=self.backward_s * seconds,
-            weight_s=self.weight_s * seconds,
-            saved_bytes=round(self.saved_bytes * num_bytes),
-            recompute_s=self.recompute_s * seconds,
-            weight_bytes=None if self.weight_bytes is None else round(self.weight_bytes * num_bytes),
-            input_s=None if self.input_s is None else self.input_s * seconds,
         )
 
     def seconds(self, kind: Kind) -> float:

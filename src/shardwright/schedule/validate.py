@@ -124,7 +124,7 @@ def _refuse_missing(action: Action, rank: int) -> None:
 
 
 def _check_local_order(schedule: Schedule, places: _Places, edges: Sequence[Edge]) -> None:
-    """What a rank does itself must stand in its row in the right order."""
+    """Checks the order of a rank's own work in its row."""
     for kind, stage, k in places:
         if kind is Kind.BACKWARD_WEIGHT:
             _check_pair(schedule, places, (Kind.BACKWARD_INPUT, stage, k), (kind, stage, k))

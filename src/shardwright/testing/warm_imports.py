@@ -23,7 +23,11 @@ _ALWAYS = (
     "torch.distributed.tensor.parallel",
     "torch.utils.checkpoint",
 )
-_IF_THEY_IMPORT = ("shardwright.torch", "torch.profiler._cupti_monitor")
+_IF_THEY_IMPORT = (
+    "shardwright.torch",
+    "shardwright.torch.measuring.planning",
+    "torch.profiler._cupti_monitor",
+)
 
 
 def import_always() -> None:

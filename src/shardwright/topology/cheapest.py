@@ -1,12 +1,12 @@
-"""How many machines to use: the cost and the duration of training, by their number."""
+"""Chooses the number of machines, by the cost and the duration of training."""
 
 from dataclasses import dataclass, replace
 
 from shardwright.errors import ConfigError, InfeasiblePlanError, UsageError
+from shardwright.quantities import format_seconds
 from shardwright.topology.search import search
 from shardwright.topology.task import Task
 from shardwright.topology.way import Way
-from shardwright.units import format_seconds
 
 __all__ = ["Offer", "cheapest", "offers"]
 
@@ -31,7 +31,7 @@ class Offer:
 
 
 def offers(task: Task, *, tokens: float, deadline_s: float | None = None) -> list[Offer]:
-    """What training takes on 1, 2, 4, ... nodes of one kind, up to all of them; none where nothing fits.
+    """Offers of training on 1, 2, 4, ... nodes of one kind, up to all of them; none where nothing fits.
 
     With a deadline, also on the fewest nodes that meet it, found by halving what lies between two of these.
 

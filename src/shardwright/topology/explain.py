@@ -1,17 +1,19 @@
 """Explains a choice in sentences with numbers: why this way, what limits it, why not another."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardwright.quantities import format_bytes, format_seconds
+from shardwright.topology.pins import pin_text
 from shardwright.topology.pricing import bytes_of, fits, seconds_of
-from shardwright.topology.search import Answer, closest_way, search
+from shardwright.topology.search import NEAR_TIE, Answer, closest_way, drawbacks, search
 from shardwright.topology.space import all_ways
 from shardwright.topology.task import Task
-from shardwright.topology.way import Way, describe
-from shardwright.units import format_bytes, format_seconds
+from shardwright.topology.way import PARTS, Way, describe
 
-__all__ = ["Comparison", "Sensitivity", "difference", "reasons", "sensitivities", "why_not"]
+__all__ = ["Comparison", "Sensitivity", "difference", "ideal_text", "reasons", "sensitivities", "why_not"]
 
 _RATES = {
     "flops_per_s": "faster matrix products",
@@ -64,7 +66,7 @@ def sensitivities(task: Task, way: Way) -> list[Sensitivity]:
 
 
 def reasons(answer: Answer) -> list[str]:
-    """Why the best way is best, its limits, and the basis of the numbers."""
+    """The reasons for the best way, its limits, and the basis of the numbers."""
     task, best = answer.task, answer.best
     low, high = best.interval_s
     found = [
@@ -84,13 +86,32 @@ def reasons(answer: Answer) -> list[str]:
         f"({share:.0%}): {best.memory_text}."
     )
     if best.not_run_yet:
-        parts = " and ".join(best.not_run_yet)
-        found.append(f"This version does not run {parts} yet: --only-what-runs finds the best without.")
+        found.append(
+            f"This version does not run {_listed(best.not_run_yet)} yet, and nothing that it runs fits."
+        )
     return [*found, f"The times are {best.provenance}."]
 
 
+def ideal_text(best: Way, ideal: Way) -> str:
+    """The best of all ways beside the best that this version runs."""
+    faster, smaller = 1 - ideal.step_s / best.step_s, best.peak_bytes - ideal.peak_bytes
+    gain = f"{faster:.1%} faster" if faster > 0 else f"{format_bytes(smaller)} smaller"
+    return (
+        f"*: the best of all ways, {gain}; this version does not run {_listed(ideal.not_run_yet)} yet.\n"
+        f"{describe(ideal)}"
+    )
+
+
+def _listed(parts: Sequence[str]) -> str:
+    """
+    >>> _listed(["tensor parallelism", "offload", "ZeRO-2"])
+    'tensor parallelism, offload and ZeRO-2'
+    """
+    return " and ".join(part for part in (", ".join(parts[:-1]), parts[-1]) if part)
+
+
 def why_not(task: Task, pins: dict[str, int]) -> Comparison:
-    """Why the best way is not one with these options.
+    """Compares the best way with the best one that has these options.
 
     Raises:
         InfeasiblePlanError: nothing fits without them, either.
@@ -121,20 +142,25 @@ def why_not(task: Task, pins: dict[str, int]) -> Comparison:
 
 def difference(best: Way, other: Way) -> str:
     """Another way, with how much slower it is."""
-    return f"{describe(other)} ({other.step_s / best.step_s - 1:+.1%})"
+    apart = other.step_s / best.step_s - 1
+    return f"{describe(other)}, {abs(apart):.1%} {'slower' if apart >= 0 else 'faster'}"
 
 
 def _where(best: Way, other: Way) -> list[str]:
-    """The parts of a step that differ most."""
+    """The parts of a step that differ most, and what speaks against a way that is as fast."""
     apart = {name: other.seconds[name] - best.seconds[name] for name in best.seconds}
-    most = sorted(apart, key=lambda name: -abs(apart[name]))[:_NUM_PARTS]
-    texts = [
-        f"{name.replace('_', ' ')} {format_seconds(other.seconds[name])} (not "
-        f"{format_seconds(best.seconds[name])})"
-        for name in most
+    felt = [
+        name
+        for name in sorted(apart, key=lambda name: -abs(apart[name]))
         if abs(apart[name]) > _FELT * best.step_s
     ]
-    return [f"It differs in {', '.join(texts)}."] if texts else []
+    texts = [
+        f"{PARTS[name]} {'+' if apart[name] > 0 else '-'}{format_seconds(abs(apart[name]))}" for name in felt
+    ]
+    found = [f"Where it differs: {', '.join(texts[:_NUM_PARTS])}."] if texts else []
+    if other.step_s < best.step_s * NEAR_TIE and (against := drawbacks(other)):
+        found.append(f"The times are as good as equal, and it {_listed(against)}.")
+    return found
 
 
 def _parts(way: Way) -> str:
@@ -142,4 +168,4 @@ def _parts(way: Way) -> str:
 
 
 def _text(pins: dict[str, int]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in pins.items())
+    return ", ".join(pin_text(name, value) for name, value in pins.items())

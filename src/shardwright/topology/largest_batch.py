@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from shardwright.costs import Options
 from shardwright.errors import ConfigError, InfeasiblePlanError
+from shardwright.quantities import format_bytes
 from shardwright.topology.pricing import bytes_of, fits
 from shardwright.topology.search import Answer, best_of
 from shardwright.topology.space import all_ways
 from shardwright.topology.task import MOST_BATCH, Task
-from shardwright.units import format_bytes
 
 __all__ = ["largest_batch", "ways_at_once"]
 
@@ -70,7 +70,7 @@ def _with(ways: Options, samples: NDArray[np.float64]) -> Options:
 
 
 def _largest(task: Task, ways: Options, steps: NDArray[np.float64]) -> NDArray[np.float64]:
-    """How many times its step the microbatch of each way can have; 0 where not even once."""
+    """The most multiples of its step in the microbatch of each way; 0 where none fits."""
     low = np.zeros(len(steps))
     high = np.floor(MOST_BATCH / (ways.data * ways.pipeline * steps)) + 1
     while (high - low > 1).any():

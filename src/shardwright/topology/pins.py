@@ -8,7 +8,7 @@ from shardwright.costs import Gathers, Offload, Placement, Recompute, ScheduleKi
 from shardwright.errors import ConfigError
 from shardwright.topology.space import NAMES
 
-__all__ = ["parse_pins"]
+__all__ = ["parse_pins", "pin_text"]
 
 _CHOICES: Mapping[str, type[IntEnum]] = {
     "schedule": ScheduleKind,
@@ -33,6 +33,12 @@ _OTHER_NAMES = {
     "data_parallel_degree": "data",
     "sharded_data_parallel_degree": "shard",
     "virtual_stages": "virtual",
+    "vp": "virtual",
+    "zero": "sharded",
+    "mbs": "microbatch",
+    "micro_batch_size": "microbatch",
+    "m": "microbatches",
+    "gradient_accumulation_steps": "microbatches",
     "pipeline_schedule": "schedule",
 }
 
@@ -46,8 +52,8 @@ def parse_pins(texts: Iterable[str]) -> dict[str, int]:
     Raises:
         ConfigError: a name or a value is not known, or a name is given twice with different values.
 
-    >>> parse_pins(["tp=8, recompute=full", "schedule=zb_h1"])
-    {'tensor': 8, 'recompute': 2, 'schedule': 3}
+    >>> parse_pins(["tp=8, zero=3, recompute=full", "schedule=zb_h1"])
+    {'tensor': 8, 'sharded': 3, 'recompute': 2, 'schedule': 3}
     """
     found: dict[str, int] = {}
     for text in (part.strip() for whole in texts for part in whole.split(",")):
@@ -59,6 +65,15 @@ def parse_pins(texts: Iterable[str]) -> dict[str, int]:
         if found.setdefault(name, number) != number:
             raise ConfigError(f"{name} is given as {found[name]} and as {number}. Give it once.")
     return found
+
+
+def pin_text(name: str, value: int) -> str:
+    """A pin as somebody would write it.
+
+    >>> pin_text("recompute", 2)
+    'recompute=full'
+    """
+    return f"{name}={_CHOICES[name](value).name.lower() if name in _CHOICES else value}"
 
 
 def _name(text: str) -> str:

@@ -7,18 +7,19 @@
 A plan names the units of a module, so only a model at hand has one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardwright.errors import PlanError
 from shardwright.plan import Plan
+from shardwright.planner.search.funnel import Planned, plan_survivors
+from shardwright.quantities import format_seconds
 from shardwright.topology.search import Answer
 from shardwright.topology.way import Way
-from shardwright.units import format_seconds
 
 __all__ = ["best_plan", "settings_of"]
 
-_NUM_PLANNED = 3
+_NUM_PLANNED = 3  # each is traced anew, for its own microbatches
 _LEFT_TO_PLANS = {
     "pipeline": "schedule",
     "virtual_stages": "virtual",
@@ -60,19 +61,20 @@ def best_plan(answer: Answer, make: Callable[[int, Mapping[str, Any]], Plan]) ->
             f"the best way ({answer.best.title}) needs {parts}, which this version does not run yet, and so "
             "do those that are next. Add --only-what-runs."
         )
-    found: list[tuple[Way, Plan]] = []
-    failures: list[PlanError] = []
-    for way in ways:
-        try:
-            samples = int(way.options.microbatch * way.options.microbatches)
-            found.append((way, make(samples, settings_of(answer, way))))
-        except PlanError as error:
-            failures.append(error)
-    if not found:
-        raise failures[0]
-    least = min(_step_s(plan) for _, plan in found)
-    way, plan = next((way, plan) for way, plan in found if _step_s(plan) <= least * _NEAR_TIE)
-    return plan.model_copy(update={"why": (*plan.why, _reason(answer, way, found))})
+
+    def plans_of(way: Way) -> tuple[Plan]:
+        samples = int(way.options.microbatch * way.options.microbatches)
+        return (make(samples, settings_of(answer, way)),)
+
+    survivors = plan_survivors(
+        ways, [way.step_s for way in ways], plans_of, seconds=lambda way, plan: _step_s(plan)
+    )
+    if not survivors.planned:
+        raise survivors.failures[0]
+    least = min(each.seconds for each in survivors.planned)
+    best = next(each for each in survivors.planned if each.seconds <= least * _NEAR_TIE)
+    why = (*best.plan.why, _reason(answer, best, survivors.planned))
+    return best.plan.model_copy(update={"why": why})
 
 
 def _step_s(plan: Plan) -> float:
@@ -80,9 +82,11 @@ def _step_s(plan: Plan) -> float:
     return plan.prediction.step_s + plan.prediction.update_s
 
 
-def _reason(answer: Answer, chosen: Way, found: list[tuple[Way, Plan]]) -> str:
+def _reason(answer: Answer, chosen: Planned[Way], planned: Sequence[Planned[Way]]) -> str:
     others = [
-        f"{way.title} takes {format_seconds(_step_s(plan))}" for way, plan in found if way is not chosen
+        f"{each.candidate.title} takes {format_seconds(each.seconds)}"
+        for each in planned
+        if each is not chosen
     ]
     best = answer.best
     missing = ""
@@ -93,7 +97,7 @@ def _reason(answer: Answer, chosen: Way, found: list[tuple[Way, Plan]]) -> str:
         )
     text = missing + (
         f"Searched: of {answer.num_ways} ways, {answer.num_fitting} of which fit, closed forms left "
-        f"{len(found)} to simulate; they say {format_seconds(chosen.step_s)} a step of this one, its update "
-        "included"
+        f"{len(planned)} to simulate; they say {format_seconds(chosen.expected_s)} a step of this one, its "
+        "update included"
     )
     return f"{text}. {'; '.join(others)}." if others else f"{text}."

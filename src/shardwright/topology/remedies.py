@@ -1,4 +1,4 @@
-"""When nothing fits, finds the smallest changes that would."""
+"""Finds the smallest changes that help where nothing fits."""
 
 from dataclasses import replace
 
@@ -6,11 +6,11 @@ from shardwright.catalogue import LayerChain
 from shardwright.cluster import memory_for
 from shardwright.costs import Recompute
 from shardwright.errors import ConfigError
+from shardwright.quantities import format_bytes
 from shardwright.topology.pricing import fits
 from shardwright.topology.space import all_ways
 from shardwright.topology.task import Task
 from shardwright.topology.way import Way
-from shardwright.units import format_bytes
 
 __all__ = ["remedies"]
 
@@ -48,7 +48,7 @@ def _shorter_samples(task: Task) -> list[str]:
 
 
 def _unpinned(task: Task) -> list[str]:
-    """What would help of what the user has fixed."""
+    """The pins whose removal would help."""
     found = []
     for name, value in task.pins.items():
         others = {other: pin for other, pin in task.pins.items() if other != name}
@@ -57,7 +57,8 @@ def _unpinned(task: Task) -> list[str]:
             found.append(f"Leave {name} to the search (now {value}){hint}.")
     if task.only_what_runs and _fits(replace(task, only_what_runs=False)):
         found.append(
-            "Tensor, context or expert parallelism, or offload, which this version does not run yet."
+            "Expert parallelism among replicas, tensor and context parallelism together, or offload of "
+            "optimizer state, which this version does not run yet."
         )
     return found
 

@@ -8,19 +8,24 @@ from numpy.typing import NDArray
 
 from shardwright.costs import Options, Recompute, Sharded
 from shardwright.errors import InfeasiblePlanError
+from shardwright.quantities import format_bytes
 from shardwright.topology.least_recomputation import with_least_recomputation
-from shardwright.topology.pricing import bytes_of, fits, seconds_of
+from shardwright.topology.pricing import bytes_of, fits, memory_of, seconds_of
 from shardwright.topology.remedies import remedies
 from shardwright.topology.space import NAMES, all_ways
 from shardwright.topology.task import Task
 from shardwright.topology.way import Way, way_of
-from shardwright.units import format_bytes
 
-__all__ = ["Answer", "Objective", "best_of", "closest_way", "search"]
+__all__ = ["NEAR_TIE", "Answer", "Objective", "best_of", "closest_way", "drawbacks", "search"]
 
 Objective = Literal["speed", "memory"]
 
-_NEAR_TIE = 1.02
+NEAR_TIE = 1.05
+"""Two ways on the same machines whose times differ by less may change places in practice."""
+
+_FULL_MEMORY = 0.9
+"""Above this share of the memory, a longer sample or a fragmented heap ends the run."""
+
 _NUM_ALTERNATIVES = 5
 
 
@@ -74,8 +79,9 @@ def best_of(task: Task, some: Options, *, objective: Objective, num_ways: int) -
     if objective == "speed":
         some = with_least_recomputation(task, some)
     seconds = np.broadcast_to(_seconds(task, some), (number,))
-    score = seconds if objective == "speed" else np.asarray(bytes_of(task, some).total)
-    order = _order(score, simplicity(some), seconds)
+    needed, limit = memory_of(task, some)
+    score = seconds if objective == "speed" else np.asarray(needed.total)
+    order = _order(score, simplicity(some) + _RISK * (needed.total > _FULL_MEMORY * limit), seconds)
     chosen = _apart(some, order)
     found = [way_of(task, _one(some, number)) for number in chosen]
     return Answer(
@@ -87,8 +93,12 @@ def best_of(task: Task, some: Options, *, objective: Objective, num_ways: int) -
     )
 
 
+_RISK = 3
+"""Nearly full memory, or a host that keeps up with an accelerator, weighs as much as so many parts."""
+
+
 def simplicity(ways: Options) -> NDArray[np.float64]:
-    """How many parts a way has; fewer are easier to run and to understand."""
+    """The number of parts of each way; fewer are easier to run and to understand."""
     found: NDArray[np.float64] = (
         (ways.tensor > 1).astype(float)
         + (ways.pipeline > 1)
@@ -98,8 +108,18 @@ def simplicity(ways: Options) -> NDArray[np.float64]:
         + (ways.sharded >= Sharded.OPTIMIZER)
         + (ways.sharded >= Sharded.PARAMETERS)
         + (ways.recompute != Recompute.NONE)
-        + 2 * (ways.offload > 0)
+        + _RISK * (ways.offload > 0)
     )
+    return found
+
+
+def drawbacks(way: Way) -> list[str]:
+    """What speaks against a way that is fast: it ..."""
+    found = []
+    if way.options.offload:
+        found.append("keeps state in the host's memory")
+    if way.peak_bytes > _FULL_MEMORY * way.limit_bytes:
+        found.append(f"fills {way.peak_bytes / way.limit_bytes:.0%} of the memory")
     return found
 
 
@@ -110,8 +130,8 @@ def _seconds(task: Task, ways: Options) -> NDArray[np.float64]:
 def _order(
     score: NDArray[np.float64], parts: NDArray[np.float64], seconds: NDArray[np.float64]
 ) -> NDArray[np.intp]:
-    """Best first; within 2 % of the best, the simplest."""
-    near = score <= score.min() * _NEAR_TIE
+    """Best first; within 5 % of the best, the simplest and safest."""
+    near = score <= score.min() * NEAR_TIE
     return np.lexsort((seconds, score, np.where(near, parts, 0.0), ~near))
 
 
@@ -135,7 +155,7 @@ def _one(ways: Options, number: int) -> Options:
 
 
 def closest_way(task: Task, ways: Options, needed: NDArray[np.float64]) -> Way:
-    """Of ways that need so many bytes, the one that takes least memory."""
+    """The way with the least memory, of ways that need so many bytes."""
     return way_of(task, _one(ways, int(np.argmin(needed))))
 
 

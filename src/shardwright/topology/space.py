@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from shardwright.catalogue import LayerChain
 from shardwright.costs import Gathers, Offload, Options, Placement, Recompute, ScheduleKind, Sharded
 from shardwright.errors import ConfigError
-from shardwright.topology.task import NOT_RUN_YET, Task, runs_shards
+from shardwright.topology.task import NOT_RUN_YET, Task, does_not_run, does_not_run_together, runs_shards
 
 __all__ = ["NAMES", "all_ways", "divisors"]
 
@@ -44,7 +44,7 @@ def all_ways(task: Task) -> Options:
 
 
 def divisors(number: int) -> list[int]:
-    """Of a number, ascending.
+    """The divisors of a number, ascending.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
@@ -62,6 +62,13 @@ def _grids(task: Task) -> Iterator[dict[str, NDArray[np.float64]]]:
         data, rest = divmod(ranks, tensor * pipeline * context)
         if rest or data == 0 or task.batch % data or not _pinned(task, "data", data):
             continue
+        offloads = [
+            kind
+            for kind in _offloads(task)
+            if not (
+                task.only_what_runs and does_not_run_together(tensor=tensor, context=context, offload=kind)
+            )
+        ]
         each = task.batch // data
         sizes = _chosen(task, "microbatch", [b for b in divisors(each) if b <= _LARGEST_MICROBATCH])
         batches = [(b, each // b) for b in sizes if _pinned(task, "microbatches", each // b)]
@@ -71,7 +78,7 @@ def _grids(task: Task) -> Iterator[dict[str, NDArray[np.float64]]]:
             _shards(task, data),
             _chosen(task, "expert", _expert_degrees(task, data * context)),
             _recomputations(task),
-            _offloads(task),
+            offloads,
             _placements(task, pipeline, data),
         ]
         if all(rows):
@@ -186,10 +193,9 @@ def _placements(task: Task, pipeline: int, data: int) -> list[int]:
 
 
 def _chosen(task: Task, name: str, values: Iterable[int]) -> list[int]:
-    """Those that are allowed."""
-    least = 0 if name == "offload" else 1
-    if task.only_what_runs and name in NOT_RUN_YET:
-        values = [value for value in values if value == least]
+    """The values that pins and this version allow."""
+    if task.only_what_runs:
+        values = [value for value in values if not does_not_run(name, value)]
     return [value for value in values if _pinned(task, name, value)]
 
 
@@ -213,7 +219,7 @@ def _check_pins(task: Task) -> None:
         if name == "kept_layers" and (isinstance(task.model, LayerChain) or value > task.layers):
             what = "a chain of layers" if isinstance(task.model, LayerChain) else f"{task.layers} layers"
             raise ConfigError(f"kept_layers is {value}, but {task.model.name} is {what}. Unpin it.")
-        if task.only_what_runs and name in NOT_RUN_YET and value > (name != "offload"):
+        if task.only_what_runs and does_not_run(name, value):
             raise ConfigError(
                 f"{name} is {value}, but this version does not run {NOT_RUN_YET[name]}. Unpin it, or search "
                 "all ways."
@@ -237,7 +243,7 @@ _MAY_BE_ZERO = frozenset(
 
 
 def _contradiction(task: Task) -> str:
-    """Which pins leave nothing: each of them by itself, else two of them, else all."""
+    """The pins that leave nothing: one of them by itself, else two, else all."""
     ranks, layers = task.machines.num_ranks, task.layers
     facts = (
         f"{task.model.name} has {layers} layers and {task.heads} heads, the machines {ranks} ranks, "

@@ -13,6 +13,7 @@ from shardwright.costs import (
     FP32,
     Calibration,
     KindOfRank,
+    Offload,
     Precision,
     Rates,
     Shape,
@@ -24,20 +25,41 @@ from shardwright.errors import ConfigError
 from shardwright.limits import MOST_RANKS
 from shardwright.printable import shown
 
-__all__ = ["MOST_BATCH", "NOT_RUN_YET", "Task", "runs_shards"]
+__all__ = [
+    "MOST_BATCH",
+    "NOT_RUN_YET",
+    "Task",
+    "does_not_run",
+    "does_not_run_together",
+    "runs_shards",
+]
 
 MOST_BATCH = 10_000_000
 _MOST_SEQUENCE = 100_000_000
 
 NOT_RUN_YET: Mapping[str, str] = MappingProxyType(
     {
-        "tensor": "tensor parallelism",
-        "context": "context parallelism",
-        "expert": "expert parallelism",
-        "offload": "offload",
+        "expert": "expert parallelism among replicas (expert_parallel_degree shares one batch)",
+        "offload": "offload of optimizer state",
     }
 )
-"""Options that are priced, and that the runtime of this version does not have."""
+"""Options that are priced, and that the runtime of this version does not have: see `does_not_run`."""
+
+
+def does_not_run(name: str, value: float) -> bool:
+    """Whether the runtime lacks an option at this value: a degree above 1, offload of optimizer state."""
+    if name == "offload":
+        return value == Offload.OPTIMIZER
+    return name in NOT_RUN_YET and value > 1
+
+
+def does_not_run_together(*, tensor: float, context: float, offload: float) -> str:
+    """Which options the runtime does not have together, at these values; empty where it has them all."""
+    if tensor > 1 and context > 1:
+        return "tensor and context parallelism together"
+    if offload == Offload.ACTIVATIONS and context > 1:
+        return "offload of activations beside context parallelism"
+    return ""
 
 
 def runs_shards(kind: Sharded, *, shard: float, data: float) -> bool:
@@ -103,18 +125,18 @@ class Task:
 
     @cached_property
     def shape(self) -> Shape:
-        """Of a transformer."""
+        """The shape of a transformer."""
         assert isinstance(self.model, Transformer)
         return Shape.of(self.model, sequence=self.sequence)
 
     @cached_property
     def rates(self) -> Rates:
-        """Of the slowest machines."""
+        """The rates of the slowest machines."""
         return Rates.of(self.machines, self.dtype)
 
     @cached_property
     def calibration(self) -> Calibration:
-        """Of the machines; of several families, the one with the widest interval."""
+        """The calibration of the machines; of several families, the one with the widest interval."""
         found = (calibration_of_nodes(kind, self.runtime) for kind, _ in self.machines.nodes)
         return max(found, key=lambda calibration: calibration.spread)
 
@@ -124,8 +146,15 @@ class Task:
         return FP32 if self.dtype == "float32" else BF16
 
     @property
+    def flops(self) -> float:
+        """FLOPs of a step, forward and backward, without what is recomputed."""
+        if isinstance(self.model, LayerChain):
+            return 3 * self.model.flops * self.batch
+        return float(self.shape.flops_per_token) * self.tokens
+
+    @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return self.batch * self.tokens_of_sample
 
     @property
@@ -135,7 +164,7 @@ class Task:
 
     @property
     def unit(self) -> str:
-        """What rates are counted in: ``tokens``, or ``samples``."""
+        """The unit of rates: ``tokens``, or ``samples``."""
         return "samples" if isinstance(self.model, LayerChain) else "tokens"
 
     @property
@@ -147,12 +176,12 @@ class Task:
 
     @property
     def heads(self) -> int:
-        """That tensor parallelism may divide; 1 for a chain of layers."""
+        """Heads that tensor parallelism may divide; 1 for a chain of layers."""
         return 1 if isinstance(self.model, LayerChain) else self.model.heads
 
     @property
     def experts(self) -> int:
-        """Of a block; 1 for a chain of layers."""
+        """Experts of a block; 1 for a chain of layers."""
         return 1 if isinstance(self.model, LayerChain) else self.model.experts
 
     @property
@@ -162,12 +191,12 @@ class Task:
 
     @property
     def memory_bytes(self) -> int:
-        """That a rank may use, of the smallest accelerators."""
+        """Memory that a rank may use, of the smallest accelerators."""
         return min(usable_bytes(kind) for kind, _ in self.machines.nodes)
 
     @cached_property
     def kinds(self) -> tuple[KindOfRank, ...]:
-        """Of nodes that differ in what their ranks compute with; empty where all are alike."""
+        """The kinds of ranks, where nodes differ in their accelerators; empty where all are alike."""
         nodes = self.machines.nodes
         if all(kind.accelerator == nodes[0][0].accelerator for kind, _ in nodes):
             return ()
@@ -183,7 +212,7 @@ class Task:
 
     @property
     def host_bytes(self) -> int:
-        """Of the host's memory that a rank may fill with what it offloads; 0 where it is not known."""
+        """The part of the host's memory for what a rank offloads; 0 where it is not known."""
         shares = [kind.memory_bytes / kind.num_accelerators for kind, _ in self.machines.nodes]
         return 0 if self._on_cpus else int(min(shares) * (1 - _HOST_MARGIN))
 

@@ -15,13 +15,13 @@ from shardwright.costs import (
     ScheduleKind,
     Sharded,
 )
+from shardwright.quantities import format_bytes, format_seconds
 from shardwright.topology.pricing import memory_of, mixed_of, seconds_of
-from shardwright.topology.task import NOT_RUN_YET, Task, runs_shards
-from shardwright.units import format_bytes, format_seconds
+from shardwright.topology.task import NOT_RUN_YET, Task, does_not_run, does_not_run_together, runs_shards
 
-__all__ = ["Way", "describe", "way_of"]
+__all__ = ["PARTS", "ZERO", "Way", "describe", "way_of"]
 
-_PARTS = {
+PARTS = {
     "compute": "computing",
     "recompute": "recomputation",
     "imbalance": "imbalance of stages",
@@ -37,6 +37,8 @@ _PARTS = {
     "offload": "transfers to the host",
     "overhead": "overhead of the runtime",
 }
+"""What the parts of a step are called."""
+
 _MEMORY = {
     "parameters": "parameters",
     "gradients": "gradients",
@@ -54,7 +56,7 @@ _SCHEDULES = {
     ScheduleKind.ZB_H2: "zb_h2",
 }
 # What shards divide, by the names of Rajbhandari et al. (2020): optimizer state; gradients, too; all.
-_ZERO = {Sharded.OPTIMIZER: "ZeRO-1", Sharded.GRADIENTS: "ZeRO-2", Sharded.PARAMETERS: "ZeRO-3"}
+ZERO = {Sharded.OPTIMIZER: "ZeRO-1", Sharded.GRADIENTS: "ZeRO-2", Sharded.PARAMETERS: "ZeRO-3"}
 _LEAST_SHARE = 0.005
 
 
@@ -72,6 +74,8 @@ class Way:
         layers: that a pipeline rank has at most, by kind of node; empty where all nodes are alike.
         provenance: what the seconds rest on.
         tokens_per_s: of all ranks; of models whose samples have no tokens, samples.
+        flops_per_s: of a rank, without what is recomputed.
+        mfu: model FLOPs utilisation: their share of what the accelerators can do.
         dollars_per_million_tokens: None where a price is not known.
     """
 
@@ -84,6 +88,8 @@ class Way:
     layers: Mapping[str, int]
     provenance: str
     tokens_per_s: float
+    flops_per_s: float
+    mfu: float
     dollars_per_million_tokens: float | None
 
     @property
@@ -104,7 +110,7 @@ class Way:
             degrees.append(f"pipeline {int(o.pipeline)} ({self.schedule}{stages})")
         degrees.append(f"data {int(o.data)}")
         if o.sharded:
-            degrees.append(f"{_ZERO[Sharded(int(o.sharded))]} over {int(o.shard)}")
+            degrees.append(f"{ZERO[Sharded(int(o.sharded))]} over {int(o.shard)}")
         text = f"{', '.join(degrees)}; {_microbatches(o)}"
         if o.placement == Placement.DPT:
             text += "; replicas over nodes"
@@ -131,12 +137,13 @@ class Way:
     def not_run_yet(self) -> list[str]:
         """Parts of it that this version's runtime does not have."""
         o = self.options
-        found = [
-            text for name, text in NOT_RUN_YET.items() if getattr(o, name) > (0 if name == "offload" else 1)
-        ]
+        found = [text for name, text in NOT_RUN_YET.items() if does_not_run(name, getattr(o, name))]
+        together = does_not_run_together(tensor=o.tensor, context=o.context, offload=o.offload)
+        if together:
+            found.append(together)
         kind = Sharded(int(o.sharded))
         if not runs_shards(kind, shard=o.shard, data=o.data):
-            found.append(f"{_ZERO[kind]} over {int(o.shard)} of {int(o.data)} replicas")
+            found.append(f"{ZERO[kind]} over {int(o.shard)} of {int(o.data)} replicas")
         return found
 
     @property
@@ -149,13 +156,13 @@ class Way:
     def waterfall(self) -> list[tuple[str, float]]:
         """The parts of the step that count, largest first, and what is left; they add up to it."""
         ordered = sorted(self.seconds.items(), key=lambda part: -part[1])
-        shown = [(_PARTS[name], s) for name, s in ordered if s >= _LEAST_SHARE * self.step_s]
+        shown = [(PARTS[name], s) for name, s in ordered if s >= _LEAST_SHARE * self.step_s]
         rest = self.step_s - sum(s for _, s in shown)
         return [*shown, ("the rest", rest)] if rest > 0 else shown
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a training script sets; empty where this version does not run it."""
+        """The settings for a training script; empty where this version does not run the way."""
         o = self.options
         if self.not_run_yet:
             return {}
@@ -164,6 +171,11 @@ class Way:
             "data_parallel_degree": int(o.data),
             "microbatches": int(o.microbatches),
         }
+        if o.tensor > 1:
+            found["tensor_parallel_degree"] = int(o.tensor)
+            found["sequence_parallel"] = bool(o.sequence_parallel)
+        if o.context > 1:
+            found["context_parallel_degree"] = int(o.context)
         if o.pipeline > 1:
             found["pipeline"] = self.schedule
             found["placement_strategy"] = Placement(int(o.placement)).name
@@ -175,6 +187,8 @@ class Way:
             found["shard_optimizer_state"] = True
         if o.recompute == Recompute.FULL:
             found["activation_checkpointing"] = "auto" if o.kept_layers else "full"
+        if o.offload == Offload.ACTIVATIONS:
+            found["offload_activations"] = True
         return found
 
     def to_dict(self) -> Mapping[str, Any]:
@@ -190,6 +204,8 @@ class Way:
             "limit_bytes": self.limit_bytes,
             "layers": dict(self.layers),
             "tokens_per_s": self.tokens_per_s,
+            "flops_per_s_of_rank": self.flops_per_s,
+            "mfu": self.mfu,
             "dollars_per_million_tokens": self.dollars_per_million_tokens,
             "provenance": self.provenance,
             "not_run_yet": self.not_run_yet,
@@ -210,17 +226,23 @@ def way_of(task: Task, options: Options) -> Way:
         options = min((by_nodes, flat), key=lambda way: float(seconds_of(task, way).total))
     step, (memory, limit) = seconds_of(task, options), memory_of(task, options)
     total = float(step.total)
-    price = task.machines.price_per_hour
+    price, ranks = task.machines.price_per_hour, task.machines.num_ranks
+    peak = sum(
+        kind.accelerator.flops_per_s[task.dtype] * kind.num_accelerators * number
+        for kind, number in task.machines.nodes
+    )
     return Way(
         options=options,
         step_s=total,
         interval_s=task.calibration.interval(total),
-        seconds={name: float(getattr(step, name)) for name in _PARTS},
+        seconds={name: float(getattr(step, name)) for name in PARTS},
         num_bytes={name: int(getattr(memory, name)) for name in _MEMORY},
         limit_bytes=int(np.max(limit)),
         layers=_layers(task, options),
         provenance=task.calibration.provenance,
         tokens_per_s=task.tokens / total,
+        flops_per_s=task.flops / total / ranks,
+        mfu=task.flops / total / peak,
         dollars_per_million_tokens=None if price is None else price / 3600 * total / task.tokens * 1e6,
     )
 

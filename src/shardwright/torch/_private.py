@@ -21,8 +21,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    unset_fake_temporarily,
 )
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 from torch.autograd.function import BackwardCFunction
 from torch.distributed import _functional_collectives
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -39,11 +40,14 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "PlainBatchNorm",
+    "StorageWeakRef",
     "TorchFunctionMode",
     "UnsupportedOperatorException",
+    "attention_kernel",
     "backward_in_progress",
     "behind_inner_backward",
     "call_after_backward",
+    "change_shape_only",
     "compiler_of",
     "default_group",
     "disabled_torch_function",
@@ -57,8 +61,12 @@ __all__ = [
     "gradient_transform_active",
     "has_storage",
     "hooks_of_every_module",
+    "is_profiled",
     "make_wrapper",
+    "memory_of",
     "new_fake_mode",
+    "new_wrapper",
+    "newest_node",
     "non_persistent_buffers",
     "non_persistent_buffers_of",
     "norms_of",
@@ -73,10 +81,13 @@ __all__ = [
     "put_saved_tensor_hooks",
     "replace_total_norm",
     "run_backward",
+    "running_node",
+    "saved_tensor_hooks",
     "spec_like",
     "storage_key",
     "take_saved_tensor_hooks",
     "transforms_beside_hooks",
+    "unset_fake_temporarily",
     "values_of_sparse",
     "without_subclass_functions",
 ]
@@ -93,7 +104,35 @@ PlainBatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
 # A subclass with this as __torch_function__ answers metadata without a detour through Python.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
-_CODE_OF_CUSTOM_BACKWARD = (BackwardCFunction.apply.__code__, BackwardCFunction.apply_boxed.__code__)
+_CODE_OF_CUSTOM_BACKWARD = tuple(
+    getattr(BackwardCFunction, name).__code__
+    for name in ("apply", "apply_boxed")  # torch before 2.13 has no apply_boxed
+    if hasattr(BackwardCFunction, name)
+)
+# Makes a tensor of a class without memory: shape, strides, type and device.
+new_wrapper: Any = torch.Tensor._make_wrapper_subclass
+
+
+def change_shape_only(func: Any, args: Sequence[Any], kwargs: Any) -> None:
+    """Runs an operator that changes a shape in place on what a subclass shows, without its parts."""
+    with torch._C._DisableTorchDispatch():
+        func(*args, **kwargs)
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Identifies the memory of a tensor, while it lives; unlike the address, that of an empty one, too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def newest_node() -> int:
+    """The sequence number of the autograd node that this thread made last."""
+    return int(torch._C._autograd._get_sequence_nr()) - 1
+
+
+def running_node() -> int | None:
+    """The sequence number of the autograd node whose backward runs; None outside of a backward."""
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
 
 
 def put_parametrization_cache(state: tuple[int, dict[Any, Any]] | None) -> tuple[int, dict[Any, Any]]:
@@ -141,18 +180,20 @@ def default_group(
     if on_other is not None:
         c10d._rank_not_in_group = look
     functional: Any = _functional_collectives
-    resolve = functional._resolve_group
+    # torch before 2.13 has the second alone.
+    name = "_resolve_group" if hasattr(functional, "_resolve_group") else "_resolve_group_name"
+    resolve = getattr(functional, name)
 
     def resolved(asked: Any, *args: Any) -> Any:
         if on_functional is not None:
             on_functional(asked)
         return resolve(asked, *args)
 
-    functional._resolve_group = resolved
+    setattr(functional, name, resolved)
     try:
         yield
     finally:
-        functional._resolve_group = resolve
+        setattr(functional, name, resolve)
         c10d._world.default_pg, c10d._rank_not_in_group = before, is_none_of
         if added:
             del c10d._world.pg_map[group]
@@ -185,6 +226,11 @@ def make_wrapper(cls: type, like: torch.Tensor, *, device: torch.device | None =
 def new_fake_mode() -> FakeTensorMode:
     """A mode in which tensors have shapes and no data; real tensors that turn up are converted."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_mode_is_active() -> bool:
+    """Whether operations run on tensors without data."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
@@ -231,7 +277,7 @@ def dtensor_of(local: torch.Tensor, spec: Any) -> Any:
 
 
 def spec_like(spec: Any, local: torch.Tensor) -> Any:
-    """How a `DTensor` is laid out that has this local part, and else is as another one."""
+    """The layout of a `DTensor` that has this local part, and is otherwise like another one."""
     meta = spec.tensor_meta
     if meta is None or meta.dtype is local.dtype:
         return spec
@@ -244,7 +290,7 @@ def generator_key(generator: torch.Generator) -> int:
 
 
 def hooks_of_every_module() -> tuple[dict[int, Any], ...]:
-    """Where `torch.nn.modules.module.register_module_forward_hook` and its like keep hooks."""
+    """The registries of `torch.nn.modules.module.register_module_forward_hook` and its like."""
     module = torch.nn.modules.module
     return (
         module._global_forward_hooks,
@@ -269,19 +315,19 @@ def replace_total_norm(make: Callable[[Callable[..., torch.Tensor]], Callable[..
 
 
 def parameters_to_clip(caller: FrameType) -> Sequence[torch.Tensor]:
-    """What `clip_grad_norm_` was given, where it is what calls for a norm: that gets the gradients alone."""
+    """The parameters of `clip_grad_norm_`, if that asks for a norm: it passes on the gradients alone."""
     if caller.f_code is not inspect.unwrap(clip_grad.clip_grad_norm_).__code__:
         return ()
     return tuple(caller.f_locals.get("parameters", ()))
 
 
 def num_hooks_registered() -> int:
-    """How many hooks were ever registered, on modules and tensors: grows with each."""
+    """The number of hooks ever registered, on modules and tensors: it grows with each."""
     return int(RemovableHandle.next_id)
 
 
 def function_mode_depth() -> int:
-    """How many torch function modes are active in this thread."""
+    """The number of torch function modes that are active in this thread."""
     return torch._C._len_torch_function_stack()
 
 
@@ -344,12 +390,32 @@ def function_transforms_active() -> bool:
     return torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
 
 
+def attention_kernel(tensors: Sequence[Any], *, dropout: float, causal: bool, grouped: bool) -> str:
+    """The kernel that `scaled_dot_product_attention` takes; public are only those that it could take.
+
+    Args:
+        tensors: queries, keys, values, and the mask or None.
+        dropout: share of dropped weights.
+        causal: as there.
+        grouped: keys have fewer heads than queries.
+    """
+    query, key, value, mask = tensors
+    number = torch._fused_sdp_choice(query, key, value, mask, dropout, causal, enable_gqa=grouped)
+    return {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}.get(number, "PyTorch")
+
+
 def gradient_transform_active() -> bool:
     """Whether one of `torch.func` that takes gradients (grad, vjp, jacrev, hessian) is at work.
 
     They refuse hooks for saved tensors meanwhile.
     """
     return not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+
+
+def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The innermost hooks for saved tensors (pack, unpack) that are in force in this thread, if any."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is None else (hooks[0], hooks[1])
 
 
 def take_saved_tensor_hooks() -> list[Any]:
@@ -444,7 +510,7 @@ def norms_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def values_of_sparse(tensor: torch.Tensor) -> torch.Tensor:
-    """What a sparse tensor has where it has anything; `values()` wants entries to be added up before."""
+    """The stored entries of a sparse tensor, uncoalesced; `values()` insists that they are summed first."""
     values: torch.Tensor = tensor._values()
     return values
 
@@ -469,7 +535,7 @@ def _stances() -> tuple[Callable[[Any], Any], Any]:
 
 
 def compiler_of(compiled: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
-    """What compiles other functions in the way in which this module or function was compiled; None if not.
+    """Compiles other functions as this module or function was compiled; None if it was not.
 
     It has the backend and the options that were given to `torch.compile`.
     """
@@ -477,3 +543,11 @@ def compiler_of(compiled: Any) -> Callable[[Callable[..., Any]], Callable[..., A
     if own is None and hasattr(compiled, "_torchdynamo_orig_callable"):
         own = inspect.getclosurevars(compiled).nonlocals.get("self")
     return own  # type: ignore[no-any-return]
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of PyTorch records in this process.
+
+    A range of `torch.profiler.record_function` takes microseconds where none does, and this a lookup.
+    """
+    return profiler._is_profiler_enabled

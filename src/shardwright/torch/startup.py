@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from shardwright.config import Config
-from shardwright.errors import ConfigError, ShardwrightError, UsageError
+from shardwright.errors import ShardwrightError, UsageError
+from shardwright.observe.trackers import Tracker
 from shardwright.plan import Plan
 from shardwright.torch.interception.backward_outside import backward_of_results_refused
 from shardwright.torch.loss_scale.grad_scaler import scalers_agree, scaling_noted
@@ -17,11 +17,11 @@ from shardwright.torch.run.context import context, is_initialized, set_context
 from shardwright.torch.run.data import samplers_checked, seed_everything
 from shardwright.torch.run.joining import joined
 from shardwright.torch.run.joint_calls import prepare
-from shardwright.torch.run.launch_settings import settings_from
+from shardwright.torch.run.launch_settings import given_settings
 from shardwright.torch.script_collectives.sums_over_ranks import metrics_over_replicas, sums_pointed_out
 from shardwright.torch.script_run import ScriptRun
 
-__all__ = ["begin", "init", "shutdown"]
+__all__ = ["add_tracker", "begin", "init", "shutdown"]
 
 
 def init(config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | None" = None) -> None:
@@ -40,22 +40,7 @@ def init(config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | N
     """
     if is_initialized():
         raise UsageError("init was called before. Call it once; shutdown() ends a run.")
-    plan: Plan | None = None
-    given: Mapping[str, Any] | Config | None = None
-    if isinstance(config, Plan):
-        plan = config
-    elif isinstance(config, str | os.PathLike):
-        given = {"plan": str(Path(config))}
-    elif config is None or isinstance(config, Mapping | Config):
-        given = config
-    else:
-        raise ConfigError(
-            f"init takes a dictionary of settings, or the path of a plan file, not a "
-            f"{type(config).__name__}. For example: sw.init({{'microbatches': 4}})"
-        )
-    settings = Config.merge(given, *settings_from(os.environ))
-    if settings.plan is not None:
-        plan = Plan.read(settings.plan)
+    settings, plan = given_settings(config)
     begin(settings, plan)
 
 
@@ -67,11 +52,11 @@ def begin(settings: Config, plan: Plan | None) -> None:
     made.cleanup.callback(refuse_optimizers_inside_steps().remove)
     made.cleanup.enter_context(backward_of_results_refused())
     made.cleanup.enter_context(scaling_noted())
-    if made.mesh.pipeline > 1:
+    if made.mesh.spreads_model:
         made.cleanup.enter_context(samplers_checked())
         made.cleanup.enter_context(sums_pointed_out(made))
         metrics_over_replicas()
-    if made.mesh.pipeline > 1 or made.mesh.shard > 1:
+    if made.mesh.spreads_model or made.mesh.shard > 1:
         norm_over_stages()
         made.cleanup.enter_context(scalers_agree())
     set_context(made)
@@ -79,15 +64,52 @@ def begin(settings: Config, plan: Plan | None) -> None:
         seed_everything(settings.seed)
 
 
+def add_tracker(tracker: Tracker) -> None:
+    """Has an object told of the metrics of each training step, on the first rank.
+
+    Call it on all ranks, after `init`.
+
+    Args:
+        tracker: with `begin`, `log` and `close` as in `shardwright.observe.trackers.Tracker`. What it raises
+            ends it, with a message, and not the training.
+
+    Raises:
+        UsageError: `init` was not called.
+
+    Example:
+        >>> import torch, shardwright.torch as sw
+        >>> class Printer:
+        ...     def begin(self, run): print("settings:", len(run.settings) > 10)
+        ...     def log(self, metrics, *, step): print("step", step, "loss", round(metrics["train/loss"], 3))
+        ...     def close(self): print("end")
+        >>> sw.init({"run_dir": "off"})
+        >>> sw.add_tracker(Printer())
+        >>> model = sw.DistributedModel(torch.nn.Linear(2, 1))
+        >>> @sw.step
+        ... def train_step(model, x):
+        ...     loss = model(x).mean() * 0 + 3
+        ...     model.backward(loss)
+        ...     return loss
+        >>> _ = train_step(model, torch.ones(4, 2))
+        settings: True
+        step 1 loss 3.0
+        >>> sw.shutdown()
+        end
+    """
+    reporter = context().reporter
+    assert isinstance(reporter, Reporter)
+    reporter.track(tracker)
+
+
 def shutdown() -> None:
     """Ends a run: a new one can be started with `init`. Process groups stay, for that one too."""
     if is_initialized():
         current = context()
-        if current.whereabouts is not None:
-            current.whereabouts.close(f"has called {ShardwrightError.library}.shutdown()")
+        if current.watch.whereabouts is not None:
+            current.watch.whereabouts.close(f"has called {ShardwrightError.library}.shutdown()")
         if current.reporter is not None:
             current.reporter.close()
         current.cleanup.close()  # a save under way is waited for, with messages between ranks
-        if current.local_peers is not None:
-            current.local_peers.close()
+        if current.links.local_peers is not None:
+            current.links.local_peers.close()
     set_context(None)

@@ -4,12 +4,15 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter
-from typing import Any, overload
+from typing import Any, ParamSpec, Protocol, overload
 
+from torch import Tensor
+
+from shardwright.config.misplaced import refuse_misplaced
 from shardwright.errors import UsageError
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.splitter import Splitter
-from shardwright.torch.batch.step_output import gather_outputs
+from shardwright.torch.batch.step_output import StepOutput, gather_outputs
 from shardwright.torch.interception.compiled_code import uncompiled
 from shardwright.torch.interception.foreign_wrappers import refuse_wrapped_model
 from shardwright.torch.interception.glue import active_handler
@@ -20,9 +23,25 @@ from shardwright.torch.script_run import script_run
 
 __all__ = ["step"]
 
+_P = ParamSpec("_P")
+
+
+class _Decorator(Protocol):
+    """What a step function is for type checkers: the parameters stay, and a tensor becomes a `StepOutput`."""
+
+    @overload
+    def __call__(self, function: Callable[_P, Tensor], /) -> Callable[_P, StepOutput]: ...
+
+    @overload
+    def __call__(self, function: Callable[_P, Any], /) -> Callable[_P, Any]: ...
+
 
 @overload
-def step(function: Callable[..., Any], /) -> Callable[..., Any]: ...
+def step(function: Callable[_P, Tensor], /) -> Callable[_P, StepOutput]: ...
+
+
+@overload
+def step(function: Callable[_P, Any], /) -> Callable[_P, Any]: ...
 
 
 @overload
@@ -31,7 +50,7 @@ def step(
     non_split_inputs: Sequence[str] = (),
     input_split_axes: Mapping[str, int] | None = None,
     split_lists: Sequence[str] = (),
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+) -> _Decorator: ...
 
 
 def step(
@@ -41,6 +60,7 @@ def step(
     non_split_inputs: Sequence[str] = (),
     input_split_axes: Mapping[str, int] | None = None,
     split_lists: Sequence[str] = (),
+    **others: Any,
 ) -> Any:
     """Makes a function run once for each microbatch, pipelined over the stages.
 
@@ -56,6 +76,9 @@ def step(
         split_lists: names of arguments that are lists with an item for each sample (texts, the targets of
             detection), of which each microbatch gets its own.
 
+    Raises:
+        UsageError: another option is given; the message says where it belongs.
+
     Example:
         >>> import shardwright.torch as sw
         >>> @sw.step
@@ -64,6 +87,10 @@ def step(
         ...     model.backward(loss)
         ...     return loss
     """
+    refuse_misplaced("@sw.step", others, takes=("non_split_inputs", "input_split_axes", "split_lists"))
+    for option, names in (("non_split_inputs", non_split_inputs), ("split_lists", split_lists)):
+        if isinstance(names, str):
+            raise UsageError(f'{option} is a list of names: {option}=["{names}"], and not "{names}".')
     if function is None:
         return functools.partial(
             step_function,
@@ -85,8 +112,17 @@ def step_function(
     non_split_inputs: Sequence[str] = (),
     input_split_axes: Mapping[str, int] | None = None,
     split_lists: Sequence[str] = (),
+    prepared: Callable[[Batch], Batch] | None = None,
 ) -> Callable[..., Any]:
-    """What `step` does, with its options."""
+    """Makes a step function, as `step` does with its options.
+
+    Args:
+        function: as there.
+        non_split_inputs: as there.
+        input_split_axes: as there.
+        split_lists: as there.
+        prepared: makes the batch that is run from the one that is given.
+    """
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise UsageError(
             f"the step function {function.__name__} is a generator or asynchronous: it would return before "
@@ -123,7 +159,8 @@ def step_function(
                 "Call it from the training loop, before optimizer.step()."
             )
         refuse_wrapped_model((*args, *kwargs.values()), model)
-        return gather_outputs(model.run_step(called, Batch((args, kwargs), splitter)))
+        batch = Batch((args, kwargs), splitter)
+        return gather_outputs(model.run_step(called, batch if prepared is None else prepared(batch)))
 
     return run
 

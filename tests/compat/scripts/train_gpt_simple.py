@@ -47,9 +47,14 @@ def model_config(args):
 
 def layers_of(args, module):
     """The repeated layers, where each architecture has them."""
-    if args.model_type == "gpt_neox":
-        return module.gpt_neox.layers
-    return module.transformer.h
+    transformer = module.gpt_neox if args.model_type == "gpt_neox" else module.transformer
+    if is_distributed(args):
+        return transformer.seq_layers
+    return transformer.layers if args.model_type == "gpt_neox" else transformer.h
+
+
+def is_distributed(args):
+    return smp.tp_size() > 1 or args.use_distributed_transformer > 0
 
 
 class TokenDataset(Dataset):
@@ -86,8 +91,11 @@ def create_dataloader(args, batch_size, seed):
     dataset = TokenDataset(args, seed)
     if smp.pp_rank() != 0:
         return DataLoader(DummyDataset(len(dataset) // smp.dp_size()), batch_size=batch_size, drop_last=True)
+    # Ranks of a tensor-parallel group get the same batch, or one each.
+    rank = smp.rdp_rank() if args.prescaled_batch else smp.dp_rank()
+    num_replicas = smp.rdp_size() if args.prescaled_batch else smp.dp_size()
     sampler = torch.utils.data.DistributedSampler(
-        dataset, shuffle=True, seed=seed, rank=smp.dp_rank(), num_replicas=smp.dp_size(), drop_last=True
+        dataset, shuffle=True, seed=seed, rank=rank, num_replicas=num_replicas, drop_last=True
     )
     return DataLoader(
         dataset, sampler=sampler, batch_size=batch_size, num_workers=0, pin_memory=True, drop_last=True
@@ -297,6 +305,7 @@ def parse_args():
         mp.add_argument(f"--{name}", type=int, default=1)
     for name in ("fp16", "bf16", "shard_optimizer_state", "prescaled_batch", "offload_activations"):
         mp.add_argument(f"--{name}", type=int, default=0)
+    mp.add_argument("--use_distributed_transformer", type=int, default=0)
     for name in ("skip_tracing", "static_mode", "fast_mode", "logits_output", "clean_cache"):
         mp.add_argument(f"--{name}", type=int, default=0)
     for name in ("fused_dropout", "fused_bias_gelu", "query_key_layer_scaling", "attention_in_fp32"):
@@ -349,7 +358,7 @@ def main():
 
     dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.get_default_dtype()
     with smp.model_creation(
-        tensor_parallelism=smp.tp_size() > 1,
+        tensor_parallelism=is_distributed(args),
         dtype=dtype,
         attention_in_fp32=args.attention_in_fp32 > 0,
         query_key_layer_scaling=args.query_key_layer_scaling > 0 and args.bf16 < 1,
@@ -377,7 +386,9 @@ def main():
             smp.set_partition(layer, int(number / share))
     if args.activation_checkpointing:
         if isinstance(layers, nn.Sequential):
-            smp.set_activation_checkpointing(layers, strategy=args.activation_strategy)
+            smp.set_activation_checkpointing(
+                layers, pack_args_as_tuple=True, strategy=args.activation_strategy
+            )
         else:
             for layer in layers.children():
                 smp.set_activation_checkpointing(layer)

@@ -548,6 +548,17 @@ def compiles_torchscript():
 
 
 @case
+def imports_what_pytorch_had_once():
+    import torch._six
+    from torch._six import container_abcs, inf, int_classes, string_classes
+
+    assert float("inf") == inf == torch._six.inf
+    assert isinstance("text", string_classes)
+    assert int_classes is int
+    assert isinstance({}, container_abcs.Mapping)
+
+
+@case
 def refuses_what_needs_a_gpu():
     assert torch.cuda.CUDAGraph | None  # as packages annotate
     said = outcome(torch.cuda.CUDAGraph)

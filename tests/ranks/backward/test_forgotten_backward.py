@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from choices import in_sweep
 from shardwright.testing import run_ranks
 
 
@@ -140,7 +141,7 @@ def loss_kept(model, x, how):
     return result.loss if how == "object" else result
 
 
-@pytest.mark.parametrize("how", ["reentrant", "attribute", "object", "parameter"])
+@pytest.mark.parametrize("how", ["reentrant", "attribute", in_sweep("object"), in_sweep("parameter")])
 def test_a_backward_outside_of_steps_is_refused_whatever_leads_to_it(how):
     """Only what the model returned was watched."""
 
@@ -168,7 +169,7 @@ def test_a_backward_outside_of_steps_is_refused_whatever_leads_to_it(how):
     assert run_ranks(called, 2, how) == [True] * 2
 
 
-@pytest.mark.parametrize("how", ["", "reentrant", "attribute", "object"])
+@pytest.mark.parametrize("how", ["", "reentrant", in_sweep("attribute"), in_sweep("object")])
 def test_a_call_outside_of_steps_costs_later_ones_nothing(how):
     """Parameters kept hooks for good, of a microsecond in every backward."""
 

@@ -12,7 +12,7 @@ from zoo import classify, features
 from zoo_modules import WIDTH, Stack
 
 import shardwright.torch as sw
-from choices import in_every_run
+from choices import in_every_run, in_sweep
 from shardwright.schedule import Kind
 from shardwright.testing import run_ranks
 from shardwright.torch.backward import split_backward
@@ -271,9 +271,7 @@ class UsesAnInnerModule(Of):
         return super().forward(x) + first.up(x).mean()
 
 
-@pytest.mark.parametrize(
-    "kind", in_every_run(["1f1b", "interleaved_1f1b", "zb_h1", "zb_v"], ["interleaved_1f1b", "zb_h1"])
-)
+@pytest.mark.parametrize("kind", in_every_run(["1f1b", "interleaved_1f1b", "zb_h1", "zb_v"], ["zb_h1"]))
 def test_code_between_units_may_call_a_module_inside_one(kind):
     recipe = Recipe(build=UsesAnInnerModule, batch=features, loss=classify)
     case = Case(config={"microbatches": 4, "profile": "estimated", "pipeline": kind})
@@ -300,7 +298,7 @@ def made_ready_and_split(kind: str) -> tuple[int, int, int]:
     train_step(model, x)
     with mock.patch.object(split_backward, "_count_use", wraps=split_backward._count_use) as made:
         train_step(model, x)
-    events = model._engine.executor.row.events
+    events = model._engine._placed.executor.row.events
     sizes = [len(stage.units) for stage in context().plan.stages]
 
     def layers(kind: Kind) -> int:
@@ -309,7 +307,7 @@ def made_ready_and_split(kind: str) -> tuple[int, int, int]:
     return layers(Kind.FORWARD), made.call_count, layers(Kind.BACKWARD_INPUT)
 
 
-@pytest.mark.parametrize("kind", ["zb_h1", "zb_v"])
+@pytest.mark.parametrize("kind", [in_sweep("zb_h1"), "zb_v"])
 def test_only_what_the_schedule_splits_is_made_ready_for_it(kind):
     found = run_ranks(made_ready_and_split, 2, kind, timeout_s=60)
     assert all(made == split for _, made, split in found)
@@ -318,7 +316,7 @@ def test_only_what_the_schedule_splits_is_made_ready_for_it(kind):
 
 
 def test_units_may_be_recomputed():
-    check(ANY, {"full": {"pipeline": "zb_h1", "activation_checkpointing": "full"}})
+    check(ANY[::2], {"full": {"pipeline": "zb_h1", "activation_checkpointing": "full"}})
 
 
 def test_replicas_wait_for_every_use_of_a_weight():

@@ -8,7 +8,7 @@ from stacks import Stack, apart, batches, start
 from torch import Tensor
 
 from choices import some_combinations
-from shardwright.errors import UsageError
+from shardwright.errors import PlanError, UsageError
 from shardwright.testing import RanksFailedError, run_ranks
 
 
@@ -211,3 +211,41 @@ def test_arguments_of_functions_that_take_any_go_by_their_names(function, num_we
         torch.testing.assert_close(found.outputs, expected)
 
     run_ranks(job, 1)
+
+
+def test_an_empty_batch_is_one_error_on_all_ranks():
+    """Ranks other than the first ended with an IndexError: they looked for a batch of their own."""
+
+    def job():
+        sw, _, model = start(Stack, {})
+
+        @sw.step
+        def train(model: Any, x: Tensor) -> Tensor:
+            loss = model(x).square().sum()
+            model.backward(loss)
+            return loss
+
+        x = batches(0, 1)[0]
+        train(model, x)
+        with pytest.raises(UsageError, match="the batch is empty: x has 0 rows"):
+            train(model, x[:0])
+
+    run_ranks(job, 2)
+
+
+def test_an_empty_first_batch_is_said_to_be_empty():
+    """The planner asked for the smallest of no numbers of microbatches."""
+
+    def job():
+        sw, _, model = start(Stack, {"microbatches": None})
+
+        @sw.step
+        def train(model: Any, x: Tensor) -> Tensor:
+            loss = model(x).square().sum()
+            model.backward(loss)
+            return loss
+
+        with pytest.raises(PlanError, match="the batch is empty"):
+            train(model, batches(0, 1)[0][:0])
+
+    run_ranks(job, 2)

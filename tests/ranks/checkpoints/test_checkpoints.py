@@ -20,9 +20,6 @@ PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 4}
 
 SAME_LAYOUT: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "one rank": ({}, 1, {}),
-    "pipeline": (PIPELINE, 2, {}),
-    "shards": ({"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2}, 2, {}),
-    "shared updates": ({"pipeline_parallel_degree": 1, "shard_optimizer_state": True}, 2, {}),
     "bf16": ({**PIPELINE, "bf16": True}, 2, {"dtype": torch.float32}),
     "fp16 shards": (
         {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2, "fp16": True},
@@ -38,6 +35,9 @@ SAME_LAYOUT: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "in the foreground": ({}, 1, {"asynchronous": False}),
 }
 MORE_OF_IT: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "pipeline": (PIPELINE, 2, {}),
+    "shards": ({"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2}, 2, {}),
+    "shared updates": ({"pipeline_parallel_degree": 1, "shard_optimizer_state": True}, 2, {}),
     "interleaved": ({**PIPELINE, "pipeline": "interleaved_1f1b", "virtual_stages": 2}, 2, {}),
     "replicas": ({"pipeline_parallel_degree": 1, "microbatches": 2}, 2, {}),
     "pipeline and shards": ({**PIPELINE, "sharded_data_parallel_degree": 2, "microbatches": 2}, 4, {}),
@@ -121,16 +121,12 @@ SMALL = [layout for layout in LAYOUTS if prod(layout) <= 8]
 LARGE = [layout for layout in LAYOUTS if prod(layout) > 8]
 
 
-# From each kind to another one, and to each; all pairs are in the sweep.
+# From some of each kind, and to some; all pairs are in the sweep.
 SHOWN = [
     ((1, 1, 1), (2, 2, 1)),
-    ((2, 2, 1), (1, 1, 2)),
     ((1, 1, 2), (2, 1, 1)),
     ((2, 1, 1), (1, 2, 1)),
-    ((1, 2, 1), (4, 1, 1)),
-    ((4, 1, 1), (1, 2, 2)),
     ((1, 2, 2), (1, 1, 1)),
-    ((2, 2, 2), (1, 2, 1)),
 ]
 
 

@@ -8,6 +8,7 @@ import torch
 from checkpointed import Dropped, training
 from sharded import QUIET, optimizer_of
 
+from choices import in_sweep, some_combinations
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.testing import RanksFailedError, run_ranks
 
@@ -26,7 +27,7 @@ def prepared(**settings: Any) -> Any:
     ("change", "message"),
     [
         ({"blocks": 3}, r"only in the checkpoint: net\.blocks\.3\.down\.bias"),
-        ({"blocks": 5}, r"only in the model: net\.blocks\.4\.down\.bias"),
+        in_sweep({"blocks": 5}, r"only in the model: net\.blocks\.4\.down\.bias"),
         ({"optimizer": "one group"}, "2 parameter groups, and here it has 1"),
         ({"state": {}}, r"has the states \['data', 'scheduler'\], and this run has \[\]"),
     ],
@@ -75,8 +76,7 @@ def test_options(options: dict[str, Any], message: str, tmp_path: Path) -> None:
         run_ranks(run, 2)
 
 
-@pytest.mark.parametrize("step", ["3", 3.0, True, -1])
-@pytest.mark.parametrize("method", ["save", "step_done"])
+@pytest.mark.parametrize(("method", "step"), some_combinations(["save", "step_done"], ["3", 3.0, True, -1]))
 def test_steps_that_are_no_numbers_of_steps(method: str, step: Any, tmp_path: Path) -> None:
     def run() -> None:
         sw, _ = prepared()
@@ -178,7 +178,7 @@ def test_a_state_that_cannot_be_saved_is_named_and_training_goes_on(tmp_path: Pa
         assert text.startswith("state/odd.a[1] is a builtins.object, which cannot be saved")
 
 
-@pytest.mark.parametrize("where", ["verifying", "finding"])
+@pytest.mark.parametrize("where", [in_sweep("verifying"), "finding"])
 def test_a_rank_without_memory_tells_the_others(where: str, tmp_path: Path) -> None:
     """They waited for what it had to say of its part, for as long as it lived."""
 

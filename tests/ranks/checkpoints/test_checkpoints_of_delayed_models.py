@@ -8,6 +8,7 @@ import torch
 from checkpointed import Dropped
 from sharded import QUIET, VOCABULARY
 
+from choices import combinations_of
 from shardwright.testing import run_ranks
 
 
@@ -51,8 +52,19 @@ def training(
     return losses
 
 
-@pytest.mark.parametrize("built", ["meta", "delayed"])
-@pytest.mark.parametrize("settings", [{"pipeline_parallel_degree": 2}, {"sharded_data_parallel_degree": 2}])
+STAGES = {"pipeline_parallel_degree": 2}
+SHARDS = {"sharded_data_parallel_degree": 2}
+LAYERS = {"tensor_parallel_degree": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "built"),
+    combinations_of(
+        [STAGES, SHARDS, LAYERS],
+        ["meta", "delayed"],
+        kept=[(STAGES, "delayed"), (SHARDS, "delayed"), (LAYERS, "meta")],
+    ),
+)
 def test_they_go_on_as_an_ordinary_model_does(settings: dict[str, Any], built: str, tmp_path: Path) -> None:
     whole = run_ranks(training, 1, {}, tmp_path / "whole", "ordinary", first=0, until=4)[0]
     run_ranks(training, 1, {}, tmp_path / "cut", "ordinary", first=0, until=2)

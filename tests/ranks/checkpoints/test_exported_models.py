@@ -68,22 +68,38 @@ def _trained(settings: dict[str, Any], folder: Path, *, tied: bool, wrapped: boo
     return state
 
 
-@pytest.mark.parametrize(("tied", "wrapped"), [(True, True), in_sweep(False, False)])
+STAGES = {"pipeline_parallel_degree": 2, "microbatches": 2}
+SHARDS = {**STAGES, "sharded_data_parallel_degree": 2}
+TENSOR = {**STAGES, "tensor_parallel_degree": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "tied", "wrapped"),
+    [
+        (SHARDS, True, True),
+        in_sweep(TENSOR, True, False),
+        in_sweep(SHARDS, False, False),
+        in_sweep(TENSOR, False, True),
+    ],
+)
 def test_from_pretrained_gives_the_weights(
-    tied: bool, wrapped: bool, tmp_path: Path, capabilities: dict[str, bool]
+    settings: dict[str, Any], tied: bool, wrapped: bool, tmp_path: Path, capabilities: dict[str, bool]
 ) -> None:
-    """Of two stages times two replicas that share parameters; whole, in shards, and in 16 bits."""
+    """Of two stages of two ranks that share parameters: whole, in shards, and in 16 bits."""
     if not capabilities["transformers"]:
         pytest.skip("transformers is not installed")
     from transformers import AutoModelForCausalLM
 
-    settings = {"pipeline_parallel_degree": 2, "microbatches": 2, "sharded_data_parallel_degree": 2}
     state = run_ranks(_trained, 4, settings, tmp_path / "run", tied=tied, wrapped=wrapped)[0]
     prefix, words = "", []
     if wrapped:  # the checkpoint does not know the configuration of what is inside
         config, prefix = tmp_path / "config.json", "model."
         config.write_text(_gpt2(tied).config.to_json_string())
         words = ["--prefix", prefix, "--config", str(config)]
+    for command in ("ls", "verify"):
+        with pytest.raises(SystemExit) as ended:
+            main(["ckpt", command, str(tmp_path / "run")])
+        assert not ended.value.code
     tokens = torch.arange(8)[None]
     for number, more in enumerate([[], ["--max-shard-size", "10kB"], ["--dtype", "bf16"]]):
         out = tmp_path / f"out-{number}"

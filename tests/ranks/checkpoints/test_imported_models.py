@@ -73,6 +73,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "one rank": ({}, 1),
     "pipeline": ({"pipeline_parallel_degree": 2, "microbatches": 2}, 2),
     "shards": ({"sharded_data_parallel_degree": 2}, 2),
+    "tensor": ({"tensor_parallel_degree": 2}, 2),
 }
 
 
@@ -80,8 +81,9 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     ("layout", "saved_tied", "tied"),
     [
         *(("one rank", True, True), ("pipeline", True, False), ("shards", False, False)),
-        *(("shards", True, True), ("shards", True, False)),
-        *(("one rank", True, False), ("one rank", False, False)),
+        *(in_sweep("shards", True, True), in_sweep("shards", True, False)),
+        *(in_sweep("one rank", True, False), in_sweep("one rank", False, False)),
+        *(("tensor", True, False), in_sweep("tensor", True, True)),
         *(in_sweep("pipeline", True, True), in_sweep("pipeline", False, False)),
     ],
 )
@@ -104,7 +106,7 @@ def test_a_run_begins_with_an_imported_model(
     assert sum(loss for _, _, loss in results) / ranks == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("dropped", ["head.weight", "embedding.weight"])
+@pytest.mark.parametrize("dropped", ["head.weight", in_sweep("embedding.weight")])
 def test_a_tied_tensor_may_have_either_name(dropped: str, tmp_path: Path) -> None:
     """Files of Hugging Face have one name of a tied tensor, and not always the first."""
     theirs = _trained_elsewhere(tied=True)

@@ -102,7 +102,7 @@ def save(root: Path, model: Any, updates: Any) -> None:
 
 @pytest.mark.parametrize(
     ("before", "ranks"),
-    [*LAYOUTS[:3], in_sweep(*LAYOUTS[3])],
+    [LAYOUTS[0], *(in_sweep(*each) for each in LAYOUTS[1:])],
     ids=lambda v: "+".join(v) if isinstance(v, dict) else v,
 )
 def test_a_layout_goes_on_from_itself_and_another(tmp_path, before, ranks):

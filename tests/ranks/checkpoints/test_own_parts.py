@@ -93,7 +93,7 @@ def joined(of_ranks: list[list[Any]]) -> dict[str, Tensor]:
     [
         ({}, 1, 4),
         in_sweep(PIPELINE, 4, 4),
-        (SHARDED, 4, 4),
+        in_sweep(SHARDED, 4, 4),
         in_sweep({"sharded_data_parallel_degree": 4}, 4, 1),
         (SHARED_UPDATES, 2, 4),
         in_sweep({**SHARED_UPDATES, **SHARDED}, 4, 4),
@@ -122,7 +122,7 @@ def test_every_element_once(settings, ranks, ranks_per_host):
 
 
 @pytest.mark.parametrize(
-    "settings", [in_sweep({}), SHARDED, in_sweep(SHARED_UPDATES), {**SHARED_UPDATES, **SHARDED}]
+    "settings", [in_sweep({}), in_sweep(SHARDED), in_sweep(SHARED_UPDATES), {**SHARED_UPDATES, **SHARDED}]
 )
 def test_copies_in_32_bits_are_saved(settings):
     found = run_ranks(parts_after_training, 4, {**settings, "bf16": True}, 4, torch.float32)

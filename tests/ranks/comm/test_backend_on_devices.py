@@ -10,6 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from choices import in_sweep
 from shardwright.comm._private import has_nccl
 from shardwright.comm.backend.registration import register_backend
 from shardwright.errors import UsageError
@@ -22,7 +23,7 @@ def check_gradients(wrapped, whole=lambda gradient: gradient):
         torch.testing.assert_close(whole(parameter.grad), gradient, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("with_hook", [False, True])
+@pytest.mark.parametrize("with_hook", [in_sweep(False), True])
 def test_ddp(with_hook):
     def train():
         group = group_standing_in("aabb")
@@ -83,7 +84,7 @@ def test_what_has_no_hops_goes_over_all_ranks():
     assert "everyone" in run_ranks(compare, 4)[0]
 
 
-@pytest.mark.parametrize("hops", [True, False])
+@pytest.mark.parametrize("hops", [True, in_sweep(False)])
 def test_functional_collectives(hops):
     """C++ calls these, one tensor or several at once, and with options of several types."""
 

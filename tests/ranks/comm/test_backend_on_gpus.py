@@ -1,7 +1,4 @@
-"""The backend with NCCL and streams; the ranks share the first GPU and pretend to be on hosts of their own.
-
-NCCL refuses ranks of one host that share a GPU, so that each names another host to it.
-"""
+"""The backend with NCCL and streams, on ranks that share the first GPU."""
 
 import os
 
@@ -14,10 +11,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwright.comm._private import has_nccl
+from one_gpu import on_one_gpu
+from shardwright.comm._private import all_gather_single, has_nccl, reduce_scatter_single
 from shardwright.comm.backend.registration import register_backend
 from shardwright.comm.probing.device_probe import measure_device_prices
-from shardwright.testing import run_ranks
 
 pytestmark = [
     pytest.mark.skipif(not has_nccl(), reason="needs a GPU, and PyTorch with NCCL"),
@@ -27,19 +24,6 @@ pytestmark = [
 CUDA = torch.device("cuda", 0)
 # Long enough for the host to be far ahead.
 LONG_CYCLES = 100_000_000
-
-
-def on_one_gpu(function, num_ranks=4, **more):
-    def env(rank):
-        return {
-            "NCCL_HOSTID": f"rank-{rank}",
-            "NCCL_P2P_DISABLE": "1",
-            "NCCL_SHM_DISABLE": "1",
-            "NCCL_IB_DISABLE": "1",
-            "NCCL_SOCKET_IFNAME": "lo",
-        }
-
-    return run_ranks(function, num_ranks, env=env, timeout_s=150, **more)
 
 
 def group_of(hosts):
@@ -68,12 +52,12 @@ def test_results_are_right_however_late_the_inputs_are(hosts):
                 torch.cuda._sleep(LONG_CYCLES)
                 mine.copy_(piece)
                 all_mine.copy_(whole)
-                work = dist.all_gather_single(gathered, mine, group=group, async_op=not waits)
+                work = all_gather_single(gathered, mine, group=group, async_op=not waits)
                 if work is not None:
                     assert not work.is_completed()
                     work.wait()
                 found = [gathered.clone()]
-                work = dist.reduce_scatter_single(part, all_mine, group=group, async_op=not waits)
+                work = reduce_scatter_single(part, all_mine, group=group, async_op=not waits)
                 found.append((work.get_future().wait()[0] if work is not None else part).clone())
                 work = dist.all_reduce(all_mine, group=group, async_op=not waits)
                 if work is not None:
@@ -98,7 +82,7 @@ def test_memory_is_not_used_again_too_early():
             output = torch.empty(4_000_000, device=CUDA)
             data = torch.full((1_000_000,), float(10 * turn + rank), device=CUDA)
             torch.cuda._sleep(LONG_CYCLES // 10)
-            works.append(dist.all_gather_single(output, data, group=group, async_op=True))
+            works.append(all_gather_single(output, data, group=group, async_op=True))
             outputs.append(output)
             del data
             torch.full((1_000_000,), -1.0, device=CUDA)  # may get its memory

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from choices import in_sweep, some_combinations
 from shardwright.testing import RanksFailedError, run_ranks
 
 QUIET = {"run_dir": "off", "profile": "estimated"}
@@ -71,8 +72,10 @@ def test_another_backend_than_the_scripts_own_group(monkeypatch):
     _check_backend("auto", torch.device("cpu"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int16])
-@pytest.mark.parametrize("settings", [{"data_parallel_degree": 2}, DEGREE_2])
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    some_combinations([{"data_parallel_degree": 2}, DEGREE_2], [torch.float8_e4m3fn, torch.int16]),
+)
 def test_a_type_that_gloo_lacks(settings, dtype):
     """What came was "Invalid scalar type". Shardwright's own collectives send every type."""
 
@@ -122,7 +125,7 @@ def test_sums_of_float8():
         run_ranks(sum_of_float8, 2)
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [2, in_sweep(4)])
 def test_fewer_rows_than_ranks(degree):
     """A stage of one parameter of one row: some ranks keep nothing of it, and all train the same."""
     settings = {"sharded_data_parallel_degree": degree, "sdp_param_persistence_threshold": 0}

@@ -191,7 +191,7 @@ def test_a_run_after_another_has_memory_of_its_own():
         losses, num_fds = [], []
         for _ in range(3):
             sw.init({"run_dir": "off", "microbatches": 2, "profile": "estimated", "seed": 0})
-            assert context().local_peers is not None
+            assert context().links.local_peers is not None
             model = sw.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
 
             @sw.step

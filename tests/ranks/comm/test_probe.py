@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from standing_in import device_collectives
 
+from choices import in_sweep
 from shardwright.collectives import Topology
 from shardwright.collectives.device_prices import typical_device_prices
 from shardwright.collectives.prices import DEFAULT_PRICES
@@ -54,7 +55,7 @@ def test_all_ranks_measure_the_same_prices_and_choose_alike(hosts):
     assert all(each == found[0] for each in found)
 
 
-@pytest.mark.parametrize(("hosts", "lanes"), [("aabb", 4), ("aab", 0)])
+@pytest.mark.parametrize(("hosts", "lanes"), [("aabb", 4), in_sweep("aab", 0)])
 def test_collectives_of_devices_are_measured(hosts, lanes):
     def measure():
         group = device_collectives(hosts)

@@ -197,7 +197,7 @@ def test_runs_of_one_process_share_their_groups():
         groups, threads = [], []
         for timeout_s in (60, 60, 60, 61):
             sw.init({"microbatches": 2, "run_dir": "off", "timeout_s": timeout_s})
-            groups.append(context().pipeline_group)
+            groups.append(context().groups.pipeline)
             threads.append(len(list(Path("/proc/self/task").iterdir())))
             sw.shutdown()
         return [group is groups[0] for group in groups], [number > threads[0] for number in threads]
@@ -230,7 +230,7 @@ def test_a_run_after_a_failed_step_makes_its_groups_anew():
         sums = []
         for fails in (True, False):
             sw.init({"pipeline_parallel_degree": 1, "microbatches": 2, "run_dir": "off"})
-            group = context().data_group
+            group = context().groups.data
             model = sw.DistributedModel(torch.nn.Linear(2, 1))
 
             @sw.step

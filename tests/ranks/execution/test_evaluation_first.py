@@ -8,6 +8,7 @@ import torch
 from stacks import Stack, batches, start
 from torch import Tensor, nn
 
+from choices import in_sweep
 from shardwright.testing import run_ranks
 from shardwright.torch.run.context import context
 
@@ -47,7 +48,7 @@ def evaluate_and_train(
     return seconds, activations, losses
 
 
-@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.parametrize("name", ["no_grad", in_sweep("inference_mode")])
 def test_a_plan_made_in_an_evaluation_is_for_training(name):
     """It said that the backward takes no time, and that nothing is kept for it."""
     ((expected, *_), _) = run_ranks(evaluate_and_train, 2, nullcontext)

@@ -232,8 +232,8 @@ def by_microbatch(result: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [
-        (2, {"pipeline": "1f1b"}),
-        (2, {"pipeline": "interleaved_1f1b", "virtual_stages": 2}),
+        in_sweep(2, {"pipeline": "1f1b"}),
+        in_sweep(2, {"pipeline": "interleaved_1f1b", "virtual_stages": 2}),
         (2, {"pipeline": "zb_h1"}),
         in_sweep(2, {"pipeline": "zb_v"}),
         in_sweep(2, {"pipeline": "gpipe"}),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from choices import in_sweep, some_combinations
+from choices import combinations_of, in_sweep
 from shardwright.testing import run_ranks
 
 QUIET = {"run_dir": "off", "profile": "estimated"}
@@ -51,7 +51,7 @@ class Marked(nn.Module):
 def microbatches_alive(kind, num_microbatches):
     """The most microbatches with a living activation on this rank, and what the schedule says."""
     import shardwright.torch as sw
-    from shardwright.planner.memory import in_flight
+    from shardwright.planner.memory.rank_memory import in_flight
     from shardwright.torch.run.context import context
 
     sw.init({**QUIET, "pipeline": kind, "microbatches": num_microbatches})
@@ -69,7 +69,7 @@ def microbatches_alive(kind, num_microbatches):
     gc.disable()  # what is only freed by the collector counts as held
     train(model, x)
     assert not Alive.now
-    (schedule,) = model._engine._schedules._made.values()
+    (schedule,) = model._engine._placed.schedules._made.values()
     return Alive.most, in_flight(schedule)[context().pipeline_rank]
 
 
@@ -108,7 +108,7 @@ class Wide(nn.Module):
 
 
 def peak_of_a_step(settings):
-    """The plan's peak and the measured one for this rank, and how many units are recomputed on it."""
+    """The plan's peak and the measured one, and how many units are recomputed and offloaded, on this rank."""
     import shardwright.torch as sw
     from shardwright.torch.run.context import context
 
@@ -141,17 +141,24 @@ def peak_of_a_step(settings):
         if span.start_ns() <= block.start_ns() <= span.end_ns():
             peak = max(peak, alive)
     plan, rank = context().plan, context().pipeline_rank
-    recomputed = sum(len(stage.recompute) for stage in plan.stages if stage.rank == rank)
-    shared = 0 if context().local_peers is None else context().local_peers.num_bytes
-    return plan.prediction.memory[rank].peak, peak + shared, recomputed, losses
+    own = [stage for stage in plan.stages if stage.rank == rank]
+    keeping_less = sum(len(stage.recompute) for stage in own), sum(len(stage.offload) for stage in own)
+    shared = 0 if context().links.local_peers is None else context().links.local_peers.num_bytes
+    return plan.prediction.memory[rank].peak, peak + shared, keeping_less, losses
 
 
-def test_a_memory_limit_is_kept_by_recomputation():
+@pytest.mark.parametrize(
+    ("settings", "way"),
+    [({}, 0), ({"activation_checkpointing": "none", "offload_activations": "auto"}, 1)],
+    ids=["recomputation", "offload"],
+)
+def test_a_memory_limit_is_kept(settings, way):
     free = run_ranks(peak_of_a_step, 2, {})
     limit = int(0.7 * max(measured for _, measured, _, _ in free))
-    tight = run_ranks(peak_of_a_step, 2, {"memory_limit": limit})
-    assert all(recomputed == 0 for _, _, recomputed, _ in free)
-    assert max(recomputed for _, _, recomputed, _ in tight) >= 1
+    tight = run_ranks(peak_of_a_step, 2, {"memory_limit": limit, **settings})
+    assert all(keeping_less == (0, 0) for _, _, keeping_less, _ in free)
+    assert max(keeping_less[way] for _, _, keeping_less, _ in tight) >= 1
+    assert all(keeping_less[1 - way] == 0 for _, _, keeping_less, _ in tight)
     for predicted, measured, _, _ in tight:
         assert predicted <= limit
         assert measured <= limit
@@ -160,7 +167,11 @@ def test_a_memory_limit_is_kept_by_recomputation():
 
 @pytest.mark.parametrize(
     ("kind", "checkpointing"),
-    some_combinations(["1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_v"], ["none", "full"]),
+    combinations_of(
+        ["1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_v"],
+        ["none", "full"],
+        kept=[("interleaved_1f1b", "none"), ("zb_h1", "full")],
+    ),
 )
 def test_the_predicted_peak_is_the_measured_one(kind, checkpointing):
     settings = {"pipeline": kind, "activation_checkpointing": checkpointing}

@@ -15,7 +15,7 @@ from sharded import QUIET, VOCABULARY, Net, batches, loss_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from choices import in_sweep
+from choices import in_every_run, in_sweep
 from shardwright.errors import PlanError, TraceError, TraceMismatchError, UsageError
 from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
 
@@ -197,7 +197,7 @@ def test_values_are_those_of_a_plain_loop_on_every_rank(ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [in_sweep("gpipe"), in_sweep("1f1b"), "zb_h1", "interleaved_1f1b", in_sweep("zb_v")]
+    "kind", [in_sweep("gpipe"), in_sweep("1f1b"), "zb_h1", in_sweep("interleaved_1f1b"), in_sweep("zb_v")]
 )
 def test_they_are_in_every_schedule(kind: str) -> None:
     stages = {"virtual_stages": 2} if kind in ("interleaved_1f1b", "zb_v") else {}
@@ -218,7 +218,7 @@ def evaluates_without_gradients(model: Any, x: Tensor, y: Tensor) -> Any:
         return evaluates(model, x, y)
 
 
-@pytest.mark.parametrize("function", [evaluates, evaluates_without_gradients])
+@pytest.mark.parametrize("function", [in_sweep(evaluates), evaluates_without_gradients])
 def test_evaluations_read(function: Any) -> None:
     same_as_on_one_rank(function, trains=False)
 
@@ -327,9 +327,9 @@ def calls_a_part_of_the_model(model: Any, x: Tensor, y: Tensor) -> Any:
 @pytest.mark.parametrize(
     "function",
     [
-        *(decides, skips, skips_what_is_not_finite, computes_its_loss_last, changes_what_it_has_read),
-        *(gives_back_as_it_was, calls_a_part_of_the_model, looks_without_gradients_first),
-        changes_under_two_names,
+        *(decides, skips, computes_its_loss_last, calls_a_part_of_the_model, changes_under_two_names),
+        *(in_sweep(skips_what_is_not_finite), in_sweep(changes_what_it_has_read)),
+        *(in_sweep(gives_back_as_it_was), in_sweep(looks_without_gradients_first)),
     ],
 )
 def test_what_is_decided_is_decided_on_all_ranks(function: Any) -> None:
@@ -405,7 +405,7 @@ class Kept:
         pass
 
 
-@pytest.mark.parametrize(("rank", "every"), [(0, 3), (1, 1), in_sweep(0, 1), in_sweep(1, 3)])
+@pytest.mark.parametrize(("rank", "every"), [in_sweep(0, 3), (1, 1), in_sweep(0, 1), in_sweep(1, 3)])
 def test_one_rank_may_read_alone(rank: int, every: int) -> None:
     def run() -> tuple[Any, str]:
         before, kept = sys.stdout, Kept()
@@ -481,14 +481,14 @@ def test_the_error_of_a_step_is_not_hidden_by_that_of_telling_others() -> None:
     """The store did not answer when the values were to be put up: its error was all that was seen."""
 
     def run() -> tuple[str, list[str]]:
-        from shardwright.torch.execution.value_bundles import OwnValues
+        from shardwright.torch.execution.microbatches.value_bundles import OwnValues
 
         def unanswered(self: OwnValues) -> None:
             raise OSError("the store does not answer")
 
         OwnValues.pass_backward = unanswered  # type: ignore[method-assign]
         try:
-            # GPipe's first rank may fill the way to a rank that reads no more, and waits for it to end.
+            # GPipe's first rank may wait to send more, and is then told of the other rank's error instead.
             outcome(fails_behind_a_read, pipeline_parallel_degree=2, pipeline="1f1b")
         except KeyError as error:
             return str(error), error.__notes__
@@ -576,7 +576,7 @@ def reads_between_parts_later(model: Any, x: Tensor, y: Tensor) -> Any:
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [
-        *(("1f1b", 3), ("interleaved_1f1b", 3), ("zb_v", 2)),
+        *(in_sweep("1f1b", 3), ("interleaved_1f1b", 3), ("zb_v", 2)),
         *(in_sweep("1f1b", 2), in_sweep("interleaved_1f1b", 2), in_sweep("zb_v", 3)),
     ],
 )
@@ -1046,9 +1046,16 @@ REFUSED = {
     retains_a_gradient: (TraceMismatchError, r"retain_grad\(\) is called behind a value"),
     trains_an_early_output: (TraceMismatchError, "its gradient cannot go back there"),
 }
+# One for each kind of reason.
+REFUSED_IN_EVERY_RUN = (
+    *(alone_with_much, calls_a_part_behind_a_read, draws_behind_a_read, uses_a_parameter, trains_twice),
+    *(trains_nothing, changes_a_view_behind_a_read, reads_too_early, trains_an_early_output),
+)
 
 
-@pytest.mark.parametrize("function", REFUSED, ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function", in_every_run(REFUSED, REFUSED_IN_EVERY_RUN), ids=lambda function: function.__name__
+)
 def test_what_cannot_be_known_is_refused(function: Any) -> None:
     error, message = REFUSED[function]
     trains = function not in (alone_with_much, calls_a_part_behind_a_read, reads_too_early)
@@ -1134,7 +1141,7 @@ class Meter:
 
 
 @pytest.mark.parametrize("trains", [True, in_sweep(False)])
-@pytest.mark.parametrize("kind", [in_sweep("gpipe"), "1f1b", in_sweep("zb_h1"), "interleaved_1f1b"])
+@pytest.mark.parametrize("kind", [*map(in_sweep, ("gpipe", "1f1b", "zb_h1")), "interleaved_1f1b"])
 def test_sums_and_counts_are_those_of_a_plain_loop(kind: str, trains: bool) -> None:
     """A microbatch was left at its first read, so that others added to the same total meanwhile."""
 

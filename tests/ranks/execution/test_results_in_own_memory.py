@@ -8,6 +8,7 @@ from transparency import Case, Iteration, Recipe, differences
 from zoo import classify, features
 from zoo_modules import WIDTH, Block, Stack
 
+from choices import in_sweep
 from shardwright.testing import run_ranks
 
 V = Case(config={"microbatches": 4, "profile": "estimated", "pipeline": "zb_v"}, iterations=[Iteration()] * 2)
@@ -67,7 +68,7 @@ class WithFrozen(Stack):
         self.blocks = nn.ModuleList([Block(), Frozen(), *(Block() for _ in range(4))])
 
 
-@pytest.mark.parametrize("build", [UsesMeansLater, WithFrozen])
+@pytest.mark.parametrize("build", [UsesMeansLater, in_sweep(WithFrozen)])
 def test_what_the_next_microbatch_overwrites(build):
     """The next stage of the same rank was given what the next microbatch had left; backwards failed."""
     assert run_ranks(differences, 2, Recipe(build=build, batch=features, loss=classify), V) == [[], []]

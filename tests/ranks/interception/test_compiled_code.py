@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from sharded import QUIET
 from torch import Tensor, nn
 
+from choices import in_sweep
 from shardwright.testing import RanksFailedError, run_ranks
 
 WIDTH, MICROBATCHES = 8, 2
@@ -189,7 +190,7 @@ def test_compiled_functions_inside_units_are_compiled_once():
     assert run_ranks(job, 2) == [1, 1]
 
 
-@pytest.mark.parametrize("how", ["the model", "in place", "modules", "a decorated method"])
+@pytest.mark.parametrize("how", ["the model", in_sweep("in place"), "modules", "a decorated method"])
 def test_compiled_modules(how):
     """They were refused. Units are compiled in the first step, under names without `_orig_mod`."""
 

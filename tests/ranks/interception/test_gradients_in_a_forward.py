@@ -160,7 +160,7 @@ def check(
     [
         (Net, "1f1b"),
         in_sweep(Net, "zb_h1"),
-        (Looking, "1f1b"),
+        in_sweep(Looking, "1f1b"),
         (Strained, "zb_h1"),
         (Second, "1f1b"),
         in_sweep(OfComputed, "1f1b"),

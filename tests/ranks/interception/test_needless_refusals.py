@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transparency import Case, Recipe, differences
 
+from choices import combinations_of, in_sweep
 from shardwright.testing import RanksFailedError, run_ranks
 
 CASE = Case(config={"microbatches": 4, "profile": "estimated", "pipeline_parallel_degree": 2})
@@ -59,18 +60,30 @@ class Keeps(nn.Module):
 
 
 class Remembers(nn.Module):
-    """Adds what the microbatch before has left in a list."""
+    """Adds what the microbatch before has left in a list or a dictionary."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: Any, key: Any) -> None:
         super().__init__()
-        self.layers, self.state = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)), [torch.zeros(1)]
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.state, self.key = state, key
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.state[0].mean()
+        x = x + self.state[self.key].mean()
         for layer in self.layers:
             x = layer(x).tanh()
-        self.state[0] = x.detach()
+        self.state[self.key] = x.detach()
         return x
+
+
+class Counts(Remembers):
+    """Puts a feature into a dictionary, and counts there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            self.state[number] = x
+        self.state["calls"] += 1
+        return x / self.state["calls"]
 
 
 def keeps_its_own() -> nn.Module:
@@ -82,16 +95,25 @@ def keeps_together() -> nn.Module:
     return nn.Sequential(*(Keeps(shared, place) for place in range(4)))
 
 
-@pytest.mark.parametrize("build", [Heads, keeps_its_own, keeps_together])
+@pytest.mark.parametrize("build", [Heads, in_sweep(keeps_its_own), keeps_together])
 def test_an_item_is_put_into_a_list(build):
     """It counted as a read of what the microbatch before had left there."""
     assert run_ranks(differences, 2, recipe(build), CASE) == [[], []]
 
 
-def test_an_item_that_another_microbatch_has_put_into_a_list_is_refused():
-    """Each microbatch finds what the first one found: that must not pass for a state that is carried on."""
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Remembers([torch.zeros(1)], 0),
+        lambda: Remembers({"last": torch.zeros(1)}, "last"),
+        lambda: Counts({"calls": 0}, "calls"),
+    ],
+    ids=["a list", "a dictionary", "a number beside features"],
+)
+def test_an_entry_that_another_microbatch_has_written_is_refused(build):
+    """Each microbatch found what the first one found; in a dictionary without a word."""
     with pytest.raises(RanksFailedError, match=r"the attribute state of the model .* is read at"):
-        run_ranks(differences, 2, recipe(Remembers), CASE)
+        run_ranks(differences, 2, recipe(build), CASE)
 
 
 class Speech(nn.Module):
@@ -310,7 +332,7 @@ class DeadCodes(nn.Module):
         return x + self.codes[nearest]
 
 
-@pytest.mark.parametrize("kind", [Bank, FirstValues, DeadCodes])
+@pytest.mark.parametrize("kind", [Bank, in_sweep(FirstValues), DeadCodes])
 def test_a_module_with_buffers_alone_may_look_at_values(kind):
     """It could not be placed whole, as modules with parameters are."""
 
@@ -345,8 +367,12 @@ class Generally(Generic[Kind], nn.Module):
         return x @ self.weight
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("kind", [Abstractly, Generally])
+@pytest.mark.parametrize(
+    ("kind", "recompute"),
+    combinations_of(
+        [Abstractly, Generally], ["none", "full"], kept=[(Abstractly, "none"), (Generally, "full")]
+    ),
+)
 def test_units_behind_abstract_and_generic_bases(kind, recompute):
     """They ended in `__class__ assignment: object layout differs`."""
 

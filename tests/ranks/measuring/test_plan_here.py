@@ -1,5 +1,6 @@
 """Plans that are tried on the machines that are present, and profiles that others are made from."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -84,7 +85,7 @@ def test_a_single_process_has_trials_too():
 def measured_and_planned(path):
     from shardwright.cli.asking.measuring_ranks import profile_of
     from shardwright.config import Config
-    from shardwright.planner.profile_file import MeasuredProfile
+    from shardwright.planner.chain.profile_file import MeasuredProfile
     from shardwright.torch.on_this_machine.plan_here import measure_here
     from shardwright.torch.units.dry_run import plan_model
 
@@ -107,6 +108,7 @@ def measured_and_planned(path):
     return None
 
 
+@pytest.mark.sweep
 def test_a_profile_makes_plans_without_ranks(tmp_path):
     found = run_ranks(measured_and_planned, 2, str(tmp_path / "profile.json"))[0]
     plan, estimated, refused = found
@@ -146,4 +148,8 @@ def test_a_plan_that_does_not_run_is_told_and_the_others_are_tried():
         reason.startswith("Could not be tried: pipeline") and reason.endswith("it does not run here.")
         for reason in plan.why
     )
+
+
+@pytest.mark.sweep
+def test_where_no_plan_runs_the_last_error_is_that_of_all():
     assert run_ranks(with_refusals, 2, 2) == ["it does not run here."] * 2

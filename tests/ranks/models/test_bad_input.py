@@ -428,64 +428,11 @@ def test_what_is_printed_is_the_value_on_every_rank():
     assert "Deferred" not in first
 
 
-class Keeps(nn.Linear):
-    def forward(self, x, shared):
-        y = super().forward(x)
-        shared["keys"] = y
-        return y
-
-
-class Finds(nn.Linear):
-    def forward(self, x, shared):
-        return super().forward(x) + shared["keys"]
-
-
 class Appends(nn.Linear):
     def forward(self, x, losses):
         y = super().forward(x)
         losses.append(y.square().mean())
         return y
-
-
-class AddsUp(nn.Linear):
-    def forward(self, x, sums):
-        y = super().forward(x)
-        sums["loss"] = sums["loss"] + y.square().mean()
-        return y
-
-
-class Advances(nn.Linear):
-    def forward(self, x, state):
-        state["x"] = super().forward(state["x"])
-        return x
-
-
-@pytest.mark.parametrize(
-    ("layers", "shared", "read"),
-    [
-        ((Keeps, Finds, Finds), dict, None),
-        ((Appends, Appends, Appends), list, sum),
-        ((AddsUp, AddsUp, AddsUp), lambda: {"loss": 0.0}, lambda sums: sums["loss"]),
-        ((Advances, Advances, Advances), lambda: {"x": torch.ones(4, 4)}, lambda state: state["x"].sum()),
-    ],
-    ids=["handed on", "appended", "added up", "changed"],
-)
-def test_layers_that_change_a_container_that_others_read(layers, shared, read):
-    """Each rank read what its own layers had put there, and trained another loss, mostly without a word."""
-
-    class Shares(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(layer(4, 4) for layer in layers)
-
-        def forward(self, x):
-            kept = shared()
-            for layer in self.layers:
-                x = layer(x, kept)
-            return x if read is None else x + 0.01 * read(kept)
-
-    text = refused(2, {"microbatches": 2}, make_model=Shares)
-    assert "a tensor that was made inside a unit left it by another way than as its result" in text
 
 
 def test_what_layers_put_into_a_list_need_not_be_read():

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
+from choices import in_sweep
 from shardwright.testing import RanksFailedError, run_ranks
 
 QUIET = {"run_dir": "off", "profile": "estimated", "microbatches": 2, "timeout_s": 30}
@@ -54,7 +55,7 @@ def fails(job, *args, num_ranks=2):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [in_sweep(0), 1])
 @pytest.mark.parametrize(
     ("what", "message"),
     [

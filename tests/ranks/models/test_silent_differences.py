@@ -66,7 +66,7 @@ def stack_of(block: type[Block], *, num_blocks: int = 6) -> Callable[[], nn.Modu
     ("block", "config"),
     [
         (SkipsItself, CONFIG),
-        (SkipsWithoutLongRows, V),
+        in_sweep(SkipsWithoutLongRows, V),
         in_sweep(SkipsItself, V),
         in_sweep(SkipsWithoutLongRows, CONFIG),
     ],
@@ -264,11 +264,11 @@ class ReadsBuffersOfItsHead(Blocks):
     ("build", "config"),
     [
         (WritesIntoItsHead, CONFIG),
-        (ReadsBuffersOfItsHead, CONFIG),
+        in_sweep(ReadsBuffersOfItsHead, CONFIG),
         in_sweep(BuffersUnderOtherNames, CONFIG),
         (BuffersUnderOtherNames, V),
         in_sweep(CodebookThatIsWrittenAlone, CONFIG),
-        (CodebookThatIsWrittenAlone, V),
+        in_sweep(CodebookThatIsWrittenAlone, V),
         (MomentumEncoder, CONFIG),  # what is between the change and its last user is one stage
     ],
 )
@@ -423,7 +423,9 @@ def train_with_hook(name: str, config: dict[str, Any]) -> list[str]:
     return apart(plain, model)
 
 
-@pytest.mark.parametrize("config", [{}, {"pipeline": "zb_v"}], ids=["two ranks", "two stages of a rank"])
+@pytest.mark.parametrize(
+    "config", [in_sweep({}), {"pipeline": "zb_v"}], ids=["two ranks", "two stages of a rank"]
+)
 def test_a_hook_for_the_gradient_of_a_parameter_that_stages_share(config):
     """Each stage gave the hook its own part of the gradient."""
     message = r"first\.weight has a hook for its gradient, and is used by several stages"
@@ -611,7 +613,7 @@ def train_once(make: Callable[[], nn.Module], config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "where"), [(DrawsTwice, "at several places"), (DrawsInsideToo, "also inside modules")]
+    ("make", "where"), [(DrawsTwice, "at several places"), in_sweep(DrawsInsideToo, "also inside modules")]
 )
 def test_numbers_of_python_that_ranks_would_draw_in_another_order(make, where):
     with pytest.raises(RanksFailedError, match=rf"numbers of Python or NumPy between modules, and {where}"):
@@ -718,7 +720,7 @@ def train_choosing(wide: bool, number: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("wide", [in_sweep(False), True])
 def test_another_tensor_than_in_the_trace_is_refused(wide):
     """The one of the trace was taken in its place, whatever the code said."""
     assert run_ranks(train_choosing, 2, wide, 0) == [[], []]

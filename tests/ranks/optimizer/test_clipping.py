@@ -8,6 +8,7 @@ from stacks import Stack, apart, batches, start
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
+from choices import in_sweep
 from shardwright.testing import RanksFailedError, run_ranks
 
 
@@ -39,7 +40,7 @@ def clipped(config, *, norm_type=2.0, choose=None, dtype=torch.float64, unrelate
     return norms, apart(plain, model)
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("norm_type", [2.0, in_sweep(1.0), float("inf")])
 def test_the_norm_is_that_of_all_stages(norm_type):
     for (expected, norm), differing in run_ranks(clipped, 2, {}, norm_type=norm_type):
         assert norm == pytest.approx(expected, rel=1e-12)

@@ -11,6 +11,7 @@ from test_joint_updates import BOTH, Sam, train_with, trainer, with_gradients
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from choices import in_sweep
 from shardwright.testing import RanksFailedError, run_ranks
 from shardwright.torch.optimizer.optimizer_trial import trial
 
@@ -125,7 +126,7 @@ class Counts(Rated):
 
 @pytest.mark.parametrize(
     "kind",
-    [Compares, OneElement, Prints, SecondGroup, Several, Untried],
+    [Compares, in_sweep(OneElement), in_sweep(Prints), in_sweep(SecondGroup), Several, Untried],
     ids=lambda k: k.__name__,
 )
 def test_they_are_those_of_the_whole_model(kind):
@@ -289,7 +290,7 @@ def test_what_a_script_must_leave(change, text):
         run_ranks(with_a_change, 2, change)
 
 
-@pytest.mark.parametrize(("bad_step", "method"), [(2, "climb"), (3, "descend")])
+@pytest.mark.parametrize(("bad_step", "method"), [in_sweep(2, "climb"), (3, "descend")])
 def test_a_part_of_an_update_is_not_left_out(bad_step, method):
     """Bug: the weights were NaN, although updates with such gradients are to be left out."""
     with pytest.raises(

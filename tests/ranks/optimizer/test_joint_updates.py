@@ -11,6 +11,7 @@ from stacks import WIDTH, Stack, batches, start, trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from choices import in_every_run, in_sweep
 from shardwright.testing import RanksFailedError, run_ranks
 
 DP = {"data_parallel_degree": 2}
@@ -270,7 +271,11 @@ def train_with(
 
 
 @pytest.mark.parametrize(
-    "kind", [Ratio, Distance, Total, Clips, Sam, OwnList, LastRate, RatioOfSettings, Around]
+    "kind",
+    in_every_run(
+        [Ratio, Distance, Total, Clips, Sam, OwnList, LastRate, RatioOfSettings, Around],
+        [Distance, Clips, Sam, OwnList],
+    ),
 )
 def test_over_stages_they_are_those_of_the_whole_model(kind):
     """Bug: each rank had norms and step sizes of its own parameters."""
@@ -286,7 +291,7 @@ def test_over_stages_they_are_those_of_the_whole_model(kind):
 @pytest.mark.parametrize(
     ("kind", "config"),
     [
-        (Ratio, DP),
+        in_sweep(Ratio, DP),
         (Ratio, SHARDED),
         (Total, DP),
         (torch.optim.Adafactor, {}),
@@ -299,7 +304,7 @@ def test_optimizers_that_see_all_they_need(kind, config):
         assert alike
 
 
-@pytest.mark.parametrize("kind", [Ratio, Distance])
+@pytest.mark.parametrize("kind", [in_sweep(Ratio), Distance])
 def test_over_stages_and_replicas(kind):
     for difference, _, _ in run_ranks(train_with, 4, kind, BOTH):
         assert difference < 1e-10
@@ -308,9 +313,11 @@ def test_over_stages_and_replicas(kind):
 @pytest.mark.parametrize(
     ("kind", "net", "options", "text"),
     [
-        (Clips, Net, {"wrapped": False}, "Clips updates each parameter by what it knows of all.* Wrap it"),
+        in_sweep(
+            Clips, Net, {"wrapped": False}, "Clips updates each parameter by what it knows of all.* Wrap it"
+        ),
         (Flat, Net, {}, r"Flat brings together values of zero \(rank 1\) and of blocks.* in aten.cat"),
-        (Selects, Net, {}, "Selects computes in aten.index.Tensor what has another shape"),
+        in_sweep(Selects, Net, {}, "Selects computes in aten.index.Tensor what has another shape"),
         (Ratio, Looks, {}, "the gradient of table.weight is sparse, and Ratio updates each"),
         (Ratio, Net, {"other_order": True}, "ranks give Ratio the parameters of the model in other orders"),
     ],
@@ -356,7 +363,7 @@ def stepping(kind: Any, way: str, config: dict[str, Any]) -> float:
     return max((state[name] - value).abs().max().item() for name, value in plain.state_dict().items())
 
 
-WAYS = [(SamWithClosure, "closure"), (SamWithClosure, "two steps"), (torch.optim.LBFGS, "closure")]
+WAYS = [(SamWithClosure, "closure"), in_sweep(SamWithClosure, "two steps"), (torch.optim.LBFGS, "closure")]
 
 
 @pytest.mark.parametrize(("kind", "way"), WAYS)

@@ -11,6 +11,7 @@ from test_joint_updates import DP, train_with
 from torch import Tensor
 from torch.optim import Optimizer
 
+from choices import combinations_of, in_sweep
 from shardwright.testing import RanksFailedError, run_ranks
 
 SHARED = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
@@ -72,11 +73,11 @@ class Pair:
 @pytest.mark.parametrize(
     ("num", "config"),
     [
-        (2, {}),
+        in_sweep(2, {}),
         (2, DP),
         (2, SHARED),
         (4, {"pipeline_parallel_degree": 2, "data_parallel_degree": 2}),
-        (4, {**SHARED, "data_parallel_degree": 4}),
+        in_sweep(4, {**SHARED, "data_parallel_degree": 4}),
     ],
 )
 def test_what_a_rank_makes_goes_to_the_replicas_of_its_stage(num, config):
@@ -89,7 +90,7 @@ def test_what_a_rank_makes_goes_to_the_replicas_of_its_stage(num, config):
         assert found < 1e-10
 
 
-@pytest.mark.parametrize("config", [{}, SHARED])
+@pytest.mark.parametrize("config", [in_sweep({}), SHARED])
 def test_one_that_is_not_wrapped_is_refused(config):
     with pytest.raises(RanksFailedError, match=r"DealsOut calls torch\.distributed in its step, over all"):
         run_ranks(train_with, 2, DealsOut, config, Stack, wrapped=False)
@@ -103,8 +104,10 @@ def zero(params: Any) -> Optimizer:
     return ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1)
 
 
-@pytest.mark.parametrize("wrapped", [True, False])
-@pytest.mark.parametrize("config", [{}, SHARED])
+@pytest.mark.parametrize(
+    ("config", "wrapped"),
+    combinations_of([{}, SHARED], [True, False], kept=[({}, True), (SHARED, False)]),
+)
 def test_one_with_a_process_group_of_its_own_is_refused(config, wrapped):
     """Ranks waited for one another until the timeout, or trained other weights than a plain loop."""
     with pytest.raises(RanksFailedError, match="ZeroRedundancyOptimizer has a process group of its own"):

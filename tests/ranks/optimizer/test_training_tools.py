@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from choices import in_sweep
 from shardwright.testing import run_ranks
 
 QUIET = {"run_dir": "off", "profile": "estimated"}
@@ -83,7 +84,7 @@ def to_and_fro(sw, model):
 @pytest.mark.parametrize(
     ("config", "prepare"),
     [
-        ({}, recompute_blocks),
+        in_sweep({}, recompute_blocks),
         ({"pipeline": "zb_v"}, recompute_blocks),
         ({}, recompute_pairs),
         ({"activation_checkpointing": "full"}, None),
@@ -140,7 +141,7 @@ def test_a_stock_scaler_agrees_over_ranks_and_schedulers_step():
     assert first[3] + second[3] == 8  # each rank holds the state of its own parameters only
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("norm_type", [2.0, in_sweep(1.0), float("inf")])
 def test_the_norm_of_gradients_is_that_of_the_whole_model(norm_type):
     def job():
         import shardwright.torch as sw

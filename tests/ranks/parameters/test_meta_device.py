@@ -93,7 +93,7 @@ def train_some(model, optimizer=None, *, config=None, steps=1, initialize=None, 
     return wrapped, losses
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+@pytest.mark.parametrize("schedule", [in_sweep("1f1b"), "zb_v"])
 def test_a_rank_takes_memory_for_its_own_stages_alone(schedule):
     def run():
         from shardwright.torch.run.context import context
@@ -156,6 +156,85 @@ def test_first_values_follow_from_the_seed_alone():
     (other,) = run_ranks(run, 1, {"seed": 4})
     assert other["tokens.weight"] != whole["tokens.weight"]
     assert other["table.steps"] == whole["table.steps"] == torch.linspace(0, 1, 16).tolist()
+
+
+class Redrawn(nn.Module):
+    """Draws again for several blocks at once, between its own parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.shift = nn.Parameter(torch.empty(16))
+        self.scale = nn.Parameter(torch.empty(16))
+
+    def reset_parameters(self):
+        nn.init.normal_(self.shift)
+        for block in self.blocks[::2]:
+            nn.init.trunc_normal_(block.weight)
+            block.weight.data[:, :5].normal_()
+        nn.init.normal_(self.scale)
+
+    def _init_weights(self, module):
+        if module is self:
+            for name, parameter in self.named_parameters():
+                if name.endswith("weight"):
+                    parameter.data.copy_(torch.randn_like(parameter)).mul_(0.5)
+            nn.init.orthogonal_(self.blocks[1].weight)
+            nn.init.orthogonal_(self.blocks[3].weight)
+
+    def forward(self, x):
+        x = x + self.shift
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return x * self.scale
+
+
+def first_values(model, **config):
+    """Those on this rank, as lists."""
+    import shardwright.torch as sw
+
+    sw.init({**QUIET, "seed": 3, **config})
+    with torch.device("meta"):
+        built = model()
+    wrapped = sw.DistributedModel(built)
+
+    @sw.step
+    def evaluate(model, x):
+        return model(x).mean()
+
+    with torch.no_grad():
+        evaluate(wrapped, torch.ones(8, 16))
+    return {name: tensor.tolist() for name, tensor in wrapped.local_named_parameters()}
+
+
+@pytest.mark.parametrize("ranks", [2, in_sweep(4)])
+def test_a_module_that_draws_for_several_stages(ranks):
+    """Each rank drew for its own part alone, from the same seed: other numbers than one process."""
+    (whole,) = run_ranks(first_values, 1, Redrawn)
+    parts = run_ranks(first_values, ranks, Redrawn, pipeline="1f1b")
+    assert all(0 < len(part) < len(whole) for part in parts)
+    assert set().union(*parts) == whole.keys()
+    for part in parts:
+        for name, values in part.items():
+            assert values == whole[name], name
+
+
+class Copied(Redrawn):
+    def reset_parameters(self):
+        nn.init.zeros_(self.shift)
+        nn.init.ones_(self.scale)
+
+    def _init_weights(self, module):
+        if module is self:
+            with torch.no_grad():
+                for block in self.blocks[1:]:
+                    block.weight.copy_(self.blocks[0].weight)
+
+
+def test_first_values_that_follow_from_those_of_another_stage():
+    assert len(run_ranks(first_values, 1, Copied)[0]) == 10
+    with pytest.raises(RanksFailedError, match=r"another rank holds.*sw.delay_param_initialization"):
+        run_ranks(first_values, 2, Copied, pipeline="1f1b")
 
 
 def test_ties_stay_ties():
@@ -441,7 +520,7 @@ def test_the_peak_of_a_rank_is_its_share(capabilities):
         return share, evaluated, _peak() - before
 
     for share, evaluated, trained in run_ranks(run, 2):
-        assert 190e6 < share < 212e6
+        assert 175e6 < share < 226e6  # 9 to 11 of 20 layers: times that are measured decide
         assert share < evaluated < 1.25 * share
         # Weights, gradients, the gradients of a microbatch before they are added, and what the C library's
         # allocator does not give back; weights and gradients of the whole model would be 4 shares and more.

@@ -136,6 +136,7 @@ def plain_loop(replicas: int) -> tuple[list[float], dict[str, Tensor]]:
 
 
 DATA = {"data_parallel_degree": 2}
+TENSOR = {"tensor_parallel_degree": 2}
 SHARED = {**DATA, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 1}
 
 
@@ -144,7 +145,7 @@ SHARED = {**DATA, "sharded_data_parallel_degree": 2, "sdp_param_persistence_thre
     [
         (2, {}, True),
         (2, DATA, True),
-        (4, DATA, False),
+        in_sweep(4, DATA, False),
         (2, SHARED, True),
         (2, {**DATA, "shard_optimizer_state": True}, True),
         in_sweep(2, {}, False),
@@ -430,9 +431,13 @@ def _train(model: Any, x: Tensor) -> Tensor:
         (1, {}, "before wrapping"),
         (1, {}, "after wrapping"),
         (2, {}, "before wrapping"),
-        (2, {}, "after the first step"),
+        in_sweep(2, {}, "after the first step"),
         (2, DATA, "after wrapping"),
         (2, {}, "checkpoints"),
+        in_sweep(2, TENSOR, "before wrapping"),
+        in_sweep(2, TENSOR, "after wrapping"),
+        (4, {**TENSOR, "pipeline_parallel_degree": 2}, "after the first step"),
+        in_sweep(2, TENSOR, "checkpoints"),
         in_sweep(2, {}, "after wrapping"),
         in_sweep(2, SHARED, "after the first step"),
         in_sweep(2, {**DATA, "shard_optimizer_state": True}, "before wrapping"),

@@ -7,10 +7,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from stacks import Stack, batches, start
 from torch import Tensor, nn
 
+from choices import in_sweep
 from shardwright.errors import UsageError
 from shardwright.testing import run_ranks
 
@@ -434,8 +436,9 @@ def test_a_teacher_follows_wherever_its_layers_are() -> None:
         import shardwright.torch as sw
 
         found = []
-        for follow in (follows_pair_by_pair, follows_as_a_whole, follows_all):
-            for settings in ({"pipeline": "1f1b"}, {"pipeline": "interleaved_1f1b"}, BY_HAND):
+        kinds = ("1f1b", "interleaved_1f1b", "1f1b")
+        for follow, kind in zip((follows_pair_by_pair, follows_as_a_whole, follows_all), kinds, strict=True):
+            for settings in ({"pipeline": kind}, BY_HAND):
                 found.append((settings is BY_HAND, *differences_of_a_teacher(follow, settings)))
                 sw.shutdown()
         return found
@@ -447,6 +450,41 @@ def test_a_teacher_follows_wherever_its_layers_are() -> None:
     # A planner may place each layer of the teacher beside its student; by hand they are apart.
     for apart, _, refused, _ in teachers_rank:
         assert not apart or "with model.gathered(student, teacher):" in refused
+
+
+@pytest.mark.parametrize(("ranks", "pipeline"), [in_sweep(2, 1), (4, 2)])
+def test_a_teacher_follows_where_ranks_share_layers(ranks: int, pipeline: int) -> None:
+    """Inside, parameters are ordinary tensors; behind it each rank has its part of what they became."""
+
+    def run() -> list[Any]:
+        import shardwright.torch as sw
+        from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
+
+        settings = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": pipeline}
+        found = []
+
+        def follows_by_memory(model: Any) -> None:
+            """As code does that leaves PyTorch."""
+            net = model.module
+            cut = [p for p in net.parameters() if isinstance(p, DividedTensor)]
+            gradients = [p.grad for p in cut]
+            with model.gathered():
+                assert not any(isinstance(p, DividedTensor) for p in net.parameters())
+                for student, teacher in zip(net.student.parameters(), net.teacher.parameters(), strict=True):
+                    teacher.detach().numpy()[...] += 0.1 * (student.detach() - teacher).numpy()
+            assert all(isinstance(p, DividedTensor) for p in cut)
+            assert all(p.grad is gradient for p, gradient in zip(cut, gradients, strict=True))
+            found.append(len(cut))
+
+        for follow in (follows_pair_by_pair, follows_all, follows_by_memory):
+            found.append(differences_of_a_teacher(follow, settings)[0])
+            sw.shutdown()
+        return found
+
+    for pairs, whole, *cut, memory in run_ranks(run, ranks):
+        assert max(pairs, whole, memory) < 1e-12
+        assert len(cut) == 3
+        assert max(cut) > 0
 
 
 def test_what_is_not_of_the_model_cannot_be_gathered() -> None:

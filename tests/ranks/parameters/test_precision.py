@@ -85,7 +85,7 @@ def check(found: Any, dtype: torch.dtype, microbatches: int, *, exactly: bool, l
                 torch.testing.assert_close(own_state[name], value, rtol=0.05, atol=STEPS * 2 * lr)
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("kind", [in_sweep("1f1b"), "zb_h1"])
 def test_a_pipeline_in_bfloat16_is_the_plain_loop(kind):
     settings = {"bf16": True, "microbatches": 4, "pipeline": kind}
     check(run_ranks(training, 2, settings), torch.bfloat16, 4, exactly=kind == "1f1b")
@@ -103,9 +103,9 @@ REPLICAS = (
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
-        *((REPLICAS[1], "bf16"), (REPLICAS[2], "fp16"), (REPLICAS[3], "fp16"), (REPLICAS[4], "bf16")),
-        *(in_sweep(REPLICAS[number], "bf16") for number in (0, 2, 3)),
-        *(in_sweep(REPLICAS[number], "fp16") for number in (0, 1, 4)),
+        *((REPLICAS[2], "fp16"), (REPLICAS[4], "bf16")),
+        *(in_sweep(REPLICAS[number], "bf16") for number in range(4)),
+        *(in_sweep(REPLICAS[number], "fp16") for number in (0, 1, 3, 4)),
     ],
 )
 def test_replicas_in_16_bits(settings, name):
@@ -261,6 +261,7 @@ def test_the_mean_of_large_gradients_in_16_bits_is_no_infinity(shared):
 
         settings = {"pipeline_parallel_degree": 1, "sdp_param_persistence_threshold": 0, **shared}
         sw.init({**QUIET, **settings})
+        torch.manual_seed(0)  # of some weights the loss itself is more than float16 has
         model = sw.DistributedModel(nn.Linear(1, 2, bias=False).half())
 
         @sw.step

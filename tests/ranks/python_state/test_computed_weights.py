@@ -1,6 +1,6 @@
 """Weights that are no parameters: hooks, parents and other networks compute them for each call."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -206,17 +206,17 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "notes": Notes,
     "lists": Lists,
 }
-RUNS: Sequence[tuple[str, str]] = [
+RUNS = [
     ("spectral_norm", "1f1b"),
-    ("pruned", "zb_v"),
-    ("merged", "1f1b"),
+    in_sweep("pruned", "zb_v"),
+    in_sweep("merged", "1f1b"),
     ("hyper", "zb_v"),
     ("tied", "1f1b"),
-    ("gains", "zb_v"),
+    in_sweep("gains", "zb_v"),
     ("recomputed", "1f1b"),  # the hook ran in the backward, too
-    ("recomputed with a hook", "1f1b"),
+    in_sweep("recomputed with a hook", "1f1b"),
     ("cached", "zb_v"),
-    ("notes", "1f1b"),
+    in_sweep("notes", "1f1b"),
     ("lists", "1f1b"),
 ]
 
@@ -239,7 +239,7 @@ def test_a_computed_weight_is_one_more_argument(name, pipeline):
 @pytest.mark.parametrize(
     ("name", "ranks", "settings"),
     [
-        ("merged", 2, {"activation_checkpointing": "full"}),
+        in_sweep("merged", 2, {"activation_checkpointing": "full"}),
         ("gains", 4, {"data_parallel_degree": 2}),
         in_sweep("spectral_norm", 4, {"data_parallel_degree": 2}),
         in_sweep("spectral_norm", 2, {"activation_checkpointing": "full"}),

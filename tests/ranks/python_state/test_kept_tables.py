@@ -11,7 +11,7 @@ from transparency import EVALUATION, Case, Iteration, Recipe, differences_by_cas
 from zoo import classify, features
 from zoo_modules import WIDTH, Block, Stack
 
-from choices import in_every_run
+from choices import in_every_run, in_sweep
 from shardwright.testing import RanksFailedError, run_ranks
 
 KINDS = ("1f1b", "interleaved_1f1b", "zb_v")
@@ -210,7 +210,9 @@ TABLES = (
 )
 
 
-@pytest.mark.parametrize("kind", in_every_run(TABLES, [*TABLES[:3], *TABLES[5:]]))
+@pytest.mark.parametrize(
+    "kind", in_every_run(TABLES, [Table, TableInABuffer, TableInAnObject, TableBehindLruCache])
+)
 def test_a_table_is_computed_once_and_found_by_later_microbatches(check, kind):
     number = TABLES.index(kind) % 3
     check(partial(AddsTable, kind), *KINDS[number:], *KINDS[:number])
@@ -288,7 +290,10 @@ class CountsInPlace(Stack):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("build", [BlocksCountInPlace, CountsInPlace, CountsToo, ScalesByTheFirst, WarmsUp])
+@pytest.mark.parametrize(
+    "build",
+    [BlocksCountInPlace, in_sweep(CountsInPlace), in_sweep(CountsToo), ScalesByTheFirst, WarmsUp],
+)
 def test_what_the_first_microbatch_alone_computes_on_every_rank(check, build):
     check(build, "interleaved_1f1b", "1f1b")
 
@@ -347,7 +352,7 @@ def test_later_microbatches_may_leave_out_what_is_behind_the_last_layer(check):
     check(ReturnsEarlier, "1f1b")
 
 
-@pytest.mark.parametrize("build", [ScalesOnce, DrawsOnce])
+@pytest.mark.parametrize("build", [ScalesOnce, in_sweep(DrawsOnce)])
 def test_other_operations_that_have_a_place_are_refused(check, build):
     with pytest.raises(RanksFailedError, match="takes another path than when it was traced"):
         check(build, "1f1b")
@@ -448,7 +453,7 @@ class ShortensLate(Stack):
     ("build", "message"),
     [
         (partial(SecondPhase, False), "where each rank has one stage"),
-        (partial(SecondPhase, True), "where each rank has one stage"),
+        in_sweep(partial(SecondPhase, True), "where each rank has one stage"),
         (ShortensLate, "changes the attribute history .* microbatch . has read it"),
     ],
     ids=["new", "in place", "a list"],

@@ -184,7 +184,7 @@ class CentresOnce(Stack):
     [
         partial(ScalesByTheFirst, lambda _, y: 1 / y.detach().std()),
         partial(ScalesByTheFirst, lambda x, _: 1 + torch.rand(1, dtype=x.dtype)),
-        CentresOnce,
+        in_sweep(CentresOnce),
     ],
     ids=["of a unit", "random", "behind a flag"],
 )
@@ -232,7 +232,7 @@ class LooksBackOften(Stack):
     ("recompute", "kind"),
     [
         ("none", "interleaved_1f1b"),
-        ("full", "1f1b"),
+        in_sweep("full", "1f1b"),
         *(in_sweep("none", kind) for kind in ("gpipe", "1f1b", "zb_v")),
         *(in_sweep("full", kind) for kind in ("gpipe", "interleaved_1f1b", "zb_v")),
     ],
@@ -309,14 +309,18 @@ class HasASecondHalf(Stack):
 
 @pytest.mark.parametrize(
     ("build", "first"),
-    [(SwitchesAdaptersOff, "zb_v"), (EvaluatesInBetween, "interleaved_1f1b"), (HasASecondHalf, "1f1b")],
+    [
+        (SwitchesAdaptersOff, "zb_v"),
+        in_sweep(EvaluatesInBetween, "interleaved_1f1b"),
+        (HasASecondHalf, "1f1b"),
+    ],
 )
 def test_what_a_forward_puts_back_at_its_end_is_its_own_until_then(check, build, first):
     check(build, *beginning_with(first))
 
 
 @pytest.mark.parametrize(
-    ("build", "first"), [(SwitchesAdaptersOff, "interleaved_1f1b"), (EvaluatesInBetween, "zb_v")]
+    ("build", "first"), [in_sweep(SwitchesAdaptersOff, "interleaved_1f1b"), (EvaluatesInBetween, "zb_v")]
 )
 def test_a_recomputed_unit_finds_what_it_found_first(check, build, first):
     check(build, *beginning_with(first), activation_checkpointing="full")
@@ -342,7 +346,7 @@ def test_an_attribute_may_refuse_to_be_changed(check):
 
 
 @pytest.mark.parametrize(
-    ("block", "first"), [(Expert, "interleaved_1f1b"), (ChoosyExpert, "zb_v"), (Routes, "1f1b")]
+    ("block", "first"), [(Expert, "interleaved_1f1b"), in_sweep(ChoosyExpert, "zb_v"), (Routes, "1f1b")]
 )
 def test_what_a_unit_leaves_in_an_attribute_is_found_on_every_stage(check, block, first):
     check(lambda: SumsAttributes(block), *beginning_with(first))
@@ -352,7 +356,7 @@ def test_what_a_recomputed_unit_leaves_in_an_attribute(check):
     check(SumsAttributes, "1f1b", activation_checkpointing="full")
 
 
-@pytest.mark.parametrize(("build", "first"), [(KeepsWhatItSaw, "zb_v"), (Counts, "interleaved_1f1b")])
+@pytest.mark.parametrize(("build", "first"), [(KeepsWhatItSaw, "zb_v"), in_sweep(Counts, "interleaved_1f1b")])
 def test_every_microbatch_finds_what_it_wrote(check, build, first):
     check(build, *beginning_with(first))
 
@@ -364,7 +368,7 @@ def test_a_number_may_go_on_to_the_next_microbatch_where_stages_do_not_change(ch
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (CountsAtTheEnd, "the attribute calls of the model (CountsAtTheEnd) is read at "),
+        in_sweep(CountsAtTheEnd, "the attribute calls of the model (CountsAtTheEnd) is read at "),
         (Remembers, "the attribute before of the model (Remembers) is read at "),
     ],
 )

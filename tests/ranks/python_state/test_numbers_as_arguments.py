@@ -159,17 +159,17 @@ EVERY = list(range(1, STEPS))
     ("function", "expected"),
     [
         (ignores, [1]),
-        (asks, [1, 2, 4]),  # 1 is asked for first, and found to be so
+        pytest.param(asks, [1, 2, 4], marks=pytest.mark.sweep),  # 1 is asked for first, and found to be so
         (reads_now_and_then, [1, 4, 8]),
         # As in `test_what_it_costs_is_told_once_with_its_line`.
         pytest.param(weighs, EVERY, marks=pytest.mark.sweep),
         pytest.param(looks_up, EVERY, marks=pytest.mark.sweep),
         (asks_on_one_rank, [1, 3, 7, 11]),
         pytest.param(asks_for_its_type, EVERY, marks=pytest.mark.sweep),
-        (asks_for_its_type_first, EVERY),
+        pytest.param(asks_for_its_type_first, EVERY, marks=pytest.mark.sweep),
         (divides, [1, 6]),
-        (catches_everything, EVERY),
-        (ignores_an_array, [1]),
+        pytest.param(catches_everything, EVERY, marks=pytest.mark.sweep),
+        pytest.param(ignores_an_array, [1], marks=pytest.mark.sweep),
         (reads_an_array_on_one_rank, [0, *EVERY]),
     ],
     ids=lambda item: getattr(item, "__name__", None),

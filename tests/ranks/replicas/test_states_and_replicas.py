@@ -213,7 +213,7 @@ def overflow_on_one_rank(second: type[torch.amp.GradScaler]) -> list[tuple[float
     return found
 
 
-@pytest.mark.parametrize("second", [torch.amp.GradScaler, CappedScaler])
+@pytest.mark.parametrize("second", [torch.amp.GradScaler, in_sweep(CappedScaler)])
 def test_a_second_scaler_agrees_as_the_first(second):
     """Only the one that was traced did; a class of the script's own lost its methods."""
     assert run_ranks(overflow_on_one_rank, 2, second) == [[(512.0, False)] * 2] * 2
@@ -353,7 +353,7 @@ def train_and_save(saved: list[Any], device: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("device", ["cpu", in_sweep("meta")])
 def test_states_are_loaded_before_the_first_step(device):
     """On the meta device the moments were lost; elsewhere a rank's own did not fit the whole model's."""
     whole = run_ranks(train_and_save, 2, [], "cpu")
@@ -403,7 +403,7 @@ def train_complex_layers(config: dict[str, Any]) -> list[str]:
     return apart(plain, model)
 
 
-@pytest.mark.parametrize("pipeline", ["zb_h1", "zb_v"])
+@pytest.mark.parametrize("pipeline", ["zb_h1", in_sweep("zb_v")])
 def test_complex_layers_under_zero_bubble(pipeline):
     """Their gradients were not conjugated."""
     assert run_ranks(train_complex_layers, 2, {"pipeline": pipeline}) == [[], []]

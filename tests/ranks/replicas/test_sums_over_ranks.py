@@ -3,8 +3,6 @@
 import importlib
 import importlib.util
 import logging
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,26 +13,10 @@ from torch import Tensor, nn
 import shardwright.torch as sw
 from shardwright.testing import run_ranks
 
+needs_torchmetrics = pytest.mark.skipif(
+    importlib.util.find_spec("torchmetrics") is None, reason="needs torchmetrics"
+)
 SETTINGS = {"microbatches": 2, "profile": "estimated", "run_dir": "off", "pipeline_parallel_degree": 2}
-
-# What torchmetrics 1.9 does to synchronise, as short as it can be said.
-METRIC = """
-import torch, torch.distributed as dist
-
-class Metric:
-    def __init__(self, process_group=None):
-        self.process_group, self.total = process_group, torch.zeros(())
-
-    def update(self, value):
-        self.total = self.total + value
-
-    def sync(self, dist_sync_fn=None, process_group=None, should_sync=True, distributed_available=None):
-        group = process_group or self.process_group or dist.group.WORLD
-        dist.barrier(group)
-        found = [torch.zeros(()) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(found, self.total, group)
-        return torch.stack(found).sum().item()
-"""
 
 
 def listen() -> list[str]:
@@ -62,29 +44,27 @@ def evaluation() -> Any:
     return run
 
 
-def metrics_of_a_library(folder: str, *, is_early: bool) -> list[float]:
-    sys.path.insert(0, folder)
+def metrics_of_a_library(*, is_early: bool) -> list[float]:
     if is_early:
-        importlib.import_module("torchmetrics.metric")
+        importlib.import_module("torchmetrics")
     run = evaluation()
-    from torchmetrics.metric import Metric
+    from torchmetrics import SumMetric
 
-    ours, own_group = Metric(), Metric(process_group=dist.group.WORLD)
+    ours, own_group, given = SumMetric(), SumMetric(process_group=dist.group.WORLD), SumMetric()
     for _ in range(2):
         samples = len(run(torch.ones(4, 4)))
-        ours.update(samples)
-        own_group.update(samples)
-    return [ours.sync(), own_group.sync(), ours.sync(None, dist.group.WORLD)]
+        for metric in (ours, own_group, given):
+            metric.update(samples)
+    given.sync(process_group=dist.group.WORLD)
+    return [ours.compute().item(), own_group.compute().item(), given.sum_value.item()]
 
 
+@needs_torchmetrics
 @pytest.mark.parametrize(("ranks", "is_early"), [(2, True), (4, False)])
-def test_metrics_of_torchmetrics_count_each_sample_once(tmp_path: Path, ranks: int, is_early: bool):
+def test_metrics_of_torchmetrics_count_each_sample_once(ranks: int, is_early: bool):
     """A confusion matrix of 64 samples summed to 128: torchmetrics synchronises over all ranks by itself."""
-    (tmp_path / "torchmetrics").mkdir()
-    (tmp_path / "torchmetrics" / "__init__.py").touch()
-    (tmp_path / "torchmetrics" / "metric.py").write_text(METRIC)
     samples = 4.0 * ranks  # two batches of 4 in each replica
-    found = run_ranks(metrics_of_a_library, ranks, str(tmp_path), is_early=is_early)
+    found = run_ranks(metrics_of_a_library, ranks, is_early=is_early)
     # A group that the script names is its own affair.
     assert found == [[samples, 2 * samples, 2 * samples]] * ranks
 
@@ -101,7 +81,7 @@ def confusion() -> list[Any]:
     return [total, metric.confmat.sum().item()]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchmetrics") is None, reason="needs torchmetrics")
+@needs_torchmetrics
 def test_a_confusion_matrix():
     assert run_ranks(confusion, 2) == [[32, 32]] * 2
     assert run_ranks(confusion, 4) == [[64, 32]] * 4
@@ -145,7 +125,7 @@ def test_sums_that_count_each_sample_several_times():
     assert correct == 32.0
     assert not nothing
     assert (
-        "dist.all_reduce goes over all 2 ranks, and the 2 ranks of each pipeline have given the same" in text
+        "dist.all_reduce goes over all 2 ranks, and the 2 ranks of each replica have given the same" in text
     )
     assert "test_sums_over_ranks.py" in text
     assert "group=sw.get_dp_process_group()" in text

@@ -78,7 +78,7 @@ def test_they_say_who_ran_out_of_data(then):
     """One that has ended, and one that waits in another call."""
     function = train_unevenly if then else script_that_ends
     options = {"then": then} if then else {}
-    outcomes = run_ranks_outcomes(function, 2, DP, timeout_s=60, **options)
+    outcomes = run_ranks_outcomes(function, 2, {**DP, "timeout_s": 5}, timeout_s=60, **options)
     first = outcomes[0 if then else 1]
     assert re.search(OUT_OF_DATA, str(first.exception)), first.cause
     if then:

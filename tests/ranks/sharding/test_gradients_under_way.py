@@ -4,6 +4,7 @@ import pytest
 from sharded import sharded_training
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from choices import in_sweep
 from shardwright.testing import run_ranks
 
 
@@ -28,7 +29,7 @@ def whole_gradients_at_once(settings):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"sharded_data_parallel_degree": 4},
+        in_sweep({"sharded_data_parallel_degree": 4}),
         {"sharded_data_parallel_degree": 2},
         {"sharded_data_parallel_degree": 4, "ddp_dist_backend": "gloo"},
     ],

@@ -63,7 +63,7 @@ def trains_the_same(model: nn.Module, loss: Any, settings: dict[str, Any], *, st
     ("ranks_per_host", "degree", "microbatches", "ddp_dist_backend"),
     [
         in_sweep(1, 2, 1, "auto"),
-        (1, 4, 2, "auto"),
+        in_sweep(1, 4, 2, "auto"),
         in_sweep(2, 4, 1, "auto"),
         (2, 4, 2, "auto"),
         (3, 4, 1, "auto"),
@@ -90,7 +90,7 @@ def test_few_at_once(ranks_per_host, degree, microbatches, ddp_dist_backend):
 
 @pytest.mark.parametrize(
     ("pipeline", "checkpointing"),
-    [("1f1b", "none"), in_sweep("interleaved", "full"), ("zb_h1", "full"), in_sweep("zb_v", "none")],
+    [in_sweep("1f1b", "none"), in_sweep("interleaved", "full"), ("zb_h1", "full"), in_sweep("zb_v", "none")],
 )
 def test_few_at_once_over_stages(pipeline, checkpointing):
     settings = {
@@ -149,7 +149,7 @@ def stays_few(ranks_per_host):
     assert all(0 < size <= 1.2 * FEW for size in live)  # with numbers behind the rows
 
 
-@pytest.mark.parametrize("ranks_per_host", [1, 2])
+@pytest.mark.parametrize("ranks_per_host", [1, in_sweep(2)])
 def test_no_more_than_allowed_are_at_hand(ranks_per_host):
     run_ranks(stays_few, 2 * ranks_per_host, ranks_per_host)
 
@@ -206,7 +206,7 @@ def reads(microbatches):
     trains_the_same(Reads(), penalised, {"microbatches": microbatches})
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [in_sweep(1), 2])
 def test_parameters_are_read_in_unusual_ways(microbatches):
     run_ranks(reads, 2, microbatches)
 

@@ -13,19 +13,19 @@ from test_live_parameters import start, trains_the_same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from choices import in_sweep
+from choices import in_every_run, in_sweep, some_combinations
 from shardwright.errors import UsageError
 from shardwright.testing import RanksFailedError, run_ranks
 
 # A bound that few parameters fit in, and one that is not reached.
 BOUNDS = [600, 10**9]
-with_bounds = pytest.mark.parametrize("most", BOUNDS)
+with_bounds = pytest.mark.parametrize("most", in_every_run(BOUNDS, [600]))
 
 
 def with_few(name: str, values: list[Any]) -> Any:
-    """Each value with the first bound, one with the other; the rest is in the sweep."""
-    few = [(value, 600) for value in values] + [(values[0], 10**9)]
-    rest = [in_sweep(value, 10**9) for value in values[1:]]
+    """Each value with the first bound; the rest is in the sweep."""
+    few = [(value, 600) for value in values]
+    rest = [in_sweep(value, 10**9) for value in values]
     return pytest.mark.parametrize((name, "most"), [*few, *rest])
 
 
@@ -56,7 +56,7 @@ def mixed(most, microbatches):
     trains_the_same(Mixed(), loss_of, {"sdp_max_live_parameters": most, "microbatches": microbatches})
 
 
-@with_few("microbatches", [1, 2])
+@pytest.mark.parametrize(("microbatches", "most"), some_combinations([1, 2], BOUNDS))
 def test_parameters_are_saved_as_they_are(most, microbatches):
     run_ranks(mixed, 2, most, microbatches)
 

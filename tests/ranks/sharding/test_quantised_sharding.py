@@ -26,10 +26,10 @@ def errors_of(folder):
     [
         in_sweep(4, 2, {GRADIENTS}, {}),
         in_sweep(4, 2, {GRADIENTS}, EVERY),
-        (4, 2, {PARAMETERS}, {}),
+        in_sweep(4, 2, {PARAMETERS}, {}),
         in_sweep(4, 1, {GRADIENTS, PARAMETERS}, {}),
         (4, 3, {GRADIENTS, PARAMETERS}, EVERY),
-        (2, 1, {GRADIENTS, PARAMETERS}, {}),
+        in_sweep(2, 1, {GRADIENTS, PARAMETERS}, {}),
         (2, 2, {GRADIENTS}, EVERY),  # the second hop goes between hosts
     ],
 )

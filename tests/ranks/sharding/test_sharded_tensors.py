@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from sharded import QUIET, on_hosts
 from torch import Tensor, nn
 
-from choices import some_combinations
+from choices import in_sweep, some_combinations
 from shardwright.testing import RanksFailedError, run_ranks
 
 SETTINGS = {**QUIET, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
@@ -213,7 +213,7 @@ def fails_and_goes_on(ranks_per_host: int) -> tuple[bool, bool]:
     )
 
 
-@pytest.mark.parametrize("ranks_per_host", [4, 1])
+@pytest.mark.parametrize("ranks_per_host", [in_sweep(4), 1])
 def test_a_step_that_fails_on_all_ranks(ranks_per_host):
     assert run_ranks(fails_and_goes_on, 2, ranks_per_host) == [(True, True)] * 2
 

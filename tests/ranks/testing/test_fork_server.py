@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from choices import in_sweep
+from choices import in_sweep, some_combinations
 from shardwright.errors import LaunchError
 from shardwright.launch.processes.processes import children
 from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
@@ -138,8 +138,10 @@ def test_a_job_never_sees_the_keys_of_another():
         assert run_ranks(leave_a_key, 1) == [False]
 
 
-@pytest.mark.parametrize("own_session", [False, True])
-@pytest.mark.parametrize("how", ["returns", "raises", "is killed", "hangs"])
+@pytest.mark.parametrize(
+    ("how", "own_session"),
+    some_combinations(["returns", "raises", "is killed", "hangs"], [False, True]),
+)
 def test_children_of_ranks_do_not_outlive_the_job(how, own_session, tmp_path):
     def start_a_child():
         child = subprocess.Popen(["sleep", "1000"], start_new_session=own_session)

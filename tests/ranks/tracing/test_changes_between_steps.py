@@ -127,7 +127,7 @@ def train_and_compare(
 PIPELINE: dict[str, Any] = {}
 REPLICAS = {"pipeline_parallel_degree": 1}
 BOTH = {"pipeline_parallel_degree": 2}
-MESHES = [(2, PIPELINE), (2, REPLICAS), (4, BOTH)]
+MESHES = [(2, PIPELINE), (2, REPLICAS), in_sweep(4, BOTH)]
 NAMES = ["2 stages", "2 replicas", "2 stages, 2 replicas"]
 
 
@@ -234,7 +234,8 @@ def set_row(model: nn.Module, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [ChangesTheRowThatAnAttributeNames, DividesByALengthThatAnAttributeNames, UsesSomeBlocks]
+    "make",
+    [ChangesTheRowThatAnAttributeNames, in_sweep(DividesByALengthThatAnAttributeNames), UsesSomeBlocks],
 )
 def test_the_script_sets_an_attribute_that_decides_what_is_computed(make):
     nothing_differs(2, make, PIPELINE, set_row)

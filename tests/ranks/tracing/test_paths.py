@@ -130,7 +130,7 @@ def programs_and_differences(recipe: Recipe, case: Case) -> tuple[int, int, list
     return len(traced), len(asked), found
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "zb_v"])
+@pytest.mark.parametrize("kind", [in_sweep("1f1b"), "zb_v"])
 def test_a_path_that_follows_from_the_batch_changes_between_microbatches(kind):
     recipe = Recipe(build=LooksAtItsBatch, batch=features, loss=classify)
     case = Case(config={**CONFIG, "pipeline": kind}, iterations=[Iteration()] * 8)
@@ -142,7 +142,7 @@ def test_a_path_that_follows_from_the_batch_changes_between_microbatches(kind):
 
 
 @pytest.mark.parametrize(
-    "model", [ChangesTheRowThatTheBatchNames, DrawsAsManyNumbersAsTheBatchSays, PassesANumberOn]
+    "model", [ChangesTheRowThatTheBatchNames, DrawsAsManyNumbersAsTheBatchSays, in_sweep(PassesANumberOn)]
 )
 def test_a_number_from_the_batch_makes_another_program_of_the_same_graph(model):
     recipe = Recipe(build=model, batch=features, loss=classify)

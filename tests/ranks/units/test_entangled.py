@@ -9,6 +9,7 @@ from transparency import Case, Recipe, differences_by_case
 from zoo import classify, features, padded
 from zoo_modules import CLASSES, WIDTH, Block, Stack
 
+from choices import in_sweep
 from shardwright.testing import RanksFailedError, run_ranks
 
 CONFIG = {"microbatches": 4, "profile": "estimated"}
@@ -109,7 +110,7 @@ class MappedLayers(nn.Module):
         return torch.func.functional_call(self.layers[0], larger, (x,))
 
 
-@pytest.mark.parametrize("middle", [RememberingLayers, ReversibleLayers, MappedLayers])
+@pytest.mark.parametrize("middle", [RememberingLayers, ReversibleLayers, in_sweep(MappedLayers)])
 def test_modules_that_cannot_be_split_are_kept_whole(middle):
     check(Recipe(build=lambda: Surrounded(middle()), batch=features, loss=classify))
 

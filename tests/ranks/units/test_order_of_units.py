@@ -41,7 +41,7 @@ def with_a_bucket_for_each_parameter(recipe, cases):
 @pytest.mark.parametrize(
     ("tied", "kinds"),
     [
-        (False, ("1f1b",)),
+        in_sweep(False, ("1f1b",)),
         (True, ("zb_v",)),
         in_sweep(False, ("interleaved_1f1b", "zb_v")),
         in_sweep(True, ("1f1b", "interleaved_1f1b")),

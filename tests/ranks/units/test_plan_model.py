@@ -86,6 +86,6 @@ def test_degrees_that_were_searched_for_run_as_they_are():
         return plan.mesh.model_dump(), plan.why[-1], loss.item(), expected
 
     for mesh, why, loss, expected in run_ranks(on_each_rank, 4):
-        assert mesh["pipeline"] * mesh["data"] == 4
+        assert mesh["pipeline"] * mesh["data"] * mesh["tensor"] == 4
         assert why.startswith("Degrees: ")
         assert abs(loss - expected) < 1e-6

@@ -9,6 +9,7 @@ from transparency import Case, Iteration, Recipe, differences_by_case
 from zoo import features
 from zoo_modules import WIDTH, Block, Stack
 
+from choices import in_sweep
 from shardwright.testing import RanksFailedError, run_ranks
 
 CONFIG = {"microbatches": 4, "profile": "estimated"}
@@ -79,7 +80,7 @@ def run(build: type[nn.Module]) -> list[Any]:
     return run_ranks(differences_by_case, 2, recipe, {"1f1b": case}, timeout_s=60)
 
 
-@pytest.mark.parametrize("build", [ShapeFromValues, ShapeFromAFreeValue])
+@pytest.mark.parametrize("build", [ShapeFromValues, in_sweep(ShapeFromAFreeValue)])
 def test_shapes_may_follow_from_values(build):
     assert run(build) == [{}] * 2
 

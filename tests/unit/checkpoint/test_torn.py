@@ -40,7 +40,7 @@ def _operations(root: Path, **keep: int) -> list[str]:
     return counted.operations
 
 
-@pytest.mark.parametrize("earlier", [(), in_sweep((1,)), (1, 2)], ids=len)
+@pytest.mark.parametrize("earlier", [in_sweep(()), in_sweep((1,)), (1, 2)], ids=len)
 def test_every_operation_of_a_save_is_a_place_todie(earlier: tuple[int, ...], tmp_path: Path) -> None:
     """Killed at each write, fsync, rename and removal, in a first save and in later ones: old or new."""
     cases = 0

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,25 @@ def test_lists(run, capsys):
     assert [each["step"] for each in json.loads(out)] == [10, 20]
 
 
+def test_the_list_for_programs_has_numbers_and_times(run, capsys):
+    """Bug: it had texts such as "size": "9.9 MiB"."""
+    folder = run / "checkpoints" / "step-00000010"
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    (run / "checkpoints" / "step-00000020" / "manifest.json").unlink()
+    first, second = json.loads(call(capsys, "ckpt", "ls", run, "--json")[1])
+    assert first == {
+        "name": "step-00000010",
+        "step": 10,
+        "saved_at": f"{datetime.fromtimestamp(folder.stat().st_mtime, UTC):%Y-%m-%dT%H:%M:%SZ}",
+        "num_bytes": sum(path.stat().st_size for path in files),
+        "num_files": len(files),
+        "not_finite": [],
+        "problem": None,
+    }
+    assert (second["step"], second["num_bytes"], second["saved_at"]) == (20, None, None)
+    assert "manifest.json" in second["problem"]
+
+
 def test_verifies(run, capsys):
     assert call(capsys, "ckpt", "verify", run)[:2] == (0, "step-00000010  ok\nstep-00000020  ok\n")
     path = run / "checkpoints" / "step-00000010" / "state.json"
@@ -63,7 +83,7 @@ def test_weights_that_are_not_finite(run, capsys):
     found = json.loads(call(capsys, "ckpt", "verify", run, "step-00000030", "--json")[1])
     assert found == [{"name": "step-00000030", "problem": None, "not_finite": ["w"]}]
     rows = json.loads(call(capsys, "ckpt", "ls", run, "--json")[1])
-    assert [row["weights"] for row in rows] == ["finite", "finite", "not finite: w"]
+    assert [row["not_finite"] for row in rows] == [[], [], ["w"]]
 
 
 def test_what_this_process_cannot_read_is_not_called_damaged(run, capsys, unreadable):

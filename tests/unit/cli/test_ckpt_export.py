@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from choices import in_sweep
 from cli.calling import call
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.hugging_face import export_files
@@ -211,7 +212,7 @@ def test_a_checkpoint_without_a_model_is_told(tmp_path, capsys):
     assert (code, "has no tensors of a model" in err) == (2, True)
 
 
-@pytest.mark.parametrize("dtype", [None, "BF16"])
+@pytest.mark.parametrize("dtype", [in_sweep(None), "BF16"])
 def test_memory_does_not_grow_with_the_model(tmp_path, dtype):
     """A model of 256 MiB, of which one tensor has a half, is written with far less memory."""
     state = {"large": torch.ones(2, 2**24), "w0": torch.zeros(2**24), "w1": torch.ones(2**24)}

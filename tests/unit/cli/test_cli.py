@@ -1,5 +1,6 @@
 """The command line: what it answers, with which code, how fast."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -194,7 +195,7 @@ for line in sys.argv[1:]:
 
 def test_what_needs_no_torch_loads_none():
     lines = [f"{command.name} --help" for command in COMMANDS]
-    lines += ["plan make --help", "schedule show 1f1b --ranks 2", "run missing.py"]
+    lines += ["plan make --help", "schedule show 1f1b -n 2", "run missing.py"]
     command = [sys.executable, "-c", ONE_AFTER_THE_OTHER, *lines]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
@@ -228,5 +229,89 @@ def test_doctor(capsys, monkeypatch):
     assert "shardwright  " in out
     code, out, _ = call(capsys, "doctor", "--json")
     document = json.loads(out)
-    assert document["facts"]["shardwright"] == __version__
+    assert document["facts"]["versions"]["shardwright"] == __version__
     assert document["faults"] == []
+
+
+def _with_own_commands():
+    for command in COMMANDS:
+        if not command.is_group:
+            yield command.name, command.load()
+        else:
+            for inner in command.load().registered_commands:
+                yield f"{command.name} {inner.name or inner.callback.__name__}", inner.callback
+
+
+def _options(function):
+    """The names of options of a command, by their parameters."""
+    for name, parameter in inspect.signature(function).parameters.items():
+        for information in getattr(parameter.annotation, "__metadata__", ()):
+            if declared := getattr(information, "param_decls", None):
+                # Typer takes the first for a default until it builds the command.
+                yield name, {str(information.default), *declared}
+
+
+RANKS = {"run", "plan make", "schedule show", "schedule export", "profile", "probe"}
+
+
+def test_one_name_for_the_number_of_ranks():
+    found = {}
+    for command, function in _with_own_commands():
+        for name, declared in _options(function):
+            if name in {"num_ranks", "ranks", "world", "nproc"} or {"-n", "--num-ranks"} & declared:
+                found[command] = declared
+    assert set(found) == RANKS
+    assert all({"-n", "--num-ranks"} <= declared for declared in found.values())
+
+
+LETTERS = {"-b": "--batch", "-s": "--sequence", "-o": "--output", "-n": "--num-ranks", "-q": "--quiet"}
+
+
+def test_a_letter_means_the_same_in_all_commands_and_so_does_a_result_file():
+    for command, function in _with_own_commands():
+        for _, declared in _options(function):
+            for letter, name in LETTERS.items():
+                assert (letter in declared) == (name in declared), command
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("schedule show 1f1b --ranks 3", "1f1b: 3 ranks"),
+        ("schedule export 1f1b - --ranks 2", "0F0"),
+        ("what-if gpt2-1.5b dgx-h100 --batch 8 --machines dgx-h200 --dtype bf16", "times as many tokens"),
+    ],
+)
+def test_former_names_of_options_still_work_and_no_help_shows_them(capsys, words, wanted):
+    code, out, err = call(capsys, *words.split())
+    assert (code, err) == (0, "")
+    assert wanted in out
+    command = words.split()[:2] if words.startswith("schedule") else words.split()[:1]
+    _, help_text, _ = call(capsys, *command, "--help")
+    assert "--ranks" not in help_text
+    assert "--machines" not in help_text
+
+
+@pytest.mark.parametrize(
+    "words", ["plan --world 2 nosuch.py:build", "ckpt export nosuch --to x --dtype bfloat16"]
+)
+def test_former_names_of_options_of_other_groups(capsys, words):
+    code, _, err = call(capsys, *words.split())
+    assert code == 2
+    assert "there is no f" in err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    shell = 'set -o pipefail; "$0" -m shardwright catalogue --json | head -1'
+    found = subprocess.run(["bash", "-c", shell, sys.executable], capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "{\n", "")
+
+
+def test_a_reader_that_has_left_does_not_change_the_exit_code(tmp_path):
+    path = tmp_path / "wrong.csv"
+    path.write_text("0F0,0B0\n1F0\n")
+    shell = 'set -o pipefail; "$0" -m shardwright schedule check "$1" --json | true'
+    found = subprocess.run(
+        ["bash", "-c", shell, sys.executable, path], capture_output=True, text=True, check=False
+    )
+    assert (found.returncode, found.stderr) == (1, "")

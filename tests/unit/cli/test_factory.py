@@ -1,5 +1,6 @@
 """Models from the command line."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -83,3 +84,40 @@ def test_a_file_that_cannot_be_imported(tmp_path):
     (tmp_path / "lacking.py").write_text("import a_package_that_is_not_there\n")
     with pytest.raises(UsageError, match="No module named 'a_package_that_is_not_there'"):
         build(f"{tmp_path / 'lacking.py'}:build", device="meta")
+
+
+NO_TORCH = """
+import sys
+from shardwright.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as ended:
+    sys.exit(9 if "torch" in sys.modules else ended.code)
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["plan", "make", "nosuch.py:build", "-n", "2"], ["trace", "nosuch.py:build"], ["profile", "nosuch"]],
+)
+def test_a_file_that_is_not_there_is_told_before_torch_is_imported(words, tmp_path):
+    command = [sys.executable, "-c", NO_TORCH, *words]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert found.returncode == 2, found.stderr
+    assert "there is no file nosuch.py" in found.stderr or "nosuch names no function" in found.stderr
+
+
+def test_a_script_sees_no_word_of_ours(tmp_path, monkeypatch):
+    """A parser of the script's own refused --world and ended the command without a word."""
+    (tmp_path / "parses.py").write_text(
+        "import argparse, sys\nargparse.ArgumentParser().parse_args()\n"
+        "from cli.models import build\nassert sys.argv[0].endswith('parses.py')\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["shardwright", "plan", "make", "--world", "2"])
+    assert build(f"{tmp_path / 'parses.py'}:build", device="meta").args
+    assert sys.argv[0] == "shardwright"
+    (tmp_path / "wants.py").write_text(
+        "import argparse\np = argparse.ArgumentParser()\np.add_argument('x')\np.parse_args()\n"
+    )
+    with pytest.raises(UsageError, match=r"ended the process \(exit code 2\) before it gave a model"):
+        build(f"{tmp_path / 'wants.py'}:build", device="meta")

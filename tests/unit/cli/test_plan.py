@@ -66,7 +66,7 @@ def test_what_is_no_plan_is_a_usage_error(capsys, folder, path, message):
 
 def test_a_plan_for_ranks_that_are_not_there(capsys, tmp_path):
     file = tmp_path / "plan.json"
-    code, out, err = call(capsys, "plan", "make", "cli.models:build", "--world", 2, "-o", file)
+    code, out, err = call(capsys, "plan", "make", "cli.models:build", "-n", 2, "-o", file)
     assert code == 0
     plan = Plan.read(file)
     assert plan.mesh.pipeline == 2
@@ -139,7 +139,7 @@ def test_what_does_not_fit_ends_with_3(capsys, tmp_path):
         (("-n", "2", "--verify", "2", "--cluster", "p4d.24xlarge"), "--cluster p4d.24xlarge has no use"),
         (("-n", "2", "-o", "/proc/plan.json"), "--output /proc/plan.json cannot be written"),
         (("-n", "40"), "units to place"),
-        ((), "--world"),
+        ((), "--num-ranks"),
     ],
 )
 def test_wrong_options_of_make(capsys, words, message):

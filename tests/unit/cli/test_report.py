@@ -39,7 +39,7 @@ def test_the_data_needs_no_plotly(capsys, run, monkeypatch):
     monkeypatch.setattr("shardwright.observe.report.write.find_spec", lambda name: None)
     code, out, _ = call(capsys, "report", run, "--json")
     assert code == 0
-    assert json.loads(out)["compared"][0]["name"] == "step time (s)"
+    assert json.loads(out)["compared"][0]["name"] == "step time"
 
 
 def test_without_plotly_it_says_how_to_get_it(capsys, run, monkeypatch):

@@ -7,7 +7,10 @@ import pytest
 from observe.plans import two_stage_plan
 
 from cli.calling import call
-from shardwright.observe import MetricsLog, StepRecord
+from shardwright.checkpoint.commits import Commit, write_commits
+from shardwright.checkpoint.disk import Disk
+from shardwright.observe import MetricsLog, RunFolder, StepRecord
+from shardwright.observe.run_record import RunRecord
 
 
 @pytest.fixture
@@ -46,8 +49,8 @@ def test_runs_are_listed_the_oldest_first(capsys, folder):
     code, out, err = call(capsys, "runs")
     assert (code, err) == (0, "")
     lines = [line.split() for line in out.splitlines()]
-    assert lines[1] == ["first", "4", "1.0000", "400", "tok/s", "1.10", "s", "1.21", "s", "30%", "25%"]
-    assert lines[2] == ["second", "no", "step", "done"]
+    assert lines[1] == ["first", "-", "4", "1.0000", "400", "tok/s", "1.10", "s", "1.21", "s", "30%", "25%"]
+    assert lines[2] == ["second", "-", "no", "step", "done"]
     assert lines[3][0] == "third"
     assert "is no JSON" in out.splitlines()[3]
     assert len(lines) == 4
@@ -59,6 +62,7 @@ def test_runs_as_json(capsys, folder):
     assert [row["folder"] for row in found] == ["runs/first", "runs/second", "runs/third"]
     assert found[0]["step_s"] == 1.1
     assert found[1]["problem"] == "no step done"
+    assert {"stages", "throughput", "throughput_unit"} & set(found[0]) == set()
 
 
 def test_no_runs(capsys, folder):
@@ -83,6 +87,8 @@ def test_a_run_as_json(capsys, folder):
     found = json.loads(out)
     assert (found["steps"], found["step_s"], found["step_predicted_s"]) == (4, 1.1, 1.21)
     assert found["last_metrics"]["train/loss"] == 1.0
+    # Bug: the stages were a table, drawn as text.
+    assert [stage["rank"] for stage in found["stages"]] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -97,3 +103,27 @@ def test_a_folder_without_a_run(capsys, folder, path, message):
     code, out, err = call(capsys, "show", path)
     assert (code, out) == (2, "")
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("state", "step", "told"),
+    [
+        ("finished", 30, "finished"),
+        ("failed", None, "failed"),
+        ("failed", 30, "failed, saved step 30"),
+        ("saved", 30, "saved step 30"),
+    ],
+)
+def test_a_run_has_a_state(capsys, folder, state, step, told):
+    run = RunFolder(folder / "runs" / "first")
+    RunRecord(script="/home/me/train.py", command="shardwright run train.py").ended_as(run, state)
+    if step is not None:
+        root = run.path / "checkpoints"
+        root.mkdir()
+        commit = Commit(name=f"step-{step:08}", step=step, manifest_sha256="0" * 64)
+        write_commits(root, (commit,), disk=Disk())
+    _, out, _ = call(capsys, "runs")
+    assert any(line.startswith(f"first   {told}  ") for line in out.splitlines()), out
+    _, out, _ = call(capsys, "runs", "--json")
+    (row,) = (each for each in json.loads(out) if each["folder"].endswith("first"))
+    assert (row["state"], row["saved_step"], row["command"]) == (state, step, "shardwright run train.py")

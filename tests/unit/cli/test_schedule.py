@@ -9,7 +9,7 @@ from shardwright.schedule import KINDS, build_schedule, place_stages, read_torch
 
 
 def test_the_picture_is_the_one_of_the_papers(capsys):
-    code, out, err = call(capsys, "schedule", "show", "1f1b", "--ranks", 2, "--microbatches", 3)
+    code, out, err = call(capsys, "schedule", "show", "1f1b", "-n", 2, "--microbatches", 3)
     assert (code, err) == (0, "")
     assert "rank 0 | F0 F1 .  .  B0=== F2 B1=== .  B2===\n" in out
     assert "rank 1 | .  F0 B0=== F1 B1=== F2 B2===\n" in out
@@ -78,7 +78,7 @@ def test_a_picture_wider_than_the_terminal_is_cut(capsys, monkeypatch):
         (("1f1b", "--backward", "nan"), "--backward is nan"),
         (("zb_h1", "--weight", "2"), "less than 2"),
         (("1f1b", "--send", "-1"), "--send is -1"),
-        (("1f1b", "--ranks", "0"), "--ranks"),
+        (("1f1b", "--ranks", "0"), "--num-ranks"),
     ],
 )
 def test_what_cannot_be_drawn_is_a_usage_error(capsys, words, message):

@@ -21,6 +21,22 @@ def test_search(capsys):
     assert "Peak memory (busiest rank): " in out
 
 
+@pytest.mark.parametrize("width", [80, 160])
+def test_ways_are_as_wide_as_the_terminal(capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    code, out, _ = call(capsys, "search", "llama3-70b", "p5.48xlarge x 16", "-b", "1024")
+    assert code == 0
+    lines = out.splitlines()
+    (begin,) = (number for number, line in enumerate(lines) if " MFU" in line and " DP " in line)
+    table = lines[begin : lines.index("", begin)]
+    assert len(table) == 1 + 6 + 1
+    assert max(map(len, table)) <= width
+    assert ("TFLOP/s/GPU" in table[0]) == (width == 160)
+    # First what this version runs, and last the best of all ways.
+    assert [row.startswith("*") for row in table] == [False] * 7 + [True]
+    assert "*: the best of all ways, " in out
+
+
 def test_search_as_json(capsys):
     code, out, _ = call(capsys, "search", *NEOX, "-b", "512", "--only-what-runs", "--json")
     document = json.loads(out)
@@ -31,6 +47,8 @@ def test_search_as_json(capsys):
     assert sum(best["bytes"].values()) == best["peak_bytes"]
     assert len(document["alternatives"]) == 5
     assert document["fitting"] <= document["ways"]
+    assert document["ideal"] is None
+    assert best["mfu"] == pytest.approx(best["flops_per_s_of_rank"] / 312e12)
 
 
 def test_a_configuration_file_as_model(capsys, tmp_path):
@@ -140,6 +158,7 @@ def test_a_search_ends_in_a_plan(capsys, tmp_path):
     assert "pipeline 2 (" in out
     assert f"shardwright run -n 2 --plan {output}" in err
     plan = Plan.read(output)
+    assert f"plan: {plan.schedule.kind}, {plan.schedule.microbatches} microbatch" in err
     assert (plan.mesh.pipeline, plan.mesh.data) == (2, 1)
     assert any(sentence.startswith("Searched: of ") for sentence in plan.why)
     assert call(capsys, "plan", "show", output)[0] == 0

@@ -84,3 +84,15 @@ def test_a_store_that_cannot_be_reached_is_not_waited_for(monkeypatch):
     assert "without a word" in blame.first_cause(1).text
     assert Unreachable.num_asked == 1
     end.set()
+
+
+def test_a_rank_that_takes_no_further_step_keeps_its_first_note():
+    ranks = blames(2)
+    ranks[1].confess(ValueError("a batch that is too small"))
+    assert not ranks[0].has_stopped(1)
+    ranks[1].stop()
+    ranks[1].confess(ValueError("boom"))
+    ranks[1].begin()
+    ranks[1].confess(RuntimeError("an earlier step failed"))
+    assert ranks[0].has_stopped(1)
+    assert ranks[0].first_cause(1).text == "ValueError: boom"

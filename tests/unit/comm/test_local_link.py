@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwright.comm.absence.meeting_message import message_of
-from shardwright.comm.absence.place import Place
+from shardwright.comm.absence.meeting_place import MeetingPlace
 from shardwright.comm.identity.purpose import Purpose
 from shardwright.comm.one_host.local_link import LocalLink, LocalReceipt
 from shardwright.errors import PeerLostError, TraceMismatchError
@@ -186,7 +186,7 @@ def test_a_message_of_the_same_size_for_another_purpose_is_refused():
 
 
 def test_a_call_to_which_the_other_rank_does_not_come_is_named():
-    place = Place("optimizer.state_dict()", ranks=(0, 1), number=4, meeting=3)
+    place = MeetingPlace("optimizer.state_dict()", ranks=(0, 1), number=4, meeting=3)
     with ends() as (sender, receiver):
         receiver.post(LocalReceipt(torch.zeros(8, dtype=torch.uint8), Purpose.BATCH))
         assert sender.write(message_of(place), Purpose.MEETING)

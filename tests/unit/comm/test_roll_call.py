@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from shardwright.comm.absence import missing_ranks
+from shardwright.comm.absence import missing_ranks, whereabouts
 from shardwright.comm.absence.attendance import Attendance, Decision
+from shardwright.comm.absence.meeting_place import MeetingPlace, Note
 from shardwright.comm.absence.missing_ranks import MissingRanks, Terms
-from shardwright.comm.absence.place import Note, Place
 from shardwright.comm.absence.python_place import JointCall
 from shardwright.comm.absence.whereabouts import Whereabouts
 from shardwright.comm.identity.rank_set import ranks_in, spans
@@ -188,7 +188,9 @@ def test_a_store_that_is_gone_is_the_loss_of_a_peer():
         ranks.meet(0)
 
 
-def test_a_rank_that_does_not_get_on_leaves_notes_by_itself():
+def test_a_rank_that_does_not_get_on_leaves_notes_by_itself(monkeypatch):
+    monkeypatch.setattr(whereabouts, "_STUCK_S", 0.2)
+    monkeypatch.setattr(whereabouts, "_TICK_S", 0.1)
     store = HashStore()
     here, there = (Whereabouts(store, rank=rank) for rank in range(2))
     there.watch()
@@ -219,7 +221,7 @@ ON_GLOO = replace(WAITING, counts_messages=True)
 def looking(ranks):
     """Of rank 0, for rank 1."""
     return MissingRanks(
-        Place("save", (0, 1), 1),
+        MeetingPlace("save", (0, 1), 1),
         Terms("save is needed", "Save."),
         ranks.at[0],
         rank=0,
@@ -263,8 +265,9 @@ def test_where_messages_are_counted_too_it_must_be_the_next_one_and_there_for_lo
     assert seen == [False, False, True]
 
 
-def test_the_rank_that_looks_finds_what_only_another_one_is_missed_by():
+def test_the_rank_that_looks_finds_what_only_another_one_is_missed_by(monkeypatch):
     """It looked for itself alone: the others waited for their timeout."""
+    monkeypatch.setattr(missing_ranks, "_TAKE_OVER_S", 1.0)
     ranks = Ranks(4)
     with ranks.at[3].inside("model.state_dict()", (2, 3)):
         ranks.at[3].publish()
@@ -301,7 +304,7 @@ def test_a_process_that_a_rank_has_started_does_not_come_for_it(monkeypatch):
 
 def test_one_rank_keeps_the_turn_where_a_look_takes_long():
     wait = MissingRanks(
-        Place("save", tuple(range(5000)), 1),
+        MeetingPlace("save", tuple(range(5000)), 1),
         Terms("save is needed", "Save."),
         Ranks(1).at[0],
         rank=0,
@@ -339,7 +342,7 @@ def test_many_ranks_have_one_look_and_fail_with_one_decision():
 
 def test_whoever_decides_first_decides_for_all():
     store = HashStore()
-    place = Place("save", (0, 1), 1)
+    place = MeetingPlace("save", (0, 1), 1)
     first, second = (Attendance(store, "run", place, rank) for rank in range(2))
     assert first.come()
     assert first.decision() is None
@@ -354,7 +357,7 @@ def test_whoever_decides_first_decides_for_all():
 
 def test_one_rank_takes_a_turn_while_it_asks():
     store = HashStore()
-    place = Place("save", (0, 1), 1)
+    place = MeetingPlace("save", (0, 1), 1)
     first, second = (Attendance(store, "run", place, rank) for rank in range(2))
     assert [first.takes_turn(), first.takes_turn(), second.takes_turn(), first.takes_turn()] == [
         *(True, True, False, True)
@@ -383,7 +386,7 @@ def test_sets_of_ranks_are_read_as_they_were(ranks):
 
 def test_notes_travel_as_text():
     note = Note(
-        place=Place("model.state_dict()", (0, 1), 3, name="an object", hint="Try."),
+        place=MeetingPlace("model.state_dict()", (0, 1), 3, name="an object", hint="Try."),
         joint=WAITING,
         counts=(((0, 1), 3), ((0, 1, 2, 3), 4)),
         seconds=2.5,

@@ -196,13 +196,13 @@ def test_ranks_with_different_secrets_all_end_at_once(environs, said, one_host):
 )
 def test_a_stranger_who_is_first_is_not_believed(key, value):
     """What it writes before a rank does is read by those that come: they end, with one line."""
-    server = loopback_tcp_store(timeout_s=3)
-    store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=3))
+    server = loopback_tcp_store(timeout_s=1)
+    store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=1))
     environ = {SECRET: "a" * 64}
     store.set(key, value)
     rank = 0 if key == "hello/1" else 1
     with pytest.raises((LaunchError, RuntimeError)) as caught:
-        begin_session(store, rank=rank, num_ranks=2, one_host=False, timeout_s=3, environ=environ)
+        begin_session(store, rank=rank, num_ranks=2, one_host=False, timeout_s=1, environ=environ)
     assert "\x1b" not in str(caught.value)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.catalogue import CONVOLUTIONAL, Layer, LayerChain, find_architecture
+from shardwright.catalogue import CHAINS, Layer, LayerChain, find_architecture
 from shardwright.costs import (
     BF16,
     Options,
@@ -41,7 +41,7 @@ def chain_of(*flops, parameters=1_000_000):
 
 
 def test_skips_of_the_u_net_cross_the_cuts_until_they_are_joined():
-    model = CONVOLUTIONAL["unet-3d"]
+    model = CHAINS["unet-3d"]
     crossing = {layer.name: layer.crossing for layer in model.layers}
     # The largest skip is made on the first level, and read behind the last "up".
     skip = 64 * 128 * 128 * 112
@@ -51,7 +51,7 @@ def test_skips_of_the_u_net_cross_the_cuts_until_they_are_joined():
 
 
 def test_resnet_50_is_as_published():
-    model = CONVOLUTIONAL["resnet-50"]
+    model = CHAINS["resnet-50"]
     assert model.num_parameters == 25_557_032
     assert model.flops / 2 == pytest.approx(4.09e9, rel=0.002)
     assert len([layer for layer in model.layers if layer.parameters]) == 54
@@ -59,7 +59,7 @@ def test_resnet_50_is_as_published():
 
 
 def test_the_3d_unet_is_as_published():
-    model = CONVOLUTIONAL["unet-3d"]
+    model = CHAINS["unet-3d"]
     assert model.num_parameters == 19_069_955
     # The last layer makes 44 x 44 x 28 positions of 3 channels.
     assert model.layers[-1].crossing == 44 * 44 * 28 * 3

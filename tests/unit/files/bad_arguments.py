@@ -27,6 +27,12 @@ BAD_ARGUMENTS = (
     ("run --grace 1e400 train.py", "'--grace'"),
     ("run --grace -1 train.py", "'--grace'"),
     ("run --max-restarts 99999999999999 train.py", "'--max-restarts'"),
+    # Degrees and plans for other ranks than are started.
+    ("run -n 2 --set tensor_parallel_degree=3 train.py", "tensor(3)"),
+    ("run -n 4 --set pipeline_parallel_degree=3 train.py", "pipeline(3)"),
+    ("run -n 2 --resume --fresh train.py", "--resume continues a run, and --fresh begins one"),
+    ("run -n 2 --name a --fresh train.py", "--name a names the run folder"),
+    ("run -n 2 --resume train.py", "no run of train.py in runs has a checkpoint to resume from"),
     # Names.
     ("run --name ESC train.py", "run_name is '\\x1b[31m'"),
     ("run --name a/b train.py", "run_name is 'a/b'"),
@@ -104,8 +110,8 @@ BAD_ARGUMENTS = (
     ('run --dry-run --mp-parameters {"a":DEEP train.py', "it is nested more than 64 deep"),
     ("run --dry-run --mp-parameters ddp_port=99999999,ddp=True train.py", "ddp_port is 99999999"),
     # Plans.
-    ("plan make m.py:build -n 99999999999", "'--world'"),
-    ("plan make m.py:build -n BIG", "'--world'"),
+    ("plan make m.py:build -n 99999999999", "'--num-ranks'"),
+    ("plan make m.py:build -n BIG", "'--num-ranks'"),
     ("plan make m.py:build -n 2 --verify 1000000000", "'--verify'"),
     ("plan make m.py:build -n 2 --verify 1 --trial-steps 1000000000", "'--trial-steps'"),
     ("plan make m.py:build -n 2 --set microbatches=200000", "microbatches is 200000"),
@@ -149,7 +155,7 @@ BAD_ARGUMENTS = (
     ("simulate plan.json --latency -1", "the factor of latency is -1"),
     ("simulate plan.json --schedule nothing", "there is no schedule 'nothing'"),
     ("simulate plan.json --trace device", "device cannot be written: it is a device"),
-    ("schedule show 1f1b --ranks 99999999999", "'--ranks'"),
+    ("schedule show 1f1b --ranks 99999999999", "'--num-ranks'"),
     ("schedule show 1f1b --microbatches 200000", "'--microbatches'"),
     ("schedule show 1f1b --ranks 1000 --microbatches 1000", "are 2000000 actions"),
     ("schedule show 1f1b --forward nan", "--forward is nan"),

@@ -22,7 +22,7 @@ from shardwright.launch.jobs.distribution import read_distribution
 from shardwright.launch.ranks.smp_parameters import check_smp_parameters, read_smp_parameters
 from shardwright.observe.report import gather
 from shardwright.observe.summary import summarize
-from shardwright.planner.profile_file import MeasuredProfile
+from shardwright.planner.chain.profile_file import MeasuredProfile
 from shardwright.profile import UnitCost
 from shardwright.schedule import build_schedule, read_torch_csv, write_torch_csv
 

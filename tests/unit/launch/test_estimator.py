@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from shardwright.errors import ConfigError, UsageError
-from shardwright.launch import Estimator, Kubernetes, Local, LocalCluster, PyTorch, Slurm
+from shardwright.launch import Estimator, Kubernetes, Local, LocalCluster, PyTorch, Slurm, TensorFlow
 from shardwright.launch.jobs.channels import read_channels
 from shardwright.launch.jobs.distribution import read_distribution
 from shardwright.launch.jobs.instances import gpus_of
@@ -76,6 +76,33 @@ def test_a_published_listing(script, tmp_path):
     assert "--device cpu train.py --epochs 3" in estimator.manifest()
     with pytest.raises(UsageError, match="model_data is known once"):
         _ = estimator.model_data
+
+
+def test_a_published_listing_for_tensorflow(script, tmp_path):
+    listing = {
+        "entry_point": script,
+        "role": "role",
+        "framework_version": "2.3.1",
+        "py_version": "py37",
+        "instance_type": "local",
+        "distribution": smp(4, microbatches=4, pipeline="interleaved", optimize="memory", horovod=True),
+    }
+    spec = spec_of(TensorFlow(**listing))
+    assert spec.processes_per_host == 4
+    assert spec.mp_parameters["horovod"] is True
+    assert spec.words[:2] == ("--model_dir", str(tmp_path / "runs/one/model"))
+    assert "--model_dir" not in spec_of(TensorFlow(**listing, model_dir=False)).words
+    assert spec_of(TensorFlow(**listing, model_dir="m")).words[1] == "m"
+    with pytest.raises(ConfigError, match="model_dir is True"):
+        TensorFlow(**listing, model_dir=True)
+
+
+def test_an_exported_folder_of_the_code_stays(script, monkeypatch):
+    """The estimator overwrote it."""
+    monkeypatch.setenv("SM_MODULE_DIR", "/opt/ml/code")
+    assert spec_of(Estimator(script)).variables()["SM_MODULE_DIR"] == "/opt/ml/code"
+    elsewhere = Estimator(script, engine=Slurm())
+    assert spec_of(elsewhere).variables()["SM_MODULE_DIR"] == str(spec_of(elsewhere).source_dir)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +173,7 @@ def test_exported_variables_of_mpi_options(script):
             "processes_per_host is 0, but it must be a whole",
         ),
         ({"torch_distribted": {"enabled": True}}, "Did you mean torch_distributed"),
-        ({"horovod": {"enabled": True}}, "which is for TensorFlow, or for Horovod"),
+        ({"horovod": {"enabled": True}}, "scripts that import Horovod are started by"),
         (["mpi"], "distribution is a list"),
         ({"mpi": {"enabled": True, "custom_mpi_options": "-x 'A"}}, "which no shell can read"),
         (

@@ -118,12 +118,9 @@ def test_values_of_the_settings_of_ddp():
     )
 
 
-def test_what_is_not_there_yet_is_refused_before_anything_starts():
-    """An estimator took them, and each rank refused them."""
-    assert "tensor_parallel_degree is 2, but tensor parallelism is not there yet" in problem(
-        ddp=True, tensor_parallel_degree=2
-    )
-    assert "horovod is True, but replicas are made without Horovod" in problem(horovod=True)
+def test_what_ranks_take_is_taken_before_anything_starts():
+    accepts(ddp=True, tensor_parallel_degree=2)
+    accepts(horovod=True)
 
 
 def test_ddp_and_horovod_exclude_each_other():
@@ -196,6 +193,10 @@ def test_ranks_that_cannot_be_divided():
         ConfigError, match=r"partitions is 4, but instance_count\(2\) \* processes_per_host\(3\) = 6 ranks"
     ):
         check_world({"pipeline_parallel_degree": 4}, num_hosts=2, processes_per_host=3)
+    three = {"partitions": 2, "tensor_parallel_degree": 2}
+    check_world(three, num_hosts=1, processes_per_host=8)
+    with pytest.raises(ConfigError, match="tensor_parallel_degree is 2, together 4, but"):
+        check_world(three, num_hosts=1, processes_per_host=2)
 
 
 def test_no_framework_is_imported():

@@ -112,3 +112,35 @@ def test_output_goes_on_into_the_log_when_the_console_is_gone(stage):
     stage.write("two\n")
     assert stage.log.getvalue() == b"one\ntwo\n"
     stage.shown_fd = os.open(os.devnull, os.O_RDONLY)
+
+
+@pytest.fixture
+def terminal(clock, monkeypatch):
+    """A tee whose console is a terminal of forty columns."""
+    monkeypatch.setattr(tee_module.os, "isatty", lambda fd: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    stage = Stage()
+    yield stage
+    stage.close()
+
+
+CLEAR = "\r\x1b[K"
+
+
+def test_a_line_that_is_updated_stays_one_on_a_terminal(terminal):
+    """Each state of a progress bar was a line of its own."""
+    terminal.write("step 1\r")
+    terminal.write("\x1b[Kstep 2\r")
+    assert terminal.shown() == f"{CLEAR}[rank 1] step 1\r{CLEAR}[rank 1] step 2\r"
+    terminal.write("\x1b[Kdone\n")
+    assert terminal.shown() == f"{CLEAR}[rank 1] done\n"
+
+
+def test_an_updated_line_is_no_wider_than_the_terminal(terminal):
+    terminal.write("x" * 100 + "\r")
+    assert terminal.shown() == f"{CLEAR}[rank 1] {'x' * 30}\r"
+
+
+def test_elsewhere_each_state_is_a_line(stage):
+    stage.write("10%\r20%\r\n")
+    assert stage.shown() == "[rank 1] 10%\n[rank 1] 20%\n"

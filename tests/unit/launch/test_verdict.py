@@ -85,7 +85,7 @@ def test_the_exit_code_is_that_of_the_first_cause_where_it_means_something(codes
         ("shardwright.errors.LaunchError: rank 0 of 2 could not join", 4),
         ("shardwright.errors.ShardwrightError: anything else", 5),
         ("shardwright.errors.UsageError", 2),
-        ("smdistributed.modelparallel.torch.exceptions.NotInitializedError: smp.init() was not called.", 2),
+        ("smdistributed.modelparallel.backend.exceptions.NotInitializedError: smp.init() was not called.", 2),
         ("smdistributed.modelparallel.torch.exceptions.NotThereYetError: tensor parallelism", 2),
         ("shardwright.checkpoint.manifest.NewerVersionError: format 2", 8),
         ("somebody.errors.InfeasiblePlanError: not ours", 5),
@@ -275,7 +275,7 @@ def test_what_a_rank_writes_below_its_error_is_not_the_error():
     error = traceback_of("train.py", error="ValueError: boom\nIt is the script's own error.")
     more = f"{error}\nstep 3 | loss nan | 164 samples/s"
     text = failure_report([ended(0, 1, error=error), ended(1, 1, 10.5, error=more)])
-    assert "rank 1, 500 ms later: exit code 1, with the same error; log" in text
+    assert "rank 1 failed 500 ms later with the same error; log" in text
     other = error.replace("boom", "bang")
     text = failure_report([ended(0, 1, error=error), ended(1, 1, 10.5, error=other)])
     assert "rank 1, 500 ms later: exit code 1 - ValueError: bang; log" in text
@@ -302,7 +302,7 @@ def test_a_rank_that_was_stopped_while_it_ended_on_its_own_error_is_the_cause():
 
 def test_the_same_error_is_not_told_twice_and_a_long_one_is_cut_visibly():
     exits = [ended(0, 1, error=BOOM), ended(1, 1, 10.5, error=BOOM)]
-    assert "rank 1, 500 ms later: exit code 1, with the same error; log" in failure_report(exits)
+    assert "rank 1 failed 500 ms later with the same error; log" in failure_report(exits)
     long = ended(1, 1, 10.5, error=traceback_of("train.py", error="ValueError: " + "x" * 200))
     assert f"{'x' * 148} ...; log" in failure_report([exits[0], long])
 
@@ -320,3 +320,29 @@ def test_a_rank_that_waited_for_one_that_was_done():
     report = failure_report([ended(0, 1, 10.5, error=PEER), ended(1, 0, 10.0)])
     assert "rank 1 ended with exit code 0 before. All ranks must run the same steps" in report
     assert "other hosts" not in report
+
+
+def test_a_rank_that_hangs_is_in_the_headline_and_not_the_one_that_waited():
+    error = traceback_of(
+        "train.py",
+        error="shardwright.errors.PeerTimeoutError: receiving from rank 1 failed: no answer within 300 s. It "
+        "hangs, or is at another place of the script; its log may tell.",
+    )
+    exits = [ended(0, 1, error=error), ended(1, -15, 10.5, signal_number=15)]
+    headline, *_ = failure_report(exits).splitlines()
+    assert headline == "rank 1 hangs: rank 0 waited for it in vain, and ended after 5.00 s: exit code 1"
+    assert exit_code(exits) == 6
+
+
+def test_ranks_that_wait_for_each_other_are_not_looked_for_on_other_hosts():
+    error = traceback_of(
+        "train.py",
+        error="shardwright.errors.PeerTimeoutError: rank 0 waits in torch.distributed.all_reduce (a.py:3) "
+        "for rank 1, which waits for rank 0: rank 1 is in the step function train. All ranks of a group make "
+        "the same collectives, in the same order.",
+    )
+    exits = [ended(0, 6, error=error), ended(1, -15, 10.5, signal_number=15)]
+    report = failure_report(exits)
+    assert report.startswith("rank 0 failed first, after 5.00 s: exit code 6\n")
+    assert "other hosts" not in report
+    assert exit_code(exits) == 6

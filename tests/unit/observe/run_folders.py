@@ -6,7 +6,7 @@ from pathlib import Path
 from observe.plans import measured_as
 from shardwright.observe import MetricsLog, StepRecord, chrome_trace
 from shardwright.plan import Plan
-from shardwright.planner.plan_replay import base_setting, play
+from shardwright.planner.explain.plan_replay import base_setting, play
 
 
 def run_folder(

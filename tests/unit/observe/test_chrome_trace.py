@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from observe.plans import measured_as, simulation
+from shardwright.cluster import Link
 from shardwright.errors import ScheduleError
 from shardwright.observe import MeasuredEvent, chrome_trace
 from shardwright.schedule import KINDS, Action, Edge, Kind, build_schedule, place_stages, simulate, unit_costs
@@ -244,3 +245,21 @@ def test_facts_are_kept_and_nothing_is_a_trace() -> None:
         "displayTimeUnit": "ms",
         "otherData": {"step": 3},
     }
+
+
+def test_copies_to_the_host_have_a_thread_beside_their_rank() -> None:
+    schedule = build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=3).with_host_copies({0})
+    predicted = simulate(schedule, unit_costs(2), host=Link(latency_s=0.5, bandwidth_Bps=1e9))
+    measured = [*measured_as(predicted), *(MeasuredEvent(*event) for event in predicted.host_copies)]
+    events = check_schema(chrome_trace(measured, simulation=predicted))
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names[0, 3] == "predicted, host copies"
+    assert names[0, 4] == "measured, host copies"
+    assert (1, 3) not in names  # the other rank copies nothing
+    for thread in (3, 4):
+        copies = slices(events, thread)
+        assert [copy["name"] for copy in copies][:2] == ["0OFFLOAD0", "0LOAD0"]
+        assert len(copies) == 6
+        assert {copy["cat"] for copy in copies} == {"offload", "load"}
+        assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in itertools.pairwise(copies))
+    assert not [e for e in slices(events, MEASURED) if e["cat"] in ("offload", "load")]

@@ -132,3 +132,10 @@ def test_goes_to_stderr_as_it_is_when_the_line_is_written(
     console.line("second")
     captured = capsys.readouterr()
     assert (captured.out, captured.err, elsewhere.getvalue()) == ("", "first\n", "second\n")
+
+
+def test_a_launcher_on_a_terminal_passes_colour_and_updates_on(plain: io.StringIO) -> None:
+    console = Console(stream=plain, environ={"SHARDWRIGHT_TERMINAL": "1"})
+    assert console.rewrite("step 1")
+    console.line("done")
+    assert plain.getvalue() == "\x1b[2mstep 1\x1b[0m\r\x1b[Kdone\n"

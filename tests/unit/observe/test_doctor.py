@@ -19,6 +19,16 @@ def test_facts(tmp_path):
     assert found.faults == ()
 
 
+def test_facts_for_programs_are_numbers(tmp_path):
+    found = examine({"OMP_NUM_THREADS": "1"}, folder=tmp_path)
+    document = found.document
+    assert document["run_folder_free_bytes"] > 0
+    assert document["cores"] >= document["usable_cores"] >= 1
+    assert document["memory_bytes"] > document["memory_available_bytes"] > 2**20
+    assert document["environment"] == {"OMP_NUM_THREADS": "1"}
+    assert document["versions"]["torch"] == found.facts["torch"]
+
+
 def test_secrets_are_not_shown(tmp_path):
     found = examine({"SM_API_KEY": "abc", "SHARDWRIGHT_TOKEN": "def"}, folder=tmp_path)
     assert "abc" not in str(found)

@@ -17,11 +17,18 @@ GIB, MIB = 2**30, 2**20
 class Run:
     """Feeds steps to a progress and keeps its lines."""
 
-    def __init__(self, *, log_interval: int = 1, world_size: int = 1, total_steps: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        log_interval: int | None = 1,
+        world_size: int = 1,
+        total_steps: int | None = None,
+        **environ: str,
+    ) -> None:
         self.stream = io.StringIO()
         self.now = 1000.0
         self.progress = Progress(
-            Console(stream=self.stream, environ={}),
+            Console(stream=self.stream, environ=environ),
             log_interval=log_interval,
             world_size=world_size,
             total_steps=total_steps,
@@ -166,3 +173,20 @@ def test_losses_are_short_and_true(loss: float) -> None:
         assert text == "nan"
     else:
         assert float(text) == pytest.approx(loss, rel=5e-2, abs=1e-300)
+
+
+def test_without_an_interval_a_line_comes_each_ten_seconds() -> None:
+    run = Run(log_interval=None)
+    for step in range(1, 26):
+        run.step(step)
+    run.progress.flush()
+    assert [line.split(" |")[0] for line in run.lines] == ["step 1", "step 11", "step 21", "step 25"]
+
+
+def test_on_a_terminal_one_line_is_updated() -> None:
+    run = Run(log_interval=None, SHARDWRIGHT_TERMINAL="1", NO_COLOR="1")
+    for step in range(1, 8):
+        run.step(step, 0.25)
+    run.progress.flush()
+    rate = " | 32.0 samples/s"
+    assert run.stream.getvalue() == (f"step 1{rate}\nstep 3{rate}\r\x1b[Kstep 5{rate}\r\x1b[Kstep 7{rate}\r")

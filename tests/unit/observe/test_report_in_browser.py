@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from planned import planned
 
+from choices import in_sweep
 from observe.run_folders import run_folder
 from shardwright.observe.report import write_report
 
@@ -107,7 +108,7 @@ def test_its_figures_are_those_of_the_plan(browser: Any, report: Path) -> None:
     assert sorted(lanes) == sorted(["rank 0", "rank 1", "rank 2"] * 2)
 
 
-@pytest.mark.parametrize("ranks", [3, 512])
+@pytest.mark.parametrize("ranks", [in_sweep(3), 512])
 def test_a_phone_scrolls_down_only(browser: Any, tmp_path: Path, ranks: int) -> None:
     folder = run_folder(tmp_path / "run", planned(ranks=ranks, microbatches=2, unit=EVIL), trace=ranks < 10)
     show(browser, write_report(folder, folder / "report.html"), phone=True)

@@ -4,8 +4,8 @@ import pytest
 from graphs import GraphBuilder, chain_graph, profile_of
 
 from shardwright.errors import PlanError
-from shardwright.planner.chain import Chain, Flow
-from shardwright.planner.model_chain import build_chain
+from shardwright.planner.chain.chain import Chain, Flow
+from shardwright.planner.chain.model_chain import build_chain
 from shardwright.profile import Profile
 
 PROFILE = profile_of()
@@ -25,10 +25,10 @@ def residual_graph(*, output_bytes: int = 40) -> GraphBuilder:
 def test_costs_follow_the_calls() -> None:
     chain = build_chain(chain_graph(2), PROFILE)
     assert chain.labels == ("embed", "h.0", "h.1", "head")
-    assert chain.forward_s.tolist() == [0.5, 1.0, 1.0, 0.5]
-    assert chain.backward_s.tolist() == [1.0, 2.0, 2.0, 1.0]
-    assert chain.weight_s.tolist() == chain.input_s.tolist() == [0.5, 1.0, 1.0, 0.5]
-    assert chain.kept_bytes.tolist() == [40.0] * 4
+    assert chain.column("forward_s").tolist() == [0.5, 1.0, 1.0, 0.5]
+    assert chain.column("backward_s").tolist() == [1.0, 2.0, 2.0, 1.0]
+    assert chain.column("weight_s").tolist() == chain.column("input_s").tolist() == [0.5, 1.0, 1.0, 0.5]
+    assert chain.column("kept_bytes").tolist() == [40.0] * 4
     assert chain.starts == (0, 1, 2, 3, 4)
     assert chain.provenance == "measured"
 
@@ -41,7 +41,7 @@ def test_glue_belongs_to_its_latest_input() -> None:
         Flow(source=0, targets=(1,), num_bytes=40, gradient_bytes=40, gradient_targets=(1,)),
         Flow(source=1, targets=(2,), num_bytes=40, gradient_bytes=40, gradient_targets=(2,)),
     )
-    assert chain.glue_bytes.tolist() == [0.0, 8.0, 0.0]
+    assert chain.column("glue_bytes").tolist() == [0.0, 8.0, 0.0]
 
 
 def test_glue_adds_its_time_and_is_never_recomputed() -> None:
@@ -52,11 +52,15 @@ def test_glue_adds_its_time_and_is_never_recomputed() -> None:
         builder.graph(loss=builder.op("loss", [logits], output_bytes=4)),
         profile_of({"block": (1.0, 2.0), "linear": (0.25, 0.5)}),
     )
-    assert (chain.forward_s[0], chain.backward_s[0], chain.weight_s[0]) == (1.25, 2.5, 1.0)
-    assert chain.input_s[0] == 1.5
-    assert chain.recompute_s[0] == 1.0
+    assert (chain.column("forward_s")[0], chain.column("backward_s")[0], chain.column("weight_s")[0]) == (
+        1.25,
+        2.5,
+        1.0,
+    )
+    assert chain.column("input_s")[0] == 1.5
+    assert chain.column("recompute_s")[0] == 1.0
     # The gradients of the logits and of their input are there at once.
-    assert chain.work_bytes[0] == 840
+    assert chain.column("work_bytes")[0] == 840
 
 
 def test_a_value_read_by_several_calls() -> None:
@@ -106,7 +110,7 @@ def test_what_rests_on_parameters_alone_lives_with_its_first_reader() -> None:
     c = builder.unit("c", [b, positions])
     chain = build_chain(builder.graph(loss=builder.op("loss", [c])), PROFILE)
     assert [(flow.source, flow.targets) for flow in chain.flows] == [(1, (2,)), (0, (1,)), (1, (2,))]
-    assert chain.glue_bytes.tolist() == [0.0, 4.0, 0.0]
+    assert chain.column("glue_bytes").tolist() == [0.0, 4.0, 0.0]
     assert [(use.name, use.calls) for use in chain.parameters] == [("positions", (1,))]
 
 

@@ -5,14 +5,15 @@ from graphs import chain_graph, profile_of
 
 from planner.machines import machines
 from shardwright.mesh import Mesh
-from shardwright.planner.fabric import Fabric
-from shardwright.planner.layout import Layout
-from shardwright.planner.model_chain import build_chain
+from shardwright.planner.chain.model_chain import build_chain
+from shardwright.planner.machines.fabric import Fabric, ReplicaSeconds
+from shardwright.planner.memory.sharing import Sharing
+from shardwright.planner.partition.layout import Layout
 
 
 def layout(cuts: tuple[int, ...], ranks: tuple[int, ...], *, tied: bool) -> Layout:
     chain = build_chain(chain_graph(2, tied=tied), profile_of())
-    return Layout(chain=chain, cuts=cuts, ranks=ranks, recompute=chain.forward_s < 0)
+    return Layout(chain=chain, cuts=cuts, ranks=ranks, recompute=chain.column("forward_s") < 0)
 
 
 def test_links_follow_the_placement() -> None:
@@ -101,3 +102,20 @@ def test_sums_of_several_pipeline_ranks_share_the_link_between_hosts() -> None:
     both = layout((0, 2, 4), (0, 1), tied=False)
     apart = max(size for size, _ in both.trained_bytes())
     assert fabric.replica_seconds(both).total_s == pytest.approx(2 * fabric.all_reduce_seconds(apart, (0, 2)))
+
+
+def test_the_shards_of_a_host_share_its_link_to_others() -> None:
+    """Each of two ranks of a host sums its half of the gradients with the other host, at the same time."""
+    cluster = machines(ranks_per_node=2, inter=(0.0, 1e8), intra=(0.0, 1e18))
+    fabric = Fabric(cluster, Mesh.of(world_size=4, data=4, shard=2))
+    chain = Sharing(degree=2, on_host=2).applied(build_chain(chain_graph(2), profile_of()))
+    whole = Layout(chain=chain, cuts=(0, 4), ranks=(0,), recompute=chain.column("forward_s") < 0)
+    ((apart, shared),) = whole.trained_bytes()
+    assert apart == 0
+    one_alone_s = fabric.all_reduce_seconds(shared / 2, (0, 2))
+    assert fabric.replica_seconds(whole).total_s == pytest.approx(2 * one_alone_s)
+
+
+def test_no_time_is_hidden_where_all_of_it_is_exposed_but_for_rounding() -> None:
+    """A plan file refuses seconds below 0."""
+    assert ReplicaSeconds(total_s=0.3, exposed_s=0.1 + 0.2, window_s=0.0).hidden_s == 0.0

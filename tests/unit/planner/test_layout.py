@@ -10,12 +10,20 @@ from hypothesis import strategies as st
 
 from planner.test_tables import PROFILE, graphs
 from shardwright.model_graph import ModelGraph
-from shardwright.planner.layout import Layout
-from shardwright.planner.memory import in_flight, messages, rank_memory, scheduled_work_bytes, work_bytes
-from shardwright.planner.model_chain import build_chain
-from shardwright.planner.recompute import choose_recompute
+from shardwright.planner.chain.model_chain import build_chain
+from shardwright.planner.memory.keeping import KeepingPolicy, choose_keeping
+from shardwright.planner.memory.rank_memory import (
+    in_flight,
+    messages,
+    rank_memory,
+    scheduled_work_bytes,
+    work_bytes,
+)
+from shardwright.planner.partition.layout import Layout
 from shardwright.profile import Profile, UnitCost
 from shardwright.schedule import Action, Edge, Kind, Schedule, build_schedule
+
+REPEATS = KeepingPolicy()
 
 
 def lay_out(
@@ -213,7 +221,7 @@ def test_recomputation_is_enough_and_nothing_of_it_is_idle(
     num_calls = len(rows) + 2
     cuts = (0, min(cut, num_calls - 1), num_calls)
     layout = lay_out(chain_graph(len(rows), classes=classes), cuts, (0, 1), recompute_profile(rows))
-    chosen = choose_recompute(layout, in_flight=flights, limit_bytes=limit)
+    chosen = choose_keeping(layout, in_flight=flights, limit_bytes=limit, policy=REPEATS)
     for rank in range(2):
         calls = list(layout.calls(rank))
         picked = [call for call in calls if chosen.recompute[call]]
@@ -233,13 +241,19 @@ def test_recomputation_takes_the_cheapest_bytes() -> None:
     layout = lay_out(chain_graph(3, classes=["c0", "c1", "c2"]), (0, 5), (0,), profile)
     # States take 8000 bytes, four microbatches 12120, the gradients around a unit 80. When the third unit is
     # recomputed, the 1010 bytes of the fourth are gone: nothing is added.
-    chosen = choose_recompute(layout, in_flight=[4], limit_bytes=8000 + 12120 + 80 - 4000)
+    chosen = choose_keeping(
+        layout, in_flight=[4], limit_bytes=8000 + 12120 + 80 - 4000, policy=KeepingPolicy()
+    )
     assert chosen.recompute.tolist() == [False, False, True, False, False]
-    chosen = choose_recompute(layout, in_flight=[4], limit_bytes=8000 + 12120 + 80 - 4001)
+    chosen = choose_keeping(
+        layout, in_flight=[4], limit_bytes=8000 + 12120 + 80 - 4001, policy=KeepingPolicy()
+    )
     assert chosen.recompute.tolist() == [False, False, True, True, False]
 
 
 def test_nothing_is_recomputed_without_need() -> None:
     layout = lay_out(chain_graph(2), (0, 4), (0,))
-    assert not choose_recompute(layout, in_flight=[4], limit_bytes=0).recompute.any()
-    assert not choose_recompute(layout, in_flight=[4], limit_bytes=10**9).recompute.any()
+    assert not choose_keeping(layout, in_flight=[4], limit_bytes=0, policy=REPEATS).recompute.any()
+    assert not choose_keeping(
+        layout, in_flight=[4], limit_bytes=10**9, policy=KeepingPolicy()
+    ).recompute.any()

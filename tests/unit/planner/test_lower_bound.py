@@ -15,8 +15,8 @@ from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan
 from shardwright.planner import build_chain, make_plan
-from shardwright.planner.fabric import Fabric
-from shardwright.planner.option import Demands, Draft, Workload
+from shardwright.planner.machines.fabric import Fabric
+from shardwright.planner.search.option import Demands, Draft, Workload
 from shardwright.profile import Profile
 from shardwright.schedule import KINDS, place_stages
 

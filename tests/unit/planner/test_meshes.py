@@ -79,7 +79,7 @@ def test_grids_that_cannot_be_planned_are_counted():
 
     best = best_of_meshes(meshes(4, Config()), make)
     assert best.mesh.pipeline == 4
-    assert "(5 more cannot be planned, or do not fit)" in best.why[-1]
+    assert "(5 cannot be planned, or do not fit)" in best.why[-1]
 
 
 def test_no_grid_can_be_planned():

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from planner.machines import machines
 from shardwright.mesh import Mesh
-from shardwright.planner.fabric import Fabric
-from shardwright.planner.layout import Layout
-from shardwright.planner.model_chain import build_chain
-from shardwright.planner.overlap import Moment, exposed_after, exposed_before, moments_of
+from shardwright.planner.chain.model_chain import build_chain
+from shardwright.planner.machines.fabric import Fabric
+from shardwright.planner.machines.overlap import Moment, exposed_after, exposed_before, moments_of
+from shardwright.planner.partition.layout import Layout
 
 MIB = 2**20
 
@@ -60,18 +60,18 @@ def test_faster_links_never_expose_more(exposed, found, some_s, more_s) -> None:
 def test_moments_follow_the_calls() -> None:
     whole = layout((0, 6), (0,))
     (found,) = moments_of(whole, splits=False)
-    backward = whole.chain.backward_s
+    backward = whole.chain.column("backward_s")
     first_of = [min(use.calls) for use in whole.chain.parameters if use.trained]
     assert [m.seconds for m in found.gradients] == pytest.approx([sum(backward[:call]) for call in first_of])
     (split,) = moments_of(whole, splits=True)
-    weights = whole.chain.weight_s
+    weights = whole.chain.column("weight_s")
     assert [m.seconds for m in split.gradients] == pytest.approx([sum(weights[:call]) for call in first_of])
 
 
 def test_other_stages_of_a_rank_end_before_its_lowest() -> None:
     folded = layout((0, 1, 5, 6), (0, 1, 0))
     first, _ = moments_of(folded, splits=False)
-    last_s = float(folded.chain.backward_s[0])
+    last_s = float(folded.chain.column("backward_s")[0])
     assert sorted(m.seconds for m in first.gradients) == pytest.approx([0.0, last_s])
 
 

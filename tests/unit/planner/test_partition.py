@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from shardwright.cluster import Link
 from shardwright.costs.partition import split
 from shardwright.errors import PlanError
-from shardwright.planner.model_chain import build_chain
-from shardwright.planner.objective import build_objective
-from shardwright.planner.partition import improve, manual_stages
-from shardwright.planner.tables import Floats, build_tables
+from shardwright.planner.chain.model_chain import build_chain
+from shardwright.planner.partition.cuts import improve, manual_stages
+from shardwright.planner.partition.objective import build_objective
+from shardwright.planner.partition.tables import Floats, build_tables
 
 
 def additive(costs: list[float]) -> Floats:

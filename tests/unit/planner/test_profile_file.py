@@ -1,13 +1,15 @@
 """Measured costs, as a file."""
 
 import json
+from dataclasses import fields
 
 import pytest
 
 from shardwright.cluster import Cluster, Device, Link
 from shardwright.errors import ConfigError
-from shardwright.planner.profile_file import MeasuredProfile
-from shardwright.profile import UnitCost
+from shardwright.plan import CostRecord
+from shardwright.planner.chain.profile_file import MeasuredProfile, _Cost
+from shardwright.profile import Cost, UnitCost
 
 
 @pytest.fixture
@@ -34,6 +36,11 @@ def test_what_is_written_is_read(profile, tmp_path):
         ({"format": "shardwright-prices"}, "format"),
         ({"costs": {"Linear-1": {"forward_s": -1, "backward_s": 1}}}, r"costs.Linear-1.forward_s is -1"),
         ({"costs": {"Linear-1": {"forward_s": "NaN", "backward_s": 1}}}, "costs.Linear-1.forward_s"),
+        (
+            {"costs": {"Linear-1": {"forward_s": 1e7, "backward_s": 1}}},
+            "forward_s is 10000000.0.* at most 1000000",
+        ),
+        ({"costs": {"Linear-1": {"forward_s": 1, "backward_s": 1, "work_bytes": 2**61}}}, "work_bytes is"),
         ({"num_ranks": 0}, "num_ranks is 0"),
         ({"more": 1}, "more is not a field"),
     ],
@@ -54,3 +61,9 @@ def test_a_file_that_is_cut_off_or_missing(profile, tmp_path):
     for name in ("cut.json", "bytes.json", "none.json", "."):
         with pytest.raises(ConfigError, match="profile"):
             MeasuredProfile.read(tmp_path / name)
+
+
+def test_files_have_all_that_costs_have():
+    """A field of a cost that a file lacks would be lost on the way."""
+    assert {field.name for field in fields(Cost)} == set(CostRecord.model_fields)
+    assert {field.name for field in fields(UnitCost)} == set(_Cost.model_fields)

@@ -10,14 +10,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from planner.machines import machines
-from shardwright.cluster import Cluster
+from shardwright.cluster import Cluster, Link
 from shardwright.config import Config
 from shardwright.errors import InfeasiblePlanError, PlanError
 from shardwright.mesh import Mesh
 from shardwright.plan import Plan
-from shardwright.planner import Candidates, build_chain, make_plan, microbatch_counts, option
-from shardwright.planner.fabric import Fabric
-from shardwright.planner.option import Demands, Workload
+from shardwright.planner import Candidates, build_chain, make_plan, microbatch_counts
+from shardwright.planner.machines.fabric import Fabric
+from shardwright.planner.search import option
+from shardwright.planner.search.option import Demands, Workload
 from shardwright.schedule import Schedule, Simulation, simulate
 
 BLOCKS = 6
@@ -379,6 +380,24 @@ def test_infeasible_says_what_is_missing_and_what_would_help() -> None:
     assert "set microbatches to " in text
     assert "set pipeline_parallel_degree to " in text
     assert "More memory: " in text
+
+
+def test_infeasible_names_offload_where_it_would_do() -> None:
+    options, pins = candidates(4, blocks=24), {"activation_checkpointing": "none", "pipeline": "1f1b"}
+    pins |= {
+        "activation_loading_horizon": 1,
+        "cluster": replace(machines(), host=Link(latency_s=0.0, bandwidth_Bps=1e9)),
+    }
+    free = plan(options, 2, **pins)
+    assert free.prediction is not None
+    pins["memory_limit"] = int(0.7 * max(each.peak for each in free.prediction.memory))
+    with pytest.raises(InfeasiblePlanError, match='set offload_activations to "auto"'):
+        plan(options, 2, **pins)
+    assert any(stage.offload for stage in plan(options, 2, **pins, offload_activations="auto").stages)
+    pins["memory_limit"] = 100
+    with pytest.raises(InfeasiblePlanError) as caught:
+        plan(options, 2, **pins)
+    assert "offload" not in str(caught.value)
 
 
 @pytest.mark.parametrize("remedy", ["microbatches", "pipeline_parallel_degree", "memory"])

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.model_graph import ModelGraph
-from shardwright.planner.chain import Chain
-from shardwright.planner.model_chain import build_chain
-from shardwright.planner.tables import build_tables
+from shardwright.planner.chain.chain import Chain
+from shardwright.planner.chain.model_chain import build_chain
+from shardwright.planner.partition.tables import build_tables
 
 CLASSES = {"x": (1.0, 2.0), "y": (0.25, 0.75), "z": (3.0, 4.0)}
 PROFILE = profile_of(CLASSES)
@@ -68,15 +68,15 @@ def test_every_entry(graph: ModelGraph) -> None:
             inside = range(chain.starts[i], chain.starts[j])
             part = slice(inside.start, inside.stop)
             held = [use for use in chain.parameters if any(call in inside for call in use.calls)]
-            free = chain.saved_bytes - chain.kept_bytes
-            assert tables.forward_s[i, j] == chain.forward_s[part].sum()
-            assert tables.backward_s[i, j] == chain.backward_s[part].sum()
-            assert tables.recompute_s[i, j] == chain.recompute_s[part].sum()
-            kept = (chain.saved_bytes + chain.glue_bytes)[part].sum()
+            free = chain.column("saved_bytes") - chain.column("kept_bytes")
+            compute_s = chain.column("forward_s") + chain.column("backward_s")
+            assert tables.compute_s[i, j] == compute_s[part].sum()
+            assert tables.recompute_s[i, j] == chain.column("recompute_s")[part].sum()
+            kept = (chain.column("saved_bytes") + chain.column("glue_bytes"))[part].sum()
             assert tables.saved_bytes[i, j] == kept + sent(chain, inside)[1]
             assert tables.recomputable_bytes[i, j] == free[part].sum()
-            assert tables.work_bytes[i, j] == chain.work_bytes[part].max()
-            assert tables.recomputed_bytes[i, j] == (free + chain.work_bytes)[part].max()
+            assert tables.work_bytes[i, j] == chain.column("work_bytes")[part].max()
+            assert tables.recomputed_bytes[i, j] == (free + chain.column("work_bytes"))[part].max()
             assert tables.parameter_bytes[i, j] == sum(use.num_bytes for use in held)
             trained = sum(use.num_bytes for use in held if use.trained)
             assert tables.gradient_bytes[i, j] == tables.optimized_bytes[i, j] == trained
@@ -88,5 +88,5 @@ def test_one_call() -> None:
     builder = GraphBuilder()
     tables = build_tables(build_chain(builder.graph(loss=builder.unit("a", cost_class="x")), PROFILE))
     assert tables.num_atoms == 1
-    assert tables.forward_s[0, 1] == 1.0
+    assert tables.compute_s[0, 1] == 3.0
     assert np.all(tables.send_bytes == 0)

@@ -60,6 +60,7 @@ class NumberStage:
         self.values, self.gradients = kept
         self.read, self.gradient_of_output = {}, {}
         self.weight, self.gradient, self.last = WEIGHTS[number], 0.0, []
+        self.away, self.copies = {}, []
 
     def forward(self, m):
         self.read[m] = self._from(m, self.number - 1) if self.number else self.batch[m]
@@ -78,6 +79,14 @@ class NumberStage:
     def backward_weight(self, m, *, is_last):
         self.gradient += self.gradient_of_output.pop(m) * self.read.pop(m)
         self.last.append(is_last)
+
+    def offload(self, m):
+        self.away[m] = self.read.pop(m)
+        self.copies.append((Kind.OFFLOAD, m))
+
+    def load(self, m):
+        self.read[m] = self.away.pop(m)
+        self.copies.append((Kind.LOAD, m))
 
     def to_send(self, m, crossing):
         return self.values.pop((crossing.value, m))
@@ -150,3 +159,22 @@ def test_the_loop_walks_the_rows_alone():
     stages, rows = run_on_threads(schedule, [1.0])
     assert all(stage.gradient == 0 for stage in stages.values())
     assert {event[0].kind for row in rows.values() for event in row.events} == {Kind.FORWARD}
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "gpipe", "zb_h1"])
+def test_what_is_offloaded_is_loaded_before_its_backward(kind):
+    """A stage whose inputs are away would fail in its backward."""
+    batch = [1.0, 2.0, 3.0, 4.0]
+    plain = build_schedule(kind, stage_ranks=(0, 1, 2, 3), num_microbatches=len(batch))
+    schedule = lower(plain.with_host_copies({0, 2}), chain_edges(len(WEIGHTS)))
+    stages, rows = run_on_threads(schedule, batch)
+    product = 2.0 * 3.0 * 5.0 * 7.0
+    for number, weight in enumerate(WEIGHTS):
+        assert stages[number].gradient == sum(batch) * product / weight
+        assert stages[number].copies == [
+            (action.kind, action.microbatch)
+            for action in schedule.actions[number]
+            if action.kind in (Kind.OFFLOAD, Kind.LOAD)
+        ]
+        assert len(stages[number].copies) == (8 if number in (0, 2) else 0)
+    assert all(event[0].is_compute for row in rows.values() for event in row.events)

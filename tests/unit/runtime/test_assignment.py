@@ -55,11 +55,15 @@ def crossing(num_bytes, *, has_gradient):
     return Crossing(0, 0, 1, TensorSpec((), "float32", num_bytes), has_gradient)
 
 
-def program(stage_ranks=(0, 1), state=(), crossings=()):
+def program(stage_ranks=(0, 1), state=(), crossings=(), offloads=()):
     crossings = dict(crossings)
     gradients = gradients_of(crossings)
     return SimpleNamespace(
-        stage_ranks=stage_ranks, state=dict(state), crossings=crossings, gradients=gradients
+        stage_ranks=stage_ranks,
+        state=dict(state),
+        crossings=crossings,
+        gradients=gradients,
+        offloads=frozenset(offloads),
     )
 
 
@@ -98,3 +102,13 @@ def test_schedules_of_a_plan_are_made_once_for_each_kind_of_batch():
     assert Kind.SEND_B not in {action.kind for row in one_way.actions for action in row}
     assert not schedules.of_batch([frozen] * 2, trains=False).has_backward
     assert schedules.of_batch([trained] * 3, trains=True).num_microbatches == 3
+
+
+def test_stages_that_offload_have_copies_in_the_schedule():
+    schedules = BatchSchedules(SchedulePlan(kind="1f1b", microbatches=2), None)
+    plain, offloads = program(), program(offloads=(0,))
+    found = schedules.of_batch([plain, offloads], trains=True)  # microbatches may take different paths
+    assert [str(a) for a in found.actions[0] if a.kind is Kind.OFFLOAD] == ["0OFFLOAD0", "0OFFLOAD1"]
+    assert Kind.OFFLOAD not in {action.kind for action in found.actions[1]}
+    assert not schedules.of_batch([plain, plain], trains=True).has_host_copies
+    assert not schedules.of_batch([offloads, offloads], trains=False).has_host_copies

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from shardwright.cluster import Link
 from shardwright.errors import ScheduleError
-from shardwright.runtime.action_loop import check_runnable
 from shardwright.schedule import (
     KINDS,
     Action,
@@ -129,11 +128,18 @@ def test_the_file_form_has_them():
         assert parse_torch_csv(text, source=form.kind) == form
 
 
-def test_the_runtime_refuses_them():
-    plain = build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=2)
-    check_runnable(lower(plain))
-    with pytest.raises(ScheduleError, match=r"'1f1b' has 1OFFLOAD0, a copy .* is simulated, but not run"):
-        check_runnable(lower(offloaded(plain, {(1, 0)})))
+def test_where_copies_stand():
+    """Behind the forward, and one compute action before the backward; of stage 1 there is none in between."""
+    schedule = build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=3)
+    assert str(schedule.with_host_copies({0, 1})).splitlines() == [
+        "rank 0 | 0F0 0OFFLOAD0 0LOAD0 0F1 0OFFLOAD1 0B0 0LOAD1 0F2 0OFFLOAD2 0LOAD2 0B1 0B2",
+        "rank 1 | 1F0 1OFFLOAD0 1LOAD0 1B0 1F1 1OFFLOAD1 1LOAD1 1B1 1F2 1OFFLOAD2 1LOAD2 1B2",
+    ]
+
+
+def test_a_schedule_that_only_runs_forward_copies_nothing():
+    schedule = build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=3, forward_only=True)
+    assert schedule.with_host_copies({0, 1}) is schedule
 
 
 @st.composite
@@ -167,3 +173,59 @@ def test_any_activations_may_be_copied_in_any_schedule(case, shares_cores):
     lowered = simulate(lower(copied), costs, host=Link(latency_s=0.0, bandwidth_Bps=5.0))
     direct = simulate(copied, costs, host=Link(latency_s=0.0, bandwidth_Bps=5.0))
     assert lowered.step_s == pytest.approx(direct.step_s)
+
+
+UNITS = StageCost(10.0, 20.0, saved_bytes=7, offload_bytes=100, window_bytes=30, tail_bytes=20)
+"""Ten units of ten bytes, of which three are there at once, and two leave behind the forward."""
+
+
+def test_units_leave_during_the_forward_and_come_back_during_the_backward():
+    """80 bytes beside each; the last two units stay, as the backward follows."""
+    schedule = alone("0F0,0B0").with_host_copies({0})
+    fast = simulate(schedule, [UNITS], host=Link(latency_s=0.0, bandwidth_Bps=10.0))
+    assert [(e.start_s, e.end_s) for e in fast.events] == [(0, 10), (10, 30)]
+    assert fast.host_copies == ()
+    assert fast.peak_bytes == (37,)
+    slow = simulate(schedule, [UNITS], host=Link(latency_s=0.0, bandwidth_Bps=2.0))
+    assert [(e.start_s, e.end_s) for e in slow.events] == [(0, 40), (40, 80)]
+    assert simulate(schedule, [UNITS], cores=1, host=Link(latency_s=0.0, bandwidth_Bps=2.0)).step_s == 80
+    assert simulate(schedule, [UNITS]).step_s == 30
+
+
+def test_the_channel_is_busy_for_every_byte_once():
+    """GPipe: a forward's copies wait for the last units of the one before; then the loads for them all."""
+    schedule = alone("0F0,0F1,0B0,0B1").with_host_copies({0})
+    assert str(schedule) == "rank 0 | 0F0 0OFFLOAD0 0LOAD0 0F1 0OFFLOAD1 0LOAD1 0B0 0B1"
+    schedule = alone("0F0,0F1,0F2,0B0,0B1,0B2").with_host_copies({0})
+    link = Link(latency_s=0.0, bandwidth_Bps=2.0)
+    for cores in ({}, {"cores": 1}):
+        found = simulate(schedule, [UNITS], host=link, **cores)
+        # Each of three microbatches moves 100 bytes out and in, at 2 a second, but for tails that stay.
+        stayed = 2 * 3 - len(found.host_copies)
+        assert found.step_s == pytest.approx((3 * 2 * 100 - 20 * stayed) / 2)
+    assert found.peak_bytes == (3 * 7 + 30 + 20,)
+
+
+def test_cores_that_copy_compute_later():
+    schedule = alone("0F0,0B0").with_host_copies({0})
+    link = Link(latency_s=0.0, bandwidth_Bps=100.0, occupancy=0.5)
+    assert simulate(schedule, [UNITS], host=link).step_s == pytest.approx(30 + 2 * 0.5)
+
+
+@given(schedules(), st.booleans(), st.integers(0, 40))
+def test_copies_of_units_delay_but_never_stop_a_schedule(case, shares_cores, bandwidth):
+    schedule, _ = case
+    copied = schedule.with_host_copies(range(0, schedule.num_stages, 2))
+    validate(copied)
+    cores = {"cores": 1} if shares_cores else {}
+    cost = StageCost(
+        1.0, 2.0, 1.0, saved_bytes=2, weight_bytes=9, offload_bytes=40, window_bytes=8, tail_bytes=4
+    )
+    costs = [cost] * schedule.num_stages
+    plain = simulate(schedule, costs, **cores)
+    slow = simulate(copied, costs, host=Link(latency_s=0.0, bandwidth_Bps=bandwidth + 0.5), **cores)
+    assert slow.step_s >= plain.step_s - 1e-9
+    free = simulate(copied, costs, **cores)
+    assert free.step_s == pytest.approx(plain.step_s)
+    lowered = simulate(lower(copied), costs, host=Link(latency_s=0.0, bandwidth_Bps=bandwidth + 0.5), **cores)
+    assert lowered.step_s == pytest.approx(slow.step_s)

@@ -53,7 +53,7 @@ def test_a_traced_transformer_costs_about_what_its_closed_form_says():
     transformers = pytest.importorskip("transformers")
     import torch
 
-    from shardwright.topology.traced_chain import chain_of
+    from shardwright.planner.chain.layers import chain_of
     from shardwright.torch.units.dry_run import trace_model
 
     config = transformers.GPT2Config(

@@ -45,14 +45,16 @@ def test_a_plan_chooses_what_is_not_pinned():
 
 
 def test_what_this_version_does_not_run_is_said():
-    large = find_architecture("gpt-neox-13b")
-    answer = answer_of(model=large, only_what_runs=False, pins={"tensor": 8})
-    with pytest.raises(PlanError, match="needs tensor parallelism, which this version does not run yet"):
+    machines, pins = parse_inventory("p4d.24xlarge*8"), {"tensor": 4, "context": 2, "sharded": 0}
+    model = find_architecture("gpt-neox-13b")
+    answer = answer_of(model=model, machines=machines, only_what_runs=False, pins=pins)
+    missing = "needs tensor and context parallelism together, which this version does not run yet"
+    with pytest.raises(PlanError, match=missing):
         best_plan(answer, lambda samples, settings: planned())
     runs = answer_of()
     mixed = replace(runs, best=answer.best, alternatives=(runs.best,))
     plan = best_plan(mixed, lambda samples, settings: planned())
-    assert "needs tensor parallelism, which this version does not run yet. Searched:" in plan.why[-1]
+    assert f"{missing}. Searched:" in plan.why[-1]
 
 
 def test_ways_that_cannot_be_planned_are_passed_over():

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from math import prod
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from shardwright.topology.least_recomputation import with_least_recomputation
 from shardwright.topology.pricing import fits, seconds_of
 from shardwright.topology.space import all_ways
 
-TIE = 1.02 * (1 + 1e-9)
+TIE = 1.05 * (1 + 1e-9)
 
 
 def small_model(layers=6, experts=1):
@@ -232,7 +233,21 @@ def test_pins_are_kept_and_what_runs_is_enough():
     best = search(replace(task, only_what_runs=True)).best
     assert best.not_run_yet == []
     assert best.options.sharded in (Sharded.NOTHING, Sharded.OPTIMIZER, Sharded.PARAMETERS)
-    assert best.settings["data_parallel_degree"] * best.settings["pipeline_parallel_degree"] == 16
+    names = ("data", "pipeline", "tensor", "context")
+    assert prod(best.settings.get(f"{name}_parallel_degree", 1) for name in names) == 16
+
+
+def test_layers_and_sequences_are_divided_by_settings():
+    task = Task(model=find_architecture("llama3-8b"), machines=parse_inventory("dgx-a100-80gb*2"), batch=64)
+    layers = search(replace(task, only_what_runs=True, pins={"tensor": 4})).best
+    assert layers.not_run_yet == []
+    assert layers.settings["tensor_parallel_degree"] == 4
+    assert layers.settings["sequence_parallel"]
+    sequences = search(replace(task, only_what_runs=True, pins={"context": 2})).best
+    assert sequences.settings["context_parallel_degree"] == 2
+    assert "tensor_parallel_degree" not in sequences.settings
+    both = search(replace(task, pins={"tensor": 2, "context": 2})).best
+    assert "tensor and context parallelism together" in both.not_run_yet
 
 
 @pytest.mark.parametrize(
@@ -247,7 +262,8 @@ def test_pins_are_kept_and_what_runs_is_enough():
         ({"pins": {"data": 4, "microbatches": 5}}, "microbatches=5"),
         ({"pins": {"tensors": 4}}, "'tensors' is no option of a topology"),
         ({"pins": {"tensor": 0}}, "tensor is 0, but it must be at least 1"),
-        ({"pins": {"tensor": 2}, "only_what_runs": True}, "does not run tensor parallelism"),
+        ({"pins": {"expert": 2}, "only_what_runs": True}, "does not run expert parallelism"),
+        ({"pins": {"tensor": 2, "context": 2}, "only_what_runs": True}, "has tensor=2 and context=2"),
         ({"batch": 0}, "batch is 0, but it must be from 1 to"),
         ({"batch": 10**12}, "batch is 1000000000000"),
         ({"sequence": -5}, "sequence is -5"),
@@ -294,7 +310,7 @@ def test_reasons_have_the_numbers():
     assert "A tenth more of one rate would spare: faster matrix products" in text
     assert all(each.share >= -1e-9 for each in sensitivities(task, answer.best))
     assert len(answer.alternatives) == 5
-    assert all(way.step_s >= answer.best.step_s / 1.02 for way in answer.alternatives)
+    assert all(way.step_s >= answer.best.step_s / TIE for way in answer.alternatives)
 
 
 def test_why_not():
@@ -303,7 +319,7 @@ def test_why_not():
     )
     slower = "\n".join(why_not(task, {"tensor": 8, "pipeline": 4}).sentences)
     assert "The best with tensor=8, pipeline=4: tensor 8, pipeline 4" in slower
-    assert "It differs in tensor" in slower
+    assert "Where it differs: tensor parallel collectives +" in slower
     larger = "\n".join(why_not(task, {"pipeline": 1, "tensor": 1, "sharded": 0}).sentences)
     assert "nothing fits" in larger
     assert "too much" in larger
@@ -336,3 +352,23 @@ def test_pipelines_stay_inside_of_nodes_where_networks_are_slow():
     assert chosen.settings["placement_strategy"] == Placement(int(chosen.options.placement)).name
     one_node = search(replace(task, machines=parse_inventory("p3.16xlarge"))).best
     assert one_node.options.placement == Placement.PDT
+
+
+def test_near_ties_go_by_risk():
+    # 2.2 % faster than what is chosen: TP2 CP2 PP8 DP4 with the optimizer on the host and 99 % of the memory.
+    task = Task(model=find_architecture("llama3-70b"), machines=parse_inventory("p5.48xlarge*16"), batch=1024)
+    best = search(task).best
+    ways = all_ways(task)
+    fastest = np.asarray(seconds_of(task, ways.take(np.flatnonzero(fits(task, ways)))).total).min()
+    assert best.options.offload == Offload.NOTHING
+    assert best.peak_bytes <= 0.9 * best.limit_bytes
+    assert fastest < best.step_s <= fastest * TIE
+
+
+def test_model_flops_are_those_of_the_literature():
+    # Narayanan et al. 2021, equation 3, without recomputation, for GPT-3 175B.
+    model, batch = find_architecture("gpt3-175b"), 8
+    task = Task(model=model, machines=parse_inventory("dgx-a100-80gb*16"), batch=batch)
+    s, h = model.sequence, model.hidden
+    blocks = 72 * batch * s * model.layers * h**2 * (1 + s / (6 * h))
+    assert task.flops == pytest.approx(blocks + 6 * batch * s * h * model.vocabulary, rel=1e-9)

@@ -71,17 +71,24 @@ _RENAMED = {"partitions": "pipeline_parallel_degree"}
 # They may have any value, because what they steer does not exist here, or is decided without them.
 _WITHOUT_EFFECT = frozenset(
     (
-        "contiguous xla fork deterministic_server activation_loading_horizon fp16_params skip_tracing "
-        "sdp_hierarchical_allgather static_mode fast_mode checkpoint_attentions _match_weights "
-        "_fp32_grad_accumulation overlapping_allreduce"
+        "contiguous xla fork deterministic_server skip_tracing sdp_hierarchical_allgather "
+        "static_mode fast_mode checkpoint_attentions _fp32_grad_accumulation overlapping_allreduce"
     ).split()
 )
 
 # They have their meaning, which is given to them here and not by `Config`.
-_OUR_OWN_BUSINESS = frozenset(("delayed_parameter_initialization", "offload_activations", "prescaled_batch"))
+_OUR_OWN_BUSINESS = frozenset(
+    (
+        "delayed_parameter_initialization",
+        "prescaled_batch",
+        "fp16_params",
+        "_match_weights",  # distributed modules always take over the weights of what they replace
+    )
+)
 
 # Defaults that are stated to `Config`, whose own are others.
 _STATED = ("pipeline_parallel_degree", "microbatches", "pipeline", "optimize", "memory_weight")
+_STATED_WHEN_OFFLOADED = ("activation_loading_horizon",)
 _STATED_WHEN_SHARDED = (
     "sdp_reduce_bucket_size",
     "sdp_param_persistence_threshold",
@@ -209,13 +216,16 @@ def _resolved(found: Mapping[str, Any]) -> dict[str, Any]:
 def _for_shardwright(found: Mapping[str, Any]) -> dict[str, Any]:
     values = _resolved(found)
     sharded = values["sharded_data_parallel_degree"] != 1
-    stated = (*_STATED, *(_STATED_WHEN_SHARDED if sharded else ()))
+    stated = (
+        *_STATED,
+        *(_STATED_WHEN_SHARDED if sharded else ()),
+        *(_STATED_WHEN_OFFLOADED if values["offload_activations"] else ()),
+    )
     settings = {key: values[key] for key in stated if key not in found}
     for key, value in found.items():
         if key not in _WITHOUT_EFFECT and key not in _OUR_OWN_BUSINESS:
             settings[key] = value
-    for key in ("horovod", "tensor_parallel_degree"):
-        settings.pop(key, None)
+    settings.pop("horovod", None)
     if settings["pipeline"] == "_only_forward":
         settings["pipeline"] = "auto"  # what a step does decides it
     return settings

@@ -1,7 +1,9 @@
 """The base of every command-line application."""
 
 import json
+import os
 import sys
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -9,7 +11,20 @@ from typer.core import TyperGroup
 
 from shardwright.printable import printable
 
-__all__ = ["AsJson", "BuildOn", "Factory", "new_application", "print_json", "say", "show_text"]
+__all__ = [
+    "NUM_RANKS",
+    "AsJson",
+    "BuildOn",
+    "Factory",
+    "new_application",
+    "print_json",
+    "say",
+    "show_text",
+    "taking_other_names",
+]
+
+NUM_RANKS = ("--num-ranks", "-n")
+"""The number of ranks, in every command that has one."""
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Factory = Annotated[
@@ -24,12 +39,18 @@ BuildOn = Annotated[
 ]
 
 
-def new_application(*, group: type[TyperGroup] = TyperGroup, text: str | None = None) -> typer.Typer:
+def new_application(
+    *,
+    group: type[TyperGroup] = TyperGroup,
+    text: str | None = None,
+    other_names: Mapping[str, str] | None = None,
+) -> typer.Typer:
     """An application without commands, quick to start.
 
     Args:
         group: class of the group of its commands.
         text: what ``--help`` says.
+        other_names: see `taking_other_names`.
     """
     return typer.Typer(
         cls=group,
@@ -38,13 +59,30 @@ def new_application(*, group: type[TyperGroup] = TyperGroup, text: str | None = 
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # importing rich would take half of the time that --help may take
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": ["-h", "--help"], **taking_other_names(other_names or {})},
     )
 
 
+def taking_other_names(names: Mapping[str, str]) -> dict[str, Any]:
+    """Settings of commands that understand other names of options and choices, which no help shows.
+
+    Args:
+        names: for each of them, without dashes, the name of the present: ``{"world": "num-ranks"}``.
+    """
+    return {"token_normalize_func": lambda name: names.get(name, name)} if names else {}
+
+
 def show_text(text: object = "", *, end: str = "\n") -> None:
-    """Prints a result: names in it, from files and folders, reach the terminal escaped."""
-    print(printable(str(text), lines=True), end=end)  # noqa: T201  (here alone: all else would not escape)
+    """Prints a result: names in it, from files and folders, reach the terminal escaped.
+
+    Where the reader has left (``| head -1``), it prints nothing: the command ends with its own exit code.
+    """
+    try:
+        # Here alone: all else would not escape. Flushed, so that the reader's end shows here.
+        print(printable(str(text), lines=True), end=end, flush=True)  # noqa: T201
+    except BrokenPipeError:
+        # The interpreter flushes what is left when it ends, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def say(text: object) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.cli.asking.factory_name import check_factory, split_factory
 from shardwright.errors import ShardwrightError, TraceError, UsageError
 
 __all__ = ["Sample", "advice_on_meta", "build"]
@@ -51,16 +52,41 @@ def build(factory: str, *, device: str) -> Sample:
     Raises:
         UsageError: there is no such function, it fails, or it returns something else.
     """
-    function = _function(factory)
+    with _own_words(factory):
+        function = _function(factory)
+        made = _called(function, factory, device)
+    return _sample(factory, made)
+
+
+def _called(function: Callable[[], Any], factory: str, device: str) -> Any:
     try:
         with torch.device(device):
-            made = function()
+            return function()
     except ShardwrightError:
         raise
     except Exception as error:
         hint = " If it needs tensors with data, add --build-on cpu." if device == "meta" else ""
         raise _failed(f"{factory} failed", error, hint) from error
-    return _sample(factory, made)
+
+
+@contextmanager
+def _own_words(factory: str) -> Iterator[None]:
+    """Gives a script that parses its command line when it is imported its own name, and no word of ours.
+
+    Raises:
+        UsageError: it ends the process, as a parser does that misses an argument.
+    """
+    words = sys.argv
+    sys.argv = [split_factory(factory)[0]]
+    try:
+        yield
+    except SystemExit as error:
+        raise UsageError(
+            f"{factory} ended the process (exit code {error.code}) before it gave a model. Parse arguments "
+            'under if __name__ == "__main__", or give them defaults: a factory gets none.'
+        ) from error
+    finally:
+        sys.argv = words
 
 
 @contextmanager
@@ -78,12 +104,7 @@ def advice_on_meta(device: str) -> Iterator[None]:
 
 
 def _function(factory: str) -> Callable[[], Any]:
-    where, colon, name = factory.rpartition(":")
-    if not colon or not where or not name:
-        raise UsageError(
-            f"{factory} names no function. Write model.py:build or package.model:build; build() returns the "
-            "model and a batch."
-        )
+    where, name = split_factory(check_factory(factory))
     module = _load(where)
     found = getattr(module, name, None)
     if not callable(found):
@@ -101,10 +122,6 @@ def _function(factory: str) -> Callable[[], Any]:
 
 def _load(where: str) -> ModuleType:
     path = Path(where)
-    if path.suffix == ".py" and not path.is_file():
-        raise UsageError(
-            f"there is no file {where}. Give its path from {Path.cwd()}, for example model.py:build."
-        )
     # As python does: a script sees the files beside it, a module those of the working directory.
     sys.path.insert(0, str(path.parent.absolute()) if path.suffix == ".py" else str(Path.cwd()))
     try:

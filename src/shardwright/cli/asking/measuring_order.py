@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shardwright.cli.asking.factory_name import check_factory
+
 __all__ = ["RANKS", "Order", "refuse_broken"]
 
 RANKS = "shardwright.cli.asking.measuring_ranks"
@@ -37,7 +39,7 @@ class Order:
 
     @classmethod
     def from_json(cls, text: str) -> "Order":
-        """What `to_json` wrote."""
+        """Reads the output of `to_json`."""
         return cls(**json.loads(text))
 
 
@@ -47,6 +49,7 @@ def refuse_broken(factory: str, *, build_on: str) -> None:
     Raises:
         UsageError: there is none, or it fails.
     """
+    check_factory(factory)
     # Here, because it imports torch: --help answers before.
     from shardwright.cli.asking.factory import build
 

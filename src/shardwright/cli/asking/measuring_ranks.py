@@ -14,7 +14,7 @@ from shardwright.config import Config
 from shardwright.errors import ShardwrightError
 from shardwright.exit_codes import exit_code_of
 from shardwright.plan import identity
-from shardwright.planner.profile_file import MeasuredProfile
+from shardwright.planner.chain.profile_file import MeasuredProfile
 from shardwright.torch.measuring.measured_model import MeasuredModel
 from shardwright.torch.on_this_machine.plan_here import Training, measure_here, plan_here
 
@@ -22,7 +22,7 @@ __all__ = ["main", "profile_of"]
 
 
 def _training(order: Order) -> Training:
-    """What is trained; runs the factory."""
+    """The training that the factory builds."""
     sample = build(order.factory, device=order.build_on)
     return Training(
         build=lambda: build(order.factory, device=order.build_on).model,

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardwright.cli.asking.dtype import DTYPE_HELP, full_name
+from shardwright.cli.asking.factory_name import check_factory
 from shardwright.errors import ConfigError
 from shardwright.files import UserFile
 from shardwright.printable import printable
@@ -40,13 +42,7 @@ Machines = Annotated[
 ]
 Batch = Annotated[int, typer.Option("--batch", "-b", help="Samples of a step, over all replicas.")]
 Sequence_ = Annotated[int | None, typer.Option("--sequence", "-s", help="Tokens of a sample.")]
-Dtype = Annotated[
-    str,
-    typer.Option(
-        "--dtype",
-        help="Of the model: bfloat16, float16 (as the settings bf16, fp16: updates in float32), or float32.",
-    ),
-]
+Dtype = Annotated[str, typer.Option("--dtype", help=DTYPE_HELP)]
 Runtime = Annotated[
     str, typer.Option("--runtime", help="Whose efficiencies count: shardwright, megatron, fsdp, smp, ...")
 ]
@@ -89,7 +85,7 @@ def _words(
     only_what_runs: OnlyWhatRuns = False,
     build_on: BuildOn = "meta",
 ) -> Asked:
-    """What the words ask for.
+    """Reads the words of a task.
 
     Raises:
         ConfigError, UsageError: one of them cannot be read; with what is known.
@@ -107,7 +103,7 @@ def _words(
         machines=found,
         batch=batch,
         sequence=sequence,
-        dtype=dtype,
+        dtype=full_name(dtype),
         runtime=runtime,
         only_what_runs=only_what_runs,
         pins=parse_pins(pin or ()),
@@ -170,9 +166,10 @@ def _named(text: str) -> "Transformer | LayerChain":
 
 def _traced(factory: str, build_on: str, *, on_accelerators: bool) -> "tuple[Sample, LayerChain]":
     """The model that a factory builds; traced, which needs torch, and on the meta device no weights."""
+    check_factory(factory)
     from shardwright.cli.asking.factory import advice_on_meta, build
     from shardwright.observe.console import Console
-    from shardwright.topology.traced_chain import chain_of
+    from shardwright.planner.chain.layers import chain_of
     from shardwright.torch.units.dry_run import trace_model
 
     console = Console()

@@ -1,6 +1,8 @@
 """``shardwright catalogue``: lists the models and machines known by name."""
 
 from shardwright.cli.asking.application import AsJson, print_json, show_text
+from shardwright.quantities import format_bytes, format_count
+from shardwright.text_table import align
 
 __all__ = ["catalogue"]
 
@@ -10,10 +12,8 @@ def catalogue(as_json: AsJson = False) -> None:
     # Here, because they import numpy: --help answers before.
     from dataclasses import asdict
 
-    from shardwright.catalogue import ARCHITECTURES, CONVOLUTIONAL
+    from shardwright.catalogue import ARCHITECTURES, CHAINS
     from shardwright.cluster import node_kinds
-    from shardwright.plan import align
-    from shardwright.units import format_bytes, format_count
 
     kinds = node_kinds()
     if as_json:
@@ -21,7 +21,7 @@ def catalogue(as_json: AsJson = False) -> None:
             {
                 "models": {
                     **{name: asdict(model) for name, model in ARCHITECTURES.items()},
-                    **{name: asdict(chain) for name, chain in CONVOLUTIONAL.items()},
+                    **{name: asdict(chain) for name, chain in CHAINS.items()},
                 },
                 "machines": {name: asdict(kind) for name, kind in kinds.items()},
             }
@@ -29,11 +29,12 @@ def catalogue(as_json: AsJson = False) -> None:
         return
     models = [["model", "parameters", "layers", "hidden", "tokens", "from"]]
     for model in ARCHITECTURES.values():
-        size = f"{model.num_parameters / 1e9:.1f} billion"
+        active = f", {model.active_parameters / 1e9:.1f} active" if model.experts > 1 else ""
+        size = f"{model.num_parameters / 1e9:.1f} billion{active}"
         layers = str(model.layers + model.encoder_layers)
         models.append([model.name, size, layers, str(model.hidden), str(model.sequence), model.source])
     chains = [["model", "parameters", "layers", "FLOP a sample", "sample", "from"]]
-    for chain in CONVOLUTIONAL.values():
+    for chain in CHAINS.values():
         counts = [format_count(chain.num_parameters), str(len(chain.layers)), format_count(chain.flops)]
         chains.append([chain.name, *counts, chain.sample, chain.source])
     machines = [["machines", "accelerators", "memory", "link", "network", "dollars an hour", "price of"]]
@@ -45,7 +46,7 @@ def catalogue(as_json: AsJson = False) -> None:
                 f"{kind.num_accelerators} x {kind.accelerator.name}",
                 format_bytes(kind.accelerator.memory_bytes),
                 f"{kind.link_Bps / 1e9:.0f} GB/s",
-                f"{kind.network_Bps / 1e9:.3g} GB/s",
+                f"{kind.network_Bps / 1e9:.4g} GB/s",
                 price,
                 kind.price_source,
             ]

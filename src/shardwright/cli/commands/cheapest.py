@@ -7,6 +7,7 @@ import typer
 from shardwright.cli.asking.application import AsJson, print_json, show_text
 from shardwright.cli.asking.topology_task import Asked, on_task
 from shardwright.errors import UsageError
+from shardwright.text_table import align
 
 __all__ = ["cheapest"]
 
@@ -32,7 +33,6 @@ def cheapest(
     if days is not None and not 0 < days <= _MOST_DAYS:
         raise UsageError(f"--days is {days:g}, but it must be more than 0, and at most {_MOST_DAYS:g}.")
     task = asked.task
-    from shardwright.plan import align
     from shardwright.topology import cheapest as choosing
 
     deadline_s = None if days is None else days * _DAY_S

@@ -7,6 +7,7 @@ import typer
 
 from shardwright.cli.asking.application import AsJson, print_json, show_text
 from shardwright.exit_codes import ENVIRONMENT
+from shardwright.text_table import align
 
 __all__ = ["doctor"]
 
@@ -18,11 +19,10 @@ def doctor(as_json: AsJson = False) -> None:
     """
     # Here: --help answers before.
     from shardwright.observe.doctor import examine
-    from shardwright.plan import align
 
     found = examine(os.environ, folder=Path("runs"))
     if as_json:
-        print_json({"facts": found.facts, "problems": found.problems, "faults": found.faults})
+        print_json({"facts": found.document, "problems": found.problems, "faults": found.faults})
     else:
         show_text(align([[name, fact] for name, fact in found.facts.items()]))
         show_text(

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.asking.application import AsJson, print_json, show_text
+from shardwright.cli.asking.application import NUM_RANKS, AsJson, print_json, show_text
 from shardwright.cli.asking.on_ranks import run_for_files
 from shardwright.cli.commands.run import Endpoint, NodeRank, NumNodes
 from shardwright.cli.showing.machines_text import format_machines
@@ -15,14 +15,12 @@ from shardwright.collectives.prices_file import PRICES_VARIABLE, read_prices
 from shardwright.errors import ConfigError
 from shardwright.files import UserFile
 from shardwright.limits import MOST_RANKS_OF_HOST
-from shardwright.plan import align
+from shardwright.text_table import align
 
 __all__ = ["probe"]
 
 Out = Annotated[Path, typer.Argument(metavar="FILE", help="Where the prices go, or are.")]
-NumRanks = Annotated[
-    int, typer.Option("--num-ranks", "-n", min=1, max=MOST_RANKS_OF_HOST, help="Ranks on this host.")
-]
+NumRanks = Annotated[int, typer.Option(*NUM_RANKS, min=1, max=MOST_RANKS_OF_HOST, help="Ranks on this host.")]
 ClusterOption = Annotated[
     Path, typer.Option("--cluster", metavar="FILE", help="Where the machines go, as YAML.")
 ]
@@ -80,7 +78,7 @@ def probe(
 
 
 def _choices(path: Path) -> str:
-    """Which algorithms collectives take, by size."""
+    """The algorithms of collectives, by size."""
     prices, topology = read_prices(path)
     lines = []
     for each in (prices, prices.devices):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.asking.application import AsJson, Factory, print_json, say, show_text
+from shardwright.cli.asking.application import NUM_RANKS, AsJson, Factory, print_json, say, show_text
 from shardwright.cli.asking.measuring_order import RANKS, Order, refuse_broken
 from shardwright.cli.asking.on_ranks import refuse_unwritable, run_for_files
 from shardwright.cli.asking.settings import ConfigFile, Settings, parse_settings, read_settings
@@ -14,17 +14,16 @@ from shardwright.cli.commands.run import Endpoint, NodeRank, NumNodes
 from shardwright.cluster import Link
 from shardwright.config import Config
 from shardwright.limits import MOST_RANKS_OF_HOST
-from shardwright.plan import align
-from shardwright.planner.profile_file import MeasuredProfile
-from shardwright.units import format_bytes, format_count, format_seconds
+from shardwright.planner.chain.profile_file import MeasuredProfile
+from shardwright.quantities import format_bytes, format_count, format_seconds
+from shardwright.text_table import align
 
 __all__ = ["profile"]
 
 NumRanks = Annotated[
     int,
     typer.Option(
-        "--num-ranks",
-        "-n",
+        *NUM_RANKS,
         min=1,
         max=MOST_RANKS_OF_HOST,
         help="Ranks on this host, which measure at the same time.",

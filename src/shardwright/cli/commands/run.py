@@ -3,9 +3,9 @@
 import dataclasses
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
-from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,18 +17,21 @@ from shardwright.cli.asking.settings import ConfigFile, Settings, parse_settings
 from shardwright.comm.trust.run_secret import SECRET, has_secret
 from shardwright.config import Config
 from shardwright.errors import UsageError
+from shardwright.exit_codes import FAILED
 from shardwright.launch.ranks.request import LaunchRequest
 from shardwright.launch.ranks.smp_parameters import check_smp_parameters, read_smp_parameters
 from shardwright.launch.ranks.torchrun import torchrun_command, torchrun_line
 from shardwright.limits import MOST_NODES, MOST_RANKS_OF_HOST, MOST_RESTARTS, MOST_SECONDS
-from shardwright.observe.run_folder import RunFolder, check_name, show_path
+from shardwright.observe.run_choice import Again, BegunRun, begin_run, choose_run
+from shardwright.observe.run_folder import check_name, free_name
+from shardwright.observe.run_record import RunRecord, go_on
 from shardwright.plan import Plan
 
 __all__ = ["run"]
 
 
 class Device(StrEnum):
-    """Where ranks compute."""
+    """The devices on which ranks compute."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -60,7 +63,13 @@ MaxRestarts = Annotated[
 ]
 PlanFile = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Plan to follow.")]
 RunDir = Annotated[Path, typer.Option("--run-dir", metavar="DIR", help="Folder that holds the run folders.")]
-Name = Annotated[str | None, typer.Option("--name", help="Name of the run folder; default: the time.")]
+Name = Annotated[
+    str | None, typer.Option("--name", help="Name of the run folder; default: that of the script.")
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Continue the newest run of SCRIPT that has a checkpoint.")
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Begin a new run, where the command was given before.")]
 Grace = Annotated[
     float,
     typer.Option(
@@ -111,6 +120,8 @@ def run(
     settings: Settings = None,
     run_dir: RunDir = Path("runs"),
     name: Name = None,
+    resume: Resume = False,
+    fresh: Fresh = False,
     grace_s: Grace = 30.0,
     device: OnDevice = Device.AUTO,
     mp_parameters: MpParameters = None,
@@ -125,6 +136,8 @@ def run(
     Options of shardwright come before the script; what follows the script belongs to it. For example:
 
     shardwright run -n 2 --set microbatches=4 train.py --epochs 3
+
+    The same command again continues a run that was stopped, from its last checkpoint.
     """
     if as_json and not dry_run:
         raise UsageError(
@@ -134,6 +147,7 @@ def run(
         raise UsageError(f"--nnodes {num_nodes} needs --name, so that all hosts write into one run folder.")
     if name is not None:
         check_name(name)
+    again = _again(name=name, resume=resume, fresh=fresh)
     request = LaunchRequest(
         target=script,
         is_module=is_module,
@@ -143,7 +157,7 @@ def run(
         node_rank=node_rank,
         endpoint=endpoint,
         max_restarts=max_restarts,
-        run_folder=run_dir / (name or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"),
+        run_folder=run_dir / (name or "run"),
         plan=plan,
         config=config,
         settings={**parse_settings(settings or ()), **({"allow_older": True} if allow_older else {})},
@@ -156,26 +170,81 @@ def run(
     # Last, because it imports torch: mistakes are told before.
     if num_ranks is None and device is not Device.CPU:
         request = dataclasses.replace(request, num_ranks=_num_devices())
+    _check_ranks(request)
     if not quiet:
         _note_misplaced(script, arguments or (), num_ranks=num_ranks)
+    command = _command(request)
     if dry_run:
+        if name is None:
+            choice = choose_run(run_dir, command, again=again)
+            folder = choice.continued
+            path = run_dir / free_name(run_dir, choice.stem or "run") if folder is None else folder.path
+            request = dataclasses.replace(request, run_folder=path)
         show_text(_as_json(request) if as_json else torchrun_line(request, os.environ))
         return
-    folder = RunFolder.create(run_dir, name=name, environ={})
-    if num_nodes == 1:  # the launchers of several hosts share one
-        folder.hold("logs")
-    _launch(dataclasses.replace(request, run_folder=folder.path), quiet=quiet, verbose=verbose)
+    begun = begin_run(
+        run_dir,
+        command,
+        name=name,
+        part="logs" if num_nodes == 1 else None,  # the launchers of several hosts share the folder
+        again=again,
+        resume_by=f"shardwright run --resume {shlex.join(request.script)}",
+    )
+    request = dataclasses.replace(request, run_folder=begun.folder.path)
+    _launch(request, begun, quiet=quiet, verbose=verbose)
 
 
-def _launch(request: LaunchRequest, *, quiet: bool, verbose: bool) -> None:
+def _again(*, name: str | None, resume: bool, fresh: bool) -> Again:
+    if resume and fresh:
+        raise UsageError("--resume continues a run, and --fresh begins one. Leave one of them out.")
+    if name is not None and (resume or fresh):
+        raise UsageError(
+            f"--name {name} names the run folder, so {'--resume' if resume else '--fresh'} has nothing to "
+            f"choose. Leave it out: a run in that folder goes on, and another name begins a new one."
+        )
+    return "resume" if resume else "fresh" if fresh else "auto"
+
+
+def _command(request: LaunchRequest) -> RunRecord:
+    """What is run, by which another run of the same is known."""
+    settings = {**read_settings(request.config), **request.settings}
+    settings.pop("allow_older", None)  # to be given once, for a run that goes on
+    if request.plan is not None:
+        settings["plan"] = str(request.plan.absolute())
+    if request.mp_parameters is not None:
+        settings["mp_parameters"] = dict(request.mp_parameters)
+    words = sys.argv[1:]
+    own = len(words) - len(request.arguments)  # what follows belongs to the script
+    words = [word for place, word in enumerate(words) if place >= own or word != "--fresh"]
+    return RunRecord(
+        script=request.target if request.is_module else str(Path(request.target).absolute()),
+        arguments=request.arguments,
+        settings=json.loads(json.dumps(settings, default=str)),
+        command=shlex.join(["shardwright", *words]),
+    )
+
+
+def _launch(request: LaunchRequest, begun: BegunRun, *, quiet: bool, verbose: bool) -> None:
     if not quiet:
         ranks = "1 rank" if request.num_ranks == 1 else f"{request.num_ranks} ranks"
         where = f" on each of {request.num_nodes} hosts" if request.num_nodes > 1 else ""
-        say(f"shardwright run: {ranks}{where}, run folder {show_path(request.run_folder)}")
+        goes_on = "" if begun.saved is None else f", goes on from {begun.saved}"
+        anew = " (a new run: --fresh)" if goes_on and not begun.record.named else ""
+        say(f"shardwright run: {ranks}{where}, run folder {begun.folder}{goes_on}{anew}")
+    if begun.remark:
+        say(begun.remark)
     # Here, because it imports torch: the checks above answer before.
     from shardwright.launch.ranks.agent import launch
 
-    sys.exit(launch(request, report=say, verbose=verbose))
+    try:
+        code = launch(request, report=say, verbose=verbose)
+    except BaseException:
+        begun.record.ended(begun.folder, FAILED)
+        raise
+    record = begun.record.ended(begun.folder, code)
+    if code and (how := go_on(begun.folder, record)):
+        say(how)
+    sys.exit(code)
 
 
 def _note_misplaced(script: str, arguments: Sequence[str], *, num_ranks: int | None) -> None:
@@ -207,11 +276,24 @@ def _num_devices() -> int:
     return torch.cuda.device_count() or 1
 
 
-def _check_settings(request: LaunchRequest) -> None:
+def _check_settings(request: LaunchRequest) -> tuple[Config, Plan | None]:
     """Finds here what otherwise each rank would complain about."""
-    Config.merge(read_settings(request.config), request.settings)
-    if request.plan is not None:
-        Plan.read(request.plan)
+    config = Config.merge(read_settings(request.config), request.settings)
+    path = request.plan or config.plan
+    return config, None if path is None else Plan.read(path)
+
+
+def _check_ranks(request: LaunchRequest) -> None:
+    """Refuses degrees, or a plan, for another number of ranks than are to be started.
+
+    What the script itself passes to ``sw.init`` is not known here.
+    """
+    config, plan = _check_settings(request)
+    world_size = request.num_ranks * request.num_nodes
+    if plan is not None:
+        plan.check_world(world_size)
+    elif any(name == "ddp" or name.endswith("_degree") for name in config.pins):
+        config.resolve_world(world_size)
 
 
 def _said_of_secret(request: LaunchRequest) -> dict[str, str]:

@@ -1,17 +1,19 @@
 """``shardwright runs``: lists the runs of a folder."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from shardwright.cli.asking.application import AsJson, print_json, show_text
+from shardwright.cli.showing.summary_document import summary_document
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.observe.progress import format_loss, format_rate
+from shardwright.observe.run_folder import RunFolder
+from shardwright.observe.run_record import read_record, saved_step
 from shardwright.observe.summary import RunSummary, summarize
-from shardwright.plan import align
-from shardwright.units import format_seconds
+from shardwright.quantities import format_seconds
+from shardwright.text_table import align
 
 __all__ = ["runs"]
 
@@ -19,7 +21,7 @@ RunDir = Annotated[Path, typer.Argument(metavar="DIR", help="Folder that holds t
 
 
 def runs(run_dir: RunDir = Path("runs"), as_json: AsJson = False) -> None:
-    """List the runs of a folder, the oldest first: steps, loss, speed, measured beside predicted.
+    """List the runs of a folder, the oldest first: state, steps, loss, speed, measured beside predicted.
 
     For example: shardwright runs, then shardwright show runs/NAME
     """
@@ -35,12 +37,12 @@ def runs(run_dir: RunDir = Path("runs"), as_json: AsJson = False) -> None:
     elif not found:
         show_text(f"no runs in {run_dir}")
     else:
-        header = ["run", "steps", "loss", "speed", "step", "predicted", "bubble", "predicted"]
+        header = ["run", "state", "steps", "loss", "speed", "step", "predicted", "bubble", "predicted"]
         show_text(align([header, *(_row(folder, summary) for folder, summary in found)]))
 
 
 def _summary(folder: Path) -> RunSummary | str:
-    """What a run came to, or why that is not known."""
+    """The result of a run, or the reason why it is not known."""
     try:
         return summarize(folder)
     except UsageError:
@@ -50,14 +52,32 @@ def _summary(folder: Path) -> RunSummary | str:
 
 
 def _as_document(folder: Path, summary: RunSummary | str) -> dict[str, object]:
-    if isinstance(summary, str):
-        return {"folder": str(folder), "problem": summary}
-    return {**asdict(summary), "folder": str(folder)}
+    known = RunFolder(folder.absolute())
+    record, saved = read_record(known), saved_step(known)
+    told = {
+        "folder": str(folder),
+        "state": None if record is None else record.state,
+        "command": None if record is None else record.command,
+        "saved_step": None if saved is None else saved.step,
+    }
+    known_numbers = {"problem": summary} if isinstance(summary, str) else summary_document(summary)
+    return {**known_numbers, **told}
+
+
+def _state(folder: Path) -> str:
+    """How a run ended, and where it would go on; - for one without a record."""
+    known = RunFolder(folder.absolute())
+    record, saved = read_record(known), saved_step(known)
+    if record is None:
+        return "-"
+    if saved is None or record.did_finish:
+        return record.state
+    return f"saved {saved}" if record.state == "saved" else f"{record.state}, saved {saved}"
 
 
 def _row(folder: Path, summary: RunSummary | str) -> list[str]:
     if isinstance(summary, str):
-        return [folder.name, summary, *[""] * 6]
+        return [folder.name, _state(folder), summary, *[""] * 6]
 
     def shown(value: float | None, form: str) -> str:
         if value is None:
@@ -69,6 +89,7 @@ def _row(folder: Path, summary: RunSummary | str) -> list[str]:
     )
     return [
         folder.name,
+        _state(folder),
         str(summary.steps),
         "-" if summary.final_loss is None else format_loss(summary.final_loss),
         speed,

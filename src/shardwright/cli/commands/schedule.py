@@ -7,7 +7,14 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from shardwright.cli.asking.application import AsJson, new_application, print_json, say, show_text
+from shardwright.cli.asking.application import (
+    NUM_RANKS,
+    AsJson,
+    new_application,
+    print_json,
+    say,
+    show_text,
+)
 from shardwright.cli.showing.schedule_picture import SchedulePicture
 from shardwright.errors import ScheduleError, UsageError
 from shardwright.exit_codes import FAILED
@@ -30,10 +37,12 @@ __all__ = ["application"]
 
 _MOST_ACTIONS = 200_000
 
-application = new_application(text="Draw a pipeline schedule, export it for PyTorch, check one.")
+application = new_application(
+    text="Draw a pipeline schedule, export it for PyTorch, check one.", other_names={"ranks": "num-ranks"}
+)
 
 Kind = Annotated[str, typer.Argument(metavar="KIND", help=f"One of {', '.join(KINDS)}.")]
-Ranks = Annotated[int, typer.Option("--ranks", "-n", min=1, max=MOST_RANKS, help="Pipeline ranks.")]
+NumRanks = Annotated[int, typer.Option(*NUM_RANKS, min=1, max=MOST_RANKS, help="Pipeline ranks.")]
 Microbatches = Annotated[
     int, typer.Option("--microbatches", "-m", min=1, max=MOST_MICROBATCHES, help="Parts of a batch.")
 ]
@@ -72,7 +81,7 @@ Transfers = Annotated[bool, typer.Option("--transfers", help="Write the sends an
 @application.command("show", short_help="Draw a schedule, with its bubble.")
 def show(
     kind: Kind,
-    ranks: Ranks = 4,
+    num_ranks: NumRanks = 4,
     microbatches: Microbatches = 8,
     stages_per_rank: StagesPerRank = None,
     active: Active = None,
@@ -84,12 +93,12 @@ def show(
 ) -> None:
     """Draw a schedule: who works when, the bubble, what each rank keeps.
 
-    For example: shardwright schedule show zb_h1 --ranks 4 --microbatches 8
+    For example: shardwright schedule show zb_h1 -n 4 --microbatches 8
     """
     cost = _cost(forward_s, backward_s, weight_s)
     if not 0 <= send_s <= MOST_SECONDS:
         raise UsageError(f"--send is {send_s:g}, but a message takes 0 to {MOST_SECONDS:g} seconds.")
-    schedule = _build(kind, ranks, microbatches, stages_per_rank, active, cost)
+    schedule = _build(kind, num_ranks, microbatches, stages_per_rank, active, cost)
     picture = SchedulePicture(schedule, cost, send_s=send_s, active=active)
     if as_json:
         print_json(picture.to_dict())
@@ -101,7 +110,7 @@ def show(
 def export(
     kind: Kind,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to; - is stdout.")],
-    ranks: Ranks = 4,
+    num_ranks: NumRanks = 4,
     microbatches: Microbatches = 8,
     stages_per_rank: StagesPerRank = None,
     active: Active = None,
@@ -109,9 +118,9 @@ def export(
 ) -> None:
     """Write a schedule as the CSV that torch.distributed.pipelining loads.
 
-    For example: shardwright schedule export 1f1b pp4.csv --ranks 4 --microbatches 8
+    For example: shardwright schedule export 1f1b pp4.csv -n 4 --microbatches 8
     """
-    schedule = _build(kind, ranks, microbatches, stages_per_rank, active, None)
+    schedule = _build(kind, num_ranks, microbatches, stages_per_rank, active, None)
     text = format_torch_csv(lower(schedule) if transfers else schedule)
     if str(file) == "-":
         show_text(text, end="")
@@ -199,7 +208,7 @@ def _check_length(stages: int, microbatches: int) -> None:
 
 def _build(
     kind: str,
-    ranks: int,
+    num_ranks: int,
     microbatches: int,
     stages_per_rank: int | None,
     active: int | None,
@@ -211,8 +220,8 @@ def _build(
             f"--stages-per-rank is {stages_per_rank}, but {kind} runs one stage on each rank. "
             "Leave it out, or ask for interleaved_1f1b."
         )
-    _check_length(ranks * (stages_per_rank or 1), microbatches)
-    stage_ranks = place_stages(kind, num_ranks=ranks, stages_per_rank=stages_per_rank)
+    _check_length(num_ranks * (stages_per_rank or 1), microbatches)
+    stage_ranks = place_stages(kind, num_ranks=num_ranks, stages_per_rank=stages_per_rank)
     return build_schedule(
         kind,
         stage_ranks=stage_ranks,

@@ -1,6 +1,7 @@
 """``shardwright search``: finds the best way to train a model on machines that need not exist."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -8,12 +9,14 @@ import typer
 from shardwright.cli.asking.application import AsJson, print_json, say, show_text
 from shardwright.cli.asking.plan_output import Output, check_output, write_plan
 from shardwright.cli.asking.topology_task import Asked, on_task
-from shardwright.errors import UsageError
+from shardwright.errors import ConfigError, InfeasiblePlanError, UsageError
+from shardwright.quantities import format_count, format_seconds
+from shardwright.text_table import align
 
 if TYPE_CHECKING:
     from shardwright.cli.asking.factory import Sample
     from shardwright.plan import Plan
-    from shardwright.topology import Answer
+    from shardwright.topology import Answer, Task, Way
 
 __all__ = ["search"]
 
@@ -48,13 +51,7 @@ def search(
                 "none. Give the model as a factory: shardwright search model.py:build ..."
             )
         check_output(output)
-    from shardwright.topology import largest_batch
-    from shardwright.topology import search as search_all
-
-    if objective == "batch":
-        answer = largest_batch(task)
-    else:
-        answer = search_all(task, objective=objective)  # type: ignore[arg-type]
+    answer, ideal = _answers(task, objective)
     plan = None
     if output is not None and sample is not None:
         plan = plan_of(answer, sample)
@@ -63,13 +60,38 @@ def search(
         ways = [way.to_dict() for way in answer.alternatives]
         print_json(
             {"best": answer.best.to_dict(), "alternatives": ways, "ways": answer.num_ways}
-            | {"fitting": answer.num_fitting}
+            | {"fitting": answer.num_fitting, "ideal": None if ideal is None else ideal.to_dict()}
         )
     else:
-        show_text(_text(answer))
+        show_text(_text(answer, ideal))
     if plan is not None:
+        from shardwright.observe.plan_text import title_of
+
         ranks = plan.mesh.world_size
+        say(f"{title_of(plan)} (degrees from the ways above, the schedule from a simulation)")
         say(f"wrote {output}; run it: shardwright run -n {ranks} --plan {output} train.py")
+
+
+def _answers(task: "Task", objective: str) -> "tuple[Answer, Way | None]":
+    """The answer with what this version runs, and the best way of all where that is another.
+
+    Where nothing fits that runs, the best of all is the answer.
+    """
+    from shardwright.topology import largest_batch
+    from shardwright.topology import search as search_all
+
+    def found(task: "Task") -> "Answer":
+        if objective == "batch":
+            return largest_batch(task)
+        return search_all(task, objective=objective)  # type: ignore[arg-type]
+
+    of_all = found(task)
+    if not of_all.best.not_run_yet:
+        return of_all, None
+    try:
+        return found(replace(task, only_what_runs=True)), of_all.best
+    except (InfeasiblePlanError, ConfigError):
+        return of_all, None
 
 
 def plan_of(answer: "Answer", sample: "Sample") -> "Plan":
@@ -104,10 +126,9 @@ def plan_of(answer: "Answer", sample: "Sample") -> "Plan":
         return best_plan(answer, make)
 
 
-def _text(answer: "Answer") -> str:
-    from shardwright.plan import align
-    from shardwright.topology.explain import reasons
-    from shardwright.units import format_bytes, format_count, format_seconds
+def _text(answer: "Answer", ideal: "Way | None") -> str:
+    from shardwright.cli.showing.ways_table import ways_table
+    from shardwright.topology.explain import ideal_text, reasons
 
     task, best = answer.task, answer.best
     size = f"{format_count(task.model.num_parameters)} parameters"
@@ -116,22 +137,21 @@ def _text(answer: "Answer") -> str:
         f"{task.model.name}, {size}, on {task.machines.name} ({task.machines.num_ranks} ranks), "
         f"{task.batch} samples{of} a step"
     )
-    rate = f"{best.tokens_per_s:,.0f} {task.unit}/s"
+    rate = f"{best.tokens_per_s:,.0f} {task.unit}/s, MFU {best.mfu:.0%}"
     if best.dollars_per_million_tokens is not None:
         rate += f", {best.dollars_per_million_tokens:.3g} dollars a million {task.unit}"
     steps = [[name, format_seconds(s), f"{s / best.step_s:.0%}"] for name, s in best.waterfall]
-    rows = [["way", "step", "", "memory"]]
-    for way in (best, *answer.alternatives):
-        apart = f"{way.step_s / best.step_s - 1:+.1%}" if way is not best else ""
-        rows.append([way.title, format_seconds(way.step_s), apart, format_bytes(way.peak_bytes)])
+    others = [] if ideal is None else [ideal]
     settings = ", ".join(f"{key}: {value}" for key, value in best.settings.items())
     parts = [
         head,
         f"{best.title}\n{format_seconds(best.step_s)} a step, {rate}",
         align(steps),
         "\n".join(reasons(answer)),
-        align(rows),
+        ways_table(task, [best, *answer.alternatives, *others]),
     ]
+    if ideal is not None:
+        parts.append(ideal_text(best, ideal))
     if not best.not_run_yet:
         parts.append(f"settings: {{{settings}}}")
     return "\n\n".join(parts)

@@ -1,12 +1,12 @@
 """``shardwright show``: shows the outcome of a run."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from shardwright.cli.asking.application import AsJson, print_json, show_text
+from shardwright.cli.showing.summary_document import summary_document
 from shardwright.errors import UsageError
 from shardwright.observe.jsonl import read_json_lines
 from shardwright.observe.plan_text import format_plan
@@ -34,7 +34,9 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
     plan = Plan.read(found.plan_file) if found.plan_file.exists() else None
     if as_json:
         last = read_json_lines(found.metrics_file)[-1]
-        print_json({**asdict(summary), "folder": str(found.path), "last_metrics": last})
+        stages = None if plan is None else [stage.model_dump(mode="json") for stage in plan.stages]
+        own = {"folder": str(found.path), "stages": stages, "last_metrics": last}
+        print_json({**summary_document(summary), **own})
         return
     show_text(format_summary(summary))
     if plan is not None:

@@ -14,11 +14,12 @@ from shardwright.files import replace_file
 from shardwright.limits import MOST_MICROBATCHES, MOST_RANKS
 from shardwright.observe.chrome_trace import chrome_trace
 from shardwright.observe.timeline import MeasuredEvent
-from shardwright.plan import Plan, align
-from shardwright.planner.plan_replay import Change, Replay, base_setting, change_setting, play
+from shardwright.plan import Plan
+from shardwright.planner.explain.plan_replay import Change, Replay, base_setting, change_setting, play
 from shardwright.printable import printable
+from shardwright.quantities import format_bytes, format_seconds
 from shardwright.schedule import KINDS
-from shardwright.units import format_bytes, format_seconds
+from shardwright.text_table import align
 
 __all__ = ["simulate"]
 

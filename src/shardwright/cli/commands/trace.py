@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.asking.application import AsJson, BuildOn, Factory, print_json, show_text
+from shardwright.cli.asking.factory_name import check_factory
 from shardwright.cli.showing.graph_text import format_graph
 from shardwright.limits import MOST_STAGES_OF_RANK
 from shardwright.observe.console import Console
@@ -26,6 +27,7 @@ def trace(factory: Factory, stages: Stages = 2, build_on: BuildOn = "meta", as_j
 
     shardwright trace examples/train_gpt.py:build
     """
+    check_factory(factory)
     # Here, because they import torch: --help answers before.
     from shardwright.cli.asking.factory import advice_on_meta, build
     from shardwright.torch.units.dry_run import trace_model

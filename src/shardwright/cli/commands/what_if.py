@@ -8,6 +8,8 @@ import typer
 from shardwright.cli.asking.application import AsJson, print_json, show_text
 from shardwright.cli.asking.topology_task import Asked, on_task
 from shardwright.errors import UsageError
+from shardwright.quantities import format_bytes, format_seconds
+from shardwright.text_table import align
 
 if TYPE_CHECKING:
     from shardwright.topology import Task
@@ -20,7 +22,7 @@ _MOST = 1000.0
 @on_task()
 def what_if(
     asked: Asked,
-    other_machines: Annotated[str | None, typer.Option("--machines", help="Others instead.")] = None,
+    other_machines: Annotated[str | None, typer.Option("--other-machines", help="Others instead.")] = None,
     other_batch: Annotated[
         int | None, typer.Option("--other-batch", help="Samples of a step instead.")
     ] = None,
@@ -44,12 +46,10 @@ def what_if(
     )
     if other == task:
         raise UsageError(
-            "nothing is changed. Say what: --machines, --other-batch, --other-sequence, --network, --links "
-            "or --memory."
+            "nothing is changed. Say what: --other-machines, --other-batch, --other-sequence, --network, "
+            "--links or --memory."
         )
-    from shardwright.plan import align
     from shardwright.topology import search
-    from shardwright.units import format_bytes, format_seconds
 
     now, then = (search(each).best for each in (task, other))
     ratio = then.tokens_per_s / now.tokens_per_s

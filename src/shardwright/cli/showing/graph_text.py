@@ -1,9 +1,9 @@
 """Prints a traced model as text, for people."""
 
 from shardwright.model_graph import ModelGraph
-from shardwright.plan import align
 from shardwright.printable import printable
-from shardwright.units import format_bytes, format_count
+from shardwright.quantities import format_bytes, format_count
+from shardwright.text_table import align
 
 __all__ = ["feeds", "format_graph"]
 

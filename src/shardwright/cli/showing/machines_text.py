@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from shardwright.cluster import Accelerator, Inventory, NodeKind
-from shardwright.plan import align
-from shardwright.units import format_bytes, format_count, format_seconds
+from shardwright.quantities import format_bytes, format_count, format_seconds
+from shardwright.text_table import align
 
 __all__ = ["format_machines"]
 

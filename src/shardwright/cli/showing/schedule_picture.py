@@ -6,11 +6,11 @@ from functools import reduce
 from typing import Any
 
 from shardwright.cluster import Link
-from shardwright.plan import align
+from shardwright.quantities import format_seconds
 from shardwright.schedule import Schedule, StageCost, bubble_seconds, peak_activations, simulate
 from shardwright.schedule.actions import Action
 from shardwright.schedule.drawing import draw_rows
-from shardwright.units import format_seconds
+from shardwright.text_table import align
 
 __all__ = ["SchedulePicture"]
 

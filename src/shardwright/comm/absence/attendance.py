@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwright.comm.absence.place import Place
+from shardwright.comm.absence.meeting_place import MeetingPlace
 from shardwright.comm.absence.whereabouts import Store
 from shardwright.comm.trust.seal import not_from_a_stranger
 from shardwright.errors import PeerLostError, PeerTimeoutError, UsageError
@@ -73,7 +73,7 @@ class Attendance:
         rank: this one.
     """
 
-    def __init__(self, store: Store, prefix: str, place: Place, rank: int):
+    def __init__(self, store: Store, prefix: str, place: MeetingPlace, rank: int):
         self._store = store
         self._key = f"{prefix}/met/{place.key}"
         self._rank = rank
@@ -108,7 +108,7 @@ class Attendance:
         return found
 
     def decision(self) -> Decision | None:
-        """What becomes of the call, once that is known."""
+        """The decision on the call, once that is known."""
         key = f"{self._key}/decision"
         return Decision.from_text(self._store.get(key)) if self._store.check([key]) else None
 

@@ -49,12 +49,14 @@ class Note:
         lost_peer: the rank that it lost; None for an error of its own, or where it does not know.
         text: the error.
         is_loss: it lost a rank.
+        is_final: the rank takes no further step.
     """
 
     rank: int
     lost_peer: int | None
     text: str
     is_loss: bool = False
+    is_final: bool = False
 
     @property
     def is_silent(self) -> bool:
@@ -80,13 +82,19 @@ class Blame:
         self._store = store
         self._rank = rank
         self._has_note = True  # perhaps, of an earlier run
+        self._is_final = False
         self.store_answers = True
 
     def begin(self) -> None:
         """Begins a step: takes back a note of an earlier one, which the script has got over."""
-        if self._has_note:
+        if self._has_note and not self._is_final:
             self._ask(lambda: self._store.delete_key(_key(self._rank)))
             self._has_note = False
+
+    def stop(self) -> None:
+        """Marks the next note as final: this rank takes no further step, even if its script goes on."""
+        self._has_note = False
+        self._is_final = True
 
     def confess(self, error: BaseException, *, lost_peer: int | None = None, is_loss: bool = False) -> None:
         """Says that this rank fails, and why; does nothing if the store cannot be reached.
@@ -96,14 +104,26 @@ class Blame:
             lost_peer: the rank that it lost, where it knows.
             is_loss: it lost one, and does not know which.
         """
+        if self._is_final and self._has_note:
+            return  # later errors are consequences
         text = f"{type(error).__name__}: {error}"[:2000]
-        note = {"lost_peer": lost_peer, "text": text, "is_loss": is_loss or lost_peer is not None}
+        note = {
+            "lost_peer": lost_peer,
+            "text": text,
+            "is_loss": is_loss or lost_peer is not None,
+            "is_final": self._is_final,
+        }
         self._has_note = True
         self._ask(lambda: self._store.set(_key(self._rank), json.dumps(note)))
 
     def has_failed(self, rank: int) -> bool:
         """Whether a rank has said that it fails."""
         return bool(self._ask(lambda: self._store.check([_key(rank)])))
+
+    def has_stopped(self, rank: int) -> bool:
+        """Whether a rank has failed and takes no further step; False where the store does not tell."""
+        note = self._note_of(rank, gives_up=False)
+        return note is not None and note.is_final
 
     def first_cause(self, lost_peer: int, *, patience_s: float = _PATIENCE_S) -> Note:
         """The rank where it began, as far as the notes tell.
@@ -125,7 +145,7 @@ class Blame:
             current = note.lost_peer
 
     def suspects(self, num_ranks: int, *, patience_s: float = _PATIENCE_S) -> list[Note]:
-        """Who may have failed first, where this rank does not know which one it lost.
+        """The ranks that may have failed first, if this rank does not know which one it lost.
 
         Args:
             num_ranks: of the job.
@@ -155,21 +175,32 @@ class Blame:
                 return note
             time.sleep(_PAUSE_S)
 
-    def _note_of(self, rank: int) -> Note | None:
-        if not self._ask(lambda: self._store.check([_key(rank)])):
+    def _note_of(self, rank: int, *, gives_up: bool = True) -> Note | None:
+        if not self._ask(lambda: self._store.check([_key(rank)]), gives_up=gives_up):
             return None
-        text = self._ask(lambda: self._store.get(_key(rank)))
+        text = self._ask(lambda: self._store.get(_key(rank)), gives_up=gives_up)
         if text is None:
             return None
         try:
             with not_from_a_stranger("why a rank fails"):
                 found = json.loads(text)
-                return Note(rank, found["lost_peer"], str(found["text"]), found["is_loss"] is True)
+                return Note(
+                    rank,
+                    found["lost_peer"],
+                    str(found["text"]),
+                    is_loss=found["is_loss"] is True,
+                    is_final=found["is_final"] is True,
+                )
         except ForgedError:
             return None  # as if it had said nothing
 
-    def _ask(self, question: Callable[[], _T]) -> _T | None:
-        """The store's answer; None where it has gone with the rank that served it, or cannot be reached."""
+    def _ask(self, question: Callable[[], _T], *, gives_up: bool = True) -> _T | None:
+        """The store's answer; None where it has gone with the rank that served it, or cannot be reached.
+
+        Args:
+            question: asks it.
+            gives_up: a store that does not answer in time is asked no more.
+        """
         answers: queue.SimpleQueue[_T | None] = queue.SimpleQueue()
 
         def ask() -> None:
@@ -187,7 +218,7 @@ class Blame:
         try:
             return answers.get(timeout=_LONGEST_ANSWER_S)
         except queue.Empty:
-            self.store_answers = False
+            self.store_answers = self.store_answers and not gives_up
             return None
 
 

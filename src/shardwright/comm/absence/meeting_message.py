@@ -5,7 +5,7 @@ import struct
 import torch
 from torch import Tensor
 
-from shardwright.comm.absence.place import Place
+from shardwright.comm.absence.meeting_place import MeetingPlace
 from shardwright.comm.identity.rank_set import digest
 
 __all__ = ["call_in", "is_of_before", "message_of", "no_message", "other_call"]
@@ -15,7 +15,7 @@ _LONGEST_NAME = 64
 _MESSAGE = struct.Struct(f"={_LONGEST_NAME}s{_LONGEST_NAME}s16sQ")
 
 
-def message_of(place: Place) -> Tensor:
+def message_of(place: MeetingPlace) -> Tensor:
     """Says to which call this rank has come."""
     return torch.frombuffer(bytearray(_packed(place)), dtype=torch.uint8)
 
@@ -31,20 +31,20 @@ def call_in(message: Tensor) -> str:
     return str(where.rstrip(b"\0").decode(errors="replace"))
 
 
-def is_of_before(message: Tensor, place: Place) -> bool:
+def is_of_before(message: Tensor, place: MeetingPlace) -> bool:
     """Whether another rank has come to a call before this one, of the same ranks."""
     _, _, ranks, meeting = _MESSAGE.unpack(_bytes(message))
     return bool(ranks == digest(place.ranks).encode() and meeting < place.meeting)
 
 
-def other_call(message: Tensor, place: Place) -> str | None:
+def other_call(message: Tensor, place: MeetingPlace) -> str | None:
     """The call to which another rank has come, where it is another one."""
     name, _, *call = _MESSAGE.unpack(_bytes(message))
     own_name, _, *own_call = _MESSAGE.unpack(_packed(place))
     return None if (name, call) == (own_name, own_call) else call_in(message)
 
 
-def _packed(place: Place) -> bytes:
+def _packed(place: MeetingPlace) -> bytes:
     name, where = (part.encode()[:_LONGEST_NAME] for part in (place.name or place.where, place.where))
     return _MESSAGE.pack(name, where, digest(place.ranks).encode(), place.meeting)
 

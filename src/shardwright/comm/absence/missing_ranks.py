@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from shardwright.comm.absence.place import Note, Place
+from shardwright.comm.absence.meeting_place import MeetingPlace, Note
 from shardwright.comm.absence.python_place import collectives_made
 from shardwright.comm.absence.whereabouts import Whereabouts
 from shardwright.comm.identity.rank_set import listed
@@ -69,7 +69,7 @@ class MissingRanks:
 
     def __init__(
         self,
-        place: Place,
+        place: MeetingPlace,
         terms: Terms,
         whereabouts: Whereabouts,
         *,
@@ -180,7 +180,7 @@ class MissingRanks:
         return {rank: self._said(rank) for rank in self._absent()}
 
     def _said(self, rank: int) -> Note | None:
-        """What a rank has said last; None also where the store has gone, with the rank that served it."""
+        """The last note of a rank; None also if the store has gone, with the rank that served it."""
         try:
             return self._whereabouts.of(rank)
         except RuntimeError:
@@ -211,7 +211,7 @@ class MissingRanks:
             self._joint[rank] = first = note
         return note.seconds - first.seconds >= surely_s
 
-    def _witnesses(self, elsewhere: Place) -> list[tuple[int, Note]]:
+    def _witnesses(self, elsewhere: MeetingPlace) -> list[tuple[int, Note]]:
         """Ranks that wait here and are needed elsewhere: both calls are the last of those that they make with
         whoever is there. An older note tells nothing of now.
         """
@@ -240,6 +240,6 @@ def _places(notes: Mapping[int, Note | None]) -> str:
 
 
 def _hints(notes: Mapping[int, Note | None]) -> str:
-    """What to try, where the ranks are that do not come."""
+    """The advice for the places of the ranks that do not come."""
     found = [note.place.hint for note in notes.values() if note is not None and note.place is not None]
     return "".join(f" {hint}" for hint in dict.fromkeys(filter(None, found)))

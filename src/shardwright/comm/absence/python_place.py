@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from shardwright.comm._private import counts_messages, group_named, number_of_collectives
 
-__all__ = ["JointCall", "collectives_made", "joint_call", "script_line"]
+__all__ = ["JointCall", "collectives_made", "joint_call", "script_line", "waits_for_others"]
 
 _OURS = ("torch.", "shardwright.", "smdistributed.", "contextlib", "threading")
 # Functions that no rank leaves before all of the group have called them.
@@ -17,6 +17,9 @@ _JOINT = frozenset(
     "reduce_scatter_tensor".split()
 )
 _MODULE = "torch.distributed.distributed_c10d"
+# Functions of these wait for other ranks; what they call waits for them.
+_WAITING = ("shardwright.comm.", "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
+_HELPERS = ("threading", "selectors", "queue", "contextlib")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,18 @@ def script_line(frame: FrameType) -> str:
             return f"{current.f_code.co_filename}:{current.f_lineno}"
         current = current.f_back
     return ""
+
+
+def waits_for_others(frame: FrameType) -> bool:
+    """Whether a thread is in a function that waits for messages of other ranks.
+
+    Args:
+        frame: the innermost function of the thread.
+    """
+    current: FrameType | None = frame
+    while current is not None and current.f_globals.get("__name__", "") in _HELPERS:
+        current = current.f_back
+    return current is not None and current.f_globals.get("__name__", "").startswith(_WAITING)
 
 
 def joint_call(frame: FrameType) -> JointCall | None:
@@ -85,7 +100,7 @@ def joint_call(frame: FrameType) -> JointCall | None:
 
 
 def collectives_made(name: str, ranks: tuple[int, ...]) -> int | None:
-    """How many collectives this rank has begun in a group.
+    """The number of collectives that this rank has begun in a group.
 
     Args:
         name: of the group.

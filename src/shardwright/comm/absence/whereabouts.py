@@ -19,9 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
-from shardwright.comm.absence.place import Note, Place
+from shardwright.comm.absence.meeting_place import MeetingPlace, Note
 from shardwright.comm.absence.python_place import joint_call, script_line
+from shardwright.comm.absence.stalls import Stalls
+from shardwright.comm.absence.stillness import Stillness
 from shardwright.comm.trust.seal import not_from_a_stranger
+from shardwright.errors import PeerTimeoutError
+from shardwright.exit_codes import HANG
 
 __all__ = ["Store", "Whereabouts"]
 
@@ -57,6 +61,7 @@ class Whereabouts:
         rank: this one.
         run: how many runs this process has begun before: all ranks begin them together.
         confess: called with the error with which the script ends.
+        stalls: looks at the ranks that this one waits for; None looks at none.
 
     Attributes:
         steps: training steps that this rank has made.
@@ -69,17 +74,20 @@ class Whereabouts:
         rank: int,
         run: int = 0,
         confess: Callable[[BaseException], None] = lambda error: None,
+        stalls: Callable[[Callable[[int], Note | None]], Stalls] | None = None,
     ):
         self._store = store
         self._own_store: Store | None = None
         self._rank = rank
         self._run = run
         self._counts: dict[tuple[int, ...], int] = {}
-        self._place: Place | None = None
+        self._place: MeetingPlace | None = None
         self._moves = 0
         self._moved_s = time.monotonic()
         self.steps = 0
         self._thread_id = threading.get_ident()
+        self._stillness = Stillness(self._thread_id)
+        self._stalls = None if stalls is None else stalls(self._said_to_thread)
         self._process_id = os.getpid()
         self._confess = confess
         self._ended = ""
@@ -92,7 +100,7 @@ class Whereabouts:
 
     def begin(
         self, where: str, ranks: Sequence[int], *, name: str = "", meeting: int = 0, hint: str = ""
-    ) -> Place:
+    ) -> MeetingPlace:
         """Counts a call that others make, too.
 
         Args:
@@ -104,10 +112,10 @@ class Whereabouts:
         """
         scope = tuple(ranks)
         self._counts[scope] = number = self._counts.get(scope, 0) + 1
-        return Place(where, scope, number, name, meeting, hint)
+        return MeetingPlace(where, scope, number, name, meeting, hint)
 
     @contextmanager
-    def at(self, place: Place) -> Iterator[Place]:
+    def at(self, place: MeetingPlace) -> Iterator[MeetingPlace]:
         """Says that this rank is in a call that has begun."""
         before, self._place = self._place, place
         self._move()
@@ -120,7 +128,9 @@ class Whereabouts:
             self._place = before
             self._move()
 
-    def inside(self, where: str, ranks: Sequence[int], *, hint: str = "") -> AbstractContextManager[Place]:
+    def inside(
+        self, where: str, ranks: Sequence[int], *, hint: str = ""
+    ) -> AbstractContextManager[MeetingPlace]:
         """Counts a call that others make, too, and says that this rank is in it; see `begin`."""
         return self.at(self.begin(where, ranks, hint=hint))
 
@@ -129,7 +139,7 @@ class Whereabouts:
         self._moved_s = time.monotonic()
 
     def note(self) -> Note:
-        """Where this rank is now."""
+        """The present whereabouts of this rank."""
         while True:
             moves = self._moves
             note = self._note()
@@ -138,7 +148,8 @@ class Whereabouts:
 
     def _note(self) -> Note:
         frame = sys._current_frames().get(self._thread_id)
-        place = self._place
+        place, waits, still_s = self._place, self._stillness.waits, self._stillness.seconds
+        place_is_told = not waits and still_s >= _NOTE_EVERY_S
         return Note(
             place=place,
             # A copy, which is made at a stroke: the script may count a call of other ranks just now.
@@ -150,6 +161,9 @@ class Whereabouts:
             failed=self._failed,
             counts_hold=self._counts_hold,
             steps=self.steps,
+            waits=waits,
+            still_s=still_s,
+            stack=self._stillness.stack if place_is_told else "",
         )
 
     def publish(self) -> None:
@@ -159,7 +173,7 @@ class Whereabouts:
     # ---- of others ----
 
     def of(self, rank: int) -> Note | None:
-        """What another rank has said last; None where it has not said anything."""
+        """The last note of another rank; None if it has written none."""
         key = self._key(rank)
         if not self._store.check([key]):
             return None
@@ -217,14 +231,38 @@ class Whereabouts:
     def _watch(self) -> None:
         seen, next_s = -1, 0.0
         while not self._closed.wait(_TICK_S):
+            self._stillness.look()
             now_s = time.monotonic()
             if self._moves != seen:
                 seen, next_s = self._moves, now_s + _STUCK_S
             elif now_s >= next_s:
-                if not self._leave(self.note(), self._store_of_thread()):
+                note = self.note()
+                if not self._leave(note, self._store_of_thread()):
                     return
+                if self._stalls is not None and (why := self._stalls.look(note)):
+                    self._end(why)
                 next_s = now_s + _NOTE_EVERY_S
         self._leave(self.note(), self._own_store or self._store)
+
+    def _said_to_thread(self, rank: int) -> Note | None:
+        """The last note of another rank, as the thread reads it; None where it has written none."""
+        store, key = self._store_of_thread(), self._key(rank)
+        try:
+            if not store.check([key]):
+                return None
+            with not_from_a_stranger(f"where rank {rank} is"):
+                return Note.from_text(store.get(key))
+        except RuntimeError:  # the store has gone with the rank that served it
+            return None
+
+    def _end(self, why: str) -> None:
+        """Ends this process, which waits in C++ for what will never come, with the stack of its script."""
+        self._confess(RuntimeError(why))
+        name = f"{PeerTimeoutError.__module__}.{PeerTimeoutError.__name__}"
+        sys.stdout.flush()
+        sys.stderr.write(f"Traceback (most recent call last):\n{self._stillness.stack}\n{name}: {why}\n")
+        sys.stderr.flush()
+        os._exit(HANG)
 
     def _leave(self, note: Note, store: Store) -> bool:
         """Leaves a note; false where the store does not take it: it goes with the process that serves it."""

@@ -263,7 +263,7 @@ class Communicator:
 
     @property
     def prices(self) -> Prices:
-        """What algorithms are chosen by."""
+        """The prices by which algorithms are chosen."""
         return self._chooser.prices
 
     def use(self, prices: Prices) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardwright.comm.identity.after_fork import close_in_children
 from shardwright.errors import PeerLostError, PeerTimeoutError, TraceMismatchError
-from shardwright.units import format_bytes
+from shardwright.quantities import format_bytes
 
 __all__ = ["Neighbours", "Operation"]
 
@@ -34,7 +34,7 @@ _READY = b"ready"
 
 
 class Operation(NamedTuple):
-    """Which collective a rank is in.
+    """The collective that a rank is in.
 
     Attributes:
         number: counts the collectives of a group.

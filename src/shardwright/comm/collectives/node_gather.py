@@ -22,7 +22,7 @@ class NodeGroup(Protocol):
 
     @property
     def topology(self) -> Topology:
-        """Which ranks share a node."""
+        """The ranks that share a node."""
 
     def share_memory(self, num_bytes: int) -> Tensor:
         """Memory that the ranks of the node share."""

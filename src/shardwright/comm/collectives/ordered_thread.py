@@ -73,7 +73,7 @@ class OrderedThread:
 
 
 class _Turns:
-    """Who runs a task, and those that wait."""
+    """The runner of a task, and those that wait."""
 
     def __init__(self) -> None:
         self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -99,6 +99,6 @@ class Reduction:
             target.copy_(total)
 
     def finish(self, result: Tensor, num_ranks: int) -> None:
-        """What is to be done with the result when all ranks are in it."""
+        """Completes the result when all ranks are in it."""
         if self.name == "AVG":
             result.div_(num_ranks)

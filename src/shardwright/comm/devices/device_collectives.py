@@ -121,7 +121,7 @@ class DeviceCollectives:
     # ---- collectives, as `torch.distributed.ProcessGroup` has them ----
 
     def choice(self, collective: str, count: int, itemsize: int) -> Choice:
-        """How a collective of one tensor of this size goes, and why.
+        """Chooses the way of a collective for one tensor of this size, with the reason.
 
         Several tensors at once, and averages of whole numbers, NCCL does over all ranks whatever their size.
 

@@ -59,7 +59,7 @@ class Hops:
 
 
 def spans(count: int, chunk: int) -> list[tuple[int, int]]:
-    """Where chunks begin and end.
+    """The spans of the chunks.
 
     Args:
         count: elements of all.

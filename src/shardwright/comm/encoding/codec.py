@@ -39,7 +39,7 @@ class DecodeError(ValueError):
 
 
 class _Kind(NamedTuple):
-    """How values of one class travel: as a value that can travel already."""
+    """The form in which values of one class travel: a value that can travel already."""
 
     name: str
     to_plain: Callable[[Any], Any]

@@ -26,7 +26,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shardwright.comm.identity.launch_environment import LaunchEnvironment
 from shardwright.errors import LaunchError
-from shardwright.units import format_seconds
+from shardwright.quantities import format_seconds
 
 __all__ = ["agree_on_generation"]
 

@@ -22,7 +22,7 @@ def all_gather(group: dist.ProcessGroup, output: Tensor, data: Tensor) -> None:
     """
     opts = AllgatherOptions()
     opts.asyncOp = False
-    group._allgather_base(output, data, opts).wait()
+    _end(group._allgather_base(output, data, opts))
 
 
 def reduce_scatter(group: dist.ProcessGroup, output: Tensor, data: Tensor, op: Any) -> None:
@@ -36,7 +36,7 @@ def reduce_scatter(group: dist.ProcessGroup, output: Tensor, data: Tensor, op: A
     """
     opts: Any = dist.ReduceScatterOptions()
     opts.reduceOp, opts.asyncOp = op, False
-    group._reduce_scatter_base(output, data, opts).wait()
+    _end(group._reduce_scatter_base(output, data, opts))
 
 
 def all_reduce(group: dist.ProcessGroup, data: Tensor, op: Any) -> None:
@@ -49,7 +49,7 @@ def all_reduce(group: dist.ProcessGroup, data: Tensor, op: Any) -> None:
     """
     opts: Any = dist.AllreduceOptions()
     opts.reduceOp, opts.asyncOp = op, False
-    group.allreduce([data], opts).wait()
+    _end(group.allreduce([data], opts))
 
 
 def broadcast(group: dist.ProcessGroup, data: Tensor, source: int) -> None:
@@ -62,4 +62,10 @@ def broadcast(group: dist.ProcessGroup, data: Tensor, source: int) -> None:
     """
     opts: Any = dist.BroadcastOptions()
     opts.rootRank, opts.asyncOp = source, False
-    group.broadcast([data], opts).wait()
+    _end(group.broadcast([data], opts))
+
+
+def _end(work: dist.Work | None) -> None:
+    """Waits for a collective; NCCL gives nothing to wait for where the caller's stream does."""
+    if work is not None:
+        work.wait()

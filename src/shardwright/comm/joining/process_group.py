@@ -25,9 +25,10 @@ from shardwright.comm.trust.run_secret import seal_of_run
 from shardwright.comm.trust.seal import Seal
 from shardwright.comm.trust.sealed_store import SealedStore
 from shardwright.errors import LaunchError, UsageError
-from shardwright.units import format_seconds
+from shardwright.quantities import format_seconds
 
 __all__ = [
+    "backend_for",
     "default_store",
     "destroy_process_group",
     "end_with_process",
@@ -145,7 +146,7 @@ def init_process_group(
 
 
 def session_of_group(*, timeout_s: float) -> Session:
-    """What all ranks share as long as there is this default group; at first collective over all of them.
+    """The session of all ranks, for as long as there is this default group; at first collective over them.
 
     Args:
         timeout_s: how long to wait for others.
@@ -168,7 +169,7 @@ def session_of_group(*, timeout_s: float) -> Session:
 
 
 def present_session() -> Session | None:
-    """What all ranks share already; None before they have agreed on it."""
+    """The session that all ranks share already; None before they have agreed on it."""
     has_one = dist.is_initialized() and _GROUPS.of_session is dist.group.WORLD
     return _GROUPS.session if has_one else None
 
@@ -211,6 +212,13 @@ def group_of(
     if key not in _GROUPS.made:
         _GROUPS.made[key] = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend)
     return _GROUPS.made[key]
+
+
+def backend_for(device: torch.device) -> str:
+    """The backend by which the default group sends tensors of a device; empty where it has none for it."""
+    # "undefined" is what get_backend says of a group made without a name, which has one for each device.
+    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+    return backends.get(device.type, "")
 
 
 def groups_in_doubt() -> None:

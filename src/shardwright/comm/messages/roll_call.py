@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from shardwright.comm.absence.attendance import Attendance, Decision
 from shardwright.comm.absence.meeting_message import is_of_before, message_of, no_message, other_call
+from shardwright.comm.absence.meeting_place import MeetingPlace
 from shardwright.comm.absence.missing_ranks import MissingRanks, Terms
-from shardwright.comm.absence.place import Place
 from shardwright.comm.absence.whereabouts import Store, Whereabouts
 from shardwright.comm.identity.purpose import Purpose
 from shardwright.comm.identity.rank_set import listed
@@ -62,7 +62,7 @@ class _Begun:
     """
 
     call: Call
-    place: Place
+    place: MeetingPlace
     others: tuple[int, ...]
     attendance: Attendance | None = None
     is_first: bool = True

@@ -27,7 +27,7 @@ from shardwright.comm.absence.meeting_message import call_in, no_message
 from shardwright.comm.identity.purpose import Purpose
 from shardwright.comm.one_host.shared_memory import Ring, Segment
 from shardwright.errors import PeerLostError, TraceMismatchError
-from shardwright.units import format_bytes
+from shardwright.quantities import format_bytes
 
 __all__ = ["LocalLink", "LocalReceipt"]
 
@@ -211,7 +211,7 @@ class LocalLink:
     def _mismatch(
         self, receipt: LocalReceipt, segment: Segment, offset: int, num_bytes: int, purpose: int
     ) -> str:
-        """What is said where another message came than was waited for."""
+        """The error for another message than the one waited for."""
         if purpose == Purpose.MEETING and receipt.purpose != Purpose.MEETING:
             call = call_in(segment.at(offset, no_message()))
             return (

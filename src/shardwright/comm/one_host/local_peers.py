@@ -18,6 +18,7 @@ from shardwright.errors import PeerLostError, PeerTimeoutError
 __all__ = ["LocalPeers", "connect_local_peers"]
 
 _LONGEST_POLL_S = 3600.0  # the kernel takes no more than some weeks
+_PAUSE_S = 1.0  # between two questions whether a rank has stopped; the first wait is as long
 
 
 class LocalPeers:
@@ -29,11 +30,20 @@ class LocalPeers:
     Args:
         links: by world rank.
         timeout_s: how long to wait for a peer at most.
+        has_stopped: whether a world rank has failed and takes no further step. Its process may live on, in a
+            script that has caught the error.
     """
 
-    def __init__(self, links: Mapping[int, LocalLink], *, timeout_s: float):
+    def __init__(
+        self,
+        links: Mapping[int, LocalLink],
+        *,
+        timeout_s: float,
+        has_stopped: Callable[[int], bool] = lambda _: False,
+    ):
         self._links = dict(links)
         self._timeout_s = timeout_s
+        self._has_stopped = has_stopped
         self._poll = select.poll()
         self._by_fd = {link.fd: link for link in links.values()}
         for fd in self._by_fd:
@@ -104,7 +114,8 @@ class LocalPeers:
         look: Callable[[], float] = lambda: math.inf,
     ) -> None:
         """Waits; `done` must not listen: what is heard has to be delivered before this process sleeps."""
-        deadline_s = time.monotonic() + self._timeout_s
+        now_s = time.monotonic()
+        deadline_s, asks_s = now_s + self._timeout_s, now_s + _PAUSE_S
         while True:
             for each in self._links.values():
                 each.deliver()
@@ -112,7 +123,14 @@ class LocalPeers:
                 return
             if link.ended:
                 raise PeerLostError(f"{doing} rank {link.peer} failed: it has ended", rank=link.peer)
-            left_s = deadline_s - time.monotonic()
+            now_s = time.monotonic()
+            if now_s >= asks_s:
+                if self._has_stopped(link.peer):
+                    raise PeerLostError(
+                        f"{doing} rank {link.peer} failed: it takes no further step", rank=link.peer
+                    )
+                asks_s = time.monotonic() + _PAUSE_S
+            left_s = deadline_s - now_s
             if left_s <= 0:
                 raise PeerTimeoutError(
                     f"{doing} rank {link.peer} failed: no answer within {self._timeout_s:g} s. It hangs, or "
@@ -120,7 +138,7 @@ class LocalPeers:
                     "setting timeout_s.",
                     rank=link.peer,
                 )
-            self._listen(min(left_s, look()))
+            self._listen(min(left_s, max(asks_s - now_s, 0.0), look()))
 
     def _listen(self, timeout_s: float) -> None:
         """Records what is said; waits for the first word."""
@@ -131,8 +149,14 @@ class LocalPeers:
                 self._poll.unregister(fd)
 
 
-def connect_local_peers(*, timeout_s: float) -> LocalPeers | None:
+def connect_local_peers(
+    *, timeout_s: float, has_stopped: Callable[[int], bool] = lambda _: False
+) -> LocalPeers | None:
     """Connects the ranks of each host; collective over all ranks of the default process group.
+
+    Args:
+        timeout_s: how long to wait for a peer at most.
+        has_stopped: whether a world rank has failed and takes no further step.
 
     Returns:
         None where this host has no other rank, or where one of them lacks what is needed; the log says what.
@@ -144,4 +168,4 @@ def connect_local_peers(*, timeout_s: float) -> LocalPeers | None:
     if not sockets:
         return None
     links = {other: LocalLink(connection, other) for other, connection in sockets.items()}
-    return LocalPeers(links, timeout_s=timeout_s)
+    return LocalPeers(links, timeout_s=timeout_s, has_stopped=has_stopped)

@@ -99,7 +99,7 @@ def _attempt(do: Callable[[], _T]) -> tuple[_T | None, str]:
 
 
 def this_host() -> str:
-    """What all ranks of a host have in common, and no others."""
+    """An identity that all ranks of a host have in common, and no others."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"

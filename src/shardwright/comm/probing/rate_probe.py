@@ -78,7 +78,7 @@ def measure_products(device: torch.device, dtype: str, *, progress: Callable[[],
 
 
 def measure_memory_rates(device: torch.device) -> MemoryRates:
-    """How fast memory is read and written; collective over all ranks, the slowest of which counts."""
+    """Measures the rates of reading and writing memory, of the slowest rank; collective over all ranks."""
     source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     memory_s = _timed(lambda: target.copy_(source), device, everyone=True)

@@ -80,7 +80,7 @@ def fact_of(source: int, fact: Any, *, seal: Seal | None) -> Any:
 
 
 def _exchanged(own: bytes, exchange: Callable[[Tensor], list[Tensor]], device: torch.device) -> list[bytes]:
-    """What everybody has written, by a collective that gives equally long messages."""
+    """Exchanges what everybody has written, by a collective for equally long messages."""
     begin = (_LENGTH.pack(len(own)) + own)[: _FIRST_BYTES + _LENGTH.size]
     first = [_bytes_in(each) for each in exchange(_message(begin, _FIRST_BYTES + _LENGTH.size, device))]
     lengths = [_LENGTH.unpack_from(each)[0] for each in first]

@@ -6,7 +6,8 @@ of gloo and NCCL as well, which are given this store.
 
 Three things have no code. `check` and `wait` tell that a value is there, not whose it is: a caller that
 relies on it also reads it. `add` counts in the store itself, in plain digits: a counter may only say when to
-go on. And a key that a stranger deletes is waited for until the timeout.
+go on. And a key that a stranger deletes is waited for until the timeout: five minutes where launchers meet at
+a run's end.
 """
 
 from datetime import timedelta

@@ -20,7 +20,7 @@ class Engine(Protocol):
     sees_files: bool
 
     def manifest(self, spec: JobSpec) -> str:
-        """What `start` runs or submits, as text."""
+        """The text of what `start` runs or submits."""
         ...
 
     def start(self, spec: JobSpec, *, waits: bool) -> RunningJob:

@@ -181,24 +181,24 @@ def _phase(pod: Mapping[str, Any]) -> str:
 
 
 def _report(log: Path) -> str:
-    """What the launcher of a pod said at its end of the rank that failed first."""
+    """The last report of a pod's launcher on the rank that failed first."""
     text = log.read_text(errors="replace") if log.exists() else ""
     found = [match.start() for match in _REPORT.finditer(text)]
     return "\n".join(text[found[-1] :].splitlines()[:_MOST_REPORT_LINES]) if found else ""
 
 
 def job_resource(kind: str, spec: JobSpec) -> str:
-    """What kubectl calls the job."""
+    """The name of the job in kubectl."""
     return f"{kind.lower()}/{name_in_cluster(spec)}"
 
 
 def code_resource(spec: JobSpec) -> str:
-    """What kubectl calls the packed script of the job."""
+    """The name of the job's packed script in kubectl."""
     return f"configmap/{name_in_cluster(spec)}-code"
 
 
 def secret_resource(spec: JobSpec) -> str:
-    """What kubectl calls the secret of the job."""
+    """The name of the job's secret in kubectl."""
     return f"secret/{name_in_cluster(spec)}-secret"
 
 

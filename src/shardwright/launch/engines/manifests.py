@@ -87,7 +87,7 @@ class Pods:
         return found
 
     def mounts(self) -> list[dict[str, str]]:
-        """Where the container finds its volumes."""
+        """The paths of the volumes in the container."""
         names = dict(zip(self.volumes, self._claims(), strict=True))
         return [
             {"name": "shm", "mountPath": "/dev/shm"},
@@ -98,7 +98,7 @@ class Pods:
         return {f"volume-{number}": claim for number, claim in enumerate(self.volumes.values())}
 
     def resources_of(self, spec: JobSpec) -> dict[str, Any]:
-        """What each pod asks for."""
+        """The resources that each pod asks for."""
         asked = dict(self.resources)
         if spec.gpus_per_host:
             asked[self.gpu_resource] = str(spec.gpus_per_host)

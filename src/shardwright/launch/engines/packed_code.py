@@ -7,7 +7,7 @@ import tarfile
 from pathlib import Path
 
 from shardwright.errors import ConfigError
-from shardwright.units import format_bytes
+from shardwright.quantities import format_bytes
 
 __all__ = ["pack"]
 

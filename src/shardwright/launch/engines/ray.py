@@ -55,7 +55,7 @@ class Ray:
         self._placement_strategy = placement_strategy
 
     def manifest(self, spec: JobSpec) -> str:
-        """What the driver gives the TorchTrainer."""
+        """The arguments that the driver gives the TorchTrainer."""
         return json.dumps(self._task(spec), indent=2)
 
     def _task(self, spec: JobSpec) -> dict[str, Any]:

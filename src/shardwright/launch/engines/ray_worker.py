@@ -41,7 +41,7 @@ class Exits:
         self._exits: list[dict[str, Any]] = []
 
     def secret(self) -> str:
-        """That of the run."""
+        """The secret of the run."""
         return self._secret
 
     def begin(self) -> None:
@@ -53,7 +53,7 @@ class Exits:
         self._exits.append(fields)
 
     def all(self) -> list[dict[str, Any]]:
-        """How ranks of this attempt ended."""
+        """The ends of this attempt's ranks."""
         return self._exits
 
 

@@ -257,7 +257,7 @@ def _refuse_a_second(spec: JobSpec) -> None:
 
 
 def spec_log(spec: JobSpec) -> Path:
-    """Where the batch script writes."""
+    """The log of the batch script."""
     return spec.logs / "slurm.log"
 
 

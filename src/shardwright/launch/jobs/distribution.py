@@ -29,7 +29,14 @@ __all__ = ["Distribution", "read_distribution"]
 
 _LAUNCHERS = ("smdistributed", "mpi", "torch_distributed", "pytorchddp", "shardwright")
 _LIBRARIES = ("modelparallel", "dataparallel")
-_OF_TENSORFLOW = ("parameter_server", "multi_worker_mirrored_strategy", "horovod")
+_ELSEWHERE = {
+    "parameter_server": "parameter servers are not there: scripts average gradients, by "
+    "smdistributed.dataparallel.tensorflow or horovod.tensorflow",
+    "multi_worker_mirrored_strategy": "tf.distribute starts and joins its own processes: start one a host, "
+    "without distribution",
+    "horovod": 'scripts that import Horovod are started by {"mpi": {"enabled": True, '
+    '"processes_per_host": N}}',
+}
 _PROCESSES = "processes_per_host"
 # Settings of the second library (torch.sagemaker), which the first does not have.
 _OF_SECOND_LIBRARY = (
@@ -78,7 +85,7 @@ def read_distribution(given: Mapping[str, Any] | None) -> Distribution:
             f"distribution is a {type(given).__name__}, but it must be a dictionary, such as "
             '{"torch_distributed": {"enabled": True}}.'
         )
-    if not any(key in given for key in (*_LAUNCHERS, *_OF_TENSORFLOW)):
+    if not any(key in given for key in (*_LAUNCHERS, *_ELSEWHERE)):
         return _plain(given)
     _refuse_unknown(given)
     parts = {name: _part(given, name) for name in _LAUNCHERS}
@@ -120,11 +127,8 @@ def _plain(given: Mapping[str, Any]) -> Distribution:
 
 def _refuse_unknown(given: Mapping[str, Any]) -> None:
     for key in given:
-        if key in _OF_TENSORFLOW:
-            raise ConfigError(
-                f"distribution has {key}, which is for TensorFlow, or for Horovod; neither is there yet. For "
-                'PyTorch take {"torch_distributed": {"enabled": True}} or {"smdistributed": ...}.'
-            )
+        if key in _ELSEWHERE:
+            raise ConfigError(f"distribution has {key}: {_ELSEWHERE[key]}.")
         if key not in _LAUNCHERS:
             raise ConfigError(_no_key(str(key), _LAUNCHERS))
 

@@ -88,7 +88,7 @@ class JobSpec:
 
     @property
     def run_folder(self) -> Path:
-        """Where logs and results go."""
+        """The folder of logs and results."""
         return self.runs_dir / self.name
 
     @property

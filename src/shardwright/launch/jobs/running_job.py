@@ -108,12 +108,12 @@ class RunningJob(ABC):
 
     @property
     def run_folder(self) -> Path:
-        """Where its logs and results are."""
+        """The folder of its logs and results."""
         return self.spec.run_folder
 
     @property
     def status(self) -> Status:
-        """What SageMaker calls TrainingJobStatus."""
+        """SageMaker's TrainingJobStatus."""
         self._look()
         if self.exit_code is None:
             return "Stopping" if self._is_stopped else "InProgress"
@@ -226,23 +226,23 @@ class RunningJob(ABC):
 
     @abstractmethod
     def _outcome(self) -> Outcome:
-        """How it ended; called once."""
+        """The outcome; called once."""
 
     @abstractmethod
     def _log_files(self) -> Sequence[Path]:
-        """What to show."""
+        """The log files to show."""
 
     def _close(self) -> None:  # noqa: B027  (most jobs have nothing to give back)
         """Gives back what the job had; called once, after its end."""
 
 
 def exits_file(spec: JobSpec, host: int | str) -> Path:
-    """Where the launcher of a host leaves how its ranks ended."""
+    """The file in which the launcher of a host reports how its ranks ended."""
     return spec.logs / f"exits-host{host}.jsonl"
 
 
 def outcome_of_exits(spec: JobSpec, *, otherwise: int, log_files: Sequence[Path] = ()) -> Outcome:
-    """How a job ended, from what the launchers of its hosts left.
+    """The outcome of a job, by the reports of its hosts' launchers.
 
     Args:
         spec: the job.

@@ -1,1 +1,1 @@
-"""What the kernel and their output reveal about processes."""
+"""Processes, by what the kernel and their output reveal of them."""

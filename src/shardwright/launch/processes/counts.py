@@ -21,5 +21,5 @@ def check_count(name: str, value: Any, *, most: int, least: int = 1) -> int:
 
 
 def check_processes(value: Any) -> int:
-    """How many ranks a host has; raises as `check_count`."""
+    """Checks the number of ranks on a host; raises as `check_count`."""
     return check_count("processes_per_host", value, most=MOST_RANKS_OF_HOST)

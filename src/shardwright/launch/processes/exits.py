@@ -18,7 +18,7 @@ EXITS_VARIABLE = "SHARDWRIGHT_EXITS"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerExit:
-    """How one worker ended.
+    """The end of one worker.
 
     Attributes:
         rank: its rank among all.
@@ -93,7 +93,7 @@ class ExitLog:
 
 
 def _read(line: str) -> WorkerExit | None:
-    """What a line says; None where it is torn, which a node does that loses power, or somebody else's."""
+    """Reads a line; None if it is torn, by a node that lost power, or somebody else's."""
     try:
         return WorkerExit(**json.loads(line))
     except (ValueError, TypeError, RecursionError):

@@ -15,7 +15,7 @@ CHAIN = (
     r"(?:During handling of the above exception, another exception occurred:"
     r"|The above exception was the direct cause of the following exception:)"
 )
-"""What stands between two tracebacks of a chain."""
+"""The line between two tracebacks of a chain."""
 _LINK = re.compile(rf"\n\n{CHAIN}\n\n")
 _FRAME = '  File "'
 _OURS = f"{_FRAME}{Path(shardwright.__file__).parent}/"
@@ -76,7 +76,7 @@ def _is_inside(frame: tuple[str, list[str]]) -> bool:
 
 
 def _length_to_fold(row: list[tuple[str, list[str]]], *, goes_on: bool, to_the_end: bool) -> int:
-    """How many of the first frames of a row go into one line; PyTorch's alone are none of our business."""
+    """The number of a row's first frames that go into one line; PyTorch's alone are none of our business."""
     if all(kind == "torch" for kind, _ in row):
         return 0
     if goes_on or to_the_end:

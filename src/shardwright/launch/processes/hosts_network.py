@@ -68,12 +68,12 @@ class Traffic:
     received_bytes: int
 
     def __sub__(self, earlier: "Traffic") -> "Traffic":
-        """What went over it since then."""
+        """The traffic since then."""
         return Traffic(self.sent_bytes - earlier.sent_bytes, self.received_bytes - earlier.received_bytes)
 
 
 def missing_for_networks() -> str | None:
-    """What this machine lacks for networks of hosts; None where it has everything."""
+    """Names what this machine lacks for networks of hosts; None if it has everything."""
     if sys.platform != "linux":
         return f"{sys.platform} has no network namespaces"
     missing = [tool for tool in ("ip", "tc") if _path_of(tool) is None]
@@ -242,7 +242,7 @@ def remove(namespace: str) -> None:
 
 
 def _path_of(tool: str) -> str | None:
-    """Where a tool is; few users have the folders of the administrator in their path."""
+    """The path of a tool; few users have the folders of the administrator in theirs."""
     return shutil.which(tool, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
 
 

@@ -11,8 +11,11 @@ _FATAL = "Fatal Python error:"
 # torch.distributed puts the rank before each line of a traceback.
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:? ?", re.MULTILINE)
 _CHAIN = re.compile(rf"{CHAIN}\s*$")
-# A run that ends on an error still says how far it has come, below the traceback.
-_PROGRESS = re.compile(r"\n+step \d+ \| [^\n]*\s*\Z")
+# A run that ends on an error still says how far it has come, and what it came to, below the traceback.
+_PROGRESS = re.compile(
+    r"(?:\n+(?:step \d+ \| |(?:done|stopped|failed): \d+ steps?\b|  (?:the step took|report|saved) |saved )"
+    r"[^\n]*)+\s*\Z"
+)
 _MAX_LINES = 80
 _NUM_LINES_WITHOUT_TRACEBACK = 5
 

@@ -1,6 +1,7 @@
 """Copies one output stream of a worker to its log, and line by line to the console."""
 
 import os
+import shutil
 import time
 from typing import BinaryIO
 
@@ -11,13 +12,15 @@ __all__ = ["Tee"]
 _CHUNK_BYTES = 2**16
 _TAIL_BYTES = 2**16
 _HOLD_BACK_S = 5.0
+_CLEAR_LINE = b"\r\x1b[K"
 
 
 class Tee:
     """Copies the output of a pipe to a log and, with a prefix, to the console.
 
     Lines go to the console whole, so that those of different ranks do not mix. A traceback is held back
-    for five seconds: if the worker dies of it, the launcher's report shows it, once and in its place.
+    for five seconds: if the worker dies of it, the launcher's report shows it, once and in its place. What
+    ends with a carriage return, as the states of a progress bar, is shown on a terminal until the next line.
 
     Args:
         pipe_fd: where the worker writes to.
@@ -37,6 +40,7 @@ class Tee:
         self._prefix = prefix
         self._log = log
         self._holds_back = holds_back
+        self._is_terminal = os.isatty(console_fd)
         self._partial = b""
         self._held: list[bytes] = []
         self._held_since_s: float | None = None
@@ -49,7 +53,7 @@ class Tee:
 
     @property
     def release_at_s(self) -> float | None:
-        """When lines that are held back are due (`time.monotonic`)."""
+        """The time at which lines that are held back are due (`time.monotonic`)."""
         return None if self._held_since_s is None else self._held_since_s + _HOLD_BACK_S
 
     def copy(self) -> bool:
@@ -64,12 +68,15 @@ class Tee:
         self._log.write(data)
         self._log.flush()
         self._tail = (self._tail + data)[-_TAIL_BYTES:]
-        # A progress bar ends its states with a carriage return; each becomes a line.
-        *lines, self._partial = (
-            (self._partial + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-        )
+        text = (self._partial + data).replace(b"\r\n", b"\n")
+        if not self._is_terminal:
+            text = text.replace(b"\r", b"\n")  # each state of a progress bar becomes a line
+        *lines, self._partial = text.split(b"\n")
         for line in lines:
-            self._show(line + b"\n")
+            self._show(_last_state(line) + b"\n")
+        *states, self._partial = self._partial.split(b"\r")
+        if state := _last_state(b"\r".join(states)):
+            self._show_for_now(state)
         return True
 
     def release_if_due(self) -> None:
@@ -108,10 +115,26 @@ class Tee:
         else:
             self._write(line)
 
+    def _show_for_now(self, state: bytes) -> None:
+        """Shows a line that the next one replaces, whichever rank writes that."""
+        width = shutil.get_terminal_size().columns - 1
+        text = (self._prefix + state).decode(errors="replace")[:width]
+        self._put(_CLEAR_LINE + text.encode() + b"\r")
+
     def _write(self, line: bytes) -> None:
+        clear = _CLEAR_LINE if self._is_terminal else b""
+        self._put(clear + self._prefix + line)
+
+    def _put(self, text: bytes) -> None:
         try:
-            os.write(self._console_fd, self._prefix + line)
+            os.write(self._console_fd, text)
         except OSError:
             # The console has gone (a closed terminal, a pipe into head). Training goes on, the log has
             # it all.
             self._console_fd = os.open(os.devnull, os.O_WRONLY)
+
+
+def _last_state(line: bytes) -> bytes:
+    """What a terminal shows of a line in the end: behind its last carriage return that something follows."""
+    states = [state.removeprefix(b"\x1b[K") for state in line.split(b"\r")]
+    return next((state for state in reversed(states) if state), b"")

@@ -113,7 +113,7 @@ def _numbered(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 class _State(C10dRendezvousBackend):
-    """Where hosts that have no numbers keep the state of their rendezvous."""
+    """Keeps the state of a rendezvous of hosts that have no numbers."""
 
     @property
     def name(self) -> str:
@@ -136,7 +136,7 @@ class _StatesAsJson:
     """Stands where torchelastic looks for pickle, and writes and reads the states of a rendezvous alone."""
 
     class PickleError(ValueError):
-        """What stands there is no state."""
+        """The text at this place is no state."""
 
     def dumps(self, state: Any) -> bytes:
         """A state as JSON, the same for equal states."""

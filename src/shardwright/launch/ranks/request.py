@@ -1,6 +1,7 @@
 """A launch request."""
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,7 +120,7 @@ class LaunchRequest:
 
     @property
     def script(self) -> tuple[str, ...]:
-        """What torchrun, or Python, is told to run."""
+        """The script and its arguments, for torchrun or Python."""
         starter = ("-m", CPU_MODE) if self.device == "cpu" else ()
         return (*starter, *(("-m",) if self.is_module else ()), self.target, *self.arguments)
 
@@ -142,6 +143,8 @@ class LaunchRequest:
             chosen["SM_HP_MP_PARAMETERS"] = encode_smp_parameters(self.mp_parameters)
         if self.quiet:
             chosen["SHARDWRIGHT_QUIET"] = "1"
+        if sys.stderr.isatty():  # ranks write to pipes, which end there
+            chosen["SHARDWRIGHT_TERMINAL"] = "1"
         if "OMP_NUM_THREADS" not in environ:
             chosen["OMP_NUM_THREADS"] = str(max(1, cores_of_host() // self.num_ranks))
         return chosen

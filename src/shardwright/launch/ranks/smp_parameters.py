@@ -124,7 +124,6 @@ def check_smp_parameters(parameters: Mapping[str, Any], *, needs_degree: bool = 
         *_wrong_choices(given),
         *_wrong_numbers(given),
         *_contradictions(given),
-        *_not_there_yet(given),
     ]
     if needs_degree and not any(key in given for key in _DEGREES):
         problems.append(
@@ -145,14 +144,18 @@ def check_world(parameters: Mapping[str, Any], *, num_hosts: int, processes_per_
         ConfigError: they cannot; the text has the equation.
     """
     stages = parameters.get("partitions") or parameters.get("pipeline_parallel_degree") or 1
+    tensor = parameters.get("tensor_parallel_degree") or 1
     world = num_hosts * processes_per_host
-    if world % stages == 0:
+    if world % (stages * tensor) == 0:
         return
+    asked = f"partitions is {stages}"
+    if tensor > 1:
+        asked += f" and tensor_parallel_degree is {tensor}, together {stages * tensor}"
     raise ConfigError(
-        f"partitions is {stages}, but instance_count({num_hosts}) * "
+        f"{asked}, but instance_count({num_hosts}) * "
         f"processes_per_host({processes_per_host}) = {world} ranks, which is no multiple of it. Set "
         "processes_per_host in "
-        f'"mpi": {{"enabled": True, "processes_per_host": {stages}}}, or change partitions.'
+        f'"mpi": {{"enabled": True, "processes_per_host": {stages * tensor}}}, or change partitions.'
     )
 
 
@@ -309,19 +312,6 @@ def _contradictions(given: Mapping[str, Any]) -> list[str]:
         problems.append(
             "ddp and horovod are both True, but replicas are kept equal by one of them. Set horovod to False."
         )
-    return problems
-
-
-def _not_there_yet(given: Mapping[str, Any]) -> list[str]:
-    problems = []
-    tensor = given.get("tensor_parallel_degree", 1)
-    if _is_count(tensor) and tensor != 1:
-        problems.append(
-            f"tensor_parallel_degree is {tensor}, but tensor parallelism is not there yet (only 1). Set it "
-            "to 1, and use a higher pipeline_parallel_degree, or sharded_data_parallel_degree, to make room."
-        )
-    if given.get("horovod") is True and given.get("ddp") is not True:
-        problems.append("horovod is True, but replicas are made without Horovod. Set ddp to True instead.")
     return problems
 
 

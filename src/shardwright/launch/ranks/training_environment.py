@@ -43,7 +43,7 @@ def framework_parameters(
     dataparallel: bool = False,
     instance_type: str = "local",
 ) -> dict[str, Any]:
-    """What ``SM_FRAMEWORK_PARAMS`` says of how ranks were started."""
+    """The description in ``SM_FRAMEWORK_PARAMS`` of how ranks were started."""
     return {
         "sagemaker_mpi_enabled": mpi,
         "sagemaker_mpi_num_of_processes_per_host": processes_per_host,

@@ -10,16 +10,21 @@ from shardwright.exit_codes import FAILED, exit_code_of
 from shardwright.launch.processes.exits import SAVED_AND_REQUEUE, WorkerExit
 from shardwright.launch.processes.folding import fold
 from shardwright.launch.processes.last_words import begins_last_words
-from shardwright.units import format_seconds
+from shardwright.quantities import format_seconds
 
 __all__ = ["WORKER_CRASHED", "exit_code", "failure_report", "first_cause_first"]
 
 WORKER_CRASHED = 5
+_SAME = "with the same error"
 _MANY = 4
 """So many ranks that ended alike share a line."""
 _LONGEST = 160
 """Characters of the error of another rank; its log has all."""
 _FROM_PEER = re.compile(r"(?:receiving from|sending to) rank (\d+) failed")
+_WAIT_FOR_EACH_OTHER = "All ranks of a group make the same collectives"
+_HUNG = re.compile(
+    r"(?:receiving from|sending to) rank (\d+) failed: no answer|Rank (\d+) has not come within"
+)
 # Errors of PyTorch on a machine, or in a build, without CUDA.
 _MISSES_CUDA = re.compile(
     r"Torch not compiled with CUDA enabled|'torch\._C' has no attribute '_cuda_|No CUDA GPUs are available|"
@@ -28,7 +33,7 @@ _MISSES_CUDA = re.compile(
 # Errors of ours that are defined elsewhere, by the names in tracebacks: what they are in our tree.
 _DEFINED_ELSEWHERE: dict[str, type[errors.ShardwrightError]] = {
     "shardwright.checkpoint.manifest.NewerVersionError": errors.CorruptCheckpointError,
-    "smdistributed.modelparallel.torch.exceptions.NotInitializedError": errors.UsageError,
+    "smdistributed.modelparallel.backend.exceptions.NotInitializedError": errors.UsageError,
     "smdistributed.modelparallel.torch.exceptions.NotThereYetError": errors.UsageError,
 }
 _PASSED_ON = frozenset({3, 6, 7, 8, SAVED_AND_REQUEUE})
@@ -107,12 +112,12 @@ def failure_report(exits: Sequence[WorkerExit]) -> str:
         exits: the workers of one life; at least one has failed.
     """
     first, *others = first_cause_first(exits)
-    lines = [f"rank {first.rank} failed first, after {format_seconds(first.seconds)}: {_cause(first)}"]
+    lines = [f"{_headline(first)} after {format_seconds(first.seconds)}: {_cause(first)}"]
     if first.error and not begins_last_words(first.error):
         lines.append("  its stderr ends with:")
     is_for_users = _error_of_ours(first.error) is not None
     lines += [f"  {line}" for line in fold(first.error, to_the_end=is_for_users).splitlines()]
-    if names_a_lost_peer(first.error):
+    if names_a_lost_peer(first.error) and _WAIT_FOR_EACH_OTHER not in first.error:
         lines.append(f"  {_about_lost_peer(first, exits)}")
     if _MISSES_CUDA.search(_error_in_a_line(first.error)):
         lines.append(
@@ -124,20 +129,32 @@ def failure_report(exits: Sequence[WorkerExit]) -> str:
     for other in others:
         alike.setdefault(_consequence(other, first), []).append(other)
     for consequence, group in alike.items():
-        if len(group) < _MANY:
+        if len(group) < _MANY and consequence == _SAME:
+            lines += [f"rank {o.rank} failed {_later(o, first)} {_SAME}; log: {o.log}" for o in group]
+        elif len(group) < _MANY:
             lines += [f"rank {o.rank}, {_later(o, first)}: {consequence}; log: {o.log}" for o in group]
         else:
             ranks = ", ".join(str(rank) for rank in sorted(o.rank for o in group))
             soonest = min(group, key=lambda o: o.at_s)
+            how = f"failed {consequence}" if consequence == _SAME else consequence
             lines.append(
-                f"{len(group)} ranks ({ranks}), the first of them {_later(soonest, first)}: {consequence}; "
+                f"{len(group)} ranks ({ranks}), the first of them {_later(soonest, first)}: {how}; "
                 f"logs beside that of rank {first.rank}"
             )
     return "\n".join(lines)
 
 
+def _headline(first: WorkerExit) -> str:
+    """Names the rank that hangs, and not the one that has waited for it, where that is known."""
+    error = _error_in_a_line(first.error)
+    hung = _HUNG.search(error) if _error_of_ours(first.error) is errors.PeerTimeoutError else None
+    if hung is None or (rank := hung[1] or hung[2]) == str(first.rank):
+        return f"rank {first.rank} failed first,"
+    return f"rank {rank} hangs: rank {first.rank} waited for it in vain, and ended"
+
+
 def _about_lost_peer(first: WorkerExit, exits: Sequence[WorkerExit]) -> str:
-    """Where to look: a peer of this host has its own line."""
+    """Says where to look: a peer of this host has its own line."""
     done = [str(e.rank) for e in exits if e.exit_code == 0 and e.at_s <= first.at_s]
     if done:
         return (
@@ -179,7 +196,7 @@ def _consequence(worker_exit: WorkerExit, first: WorkerExit) -> str:
         return f"stopped by {_signal_name(worker_exit.signal_number)}"
     error = _error_in_a_line(worker_exit.error)
     if error and error == _error_in_a_line(first.error):
-        return f"{_cause(worker_exit)}, with the same error"
+        return _SAME
     if len(error) > _LONGEST:
         error = f"{error[:_LONGEST]} ..."
     return " - ".join(filter(None, (_cause(worker_exit), error)))

@@ -188,7 +188,7 @@ class Supervisor:
         return is_the_same and time.monotonic() - self._signalled_at_s < _SAME_SIGNAL_S
 
     def _patience_from_now_s(self) -> float:
-        """How long the script may take from this signal on."""
+        """The seconds that the script may take from this signal on."""
         if self._signal_number is not None:
             return _GRACE_AFTER_SECOND_SIGNAL_S
         another_failed = any(other.exit_code != 0 for other in self._exits.of_life(self._life))

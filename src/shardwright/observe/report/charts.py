@@ -16,6 +16,8 @@ COLORS = {
     "weight": "#CC79A7",
     "send": "#009E73",
     "wait": "#8C8C8C",
+    "offload": "#56B4E9",
+    "load": "#F0E442",
     "idle": "rgba(140,140,140,0.22)",
 }
 """Okabe and Ito's palette, which people of all kinds of colour vision tell apart."""
@@ -36,6 +38,8 @@ _NAMES = {
     "weight": "backward, weights (W)",
     "send": "message",
     "wait": "waiting for a message",
+    "offload": "copy to the host",
+    "load": "copy from the host",
 }
 _MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "batch", "work")
 _STACK_COLORS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7", "#8C8C8C")
@@ -142,6 +146,8 @@ def _lanes(
         )
         if kind == "send":
             trace |= {"width": 0.2}
+        if kind in ("offload", "load"):
+            trace |= {"width": 0.12, "offset": 0.33}  # beside the work, at the lower edge of the lane
         yield {
             **trace,
             "name": title,

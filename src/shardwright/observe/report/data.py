@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwright.errors import UsageError
 from shardwright.mesh import Mesh
-from shardwright.observe.jsonl import Records, read_json_lines
+from shardwright.observe.metrics import read_steps
 from shardwright.observe.report.measured import (
     MeasuredTimeline,
     StepMetrics,
@@ -18,9 +18,9 @@ from shardwright.observe.report.measured import (
 from shardwright.observe.report.spans import Span, choose_ranks, seconds_of_stages, simulated_spans, thin
 from shardwright.observe.run_folder import RunFolder
 from shardwright.plan import MemoryPrediction, Plan, Prediction
-from shardwright.planner.memory_over_time import RankMemory, memory_over_time
-from shardwright.planner.plan_replay import Replay, base_setting, play
-from shardwright.planner.waterfall import Waterfall, break_down
+from shardwright.planner.explain.memory_over_time import RankMemory, memory_over_time
+from shardwright.planner.explain.plan_replay import Replay, base_setting, play
+from shardwright.planner.explain.waterfall import Waterfall, break_down
 from shardwright.printable import printable
 
 __all__ = ["Compared", "Predicted", "ReportData", "gather"]
@@ -48,6 +48,17 @@ class Compared:
         if self.predicted is None or not self.measured or self.remark:
             return None
         return self.predicted / self.measured - 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """A form that `json` can write: the unit is in the names of the numbers."""
+        name, _, unit = self.name.removesuffix(")").rpartition(" (")
+        return {
+            "name": name,
+            f"predicted_{unit}": self.predicted,
+            f"measured_{unit}": self.measured,
+            "error": self.error,
+            "remark": self.remark,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +127,9 @@ class ReportData:
             "plan": None if self.plan is None else self.plan.model_dump(mode="json"),
             "ranks_shown": list(self.ranks),
             "pipeline_ranks": self.num_ranks,
-            "compared": [{**asdict(row), "error": row.error} for row in self.compared],
+            "compared": [row.to_dict() for row in self.compared],
             "stage_seconds": {str(stage): list(times) for stage, times in self.stage_seconds.items()},
-            "spent": [{**asdict(row), "error": row.error} for row in self.spent],
+            "spent": [row.to_dict() for row in self.spent],
             "predicted": None,
             "measured_timeline": None if self.timeline is None else asdict(self.timeline),
             "steps": [asdict(step) for step in self.steps],
@@ -127,7 +138,10 @@ class ReportData:
             "trace_file": self.trace_file,
         }
         if self.predicted is not None:
-            stack = [memory.model_dump() for memory in self.predicted.stack]
+            stack = [
+                {f"{part}_bytes": value for part, value in memory.model_dump().items()}
+                for memory in self.predicted.stack
+            ]
             document["predicted"] = {
                 "waterfall": asdict(self.predicted.waterfall),
                 "update_s": self.predicted.update_s,
@@ -156,7 +170,7 @@ def gather(path: Path) -> ReportData:
         return _put_together(path.stem, Plan.read(path), steps=(), timeline=None, trace_file=None, run=False)
     folder = RunFolder(path.absolute())
     plan = Plan.read(folder.plan_file) if folder.plan_file.exists() else None
-    records = read_json_lines(folder.metrics_file) if folder.metrics_file.exists() else Records()
+    records = read_steps(folder.metrics_file)
     steps = read_metrics(records, folder.metrics_file)
     if plan is None and not steps:
         raise UsageError(
@@ -236,7 +250,7 @@ def _predicted(plan: Plan, replay: Replay, ranks: Sequence[int], *, limit_bytes:
 
 
 def _predicted_memory(plan: Plan) -> tuple[MemoryPrediction, ...]:
-    """Of every pipeline rank; nothing where a plan was edited so that it does not say it of all of them."""
+    """The predicted memory of every pipeline rank; nothing where an edited plan lacks some."""
     memory = () if plan.prediction is None else plan.prediction.memory
     return memory if len(memory) == plan.mesh.pipeline else ()
 
@@ -326,6 +340,9 @@ def _peaks(plan: Plan | None, steps: Sequence[StepMetrics]) -> tuple[float, ...]
         world_size=plan.mesh.world_size,
         pipeline=plan.mesh.pipeline,
         data=plan.mesh.data,
+        tensor=plan.mesh.tensor,
+        context=plan.mesh.context,
+        expert=plan.mesh.expert,
         placement=plan.mesh.placement_strategy,
     )
     found = [0.0] * plan.mesh.pipeline

@@ -8,7 +8,7 @@ from typing import Any
 from shardwright.errors import UsageError
 from shardwright.files import UserFile
 from shardwright.limits import MOST_RANKS
-from shardwright.observe.chrome_trace import MEMORY_IN_USE
+from shardwright.observe.chrome_trace import HOST_LANE, MEMORY_IN_USE
 from shardwright.observe.metrics import Metric
 from shardwright.observe.recorded import FOREIGN, finite, number_or_none, to_number
 from shardwright.observe.report.spans import Span
@@ -22,6 +22,8 @@ _CATEGORIES = {
     "backward input": "input",
     "backward weight": "weight",
     "transfer": "send",
+    "offload": "offload",
+    "load": "load",
     "wait": "wait",
 }
 _GIB = 2**30
@@ -113,7 +115,8 @@ def read_timeline(path: Path) -> MeasuredTimeline | None:
     threads = {
         _thread(event)
         for event in events
-        if event.get("name") == "thread_name" and _arguments(event).get("name") == "measured"
+        if event.get("name") == "thread_name"
+        and _arguments(event).get("name") in ("measured", f"measured{HOST_LANE}")
     }
     pids = {pid: 0 for pid, _ in map(_thread, events) if any(pid == known for known, _ in threads)}
     order = {
@@ -136,7 +139,7 @@ def read_timeline(path: Path) -> MeasuredTimeline | None:
 
 
 def _thread(event: Mapping[str, Any]) -> tuple[str, str]:
-    """Of an event; as text, which anything that a file may hold has."""
+    """The thread of an event, as text: a file may hold anything."""
     return shown(event.get("pid")), shown(event.get("tid"))
 
 
@@ -175,7 +178,7 @@ def _span(event: Mapping[str, Any], number: int, rank_of: Mapping[Any, int], pat
 def _memory(
     events: Sequence[Mapping[str, Any]], rank_of: Mapping[Any, int], path: Path
 ) -> dict[int, tuple[tuple[float, float], ...]]:
-    """What was in use, by rank, in order of time."""
+    """The memory in use, by rank, in order of time."""
     found: dict[int, list[tuple[float, float]]] = {}
     for number, event in enumerate(events):
         pid = _thread(event)[0]

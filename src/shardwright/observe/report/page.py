@@ -15,7 +15,7 @@ from shardwright.observe.report.charts import PART_COLORS, charts
 from shardwright.observe.report.data import Compared, ReportData
 from shardwright.observe.report.html import escape
 from shardwright.plan import Plan
-from shardwright.units import format_bytes, format_count, format_seconds
+from shardwright.quantities import format_bytes, format_count, format_seconds
 
 __all__ = ["render_page"]
 
@@ -93,7 +93,7 @@ def _head(data: ReportData) -> str:
 
 def _what_ran(plan: Plan) -> Sequence[str]:
     mesh, schedule = plan.mesh, plan.schedule
-    degrees = f"pipeline {mesh.pipeline} x data {mesh.data}"
+    degrees = f"pipeline {mesh.pipeline} x data {mesh.data}{mesh.shared_title}"
     if mesh.shard > 1:
         degrees += f", each {mesh.shard} replicas share parameters"
     conditions = plan.prediction.conditions if plan.prediction is not None else None
@@ -260,11 +260,13 @@ def _stages(data: ReportData) -> str:
     plan, measured = data.plan, data.stage_seconds
     if plan is None:
         return ""
-    rows = []
+    rows, offloads = [], any(stage.offload for stage in plan.stages)
     for index, stage in enumerate(plan.stages):
         cost = plan.prediction.stages[index] if plan.prediction is not None else None
         ends = " .. ".join(dict.fromkeys((stage.units[0], stage.units[-1]))) if stage.units else "-"
         row = [str(index), str(stage.rank), str(len(stage.units)), escape(ends), str(len(stage.recompute))]
+        if offloads:
+            row.append(str(len(stage.offload)))
         if cost is not None:
             row += [
                 *_beside(cost.forward_s, measured.get(index, (None, None))[0], measured),
@@ -274,7 +276,7 @@ def _stages(data: ReportData) -> str:
                 format_bytes(cost.send_bytes),
             ]
         rows.append(row)
-    header = ["stage", "rank", "units", "first .. last", "recomputed"]
+    header = ["stage", "rank", "units", "first .. last", "recomputed", *(["offloaded"] if offloads else [])]
     if plan.prediction is not None:
         header += [*_beside_header("forward", measured), *_beside_header("backward", measured)]
         header += ["parameters", "kept", "sends"]

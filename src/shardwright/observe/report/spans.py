@@ -19,6 +19,8 @@ _KINDS = {
     Kind.BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "input",
     Kind.BACKWARD_WEIGHT: "weight",
+    Kind.OFFLOAD: "offload",
+    Kind.LOAD: "load",
 }
 
 
@@ -28,7 +30,7 @@ class Span:
 
     Attributes:
         rank: pipeline rank.
-        kind: forward, backward, input, weight, send or wait.
+        kind: forward, backward, input, weight, send, wait, offload or load.
         start_s: seconds from the start of the first work.
         end_s: the same.
         name: such as 0F3.
@@ -42,9 +44,10 @@ class Span:
 
 
 def simulated_spans(simulation: Simulation) -> tuple[Span, ...]:
-    """The compute and the messages of a simulation."""
+    """The compute, the messages and the copies to the host of a simulation."""
     spans = [
-        Span(e.rank, _KINDS[e.action.kind], e.start_s, e.end_s, str(e.action)) for e in simulation.events
+        Span(e.rank, _KINDS[e.action.kind], e.start_s, e.end_s, str(e.action))
+        for e in (*simulation.events, *simulation.host_copies)
     ]
     spans += [
         Span(e.rank, "send", e.start_s, e.end_s, str(e.action))

@@ -40,7 +40,7 @@ _PLAIN = (Tensor, FakeTensor)
 
 
 class _PutOff:
-    """How the process computes the gradients of weights just now.
+    """The way in which the process computes the gradients of weights just now.
 
     Attributes:
         allowed: the backward of what runs may be split later.
@@ -104,7 +104,7 @@ def put_off_weights(roots: Iterable[Any]) -> Iterator[list[Work]]:
 
 
 def _put_off(weight: Tensor, bias: Tensor | None) -> list[Work] | None:
-    """Where the gradients of these go if they may be written past autograd; None if they may not."""
+    """The list for these gradients, if they may be written past autograd; None if they may not."""
     if _PutOff.work is None or _PutOff.backward != backward_in_progress() or torch.is_grad_enabled():
         return None
     return None if _has_listeners(weight) or (bias is not None and _has_listeners(bias)) else _PutOff.work
@@ -293,7 +293,7 @@ _CONVOLUTIONS = {nn.Conv1d.forward: 3, nn.Conv2d.forward: 4, nn.Conv3d.forward: 
 
 
 def _split_forward(module: nn.Module) -> _SplitForward | None:
-    """What a module's forward is replaced with; None where it stays."""
+    """The replacement of a module's forward; None to leave it as it is."""
     forward: Any = type(module).forward
     if forward is nn.Linear.forward:
         return _SplitForward(module, _SplitLinear, False)

@@ -1,10 +1,11 @@
 """The arguments of a step function, for a whole batch or one microbatch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from shardwright.torch.batch.splitter import Argument, Splitter, is_batch_tensor
 from shardwright.torch.pytorch.tree import Structure, flatten
@@ -12,7 +13,7 @@ from shardwright.torch.pytorch.tree import Structure, flatten
 __all__ = ["Arguments", "Batch", "is_batch_tensor"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a function is called with: (args, kwargs)."""
+"""The arguments of a function: (args, kwargs)."""
 
 
 class Batch:
@@ -45,7 +46,7 @@ class Batch:
 
     @property
     def structure(self) -> Structure:
-        """Where the leaves go."""
+        """The tree that holds the leaves."""
         return self._flat[1]
 
     @cached_property
@@ -61,6 +62,14 @@ class Batch:
                 is_text = leaf.dtype in (torch.int64, torch.int32) and leaf.dim() == 2
                 return int(leaf.numel()) if is_text else None
         return None
+
+    def named_leaves(self) -> list[tuple[str, Any, bool]]:
+        """The name of the argument of each leaf, the leaf, and whether it is a tensor that is cut."""
+        return [
+            (argument.name, leaf, self._splitter.cuts(argument.name, leaf))
+            for argument in self._named
+            for leaf in argument.leaves
+        ]
 
     def with_arguments(self, arguments: Arguments) -> Self:
         """Other arguments, which are cut as these are."""
@@ -88,6 +97,18 @@ class Batch:
         a change of one for a change of all.
         """
         return self.with_leaves([leaf.clone() if is_batch_tensor(leaf) else leaf for leaf in self.leaves])
+
+    def changed(self, change: Callable[[Sequence[tuple[Tensor, int]]], Sequence[Tensor]]) -> Self:
+        """With other tensors in the place of those that are cut into microbatches.
+
+        Args:
+            change: called with all of them and the axes along which they are cut.
+        """
+        trees = self._splitter.changed(self._named, change)
+        num_args, kwargs = len(self.arguments[0]), self.arguments[1]
+        return self.with_arguments(
+            (tuple(trees[:num_args]), dict(zip(kwargs, trees[num_args:], strict=True)))
+        )
 
     def take_changes(self, copy: "Batch") -> None:
         """Puts what a step function did to a copy into the caller's tensors."""

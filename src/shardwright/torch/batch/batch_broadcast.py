@@ -146,7 +146,9 @@ def loaded_another(own: Batch, agreed: Batch) -> bool:
     for item, other in zip(mine, theirs, strict=True):
         if not is_batch_tensor(item) or not is_batch_tensor(other):
             continue
-        if item is other or not item.dim() or item.shape != other.shape or item.dtype != other.dtype:
+        if item is other or not item.dim() or not len(item):
+            return False
+        if item.shape != other.shape or item.dtype != other.dtype:
             return False
         with torch.no_grad():
             ends, others = item[[0, -1]], other[[0, -1]].to(item.device)

@@ -53,7 +53,7 @@ class Leaf:
 
 
 Outline = tuple[Any, ...]
-"""What makes the headers of two batches equal, where it can be told without writing them."""
+"""A key that is equal for batches of equal headers, if it can be told without writing them."""
 
 
 def outline(leaves: Sequence[Leaf], structure: Structure) -> Outline | None:
@@ -183,7 +183,7 @@ def _tree(plain: Any, own: Structure | None) -> Structure:
 
 
 def _own_container(own: Structure | None, kind: str, class_name: str, keys: list[Any] | None) -> Any:
-    """That of this rank's arguments, where it is of the same class and has the same keys."""
+    """The container among this rank's arguments, if it is of the same class and has the same keys."""
     is_same = own is not None and own.kind == kind and keys is not None and list(own.keys) == keys
     if own is None or not is_same or _class_name(own.template) != class_name:
         raise UsageError(

@@ -7,11 +7,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from shardwright.observe.timeline import Row
-from shardwright.schedule import Edge, Schedule
+from shardwright.schedule import Action, Edge, Schedule
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.pytorch.tree import flatten
 
-__all__ = ["BatchResult", "Engine", "detached"]
+__all__ = ["BatchResult", "StepEngine", "detached"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,7 @@ class BatchResult:
         flops: of the model's forward for the batch; 0 where they were not counted.
         row: what this rank did, action by action.
         memory: bytes in use at the end of each of them; empty where nobody asked.
+        host_copies: (action, start, end) of copies of what units keep to the host and back.
         schedule: the order of work; None where it is none that has a name.
         edges: transfers between stages, with bytes.
     """
@@ -37,6 +38,7 @@ class BatchResult:
     flops: float = 0.0
     row: Row = ()
     memory: Sequence[int] = ()
+    host_copies: Sequence[tuple[Action, float, float]] = ()
     schedule: Schedule | None = None
     edges: Sequence[Edge] = ()
 
@@ -46,7 +48,7 @@ class BatchResult:
         return self.row[-1][2] - self.row[0][1] if self.row else 0.0
 
 
-class Engine(Protocol):
+class StepEngine(Protocol):
     """Runs a step function on the microbatches of a batch.
 
     Attributes:

@@ -1,7 +1,7 @@
 """Splits the arguments of a step function into microbatches."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
-from shardwright.planner.search import too_few_samples
+from shardwright.planner.search.search import too_few_samples
 from shardwright.torch.pytorch.tree import Structure, flatten
 
 __all__ = ["Argument", "Splitter", "is_batch_tensor"]
@@ -74,6 +74,40 @@ class Splitter:
         parts = [self._split_one(argument, num_microbatches) for argument in arguments]
         return [tuple(each[index] for each in parts) for index in range(num_microbatches)]
 
+    def changed(
+        self,
+        arguments: Sequence[Argument],
+        change: Callable[[Sequence[tuple[Tensor, int]]], Sequence[Tensor]],
+    ) -> list[Any]:
+        """The arguments with other tensors in the place of those that are cut.
+
+        Args:
+            arguments: of a batch.
+            change: called with all of them and the axes along which they are cut.
+
+        Raises:
+            UsageError: an argument is cut that is no tensor.
+        """
+        cut: list[tuple[Tensor, int]] = []
+        for name, _, leaves, _ in arguments:
+            if name in self.lists or (name not in self.non_split and any(map(_cuts_itself, leaves))):
+                raise UsageError(
+                    f"{name} is cut into microbatches as a list or by its own smp_slice, and cannot be put "
+                    "together with those of other ranks. Give all of them the same batch: prescaled_batch."
+                )
+            cut += [(leaf, self._axis(name)) for leaf in leaves if self.cuts(name, leaf)]
+        made = iter(change(cut))
+        return [
+            argument.structure.rebuild(
+                [next(made) if self.cuts(argument.name, leaf) else leaf for leaf in argument.leaves]
+            )
+            for argument in arguments
+        ]
+
+    def cuts(self, name: str, leaf: Any) -> bool:
+        """Whether a leaf of an argument is a tensor that is cut."""
+        return name not in self.non_split and is_batch_tensor(leaf) and leaf.dim() > self._axis(name)
+
     def _name(self, position: int) -> str:
         if position < len(self.names):
             return self.names[position]
@@ -86,9 +120,9 @@ class Splitter:
         return [
             (argument.name, leaf, leaf.shape[self._axis(argument.name)])
             for argument in arguments
-            if argument.name not in self.non_split and argument.name not in self.lists
+            if argument.name not in self.lists
             for leaf in argument.leaves
-            if is_batch_tensor(leaf) and leaf.dim() > self._axis(argument.name)
+            if self.cuts(argument.name, leaf)
         ]
 
     def _check(self, arguments: Sequence[Argument], num_microbatches: int) -> None:

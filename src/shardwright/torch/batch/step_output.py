@@ -8,27 +8,28 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import UsageError
+from shardwright.runtime.microbatch_values import MicrobatchValues
 from shardwright.torch.pytorch.tree import flatten
 
 __all__ = ["StepOutput", "gather_outputs"]
 
-
-_ADVICE = (
-    "It holds one tensor for each microbatch. Make one of them first: reduce_mean() for a loss, concat() for "
-    "what has a row for each sample."
-)
 _LONGEST_NAMES = 200
 
 
-class StepOutput:
+class StepOutput(MicrobatchValues):
     """The tensors that a step function returned, one for each microbatch, on every rank.
 
     Attributes:
         outputs: the tensors, by microbatch.
     """
 
+    advice = (
+        "It holds one tensor for each microbatch. Make one of them first: reduce_mean() for a loss, concat() "
+        "for what has a row for each sample."
+    )
+
     def __init__(self, outputs: Sequence[Tensor]):
-        self.outputs = list(outputs)
+        super().__init__(outputs)
 
     def reduce_mean(self) -> Tensor:
         """The mean over the microbatches, element by element; shape as one of them."""
@@ -50,48 +51,18 @@ class StepOutput:
         Raises:
             UsageError: they have different shapes.
         """
-        shapes = [tuple(output.shape) for output in self.outputs]
-        if len(set(shapes)) > 1:
-            raise UsageError(
-                f"the microbatches have different shapes {shapes}, so they cannot be combined element by "
-                "element. Use concat()."
-            )
+        self.refuse_different_shapes()
         return torch.stack(self.outputs, dim)
 
     def detach(self) -> "StepOutput":
         """The same tensors without autograd history."""
         return StepOutput([output.detach() for output in self.outputs])
 
-    def __len__(self) -> int:
-        return len(self.outputs)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.outputs[index]
-
-    def __getattr__(self, name: str) -> NoReturn:
-        # What a tensor has and this has not: item(), float(), backward(), shape, ...
-        raise AttributeError(f"StepOutput has no attribute {name}. {_ADVICE}")
-
-    def __format__(self, format_spec: str) -> str:
-        if format_spec:
-            raise UsageError(f"a StepOutput cannot be written as {format_spec!r}. {_ADVICE}")
-        return repr(self)
-
-    def __float__(self) -> float:
-        raise UsageError(f"a StepOutput is no number. {_ADVICE}")
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         # torch.mean(output), and tensor + output.
         name = getattr(func, "__name__", "a function of PyTorch")
-        raise UsageError(f"{name}() takes tensors, and a StepOutput is none. {_ADVICE}")
-
-    def _no_operand(self, *_: Any) -> NoReturn:
-        raise UsageError(f"a StepOutput is no number, so there are no sums or comparisons. {_ADVICE}")
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_operand
-    __truediv__ = __rtruediv__ = __neg__ = __pow__ = _no_operand
-    __lt__ = __le__ = __gt__ = __ge__ = _no_operand
+        raise UsageError(f"{name}() takes tensors, and a StepOutput is none. {cls.advice}")
 
     def __repr__(self) -> str:
         return (
@@ -139,7 +110,7 @@ def _by_path(result: Any) -> dict[tuple[Any, ...], Any]:
 
 
 def _named(paths: Iterable[tuple[Any, ...]]) -> str:
-    """What an error says of parts of a result: ``result['loss'][0]``."""
+    """Names parts of a result as an error does: ``result['loss'][0]``."""
     names = ["result" + "".join(f"[{key!r}]" for key in path) for path in paths]
     return shorten(", ".join(names), _LONGEST_NAMES) if names else "nothing"
 

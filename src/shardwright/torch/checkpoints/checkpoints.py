@@ -24,13 +24,13 @@ from shardwright.comm.identity.purpose import Purpose
 from shardwright.comm.joining.process_group import default_store, tell_all
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.exit_codes import SAVED
-from shardwright.observe.folder_lock import hold
+from shardwright.observe.folder_lock import hold, release
 from shardwright.observe.run_folder import show_path
 from shardwright.torch.checkpoints.resuming import Resumed, open_verified
 from shardwright.torch.checkpoints.save_signals import SaveSignals
 from shardwright.torch.checkpoints.snapshot import take_snapshot
 from shardwright.torch.checkpoints.state_objects import StateObjects
-from shardwright.torch.checkpoints.writer import CONFIG, PLAN, Draft, SaveUnderWay
+from shardwright.torch.checkpoints.writer import CONFIG, PLAN, CheckpointDraft, SaveUnderWay
 from shardwright.torch.interception.glue import refuse_inside_step
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.run.failure import first_cause_named
@@ -39,6 +39,7 @@ from shardwright.torch.script_run import script_run
 
 __all__ = ["Checkpoints"]
 
+_LOCK = ".lock"
 _UNDER_WAY, _DONE, _FAILED = 1, 2, 3
 _TICK_S = 0.5
 _T = TypeVar("_T")
@@ -225,7 +226,9 @@ class Checkpoints:
         self._raise_failure()
 
     def close(self) -> None:
-        """Waits for what is being saved, and leaves signals alone again; `shutdown` calls it.
+        """Waits for what is being saved; leaves signals alone, and the folder to others. `shutdown` calls it.
+
+        A later save takes the folder again.
 
         Where an error is on its way, as in a ``finally``, this rank waits for no other.
         """
@@ -235,6 +238,7 @@ class Checkpoints:
         finally:
             self._signals.close()
             self._under_way = None
+            release(self.folder / _LOCK)
             atexit.unregister(self._tell_at_exit)
 
     # ---- inside ----
@@ -307,8 +311,9 @@ class Checkpoints:
         states = self._states.taken()
         return states, {name: self._states.digest(name, value) for name, value in states.items()}
 
-    def _new_draft(self, step: int) -> Draft:
+    def _new_draft(self, step: int) -> CheckpointDraft:
         """On the first rank."""
+        _held(self.folder)
         try:
             if not self._collected and self.folder.is_dir():
                 self._store.collect(keep=None)  # what crashes have left
@@ -320,7 +325,9 @@ class Checkpoints:
                 "from before stay. Give a folder that can be written, on a disk that has room."
             ) from error
         key = f"shardwright/checkpoint/{secrets.token_hex(8)}"
-        return Draft(path=path, step=step, key=key, alike={}, documents=self._documents(), keep=self._keep)
+        return CheckpointDraft(
+            path=path, step=step, key=key, alike={}, documents=self._documents(), keep=self._keep
+        )
 
     def _documents(self) -> dict[str, bytes]:
         documents = {}
@@ -355,10 +362,10 @@ class Checkpoints:
         if under_way is not None and current.rank == 0 and under_way.has_ended:
             state = _DONE if under_way.problem is None else _FAILED
         signals, states = [self._signals.came], [state]
-        if current.world is not None:
+        if current.links.world is not None:
             row = torch.tensor([self._signals.came, state], dtype=torch.int64, device=current.device)
             with first_cause_named(current):
-                rows = current.world.gather(row, Purpose.CHECKPOINT)
+                rows = current.links.world.gather(row, Purpose.CHECKPOINT)
             signals, states = rows[:, 0].tolist(), rows[:, 1].tolist()
         if under_way is not None and states[0] in (_DONE, _FAILED):
             self._finish(under_way)
@@ -369,7 +376,7 @@ class Checkpoints:
         self._under_way = None
         problem, remark = self._context.from_first_rank(lambda: (under_way.problem, under_way.remark))
         if problem is None:
-            self._note("saved", step=under_way.step, seconds=under_way.seconds)
+            self._note("saved", step=under_way.step, seconds=under_way.seconds, folder=str(self.folder))
             if remark and self._context.rank == 0:
                 warnings.warn(f"{show_path(self.folder)}: {remark}", stacklevel=4)
             return
@@ -395,6 +402,8 @@ class Checkpoints:
                 "before, or it was to be loaded in the first step, which was not made."
             )
         self._say("saved_on_signal", f"{name}: saved step {step} in {show_path(self.folder)}", step=step)
+        assert self._context.reporter is not None
+        self._context.reporter.ends_saved = True
         self._signals.close()
         sys.exit(SAVED)
 
@@ -402,7 +411,7 @@ class Checkpoints:
         return tell_all(fact) if self._context.mesh.world_size > 1 else [fact]
 
     def _together(self, make: Callable[[], _T]) -> _T:
-        """What this rank makes; where one rank cannot, none of them goes on; collective over all ranks."""
+        """Makes something on every rank, or on none if one rank cannot; collective over all ranks."""
         made: list[_T] = []
         problem = ""
         try:
@@ -447,7 +456,7 @@ def _held(path: Path) -> Path:
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
-        holder = hold(path / ".lock")
+        holder = hold(path / _LOCK)
     except OSError as error:
         raise UsageError(
             f"{path} cannot be a folder of checkpoints: {error.strerror}. Give one that can be written."

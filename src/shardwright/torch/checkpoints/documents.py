@@ -24,6 +24,9 @@ class SavedLayout(_Record):
         world_size: how many there were.
         pipeline: stages of a replica.
         data: replicas.
+        tensor: ranks that shared every layer of a stage.
+        context: ranks that shared the sequences of a batch.
+        expert: ranks that shared the experts of a stage.
         shard: replicas that shared parameters.
         placement: of ranks, see `shardwright.mesh`.
     """
@@ -31,6 +34,9 @@ class SavedLayout(_Record):
     world_size: PositiveInt
     pipeline: PositiveInt
     data: PositiveInt
+    tensor: PositiveInt = 1
+    context: PositiveInt = 1
+    expert: PositiveInt = 1
     shard: PositiveInt
     placement: str
 
@@ -41,6 +47,9 @@ class SavedLayout(_Record):
             world_size=mesh.world_size,
             pipeline=mesh.pipeline,
             data=mesh.data,
+            tensor=mesh.tensor,
+            context=mesh.context,
+            expert=mesh.expert,
             shard=mesh.shard,
             placement=mesh.placement,
         )
@@ -104,7 +113,7 @@ class StateDocument(_Record):
     def joined(
         cls, step: int, mesh: Mesh, documents: Sequence[RankDocument], *, alike: Mapping[str, bool]
     ) -> Self:
-        """What ranks have saved, by rank, as one document.
+        """Joins the documents that ranks have saved, by rank, into one.
 
         Args:
             step: how many steps were done.

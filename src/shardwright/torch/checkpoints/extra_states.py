@@ -8,17 +8,22 @@ from torch import nn
 from shardwright.errors import CheckpointError
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.script_run import script_run
+from shardwright.torch.tensor_parallel.parts import all_elements
 
 __all__ = ["check_extra_states", "own_extra_states", "set_extra_states"]
 
 
 def own_extra_states(model: DistributedModel) -> dict[str, Any]:
     """States of the modules that this rank runs, by name of the module; one rank saves each."""
-    if script_run().data_rank:
+    run = script_run()
+    if run.data_rank:
         return {}
-    return {
-        name: module.get_extra_state() for name, module in _with_extra_states(model) if model.runs_here(name)
+    own = {
+        name: all_elements(module.get_extra_state())
+        for name, module in _with_extra_states(model)
+        if model.runs_here(name)
     }
+    return own if run.is_first_holder else {}
 
 
 def check_extra_states(model: DistributedModel, states: Mapping[str, Any]) -> None:

@@ -1,20 +1,32 @@
 """Loads this rank's share of a saved model and optimizer, whatever layout saved them."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.errors import CheckpointError
 from shardwright.torch._private import non_persistent_buffers
-from shardwright.torch.checkpoints.own_parts import MASTER, box_of_rows, boxes_of_update, sharded_of
-from shardwright.torch.checkpoints.stored import read_into, read_part
+from shardwright.torch.checkpoints.own_parts import (
+    MASTER,
+    box_of_rows,
+    boxes_of_update,
+    sharded_of,
+    shared_spec,
+)
+from shardwright.torch.checkpoints.stored import dtype_of, read_into, read_part
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
+from shardwright.torch.tensor_parallel.divide import divided_alike
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of
+from shardwright.torch.tensor_parallel.parts import in_whole
+from shardwright.torch.tensor_parallel.spec import Spec
 
-__all__ = ["check_fits", "load_model", "load_optimizer_state"]
+__all__ = ["check_fits", "load_model", "load_optimizer_state", "own_elements"]
 
 _MOST_NAMES = 5
 
@@ -81,7 +93,11 @@ def load_model(model: DistributedModel, saved: SavedCheckpoint, *, prefix: str =
         if not full:
             continue
         if sharded is not None:
-            read_into(sharded.rows.view(-1), saved, full, [box_of_rows(sharded)])
+            _read_own(sharded.rows, box_of_rows(sharded), partial(read_part, saved, full), sharded.spec)
+        elif isinstance(tensor, DividedTensor):
+            part = local_of(tensor).detach()
+            read = partial(read_part, saved, full)
+            _read_own(part, Box.whole(part.shape), read, shared_spec(model, tensor))
         elif not tensor.is_meta:
             read_into(tensor.detach(), saved, full)
 
@@ -171,16 +187,59 @@ def load_optimizer_state(
 def _own_value(
     model: DistributedModel, parameter: nn.Parameter, saved: SavedCheckpoint, name: str, *, in_parts: bool
 ) -> Tensor:
-    """What this rank keeps of a tensor of the state: of its rows or range, where it has the whole's shape."""
+    """Cuts this rank's rows or range out of a tensor of the state that has the shape of the whole."""
     entry = saved.entry(name)
     if not in_parts or not entry.shape or entry.shape != tuple(parameter.shape):
         return read_part(saved, name)
+    read = partial(read_part, saved, name)
+    own = own_elements(model, parameter, dtype=dtype_of(entry.dtype), read=read)
+    return read_part(saved, name) if own is None else own
+
+
+def own_elements(
+    model: DistributedModel, parameter: nn.Parameter, *, dtype: torch.dtype, read: Callable[[Box], Tensor]
+) -> Tensor | None:
+    """This rank's rows, or range, of something with the shape of a parameter; None where it has all.
+
+    Args:
+        model: whose parameter it is.
+        parameter: as this rank has it.
+        dtype: of the elements.
+        read: gives a box of the whole.
+    """
+    sharded, spec = sharded_of(model, parameter), shared_spec(model, parameter)
+
+    def own(box: Box) -> Tensor:
+        part = torch.empty(box.shape, dtype=dtype)
+        _read_own(part, box, read, spec)
+        return part
+
     boxes = boxes_of_update(model, parameter)
     if boxes is not None:
-        flat = [read_part(saved, name, box).reshape(-1) for box in boxes]
-        return torch.cat(flat) if flat else read_part(saved, name).reshape(-1)[:0]
-    sharded = sharded_of(model, parameter)
-    return read_part(saved, name, None if sharded is None else box_of_rows(sharded))
+        flat = [own(box).reshape(-1) for box in boxes]
+        return torch.cat(flat) if flat else torch.empty(0, dtype=dtype)
+    if sharded is not None:
+        return own(box_of_rows(sharded))
+    if isinstance(parameter, DividedTensor):
+        part = torch.empty_like(local_of(parameter), dtype=dtype, requires_grad=False)
+        _read_own(part, Box.whole(part.shape), read, spec)
+        return divided_alike(part, parameter)
+    return None
+
+
+def _read_own(target: Tensor, box: Box, read: Callable[[Box], Tensor], spec: Spec | None) -> None:
+    """Fills a tensor with a box of what this rank has of a whole one.
+
+    Args:
+        target: of the shape of the box.
+        box: in this rank's part, or in the whole where it has that.
+        read: gives a box of the whole.
+        spec: how ranks share it; None where they do not.
+    """
+    places = [(box, target)] if spec is None else in_whole(box, target, spec)
+    with torch.no_grad():
+        for place, own in places:
+            own.copy_(read(place))
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -7,14 +7,17 @@ take turns, so that all disks and links get about the same load::
     rank 1, stage 0, replica 1    layers.0.bias              layers.1.weight
     rank 2, stage 1, replica 0    layers.2.weight   ...
 
-Where replicas shard parameters, each rank saves its rows; where they shard optimizer state, its range.
+Where replicas shard parameters, each rank saves its rows; where they shard optimizer state, its range; where
+ranks share layers, each saves its runs of a cut tensor, and one of them what is whole.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from shardwright.checkpoint.boxes import Box, boxes_of_range
@@ -25,16 +28,22 @@ from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimiz
 from shardwright.torch.parameters.sharded_tensor import ShardedTensor
 from shardwright.torch.script_run import script_run
 from shardwright.torch.sharding.sharded_parameter import ShardedParameter
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, whole
+from shardwright.torch.tensor_parallel.parts import cut_of, in_whole
+from shardwright.torch.tensor_parallel.spec import Spec
 
 __all__ = [
     "MASTER",
+    "Kept",
     "OwnPart",
     "box_of_rows",
     "boxes_of_update",
     "has_rows",
+    "kept_here",
     "model_parts",
     "optimizer_parts",
     "sharded_of",
+    "shared_spec",
 ]
 
 MASTER = "#master"
@@ -59,7 +68,7 @@ class OwnPart:
 
 
 def model_parts(model: DistributedModel, *, prefix: str = "model/") -> list[OwnPart]:
-    """What this rank saves of the parameters and persistent buffers of the model.
+    """The parts of the model's parameters and persistent buffers that this rank saves.
 
     Args:
         model: between two steps, and with memory.
@@ -71,17 +80,19 @@ def model_parts(model: DistributedModel, *, prefix: str = "model/") -> list[OwnP
     for name, tensor in (*model.get_module().named_parameters(), *model.get_module().named_buffers()):
         if name in transient or not model.counts_here(name):
             continue
-        sharded = sharded_of(model, tensor)
-        if turns.is_mine(tensor.numel(), _Have.ALL if sharded is None else _Have.SAME_ROWS):
-            own = tensor.detach() if sharded is None else sharded.rows
-            parts.append(_part(f"{prefix}{name}", own, tuple(tensor.shape), sharded))
+        sharded, spec = sharded_of(model, tensor), shared_spec(model, tensor)
+        have = _Have.ALL if sharded is None else _Have.SAME_ROWS
+        if turns.is_mine(tensor.numel(), have, divided=spec is not None):
+            own = local_of(tensor).detach() if sharded is None else sharded.rows
+            box = Box.whole(own.shape) if sharded is None else box_of_rows(sharded)
+            parts += _placed(f"{prefix}{name}", own, tuple(tensor.shape), (box,), spec)
     return parts
 
 
 def optimizer_parts(
     model: DistributedModel, optimizer: DistributedOptimizer, *, prefix: str = "optimizer/"
 ) -> list[OwnPart]:
-    """What this rank saves of the tensors of an optimizer's state: named by parameter, then by key.
+    """The parts of an optimizer's state that this rank saves: named by parameter, then by key.
 
     Args:
         model: whose parameters it updates.
@@ -95,19 +106,64 @@ def optimizer_parts(
         name = _name_of(parameter, names)
         if not model.counts_here(name):
             continue
-        sharded = sharded_of(model, parameter)
         for key, kept in _tensors(model, optimizer, parameter):
-            value = kept.local if isinstance(kept, ShardedTensor) else kept
-            own = _range(f"{prefix}{name}/{key}", value, parameter, model)
-            if own is not None:
-                if sharded is not None or turns.is_mine(value.numel(), _Have.SHARD_GROUP):
-                    parts.append(own)
-                continue
-            rows = sharded if has_rows(optimizer, sharded, key, kept) else None
-            whole = tuple(parameter.shape if rows is not None else value.shape)
-            if turns.is_mine(value.numel(), _Have.ALL if rows is None else _Have.SAME_ROWS):
-                parts.append(_part(f"{prefix}{name}/{key}", value, whole, rows))
+            own, have = _kept_here(model, optimizer, parameter, key, kept)
+            if turns.is_mine(own.tensor.numel(), have, divided=own.spec is not None):
+                parts += _placed(f"{prefix}{name}/{key}", own.tensor, own.whole, own.boxes, own.spec)
     return parts
+
+
+class Kept(NamedTuple):
+    """A tensor of an optimizer's state, as this rank has it.
+
+    Attributes:
+        tensor: its elements.
+        whole: shape of the whole.
+        boxes: where they lie in the whole, or in the part of it that this rank has, one behind the other.
+        spec: how ranks share the whole; None where they do not.
+    """
+
+    tensor: Tensor
+    whole: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    spec: Spec | None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank has all of it."""
+        return self.spec is None and self.boxes == (Box.whole(self.whole),)
+
+    def pieces(self) -> list[tuple[Box, Tensor]]:
+        """The elements with their places in the whole."""
+        return _pieces(self.tensor, self.boxes, self.spec)
+
+
+def kept_here(
+    model: DistributedModel, optimizer: DistributedOptimizer, parameter: nn.Parameter, key: str, kept: Tensor
+) -> Kept:
+    """What this rank has of a tensor of the state of a parameter."""
+    return _kept_here(model, optimizer, parameter, key, kept)[0]
+
+
+def _kept_here(
+    model: DistributedModel, optimizer: DistributedOptimizer, parameter: nn.Parameter, key: str, kept: Tensor
+) -> "tuple[Kept, _Have]":
+    """What this rank has of a tensor of the state, and who has the same."""
+    if isinstance(kept, DividedTensor):
+        if cut_of(kept) is None:
+            kept = whole(kept)
+        else:
+            own = kept._local
+            return Kept(own, tuple(kept.shape), (Box.whole(own.shape),), kept._spec), _Have.ALL
+    value = kept.local if isinstance(kept, ShardedTensor) else kept
+    shape, spec = tuple(parameter.shape), shared_spec(model, parameter)
+    sharded, boxes = sharded_of(model, parameter), boxes_of_update(model, parameter)
+    if boxes is not None and value.shape == (sum(box.numel for box in boxes),):
+        have = _Have.SHARD_GROUP if sharded is None else _Have.NO_OTHER_REPLICA
+        return Kept(value, shape, boxes, spec), have
+    if sharded is not None and has_rows(optimizer, sharded, key, kept):
+        return Kept(value, shape, (box_of_rows(sharded),), spec), _Have.SAME_ROWS
+    return Kept(value, tuple(value.shape), (Box.whole(value.shape),), None), _Have.ALL
 
 
 def _name_of(parameter: nn.Parameter, names: Mapping[int, str]) -> str:
@@ -126,43 +182,51 @@ def _name_of(parameter: nn.Parameter, names: Mapping[int, str]) -> str:
 
 
 class _Have(Enum):
-    """Who has the same elements as this rank, of the ranks with the same stage."""
+    """The replicas that have the same elements as this one."""
 
     ALL = "all of them: nothing is shared"
     SAME_ROWS = "those of other shard groups: ranks of a shard group have different rows"
     SHARD_GROUP = "those of its shard group: replicas of it update different ranges"
+    NO_OTHER_REPLICA = "none: all have different ranges of different rows"
 
 
 class _Turns:
-    """Which rank saves what several have: the one that has the least to do so far."""
+    """Chooses the rank that saves what several have: the one that has the least to do so far."""
 
     def __init__(self) -> None:
-        mesh, data_rank = script_run().mesh, script_run().data_rank
+        run = script_run()
+        mesh, data_rank = run.mesh, run.data_rank
         group, place = divmod(data_rank, mesh.shard)
-        self._mine = {_Have.ALL: data_rank, _Have.SAME_ROWS: group, _Have.SHARD_GROUP: place}
-        self._loads = {
-            _Have.ALL: [0] * mesh.data,
-            _Have.SAME_ROWS: [0] * (mesh.data // mesh.shard),
-            _Have.SHARD_GROUP: [0] * mesh.shard,
+        self._tensor_rank, self._tensor = run.tensor_rank, mesh.share
+        self._replicas = {
+            _Have.ALL: (data_rank, mesh.data),
+            _Have.SAME_ROWS: (group, mesh.data // mesh.shard),
+            _Have.SHARD_GROUP: (place, mesh.shard),
+            _Have.NO_OTHER_REPLICA: (0, 1),
         }
+        self._loads: dict[tuple[_Have, bool], list[int]] = {}
 
-    def is_mine(self, numel: int, have: _Have) -> bool:
-        """Takes a turn; all ranks with the same stage take the same ones.
+    def is_mine(self, numel: int, have: _Have, *, divided: bool) -> bool:
+        """Takes a turn; all ranks that have the same elements take the same ones.
 
         Args:
             numel: elements to save.
-            have: who has them.
+            have: which replicas have them.
+            divided: the ranks that share layers have different ones.
         """
-        loads = self._loads[have]
+        mine, count = self._replicas[have]
+        if not divided:
+            mine, count = mine * self._tensor + self._tensor_rank, count * self._tensor
+        loads = self._loads.setdefault((have, divided), [0] * count)
         chosen = loads.index(min(loads))
         loads[chosen] += numel + 1  # so that empty ones take turns, too
-        return chosen == self._mine[have]
+        return chosen == mine
 
 
 def _tensors(
     model: DistributedModel, optimizer: DistributedOptimizer, parameter: nn.Parameter
 ) -> Iterator[tuple[str, Tensor]]:
-    """What an optimizer keeps of a parameter: rows or a range of it, or all."""
+    """The tensors that an optimizer keeps of a parameter: rows or a range of it, or all."""
     for key, value in optimizer.state.get(parameter, {}).items():
         if isinstance(value, Tensor):
             yield key, value
@@ -198,36 +262,61 @@ def sharded_of(model: DistributedModel, tensor: Tensor) -> ShardedParameter | No
     return None if sharding is None else sharding.parameters.get(id(tensor))
 
 
-def _part(name: str, tensor: Tensor, whole: tuple[int, ...], sharded: ShardedParameter | None) -> OwnPart:
-    """All of a tensor, or the rows that this rank keeps."""
-    box = Box.whole(whole) if sharded is None else box_of_rows(sharded)
-    return OwnPart(name=name, tensor=tensor, whole=whole, boxes=(box,))
+def shared_spec(model: DistributedModel, tensor: Tensor) -> Spec | None:
+    """How ranks share a parameter, of which this one has a part; None where it is whole."""
+    sharded = sharded_of(model, tensor)
+    if sharded is not None:
+        return sharded.spec
+    return tensor._spec if isinstance(tensor, DividedTensor) else None
 
 
-def _range(
-    name: str,
-    value: Tensor,
-    parameter: nn.Parameter,
-    model: DistributedModel,
-) -> OwnPart | None:
-    """The range that this rank updates of what it has of a parameter; None where `value` is no such."""
-    boxes = boxes_of_update(model, parameter)
-    if boxes is None or value.shape != (sum(box.numel for box in boxes),):
-        return None
-    return OwnPart(name=name, tensor=value, whole=tuple(parameter.shape), boxes=boxes)
+def _placed(
+    name: str, tensor: Tensor, whole: tuple[int, ...], boxes: tuple[Box, ...], spec: Spec | None
+) -> list[OwnPart]:
+    """Elements of a tensor with their places in the whole.
+
+    Args:
+        name: of the tensor.
+        tensor: the elements.
+        whole: shape of the whole.
+        boxes: where they lie in what this rank has of it, one behind the other.
+        spec: how ranks share it; None where this rank has all of it.
+    """
+    if spec is None:
+        return [OwnPart(name=name, tensor=tensor, whole=whole, boxes=boxes)]
+    return [
+        OwnPart(name=name, tensor=own, whole=whole, boxes=(place,))
+        for place, own in _pieces(tensor, boxes, spec)
+    ]
+
+
+def _pieces(tensor: Tensor, boxes: Sequence[Box], spec: Spec | None) -> list[tuple[Box, Tensor]]:
+    """Elements of a tensor in their boxes; in the whole, where ranks share it."""
+    flat = torch.split(tensor.detach().reshape(-1), [box.numel for box in boxes])
+    own = [(box, elements.view(box.shape)) for box, elements in zip(boxes, flat, strict=True)]
+    if spec is None:
+        return own
+    return [piece for box, elements in own for piece in in_whole(box, elements, spec)]
 
 
 def box_of_rows(sharded: ShardedParameter) -> Box:
-    """The rows that this rank keeps of a parameter that ranks share."""
-    rows, whole = sharded.own_rows, tuple(sharded.parameter.shape)
-    return Box((rows.start, *(0 for _ in whole[1:])), (len(rows), *whole[1:]))
+    """The rows that this rank keeps of a parameter that replicas share.
+
+    Where ranks share layers, the box lies in its part.
+    """
+    rows, part = sharded.own_rows, sharded.part_shape
+    return Box((rows.start, *(0 for _ in part[1:])), (len(rows), *part[1:]))
 
 
 def boxes_of_update(model: DistributedModel, parameter: nn.Parameter) -> tuple[Box, ...] | None:
-    """The range that this rank updates of a parameter; None where it updates all that it has of it."""
+    """The range that this rank updates of a parameter; None where it updates all that it has of it.
+
+    Where ranks share layers, the boxes lie in its part.
+    """
     sharded, updated = sharded_of(model, parameter), model.replicas.updated_parts
     own = None if updated is None else updated.own_range(parameter if sharded is None else sharded.rows)
     if own is None:
         return None
-    begin = 0 if sharded is None else sharded.own_rows.start * prod(parameter.shape[1:])
-    return tuple(boxes_of_range(parameter.shape, begin + own.start, begin + own.stop))
+    part = tuple(local_of(parameter).shape) if sharded is None else sharded.part_shape
+    begin = 0 if sharded is None else sharded.own_rows.start * prod(part[1:])
+    return tuple(boxes_of_range(part, begin + own.start, begin + own.stop))

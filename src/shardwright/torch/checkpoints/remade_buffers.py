@@ -15,7 +15,7 @@ __all__ = ["remade_buffers", "remake"]
 
 
 def remade_buffers(model: DistributedModel) -> dict[str, list[Any] | None]:
-    """What buffers of this rank that are others now were at first, as JSON; None for new ones.
+    """The first form of this rank's buffers that were replaced since, as JSON; None for new ones.
 
     Args:
         model: the wrapped model, between two steps.
@@ -58,7 +58,7 @@ def _places(
 
 
 def _device_of(module: nn.Module, model: DistributedModel) -> torch.device:
-    """Where the tensors of a module are, or else those of the model."""
+    """The device of a module's tensors, or else of the model's."""
     for tensors in (module.parameters(), module.buffers(), model.get_module().parameters()):
         if (first := next(tensors, None)) is not None:
             return first.device

@@ -123,7 +123,7 @@ def _opened(context: ScriptRun, folder: CheckpointFolder, commit: Commit) -> Sav
 
 
 def problem_of(look: Callable[[], None], *, rank: int) -> CheckpointError | None:
-    """What a rank is to tell the others of its look at a checkpoint, whatever that raises: they wait for it.
+    """Describes the failure of a rank's look at a checkpoint, whatever it raises: the others wait for it.
 
     Args:
         look: at the part of this rank.
@@ -253,7 +253,7 @@ class Resumed:
         self._saved.forget_files()
 
     def _places_of_groups(self, saved: OptimizerDocument, optimizer: DistributedOptimizer) -> list[int]:
-        """Which saved group each group is, by the parameters in it.
+        """Matches groups with saved ones, by the parameters in them.
 
         Raises:
             CheckpointError: groups have other parameters than those that were saved.
@@ -278,6 +278,7 @@ class Resumed:
         return layout is not None and (
             (layout.world_size, layout.pipeline, layout.data, layout.placement)
             == (mesh.world_size, mesh.pipeline, mesh.data, mesh.placement)
+            and (layout.tensor, layout.context, layout.expert) == (mesh.tensor, mesh.context, mesh.expert)
         )
 
     def _state_of(self, name: str) -> Any:
@@ -312,12 +313,13 @@ class Resumed:
         except ValueError as error:
             raise CorruptCheckpointError(f"{self._saved.path / PLAN} is no plan: {error}") from error
         mesh = context.mesh
-        same = (plan.mesh.pipeline, plan.mesh.data, plan.mesh.shard, plan.mesh.placement_strategy) == (
+        theirs = plan.mesh
+        same = (theirs.pipeline, theirs.data, theirs.shard, theirs.placement_strategy) == (
             mesh.pipeline,
             mesh.data,
             mesh.shard,
             mesh.placement,
-        )
+        ) and (theirs.tensor, theirs.context, theirs.expert) == (mesh.tensor, mesh.context, mesh.expert)
         overruled = list(overruled_settings(plan, context.config)) if same else []
         if not same or overruled or not self._has_types():
             log.info("the plan of the checkpoint is not followed: %s", overruled or "other ranks or types")

@@ -26,6 +26,7 @@ from shardwright.torch.checkpoints.stored import stored
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from shardwright.torch.script_run import ScriptRun
+from shardwright.torch.tensor_parallel.parts import all_elements
 
 __all__ = ["RankDocument", "Snapshot", "optimizer_prefix", "take_snapshot"]
 
@@ -155,8 +156,8 @@ def _optimizer_document(
                 f"the state of {type(optimizer.optimizer).__name__} has {str(parameter)[:40]!r}, which is no "
                 "parameter of the model, and cannot be saved. Keep it in a parameter group."
             )
-        plain = {key: value for key, value in values.items() if not isinstance(value, Tensor)}
-        if plain and context.data_rank == 0 and model.counts_here(name):
+        plain = all_elements({key: value for key, value in values.items() if not isinstance(value, Tensor)})
+        if plain and context.is_first_holder and model.counts_here(name):
             others[name] = encode(plain, name=f"{prefix}{name}/other", tensors=tensors)
     encoded_groups = encode(groups, name=f"{prefix}groups", tensors=shared)
     if context.rank == 0:

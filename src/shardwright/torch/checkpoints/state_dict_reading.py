@@ -58,7 +58,7 @@ _MOST_MORE_BYTES = 256 * 2**20
 
 
 def read_state_dict(path: Path, *, key: str | None = None) -> ModelFile:
-    """What a file of PyTorch has; of the newer format, nothing of the tensors is read yet.
+    """Reads a file of PyTorch; of the newer format, nothing of the tensors yet.
 
     Args:
         path: the file.

@@ -13,6 +13,7 @@ from shardwright.errors import UsageError
 from shardwright.torch.checkpoints.encoded import encode
 from shardwright.torch.checkpoints.stored import stored
 from shardwright.torch.model.distributed_model import DistributedModel
+from shardwright.torch.tensor_parallel.parts import all_elements
 
 __all__ = ["StateObjects"]
 
@@ -36,8 +37,8 @@ class StateObjects:
             _check(name, each)
 
     def taken(self) -> dict[str, Any]:
-        """Their states, by name."""
-        return {name: each.state_dict() for name, each in self.objects.items()}
+        """Their states, by name, with whole tensors; collective over ranks that share layers."""
+        return {name: all_elements(each.state_dict()) for name, each in self.objects.items()}
 
     def digest(self, name: str, state: Any) -> str:
         """Equal for states that are the same.

@@ -36,7 +36,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What safetensors calls a type.
+    """The name of a type in safetensors.
 
     Raises:
         CheckpointError: it has no name for it.

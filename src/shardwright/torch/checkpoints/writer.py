@@ -37,7 +37,7 @@ from shardwright.mesh import Mesh
 from shardwright.torch.checkpoints.documents import StateDocument
 from shardwright.torch.checkpoints.snapshot import RankDocument, Snapshot
 
-__all__ = ["CONFIG", "PLAN", "STATE", "Draft", "SaveUnderWay"]
+__all__ = ["CONFIG", "PLAN", "STATE", "CheckpointDraft", "SaveUnderWay"]
 
 CONFIG = "config.json"
 PLAN = "plan.json"
@@ -51,7 +51,7 @@ _AT_EXIT_S = 10.0  # when the script has ended
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What a rank has written.
+    """The report of a rank on the files that it has written.
 
     Attributes:
         file: its file of tensors.
@@ -67,7 +67,7 @@ class _Said:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
+class CheckpointDraft:
     """A checkpoint that is going to be written, the same on every rank.
 
     Attributes:
@@ -87,7 +87,7 @@ class Draft:
     keep: int | None
 
 
-declare(Draft)
+declare(CheckpointDraft)
 
 
 class SaveUnderWay:
@@ -111,7 +111,7 @@ class SaveUnderWay:
 
     def __init__(
         self,
-        draft: Draft,
+        draft: CheckpointDraft,
         snapshot: Snapshot,
         *,
         mesh: Mesh,
@@ -220,7 +220,7 @@ class SaveUnderWay:
         return f"{self._draft.key}/{rank}/{what}"
 
     def _others(self) -> dict[int, _Said]:
-        """What the other ranks have written, once all have."""
+        """The reports of the other ranks, once all have written."""
         assert self._store is not None
         found = {}
         pulses = {rank: ("", time.monotonic()) for rank in range(1, self._mesh.world_size)}

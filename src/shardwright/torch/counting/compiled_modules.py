@@ -113,7 +113,7 @@ def compile_as(twin: nn.Module, module: nn.Module) -> None:
 
 
 class _CompiledCall:
-    """What a module calls where it is compiled.
+    """Calls the compiled form of a module.
 
     Args:
         module: the module.

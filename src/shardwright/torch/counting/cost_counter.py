@@ -5,19 +5,22 @@ import hashlib
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwright.torch._private import FakeTensor, HigherOrderOperator, storage_key
+from shardwright.torch._private import FakeTensor, HigherOrderOperator, fake_mode_is_active, storage_key
 from shardwright.torch.counting.operation_work import attention_flops, flops_of, tensors_in, work_of
 from shardwright.torch.counting.repeated_writes import RepeatedWrites
 from shardwright.torch.counting.traced_draws import TracedDraws
 from shardwright.torch.interception.deferred import spec_of
 from shardwright.torch.pytorch.reductions import is_batch_norm_in_training, reduced_elements
 from shardwright.torch.randomness.rng import Draw, describe_draw
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 from shardwright.work import Work
 
 __all__ = ["CostCounter", "Counts", "Watch", "class_key", "cost_class"]
@@ -94,7 +97,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @staticmethod
     def so_far() -> Counts:
-        """What all counters have counted so far: differences tell what happened in between."""
+        """The sums of all counters so far: differences tell what happened in between."""
         return CostCounter._so_far
 
     def __init__(
@@ -120,6 +123,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._row = row
         self._saved: dict[int, int] = {}
         self._stand_ins: dict[int, tuple[Tensor, Tensor | None]] = {}  # memory of a view -> the real tensor
+        self._whole: dict[int, tuple[DividedTensor, Tensor]] = {}  # id -> the tensor, what stands for it
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def ignore(self, storages: Collection[int]) -> None:
@@ -149,6 +153,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # The history of what was computed holds this object, and must not hold all others by it.
         self._watch = None
         self._stand_ins.clear()
+        self._whole.clear()
         self.repeats.forget()
 
     @contextmanager
@@ -169,7 +174,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.repeats.ran(tensors_in(args))
         draw = describe_draw(func, args, kwargs)
         in_row = draw is not None and (self._row is None or self._row.has(draw))
-        result = func(*args, **kwargs)
+        result = func(*self._undivided(args), **self._undivided(kwargs))
         if self._names and getattr(func, "is_view", False):
             self._note_stand_in(args, result)
         reads = _reads_data(func, args)
@@ -186,6 +191,23 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if flops or reads or draw is not None:
             CostCounter._so_far += Counts(flops, int(draw is not None), int(reads))
         return result
+
+    def _undivided(self, arguments: Any) -> Any:
+        """Arguments with tensors without data in the place of those that ranks share: these have data."""
+        if not fake_mode_is_active():
+            return arguments
+        if not any(each.__class__ is DividedTensor for each in tree_leaves(arguments)):
+            return arguments
+        return tree_map_only(DividedTensor, self._without_data, arguments)
+
+    def _without_data(self, tensor: DividedTensor) -> Tensor:
+        found = self._whole.get(id(tensor))
+        if found is None or found[0] is not tensor:
+            whole = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
+            found = self._whole[id(tensor)] = tensor, whole
+        return found[1]
 
     def _higher_order(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Counts an operator that is given functions by what it is given and gives."""
@@ -237,7 +259,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """What the memory of a tensor holds, which may be more than the tensor."""
+    """The bytes in the memory of a tensor, which may be more than the tensor's."""
     if tensor.layout is torch.strided:
         return tensor.untyped_storage().nbytes()
     if tensor.layout is torch.sparse_coo:
@@ -308,12 +330,22 @@ _POSITION = frozenset(
 
 @functools.cache
 def _code_of(cls: type) -> str:
-    """Name and code of a class."""
-    try:
-        source = inspect.getsource(cls)
-    except (OSError, TypeError):
-        source = ""
-    return f"{cls.__module__}.{cls.__qualname__} {hashlib.sha256(source.encode()).hexdigest()[:8]}"
+    """Name and methods of a class. Its source would tell, too, after a parse of the whole file."""
+    methods = {name: value for name, value in vars(cls).items() if callable(value)}
+    codes = [(name, getattr(inspect.unwrap(methods[name]), "__code__", None)) for name in sorted(methods)]
+    rows = [(name, _rows_of(code)) for name, code in codes if code is not None]
+    return f"{cls.__module__}.{cls.__qualname__} {hashlib.sha256(repr(rows).encode()).hexdigest()[:8]}"
+
+
+def _rows_of(code: CodeType) -> list[Any]:
+    """What a function does, by its bytecode: the same in all interpreters of one version."""
+    constants = [_rows_of(each) if isinstance(each, CodeType) else _in_order(each) for each in code.co_consts]
+    return [code.co_code, code.co_names, code.co_freevars, constants]
+
+
+def _in_order(constant: object) -> str:
+    """A constant as text; a set's order depends on the hash seed."""
+    return repr(sorted(map(repr, constant))) if isinstance(constant, frozenset) else repr(constant)
 
 
 def cost_class(func: Any, kind: str, fakes: list[Any]) -> str:

@@ -59,7 +59,7 @@ def _attention_packets() -> list[Any]:
 
 
 def work_of(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, flops: int) -> Work:
-    """What one operation computes and moves; nothing of views.
+    """Counts what one operation computes and moves; nothing for views.
 
     Args:
         func: the operation.
@@ -82,7 +82,7 @@ def work_of(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, flops:
 
 
 def _argument(func: Any, args: Any, kwargs: Mapping[str, Any], name: str) -> Any:
-    """What an operation is given under a name of its schema; None where that is left out."""
+    """The argument of an operation under a name of its schema; None if it is left out."""
     names = [argument.name for argument in func._schema.arguments]
     at = names.index(name) if name in names else len(args)
     return args[at] if at < len(args) else kwargs.get(name)

@@ -30,7 +30,7 @@ Hooks = tuple[tuple[int, tuple[Any, ...], tuple[Any, ...]], ...]
 
 
 def path_settings(module: nn.Module, hooks: Hooks) -> dict[str, Any]:
-    """What decides the path through a model beside batch and function, by the name that an error gives it.
+    """The settings that decide the path through a model, beside batch and function, by their names in errors.
 
     Args:
         module: the whole model.
@@ -70,7 +70,7 @@ def _code_of(hook: Callable[..., Any]) -> Any:
 
 
 def early_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What of `path_settings` is the same also in models that are not: for the first step."""
+    """The part of `path_settings` that is the same in models that are not: for the first step."""
     return {
         name: sorted({repr(item) for item in value}) if isinstance(value, tuple) else value
         for name, value in settings.items()
@@ -85,13 +85,12 @@ class Agreement:
     """Agrees with the other ranks of the replica; every method is collective over them."""
 
     def __init__(self, context: Context):
-        assert context.replica is not None
+        assert context.links.replica is not None
         self._context = context
         self._batches = 0
-        self._looks_at_batches = context.pipeline_rank == 1 and context.data_rank == 0
-        self._broadcast = BatchBroadcast(
-            context.replica, source=context.pipeline_ranks[0], device=context.device
-        )
+        self._first = context.replica_ranks[0]
+        self._looks_at_batches = context.rank == context.replica_ranks[1] and context.data_rank == 0
+        self._broadcast = BatchBroadcast(context.links.replica, source=self._first, device=context.device)
 
     def on_batch(self, batch: Batch, settings: Mapping[str, Any], *, function: Callable[..., Any]) -> Batch:
         """The batch of the first rank of the replica, whose settings must be those of this rank, too.
@@ -110,14 +109,14 @@ class Agreement:
         if name_there != name_here:
             raise UsageError(
                 f"rank {self._context.rank} calls the step function {name_here} where rank "
-                f"{self._context.pipeline_ranks[0]} calls {name_there}. Call the same ones on all ranks, in "
+                f"{self._first} calls {name_there}. Call the same ones on all ranks, in "
                 "the same order, and not under `if sw.rank() == 0:`."
             )
         different = [name for name in mine if mine[name] != theirs[name]]
         if different:
             raise UsageError(
                 f"rank {self._context.rank} begins the step with another {' and another '.join(different)} "
-                f"than rank {self._context.pipeline_ranks[0]}. Set it on the whole model, on every rank."
+                f"than rank {self._first}. Set it on the whole model, on every rank."
             )
         agreed = batch if first is batch.arguments else batch.with_arguments(first)
         self._point_out_other_batches(batch, agreed)
@@ -132,14 +131,13 @@ class Agreement:
         looks = self._batches <= _FIRST_COMPARED or self._batches % _COMPARED_EVERY == 0
         if looks and loaded_another(own, agreed):
             self._looks_at_batches = False
-            first = context.pipeline_ranks[0]
             log.warning(
-                "rank %d loads other batches than rank %d, on whose batches all ranks of the pipeline work: "
+                "rank %d loads other batches than rank %d, on whose batches all ranks of the replica work: "
                 "what a step returns belongs to those, and metrics that rank %d computes with targets of its "
-                "own are wrong. Load the same on all ranks of a pipeline: sw.distributed_sampler(dataset) or "
+                "own are wrong. Load the same on all ranks of a replica: sw.distributed_sampler(dataset) or "
                 "sw.data_loader, or the same seed (sw.seed_everything).",
                 context.rank,
-                first,
+                self._first,
                 context.rank,
             )
 
@@ -151,7 +149,7 @@ class Agreement:
         """
         described = [f"{n.kind} {n.label} {n.inputs} at {n.line}" for n in trace.graph.nodes]
         mine = (trace.graph.fingerprint, described)
-        gathered = tell_all(mine, group=self._context.pipeline_group)
+        gathered = tell_all(mine, group=self._context.groups.model)
         for rank, (fingerprint, nodes) in enumerate(gathered):
             if fingerprint == gathered[0][0]:
                 continue
@@ -160,7 +158,7 @@ class Agreement:
                 (f"{a!r} against {b!r}" for a, b in pairs if a.split(" at ")[0] != b.split(" at ")[0]), None
             )
             raise TraceMismatchError(
-                f"pipeline ranks 0 and {rank} trace different models: "
+                f"ranks {self._first} and {self._context.replica_ranks[rank]} trace different models: "
                 + (
                     where
                     or f"{len(gathered[0][1])} calls and operations against {len(nodes)}, or other shapes"
@@ -170,9 +168,9 @@ class Agreement:
 
     def on_end(self, place: float) -> float:
         """The first of the places at which the traces of the ranks end."""
-        assert self._context.replica is not None
+        assert self._context.links.replica is not None
         mine = torch.tensor(place, dtype=torch.float64, device=self._context.device)
-        return float(self._context.replica.gather(mine, Purpose.AGREEMENT).min())
+        return float(self._context.links.replica.gather(mine, Purpose.AGREEMENT).min())
 
     def on_random_numbers(self, generators: Sequence[torch.Generator] = ()) -> None:
         """Gives all ranks of the replica the generators of its first.
@@ -181,25 +179,25 @@ class Agreement:
             generators: of the script's own, that are drawn from.
         """
         context = self._context
-        assert context.replica is not None
+        assert context.links.replica is not None
         agreed: list[Tensor | None] = []
         for state in get_state(context.device, generators):
             if state is not None:
                 shared = state.to(context.device)
-                context.replica.broadcast([shared], context.pipeline_ranks[0], Purpose.AGREEMENT)
+                context.links.replica.broadcast([shared], self._first, Purpose.AGREEMENT)
                 state = shared.cpu()
             agreed.append(state)
         set_state(tuple(agreed), context.device, generators)
 
     def on_random_numbers_of_python(self) -> None:
         """Gives all ranks of the replica the generators of Python and NumPy of its first."""
-        assert self._context.replica is not None
-        self._share_python_state(self._context.replica, self._context.pipeline_ranks[0])
+        assert self._context.links.replica is not None
+        self._share_python_state(self._context.links.replica, self._first)
 
     def on_first_trace(self) -> None:
         """Gives all ranks the generators of Python and NumPy of the first: traces follow choices by them."""
-        assert self._context.world is not None
-        self._share_python_state(self._context.world, 0)
+        assert self._context.links.world is not None
+        self._share_python_state(self._context.links.world, 0)
 
     def _share_python_state(self, ranks: SmallCollectives, source: int) -> None:
         shared = state_as_tensor().to(self._context.device)
@@ -208,7 +206,7 @@ class Agreement:
 
     def on_any(self, found: bool) -> bool:
         """Whether one of the ranks of the replica has found something; collective over the replica."""
-        replica = self._context.replica
+        replica = self._context.links.replica
         assert replica is not None
         flags = replica.gather(torch.tensor(float(found), device=self._context.device), Purpose.AGREEMENT)
         return bool(flags.any())

@@ -21,7 +21,7 @@ from shardwright.runtime.crossings import Crossing
 from shardwright.runtime.messages import Messages
 from shardwright.torch._private import run_backward
 from shardwright.torch.backward.split_backward import allow_split, count_uses, put_off_weights
-from shardwright.torch.execution.microbatch import Microbatch
+from shardwright.torch.execution.microbatches.microbatch import Microbatch
 from shardwright.torch.tracing.recomputed_statistics import RecomputedStatistics
 
 __all__ = ["AutogradStage"]
@@ -69,7 +69,7 @@ class AutogradStage:
             roots, gradients = self._roots(running)
             self._tell(begins=True, is_last=is_last, is_whole=True)
             if roots:
-                with self._running_again(running), running.as_left(self.number):
+                with self._running_again(running), running.state.as_left(self.number):
                     run_backward(roots, gradients)
             self._tell(begins=False, is_last=is_last, is_whole=True)
             self._end_backward(running)
@@ -82,7 +82,7 @@ class AutogradStage:
             if roots:
                 with (
                     self._running_again(running),
-                    running.as_left(self.number),
+                    running.state.as_left(self.number),
                     put_off_weights(root.grad_fn for root in roots) as work,
                 ):
                     run_backward(roots, gradients)
@@ -97,13 +97,24 @@ class AutogradStage:
                 work()
             self._tell(begins=False, is_last=is_last, is_whole=False)
 
+    def offload(self, microbatch: int) -> None:
+        """Has leave what the last unit has kept; the others have begun."""
+        self.microbatches[microbatch].offloads[self.number].offload()
+
+    def load(self, microbatch: int) -> None:
+        """Has come back what the backward needs first."""
+        self.microbatches[microbatch].offloads[self.number].load()
+
     def to_send(self, microbatch: int, crossing: Crossing) -> Tensor:
         """A value that the stage has made."""
         return self.microbatches[microbatch].to_send(crossing)
 
     def gradient_to_send(self, microbatch: int, crossing: Crossing) -> Tensor:
         """The gradient of a value that the stage has read."""
-        return self.microbatches[microbatch].tensors.gradients.pop((crossing.value, crossing.target))
+        running = self.microbatches[microbatch]
+        gradient = running.tensors.gradients.pop((crossing.value, crossing.target))
+        boundary = running.program.boundary
+        return gradient if boundary is None else boundary.part(gradient)
 
     # ---- inside ----
 
@@ -118,12 +129,12 @@ class AutogradStage:
             self.on_backward(self.number, begins=begins, last=is_last, whole=is_whole)
 
     def _running_again(self, running: Microbatch) -> AbstractContextManager[None]:
-        """Has a forward that the backward repeats find what it got."""
-        recomputes = running.program.recomputes or running.is_behind_end
+        """Gives a forward that the backward repeats what it got at first."""
+        recomputes = running.program.trace.recomputes or running.is_behind_end
         return running.running_again(self.number) if recomputes else nullcontext()
 
     def _roots(self, running: Microbatch) -> tuple[list[Tensor], list[Tensor]]:
-        """What autograd starts from: the tensors that this stage sent, with their gradients, and the loss.
+        """The roots of the backward: the tensors that this stage sent, with their gradients, and the loss.
 
         A microbatch without a backward takes gradients in, and starts from nothing.
         """
@@ -152,20 +163,22 @@ class AutogradStage:
         """The gradients of what this stage made for others: value -> sum over the stages that read it."""
         program = running.program
         gradients: dict[int, Tensor] = {}
-        for crossing in program.sends[self.number]:
+        for crossing in program.sent_from(self.number):
             if not crossing.has_gradient:
                 continue
             if crossing.target in program.stages:
                 gradient = running.tensors.gradients.pop((crossing.value, crossing.target))
             else:
                 gradient = self.messages.receive(running.index, crossing, is_gradient=True)
+                if program.boundary is not None:
+                    gradient = program.boundary.joined(gradient, crossing.spec.shape, crossing.order)
             known = gradients.get(crossing.value)
             gradients[crossing.value] = gradient if known is None else known + gradient
         return gradients
 
     def _end_backward(self, running: Microbatch) -> None:
         """Keeps the gradients of what the stage read, and lets go of the rest."""
-        for crossing in running.program.receives[self.number]:
+        for crossing in running.program.received_by(self.number):
             leaf = running.tensors.leaves.get((crossing.value, self.number))
             if crossing.has_gradient:
                 gradient = _gradient_of(leaf, crossing, self.device)
@@ -185,7 +198,9 @@ class AutogradStage:
                 # The loss, which the step function holds on to, leads through the graph to this leaf.
                 leaf.data = leaf.new_empty(0)
         running.tensors.free(self.number)
-        running.backward_ran()
+        if self.number in running.offloads:
+            running.offloads[self.number].end()
+        running.state.backward_ran()
 
 
 def _gradient_of(leaf: Tensor | None, crossing: Crossing, device: torch.device) -> Tensor:

@@ -41,7 +41,7 @@ class Returned:
 def exchange_outputs(
     context: Context, returned: Sequence[Returned], programs: Sequence[Program]
 ) -> tuple[list[Any], list[Tensor]]:
-    """Broadcasts what each rank of the replica made; collective over the replica.
+    """Broadcasts what each stage of the replica made; collective over its stages.
 
     Args:
         context: the run.
@@ -51,19 +51,19 @@ def exchange_outputs(
     Returns:
         The results with all tensors in place, without autograd history; and the loss of each microbatch.
     """
-    assert context.replica is not None
+    assert context.links.stages is not None
     flat = [flatten(each.result) for each in returned]
     for owner in range(context.mesh.pipeline):
         places = _places(returned, programs, owner)
         if not places:
             continue
-        specs = [programs[microbatch].specs[value] for microbatch, _, value in places]
+        specs = [programs[microbatch].trace.graph.values[value].spec for microbatch, _, value in places]
         if owner == context.pipeline_rank:
             payload = torch.cat([bytes_of(flat[m][0][position]) for m, position, _ in places])
         else:
             num_bytes = sum(spec.num_bytes for spec in specs)
             payload = torch.empty(num_bytes, dtype=torch.uint8, device=context.device)
-        context.replica.broadcast([payload], context.pipeline_ranks[owner], Purpose.OUTPUTS)
+        context.links.stages.broadcast([payload], context.pipeline_ranks[owner], Purpose.OUTPUTS)
         offset = 0
         for (microbatch, position, _), spec in zip(places, specs, strict=True):
             piece = payload[offset : offset + spec.num_bytes].clone().view(getattr(torch, spec.dtype))
@@ -102,15 +102,15 @@ def refuse_other_paths(context: Context, returned: Sequence[Returned], programs:
     Raises:
         TraceMismatchError: ranks of the replica have computed other things in this step.
     """
-    assert context.replica is not None
+    assert context.links.replica is not None
     paths = [
-        (program.fingerprint, each.behind_end, each.trains, each.values)
+        (program.trace.graph.fingerprint, each.behind_end, each.trains, each.values)
         for program, each in zip(programs, returned, strict=True)
     ]
     mine = torch.tensor(crc32(repr(paths).encode()), device=context.device)
-    different = (context.replica.gather(mine, Purpose.AGREEMENT) != mine).nonzero().flatten().tolist()
+    different = (context.links.replica.gather(mine, Purpose.AGREEMENT) != mine).nonzero().flatten().tolist()
     if different:
-        ranks = ", ".join(str(context.pipeline_ranks[place]) for place in different)
+        ranks = ", ".join(str(context.replica_ranks[place]) for place in different)
         raise TraceMismatchError(
             f"rank {context.rank} took another path through the step function than "
             f"{'rank' if len(different) == 1 else 'ranks'} {ranks}, so that losses and gradients of this "

@@ -2,29 +2,29 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import nn
 
 from shardwright.comm.messages.transport import Transport
-from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.runtime.action_loop import MeasuredRow, run_actions
 from shardwright.runtime.messages import Messages
-from shardwright.schedule import Kind, Schedule
+from shardwright.schedule import Kind
+from shardwright.torch._private import is_profiled
 from shardwright.torch.backward.split_backward import allow_split
-from shardwright.torch.batch.batch import Batch
 from shardwright.torch.execution.autograd_stage import AutogradStage
 from shardwright.torch.execution.exchange import Returned
-from shardwright.torch.execution.microbatch import Microbatch
-from shardwright.torch.execution.own_attributes import OwnAttributes
-from shardwright.torch.execution.reading_microbatch import ReadingMicrobatch
+from shardwright.torch.execution.microbatches.microbatch import Microbatch
+from shardwright.torch.execution.microbatches.microbatch_tensors import MicrobatchTensors
+from shardwright.torch.execution.microbatches.own_attributes import OwnAttributes
+from shardwright.torch.execution.rank_batch import RankBatch
 from shardwright.torch.execution.tensor_channels import TensorChannels
+from shardwright.torch.offload.offloading import Offloading, lasting_storages, storages_of
 from shardwright.torch.program.instructions import Place
 from shardwright.torch.program.program import Program, generators_of
 from shardwright.torch.pytorch.memory_in_use import memory_in_use
+from shardwright.torch.pytorch.profiled import range_named
 from shardwright.torch.randomness.rng import GeneratorState, run_ahead, set_state
-from shardwright.torch.tracing.glue_buffers import GlueBuffers
 from shardwright.torch.tracing.recomputed_statistics import RecomputedStatistics
 
 __all__ = ["Executor"]
@@ -35,9 +35,11 @@ class Executor:
 
     Args:
         transport: messages to the other ranks of the pipeline.
+        model: the whole model.
         device: where received tensors are put.
         on_backward: called with a stage when a backward of it begins and when it has ended: see
             `GradientReducer.on_backward`.
+        offloading: of what units keep, on this rank.
 
     Attributes:
         row: when this rank did what in the batch before.
@@ -46,71 +48,38 @@ class Executor:
     def __init__(
         self,
         transport: Transport,
+        model: nn.Module,
         *,
         device: torch.device,
         on_backward: Callable[..., None] | None = None,
+        offloading: Offloading,
     ):
         self.row = MeasuredRow()
         self._transport = transport
+        self._model = model
         self._device = device
         self._on_backward = on_backward
+        self._offloading = offloading
 
-    def run(
-        self,
-        schedule: Schedule,
-        rank: int,
-        programs: Sequence[Program],
-        function: Callable[..., Any],
-        parts: Sequence[Batch],
-        *,
-        board: ValueBoard,
-        loss_scale: float,
-        model: nn.Module,
-        buffers: GlueBuffers | None,
-        watch_memory: bool,
-    ) -> list[Returned]:
-        """Runs all microbatches.
-
-        Args:
-            schedule: lowered actions of all ranks.
-            rank: this pipeline rank.
-            programs: the program of each microbatch.
-            function: the step function.
-            parts: the microbatches.
-            board: where ranks put up values that a `ReadingStep` reads.
-            loss_scale: factor on the gradient of the loss: 1 / microbatches for a mean.
-            model: the model.
-            buffers: its buffers, for step functions that change them between modules.
-            watch_memory: look after each action how much is in use.
-
-        Returns:
-            What the step function returned for each microbatch.
-        """
-        attributes = OwnAttributes(programs) if any(program.attributes for program in programs) else None
+    def run(self, batch: RankBatch) -> list[Returned]:
+        """Runs all microbatches; returns what the step function returned for each."""
+        programs, board = batch.programs, batch.board
+        has_attributes = any(program.trace.effects.attributes for program in programs)
+        attributes = OwnAttributes(programs) if has_attributes else None
         messages = Messages(TensorChannels(self._transport, self._device), programs)
-        make = partial(
-            ReadingMicrobatch,
-            board=board,
-            device=self._device,
-            parameters=cache(partial(_parameters_of, model)),
-            model=model,
-            buffers=buffers,
-            attributes=attributes,
-        )
-        microbatches = [
-            make(index, program, function, part.arguments, messages.receive)
-            for index, (program, part) in enumerate(zip(programs, parts, strict=True))
-        ]
+        microbatches = self._microbatches(batch, messages, attributes)
         final_state = self._run_generators_ahead(programs, microbatches)
-        stages = self._stages(schedule, rank, microbatches, messages, loss_scale=loss_scale, model=model)
+        self._offload(batch, microbatches)
+        stages = self._stages(batch, microbatches, messages)
         try:
             self.row = run_actions(
-                schedule,
-                rank,
+                batch.schedule,
+                batch.rank,
                 stages,
                 messages,
-                other_waits_s=lambda: board.waited_s,
-                bytes_in_use=partial(memory_in_use, self._device) if watch_memory else None,
+                other_waits_s=lambda: board.waited_s + self._offloading.waited_s,
+                bytes_in_use=partial(memory_in_use, self._device) if batch.watch_memory else None,
+                named=range_named if is_profiled() else None,
             )
             returned = [microbatch.finish() for microbatch in microbatches]
             board.done()
@@ -123,36 +92,63 @@ class Executor:
             allow_split(True)
             for microbatch in microbatches:
                 microbatch.close()
+            self._offloading.end_batch()
+        if batch.watch_memory:
+            self.row.host_copies = self._offloading.copies()
         return returned
 
+    def _microbatches(
+        self, batch: RankBatch, messages: Messages, attributes: OwnAttributes | None
+    ) -> list[Microbatch]:
+        make = partial(
+            Microbatch,
+            board=batch.board,
+            device=self._device,
+            parameters=cache(partial(_parameters_of, self._model)),
+            model=self._model,
+            buffers=batch.buffers,
+            attributes=attributes,
+        )
+        return [
+            make(index, program, batch.function, part.arguments, messages.receive)
+            for index, (program, part) in enumerate(zip(batch.programs, batch.parts, strict=True))
+        ]
+
     def _stages(
-        self,
-        schedule: Schedule,
-        rank: int,
-        microbatches: Sequence[Microbatch],
-        messages: Messages,
-        *,
-        loss_scale: float,
-        model: nn.Module,
+        self, batch: RankBatch, microbatches: Sequence[Microbatch], messages: Messages
     ) -> dict[int, AutogradStage]:
         """The stages of this rank, for this batch."""
-        split = {(a.stage, a.microbatch) for a in schedule.actions[rank] if a.kind is Kind.BACKWARD_INPUT}
-        repeated = [microbatch.program.repeated_buffers for microbatch in microbatches]
-        statistics = RecomputedStatistics(model, repeated) if any(repeated) else None
+        row = batch.schedule.actions[batch.rank]
+        split = {(a.stage, a.microbatch) for a in row if a.kind is Kind.BACKWARD_INPUT}
+        repeated = [program.trace.repeated_buffers for program in batch.programs]
+        statistics = RecomputedStatistics(self._model, repeated) if any(repeated) else None
         return {
             number: AutogradStage(
                 number=number,
                 microbatches=microbatches,
                 messages=messages,
                 split=frozenset(microbatch for stage, microbatch in split if stage == number),
-                loss_scale=loss_scale,
+                loss_scale=batch.loss_scale,
                 device=self._device,
                 on_backward=self._on_backward,
                 statistics=statistics,
             )
-            for number, owner in enumerate(schedule.stage_ranks)
-            if owner == rank
+            for number, owner in enumerate(batch.schedule.stage_ranks)
+            if owner == batch.rank
         }
+
+    def _offload(self, batch: RankBatch, microbatches: Sequence[Microbatch]) -> None:
+        """Prepares what the schedule offloads."""
+        self._offloading.begin_batch()
+        offloads = [a for a in batch.schedule.actions[batch.rank] if a.kind is Kind.OFFLOAD]
+        if not offloads:
+            return
+        lasting = lasting_storages(self._model, (part.arguments for part in batch.parts))
+        for action in offloads:
+            running = microbatches[action.microbatch]
+            running.offloads[action.stage] = self._offloading.stage(
+                action.stage, action.microbatch, partial(_needed, lasting, running.tensors)
+            )
 
     def _run_generators_ahead(
         self, programs: Sequence[Program], microbatches: Sequence[Microbatch]
@@ -161,7 +157,8 @@ class Executor:
         if not any(program.draws for program in programs):
             return None
         steps = [
-            [(i.draws, i.place is not Place.ELSEWHERE) for i in program.instructions] for program in programs
+            [(i.step.draws, i.place is not Place.ELSEWHERE) for i in program.instructions]
+            for program in programs
         ]
         generators = generators_of(programs)
         turns, final = run_ahead(steps, self._device, generators)
@@ -170,7 +167,12 @@ class Executor:
         return final
 
 
+def _needed(lasting: set[int], tensors: MicrobatchTensors) -> set[int]:
+    """The storages that stay whether or not autograd keeps them."""
+    return lasting | storages_of((*tensors.leaves.values(), *tensors.values.values(), *tensors.held.values()))
+
+
 def _parameters_of(model: nn.Module) -> frozenset[int]:
-    """Identities; a parameter may be registered as a buffer."""
+    """The ids of all parameters; one may be registered as a buffer."""
     tensors = (*model.parameters(), *model.buffers())
     return frozenset(id(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter))

@@ -1,7 +1,7 @@
-"""Chooses the units that a single-stage run recomputes, from its plan or settings.
+"""Chooses the units that a single-stage run recomputes or offloads, from its plan or settings.
 
-A model without stages runs as it is, untraced. But a plan made for such a run, or a request to recompute
-everything, speaks of units, so the first batch is traced for them.
+A model without stages runs as it is, untraced. But a plan made for such a run, or a request to recompute or
+offload everything, speaks of units, so the first batch is traced for them.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,15 +18,15 @@ from shardwright.torch.run.context import Context
 from shardwright.torch.tracing.trace import trace_step
 from shardwright.torch.units.model_traces import trace_parts
 
-__all__ = ["recompute_as_wished"]
+__all__ = ["keep_as_wished"]
 
 
-def recompute_as_wished(
+def keep_as_wished(
     context: Context,
     module: nn.Module,
     function: Callable[..., Any],
     part: Batch,
-) -> None:
+) -> list[str]:
     """Marks the units to recompute; checks the plan first, if there is one.
 
     Args:
@@ -35,20 +35,29 @@ def recompute_as_wished(
         function: the step function.
         part: its arguments for one microbatch.
 
+    Returns:
+        The names of the units that offload what they keep.
+
     Raises:
         StalePlanError: the plan was made for another model.
         TraceError: there are units to be found, and the model cannot be traced.
     """
+    config = context.config
     if context.plan is not None:
         names = list(dict.fromkeys(label.split("#")[0] for label in context.plan.model.units))
         refuse_unknown_units(module, names)
         _check(context.plan, context, UnitMap.of(module, names), function, part)
-        recomputed = {label.split("#")[0] for stage in context.plan.stages for label in stage.recompute}
-        _mark(module, names, recomputed)
-    elif context.config.activation_checkpointing == "full":
+        stages = context.plan.stages
+        _mark(module, names, {label.split("#")[0] for stage in stages for label in stage.recompute})
+        return list(dict.fromkeys(label.split("#")[0] for stage in stages for label in stage.offload))
+    if config.activation_checkpointing == "full" or config.offload_activations is True:
         trace = trace_parts(module, function, {1: part}, device=context.device, num_stages=2)[1]
         names = list(dict.fromkeys(label.split("#")[0] for label in trace.graph.labels))
-        _mark(module, names, names)
+        if config.activation_checkpointing == "full":
+            _mark(module, names, names)
+        if config.offload_activations is True:
+            return names
+    return []
 
 
 def _check(

@@ -5,6 +5,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from shardwright.model_graph import ModelGraph
+from shardwright.placement import BetweenUnits
+from shardwright.plan import Plan
 from shardwright.runtime.assignment import Assignment, assign
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.counting.compiled_modules import compile_units
@@ -14,12 +16,15 @@ from shardwright.torch.interception.glue import intercept_calls
 from shardwright.torch.interception.step_code import asks_for_types
 from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.parameters.unit_map import UnitMap
+from shardwright.torch.program.instructions import KeptOtherwise
 from shardwright.torch.program.program import Program, build_program
 from shardwright.torch.program.program_cache import ProgramCache, signature_of
 from shardwright.torch.python_state.attribute_watch import AttributeWatch
 from shardwright.torch.python_state.watched_numbers import NumberMatters, NumberPath, NumberReads
 from shardwright.torch.pytorch.source_line import line_of
 from shardwright.torch.run.context import Context
+from shardwright.torch.tensor_parallel.boundary import Boundary
+from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tracing.recomputed_statistics import (
     refuse_recomputed_vectors,
     warn_of_recomputed_buffers,
@@ -45,7 +50,7 @@ class KnownTrace:
         self._signature = signature_of(part)
 
     def holds_for(self, part: Batch) -> bool:
-        """Whether a microbatch is such a one."""
+        """Whether the trace serves a microbatch."""
         return self._signature == signature_of(part) and self.trace.holds_for(part)
 
 
@@ -71,7 +76,9 @@ class ProgramMaker:
         self._read_nothing: set[Hashable] = set()
         self._units: UnitMap | None = None
         self._residency: Residency | None = None
-        self._recompute: frozenset[str] = frozenset()
+        self._kept = KeptOtherwise()
+        self._divided: frozenset[str] = frozenset()
+        self._group: TensorGroup | None = None
 
     # ---- the first step ----
 
@@ -94,19 +101,29 @@ class ProgramMaker:
         return self._units
 
     def note_new_tensors(self) -> UnitMap:
-        """Parameters and buffers of the units may be others now."""
+        """Looks up the parameters and buffers of the units again."""
         self._units = self.units.with_new_tensors()
         return self._units
 
-    def placed(self, residency: Residency, recompute: frozenset[str]) -> None:
-        """The units have been placed.
+    def placed(
+        self,
+        residency: Residency,
+        kept: KeptOtherwise,
+        divided: frozenset[str],
+        group: TensorGroup | None = None,
+    ) -> None:
+        """Takes the placement of the units.
 
         Args:
             residency: what is held where.
-            recompute: labels of calls that are recomputed.
+            kept: calls whose activations are not kept as they are.
+            divided: names of the parameters of which this rank has a part.
+            group: the ranks that share its batch; None where each has its own.
         """
+        self._group = group
         self._residency = residency
-        self._recompute = recompute
+        self._kept = kept
+        self._divided = divided
 
     def trace(
         self,
@@ -160,7 +177,7 @@ class ProgramMaker:
         programs = [
             self._program(function, part, path, attributes, known, together=together) for part in parts
         ]
-        if not any(program.ends for program in programs):
+        if not any(program.trace.ends for program in programs):
             self._read_nothing |= keys
             for program in programs:
                 program.reads_nothing = True
@@ -207,13 +224,13 @@ class ProgramMaker:
             part, circumstances, trace, program, watched=watched, numbers=numbers, where=line_of(function)
         )
         if self._context.plan is not None and self._context.plan.schedule.microbatches > 1:
-            refuse_recomputed_vectors(self._model.get_module(), program.repeated_buffers)
-        warn_of_recomputed_buffers(self._model.get_module(), program.repeated_buffers)
+            refuse_recomputed_vectors(self._model.get_module(), program.trace.repeated_buffers)
+        warn_of_recomputed_buffers(self._model.get_module(), program.trace.repeated_buffers)
         self._attributes.traced((path, signature_of(part)), trace.digest)
         return program
 
     def _on_end_alone(self, end: float) -> float:
-        """Where a trace ends that other ranks may not make: they do if the batch is why it has an end."""
+        """Agrees on the end of a trace that other ranks may not make: they do if the batch is its cause."""
         return self._agreement.on_end(end) if math.isfinite(end) else end
 
     def _on_any(self, found: bool, together: bool) -> bool:
@@ -267,11 +284,26 @@ class ProgramMaker:
         assert plan is not None
         assert residency is not None
         placed = assignment or assign(trace.graph, plan, residency.ranks)
-        program = build_program(trace, placed, rank=self._context.pipeline_rank, recompute=self._recompute)
+        program = build_program(
+            trace,
+            placed,
+            rank=self._context.pipeline_rank,
+            kept=self._kept,
+            divided=self._divided,
+            boundary=self._boundary(trace, plan),
+        )
         uses = Residency.of(trace.graph, placed.homes, placed.stage_ranks)
         program.as_planned = placed.stage_ranks == plan.stage_ranks and residency.covers(uses)
         program.state = {**_buffers_of_spare_units(trace.graph, placed, residency), **program.state}
         return program
+
+    def _boundary(self, trace: Trace, plan: Plan) -> Boundary | None:
+        """Places the tensors between units; None where each rank has a batch of its own."""
+        if self._group is None or plan.tensor is None:
+            return None
+        dim, num_ranks = plan.tensor.between_units, self._group.num_ranks
+        between = BetweenUnits.of_batch(trace.batch_shapes, dim, num_ranks=num_ranks)
+        return Boundary(self._group, between)
 
 
 def _buffers_of_spare_units(graph: ModelGraph, placed: Assignment, residency: Residency) -> dict[str, int]:

@@ -6,9 +6,9 @@ import torch
 
 from shardwright.comm.identity.purpose import Purpose
 from shardwright.comm.trust.value_board import ValueBoard
+from shardwright.quantities import format_seconds
 from shardwright.torch.program.program import Program
 from shardwright.torch.run.context import Context
-from shardwright.units import format_seconds
 
 __all__ = ["ReadCosts"]
 
@@ -32,14 +32,14 @@ class ReadCosts:
             programs: of its microbatches.
             board: where the ranks have waited for what they read.
         """
-        if function in self._told or not any(program.ends for program in programs):
+        if function in self._told or not any(program.trace.ends for program in programs):
             return
         self._told.add(function)
         context = self._context
-        assert context.replica is not None
+        assert context.links.replica is not None
         waited = torch.tensor(board.waited_s, dtype=torch.float64, device=context.device)
-        longest_s = float(context.replica.gather(waited, Purpose.AGREEMENT).max())
-        line = next((program.read_at for program in programs if program.read_at), "")
+        longest_s = float(context.links.replica.gather(waited, Purpose.AGREEMENT).max())
+        line = next((program.trace.end.read_at for program in programs if program.trace.end.read_at), "")
         if line and context.rank == 0:
             assert context.reporter is not None
             context.reporter.observer.status(

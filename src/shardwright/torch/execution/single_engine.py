@@ -2,9 +2,10 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -13,29 +14,40 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.config import Config
+from shardwright.planner import offloaded_bytes
+from shardwright.quantities import format_bytes
 from shardwright.schedule import Action, Kind, Schedule, build_schedule
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_result import BatchResult, detached
-from shardwright.torch.execution.one_stage import recompute_as_wished
+from shardwright.torch.counting.compiled_modules import compile_units
+from shardwright.torch.execution.one_stage import keep_as_wished
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.backward_calls import backward_intercepted
-from shardwright.torch.interception.glue import batch_running, plain_torch, set_active_handler
+from shardwright.torch.interception.glue import (
+    batch_running,
+    call_without_hooks,
+    intercept_calls,
+    plain_torch,
+    set_active_handler,
+)
 from shardwright.torch.interception.loss_checks import (
     refuse_second_backward,
     refuse_several_numbers,
     refuse_untrained,
 )
+from shardwright.torch.offload.offloading import lasting_storages, offloading_of
+from shardwright.torch.offload.stage_offload import StageOffload
 from shardwright.torch.parameters.registration import agree_on_registration
 from shardwright.torch.parameters.synchronised_norms import SynchronisedNorms
 from shardwright.torch.pytorch.functions import gradient_of_backward
 from shardwright.torch.pytorch.memory_in_use import memory_in_use
+from shardwright.torch.pytorch.profiled import range_named
 from shardwright.torch.replicas.gradient_buckets import Reduced
 from shardwright.torch.replicas.reducer import GradientReducer, refuse_accumulation_hooks
 from shardwright.torch.replicas.replica_buffers import ReplicaBuffers
 from shardwright.torch.run.context import Context
 from shardwright.torch.tracing.batch_statistics import BatchStatistics
 from shardwright.torch.tracing.step_parameters import point_out_foreign_behind
-from shardwright.units import format_bytes
 
 if TYPE_CHECKING:
     from shardwright.torch.measuring.planning import Planner
@@ -65,10 +77,12 @@ class SingleEngine:
         self._looked_at: WeakSet[Callable[..., Any]] = WeakSet()
         self._norms = SynchronisedNorms(context, model.get_module())
         self._statistics = BatchStatistics(context.config, prints=context.rank == 0)
+        self._offloading = offloading_of(context)
+        self._offloaded: frozenset[nn.Module] = frozenset()
         if planner is None:
             _point_out_unused_limit(context)
-        if context.data_group is not None:
-            self._share(context.data_group)
+        if context.groups.data is not None:
+            self._share(context.groups.data)
 
     def run(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
         """Runs the microbatches one after the other."""
@@ -83,12 +97,17 @@ class SingleEngine:
         parts = batch.split(num_microbatches)
         if torch.is_grad_enabled():
             self._prepare(function, batch, parts)
-        if self._context.data_group is not None:
+        if self._context.groups.data is not None:
             refuse_accumulation_hooks(self._model.get_module())
-            self._prepare_replicas(self._context.data_group)
+            self._prepare_replicas(self._context.groups.data)
         loop = _Loop()
-        for part in parts:
-            self._run_microbatch(function, part, loop, num_microbatches)
+        self._offloading.begin_batch()
+        lasting = self._lasting(parts)
+        try:
+            for part in parts:
+                self._run_microbatch(function, part, loop, num_microbatches, lasting)
+        finally:
+            self._offloading.end_batch()
         trains = bool(loop.losses)
         if self._reducer is not None and (trains or torch.is_grad_enabled()):
             if not trains:
@@ -103,32 +122,65 @@ class SingleEngine:
             tokens=batch.num_tokens,
             row=loop.row,
             memory=loop.memory,
-            schedule=_schedule(num_microbatches) if len(loop.losses) == num_microbatches else None,
+            host_copies=self._offloading.copies() if self._draws else (),
+            schedule=self._schedule(num_microbatches) if len(loop.losses) == num_microbatches else None,
         )
+
+    @property
+    def _draws(self) -> bool:
+        """Whether the timeline of the step will be asked for."""
+        reporter = self._context.reporter
+        return reporter is not None and reporter.draws_next_step
+
+    def _lasting(self, parts: Sequence[Batch]) -> frozenset[int] | None:
+        """The storages that are there during the whole batch; None where nothing is offloaded."""
+        if not self._offloaded or not torch.is_grad_enabled():
+            return None
+        arguments = (part.arguments for part in parts)
+        return frozenset(lasting_storages(self._model.get_module(), arguments))
+
+    def _schedule(self, num_microbatches: int) -> Schedule:
+        """The order in which a plain loop works, as a schedule of one stage."""
+        schedule = build_schedule("1f1b", stage_ranks=(0,), num_microbatches=num_microbatches)
+        return schedule.with_host_copies({0} if self._offloaded else ())
 
     def _prepare(self, function: Callable[..., Any], batch: Batch, parts: Sequence[Batch]) -> None:
         """Looks at a batch that may train, before its first microbatch."""
         module = self._model.get_module()
         self._statistics.training_begins(module, batch, microbatches=len(parts))
         if not self._prepared:
-            recompute_as_wished(self._context, module, function, parts[0])
+            names = keep_as_wished(self._context, module, function, parts[0])
+            compile_units(module, names)
+            self._offloaded = frozenset(map(module.get_submodule, names))
+            if self._context.plan is not None:
+                self._offloading.reserve(*offloaded_bytes(self._context.plan))
+            for unit in self._offloaded:
+                intercept_calls(unit)
             self._prepared = True
 
     def _run_microbatch(
-        self, function: Callable[..., Any], part: Batch, loop: "_Loop", num_microbatches: int
+        self,
+        function: Callable[..., Any],
+        part: Batch,
+        loop: "_Loop",
+        num_microbatches: int,
+        lasting: frozenset[int] | None,
     ) -> None:
         """Calls the step function with one microbatch; its backward comes back as `_Plain.backward`."""
         index = len(loop.results)
         scale = 1.0 / num_microbatches if self._model.average_grads_across_microbatches else 1.0
-        reporter = self._context.reporter
-        looks = reporter is not None and reporter.draws_next_step
+        offload = None
+        if lasting is not None:
+            offload = self._offloading.stage(0, index, lambda: lasting)
         handler = _Plain(
             scale * self._model.loss_scale,
             self._reducer,
             first=not loop.losses,
             last=index == num_microbatches - 1,
-            in_use=partial(memory_in_use, self._context.device) if looks else None,
+            in_use=partial(memory_in_use, self._context.device) if self._draws else None,
             look=partial(self._look, function) if index == 0 else None,
+            offload=offload,
+            offloaded=self._offloaded,
         )
         args, kwargs = part.arguments
         begun_s = time.perf_counter()
@@ -141,6 +193,7 @@ class SingleEngine:
                 saving,
                 _tensor_backward(handler),
                 backward_intercepted(),
+                range_named(f"microbatch {index}"),
             ):
                 result = function(*args, **kwargs)
         except BaseException:
@@ -153,7 +206,7 @@ class SingleEngine:
 
     def _look(self, function: Callable[..., Any], loss: Tensor) -> None:
         """Looks at the loss of a step function, the first time, for what replicas cannot train together."""
-        if self._context.data_group is not None and function not in self._looked_at:
+        if self._context.groups.data is not None and function not in self._looked_at:
             self._looked_at.add(function)
             sharding = self._model.replicas.sharding
             shared = [] if sharding is None else [each.holder for each in sharding.parameters.values()]
@@ -171,7 +224,7 @@ class SingleEngine:
     @property
     def has_shared(self) -> bool:
         """Whether this rank keeps just what it trains: with replicas, after the first step."""
-        return self._context.data_group is None or self._reduced is not None
+        return self._context.groups.data is None or self._reduced is not None
 
     @property
     def reduced(self) -> set[int]:
@@ -196,23 +249,18 @@ class SingleEngine:
         members = [Reduced(parameter, frozenset({0}), group) for parameter in module.parameters()]
         self._reducer, self._reduced = self._model.replicas.make_reducer(members), present
         context = self._context
-        ranks = context.mesh.group("dp", context.rank)
-        self._buffers = ReplicaBuffers(module, group, ranks=ranks, rank=context.rank, device=context.device)
+        self._buffers = ReplicaBuffers(
+            module, group, ranks=context.holders, rank=context.rank, device=context.device
+        )
         self._model.settle()
         self._buffers.note()
 
     def _share(self, group: dist.ProcessGroup) -> None:
         """Gives all replicas the values of the first."""
-        first = self._context.mesh.group("dp", self._context.rank)[0]
+        first = self._context.holders[0]
         for tensor in (*self._model.get_module().parameters(), *self._model.get_module().buffers()):
             if tensor.numel() and not tensor.is_meta:
                 dist.broadcast(tensor.detach(), first, group=group)
-
-
-@cache
-def _schedule(num_microbatches: int) -> Schedule:
-    """The order in which a plain loop works, as a schedule of one stage."""
-    return build_schedule("1f1b", stage_ranks=(0,), num_microbatches=num_microbatches)
 
 
 def _point_out_unused_limit(context: Context) -> None:
@@ -228,7 +276,7 @@ def _point_out_unused_limit(context: Context) -> None:
 
 @dataclass(slots=True)
 class _Loop:
-    """What the microbatches of a batch have given so far: see `BatchResult`."""
+    """The results of a batch's microbatches so far: see `BatchResult`."""
 
     results: list[Any] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
@@ -236,14 +284,15 @@ class _Loop:
     memory: list[int] = field(default_factory=list)
 
     def microbatch_done(self, result: Any, handler: "_Plain", *, begun_s: float) -> None:
-        """The step function has returned."""
+        """Adds the results of a microbatch."""
         index = len(self.results)
         self.results.append(result)
         if handler.loss is not None:
             self.losses.append(handler.loss)
             begin_s, end_s = handler.backward_s
-            self.row.append((Action(Kind.FORWARD, 0, index), begun_s, begin_s, 0.0))
-            self.row.append((Action(Kind.BACKWARD, 0, index), begin_s, end_s, 0.0))
+            forward_s, backward_s = handler.waited_s
+            self.row.append((Action(Kind.FORWARD, 0, index), begun_s, begin_s, forward_s))
+            self.row.append((Action(Kind.BACKWARD, 0, index), begin_s, end_s, backward_s))
             self.memory += handler.memory
 
 
@@ -253,10 +302,9 @@ class _Plain:
     Attributes:
         loss: what ``backward`` was called with; None as long as it was not.
         backward_s: when that began and ended.
+        waited_s: seconds for which copies were waited for, before and in it.
         memory: bytes in use at these moments; empty where nobody asked.
     """
-
-    intercepts = False
 
     def __init__(
         self,
@@ -267,7 +315,11 @@ class _Plain:
         last: bool,
         in_use: Callable[[], int] | None = None,
         look: Callable[[Tensor], None] | None = None,
+        offload: StageOffload | None = None,
+        offloaded: frozenset[nn.Module] = frozenset(),
     ):
+        self._offload = offload
+        self._offloaded = offloaded
         self._scale = scale
         self._look_at_loss = look
         self._opens = reducer if first else None
@@ -275,18 +327,27 @@ class _Plain:
         self._is_last = last
         self.loss: Tensor | None = None
         self.backward_s = (0.0, 0.0)
+        self.waited_s = (0.0, 0.0)
         self.memory: list[int] = []
         self._in_use = in_use
 
+    @property
+    def intercepts(self) -> bool:
+        """Units are called one by one where they offload what they keep: compiled, but not what is around."""
+        return self._offload is not None
+
     def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Nothing is intercepted on a single rank."""
+        """Runs a torch function: nothing is intercepted on a single rank."""
         return func(*args, **kwargs)
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Nothing is intercepted on a single rank."""
+        """Runs a unit; units are intercepted on a single rank where they offload what they keep."""
         before = set_active_handler(None)
         try:
-            return module(*args, **kwargs)
+            if self._offload is None or module not in self._offloaded:
+                return call_without_hooks(module, *args, **kwargs)
+            with self._offload.keeping(module):
+                return call_without_hooks(module, *args, **kwargs)
         finally:
             set_active_handler(before)
 
@@ -304,19 +365,33 @@ class _Plain:
             self._opens.begin()
         if self._reducer is not None:
             self._reducer.on_backward(0, begins=True, last=self._is_last)
-        torch.autograd.backward(loss, start * self._scale)
+        with self._brought_back():
+            torch.autograd.backward(loss, start * self._scale)
         if self._reducer is not None:
             self._reducer.on_backward(0, begins=False, last=self._is_last)
         self.backward_s = (begin_s, self._moment())
 
+    @contextmanager
+    def _brought_back(self) -> Iterator[None]:
+        """Surrounds the backward: what was offloaded comes back ahead of its use."""
+        if self._offload is None:
+            yield
+            return
+        self._offload.offload()
+        waited_s = self._offload.waited_s
+        self._offload.load()
+        yield
+        self.waited_s = waited_s, self._offload.waited_s - waited_s
+        self._offload.end()
+
     def model_begins(self) -> None:
-        """Nothing has to be known of it."""
+        """Does nothing: the whole model is here."""
 
     def model_returned(self, result: Any) -> None:
-        """Every value is here."""
+        """Does nothing: every value is here."""
 
     def _moment(self) -> float:
-        """Now; notes what is in use."""
+        """The present time; records the memory in use."""
         now_s = time.perf_counter()
         if self._in_use is not None:
             self.memory.append(self._in_use())

@@ -25,7 +25,7 @@ class TrainedModel(WrappedModel, Protocol):
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by."""
+        """The factor on losses."""
 
     def placed(self, residency: Residency) -> bool:
         """Records where parameters live; says whether the model is as it was."""

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
-from shardwright.torch.pytorch.container_content import ABSENT
+from shardwright.torch.pytorch.slots import ABSENT
 
 __all__ = [
     "FOUND",
@@ -55,7 +55,7 @@ def found_in(unit: nn.Module, is_value: Callable[[Any], bool]) -> dict[str, Tens
 
 
 def found_places(unit: nn.Module, paths: Iterable[str]) -> tuple[FoundPlace, ...]:
-    """Where the attributes of these paths are."""
+    """The places of the attributes with these paths."""
     return tuple(_place(unit, path) for path in paths)
 
 

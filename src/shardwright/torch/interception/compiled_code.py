@@ -30,7 +30,7 @@ _WHOLE_STEP = (
 
 
 class _Compiler:
-    """How the process runs compiled code just now.
+    """The way in which the process runs compiled code just now.
 
     Attributes:
         between: calls are intercepted.

@@ -23,7 +23,7 @@ __all__ = ["Coroutine"]
 
 @dataclass(slots=True)
 class _ThreadState:
-    """What PyTorch keeps per thread and a step function may change: it must not leak into other microbatches.
+    """PyTorch's state of a thread that a step function may change: it must not leak into other microbatches.
 
     ``with torch.autocast(...):`` around a model call, for example, is left in the middle when its stage ends.
     """

@@ -16,7 +16,7 @@ __all__ = ["distributions_unchecked"]
 
 
 class _InsideUnits:
-    """What `Distribution` has as its default, but false between units."""
+    """The default of `Distribution`, but false between units."""
 
     def __init__(self, default: bool):
         self._default = default

@@ -80,7 +80,7 @@ class Handler(Protocol):
         ...
 
     def model_returned(self, result: Any) -> None:
-        """What the step function called of the model, a unit or more, has returned this."""
+        """The step function has called something of the model, a unit or more, and gets this result."""
         ...
 
 

@@ -172,7 +172,7 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
 
 
 def _contents_of_cells(function: FunctionType) -> list[Any]:
-    """What a function has from the functions around it."""
+    """The objects that a function has from the functions around it."""
     found = []
     for cell in function.__closure__ or ():
         try:

@@ -35,7 +35,8 @@ def scalers_agree() -> Iterator[None]:
         if not is_initialized():
             return found
         current = context()
-        groups = [group for group in (current.shard_group, current.pipeline_group) if group is not None]
+        all_groups = (current.groups.shard, current.groups.pipeline, current.groups.tensor)
+        groups = [group for group in all_groups if group is not None]
         if not groups:
             return found
         # A rank without parameters has nothing to look at, but takes part in the verdict.

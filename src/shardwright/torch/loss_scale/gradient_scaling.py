@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.torch.loss_scale.loss_scaler import LossScaler
+from shardwright.torch.parameters.sharded_tensor import own_part
+from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
 __all__ = ["GradientScaling"]
 
@@ -72,7 +74,8 @@ class GradientScaling:
                 parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
     def _any_overflow(self, gradients: list[Tensor]) -> bool:
-        bad = [~gradient.isfinite().all() for gradient in gradients]
+        # Each rank looks at what it has, before all tell each other.
+        bad = [~local_of(own_part(gradient)).isfinite().all() for gradient in gradients]
         found = torch.stack(bad).any().float() if bad else torch.zeros(())
         found = found.reshape(1).to(self._device)
         if dist.is_initialized() and dist.get_world_size() > 1:

@@ -28,7 +28,7 @@ _MOST_S = 1e6
 
 
 def cache_folder() -> Path:
-    """Where measured costs are kept: ``$SHARDWRIGHT_CACHE``, else ``$XDG_CACHE_HOME/shardwright``."""
+    """The folder of measured costs: ``$SHARDWRIGHT_CACHE``, else ``$XDG_CACHE_HOME/shardwright``."""
     if own := os.environ.get("SHARDWRIGHT_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwright"
@@ -90,7 +90,10 @@ def _timing(found: Any) -> Timing:
         TypeError, ValueError: it is none.
     """
     timing = Timing(**found)
-    seconds = [value for value in asdict(timing).values() if value is not None]
+    if not isinstance(timing.inferred, bool):
+        raise TypeError("inferred is no truth value")
+    numbers = {name: value for name, value in asdict(timing).items() if name != "inferred"}
+    seconds = [value for value in numbers.values() if value is not None]
     if any(isinstance(value, bool) or not 0 <= value <= _MOST_S for value in seconds):
         raise ValueError("seconds that are none")
     return timing

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.model_graph import ModelGraph, Node
-from shardwright.profile import UnitCost
+from shardwright.profile import Cost, UnitCost
 from shardwright.torch.backward.split_backward import allow_split, put_off_weights, split_modules, unsplit
 from shardwright.torch.counting.compiled_modules import compile_as
 from shardwright.torch.counting.stand_in_data import copy_of_module, random_like
@@ -30,7 +30,7 @@ from shardwright.torch.tracing.trace_data import Sample
 
 __all__ = ["Timing", "measure_class", "unit_cost"]
 
-_BUDGET_S = 0.15
+_BUDGET_S = 0.05
 _MIN_RUNS, _MAX_RUNS = 3, 15
 # Between two calls of a unit, its rank runs others: their weights take its place in the caches.
 _OTHERS_BYTES = 16 * 2**20
@@ -42,27 +42,25 @@ _Seconds = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
-    """Median seconds of one call.
+class Timing(Cost):
+    """Median seconds of one call: of the forward with autograd recording, and of the backward.
 
     Attributes:
-        forward_s: forward with autograd recording.
-        backward_s: whole backward, in one.
-        input_s: the backward in two parts, the gradients of inputs; None where nothing can be put off.
-        weight_s: and those of weights.
         spread: interquartile range of forward + backward, relative to its median.
+        inferred: it was not timed, but follows from those of other sizes of microbatches.
     """
 
-    forward_s: float
-    backward_s: float
-    input_s: float | None
-    weight_s: float
-    spread: float
+    spread: float = 0.0
+    inferred: bool = False
 
     @property
     def whole_s(self) -> float:
         """Forward and backward."""
         return self.forward_s + self.backward_s
+
+    def slower(self, factor: float) -> "Timing":
+        """The same on a machine that takes so many times as long."""
+        return self.scaled(seconds=factor, num_bytes=1.0)
 
 
 class _Clock:

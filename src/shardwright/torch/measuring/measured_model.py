@@ -18,7 +18,7 @@ from shardwright.cluster import Cluster
 from shardwright.config import Config
 from shardwright.errors import PlanError
 from shardwright.mesh import Mesh
-from shardwright.plan import Plan
+from shardwright.plan import Plan, TensorPrices
 from shardwright.planner import (
     Candidates,
     PastRun,
@@ -29,15 +29,20 @@ from shardwright.planner import (
     make_plan,
     microbatch_counts,
 )
+from shardwright.planner.chain.division import Division
+from shardwright.planner.machines.fabric import Fabric
+from shardwright.planner.search.closed_forms import expected_in_turn, expected_seconds
 from shardwright.profile import Profile, UnitCost
 from shardwright.torch.batch.batch import Arguments, Batch
-from shardwright.torch.measuring.profiler import Profiler
+from shardwright.torch.measuring.profiler import Profiler, ToProfile
 from shardwright.torch.measuring.run_history import history_of
+from shardwright.torch.offload.tier_rate import with_tier
 from shardwright.torch.run.context import context
 from shardwright.torch.run.machine import present_cluster
 from shardwright.torch.tracing.trace_data import Trace
 from shardwright.torch.units.dry_run import step_of, with_data
-from shardwright.torch.units.model_traces import trace_parts
+from shardwright.torch.units.model_traces import most_stages, trace_parts
+from shardwright.torch.units.tensor_division import division_of
 
 __all__ = ["MeasuredModel", "measure_model"]
 
@@ -47,14 +52,17 @@ class MeasuredModel:
     """A model with the measured costs of its units.
 
     Attributes:
-        candidates: for each number of pipeline ranks, what the planner takes.
+        candidates: what the planner takes, for each number of pipeline ranks, and whether ranks share layers.
+        divide: says how the tensor-parallel ranks of a grid share the model, in units for so many pipeline
+            ranks.
         costs: what was measured, by cost class.
         cluster: the present machines.
         past_runs: on them, by which predictions are corrected.
         samples: of a step of one replica.
     """
 
-    candidates: Mapping[int, Candidates]
+    candidates: Mapping[tuple[int, bool], Candidates]
+    divide: Callable[[Mesh, int], Division]
     costs: Mapping[str, UnitCost]
     cluster: Cluster
     past_runs: Sequence[PastRun] = ()
@@ -66,7 +74,7 @@ class MeasuredModel:
         Raises:
             PlanError: there is none; the message is that of the last.
         """
-        candidates = self.candidates[mesh.pipeline]
+        candidates = self.candidates[_units_of(mesh)]
         failures: list[PlanError] = []
         for counts in count_groups(candidates, sorted(candidates), config=config):
             found = list(self._plans(mesh, config, counts, failures))
@@ -74,20 +82,50 @@ class MeasuredModel:
                 return found
         raise failures[-1]
 
+    def expected_seconds(self, grids: Sequence[Mesh], config: Config) -> list[float]:
+        """Seconds of a step of each grid, divided by its replicas, by closed forms."""
+        return expected_in_turn(grids, lambda some: self._expected(some, config))
+
+    def _expected(self, grids: Sequence[Mesh], config: Config) -> list[float]:
+        longest = max(grids, key=lambda mesh: mesh.pipeline)
+        of_longest = self.candidates[_units_of(longest)]
+        graph, profile = of_longest[min(of_longest)]
+        return expected_seconds(
+            graph,
+            grids,
+            cluster=self.cluster,
+            config=config,
+            samples=self.samples,
+            profile=profile,
+            divisions={mesh.share: self.divide(mesh, longest.pipeline) for mesh in grids if mesh.share > 1},
+        )
+
     def _plans(
         self, mesh: Mesh, config: Config, counts: Sequence[int], failures: list[PlanError]
     ) -> Iterator[Plan]:
         """The best plan for each of these numbers of microbatches that has one."""
         kind = RunKind.of(mesh, ranks_per_node=self.cluster.ranks_per_node)
         for number in counts:
-            one = {number: self.candidates[mesh.pipeline][number]}
+            one = {number: self.candidates[_units_of(mesh)][number]}
             correction = correction_of(
                 self.past_runs, kind, model=one[number][0].model_fingerprint, samples=self.samples
             )
             try:
-                yield make_plan(one, cluster=self.cluster, config=config, mesh=mesh, correction=correction)
+                yield make_plan(
+                    one,
+                    cluster=self.cluster,
+                    config=config,
+                    mesh=mesh,
+                    correction=correction,
+                    division=self.divide(mesh, mesh.pipeline) if mesh.share > 1 else None,
+                )
             except PlanError as error:
                 failures.append(error)
+
+
+def _units_of(mesh: Mesh) -> tuple[int, bool]:
+    """What decides how fine the units of a model are."""
+    return mesh.pipeline, mesh.share > 1
 
 
 def measure_model(
@@ -114,16 +152,23 @@ def measure_model(
     run = context()
     assert run.reporter is not None
     batch = Batch(with_data(arguments, "cpu")).to(run.device)
-    pipelines = sorted({mesh.pipeline for mesh in grids})
+    kinds = sorted({_units_of(mesh) for mesh in grids})
     with run.reporter.phase("tracing the model"):
-        traces = {p: _traces(model, batch, loss, config, p, run.device) for p in pipelines}
-    cluster = present_cluster(run)
+        traces = {kind: _traces(model, batch, loss, config, kind, run.device) for kind in kinds}
+    cluster = with_tier(run, present_cluster(run))
     with run.reporter.phase("measuring units") as phase:
-        together = [trace for of_pipeline in traces.values() for trace in of_pipeline.values()]
-        costs = Profiler(run).measure(together, phase=phase)
+        sizes = [
+            ToProfile(m, trace, estimate_profile(trace.graph, device=cluster.device))
+            for of_pipeline in traces.values()
+            for m, trace in of_pipeline.items()
+        ]
+        # Each way to cut the model into units has classes of its own.
+        budget_s = run.config.measure_s * len(kinds)
+        costs = Profiler(run).measure(sizes, budget_s=budget_s, phase=phase)
     history = history_of(run)
     return MeasuredModel(
-        candidates={p: _candidates(traces[p], costs, cluster) for p in pipelines},
+        candidates={kind: _candidates(traces[kind], costs, cluster) for kind in kinds},
+        divide=_Divisions(model, traces, cluster, config),
         costs=costs,
         cluster=cluster,
         past_runs=() if history is None else history.read(),
@@ -136,10 +181,11 @@ def _traces(
     batch: Batch,
     loss: Callable[[Any], Tensor] | None,
     config: Config,
-    pipeline: int,
+    kind: tuple[int, bool],
     device: torch.device,
 ) -> dict[int, Trace]:
     """A trace for each number of microbatches."""
+    pipeline, divides = kind
     if batch.num_samples is None:
         raise PlanError("the batch holds no tensor that can be cut into microbatches.")
     counts = microbatch_counts(batch.num_samples, config=config, pipeline=pipeline)
@@ -148,9 +194,44 @@ def _traces(
         step_of(model, loss),
         {m: batch.split(m)[0] for m in counts},
         device=device,
-        num_stages=pipeline * (config.virtual_stages or 2),
+        num_stages=most_stages(config, pipeline=pipeline, divides=divides),
+        divides=divides,
         count_memory=True,
     )
+
+
+class _Divisions:
+    """Finds out how the tensor-parallel ranks of grids share a model, each once."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        traces: Mapping[tuple[int, bool], Mapping[int, Trace]],
+        cluster: Cluster,
+        config: Config,
+    ):
+        self._model, self._cluster, self._config = model, cluster, config
+        self._traces = {
+            pipeline: next(iter(of_counts.items()))
+            for (pipeline, divides), of_counts in traces.items()
+            if divides
+        }
+        self._found: dict[tuple[int, int, int, TensorPrices], Division] = {}
+
+    def __call__(self, mesh: Mesh, pipeline: int) -> Division:
+        prices = Fabric(cluster=self._cluster, mesh=mesh).tensor_prices
+        key = pipeline, mesh.share, mesh.context, prices
+        if key not in self._found:
+            microbatches, trace = self._traces[pipeline]
+            self._found[key] = division_of(
+                self._model,
+                trace,
+                config=self._config,
+                mesh=mesh,
+                prices=prices,
+                microbatches=microbatches,
+            )
+        return self._found[key]
 
 
 def _candidates(traces: Mapping[int, Trace], costs: Mapping[str, UnitCost], cluster: Cluster) -> Candidates:

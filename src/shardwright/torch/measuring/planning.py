@@ -5,7 +5,7 @@
     first batch ─► discover: what each module does ─► choose units ─┐
                                                                      ▼
         for each number of microbatches:           trace ─► graph ─► measure ─► profile
-                                                                     │
+        (that of the last run alone, if there was one)               │
     plan ◄── broadcast to all ranks ◄── planner (on the first rank) ◄┘
 """
 
@@ -22,7 +22,7 @@ from shardwright.cluster import Cluster
 from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import PlanError
 from shardwright.model_graph import ModelGraph
-from shardwright.plan import Plan
+from shardwright.plan import Plan, TensorPrices
 from shardwright.planner import (
     NO_CORRECTION,
     Correction,
@@ -32,10 +32,15 @@ from shardwright.planner import (
     make_plan,
     microbatch_counts,
 )
+from shardwright.planner.chain.division import Division
+from shardwright.planner.machines.fabric import Fabric
 from shardwright.profile import Profile, UnitCost
 from shardwright.torch.batch.batch import Batch
-from shardwright.torch.measuring.profiler import Profiler
+from shardwright.torch.measuring.last_plan import LastPlan
+from shardwright.torch.measuring.profiler import Profiler, ToProfile
 from shardwright.torch.measuring.run_history import history_of
+from shardwright.torch.measuring.tensor_prices import measured_prices
+from shardwright.torch.offload.tier_rate import with_tier
 from shardwright.torch.parameters.manual_partition import rank_of
 from shardwright.torch.parameters.materialise import Materialiser
 from shardwright.torch.parameters.precision import low_precision
@@ -43,7 +48,8 @@ from shardwright.torch.randomness.python_random import SKIPS_BY_PYTHON
 from shardwright.torch.run.context import Context
 from shardwright.torch.run.machine import present_cluster
 from shardwright.torch.tracing.trace_data import Trace
-from shardwright.torch.units.model_traces import trace_parts
+from shardwright.torch.units.model_traces import most_stages, trace_parts
+from shardwright.torch.units.tensor_division import division_of
 
 __all__ = ["Planner"]
 
@@ -69,7 +75,11 @@ class Planner:
             TraceError: the model cannot be traced.
         """
         context = self._context
+        last = LastPlan(context, self._model, samples=batch.num_samples or 0)
+        previous = context.from_first_rank(last.read)
         counts = self._counts(batch)
+        if previous is not None and previous.schedule.microbatches in counts:
+            counts = (previous.schedule.microbatches,)
         assert context.reporter is not None
         with context.reporter.phase("tracing the model"):
             trace_all = partial(self._trace, function, batch, counts)
@@ -77,9 +87,10 @@ class Planner:
             gradients = torch.is_grad_enabled() or traces is not None
             if traces is None:
                 traces = trace_all()
-        context.cluster = cluster = present_cluster(context)
+        context.cluster = cluster = with_tier(context, present_cluster(context))
         with torch.set_grad_enabled(gradients):
             profiles = self._profiles(traces, cluster)
+        prices = self._prices(cluster)
         candidates = {m: (trace.graph, profiles[m]) for m, trace in traces.items()}
         with context.reporter.phase("planning"), _said_of_what_has_no_stage(traces[counts[0]]):
             plan = context.from_first_rank(
@@ -91,8 +102,12 @@ class Planner:
                     placement=self._placement(traces[counts[0]].graph),
                     optimizer_factor=_optimizer_factor(context),
                     correction=_correction(context, traces[counts[0]].graph, samples=batch.num_samples or 0),
+                    division=self._division(traces, prices),
+                    previous=previous,
                 )
             )
+        if context.rank == 0:
+            last.write(plan)
         as_it_runs = gradients == torch.is_grad_enabled()
         return plan, traces[plan.schedule.microbatches] if as_it_runs else None
 
@@ -123,12 +138,14 @@ class Planner:
 
     def _trace(self, function: Callable[..., Any], batch: Batch, counts: tuple[int, ...]) -> dict[int, Trace]:
         context = self._context
+        divides = context.mesh.share > 1
         return trace_parts(
             self._model,
             function,
             {m: batch.split(m)[0] for m in counts},
             device=context.device,
-            num_stages=context.mesh.pipeline * (context.config.virtual_stages or 2),
+            num_stages=most_stages(context.config, pipeline=context.mesh.pipeline, divides=divides),
+            divides=divides,
             prepare=self._materialiser.buffers_outside,
             count_memory=True,
             agree_on_end=_first_of_all_ranks if context.mesh.world_size > 1 else None,
@@ -141,12 +158,36 @@ class Planner:
             return estimated
         assert context.reporter is not None
         with context.reporter.phase("measuring units") as phase:
-            measured = Profiler(context).measure(list(traces.values()), phase=phase)
+            sizes = [ToProfile(m, trace, estimated[m]) for m, trace in traces.items()]
+            measured = Profiler(context).measure(sizes, budget_s=context.config.measure_s, phase=phase)
         profiles = {}
         for m, profile in estimated.items():
             costs: dict[str, UnitCost] = {**profile.costs, **{k: measured[k] for k in measured}}
             profiles[m] = Profile(costs=costs, device=device.name)
         return profiles
+
+    def _prices(self, cluster: Cluster) -> TensorPrices | None:
+        """What tensor-parallel ranks pay; collective over all ranks. None where there are none."""
+        context = self._context
+        if context.mesh.share == 1:
+            return None
+        if context.config.profile == "estimated":
+            return Fabric(cluster=cluster, mesh=context.mesh).tensor_prices
+        return measured_prices(context)
+
+    def _division(self, traces: dict[int, Trace], prices: TensorPrices | None) -> Division | None:
+        """How tensor-parallel ranks share the model; None where there are none."""
+        if prices is None:
+            return None
+        microbatches, trace = next(iter(traces.items()))
+        return division_of(
+            self._model,
+            trace,
+            config=self._context.config,
+            mesh=self._context.mesh,
+            prices=prices,
+            microbatches=microbatches,
+        )
 
     def _placement(self, graph: ModelGraph) -> dict[str, int]:
         """Pipeline rank of each unit that the user placed, by name."""
@@ -172,12 +213,12 @@ def _said_of_what_has_no_stage(trace: Trace) -> Iterator[None]:
         used = {name for unit in trace.graph.units.values() for name in unit.parameters}
         if used.issuperset(trace.graph.parameters):
             raise
-        if trace.end_line:
+        if trace.end.line:
             raise PlanError(
-                f"{error} The step function reads a value at {trace.end_line}, where its trace ends: what it "
+                f"{error} The step function reads a value at {trace.end.line}, where its trace ends: what it "
                 "calls behind that has no stage. Call the whole model first, and read values then."
             ) from error
-        if trace.python_draws:
+        if trace.random.python_at:
             raise PlanError(f"{error} {SKIPS_BY_PYTHON}") from error
         raise
 
@@ -187,7 +228,7 @@ def _first_of_all_ranks(place: float) -> float:
 
 
 def _correction(context: Context, graph: ModelGraph, *, samples: int) -> Correction:
-    """What earlier runs of the model on this machine say; nothing where units are not measured."""
+    """The correction by earlier runs of the model on this machine; none if units are not measured."""
     history = history_of(context)
     if history is None or context.config.profile == "estimated":
         return NO_CORRECTION

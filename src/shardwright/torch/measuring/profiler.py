@@ -1,10 +1,10 @@
-"""The measured costs of a run's units: timed once, on all ranks together, and cached between runs."""
+"""The measured costs of a run's units: timed on all ranks together, in a budget, and cached between runs."""
 
 import logging
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -13,9 +13,11 @@ import torch.distributed as dist
 from shardwright.comm.encoding.codec import declare
 from shardwright.comm.joining.process_group import tell_all, tell_from
 from shardwright.observe.console import Phase
-from shardwright.profile import UnitCost
+from shardwright.profile import Profile, UnitCost
+from shardwright.quantities import format_seconds
 from shardwright.torch.measuring.cost_cache import CostCache
 from shardwright.torch.measuring.measure import Timing, measure_class, unit_cost
+from shardwright.torch.measuring.turns import Share, Turns
 from shardwright.torch.pytorch.heap import give_back_freed_memory
 from shardwright.torch.randomness.python_random import python_random_kept
 from shardwright.torch.randomness.rng import get_state, set_state
@@ -23,9 +25,8 @@ from shardwright.torch.run.context import Context
 from shardwright.torch.run.cores import OwnCores
 from shardwright.torch.run.machine import cores_of_host
 from shardwright.torch.tracing.trace_data import Trace
-from shardwright.units import format_seconds
 
-__all__ = ["Profiler", "rounds_of", "typical"]
+__all__ = ["Profiler", "ToProfile", "typical"]
 
 log = logging.getLogger(__name__)
 
@@ -34,16 +35,29 @@ T = TypeVar("T")
 # Operations on less than this many bytes take microseconds: they are not timed.
 _SMALL_BYTES = 64 * 1024
 
-# What slows a shared machine down lasts longer than the runs of one class, often a second or two: each class
-# gets more turns later, until the turns have gone on for longer than that, or eight times.
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 8
-_WINDOW_S = 4.0
 # A cost of an earlier run holds where one of a few runs now differs from it by no more than this: a machine
 # that was busy then, or is another one now, is off by more, and a disturbance seldom meets them all.
 _DRIFT, _CHECKS = 0.15, 3
+# Of costs that are inferred from one other batch size, or between two: they may be off by half as much.
+_SPREAD_OF_INFERRED, _SPREAD_BETWEEN = 0.5, 0.1
 
 
 declare(Timing)
+
+
+@dataclass(frozen=True, slots=True)
+class ToProfile:
+    """One size of microbatches.
+
+    Attributes:
+        microbatches: in a batch.
+        trace: of one of them.
+        estimated: the costs of its classes.
+    """
+
+    microbatches: int
+    trace: Trace
+    estimated: Profile
 
 
 class Profiler:
@@ -54,68 +68,69 @@ class Profiler:
         self._cores = OwnCores(context)
         self._cache = CostCache(context)
 
-    def measure(self, traces: Sequence[Trace], *, phase: Phase) -> dict[str, UnitCost]:
+    def measure(self, sizes: Sequence[ToProfile], *, budget_s: float, phase: Phase) -> dict[str, UnitCost]:
         """Costs of the classes that take time, by cost class; the same on every rank.
 
-        A class that cannot be run on random data is left out, with a line in the log.
-        """
-        classes = _classes_worth_timing(traces)
-        known = self._known(classes)
-        timings = {key: known[key] for key in classes if key in known}
-        missing = [key for key in classes if key not in timings]
-        measured = self._measure_in_rounds({key: classes[key] for key in missing}, phase)
-        timings.update((key, typical(found)) for key, found in measured.items() if found)
-        give_back_freed_memory()  # the copies that were measured
-        if missing and self._context.rank == 0:
-            self._cache.add({key: timings[key] for key in missing if key in timings}, to=known)
-        costs: dict[str, UnitCost] = {}
-        for trace in traces:
-            for node in trace.graph.nodes:
-                if node.cost_class in timings and node.cost_class not in costs:
-                    costs[node.cost_class] = unit_cost(node, trace.graph, timings[node.cost_class])
-        return costs
+        A class that the budget leaves no time for is inferred from the others. One that cannot be run on
+        random data is left out, with a line in the log.
 
-    def _known(self, classes: Mapping[str, Trace]) -> dict[str, Timing]:
-        """What earlier runs have measured, the same on every rank; nothing where it does not hold now."""
+        Args:
+            sizes: the traces of all sizes of microbatches.
+            budget_s: seconds that timing may take. What earlier runs have timed takes none of them.
+            phase: is told how far it is.
+        """
+        classes = _classes_worth_timing([size.trace for size in sizes])
+        known, outdated = self._known(classes)
+        remembered = {key: known[key] for key in classes if key in known}
+        turns = Turns(_shares(sizes, classes), budget_s, remembered)
+        self._take_turns(turns, classes, phase)
+        give_back_freed_memory()  # the copies that were measured
+        fresh = {key: typical(found) for key, found in turns.timed.items()}
+        timings = {**outdated, **remembered, **fresh}
+        skipped = [key for key in classes if key not in timings and key not in turns.failed]
+        costs: dict[str, UnitCost] = {}
+        for size in sizes:
+            for node in size.trace.graph.nodes:
+                if node.cost_class in timings and node.cost_class not in costs:
+                    costs[node.cost_class] = unit_cost(node, size.trace.graph, timings[node.cost_class])
+        inferred = _inferred(skipped, sizes, costs, turns.shares)
+        if (fresh or inferred) and self._context.rank == 0:
+            self._cache.add({**{key: _as_timing(cost) for key, cost in inferred.items()}, **fresh}, to=known)
+        return {**costs, **inferred}
+
+    def _known(self, classes: Mapping[str, Trace]) -> tuple[dict[str, Timing], dict[str, Timing]]:
+        """The costs that earlier runs have measured, the same on every rank: those that hold, and others.
+
+        One class is timed again. Where it takes another time now, no cost holds: the machine was busy then,
+        or is now. The others are then what they were, times what that class takes more.
+        """
         known = self._cache.read() if self._context.rank == 0 else {}
         if self._context.mesh.world_size > 1:
             known = tell_from(0, known)
-        shared = [key for key in classes if key in known]
+        shared = [key for key in classes if key in known and not known[key].inferred]
         if not shared:
-            return known
+            return known, {}
         dearest = max(shared, key=lambda key: known[key].whole_s)
         then_s = now_s = known[dearest].whole_s
         for _ in range(_CHECKS):
             found = self._measure_together(classes[dearest], dearest)
             now_s = then_s if found is None else found.whole_s
             if abs(now_s / then_s - 1) <= _DRIFT:
-                return known
+                return known, {}
         log.info(
-            "%s takes %s now, and %s in an earlier run: all costs are measured anew",
+            "%s takes %s now, and %s in an earlier run: costs are measured anew",
             dearest,
             format_seconds(now_s),
             format_seconds(then_s),
         )
-        return {}
+        return {}, {key: known[key].slower(now_s / then_s) for key in shared}
 
-    def _measure_in_rounds(self, classes: dict[str, Trace], phase: Phase) -> dict[str, list[Timing]]:
-        """The timings of every class, one of each round; none of those that cannot be run."""
-        measured: dict[str, list[Timing]] = {key: [] for key in classes}
-        pending = list(classes)
-        done, rounds = 0, _LEAST_ROUNDS
-        started = time.perf_counter()
-        while pending and done < rounds:
-            for number, key in enumerate(list(pending), start=1):
-                phase.update(done * len(pending) + number, total=rounds * len(pending))
-                timing = self._measure_together(classes[key], key)
-                if timing is None:
-                    pending.remove(key)
-                else:
-                    measured[key].append(timing)
-            done += 1
-            if done == 1:
-                rounds = rounds_of(max(self._gathered(time.perf_counter() - started)))
-        return measured
+    def _take_turns(self, turns: Turns, classes: Mapping[str, Trace], phase: Phase) -> None:
+        """Times one class after the other, on all ranks in the same order, for as long as it is worth it."""
+        begin_s = time.perf_counter()
+        while (key := turns.next(max(self._gathered(time.perf_counter() - begin_s)))) is not None:
+            phase.update(len(turns.timed), total=len(classes) - len(turns.remembered))
+            turns.add(key, self._measure_together(classes[key], key))
 
     def _measure_together(self, trace: Trace, key: str) -> Timing | None:
         """Times one class on all ranks of a host at once; None where no rank can run it."""
@@ -143,7 +158,7 @@ class Profiler:
         return found
 
     def _gathered(self, mine: T) -> list[T]:
-        """What every rank gave."""
+        """The timings of every rank."""
         return tell_all(mine) if self._context.mesh.world_size > 1 else [mine]
 
 
@@ -158,9 +173,75 @@ def _classes_worth_timing(traces: Sequence[Trace]) -> dict[str, Trace]:
     return found
 
 
-def rounds_of(first_s: float) -> int:
-    """How many rounds there are, where the first took `first_s` seconds."""
-    return max(_LEAST_ROUNDS, min(_MOST_ROUNDS, math.ceil(_WINDOW_S / first_s)))
+def _shares(sizes: Sequence[ToProfile], classes: Mapping[str, Trace]) -> dict[str, Share]:
+    """What each class has of a step, as estimated. Units of one name are of one kind at all sizes."""
+    kinds: dict[str, tuple[str, int]] = {}
+    seconds: dict[str, float] = dict.fromkeys(classes, 0.0)
+    for size in sizes:
+        costs = size.estimated.costs
+        for node in size.trace.graph.nodes:
+            key = node.cost_class
+            if key in classes:
+                kinds.setdefault(key, (node.label, size.microbatches))
+                cost = costs.get(key)
+                seconds[key] += size.microbatches * (cost.forward_s + cost.backward_s if cost else 0.0)
+    return {key: Share(kinds[key][0], seconds[key], kinds[key][1]) for key in classes}
+
+
+def _inferred(
+    skipped: Sequence[str],
+    sizes: Sequence[ToProfile],
+    costs: Mapping[str, UnitCost],
+    shares: Mapping[str, Share],
+) -> dict[str, UnitCost]:
+    """Costs of classes that were not timed.
+
+    Between two sizes of its kind that were timed, seconds lie on the line through them, over the estimates.
+    From one, or from all others where its kind was not timed at all, they are the estimate times the ratio.
+    """
+    estimated = {key: cost for size in sizes for key, cost in size.estimated.costs.items()}
+    points: dict[str, list[tuple[float, float]]] = {}
+    for key, cost in costs.items():
+        if (guess_s := _whole_s(estimated[key])) > 0:
+            points.setdefault(shares[key].kind, []).append((guess_s, _whole_s(cost)))
+    all_points = [point for of_kind in points.values() for point in of_kind] or [(1.0, 1.0)]
+    found = {}
+    for key in skipped:
+        if key in estimated:
+            own = points.get(shares[key].kind, [])
+            factor = _ratio_at(_whole_s(estimated[key]), own or all_points, is_kind=bool(own))
+            between = len({guess_s for guess_s, _ in own}) > 1
+            found[key] = replace(
+                estimated[key].scaled(seconds=factor, num_bytes=1.0),
+                provenance="measured",
+                spread=_SPREAD_BETWEEN if between else _SPREAD_OF_INFERRED,
+            )
+    return found
+
+
+def _as_timing(cost: UnitCost) -> Timing:
+    """What the next run remembers of a cost that was inferred."""
+    return Timing(
+        forward_s=cost.forward_s,
+        backward_s=cost.backward_s,
+        input_s=cost.input_s,
+        weight_s=cost.weight_s,
+        spread=cost.spread,
+        inferred=True,
+    )
+
+
+def _whole_s(cost: UnitCost) -> float:
+    return cost.forward_s + cost.backward_s
+
+
+def _ratio_at(guess_s: float, points: Sequence[tuple[float, float]], *, is_kind: bool) -> float:
+    """What an estimate is to be multiplied by, from estimates and measured seconds of others."""
+    (low_guess_s, low_s), (high_guess_s, high_s) = min(points), max(points)
+    if not is_kind or low_guess_s == high_guess_s or guess_s <= 0:
+        return statistics.median(measured_s / other_s for other_s, measured_s in points)
+    slope = max(0.0, (high_s - low_s) / (high_guess_s - low_guess_s))
+    return max(low_s + slope * (guess_s - low_guess_s), min(low_s, high_s) / 10) / guess_s
 
 
 def typical(timings: Sequence[Timing]) -> Timing:

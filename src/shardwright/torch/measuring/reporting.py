@@ -1,6 +1,9 @@
 """Reports plan, steps and timelines to the observer."""
 
 import atexit
+import os
+import sys
+from collections import ChainMap
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,33 +15,47 @@ from shardwright.costs.own_runtime import ACTION_S
 from shardwright.observe.console import Phase
 from shardwright.observe.metrics import StepRecord
 from shardwright.observe.observer import Observer
-from shardwright.observe.run_folder import RunFolder
+from shardwright.observe.run_choice import BegunRun, begin_run
+from shardwright.observe.run_folder import RunFolder, launched_folder, runs_dir
+from shardwright.observe.run_record import RunState, command_of_script, go_on, saved_step
 from shardwright.observe.timeline import idle_share, measured_events
+from shardwright.observe.trackers import Tracker
 from shardwright.plan import Plan
 from shardwright.planner import stage_costs_of
+from shardwright.planner.machines.fabric import Fabric
 from shardwright.schedule import Action, simulate
 from shardwright.torch.batch.batch_result import BatchResult
 from shardwright.torch.measuring.run_history import RunRecorder, history_of
 from shardwright.torch.run.context import Context
+from shardwright.torch.run.launch_settings import settings_from
 
 __all__ = ["Reporter"]
 
 declare(Action)
 
 NO_FOLDER = "off"
+_TRACED_EVERY = 10
+"""Steps between two timelines where no interval is set."""
 
 
 class Reporter:
     """Reports a run; every rank has one, the first rank's writes and prints.
 
     The run folder is made at the first report, so that a script that fails before leaves none.
+
+    Attributes:
+        num_steps: how many steps were done.
+        ends_saved: a signal came, and the run has saved and ends.
     """
 
     def __init__(self, context: Context):
         self._context = context
         self._observer: Observer | None = None
         self._recorder: RunRecorder | None = None
+        self._begun: BegunRun | None = None
+        self._trackers: list[Tracker] = []
         self.num_steps = 0
+        self.ends_saved = False
 
     @property
     def observer(self) -> Observer:
@@ -52,6 +69,13 @@ class Reporter:
         """The run folder; the first access is collective over all ranks."""
         return self.observer.folder
 
+    def track(self, tracker: Tracker) -> None:
+        """Has a tracker told of each step from now on."""
+        if self._observer is None:
+            self._trackers.append(tracker)
+        else:
+            self._observer.track([tracker])
+
     def phase(self, text: str) -> AbstractContextManager[Phase]:
         """Announces something that may take a while; collective at the first time."""
         return self.observer.phase(text)
@@ -59,6 +83,11 @@ class Reporter:
     def plan_made(self, plan: Plan) -> None:
         """The plan is in force; collective."""
         self.observer.plan_made(plan)
+
+    def attention_known(self, table: str) -> None:
+        """The first training step has shown what computes the attention of each layer; collective."""
+        if table:
+            self.observer.console.line(f"attention\n{table}")
 
     def step_done(
         self,
@@ -106,6 +135,7 @@ class Reporter:
                 memory_bytes=tuple(memory),
                 memory_limit_bytes=context.config.memory_limit or _device_memory(context),
                 learning_rate=_learning_rate(context),
+                work_s=sum(busy_s[rank] for rank in context.pipeline_ranks) or None,
                 update_s=_update_seconds(context),
                 skipped_updates=skipped or None,
                 gradient_error=gradient_error,
@@ -119,8 +149,10 @@ class Reporter:
     def close(self) -> None:
         """The run is over."""
         if self._observer is not None:
-            self._observer.close()
-            atexit.unregister(self._observer.close)
+            state = self._state()
+            self._observer.close(ended={"finished": "done", "saved": "stopped"}.get(state, state))
+            self._write_end(state)
+            atexit.unregister(self.close)
 
     @property
     def draws_next_step(self) -> bool:
@@ -132,7 +164,7 @@ class Reporter:
     def _draws(self, number: int) -> bool:
         # The first step plans; the third is the first that an impatient user can look at.
         config = self._context.config
-        return config.trace and (number == 3 or number % config.log_interval == 0)
+        return config.trace and (number == 3 or number % (config.log_interval or _TRACED_EVERY) == 0)
 
     def _write_down(self, seconds: float, memory: Sequence[int], *, samples: int) -> None:
         """Keeps what the run takes for later predictions, if its own was made from measured costs here."""
@@ -160,17 +192,65 @@ class Reporter:
             prints=context.rank == 0,
         )
         observer.config_resolved(context.config)
+        observer.going_on = self._going_on
+        observer.track(self._trackers)
         # Scripts that end without shutdown() leave a report, too.
-        atexit.register(observer.close)
+        atexit.register(self.close)
+        if self._begun is not None:
+            for line in self._begun.told:
+                observer.status(line)
         return observer
 
     def _new_folder(self) -> str | None:
         config = self._context.config
         if config.run_dir == NO_FOLDER:
             return None
-        folder = RunFolder.create(config.run_dir, name=config.run_name)
-        folder.hold("metrics")
-        return str(folder.path)
+        folder = launched_folder()
+        if folder is not None:
+            folder.hold("metrics")
+            return str(folder.path)
+        # No launcher of ours has begun the run.
+        self._begun = begin_run(
+            runs_dir(config.run_dir),
+            command_of_script(
+                sys.argv,
+                settings=dict(ChainMap(*(dict(layer) for layer in reversed(settings_from(os.environ))))),
+                world_size=self._context.mesh.world_size,
+            ),
+            name=config.run_name,
+            part="metrics",
+            resume_by="set run_name to its name",
+        )
+        return str(self._begun.folder.path)
+
+    def _state(self) -> RunState:
+        """How the run ends."""
+        # The error on its way, where a `finally` shuts down; at exit, the one that ended the script.
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        if self.ends_saved:
+            return "saved"
+        if error is None:
+            return "finished"
+        return "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+
+    def _going_on(self) -> str:
+        """How to go on with a run that came to its end; whoever began it says so for one that did not."""
+        folder = self.observer.folder
+        saved = None if folder is None or self._state() != "finished" else saved_step(folder)
+        if folder is None or saved is None:
+            return ""
+        by = f"run_name {folder.path.name}" if self._begun is not None else "shardwright run --resume"
+        return f"saved {saved}; for more steps: {by}"
+
+    def _write_end(self, state: RunState) -> None:
+        """Writes how the run ended, and says how to go on with one that ended early: on the first rank."""
+        if self._begun is None:
+            return
+        record = self._begun.record.ended_as(self._begun.folder, state)
+        how = "" if state == "finished" else go_on(self._begun.folder, record)
+        if how and self._observer is not None:
+            self._observer.status(how)
+        self._begun = None
 
     def _idle_share(self, busy_s: Sequence[float], pipeline_s: Sequence[float]) -> float | None:
         """Of the ranks of this replica; None where it has one."""
@@ -181,15 +261,17 @@ class Reporter:
     def _write_timeline(self, step: BatchResult) -> None:
         context = self._context
         assert step.schedule is not None
-        gathered: list[Any] = [(step.row, step.memory)]
-        if context.pipeline_group is not None:
-            gathered = tell_all((step.row, step.memory), group=context.pipeline_group)
-        rows, memory = zip(*gathered, strict=True)
+        own = (step.row, step.memory, tuple(step.host_copies))
+        gathered: list[Any] = [own]
+        if context.groups.pipeline is not None:
+            gathered = tell_all(own, group=context.groups.pipeline)
+        rows, memory, copies = zip(*gathered, strict=True)
         # One clock on one host; the ranks of several are aligned by their first action.
         one_host = context.mesh.world_size == context.local_size
         starts = [row[0][1] for row in rows]
         zeros = [min(starts)] * len(rows) if one_host else starts
         events = measured_events(rows, step_starts=zeros, memory=memory)
+        events += measured_events([[(*copy, 0.0) for copy in row] for row in copies], step_starts=zeros)
         costs = stage_costs_of(context.plan) if context.plan else None
         cluster = context.cluster
         simulation = None
@@ -200,6 +282,7 @@ class Reporter:
                 costs,
                 edges=step.edges,
                 link=lambda a, b: cluster.link(ranks[a], ranks[b]),
+                host=Fabric(cluster=cluster, mesh=context.mesh).host,
                 cores=cluster.cores_per_node,
                 action_overhead_s=ACTION_S,
             )

@@ -141,7 +141,7 @@ def past_run(
     measured_bytes: int = 0,
     run: str = "",
 ) -> PastRun:
-    """What is written of a run.
+    """Describes a run for the history of its model.
 
     Args:
         plan: that it followed, with a prediction.
@@ -160,6 +160,9 @@ def past_run(
         pipeline=plan.mesh.pipeline,
         data=plan.mesh.data,
         shard=plan.mesh.shard,
+        tensor=plan.mesh.tensor,
+        context=plan.mesh.context,
+        expert=plan.mesh.expert,
     )
     return PastRun(
         run=run or f"{now:%Y%m%dT%H%M%S%f}-{os.getpid()}",

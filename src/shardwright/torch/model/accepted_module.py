@@ -29,12 +29,12 @@ def accepted(module: nn.Module, current: Context) -> nn.Module:
         raise UsageError(
             "a model is wrapped already, and a run has one. Put both into one nn.Module, and wrap that."
         )
-    refuse_wrappers(module, alone=current.mesh.pipeline == 1)
+    refuse_wrappers(module, alone=not current.mesh.spreads_model)
     module = without_scripted(without_compilers(module))
     _refuse_lazy(module)
     refuse_released(module)
     refuse_half_built(module)
-    refuse_unsendable(module, current.data_group)
+    refuse_unsendable(module, current.groups.data)
     all_ranks = range(current.mesh.world_size)
     with first_cause_named(current), call_together("sw.DistributedModel(...)", all_ranks):
         agree_on_registration(module, current)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.config.misplaced import refuse_misplaced
 from shardwright.errors import UsageError
 from shardwright.torch.batch.batch import Batch
-from shardwright.torch.batch.batch_result import Engine
+from shardwright.torch.batch.batch_result import StepEngine
 from shardwright.torch.counting.compiled_modules import without_prefixes
 from shardwright.torch.execution.pipeline_engine import PipelineEngine
 from shardwright.torch.execution.single_engine import SingleEngine
@@ -26,6 +27,7 @@ from shardwright.torch.model.steps import Steps
 from shardwright.torch.parameters.buffer_kind import first_kinds
 from shardwright.torch.parameters.first_values import Initialise
 from shardwright.torch.parameters.materialise import Materialiser
+from shardwright.torch.parameters.moving import move_to
 from shardwright.torch.parameters.precision import cast_inputs, cast_model, cast_outputs, low_precision
 from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.pytorch.heap import keep_freed_memory
@@ -82,7 +84,18 @@ class DistributedModel(SpreadModule):
         average_grads_across_microbatches: bool = True,
         overlapping_allreduce: bool = True,
         bucket_cap_mb: float = 25,
+        **others: Any,
     ):
+        refuse_misplaced(
+            "sw.DistributedModel",
+            others,
+            takes=(
+                "initialize",
+                "average_grads_across_microbatches",
+                "overlapping_allreduce",
+                "bucket_cap_mb",
+            ),
+        )
         current = context()
         if isinstance(module, DistributedModel):
             raise UsageError("this model is wrapped already. Call DistributedModel once.")
@@ -109,9 +122,9 @@ class DistributedModel(SpreadModule):
             self.scaling = GradientScaling(LossScaler(), self.local_parameters, current.device)
         for optimizer in current.optimizers:
             self._scale_as_wanted(optimizer)
-        if current.mesh.pipeline == 1:
+        if not current.mesh.spreads_model:
             self._take_memory(current)
-        self._engine: Engine = self._new_engine(current)
+        self._engine: StepEngine = self._new_engine(current)
         self.step_end = StepEnd(current, self)
         self._steps = Steps(current, self, self._engine, self.step_end, gives_back=gives_back)
         current.model = self
@@ -124,12 +137,10 @@ class DistributedModel(SpreadModule):
         self._materialiser.agree_on_seed()
         shared = self.replicas.filled_when_shared(dict(module.named_parameters()))
         self._materialiser.everything(but=shared)
-        if current.device.type != "cpu":
-            move: Any = module._apply
-            move(lambda tensor: tensor if tensor.is_meta else tensor.to(current.device))
+        move_to(module, current.device)
 
-    def _new_engine(self, current: Context) -> "Engine":
-        several = current.mesh.pipeline > 1
+    def _new_engine(self, current: Context) -> "StepEngine":
+        several = current.mesh.spreads_model
         if not several and not current.config.plan_one_stage:
             return SingleEngine(current, self)
         from shardwright.torch.measuring.planning import Planner
@@ -143,9 +154,9 @@ class DistributedModel(SpreadModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; with more than one stage, only inside a step function."""
-        if active_handler() is None and context().mesh.pipeline > 1:
+        if active_handler() is None and context().mesh.spreads_model:
             raise UsageError(
-                f"{user_line()}: the model is spread over stages, so it can be called only inside a function "
+                f"{user_line()}: the model is spread over ranks, so it can be called only inside a function "
                 "decorated with @sw.step. Decorate the function that calls it, for an evaluation too."
             )
         if not isinstance(active_handler(), Tracer):  # an evaluation is traced with gradients, too
@@ -204,7 +215,7 @@ class DistributedModel(SpreadModule):
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by before the backward."""
+        """The factor on losses before the backward."""
         return 1.0 if self.scaling is None else self.scaling.scaler.scale
 
     # ---- what scripts for DistributedDataParallel call ----

@@ -50,7 +50,7 @@ class ModelState:
         if self._residency is not None or self._replicas.sharding is not None:
             meet("model.state_dict()", ranks_with_the_model())
         with self._replicas.all_rows():
-            if self._residency is None or context().pipeline_group is None:
+            if self._residency is None or context().groups.pipeline is None:
                 given = {} if destination is None else {"destination": destination}
                 state = self._module.state_dict(**given, prefix=prefix, keep_vars=keep_vars)
                 if self._replicas.sharding is not None:

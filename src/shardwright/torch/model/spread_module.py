@@ -59,8 +59,8 @@ class SpreadModule(nn.Module):
         """Gives every rank the values of parameters and buffers, for a computation between steps.
 
         Collective over the replica, with the same parts on all ranks, which then compute the same. A rank
-        that holds a parameter keeps what it is changed to. Parts take memory on every rank meanwhile: pass
-        few of them at a time.
+        that holds a parameter, or a part of one, keeps what it is changed to. They take memory on every rank
+        meanwhile: pass few of them at a time.
 
         Args:
             parts: modules, parameters or buffers of the model; all of it if there are none.
@@ -82,7 +82,7 @@ class SpreadModule(nn.Module):
                 "rows of them. Compute with model.local_parameters(), or model.state_dict() on all ranks."
             )
         current = context()
-        if self._residency is None or current.pipeline_group is None:
+        if self._residency is None or current.groups.pipeline is None:
             return nullcontext()
         meet("model.gathered()", ranks_with_the_model())
         return gathered_values(self.get_module(), self._residency, current, parts)

@@ -17,7 +17,7 @@ import torch
 from shardwright.comm.joining.process_group import groups_in_doubt
 from shardwright.errors import PeerLostError
 from shardwright.torch.batch.batch import Batch
-from shardwright.torch.batch.batch_result import BatchResult, Engine
+from shardwright.torch.batch.batch_result import BatchResult, StepEngine
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.backward_outside import BackwardWatch, refuse_backward_outside
 from shardwright.torch.interception.own_errors import point_out_in_run
@@ -51,7 +51,13 @@ class Steps:
     """
 
     def __init__(
-        self, context: Context, model: TrainedModel, engine: Engine, step_end: StepEnd, *, gives_back: bool
+        self,
+        context: Context,
+        model: TrainedModel,
+        engine: StepEngine,
+        step_end: StepEnd,
+        *,
+        gives_back: bool,
     ):
         self._context = context
         self._model = model
@@ -148,12 +154,12 @@ def _called(function: Callable[..., Any]) -> str:
 
 
 def _ranks_of_a_step(current: Context) -> Sequence[int]:
-    """Who makes a step together: all, but for evaluations, in which replicas share no gradients."""
+    """The ranks that make a step together: all, but not in evaluations: replicas share no gradients."""
     return range(current.mesh.world_size) if torch.is_grad_enabled() else ranks_with_the_model()
 
 
 def _hint_for_evaluations(current: Context) -> str:
-    """What to try where only some replicas make a step that may be no training."""
+    """The advice for a step that only some replicas make, and that may be no training."""
     if current.mesh.data == 1 or not torch.is_grad_enabled():
         return ""
     return "If it is an evaluation that only some replicas make, call it under torch.no_grad()."

@@ -2,10 +2,13 @@
 
 ::
 
-    measure ─► plan every grid of ranks, with every number of microbatches ─► the best few by prediction
-                                                                                        │ run some steps
-                                                                                        ▼ of each
-                                                              the plan with most samples a second, as measured
+    measure ─► closed forms ─► plan each grid that they leave, with every number of microbatches
+                                                                    │
+                                                                    ▼
+                                             the best few by prediction ─► run some steps of each
+                                                                    │
+                                                                    ▼
+                                                the plan with most samples a second, as measured
 """
 
 import itertools
@@ -24,9 +27,11 @@ from torch import Tensor, nn
 
 from shardwright.config import Config
 from shardwright.errors import ShardwrightError
+from shardwright.mesh import Mesh
 from shardwright.observe.console import Console, Phase
 from shardwright.plan import Plan, Trial
 from shardwright.planner import PastRun, RunKind, best_plans, meshes
+from shardwright.quantities import format_seconds
 from shardwright.torch.batch.batch import Arguments
 from shardwright.torch.measuring.measured_model import MeasuredModel, measure_model
 from shardwright.torch.measuring.run_history import history_of, past_run
@@ -36,7 +41,6 @@ from shardwright.torch.run.joint_refusal import require_all_refuse
 from shardwright.torch.startup import begin, shutdown
 from shardwright.torch.step import step
 from shardwright.torch.units.dry_run import loss_of, with_data
-from shardwright.units import format_seconds
 
 __all__ = ["Training", "measure_here", "plan_here", "title_of", "try_plan"]
 
@@ -84,9 +88,11 @@ def plan_here(training: Training, *, config: Config, most: int, steps: int) -> P
     with _run_of_one_pipeline(config):
         measured = _measured(training, config)
         run = context()
-        grids = meshes(run.mesh.world_size, config)
+        grids = _grids(config)
         make = partial(measured.plans, config=config)
-        finalists = run.from_first_rank(lambda: best_plans(grids, make, most=most))
+        finalists = run.from_first_rank(
+            lambda: best_plans(grids, make, most=most, expected=measured.expected_seconds(grids, config))
+        )
         history = history_of(run) if run.rank == 0 else None
     plans: list[Plan] = []
     seconds: list[float] = []
@@ -150,8 +156,15 @@ def measure_here(training: Training, *, config: Config) -> MeasuredModel:
 
 
 def _measured(training: Training, config: Config) -> MeasuredModel:
-    grids = meshes(context().mesh.world_size, config)
-    return measure_model(training.build(), training.arguments, loss=training.loss, config=config, grids=grids)
+    return measure_model(
+        training.build(), training.arguments, loss=training.loss, config=config, grids=_grids(config)
+    )
+
+
+def _grids(config: Config) -> list[Mesh]:
+    """The grids of the present ranks that settings leave open; ranks of a host may share layers."""
+    run = context()
+    return meshes(run.mesh.world_size, config, most_tensor=run.local_size)
 
 
 @contextmanager
@@ -160,6 +173,9 @@ def _run_of_one_pipeline(config: Config) -> Iterator[None]:
     degrees = {
         "pipeline_parallel_degree": None,
         "data_parallel_degree": None,
+        "tensor_parallel_degree": 1,
+        "context_parallel_degree": 1,
+        "expert_parallel_degree": 1,
         "sharded_data_parallel_degree": 1,
     }
     begin(_traceless(config).model_copy(update=degrees), None)
@@ -203,7 +219,7 @@ def _timed(training: Training, steps: int, phase: Phase) -> float:
     args, kwargs = with_data(training.arguments, "cpu")
 
     @step
-    def trial_step(model: DistributedModel, *args: Any, **kwargs: Any) -> Tensor:
+    def trial_step(model: DistributedModel, *args: object, **kwargs: object) -> Tensor:
         value = loss_of(model(*args, **kwargs), training.loss)
         model.backward(value)
         return value
@@ -291,7 +307,8 @@ def _sentence(plans: Sequence[Plan], of_sample: Sequence[float], best: int) -> s
 def title_of(plan: Plan) -> str:
     """A plan in a few words: ``pipeline 2 x data 1, 8 microbatches, zb_v with 4 stages``."""
     mesh = plan.mesh
-    shared = f", ZeRO-3 over {mesh.shard}" if mesh.shard > 1 else ""
+    shared = mesh.shared_title
+    shared += f", ZeRO-3 over {mesh.shard}" if mesh.shard > 1 else ""
     stages = len(plan.stages)
     how = f", {plan.schedule.kind} with {stages} stages" if stages > 1 else ""
     count = plan.schedule.microbatches

@@ -41,12 +41,13 @@ _TIMEOUT_S = 120.0
 _MOST_SIZES = 8
 _MEMORY_STEP = 64 * 2**20
 _SIZES = (4 * 1024, 64 * 1024, 1024 * 1024, 16 * 1024 * 1024)  # bytes of the whole
-_FAMILIES = ("V100", "A100", "H100", "H200", "B200")
+# The first that is in a name: B200 is in GB200, too.
+_FAMILIES = ("V100", "A100", "H100", "H200", "GB200", "B200", "B300", "L40S", "MI300X")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Host:
-    """What one rank says about its host and device; that of ranks of one kind is the same but for rates.
+    """One rank's report on its host and device; ranks of one kind differ in rates alone.
 
     Attributes:
         device: its name.
@@ -114,7 +115,7 @@ def _collectives(run: Context) -> tuple[Communicator | None, Prices | None]:
 
 
 def _seconds_of_collectives(group: Communicator, prices: Prices) -> dict[str, tuple[tuple[int, float], ...]]:
-    """What the best way of each takes, by the bytes of the whole; of NCCL on GPUs."""
+    """The seconds of each collective's best algorithm, by the bytes of the whole; of NCCL on GPUs."""
     found = {}
     if prices.devices is not None:
         for name, line in prices.devices.everyone.items():

@@ -22,6 +22,7 @@ from shardwright.torch.optimizer.joint_update import is_running
 from shardwright.torch.parameters.sharded_tensor import own_part
 from shardwright.torch.run.context import context, is_initialized
 from shardwright.torch.run.failure import first_cause_named
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of
 
 __all__ = ["clip_grad_norm_", "gradient_norm", "norm_over_stages"]
 
@@ -102,7 +103,7 @@ def _are_of_stages(gradients: list[Tensor]) -> bool:
     current, model = context(), wrapped_model()
     if model is None or not model.partitioned:
         return False
-    if current.pipeline_group is None and model.replicas.sharding is None:
+    if current.groups.pipeline is None and model.replicas.sharding is None:
         return False
     own = {id(parameter.grad) for parameter in model.local_parameters()}
     return not gradients or any(id(gradient) in own for gradient in gradients)
@@ -120,26 +121,36 @@ def _norm(gradients: list[Tensor], norm_type: float, *, asked: Sequence[Tensor])
     current, model = context(), wrapped_model()
     counted = gradients
     if model is not None and model.partitioned:
-        others = {id(parameter.grad) for parameter in model.counted_elsewhere()}
-        counted = [gradient for gradient in gradients if id(gradient) not in others]
+        elsewhere = {id(parameter.grad) for parameter in model.counted_elsewhere()}
+        counted = [gradient for gradient in gradients if id(gradient) not in elsewhere]
+    if current.tensor_rank:  # the first along the tensor axis counts what all of them have
+        counted = [gradient for gradient in counted if _is_divided(gradient)]
     cut = [gradient for gradient in counted if own_part(gradient) is not gradient]
-    total = _power_sum([g for g in counted if own_part(g) is g], norm_type, current.device)
-    if current.shard_group is not None:
+    others = [gradient for gradient in counted if own_part(gradient) is gradient]
+    total = _power_sum([local_of(gradient) for gradient in others], norm_type, current.device)
+    if current.groups.shard is not None:
         of_rows = _power_sum([own_part(gradient) for gradient in cut], norm_type, current.device)
         greatest = norm_type == float("inf")
         dist.all_reduce(
-            of_rows, dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM, group=current.shard_group
+            of_rows, dist.ReduceOp.MAX if greatest else dist.ReduceOp.SUM, group=current.groups.shard
         )
         total = torch.maximum(total, of_rows) if greatest else total + of_rows
-    if current.replica is not None:
+    if current.links.replica is not None:
         with first_cause_named(current):
             alone = _name_of_one_alone(asked)
             number = torch.tensor(float(crc32(alone.encode())), dtype=total.dtype, device=total.device)
-            of_stages, numbers = current.replica.gather(torch.stack([total, number]), Purpose.NORM).unbind(1)
+            of_stages, numbers = current.links.replica.gather(
+                torch.stack([total, number]), Purpose.NORM
+            ).unbind(1)
             if alone:
                 _refuse_another(alone, numbers.tolist())
         total = of_stages.max() if norm_type == float("inf") else of_stages.sum()
     return total if norm_type == float("inf") else total ** (1.0 / norm_type)
+
+
+def _is_divided(gradient: Tensor) -> bool:
+    """Whether ranks along the tensor axis have different elements of it."""
+    return isinstance(gradient, DividedTensor) or getattr(gradient, "spec", None) is not None
 
 
 def _name_of_one_alone(asked: Sequence[Tensor]) -> str:
@@ -161,7 +172,7 @@ def _name_of_one_alone(asked: Sequence[Tensor]) -> str:
 def _refuse_another(alone: str, numbers: Sequence[float]) -> None:
     """Refuses to clip one parameter while another rank clips another one, by the numbers of their names."""
     current = context()
-    mine = numbers[current.pipeline_rank]
+    mine = numbers[current.replica_ranks.index(current.rank)]
     if any(number not in (0, mine) for number in numbers):
         raise UsageError(
             f"rank {current.rank} clips the gradient of {alone} alone, and another rank that of another "

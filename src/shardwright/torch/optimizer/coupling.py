@@ -156,7 +156,8 @@ def refuse_parts_of_the_world(optimizer: Optimizer, *, wrapped: bool) -> None:
     Raises:
         UsageError: it would get the parameters of other stages, or parts of them.
     """
-    if not is_initialized() or max(context().mesh.pipeline, context().mesh.shard) == 1:
+    mesh = context().mesh if is_initialized() else None
+    if mesh is None or max(mesh.pipeline, mesh.shard, mesh.share) == 1:
         return
     if getattr(optimizer, "sums_over_stages", False) or _is_known(optimizer):
         return
@@ -164,8 +165,8 @@ def refuse_parts_of_the_world(optimizer: Optimizer, *, wrapped: bool) -> None:
     if any(isinstance(value, dist.ProcessGroup) for value in vars(optimizer).values()):
         raise UsageError(
             f"{what} has a process group of its own and shares its work among those ranks, and ranks of a "
-            "pipeline, or of sharded data parallelism, have other parameters. Nothing was updated. Take the "
-            "optimizer that is in it: what replicas share of its state says shard_optimizer_state."
+            "pipeline, or of sharded data or tensor parallelism, have other parameters. Nothing was updated. "
+            "Take the optimizer that is in it: what replicas share of its state says shard_optimizer_state."
         )
     if not wrapped and _trial_of(optimizer).collects:
         raise UsageError(
@@ -182,7 +183,7 @@ def _is_known(optimizer: Optimizer) -> bool:
 
 
 def _own_methods(kind: type[Optimizer]) -> list[str]:
-    """What may change parameters: `step`, and other methods that need no arguments."""
+    """The methods that may change parameters: `step`, and others that need no arguments."""
     found = []
     for name in dir(kind):
         method = inspect.getattr_static(kind, name)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwright.config.misplaced import refuse_misplaced
 from shardwright.errors import UsageError
 from shardwright.torch.interception.glue import refuse_inside_step
 from shardwright.torch.loss_scale.loss_scaler import LossScaler
@@ -17,12 +18,15 @@ from shardwright.torch.model.distributed_model import wrapped_model
 from shardwright.torch.optimizer.clipping import clip_grad_norm_
 from shardwright.torch.optimizer.coupling import ELEMENTWISE, refuse_parts_of_the_world
 from shardwright.torch.optimizer.optimizer_names import state_by_name
+from shardwright.torch.optimizer.tensor_parts import PARTS, as_parts, placed, with_cuts
 from shardwright.torch.optimizer.unwrapped_optimizers import leaves_update_out, stepping
 from shardwright.torch.optimizer.updates_over_stages import UpdatesOverStages, has_stages
 from shardwright.torch.parameters.registration import in_order
 from shardwright.torch.run.context import context, is_initialized
 from shardwright.torch.run.update_clock import UpdateClock
 from shardwright.torch.script_collectives.replica_collectives import over_replicas
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
+from shardwright.torch.tensor_parallel.parts import placed_like
 
 __all__ = ["DistributedOptimizer"]
 
@@ -61,7 +65,13 @@ class DistributedOptimizer(Optimizer):
         static_loss_scale: float | None = None,
         dynamic_loss_scale: bool | None = None,
         dynamic_loss_args: Mapping[str, Any] | None = None,
+        **others: Any,
     ):
+        refuse_misplaced(
+            "sw.DistributedOptimizer",
+            others,
+            takes=("static_loss_scale", "dynamic_loss_scale", "dynamic_loss_args"),
+        )
         if isinstance(optimizer, DistributedOptimizer):
             raise UsageError("this optimizer is wrapped already. Call DistributedOptimizer once.")
         if not isinstance(optimizer, Optimizer):
@@ -154,7 +164,7 @@ class DistributedOptimizer(Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by; 1 without ``fp16``."""
+        """The factor on losses; 1 without ``fp16``."""
         return 1.0 if self._scaler is None else self._scaler.scale
 
     @property
@@ -205,7 +215,7 @@ class DistributedOptimizer(Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _device(self) -> torch.device:
-        """Where parameters are; the CPU for a rank that has none."""
+        """The device of the parameters; the CPU for a rank that has none."""
         own = (parameter.device for group in self.param_groups for parameter in group["params"])
         return next(own, torch.device("cpu"))
 
@@ -236,7 +246,15 @@ class DistributedOptimizer(Optimizer):
             model.takes(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the parameters of this rank, with their names once the model is wrapped."""
+        """State of the parameters of this rank, with their names once the model is wrapped.
+
+        Of a tensor that ranks share (``tensor_parallel_degree``) it has this rank's part; ``tensor_parts``
+        tells how it is cut.
+        """
+        return as_parts(self.live_state_dict())
+
+    def live_state_dict(self) -> dict[str, Any]:
+        """The same with the tensors of the state themselves, also those that ranks share."""
         if self._to_load is not None:
             groups = zip(self._to_load["param_groups"], _options_of(self.param_groups), strict=True)
             return {**self._to_load, "param_groups": [{**saved, **now} for saved, now in groups]}
@@ -258,10 +276,12 @@ class DistributedOptimizer(Optimizer):
         """
         state = dict(state_dict)
         _refuse_other_part(state.pop(_PART, None))
+        parts = state.pop(PARTS, None)
+        state = with_cuts(state, parts)
         theirs, mine = state.pop(_NAMES, None), self._parameter_names()
         fitting = state_by_name(state, theirs, self._by_group(mine)) if theirs and mine else state
         self._to_load = None
-        if self._waits_for_placement(named=bool(theirs), fits=fitting is not None):
+        if self._waits_for_placement(named=bool(theirs), fits=fitting is not None and not parts):
             self._load_options(state["param_groups"])
             self._to_load = dict(state_dict)
             return
@@ -273,6 +293,7 @@ class DistributedOptimizer(Optimizer):
                 "stages. Save it on every rank, for example in a file with sw.rank() in its name, and load "
                 "on each rank its own."
             )
+        fitting = placed(fitting, self._parameters())
         self.optimizer.load_state_dict(fitting)
         self._keep_types(fitting)
 
@@ -358,6 +379,8 @@ class DistributedOptimizer(Optimizer):
                 if id(parameter) not in identifiers:
                     self.optimizer.state.pop(parameter, None)
             group["params"] = [p for p in group["params"] if id(p) in identifiers]
+            for parameter in group["params"]:
+                _place_state(self.optimizer.state, parameter)
         if waited is not None and _NAMES in waited:
             self.load_state_dict(waited)
 
@@ -381,7 +404,7 @@ def _scaler_of(
 
 
 def _part_of_state() -> dict[str, int]:
-    """Which part of a shared state this rank has; empty where none is shared."""
+    """This rank's part of a shared state; empty if none is shared."""
     if not is_initialized():
         return {}
     current = context()
@@ -389,6 +412,8 @@ def _part_of_state() -> dict[str, int]:
     part = {"shard": data % shard, "shards": shard}
     if current.config.shard_optimizer_state:
         part |= {"replica": data // shard, "replicas": current.mesh.data // shard}
+    if current.mesh.share > 1:
+        part |= {"tensor": current.tensor_rank, "tensors": current.mesh.share}
     return part if shard > 1 or part.get("replicas", 1) > 1 else {}
 
 
@@ -400,6 +425,14 @@ def _refuse_other_part(theirs: dict[str, int] | None) -> None:
             f"than it has here ({mine}): ranks share it. Save it on every rank, for example in a file with "
             "sw.rank() in its name, and load on each rank its own."
         )
+
+
+def _place_state(state: Any, parameter: nn.Parameter) -> None:
+    """Leaves this rank its part of the state of a parameter that ranks share from now on."""
+    if isinstance(parameter, DividedTensor) and parameter in state:
+        for key, value in state[parameter].items():
+            if isinstance(value, Tensor):
+                state[parameter][key] = placed_like(value, parameter)
 
 
 def _options_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

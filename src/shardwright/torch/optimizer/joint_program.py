@@ -216,7 +216,7 @@ class JointProgram(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Raises:
             UsageError: ranks are at different places of the program.
         """
-        replica = self._context.replica
+        replica = self._context.links.replica
         assert replica is not None
         sources = [min(holding.ranks) for holding in holdings]
         place = float(crc32(f"{what} {sources}".encode()))

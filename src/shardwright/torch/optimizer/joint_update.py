@@ -120,7 +120,7 @@ class JointUpdate:
     def _exchange(self) -> None:
         """Tells which parameters have gradients, and after states were loaded or cleared, states."""
         context = self._context
-        assert context.replica is not None
+        assert context.links.replica is not None
         news = any(
             optimizer.state and self._known_states.get(optimizer) is not optimizer.state
             for optimizer in self._with_states
@@ -134,7 +134,7 @@ class JointUpdate:
         states = [float(self._num_states(parameter)) for parameter in self._holdings]
         numbers = [float(names), float(changed), float(news), *kinds, *states]
         row = torch.tensor(numbers, dtype=torch.float64, device=context.device)
-        rows = context.replica.gather(row, Purpose.UPDATE)
+        rows = context.links.replica.gather(row, Purpose.UPDATE)
         told_names, told_changed, told_news, *told = rows.t().tolist()
         told_kinds, told_states = told[: len(kinds)], told[len(kinds) :]
         if any(other != names for other in told_names):
@@ -157,7 +157,7 @@ class JointUpdate:
             self._known_states[optimizer] = optimizer.state
 
     def _num_states(self, parameter: nn.Parameter) -> int:
-        """How many optimizers have a state of a parameter, as far as this rank knows."""
+        """The number of optimizers that have a state of a parameter, as far as this rank knows."""
         states = (
             self._states_of_others[optimizer] if isinstance(parameter, RemoteTensor) else optimizer.state
             for optimizer in self._with_states
@@ -195,7 +195,7 @@ class JointUpdate:
                 ]
                 self._program.holds(held, self._holdings[parameter])
         by_name = {holding.name: parameter for parameter, holding in self._holdings.items()}
-        for told in tell_all(described, group=self._context.pipeline_group):
+        for told in tell_all(described, group=self._context.groups.pipeline):
             for optimizer, states in zip(self._with_states, told, strict=True):
                 for name, state in states.items():
                     parameter = by_name[name]

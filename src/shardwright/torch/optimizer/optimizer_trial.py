@@ -129,7 +129,7 @@ def _steps_of_copy(
     *,
     others: float,
 ) -> list[dict[str, Any]]:
-    """What becomes of the first parameter of each group, and of the numbers of the groups.
+    """The first parameter of each group, and the numbers of the groups, after steps of a copy.
 
     Args:
         optimizer: of which a copy is made.

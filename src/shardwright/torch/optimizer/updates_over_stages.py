@@ -51,7 +51,7 @@ class UpdatesOverStages:
             UsageError: it needs them, and replicas share the parameters, or the work on them.
         """
         current = context() if is_initialized() else None
-        if current is None or current.replica is None or not has_stages():
+        if current is None or current.links.replica is None or not has_stages():
             return nullcontext()
         model = wrapped_model()
         if model is None or not model.partitioned:
@@ -61,7 +61,7 @@ class UpdatesOverStages:
                 self._optimizer, groups=self._parameters, if_unknown=not _shares(model.replicas)
             )
             row = torch.tensor([float(coupled)], dtype=torch.float64, device=current.device)
-            self._step_is_joint = bool(current.replica.gather(row, Purpose.UPDATE).any())
+            self._step_is_joint = bool(current.links.replica.gather(row, Purpose.UPDATE).any())
         return self._over_all(current) if self._step_is_joint else nullcontext()
 
     def method(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,6 +102,13 @@ class UpdatesOverStages:
                 "shard_optimizer_state, bf16 or fp16).",
                 "Train by replicas or shards alone (pipeline_parallel_degree 1), by stages without these "
                 "settings, or with an optimizer that treats each parameter by itself.",
+            )
+        if current.mesh.share > 1:
+            refuse_coupling(
+                self._optimizer,
+                f"The settings have {current.mesh.share} ranks share each batch, too ({current.mesh.title}).",
+                "Train by stages alone (all other degrees 1), by tensor parallelism without stages "
+                "(pipeline_parallel_degree 1), or with an optimizer that treats each parameter by itself.",
             )
         if self._joint is None:
             self._joint = JointUpdate(self._optimizer, self._groups, current)

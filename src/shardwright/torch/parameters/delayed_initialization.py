@@ -28,11 +28,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.errors import UsageError
 from shardwright.torch._private import disabled_torch_function, make_wrapper, put_in_place, storage_key
+from shardwright.torch.pytorch.heap import large_blocks_given_back
 from shardwright.torch.pytorch.operator_schema import written_arguments
 from shardwright.torch.pytorch.tree import leaves, map_tree
+from shardwright.torch.run.context import context, is_initialized
 
 __all__ = [
     "cast_recorded",
+    "copy_recorded",
     "delay_param_initialization",
     "is_recorded",
     "recorded_values",
@@ -67,11 +70,18 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
         return
     recording = _Recording()
     _RECORDINGS.append(recording)
-    try:
-        with recording:
-            yield
-    finally:
-        recording.end()
+    # What is drawn and thrown away would leave gaps that are of no use to the next draw.
+    with large_blocks_given_back(then_kept=_keeps_freed_memory()):
+        try:
+            with recording:
+                yield
+        finally:
+            recording.end()
+
+
+def _keeps_freed_memory() -> bool:
+    """Whether a model that is wrapped has had the heap keep what is freed."""
+    return is_initialized() and context().model is not None and context().config.keep_freed_memory
 
 
 def is_recorded(tensor: Tensor) -> bool:
@@ -89,6 +99,15 @@ def cast_recorded(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
     """A tensor of another type with the same values to come; None where nothing is written down."""
     recording = _recording_of(tensor)
     return None if recording is None else recording.cast(tensor.detach(), dtype)
+
+
+def copy_recorded(tensor: Tensor) -> Tensor | None:
+    """A tensor in memory of its own, with the same values to come; None where nothing is written down.
+
+    A view of a tensor on the meta device waits for its values, too, but is as long as what it looks at.
+    """
+    recording = _recording_of(tensor)
+    return None if recording is None else recording.copy(tensor.detach())
 
 
 def refuse_half_built(module: nn.Module) -> None:
@@ -227,6 +246,12 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         cast: Tensor = self._keep(torch.ops.aten._to_copy.default, (tensor,), given, given)
         return cast
 
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Writes down that a tensor is copied."""
+        given = {"memory_format": torch.contiguous_format}
+        copied: Tensor = self._keep(torch.ops.aten.clone.default, (tensor,), given, given)
+        return copied
+
     def values(self, tensor: Tensor) -> Tensor:
         """Does again what gave a tensor its values."""
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -331,7 +356,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return item
 
     def _noted(self, item: Any) -> Any:
-        """What an argument is written down as; values of small tensors may change later."""
+        """The record of an argument; values of small tensors may change later."""
         if not isinstance(item, Tensor):
             return item
         return _Place(item) if self._is_known(item) else item.detach().clone()

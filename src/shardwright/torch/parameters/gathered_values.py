@@ -13,6 +13,8 @@ from shardwright.torch.parameters.remote import make_remote
 from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.pytorch.functions import RELEASED
 from shardwright.torch.run.context import Context
+from shardwright.torch.tensor_parallel.divide import shown_in_parts, shown_whole
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 
 __all__ = ["gathered_values"]
 
@@ -23,7 +25,8 @@ def gathered_values(
 ) -> Iterator[None]:
     """Inside, this rank has the values of some parameters and buffers, whoever holds them.
 
-    A holder keeps what they are changed to; every other rank lets go of its copies at the end::
+    A holder keeps what they are changed to, of a parameter that ranks share its own part; every other rank
+    lets go of its copies at the end::
 
         rank 0 holds q     q            q, k      k.lerp_(q, 0.1)      q
         rank 1 holds k     k            q, k      k.lerp_(q, 0.1)      k, as it is now
@@ -40,6 +43,7 @@ def gathered_values(
     named = dict((*module.named_parameters(), *module.named_buffers()))
     wanted = _wanted(parts, {id(tensor): name for name, tensor in named.items()}) if parts else named.keys()
     copies: list[tuple[Tensor, str]] = []
+    shared: list[tuple[Tensor, DividedTensor]] = []
     try:
         for name, tensor in named.items():
             if name not in wanted or name not in residency.ranks:
@@ -48,14 +52,18 @@ def gathered_values(
             if away:
                 payload = torch.empty(tensor.shape, dtype=tensor.dtype, device=context.device)
             else:
+                if isinstance(tensor, DividedTensor):
+                    shared.append((tensor, shown_whole(tensor)))
                 payload = tensor.detach().contiguous()
             if payload.numel():
-                dist.broadcast(payload, context.pipeline_ranks[owner], group=context.pipeline_group)
+                dist.broadcast(payload, context.pipeline_ranks[owner], group=context.groups.pipeline)
             if away:
                 copies.append((tensor, name))
                 _fill(tensor, payload)
         yield
     finally:
+        for tensor, kept in shared:
+            shown_in_parts(tensor, kept)
         for tensor, name in copies:
             holders = [context.pipeline_ranks[rank] for rank in residency.ranks[name]]
             make_remote(tensor, name, holders, device=context.device)

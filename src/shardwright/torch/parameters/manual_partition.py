@@ -7,23 +7,16 @@ wins.
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
 from shardwright.errors import UsageError
+from shardwright.torch.pytorch.module_creation import CreationWatch
 from shardwright.torch.run.context import context
 
-__all__ = ["partition", "rank_of", "set_partition"]
+__all__ = ["partition", "place_alike", "rank_of", "set_partition"]
 
 _PIN = "_shardwright_partition"
-
-
-class _Open:
-    """Contexts that are open, and the constructor that records for them."""
-
-    ranks: list[int] = []  # noqa: RUF012
-    original: Any = None
 
 
 @contextmanager
@@ -45,16 +38,8 @@ def partition(rank: int) -> Iterator[None]:
     """
     _check(rank)
     _point_out_auto_partition(stacklevel=4)
-    if not _Open.ranks:
-        _Open.original = nn.Module.__init__
-        nn.Module.__init__ = _recording_init  # type: ignore[method-assign]
-    _Open.ranks.append(rank)
-    try:
+    with _CREATIONS.inside(rank):
         yield
-    finally:
-        _Open.ranks.pop()
-        if not _Open.ranks:
-            nn.Module.__init__ = _Open.original  # type: ignore[method-assign]
 
 
 def set_partition(module: nn.Module, rank: int) -> None:
@@ -77,11 +62,6 @@ def set_partition(module: nn.Module, rank: int) -> None:
     _remember(module, rank)
 
 
-def _recording_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    _Open.original(self, *args, **kwargs)
-    _remember(self, _Open.ranks[-1])
-
-
 def rank_of(module: nn.Module) -> int | None:
     """The pipeline rank on which the user placed this very module, if so.
 
@@ -94,9 +74,20 @@ def rank_of(module: nn.Module) -> int | None:
     return rank
 
 
+def place_alike(module: nn.Module, other: nn.Module) -> None:
+    """Places a module, and what is inside it, where the user has placed another, if so."""
+    rank: int | None = vars(other).get(_PIN)
+    if rank is not None:
+        for each in module.modules():
+            _remember(each, rank)
+
+
 def _remember(module: nn.Module, rank: int) -> None:
     # On the module itself, so that copies of it are placed as well.
     vars(module)[_PIN] = rank
+
+
+_CREATIONS = CreationWatch(_remember)
 
 
 def _point_out_auto_partition(*, stacklevel: int) -> None:

@@ -7,9 +7,12 @@
     model = sw.DistributedModel(model)      refuses modules for which nobody knows first values
     train_step(model, batch)                plan ─► the units of this rank ─► memory ─► first values
 
-Every module is initialised with a generator seeded from the run's seed and the module's name. So the values
-depend on neither the plan nor the number of ranks, and all holders of a parameter (replicas, ties) compute
-the same ones.
+Every module is initialised with a generator seeded from the run's seed and the module's name, and draws for
+what other ranks hold of it, too. So the values depend on neither the plan nor the number of ranks, and all
+holders of a parameter (replicas, ties) compute the same ones.
+
+Modules get memory one after the other, so that a rank that keeps a part of each parameter never has more than
+one module whole.
 """
 
 import hashlib
@@ -23,6 +26,7 @@ from torch import Tensor, nn
 from shardwright.comm.joining.process_group import tell_from
 from shardwright.errors import UsageError
 from shardwright.torch.parameters.delayed_initialization import recorded_values
+from shardwright.torch.parameters.elsewhere import Elsewhere
 from shardwright.torch.parameters.first_values import (
     Initialise,
     children_first,
@@ -32,8 +36,13 @@ from shardwright.torch.parameters.first_values import (
 from shardwright.torch.parameters.meta_rehearsal import Unknown, unknown_values
 from shardwright.torch.parameters.precision import gradient_dtype, set_gradient_dtype
 from shardwright.torch.parameters.unit_map import UnitMap
+from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
 __all__ = ["Materialiser"]
+
+Then = Mapping[int, Callable[[Tensor], None]]
+
+_NOTHING: Then = {}
 
 _SHOWN = 3
 
@@ -86,16 +95,18 @@ class Materialiser:
         wanted = {id(tensor) for tensor in _tensors(self._model)}
         self._materialise(wanted - waiting, whole_modules=True)
 
-    def named(self, names: Collection[str], unit_map: UnitMap) -> None:
+    def named(self, names: Collection[str], unit_map: UnitMap, *, then: Then = _NOTHING) -> None:
         """Gives memory and values to parameters and buffers.
 
         Args:
             names: their first names.
             unit_map: of the model.
+            then: what to call with parameters as soon as they have values, by their identity: it leaves this
+                rank a part.
         """
         wanted = set(names)
         self._materialise(
-            {i for i, name in unit_map.parameters.items() if name in wanted}, whole_modules=True
+            {i for i, name in unit_map.parameters.items() if name in wanted}, whole_modules=True, then=then
         )
 
     def buffers_outside(self, unit_map: UnitMap) -> None:
@@ -110,7 +121,7 @@ class Materialiser:
         }
         self._materialise(wanted, whole_modules=False)
 
-    def _materialise(self, wanted: set[int], *, whole_modules: bool) -> None:
+    def _materialise(self, wanted: set[int], *, whole_modules: bool, then: Then = _NOTHING) -> None:
         fresh: dict[int, Tensor] = {}
         for tensor in _tensors(self._model):
             if tensor.is_meta and id(tensor) in wanted:
@@ -119,19 +130,33 @@ class Materialiser:
             return
         for key, tensor in list(fresh.items()):
             values = recorded_values(tensor)
-            _take_memory(tensor, self._device)
             if values is not None:
-                tensor.detach().copy_(values)
-                del fresh[key]
+                _become(tensor, _own_memory(values, tensor).to(self._device))
+                del fresh[key], values
+                if key in then:
+                    then[key](tensor)
         with torch.no_grad():
             for name, module, above in children_first(self._model):
                 if any(id(tensor) in fresh for tensor in _own(module).values()):
+                    filled = [t for t in _own(module).values() if self._is_filled_by(name, t, fresh)]
+                    for tensor in filled:
+                        _take_memory(tensor, self._device)
                     with self._seeded(name), self._only(module, name, fresh):
                         initialise(module, above, self._initialize)
+                    for tensor in filled:
+                        if id(tensor) in then:
+                            then[id(tensor)](tensor)
                 elif whole_modules and self._is_new(module, fresh):
-                    with self._seeded(name):
-                        initialise_container(module, above)
+                    with self._seeded(name), self._only(module, name, fresh):
+                        if _own(module):  # on another rank: it may fill what is inside with them
+                            initialise(module, above, self._initialize)
+                        else:
+                            initialise_container(module, above)
         _refuse(self._without_values(fresh))
+
+    def _is_filled_by(self, name: str, tensor: Tensor, fresh: Mapping[int, Tensor]) -> bool:
+        """Whether a module gives a tensor its values: a tie has those of its first owner."""
+        return id(tensor) in fresh and self._first_owner[id(tensor)] == name
 
     def _is_new(self, module: nn.Module, fresh: Mapping[int, Tensor]) -> bool:
         """Whether all that is inside came without values, and some of it gets them now."""
@@ -150,19 +175,32 @@ class Materialiser:
     def _only(self, module: nn.Module, name: str, fresh: Mapping[int, Tensor]) -> Iterator[None]:
         """Lets a module write to what gets its values from it, and to nothing else that it holds.
 
-        A tie has the values of its first owner, as where one module takes over the parameter of another.
+        A tie has the values of its first owner, as where one module takes over the parameter of another. What
+        other ranks hold has stand-ins, also in the modules inside.
         """
         own = _own(module)
-        for key, tensor in own.items():
-            if id(tensor) not in fresh or self._first_owner[id(tensor)] != name:
-                _registry(module, key)[key] = _stand_in(tensor)
+        absent = [
+            (inner, key, tensor)
+            for inner in module.modules()
+            for key, tensor in _own(inner).items()
+            if (tensor.is_meta if inner is not module else not self._is_filled_by(name, tensor, fresh))
+        ]
+        elsewhere = Elsewhere(self._device)
+        stand_ins: dict[tuple[int, bool], Tensor] = {}  # one for all names of a tie
+        for inner, key, tensor in absent:
+            which = id(tensor), inner is module
+            if which not in stand_ins:
+                stand_ins[which] = elsewhere.stand_in(tensor)
+            _registry(inner, key)[key] = stand_ins[which]
         try:
             yield
         finally:
+            for inner, key, tensor in absent:
+                _registry(inner, key)[key] = tensor
             for key, tensor in own.items():
                 registry = _registry(module, key)
                 made = registry.get(key)
-                expected = id(tensor) in fresh and self._first_owner[id(tensor)] == name
+                expected = self._is_filled_by(name, tensor, fresh)
                 if expected and made is not None and made is not tensor and not made.is_meta:
                     tensor.copy_(made)  # it made a new tensor instead of filling the old one
                 registry[key] = tensor
@@ -173,7 +211,7 @@ class Materialiser:
             missing = [
                 key
                 for key, tensor in _own(module).items()
-                if id(tensor) in fresh and self._first_owner[id(tensor)] == name and _is_untouched(tensor)
+                if self._is_filled_by(name, tensor, fresh) and _is_untouched(local_of(tensor))
             ]
             if missing:
                 found.append(Unknown(name, type(module).__name__, tuple(missing)))
@@ -221,6 +259,19 @@ def _take_memory(tensor: Tensor, device: torch.device) -> None:
     mark = _mark_of(tensor.dtype)
     if mark is not None:
         real.fill_(mark)
+    _become(tensor, real)
+
+
+def _own_memory(values: Tensor, like: Tensor) -> Tensor:
+    """Values in memory that is theirs alone, laid out like a tensor: they are copied only if they are not."""
+    alone = values.untyped_storage().nbytes() == values.nbytes
+    if alone and values.stride() == like.stride():
+        return values
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(values)
+
+
+def _become(tensor: Tensor, real: Tensor) -> None:
+    """Makes a meta tensor a real one, the same object."""
     if isinstance(tensor, nn.Parameter):
         real = nn.Parameter(real, requires_grad=tensor.requires_grad)
         set_gradient_dtype(real, gradient_dtype(tensor))
@@ -229,7 +280,7 @@ def _take_memory(tensor: Tensor, device: torch.device) -> None:
 
 
 def _mark_of(dtype: torch.dtype) -> float | int | None:
-    """What stands for "no value yet"; None for types in which every number may be a value."""
+    """The number that stands for "no value yet"; None for types in which every number may be a value."""
     if dtype.itemsize < 2:
         return None
     if dtype.is_floating_point or dtype.is_complex:
@@ -247,10 +298,3 @@ def _is_untouched(tensor: Tensor) -> bool:
     plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     # Unlike isnan, the largest entry needs no memory; NaN is larger than anything.
     return bool(plain.max().isnan()) if plain.is_floating_point() else int(plain.min()) == mark
-
-
-def _stand_in(tensor: Tensor) -> Tensor:
-    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(twin, requires_grad=tensor.requires_grad)
-    return twin

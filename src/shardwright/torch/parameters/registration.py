@@ -39,7 +39,7 @@ _IN_ORDER = (nn.Sequential, nn.ModuleList)
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """What a model has registered, in order.
+    """The parameters and buffers that a model has registered, in order.
 
     Attributes:
         modules: path of a module -> names of its children.
@@ -105,11 +105,11 @@ def agree_on_registration(model: nn.Module, context: Context) -> None:
     Raises:
         UsageError: the model has other parts on another rank; on all ranks.
     """
-    if context.world is None:
+    if context.links.world is None:
         return
     own = _Table.of(model, context.optimizers)
     digest = torch.tensor(own.digest, dtype=torch.int64, device=context.device)
-    digests = context.world.gather(digest, Purpose.AGREEMENT).tolist()
+    digests = context.links.world.gather(digest, Purpose.AGREEMENT).tolist()
     if len(set(digests)) == 1:
         return
     tables = [_Table(**told) for told in tell_all(asdict(own))]
@@ -124,7 +124,7 @@ def agree_on_registration(model: nn.Module, context: Context) -> None:
             "all ranks follow rank 0, in its order and with its first values",
             other,
         )
-    if context.mesh.pipeline > 1:
+    if context.mesh.spreads_model:
         _share_first_values(model, context)
 
 
@@ -219,7 +219,7 @@ def _sort(registry: Any, wanted: list[str]) -> None:
 @torch.no_grad()
 def _share_first_values(model: nn.Module, context: Context) -> None:
     """Gives all ranks the parameters and buffers of the first one."""
-    assert context.world is not None
+    assert context.links.world is not None
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_recorded(tensor):
             raise UsageError(
@@ -229,5 +229,5 @@ def _share_first_values(model: nn.Module, context: Context) -> None:
             )
         if tensor.numel() and not tensor.is_meta:
             values = tensor.detach().to(context.device).contiguous()
-            context.world.broadcast([values], 0, Purpose.AGREEMENT)
+            context.links.world.broadcast([values], 0, Purpose.AGREEMENT)
             tensor.detach().copy_(values)

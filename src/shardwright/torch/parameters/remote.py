@@ -81,7 +81,7 @@ class RemoteTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where it is said to be."""
+        """The device that it claims to be on."""
         device: torch.device = self.told_device or Tensor.device.__get__(self)
         return device
 

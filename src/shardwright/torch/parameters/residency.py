@@ -18,7 +18,7 @@ __all__ = ["Residency", "refuse_released", "release_remote"]
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """Where each parameter and buffer lives.
+    """The ranks and stages that hold each parameter and buffer.
 
     Attributes:
         stages: first name -> stages that use it, ascending; empty for tensors that no unit and no glue uses.

@@ -4,6 +4,10 @@ Between steps, scripts find it in ``model.parameters()`` and in ``parameter.grad
 whole. Element-wise operations work on each rank's rows; norms and sums communicate. Every other operation
 gathers all rows and cuts the changed ones again, so all ranks must call it. A result that is no longer cut is
 an ordinary tensor.
+
+Where ranks share layers, too (tensor parallelism), the rows are those of this rank's part of the tensor::
+
+    parameter 6 x 4     columns 0, 1 on two tensor ranks     rows 0..2 of these on two shard ranks
 """
 
 from collections.abc import Callable
@@ -14,11 +18,22 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwright.errors import UsageError
-from shardwright.torch._private import disabled_torch_function, dtensor_of, make_wrapper, spec_like
+from shardwright.placement import Placement
+from shardwright.torch._private import (
+    disabled_torch_function,
+    dtensor_of,
+    make_wrapper,
+    new_wrapper,
+    spec_like,
+)
 from shardwright.torch.interception.glue import batch_is_running
 from shardwright.torch.pytorch.operator_schema import is_written, one_by_one, takes_several, written_arguments
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.pytorch.tree import leaves, map_tree
+from shardwright.torch.tensor_parallel.divide import divided_alike, part_as
+from shardwright.torch.tensor_parallel.divided_tensor import whole as whole_of
+from shardwright.torch.tensor_parallel.group import TensorGroup
+from shardwright.torch.tensor_parallel.spec import Spec
 
 __all__ = ["ShardedTensor", "own_part"]
 
@@ -40,22 +55,32 @@ class ShardedTensor(torch.Tensor):
     optimizers and variables of the script keep it.
 
     Attributes:
-        dtensor: the tensor; its local part is what this rank has.
+        dtensor: the tensor, or this rank's part of a divided one; its local part is what this rank has.
+        spec: how ranks share the tensor whose part that is; None where it is the tensor.
     """
 
     dtensor: DTensor
+    spec: Spec | None
+    outranks_divided = True  # among the arguments of an operation
 
     # What is asked in every iteration (`grad`, `requires_grad`) is answered without a detour through Python.
     __torch_function__ = disabled_torch_function
 
     @staticmethod
-    def __new__(cls, dtensor: DTensor) -> "ShardedTensor":
+    def __new__(cls, dtensor: DTensor, spec: Spec | None = None) -> "ShardedTensor":
         """Wraps a `DTensor`, in whose place it behaves the same."""
-        made: ShardedTensor = make_wrapper(cls, dtensor)
+        made: ShardedTensor = (
+            make_wrapper(cls, dtensor)
+            if spec is None
+            else new_wrapper(
+                cls, spec.shape, strides=spec.strides, dtype=dtensor.dtype, device=dtensor.device
+            )
+        )
         made.dtensor = dtensor
+        made.spec = spec
         return made
 
-    def __init__(self, dtensor: DTensor) -> None:
+    def __init__(self, dtensor: DTensor, spec: Spec | None = None) -> None:
         super().__init__()
 
     @property
@@ -65,7 +90,8 @@ class ShardedTensor(torch.Tensor):
 
     def full(self) -> Tensor:
         """All rows; collective over the ranks that share them."""
-        return self.dtensor.full_tensor()
+        rows = self.dtensor.full_tensor()
+        return rows if self.spec is None else whole_of(divided_alike(rows, self.spec))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -83,7 +109,7 @@ class ShardedTensor(torch.Tensor):
         if _is_of_own_rows(func, args, kwargs):
             return _on_own_rows(func, args, kwargs)
         if func._schema.name in _SUMS and _sums_up(args, kwargs):
-            return func(*map_tree(_dtensor, args), **map_tree(_dtensor, kwargs)).full_tensor()
+            return _summed_up(func, args, kwargs)
         return _gathered(func, args, kwargs)
 
     @property
@@ -103,7 +129,8 @@ class ShardedTensor(torch.Tensor):
             self.copy_(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        copied = ShardedTensor(_dtensor(self).detach().clone()).requires_grad_(self.requires_grad)
+        copied = ShardedTensor(_dtensor(self).detach().clone(), self.spec)
+        copied.requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             vars(copied)["_is_param"] = True
         memo[id(self)] = copied
@@ -136,6 +163,7 @@ class GatheredView(torch.Tensor):
     part: Tensor
     owner: ShardedTensor
     whole: Tensor
+    outranks_divided = True
 
     __torch_function__ = disabled_torch_function
 
@@ -194,7 +222,8 @@ def _is_of_own_rows(func: Any, args: Any, kwargs: Any) -> bool:
     written = [item for item in leaves(written_arguments(func, args, kwargs)) if isinstance(item, Tensor)]
     if any(not isinstance(tensor, ShardedTensor) for tensor in written):
         return False
-    return all(isinstance(tensor, ShardedTensor) and tensor.shape == first.shape for tensor in tensors)
+    kinds = {(tensor.shape, _cut(tensor)) for tensor in tensors}
+    return len(kinds) == 1 and isinstance(first, ShardedTensor)
 
 
 def _on_own_rows(func: Any, args: Any, kwargs: Any) -> Any:
@@ -207,9 +236,29 @@ def _on_own_rows(func: Any, args: Any, kwargs: Any) -> Any:
     def shown(item: Any) -> Any:
         if not isinstance(item, Tensor):
             return item
-        return ShardedTensor(dtensor_of(item, spec_like(first.dtensor._spec, item)))
+        return ShardedTensor(dtensor_of(item, spec_like(first.dtensor._spec, item)), first.spec)
 
     return map_tree(shown, result)
+
+
+def _cut(item: Tensor) -> tuple[bool, Placement | None]:
+    """A key that is equal for tensors of which this rank has the same elements, if they have one shape."""
+    if not isinstance(item, ShardedTensor):
+        return False, None
+    return True, None if item.spec is None else item.spec.placement
+
+
+def _summed_up(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """A sum, or a norm, over all ranks that have elements of a tensor."""
+    found: Tensor = func(*map_tree(_dtensor, args), **map_tree(_dtensor, kwargs)).full_tensor()
+    spec = args[0].spec
+    if spec is None:
+        return found
+    group: TensorGroup = spec.group
+    if func._schema.name == "aten::sum":
+        return group.reduce(found)
+    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    return group.reduce(found.pow(order)).pow(1 / order)
 
 
 def _sums_up(args: Any, kwargs: Any) -> bool:
@@ -232,8 +281,7 @@ def _fit_one_by_one(args: tuple[Any, ...]) -> bool:
     """Whether tensors at the same place of the lists are cut alike, or not at all."""
     lists = [item for item in args if isinstance(item, list | tuple) and _has_tensors(item)]
     for together in zip(*lists, strict=False):
-        cut = {isinstance(item, ShardedTensor) for item in together if item.ndim}
-        if len(cut) > 1:
+        if len({_cut(item) for item in together if item.ndim}) > 1:
             return False
     return True
 
@@ -284,7 +332,8 @@ def _gives_views(func: Any) -> bool:
 def _own_rows(item: ShardedTensor, whole: Tensor) -> Tensor:
     """The rows of this rank."""
     mesh, placements = item.dtensor.device_mesh, item.dtensor.placements
-    replicated = DTensor.from_local(whole, mesh, run_check=False)
+    part = whole if item.spec is None else part_as(whole, item.spec)
+    replicated = DTensor.from_local(part, mesh, run_check=False)
     return replicated.redistribute(mesh, placements).to_local()
 
 

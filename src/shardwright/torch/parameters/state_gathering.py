@@ -10,6 +10,7 @@ from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import UsageError
 from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.run.context import Context
+from shardwright.torch.tensor_parallel.divided_tensor import whole
 
 __all__ = ["gather_state", "rank_that_runs"]
 
@@ -60,7 +61,7 @@ def gather_state(
 
 
 class _Sources:
-    """Which rank gives which tensor, of what shape and type: a forward may have given a buffer others.
+    """The rank, shape and type of each tensor's source: a forward may have given a buffer others.
 
     Args:
         state: the `state_dict` of this rank.
@@ -91,7 +92,7 @@ class _Sources:
             },
             "objects": any(not isinstance(value, Tensor) for value in state.values()),
         }
-        self._said = tell_all(said, group=context.pipeline_group)
+        self._said = tell_all(said, group=context.groups.pipeline)
         self.order = _merged([each["names"] for each in self._said])
         self.have_objects = any(each["objects"] for each in self._said)
 
@@ -108,12 +109,12 @@ class _Sources:
         """A tensor of one rank, on all; collective over the replica."""
         context = self._context
         if source == context.pipeline_rank:
-            payload = self._own[key].detach().clone(memory_format=torch.contiguous_format)
+            payload = whole(self._own[key]).clone(memory_format=torch.contiguous_format)
         else:
             shape, dtype = self._said[source]["own"][key]
             payload = torch.empty(shape, dtype=getattr(torch, dtype), device=context.device)
         if payload.numel():
-            dist.broadcast(payload, context.pipeline_ranks[source], group=context.pipeline_group)
+            dist.broadcast(payload, context.pipeline_ranks[source], group=context.groups.pipeline)
         return payload
 
 
@@ -139,7 +140,7 @@ def _from_their_ranks(others: dict[str, Any], residency: Residency, context: Con
     own = {
         key: value for key, value in others.items() if rank_that_runs(key, residency) == context.pipeline_rank
     }
-    gathered = tell_all(own, group=context.pipeline_group, objects=True)
+    gathered = tell_all(own, group=context.groups.pipeline, objects=True)
     found: dict[str, Any] = {}
     for part in gathered:
         found.update(part)

@@ -46,7 +46,7 @@ class SynchronisedNorms:
             return
         if self._group is None and self._context.mesh.data > 1:
             # Not the group of gradients: their sums are under way in a backward, in whatever order.
-            self._group = self._context.further_group("dp", use="statistics of batch norms")
+            self._group = self._context.further_group("rdp", use="statistics of batch norms")
         self._refuse_other_stages()
         kind: Any = nn.SyncBatchNorm
         original = kind.forward
@@ -90,7 +90,7 @@ class SynchronisedNorms:
 
     def _refuse_other_stages(self) -> None:
         """Refuses groups with ranks that do not run the layer: on all ranks, before any waits for another."""
-        replicas = set(self._context.mesh.group("dp", self._context.rank))
+        replicas = set(self._context.holders)
         for given in {id(norm.process_group): norm.process_group for norm in self._norms}.values():
             if given is None or given is dist.group.WORLD or self._context.mesh.world_size == 1:
                 continue

@@ -88,18 +88,18 @@ class _Same:
 @dataclass(frozen=True, slots=True)
 class _Entry:
     program: Program
-    path: Path | None
+    path: Path
     numbers: NumberPath | None = None
 
     def holds_for(self, part: Batch) -> bool:
         if self.numbers is not None and not self.numbers.taken_by(part.leaves):
             return False
-        return self.path is None or self.path.taken_by(part.leaves)
+        return self.path.taken_by(part.leaves)
 
 
 @dataclass(slots=True)
 class _NumbersSeen:
-    """Of microbatches that differ in their numbers alone.
+    """The traces of microbatches that differ in their numbers alone.
 
     Attributes:
         traced: numbers of the first traces that hold for no others.
@@ -164,7 +164,7 @@ class ProgramCache:
         numbers: NumberPath | None = None,
         where: str = "",
     ) -> None:
-        """Notes the program of a trace, for all microbatches that take its path.
+        """Keeps the program of a trace for all microbatches that take its path.
 
         Args:
             part: arguments of the microbatch.
@@ -175,7 +175,7 @@ class ProgramCache:
             numbers: for which numbers it holds; None for those of this microbatch alone.
             where: the line of the step function, for messages.
         """
-        if trace.reads_data and trace.path is None:
+        if trace.path is None:
             if self._warns and not self._warned:
                 log.warning(
                     "Every microbatch is traced again: Python reads values of the batch in a way that cannot "
@@ -198,7 +198,7 @@ class ProgramCache:
             del self._numbers[next(iter(self._numbers))]
 
     def _note_numbers(self, seen: _NumbersSeen, part: Batch, where: str) -> None:
-        """Tells of many traces that differ in numbers alone."""
+        """Warns of many traces that differ in numbers alone."""
         numbers = _numbers_of(part)
         if not numbers or numbers in seen.traced or len(seen.traced) == _NUMBERS_TOLD:
             return

@@ -1,7 +1,4 @@
-"""Rejects what a pipeline cannot do although one process can; each check raises `TraceError`.
-
-Every check takes the trace, each node's home stage (`homes`) and each stage's pipeline rank.
-"""
+"""Rejects what a pipeline cannot do although one process can."""
 
 from collections.abc import Sequence
 
@@ -10,19 +7,34 @@ from torch import nn
 from shardwright.errors import TraceError
 from shardwright.torch.tracing.trace_data import Trace
 
-__all__ = [
-    "check_after_backward",
-    "check_attributes",
-    "check_counters",
-    "check_generators",
-    "check_lasting_tensors",
-    "check_python_draws",
-    "check_replaced_buffers",
-    "pauses_of",
-]
+__all__ = ["check_trace", "pauses_of"]
 
 
-def check_after_backward(trace: Trace, homes: Sequence[int], home_of: Sequence[int]) -> None:
+def check_trace(
+    trace: Trace, homes: Sequence[int], home_of: Sequence[int], stage_ranks: Sequence[int]
+) -> None:
+    """Refuses a step function that stages would compute otherwise than one process.
+
+    Args:
+        trace: of the step function.
+        homes: home stage of each node.
+        home_of: home stage of each value.
+        stage_ranks: pipeline rank of each stage.
+
+    Raises:
+        TraceError: it is one; the line and the remedy are named.
+    """
+    _check_after_backward(trace, homes, home_of)
+    if len(stage_ranks) > 1:
+        _check_lasting_tensors(trace)
+        _check_replaced_buffers(trace)
+    _check_counters(trace, homes, stage_ranks)
+    _check_attributes(trace, homes, stage_ranks)
+    _check_python_draws(trace, homes, stage_ranks)
+    _check_generators(trace)
+
+
+def _check_after_backward(trace: Trace, homes: Sequence[int], home_of: Sequence[int]) -> None:
     """Refuses a tensor that is made after the backward on one stage and needed on another."""
     if trace.backward_at is None:
         return
@@ -38,7 +50,7 @@ def check_after_backward(trace: Trace, homes: Sequence[int], home_of: Sequence[i
                 )
 
 
-def check_lasting_tensors(trace: Trace) -> None:
+def _check_lasting_tensors(trace: Trace) -> None:
     """Refuses a tensor that outlives the step function, and that only one rank would change."""
     for step in trace.steps:
         if any(change.lasting for change in step.changes):
@@ -50,9 +62,9 @@ def check_lasting_tensors(trace: Trace) -> None:
             )
 
 
-def check_replaced_buffers(trace: Trace) -> None:
+def _check_replaced_buffers(trace: Trace) -> None:
     """Refuses another tensor in the place of a buffer, where other ranks have no room for its content."""
-    for name, how in trace.replaced_buffers.items():
+    for name, how in trace.effects.replaced_buffers.items():
         shapes = f", which changes its shape from {how}" if how else ""
         remedy = f"write into it: self.{name.rpartition('.')[2]}.copy_(...)"
         raise TraceError(
@@ -63,7 +75,7 @@ def check_replaced_buffers(trace: Trace) -> None:
         )
 
 
-def check_counters(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[int]) -> None:
+def _check_counters(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[int]) -> None:
     """Refuses a counter that Python reads, if other microbatches could come in between."""
     for name in dict.fromkeys(name for step in trace.steps for name in step.counters):
         used = [index for index, step in enumerate(trace.steps) if name in step.counters]
@@ -80,9 +92,9 @@ def check_counters(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[int
                 )
 
 
-def check_attributes(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[int]) -> None:
+def _check_attributes(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[int]) -> None:
     """Refuses an attribute in which a microbatch would not find what the one before leaves there."""
-    for use in trace.attributes:
+    for use in trace.effects.attributes:
         read, write = use.first_read, use.last_write
         if read is None or use.put_back:
             continue
@@ -105,7 +117,7 @@ def check_attributes(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[i
                 )
 
 
-def check_python_draws(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[int]) -> None:
+def _check_python_draws(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[int]) -> None:
     """Refuses draws of Python and NumPy that ranks would not make in the same order.
 
     Raises:
@@ -114,10 +126,10 @@ def check_python_draws(trace: Trace, homes: Sequence[int], stage_ranks: Sequence
     places = {
         (rank, sum(pause < place for pause in pauses_of(trace, homes, stage_ranks, rank)))
         for rank in set(stage_ranks)
-        for place in trace.python_draws
+        for place in trace.random.python_at
     }
-    if trace.python_draws and (trace.draws_in_units or len(places) > len(set(stage_ranks))):
-        where = "also inside modules" if trace.draws_in_units else "at several places"
+    if trace.random.python_at and (trace.random.python_in_units or len(places) > len(set(stage_ranks))):
+        where = "also inside modules" if trace.random.python_in_units else "at several places"
         raise TraceError(
             f"the step function draws random numbers of Python or NumPy between modules, and {where}: ranks "
             "would not draw them in the same order. Draw them before the step function and pass them to it, "
@@ -125,11 +137,11 @@ def check_python_draws(trace: Trace, homes: Sequence[int], stage_ranks: Sequence
         )
 
 
-def check_generators(trace: Trace) -> None:
+def _check_generators(trace: Trace) -> None:
     """Refuses random numbers after a seed between units, where not every rank draws all of them in a row."""
-    if trace.generators_set_at:
+    if trace.random.set_at:
         raise TraceError(
-            f"{trace.generators_set_at}: the step function, or a module without putting it back, has set the "
+            f"{trace.random.set_at}: the step function, or a module without putting it back, has set the "
             "state of a generator of random numbers (torch.manual_seed, torch.set_rng_state, "
             "torch.random.fork_rng, or a method of the generator). Each stage runs a part of what draws from "
             "it, so they would draw other numbers than a single process. Draw with a generator that is made "

@@ -1,35 +1,43 @@
-"""What a program's step returns to the code around it."""
+"""The results that a program's step gives to the code around it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from shardwright.torch.interception.deferred import DeferredTensor
-from shardwright.torch.program.instructions import Instruction
 from shardwright.torch.pytorch.tree import flatten
+from shardwright.torch.tracing.recorded_step import StepResult, UnitCall
 
-__all__ = ["copied_out", "given_back", "stand_in", "with_stand_ins"]
+__all__ = ["copied_out", "given_back", "leave_stand_ins", "stand_in", "with_stand_ins"]
 
 
-def stand_in(instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def stand_in(result: StepResult, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a step that another rank executes."""
-    structure, result = instruction.structure, instruction.result
-    assert structure is not None
-    if instruction.passed:
+    assert result.structure is not None
+    if not result.passed:
+        return result.structure.rebuild(result.leaves)
+    items, filled = flatten((args, kwargs))[0], list(result.leaves)
+    for position, source in result.passed:
+        filled[position] = items[source]
+    return result.structure.rebuild(filled)
+
+
+def leave_stand_ins(unit: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Puts into attributes what a unit leaves there that another rank executes."""
+    for owner, key, deferred in unit.attributes:
+        vars(owner)[key] = deferred
+    if unit.passed_attributes:
         items = flatten((args, kwargs))[0]
-        filled = list(result)
-        for position, source in instruction.passed:
-            filled[position] = items[source]
-        return structure.rebuild(filled)
-    return structure.rebuild(result)
+        for owner, key, place in unit.passed_attributes:
+            vars(owner)[key] = items[place]
 
 
 def given_back(
-    instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_free: Callable[[Any], bool]
+    result: StepResult, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_free: Callable[[Any], bool]
 ) -> dict[int, Any]:
     """The arguments that a step gives back as they are, but for tensors of this rank.
 
     Args:
-        instruction: the step.
+        result: of the step, in the trace.
         args: what it is given.
         kwargs: what it is given by name.
         is_free: tells whether every rank has an item.
@@ -37,10 +45,10 @@ def given_back(
     Returns:
         Position in the result -> free item, or stand-in for a tensor of another stage.
     """
-    if not instruction.passed:
+    if not result.passed:
         return {}
     items = flatten((args, kwargs))[0]
-    passed = ((position, items[source]) for position, source in instruction.passed)
+    passed = ((position, items[source]) for position, source in result.passed)
     return {position: item for position, item in passed if isinstance(item, DeferredTensor) or is_free(item)}
 
 

@@ -13,27 +13,26 @@ first one did.
 The position arithmetic of Funnel (``seq_len``), and the marks that wav2vec 2.0 and its kin set at their first
 forward, are such attributes; ``config.problem_type`` of 19 classifiers is in an object.
 
-So it is with attributes of objects and entries of dictionaries that modules hold: a count in a context that
-all blocks share. Who reads an entry is not seen, so that a number that is changed counts as read before. A
-tensor does not: features that hooks collect are read by nobody, and one of another microbatch says so itself.
+Entries of lists and dictionaries that stay are such slots, too. That one is read is not seen there. A tensor
+counts as read if an operation gets it; a number that changes, and a list that gets longer, always::
+
+    self.heads[i] = x                       no read
+    x = x + self.state[0]                   a read, if another tensor is there at the end
+    self.notes["depth"] += 1                a read
 """
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import dropwhile
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.torch.interception.glue import active_handler
-from shardwright.torch.python_state.class_watch import ClassWatch
-from shardwright.torch.python_state.snapshot import DICTIONARIES, Slot, SlotContent, namespace_of
-from shardwright.torch.python_state.stored_items import stores_item
-from shardwright.torch.python_state.watched_containers import original_of
-from shardwright.torch.pytorch.container_content import ABSENT, PLAIN, has_content
+from shardwright.torch.python_state.snapshot import DICTIONARIES, SlotContent, namespace_of
+from shardwright.torch.python_state.watch import ClassWatch
 from shardwright.torch.pytorch.module_tree import OF_EVERY_MODULE
+from shardwright.torch.pytorch.slots import ABSENT, PLAIN, Slot, same_entries
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.pytorch.tree import leaves
 
@@ -41,6 +40,7 @@ __all__ = ["Access", "AttributeUse", "AttributeUses"]
 
 # Parameters, buffers, modules, hooks. Flags that a forward sets are of interest, whoever has declared them.
 _OWN = OF_EVERY_MODULE - {"training"}
+_NUMBERS = PLAIN - {type(None)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,53 +106,37 @@ class AttributeUses:
     def __init__(
         self, places: Sequence[Slot], position: Callable[[], float], *, rehearses: Callable[[], bool]
     ):
-        self._places = list(places)
         self._position = position
         self._rehearses = rehearses
-        self._log: dict[tuple[int, Any], list[Access]] = {(id(m), k): [] for m, k in places}
-        self._from_glue: set[tuple[int, Any]] = set()
-        self._watched: set[type] = set()  # classes of objects whose attributes tell when they are used
-        self._initial = {(id(m), k): _content_of(m, k) for m, k in places}
-        self._contents = dict(self._initial)
-        self._in_place: set[tuple[int, Any]] = set()
+        self._slots = {(id(holder), key): _Seen(holder, key) for holder, key in places}
         self._written: dict[tuple[int, str], Slot] = {}
-        self._stores: dict[int, str] = {}  # list that is looked up to put an item into -> where
-        # At the first other look at a list: where, and the places of items that were those of the start.
-        self._kept_at_read: dict[tuple[int, Any], tuple[str, set[int]]] = {}
-        self._told: set[tuple[int, Any]] = set()  # writes that were noted and not seen yet
+        self._tensors: dict[int, list[tuple[_Seen, Any]]] = {}
+        for seen in self._slots.values():
+            entries = seen.initial.inside or ({} if seen.tells else {None: seen.initial.value})
+            for key, item in entries.items():
+                if isinstance(item, Tensor):
+                    self._tensors.setdefault(id(item), []).append((seen, key))
 
     def look(self, *, inside: bool = False) -> None:
-        """Looks what has changed in containers and tensors since the last time; before every step.
+        """Looks what has changed since the last time; before every step.
 
         Args:
             inside: a unit has just ended, and may have changed it.
         """
-        told, self._told = self._told, set()
-        stores, self._stores = self._stores, {}
-        for module, key in self._places:
-            before = self._contents[id(module), key]
-            if type(before.value) in PLAIN and namespace_of(module).get(key) is before.value:
-                continue
-            now = _content_of(module, key)
-            if now.value is before.value and has_content(now.inside, before.inside):
-                if now.versions == before.versions:
-                    continue
-                self._in_place.add((id(module), key))
-            self._contents[id(module), key] = now
-            tells = isinstance(module, nn.Module) or type(module) in self._watched
-            accesses = self._log[id(module), key]
-            stored = stores.get(id(now.value), "")
-            line = stored or (accesses[-1].line if accesses else user_line())
-            position = self._position() - 0.5 * inside
-            if now.value is not before.value and tells:
-                if (id(module), key) not in told:  # by a unit of which a copy was run
-                    accesses.append(Access(position, True, line))
-                continue
-            if not accesses and not stored:
-                accesses.append(Access(position, False, line))
-            accesses.append(Access(position, True, line))
-            if not tells and not inside:
-                self._from_glue.add((id(module), key))
+        for seen in self._slots.values():
+            seen.look(self._position(), inside=inside)
+
+    def used(self, items: Iterable[Any], *, inside: bool = False) -> None:
+        """Records what an operation is given.
+
+        Args:
+            items: leaves of its arguments.
+            inside: it runs inside of a unit; else between units, or it is a unit.
+        """
+        for item in items if self._tensors else ():
+            for seen, key in self._tensors.get(id(item), ()):
+                seen.from_glue = seen.from_glue or not inside
+                seen.used.setdefault(key, Access(self._position() + 0.5 * inside, False, user_line()))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -161,12 +145,11 @@ class AttributeUses:
         Attributes of plain objects it sees where their classes let themselves be watched.
         """
         watch = ClassWatch(lambda item, key: self._note(item, key, writes=False), self._write)
-        kinds = {type(holder) for holder, _ in self._places}
         try:
-            watch.watch(nn.Module, reads=bool(self._places))
-            for kind in kinds - DICTIONARIES:
-                if not issubclass(kind, nn.Module) and watch.watch(kind):
-                    self._watched.add(kind)
+            watch.watch(nn.Module, reads=bool(self._slots))
+            for seen in self._slots.values():
+                if not seen.tells and type(seen.holder) not in DICTIONARIES:
+                    seen.tells = watch.watch(type(seen.holder))
             yield
         finally:
             watch.forget()
@@ -184,42 +167,19 @@ class AttributeUses:
         modules = {id(module) for module in model.modules()} if self._written else set()
         return [place for place in self._written.values() if id(place[0]) in modules]
 
-    def _note(self, module: Any, key: str, *, writes: bool) -> None:
-        accesses = self._log.get((id(module), key))
-        if accesses is None or self._rehearses():
+    def _note(self, holder: Any, key: str, *, writes: bool) -> None:
+        seen = self._slots.get((id(holder), key))
+        if seen is None or self._rehearses():
             return
         self.look()
         inside = active_handler() is None
-        if not inside:
-            self._from_glue.add((id(module), key))
-        if writes:
-            self._told.add((id(module), key))
-        elif self._is_list(module, key):
-            if stores_item(sys._getframe(3)):  # behind the watch: the code that looks it up
-                self._stores[id(namespace_of(module)[key])] = user_line()
-                return
-            kept = self._unchanged_items(module, key)
-            self._kept_at_read.setdefault((id(module), key), (user_line(), kept))
-        accesses.append(Access(self._position() + 0.5 * inside, writes, user_line()))
-
-    def _is_list(self, module: Any, key: Any) -> bool:
-        return isinstance(module, nn.Module) and type(namespace_of(module).get(key)) is list
-
-    def _unchanged_items(self, module: Any, key: Any) -> set[int]:
-        """Places in a list where there still is what was there at the start."""
-        before, now = self._initial[id(module), key].inside, namespace_of(module).get(key)
-        if type(before) is not list or type(now) is not list:
-            return set()
-        return {i for i, (one, other) in enumerate(zip(before, now, strict=False)) if one is other}
-
-    def _reads_old_item(self, module: Any, key: Any) -> Access | None:
-        """The first read of a list, if items are written behind it: it may have found those of another."""
-        line, kept = self._kept_at_read.get((id(module), key), ("", set()))
-        first = next((access for access in self._log[id(module), key] if access.line == line), None)
-        return first if kept - self._unchanged_items(module, key) else None
+        seen.from_glue = seen.from_glue or not inside
+        seen.told = seen.told or writes
+        is_lookup = not writes and seen.now.inside is not None
+        seen.accesses.append((Access(self._position() + 0.5 * inside, writes, user_line()), is_lookup))
 
     def uses(self, model: nn.Module, is_value: Callable[[Any], bool]) -> tuple[AttributeUse, ...]:
-        """What was seen of attributes that code between units uses; before they are put back.
+        """The uses of attributes by code between units; before these are put back.
 
         Args:
             model: the whole model.
@@ -228,45 +188,106 @@ class AttributeUses:
         self.look()
         names = {id(module): name for name, module in model.named_modules()}
         found = []
-        for module, key in self._places:
-            if (id(module), key) in self._from_glue or self._is_handed_on(module, key):
-                where = names.get(id(module)) or "the model"
-                if not isinstance(module, nn.Module):
-                    where = "what the model holds"
-                name = f"{key} of {where} ({type(module).__name__})"
-                accesses = tuple(self._log[id(module), key])
-                if accesses[0].writes and (old := self._reads_old_item(module, key)) is not None:
-                    accesses = (old, *accesses)
-                carries = any(is_value(item) for item in leaves(namespace_of(module).get(key)))
-                if carries and self._reads_are_presumed(module, key):
-                    accesses = tuple(dropwhile(lambda access: not access.writes, accesses))
-                late = any(access.before % 1 in (0.25, 0.75) for access in accesses)
-                in_place = (id(module), key) in self._in_place
-                put_back = not in_place and self._is_put_back(module, key)
-                found.append(AttributeUse(module, key, name, accesses, carries, late, in_place, put_back))
+        for seen in self._slots.values():
+            accesses = seen.in_order()
+            # A unit may leave something there for another, which is on a later stage of its rank.
+            handed_on = len({access.before for access in accesses}) > 1 and accesses[0].writes
+            if not accesses or not (seen.from_glue or handed_on):
+                continue
+            is_module = isinstance(seen.holder, nn.Module)
+            where = names.get(id(seen.holder)) or ("the model" if is_module else "what the model holds")
+            found.append(
+                AttributeUse(
+                    seen.holder,
+                    seen.key,
+                    f"{seen.key} of {where} ({type(seen.holder).__name__})",
+                    accesses,
+                    carries_tensor=any(is_value(item) for item in leaves(seen.now.value)),
+                    read_late=any(access.before % 1 in (0.25, 0.75) for access in accesses),
+                    in_place=seen.in_place,
+                    put_back=not seen.in_place and seen.now.has_same(seen.initial),
+                )
+            )
         return tuple(found)
 
-    def _reads_are_presumed(self, module: Any, key: Any) -> bool:
-        """Whether who looks there first may do so to write: an entry of a dictionary, by its key.
 
-        A list that is not replaced may get longer with every microbatch, and Python may look at its length.
+class _Seen:
+    """The observed uses of one slot.
+
+    Attributes:
+        tells: its holder tells when the slot is read or written.
+        initial: what it held at the start.
+        now: what it held at the last look.
+        accesses: in order, each with whether it only looks a container up: what for is not seen.
+        old_reads: of entries as another microbatch may have left them.
+        used: entry of a container -> the first use of a tensor that was there at the start.
+        from_glue: code between units uses it.
+        in_place: tensors in it have changed.
+        told: a write was noted and not looked at yet.
+    """
+
+    def __init__(self, holder: Any, key: Any):
+        self.holder, self.key = holder, key
+        self.tells = isinstance(holder, nn.Module)
+        self.initial = self.now = SlotContent.of(holder, key)
+        self.accesses: list[tuple[Access, bool]] = []
+        self.old_reads: list[Access] = []
+        self.used: dict[Any, Access] = {}
+        self.from_glue = self.in_place = self.told = False
+
+    @property
+    def line(self) -> str:
+        """Where code has come by last."""
+        return self.accesses[-1][0].line if self.accesses else user_line()
+
+    def look(self, position: float, *, inside: bool) -> None:
+        """Takes note of what has changed since the last look.
+
+        Args:
+            position: where the trace is.
+            inside: a unit has just ended, and may have changed it.
         """
-        before, now = self._initial[id(module), key], self._contents[id(module), key]
-        if now.inside is not None and before.value is now.value:
-            return isinstance(now.value, dict)
-        return not isinstance(module, nn.Module) and type(module) not in self._watched
+        before, told, self.told = self.now, self.told, False
+        if type(before.value) in PLAIN and namespace_of(self.holder).get(self.key) is before.value:
+            return
+        now = SlotContent.of(self.holder, self.key)
+        stays = now.value is before.value
+        if stays and same_entries(now.inside, before.inside):
+            if now.versions == before.versions:
+                return
+            self.in_place = True
+        self.now = now
+        at = position - 0.5 * inside
+        if self.tells and not stays:
+            if not told:  # by a unit of which a copy was run
+                self.accesses.append((Access(at, True, self.line), False))
+            return
+        if before.value is self.initial.value and _may_have_read(before, now):
+            self.old_reads.append(Access(at, False, self.line))
+        self.accesses.append((Access(at, True, self.line), False))
+        self.from_glue = self.from_glue or not (self.tells or inside)
 
-    def _is_handed_on(self, module: Any, key: Any) -> bool:
-        """Whether a unit leaves something there for another, which may be on a later stage of its rank."""
-        accesses = self._log[id(module), key]
-        return len({access.before for access in accesses}) > 1 and accesses[0].writes
+    def in_order(self) -> tuple[Access, ...]:
+        """The accesses; first one that finds what another microbatch left there, if any does."""
+        stays = self.now.value is self.initial.value and self.initial.inside is not None
+        found = [access for access, is_lookup in self.accesses if not (is_lookup and stays)]
+        used = [access for key, access in self.used.items() if self._is_other(key)]
+        old = min((*self.old_reads, *used), key=lambda access: access.before, default=None)
+        return tuple(found if old is None else (old, *found))
 
-    def _is_put_back(self, module: Any, key: Any) -> bool:
-        return self._contents[id(module), key].has_same(self._initial[id(module), key])
+    def _is_other(self, entry: Any) -> bool:
+        """Whether there is another tensor at an entry, or one with other values."""
+        if self.in_place or self.now.value is not self.initial.value:
+            return True
+        before, now = self.initial.inside or {}, self.now.inside or {}
+        return now.get(entry) is not before.get(entry)
 
 
-def _content_of(holder: Any, key: Any) -> SlotContent:
-    """What is in a slot; the container itself where one that tells of reads stands in for it."""
-    content = SlotContent.of(holder, key)
-    original = original_of(content.value)
-    return content if original is content.value else replace(content, value=original)
+def _may_have_read(before: SlotContent, now: SlotContent) -> bool:
+    """Whether a change counts as read before: that of a number, of the length of a list, or in place."""
+    if now.value is not before.value:
+        return type(before.value) in _NUMBERS
+    was, is_now = before.inside or {}, now.inside or {}
+    changed = [key for key in {**was, **is_now} if was.get(key, ABSENT) is not is_now.get(key, ABSENT)]
+    is_resized = not isinstance(now.value, dict) and was.keys() != is_now.keys()
+    return not changed or is_resized or any(type(was.get(key)) in _NUMBERS for key in changed)

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.torch.python_state.reachable import is_plain_object
 from shardwright.torch.pytorch.module_tree import OF_EVERY_MODULE, all_modules
+from shardwright.torch.pytorch.slots import ABSENT, PLAIN
 
 __all__ = ["AttributeWatch"]
 
@@ -21,8 +23,6 @@ log = logging.getLogger(__name__)
 
 _Place = tuple[int, str, str]
 
-_PLAIN = frozenset({type(None), bool, int, str, float})
-_MISSING: Any = object()
 _NEVER_PLAIN = frozenset({dict, set, OrderedDict, nn.Parameter, type(torch.relu)})
 _TIMES_WITHOUT_EFFECT = 3
 _DIGESTS_KEPT = 64
@@ -45,10 +45,10 @@ class AttributeWatch:
             return ()
         now = _attributes(self._model)
         for place in now.keys() | self._after_step.keys():
-            if _differs(now.get(place, _MISSING), self._after_step.get(place, _MISSING)):
+            if _differs(now.get(place, ABSENT), self._after_step.get(place, ABSENT)):
                 self._without_effect.setdefault(place, 0)
         counted = sorted(p for p, times in self._without_effect.items() if times < _TIMES_WITHOUT_EFFECT)
-        self._watched = {place: now.get(place, _MISSING) for place in counted}
+        self._watched = {place: now.get(place, ABSENT) for place in counted}
         return tuple((place, type(value), value) for place, value in self._watched.items())
 
     def step_ends(self) -> None:
@@ -66,7 +66,7 @@ class AttributeWatch:
         before = known.get(digest)
         last = next(reversed(known.values()), None)
         if last is not None:
-            changed = [p for p, value in self._watched.items() if _differs(last.get(p, _MISSING), value)]
+            changed = [p for p, value in self._watched.items() if _differs(last.get(p, ABSENT), value)]
             for place in changed:
                 same = before is not None
                 self._without_effect[place] = self._without_effect[place] + 1 if same else 0
@@ -88,38 +88,24 @@ def _attributes(model: nn.Module) -> dict[_Place, Any]:
     seen: set[int] = set()
     for number, module in enumerate(all_modules(model)):
         for name, value in vars(module).items():
-            if name in OF_EVERY_MODULE:
+            if name in OF_EVERY_MODULE or type(value) in _NEVER_PLAIN:
                 continue
-            kind = type(value)
-            if kind in _NEVER_PLAIN:
-                continue
-            if kind in _PLAIN:
-                found[number, name, ""] = value if kind is not float else repr(value)
-            elif (plain := _plain(value)) is not _MISSING:
+            if (plain := _plain(value)) is not ABSENT:
                 found[number, name, ""] = plain
-            elif id(value) not in seen and _is_plain_object(value):
+            elif id(value) not in seen and is_plain_object(value) and not callable(value):
                 seen.add(id(value))
-                for inner, held in vars(value).items():
-                    if (plain := _plain(held)) is not _MISSING:
-                        found[number, name, inner] = plain
+                held = ((inner, _plain(item)) for inner, item in vars(value).items())
+                found |= {(number, name, inner): plain for inner, plain in held if plain is not ABSENT}
     return found
 
 
 def _plain(value: Any) -> Any:
-    """Something to compare by; `_MISSING` where it is not watched."""
+    """Something to compare by; `ABSENT` where it is not watched."""
     kind = type(value)
     if kind is float:
         return repr(value)  # a NaN, too, is equal to itself
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return value
     if (kind is list or kind is tuple) and len(value) <= _LONGEST:
-        return repr(value) if all(type(item) in _PLAIN for item in value) else _MISSING
-    return _MISSING
-
-
-def _is_plain_object(value: Any) -> bool:
-    """Whether it is an object like a configuration: with attributes, and neither torch's nor callable."""
-    kind = type(value)
-    if kind.__module__ in ("builtins", "collections") or isinstance(value, nn.Module) or callable(value):
-        return False
-    return not kind.__module__.startswith("torch") and hasattr(value, "__dict__")
+        return repr(value) if all(type(item) in PLAIN for item in value) else ABSENT
+    return ABSENT

@@ -1,168 +1,152 @@
-"""Containers that a unit was given, and has changed: a dictionary of statistics, a list of losses.
+"""Containers among the arguments of a unit that the unit changes are a part of its result.
 
-In a trace a unit gets copies of the containers among its arguments, with fake tensors in them. What it does
-to the copies is done to the step function's own, so that code which reads there finds what only the unit's
-rank will have, and is refused. What units have appended to a list is no argument of later ones: their ranks
-need not have it. Units that look at it (`container_states`) are on the rank that does.
+::
+
+    feats.append(y)             in a unit that is given `feats`
+    info["depth"] += 1
+
+Every rank runs the step function with containers of its own, and only the rank of a unit runs the unit. So a
+call that changes containers returns `Filled`: what the unit returned, and what is in the containers now. Its
+tensors are values of the graph like any other result, its numbers are those of the trace, and every rank puts
+both into its own containers.
 """
 
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
 
-from torch import Tensor
+from shardwright.torch.pytorch.slots import entries_of, put_entries, same_entries
+from shardwright.torch.pytorch.tree import flatten
 
-from shardwright.torch.pytorch.tree import Structure, flatten, leaves
-
-__all__ = ["FilledLists", "append_again", "give_back_changes", "given_the_same", "without_appended"]
+__all__ = ["Containers", "Filled", "fill", "returning_contents"]
 
 
-def give_back_changes(own: Any, given: Any, known: Mapping[int, Any]) -> None:
-    """Does to the containers of a step function what a call has done to those that it was given.
+class Filled(NamedTuple):
+    """The result of a call that changes containers among its arguments.
+
+    Attributes:
+        result: what the unit returned.
+        contents: number of a container (see `Containers`) -> its entries.
+    """
+
+    result: Any
+    contents: dict[int, dict[Any, Any]]
+
+
+class _Contained(NamedTuple):
+    """In place of an entry that is itself a container among the arguments."""
+
+    number: int
+
+
+class Containers:
+    """The lists, dictionaries and dataclasses among the arguments of a call, numbered from the outermost.
 
     Args:
-        own: a tree as the step function has it.
-        given: the tree that was made of it for the call, as the call has left it.
-        known: id of a leaf that was put in -> the leaf that it stands for.
-
-    >>> own = {"losses": [1.0], "n": 2}
-    >>> give_back_changes(own, {"losses": [1.0, 0.5], "n": 3}, {})
-    >>> own
-    {'losses': [1.0, 0.5], 'n': 3}
+        args: by position.
+        kwargs: by name.
     """
-    if isinstance(own, dict | UserDict):
-        for key in [key for key in own if key not in given]:
-            del own[key]
-        for key, value in given.items():
-            if key not in own or not _same(own[key], value, known):
-                own[key] = known.get(id(value), value)
-    elif isinstance(own, list):
-        common = min(len(own), len(given))
-        for place in range(common):
-            if not _same(own[place], given[place], known):
-                own[place] = known.get(id(given[place]), given[place])
-        own[common:] = [known.get(id(value), value) for value in given[common:]]
-    elif isinstance(own, tuple):
-        for mine, theirs in zip(own, given, strict=False):
-            give_back_changes(mine, theirs, known)
-    elif dataclasses.is_dataclass(own) and not isinstance(own, type):
-        for field in dataclasses.fields(own):
-            if hasattr(own, field.name) and hasattr(given, field.name):
-                value = getattr(given, field.name)
-                if not _same(getattr(own, field.name), value, known):
-                    object.__setattr__(own, field.name, known.get(id(value), value))
+
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]):
+        self._items = [item for given in (*args, *kwargs.values()) for item in _containers_in(given)]
+        self._before = [entries_of(item) for item in self._items]
+
+    @property
+    def changed(self) -> tuple[int, ...]:
+        """Numbers of those that hold something else than at first."""
+        return tuple(
+            number
+            for number, (item, before) in enumerate(zip(self._items, self._before, strict=True))
+            if not same_entries(entries_of(item), before)
+        )
+
+    def filled(self, result: Any, numbers: Sequence[int]) -> Any:
+        """The result of a call, with the contents of these containers; the result alone for none."""
+        if not numbers:
+            return result
+        known = {id(item): _Contained(number) for number, item in enumerate(self._items)}
+        entries = {number: entries_of(self._items[number]) for number in numbers}
+        return Filled(
+            result,
+            {
+                number: {key: known.get(id(value), value) for key, value in held.items()}
+                for number, held in entries.items()
+            },
+        )
+
+    def put(self, contents: dict[int, dict[Any, Any]]) -> None:
+        """Has these containers hold what `filled` found in others at the same places."""
+        for number, entries in contents.items():
+            own = {
+                key: self._items[value.number] if type(value) is _Contained else value
+                for key, value in entries.items()
+            }
+            put_entries(self._items[number], own)
 
 
-def _same(own: Any, given: Any, known: Mapping[int, Any]) -> bool:
-    """Whether an entry is the one that was put in; what is inside of it is given back at once."""
-    if given is own or known.get(id(given), given) is own:
-        return True
-    is_container = isinstance(own, dict | UserDict | list | tuple) or dataclasses.is_dataclass(own)
-    if is_container and type(own) is type(given):
-        if isinstance(own, tuple) and len(own) != len(given):
-            return False
-        give_back_changes(own, given, known)
-        return True
-    return isinstance(own, set | frozenset) and type(own) is type(given)
-
-
-def without_appended(tree: Any, is_made: Callable[[Any], bool]) -> Any:
-    """A tree whose lists do not have what units have appended to them; itself where there is none.
+def fill(result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Puts what a call has filled into the step function's own containers.
 
     Args:
-        tree: arguments of a call.
-        is_made: tells whether a leaf was made inside a unit.
+        result: of the call.
+        args: its arguments by position, as the step function has them.
+        kwargs: those by name.
+
+    Returns:
+        What the unit returned.
+
+    >>> losses = [1.0]
+    >>> fill(Filled("y", {0: {0: 1.0, 1: 0.5}}), (losses,), {})
+    'y'
+    >>> losses
+    [1.0, 0.5]
     """
-    if type(tree) is list:
-        kept = [without_appended(item, is_made) for item in tree if not is_made(item)]
-        return tree if len(kept) == len(tree) and all(map(_is, kept, tree)) else kept
-    if type(tree) is tuple:
-        items = tuple(without_appended(item, is_made) for item in tree)
-        return tree if all(map(_is, items, tree)) else items
-    if type(tree) is dict:
-        values = {key: without_appended(value, is_made) for key, value in tree.items()}
-        return tree if all(map(_is, values.values(), tree.values())) else values
-    return tree
+    if type(result) is not Filled:
+        return result
+    Containers(args, kwargs).put(result.contents)
+    return result.result
 
 
-def append_again(own: Any, given: Any, is_made: Callable[[Any], bool]) -> None:
-    """Puts into the lists of a tree what `without_appended` has left out of it.
+def returning_contents(
+    call: Callable[..., Any], numbers: Sequence[int], refuse: Callable[[], NoReturn]
+) -> Callable[..., Any]:
+    """A call that fills copies of containers and returns their contents; so it can be made again.
 
     Args:
-        own: the tree with everything.
-        given: the tree without, perhaps with other leaves.
-        is_made: tells whether a leaf was made inside a unit.
+        call: of a unit.
+        numbers: of the containers that it changes.
+        refuse: called where it changes others.
     """
-    if type(own) is list:
-        rest = iter(list(given))
-        given[:] = [item if is_made(item) else next(rest) for item in own]
-    if type(own) in (list, tuple):
-        for mine, theirs in zip(own, given, strict=True):
-            append_again(mine, theirs, is_made)
-    elif type(own) is dict:
-        for key, value in own.items():
-            append_again(value, given[key], is_made)
-
-
-def given_the_same(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A call that, made again, finds in containers what they held the first time."""
-    first: list[tuple[list[Any], Structure]] = []
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        if first:
-            items, structure = first[0]
+        if numbers:
+            items, structure = flatten((args, kwargs))
             args, kwargs = structure.rebuild(items)
-        else:
-            first.append(flatten((args, kwargs)))
-        return call(*args, **kwargs)
+        containers = Containers(args, kwargs)
+        result = call(*args, **kwargs)
+        if not set(containers.changed).issubset(numbers):
+            refuse()
+        return containers.filled(result, numbers)
 
     return called
 
 
-class FilledLists:
-    """The lists to which units of this rank have appended tensors, in one microbatch."""
-
-    def __init__(self) -> None:
-        self._appended: dict[int, Any] = {}
-
-    @property
-    def are_filled(self) -> bool:
-        """Whether there are any."""
-        return bool(self._appended)
-
-    def without_appended(self, own: Any) -> Any:
-        """A tree as units on other ranks find it; itself where nothing was appended."""
-        return without_appended(own, self._is_appended) if self._appended else own
-
-    def called(self, call: Callable[..., Any], own: Any, given: Any) -> Any:
-        """Calls a unit that may change containers, or find what others have put there.
-
-        Args:
-            call: the unit.
-            own: (args, kwargs) of the step function.
-            given: of the unit: the same without what was appended, some leaves replaced.
-        """
-        items, structure = flatten(given)
-        pairs = zip(leaves(self.without_appended(own)), items, strict=True)
-        known = {id(theirs): mine for mine, theirs in pairs if mine is not theirs}
-        before = {id(item) for item in leaves(own)}
-        args, kwargs = structure.rebuild(items)
-        append_again(own, (args, kwargs), self._is_appended)
-        result = call(*args, **kwargs)
-        give_back_changes(own, (args, kwargs), known)
-        for item in leaves(own):
-            if isinstance(item, Tensor) and id(item) not in before:
-                self._appended[id(item)] = item
-        return result
-
-    def clear(self) -> None:
-        """Lets go of everything."""
-        self._appended.clear()
-
-    def _is_appended(self, item: Any) -> bool:
-        return id(item) in self._appended
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
+def _containers_in(tree: Any, around: frozenset[int] = frozenset()) -> Iterator[Any]:
+    """The containers in a tree; `around` are those that the tree is in, to which it may refer back."""
+    if id(tree) in around:
+        return
+    is_dataclass = dataclasses.is_dataclass(tree) and not isinstance(tree, type)
+    if isinstance(tree, UserDict):
+        yield from _containers_in(tree.data, around)
+    elif isinstance(tree, list | dict) or is_dataclass:
+        yield tree
+    if isinstance(tree, dict):
+        inner = list(tree.values())
+    elif isinstance(tree, list | tuple):
+        inner = list(tree)
+    else:
+        inner = list(entries_of(tree).values()) if is_dataclass else []
+    around = around | {id(tree)} if inner else around
+    for item in inner:
+        yield from _containers_in(item, around)

@@ -1,4 +1,4 @@
-"""What a trace must not leave behind: stand-ins, and changes of what the model holds.
+"""Undoes what a trace must not leave behind: stand-ins, and changes of what the model holds.
 
 In a trace units compute on fake tensors. One that a forward puts away for later would be found there by a
 real forward. Two guarantees follow::
@@ -8,18 +8,16 @@ real forward. Two guarantees follow::
     the script    stand-ins are taken out of its globals, closures, classes, objects and `lru_cache`;
                   what it counts there, or takes out, is counted and taken out by every run
 
-`trace_guard` puts back the attributes of modules, and this module what these hold. Real tensors stay in
-variables of a script: code between units makes them, too. Generators of random numbers are put back wherever
-they are, so that the first step draws what a plain loop draws.
+Real tensors stay in variables of a script: code between units makes them, too. Generators of random numbers
+are put back wherever they are, so that the first step draws what a plain loop draws.
 """
 
 import functools
 import gc
 import sys
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,28 +26,21 @@ from torch import Tensor, nn
 
 from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.interception.deferred import DeferredTensor
-from shardwright.torch.python_state.snapshot import CONTAINERS, NOTHING_INSIDE, Snapshot, entries_of, slots_of
+from shardwright.torch.python_state.reachable import is_of_a_library, walk
+from shardwright.torch.python_state.snapshot import DICTIONARIES, Snapshot
 from shardwright.torch.python_state.watched_numbers import WatchedNumber
 from shardwright.torch.pytorch.module_tree import OF_EVERY_MODULE
 from shardwright.torch.pytorch.script_code import is_script_class
+from shardwright.torch.pytorch.slots import Slot, entries_of
 from shardwright.torch.pytorch.tensor_contents import TensorContents, has_content
 from shardwright.torch.randomness.python_random import kept_state
 
-__all__ = ["NothingLeftBehind", "is_plain_object"]
+__all__ = ["NothingLeftBehind"]
 
-_DEPTH = 3
-# What is beyond is data. Entries of containers count; of what modules hold, and of the rest.
-_LONGEST = 10_000
-_MOST = 200_000
+_STEPS = 3  # from an object to those that it holds
+_MOST = 200_000  # entries of what modules hold, and of the rest
 _MOST_IN_ARRAYS = 2**26  # bytes
-_SKIPPED = (ModuleType, FunctionType, BuiltinFunctionType, MethodType)
-# Classes of these keep things that are not the model's: registries, locks, queues.
-_NOT_OURS = (
-    *("torch.", "builtins.", "typing.", "collections.", "functools.", "asyncio.", "concurrent.", "logging."),
-    *("multiprocessing.", "queue.", "threading.", "weakref."),
-)
-# Classes of these are at work in the trace.
-_AT_WORK = ("shardwright.", "smdistributed.")
+_STAND_INS = (FakeTensor, DeferredTensor, WatchedNumber)
 _LruCache: Any = type(functools.lru_cache(lambda: None))
 
 
@@ -62,6 +53,7 @@ class NothingLeftBehind:
         objects: others that may be given stand-ins, such as arguments.
 
     Attributes:
+        of_model: what modules held at the start, and what they held there.
         generators: of random numbers, that were there at the start.
         stand_ins: those that were in the script's variables at the end: ``losses.append(loss.detach())``.
     """
@@ -72,43 +64,66 @@ class NothingLeftBehind:
         self._objects = objects
 
     def __enter__(self) -> None:
-        self._of_model, self._of_script = Snapshot(), Snapshot()
+        self.of_model, self._of_script = Snapshot(), Snapshot()
         self._put_back: list[Callable[[], Any]] = []
         self._caches = _lru_caches()
         self._tensors = TensorContents()
         self._memories: set[int] = set()
         self._array_bytes_left = _MOST_IN_ARRAYS
-        self._seen: set[int] = set()
         self.generators: list[torch.Generator] = []
         self.stand_ins: list[DeferredTensor] = []
-        self._rest: deque[tuple[Any, int, bool]] = deque()
-        self._left = {True: _MOST, False: _MOST}
-        self._modules = set(self._model.modules())
         self._registered = {storage_key(t) for t in (*self._model.parameters(), *self._model.buffers())}
-        for module in self._modules:
-            held = [item for key, item in vars(module).items() if key not in OF_EVERY_MODULE]
-            self._rest += [(item, _DEPTH, True) for item in held]
-        self._look_at_rest()
+        self._registries: set[int] = set()  # of parameters, modules and hooks
+        self._seen = {id(module) for module in self._model.modules()}
+        self._look_at_model()
         self._look_at_script()
-        self._look_at_rest()
+
+    def _look_at_model(self) -> None:
+        held: dict[int, Any] = {}
+        for module in self._model.modules():
+            for key, item in self.of_model.add(module).items():
+                if key not in OF_EVERY_MODULE:
+                    held[id(item)] = item
+                elif isinstance(item, dict | set):
+                    self.of_model.add(item)
+                    self._registries.add(id(item))
+        for item, inside in walk([(i, _STEPS) for i in held.values()], most=_MOST, skips=self._is_seen):
+            self._seen.add(id(item))
+            # One that a module holds itself may be of any length.
+            is_container = id(item) in held and issubclass(type(item), dict | list | set)
+            if not is_container and inside is None:
+                self._look_at_value(item, owned=True)
+            elif not isinstance(item, tuple):
+                self.of_model.add(item)
+                if type(item) in (list, dict):
+                    self.of_model.follow_size(item)
 
     def _look_at_script(self) -> None:
-        """Looks at classes of the model, at arguments, closures and, last, globals.
+        """Looks at classes of the model, at arguments, at what functions hold, and at files of the model.
 
         What is in several of them is so looked into deepest.
         """
         kinds = dict.fromkeys(kind for module in self._model.modules() for kind in type(module).__mro__)
-        ours = [kind for kind in kinds if not _is_of(kind, (*_NOT_OURS, *_AT_WORK))]
-        for kind in ours:
-            self._look_into_class(kind, _DEPTH - 1)
-        cells = [cell for function in self._functions for cell in _cells_of(function)]
-        contents = [item for cell in cells for item in self._of_script.add(cell).values()]
-        self._rest += [(item, _DEPTH, False) for item in (*self._objects, *contents)]
+        ours = dict.fromkeys(kind for kind in kinds if not is_of_a_library(kind))
         files = dict.fromkeys(kind.__module__ for kind in ours)
-        namespaces = [vars(sys.modules[name]) for name in files if name in sys.modules]
         variables = [item for function in self._functions for item in _variables_of(function)]
-        # A namespace is not one more step.
-        self._rest += [(item, _DEPTH + 1, False) for item in (*variables, *namespaces)]
+        variables += [vars(sys.modules[name]) for name in files if name in sys.modules]
+        roots = [(item, _STEPS) for item in (*ours, *self._objects)]
+        roots += [(item, _STEPS + 1) for item in variables]  # a namespace is not one more step
+        for item, entries in walk(
+            roots,
+            most=_MOST,
+            skips=self._is_seen,
+            enters=lambda kind: kind in ours or (not is_of_a_library(kind) and is_script_class(kind)),
+        ):
+            self._seen.add(id(item))
+            if entries is None:
+                self._look_at_value(item, owned=False)
+            elif not isinstance(item, tuple):
+                self._of_script.add(item)
+
+    def _is_seen(self, item: Any) -> bool:
+        return id(item) in self._seen
 
     def was_there(self, tensor: Tensor) -> bool:
         """Whether a tensor, or one that shares its memory, was in an attribute or a variable at the start.
@@ -118,8 +133,19 @@ class NothingLeftBehind:
         memory = storage_key(tensor)
         return memory in self._memories and memory not in self._registered
 
+    @property
+    def changed(self) -> list[Slot]:
+        """The attributes of modules and of objects, and the entries of dictionaries, that have changed."""
+        return [
+            (holder, key)
+            for holder, key in self.of_model.changed
+            if id(holder) not in self._registries
+            and (type(holder) in DICTIONARIES or type(getattr(holder, "__dict__", None)) is dict)
+            and not (isinstance(holder, nn.Module) and key in OF_EVERY_MODULE)
+        ]
+
     def __exit__(self, *exc_info: object) -> None:
-        self._of_model.put_back()
+        self.of_model.put_back()
         self._of_script.take_out(self._is_left)
         for put_back in self._put_back:
             put_back()
@@ -131,49 +157,13 @@ class NothingLeftBehind:
         if too_large is not None and exc_info[0] is None:
             raise too_large
 
-    def _look_at_rest(self) -> None:
-        """Looks at all that is left to be looked at, first at what is near: it is looked into deepest."""
-        while self._rest:
-            self._look_at(*self._rest.popleft())
-
-    def _look_at(self, item: Any, depth: int, owned: bool) -> None:
-        """Takes note of one object, and of what is in it to be looked at.
+    def _look_at_value(self, item: Any, *, owned: bool) -> None:
+        """Takes note of a tensor, an array, a generator or a cache.
 
         Args:
-            item: the object.
-            depth: how far to look into it.
+            item: or anything else.
             owned: the model holds it.
         """
-        kind = type(item)  # not isinstance(): a proxy may do things when it is asked for its class
-        if kind in NOTHING_INSIDE or id(item) in self._seen:
-            return
-        if issubclass(kind, type):
-            if depth > 0 and not owned and not _is_of(item, _NOT_OURS) and is_script_class(item):
-                self._look_into_class(item, depth)
-            return
-        is_module = issubclass(kind, nn.Module)
-        if issubclass(kind, _SKIPPED) or _is_of(kind, _AT_WORK):
-            return
-        if is_module and (owned or item in self._modules):
-            return
-        size = len(item) if kind in CONTAINERS else 1
-        if size > min(self._left[owned], _LONGEST):
-            return
-        self._left[owned] -= size
-        if self._is_value(item, owned=owned):
-            self._seen.add(id(item))
-        elif depth > 0:
-            self._seen.add(id(item))
-            if kind is _LruCache:
-                self._caches.append(item)
-            elif issubclass(kind, tuple):
-                self._rest += [(inner, depth - 1, owned) for inner in item]
-            elif kind in CONTAINERS or is_module or _has_entries(item):
-                entries = (self._of_model if owned else self._of_script).add(item)
-                self._rest += [(inner, depth - 1, owned) for inner in entries.values()]
-
-    def _is_value(self, item: Any, *, owned: bool) -> bool:
-        """Takes note of a tensor, an array or a generator; False for anything else."""
         kind = type(item)
         if issubclass(kind, Tensor):
             if has_content(item):
@@ -186,18 +176,10 @@ class NothingLeftBehind:
             if owned and item.nbytes <= self._array_bytes_left and item.flags.writeable:
                 self._array_bytes_left -= item.nbytes
                 self._put_back.append(functools.partial(_put_array, item, item.copy()))
+        elif kind is _LruCache:
+            self._caches.append(item)
         elif (put_back := kept_state(item)) is not None:
             self._put_back.append(put_back)
-        else:
-            return False
-        return True
-
-    def _look_into_class(self, kind: type, depth: int) -> None:
-        """Takes note of a class of the model or the script, and of what its attributes hold."""
-        if len(vars(kind)) <= self._left[False]:
-            self._seen.add(id(kind))
-            self._left[False] -= len(vars(kind))
-            self._rest += [(item, depth, False) for item in self._of_script.add(kind).values()]
 
     def _is_left(self, item: Any) -> bool:
         """Whether a new item of a variable is a stand-in, or has one inside; takes note of which."""
@@ -205,21 +187,10 @@ class NothingLeftBehind:
         self.stand_ins += [each for each in found if type(each) is DeferredTensor]
         return bool(found)
 
-    def _stand_ins_in(self, item: Any, depth: int = _DEPTH) -> list[Any]:
+    def _stand_ins_in(self, item: Any) -> list[Any]:
         """Itself, or those in an object or a container that was not there."""
-        kind = type(item)
-        if kind in NOTHING_INSIDE:
-            return []
-        if issubclass(kind, FakeTensor | DeferredTensor | WatchedNumber):
-            return [item]
-        if depth == 0 or id(item) in self._seen or _is_of(kind, _AT_WORK):
-            return []
-        if not (kind in CONTAINERS or kind is tuple or _has_entries(item)):
-            return []
-        entries = entries_of(item)
-        if len(entries) > _LONGEST:
-            return []
-        return [found for inner in entries.values() for found in self._stand_ins_in(inner, depth - 1)]
+        found = walk([(item, _STEPS)], skips=self._is_seen)
+        return [each for each, _ in found if issubclass(type(each), _STAND_INS)]
 
 
 def _put_array(array: Any, content: Any) -> None:
@@ -228,46 +199,27 @@ def _put_array(array: Any, content: Any) -> None:
     array[...] = content
 
 
-def _has_entries(item: Any) -> bool:
-    """Whether it is an object of the script's or of a library of models, with attributes or slots."""
-    return is_plain_object(item) or (not _is_of(type(item), _NOT_OURS) and bool(slots_of(type(item))))
+def _variables_of(function: Any, steps: int = _STEPS) -> Iterator[Any]:
+    """The holders of a function's variables: cells of those around it, its file, its object, defaults.
 
-
-def _is_of(kind: type, prefixes: tuple[str, ...]) -> bool:
-    return f"{kind.__module__}.".startswith(prefixes)
-
-
-def _variables_of(function: Any) -> list[Any]:
-    """The variables of a function's file, the object of a method, and what arguments are by default."""
+    Args:
+        function: also a partial or a wrapped one.
+        steps: from it to functions in those cells; of these, only what is around them counts.
+    """
     if isinstance(function, functools.partial):
-        return [*function.args, *function.keywords.values(), *_variables_of(function.func)]
-    names = ("__globals__", "__self__", "__defaults__", "__kwdefaults__")
-    found = [getattr(function, name, None) for name in names]
-    wrapped = getattr(function, "__wrapped__", None)
-    return found if wrapped is None else found + _variables_of(wrapped)
-
-
-def _cells_of(function: Any, depth: int = _DEPTH) -> list[CellType]:
-    """The variables of the functions around a function, and of functions there."""
-    if isinstance(function, functools.partial):
-        return _cells_of(function.func, depth)
-    found = list(getattr(function, "__closure__", None) or ())
-    inner = [item for cell in found if depth > 0 for item in entries_of(cell).values()]
-    for each in inner:
-        if type(each) is FunctionType:
-            found += _cells_of(each, depth - 1)
-    wrapped = getattr(function, "__wrapped__", None)
-    return found if wrapped is None else found + _cells_of(wrapped, depth)
-
-
-def is_plain_object(item: Any) -> bool:
-    """Whether it is an object with attributes, of a class of the user's own or of a library of models."""
-    if _is_of(type(item), _NOT_OURS) or not type(item).__dictoffset__:
-        return False
-    try:
-        return type(vars(item)) is dict
-    except Exception:
-        return False  # a proxy of something that is not there yet
+        yield from (*function.args, *function.keywords.values())
+        yield from _variables_of(function.func, steps)
+        return
+    for cell in getattr(function, "__closure__", None) or ():
+        yield cell
+        for item in entries_of(cell).values() if steps > 0 else ():
+            if type(item) is FunctionType:
+                yield from _variables_of(item, steps - 1)
+    if steps == _STEPS:
+        for name in ("__globals__", "__self__", "__defaults__", "__kwdefaults__"):
+            yield getattr(function, name, None)
+    if hasattr(function, "__wrapped__"):
+        yield from _variables_of(function.__wrapped__, steps)
 
 
 class _Found:
@@ -278,7 +230,7 @@ class _Found:
 
 
 def _lru_caches() -> list[Any]:
-    """Those that came with Python modules; what is made later is found where the model holds it."""
+    """The ``lru_cache`` that came with Python modules; later ones are found where the model holds them."""
     if _Found.num_modules != len(sys.modules):
         found = [item for item in gc.get_objects() if type(item) is _LruCache]
         _Found.num_modules, _Found.caches = len(sys.modules), [weakref.ref(item) for item in found]

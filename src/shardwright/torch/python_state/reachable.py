@@ -1,133 +1,96 @@
-"""What a call of a unit can get at: modules and objects with attributes, and the containers they hold."""
+"""Walks the objects, containers and modules that code can get at from some roots."""
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+import math
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from shardwright.torch.python_state.left_behind import is_plain_object
-from shardwright.torch.python_state.snapshot import (
-    DICTIONARIES,
-    Slot,
-    SlotContent,
-    entries_of,
-    namespace_of,
+from shardwright.torch.python_state.watch import WatchedDict
+from shardwright.torch.pytorch.slots import entries_of, slots_of
+
+__all__ = ["is_of_a_library", "is_plain_object", "walk"]
+
+# Other kinds may do things when they are read.
+_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, deque, set})
+_NOTHING_INSIDE = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 )
-from shardwright.torch.python_state.watched_containers import WatchedDict, WatchedList
-from shardwright.torch.pytorch.container_content import ABSENT
-from shardwright.torch.pytorch.module_tree import OF_EVERY_MODULE
+_LEAVES = (Tensor, random.Random, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+# Registries, locks, queues.
+_LIBRARIES = (
+    *("torch.", "builtins.", "typing.", "collections.", "functools.", "asyncio.", "concurrent.", "logging."),
+    *("multiprocessing.", "queue.", "threading.", "weakref."),
+)
+_AT_WORK = ("shardwright.", "smdistributed.")  # in the trace
+_LONGEST = 10_000  # what is beyond is data
 
-__all__ = ["HeldContent", "Reach", "own_attributes"]
 
-
-class Reach:
-    """Walks once through what a unit holds and is given.
+def walk(
+    roots: Iterable[tuple[Any, float]],
+    *,
+    most: float = math.inf,
+    longest: int = _LONGEST,
+    skips: Callable[[Any], bool] = lambda item: False,
+    enters: Callable[[type], bool] = lambda kind: False,
+) -> Iterator[tuple[Any, dict[Any, Any] | None]]:
+    """Goes through objects and what they hold, near ones first, each once.
 
     Args:
-        roots: the unit, and leaves of its arguments.
+        roots: an object, and how many steps to go on from it.
+        most: entries in all.
+        longest: entries of a container or a tuple; what is longer is data, and not looked into.
+        skips: tells what is not looked at.
+        enters: tells which classes are looked into.
 
-    Attributes:
-        objects: those with attributes of their own, each once; also modules of the user's own classes.
-        containers: lists and dictionaries that they hold, each once.
-        slots: where these are: (container or namespace, key, the container).
+    Yields:
+        Each object, and its entries; None for what has nothing inside, or too much.
     """
-
-    def __init__(self, roots: Sequence[Any]):
-        self.objects: list[Any] = []
-        self.containers: list[Any] = []
-        self.slots: list[tuple[Any, Any, Any]] = []
-        self._seen: set[int] = set()
-        self._pending = list(roots)
-        while self._pending and len(self._seen) < _MOST:
-            self._visit(self._pending.pop())
-
-    def _visit(self, item: Any) -> None:
-        if isinstance(item, _WITHOUT_STATE) or id(item) in self._seen:
-            return
-        self._seen.add(id(item))
-        if isinstance(item, nn.Module):
-            for sub in item.modules():
-                self._visit_attributes(sub, is_first=sub is item)
-        elif type(item) in _CONTAINERS:  # others may do things when they are read
+    rest, seen = deque(roots), set[int]()
+    while rest:
+        item, steps = rest.popleft()
+        # Not isinstance(): a proxy may do things when it is asked for its class.
+        kind = type(item)
+        if kind in _NOTHING_INSIDE or id(item) in seen or skips(item):
+            continue
+        holds = enters(item) if issubclass(kind, type) else _has_entries(item)
+        if holds and steps <= 0:
+            continue
+        seen.add(id(item))
+        entries = None
+        is_sized = kind in _CONTAINERS or issubclass(kind, tuple)
+        if holds and most > 0 and (not is_sized or len(item) <= min(most, longest)):
             entries = entries_of(item)
-            if len(entries) <= _LONGEST:
-                self.containers.append(item)
-                self._hold(item, entries)
-        elif type(item) is tuple:
-            self._pending += item
-        elif is_plain_object(item):
-            self.objects.append(item)
-            self._hold(vars(item), vars(item))
-
-    def _visit_attributes(self, module: nn.Module, *, is_first: bool) -> None:
-        if not is_first:
-            if id(module) in self._seen:
-                return
-            self._seen.add(id(module))
-        if is_plain_object(module):
-            self.objects.append(module)
-        self._hold(vars(module), own_attributes(module))
-
-    def _hold(self, holder: Any, entries: dict[Any, Any]) -> None:
-        self._pending += entries.values()
-        self.slots += [(holder, key, item) for key, item in entries.items() if type(item) in _WATCHED]
+            most -= len(entries)
+            rest += [(inner, steps - 1) for inner in entries.values()]
+        yield item, entries
 
 
-def own_attributes(item: Any) -> dict[str, Any]:
-    """The attributes of an object; of a module without parameters, modules inside it, and hooks."""
-    if not isinstance(item, nn.Module):
-        return dict(vars(item))
-    return {key: value for key, value in vars(item).items() if key not in OF_EVERY_MODULE}
+def _has_entries(item: Any) -> bool:
+    kind = type(item)
+    if kind in _CONTAINERS or kind is CellType or kind is WatchedDict:
+        return True
+    if issubclass(kind, _LEAVES) or f"{kind.__module__}.".startswith(_AT_WORK):
+        return False
+    if issubclass(kind, tuple | nn.Module):
+        return True
+    return is_plain_object(item) or (not is_of_a_library(kind) and bool(slots_of(kind)))
 
 
-_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, WatchedDict, WatchedList})
-_WATCHED = frozenset({dict, list})
-_LONGEST, _MOST = 1_000, 10_000  # what is beyond is data
-_WITHOUT_STATE = (Tensor, type, type(None), bool, int, float, complex, str, bytes)
+def is_of_a_library(kind: type) -> bool:
+    """Whether a class is one of Python's or torch's, whose objects keep what is not the model's."""
+    return f"{kind.__module__}.".startswith(_LIBRARIES)
 
 
-class HeldContent:
-    """What a step function changes in objects and containers that a model holds.
-
-    Attributes of modules are seen elsewhere. Flags in configurations need it: ``config.problem_type``, which
-    classifiers of Hugging Face set in their forward.
-
-    Args:
-        model: the whole model.
-    """
-
-    def __init__(self, model: nn.Module):
-        reach = Reach([model])
-        holders = [item for item in reach.objects if not isinstance(item, nn.Module)]
-        holders += [item for item in reach.containers if type(item) in DICTIONARIES]
-        self._before = [(holder, _contents_of(holder)) for holder in holders]
-        owners = {id(vars(item)): item for item in (*model.modules(), *holders) if hasattr(item, "__dict__")}
-        self._lengths = [
-            (owners.get(id(holder), holder), key, container, len(container))
-            for holder, key, container in reach.slots
-            if isinstance(holder, dict)
-        ]
-        self._grown: list[Slot] = []
-
-    def look(self) -> None:
-        """Looks which containers have grown or shrunk, also those of modules: they may end as they began."""
-        other = [length for length in self._lengths if len(length[2]) != length[3]]
-        if other:
-            self._grown += [(holder, key) for holder, key, *_ in other]
-            self._lengths = [length for length in self._lengths if len(length[2]) == length[3]]
-
-    @property
-    def changed(self) -> list[Slot]:
-        """What is another object now, or a container that has, or had, other things in it."""
-        found = list(self._grown)
-        for holder, before in self._before:
-            for key in {**before, **namespace_of(holder)}:
-                now = SlotContent.of(holder, key)
-                if now.value is ABSENT or key not in before or not now.has_same(before[key]):
-                    found.append((holder, key))
-        return found
-
-
-def _contents_of(holder: Any) -> dict[Any, SlotContent]:
-    return {key: SlotContent.of(holder, key) for key in namespace_of(holder)}
+def is_plain_object(item: Any) -> bool:
+    """Whether it is an object with attributes, of a class of the user's own or of a library of models."""
+    if is_of_a_library(type(item)) or not type(item).__dictoffset__:
+        return False
+    try:
+        return type(vars(item)) is dict
+    except Exception:
+        return False  # a proxy of something that is not there yet

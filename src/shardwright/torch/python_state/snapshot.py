@@ -1,126 +1,27 @@
-"""What modules, objects, containers, classes and closures hold at one moment, to be put back later.
+"""Snapshots of holders' entries, to compare and restore."""
 
-A *slot* is a holder and a key: a module and the name of an attribute, a dictionary and a key, a list and an
-index, a class and a name. A holder's *entries* are all its slots, as a dictionary.
-"""
-
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CellType, MemberDescriptorType
 from typing import Any
 
-import torch
+from torch import Tensor, nn
 
-from shardwright.torch.pytorch.container_content import (
+from shardwright.torch.pytorch.slots import (
     ABSENT,
-    content_of,
-    has_content,
+    Slot,
+    entries_of,
+    inside_of,
     is_same,
-    put_content,
+    put_entries,
+    put_entry,
+    same_entries,
     versions_of,
 )
 
-__all__ = [
-    "CONTAINERS",
-    "DICTIONARIES",
-    "NOTHING_INSIDE",
-    "Slot",
-    "SlotContent",
-    "Snapshot",
-    "entries_of",
-    "namespace_of",
-    "put_entries",
-    "put_entry",
-    "slots_of",
-]
-
-Slot = tuple[Any, Any]
-"""A module, an object or a dictionary, and the name of what is in it."""
+__all__ = ["DICTIONARIES", "SlotContent", "Snapshot", "namespace_of", "snapshot_of"]
 
 DICTIONARIES = frozenset({dict, OrderedDict, defaultdict})
-
-CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, deque, set})
-"""Other kinds may do things when they are read."""
-
-NOTHING_INSIDE = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
-)
-
-
-def entries_of(holder: Any) -> dict[Any, Any]:
-    """The slots of a holder, with what they hold.
-
-    >>> entries_of(["a", "b"])
-    {0: 'a', 1: 'b'}
-    """
-    if isinstance(holder, dict):
-        return dict(dict.items(holder))
-    if isinstance(holder, list):
-        return dict(enumerate(list.__iter__(holder)))
-    if isinstance(holder, deque | tuple):
-        return dict(enumerate(holder))
-    if isinstance(holder, set):
-        return {item: item for item in holder}
-    if isinstance(holder, CellType):
-        try:
-            return {"": holder.cell_contents}
-        except ValueError:
-            return {}
-    held = {name: _get(slot, holder) for name, slot in slots_of(type(holder)).items()}
-    namespace = vars(holder) if type(holder).__dictoffset__ else {}
-    return {**namespace, **{name: item for name, item in held.items() if item is not ABSENT}}
-
-
-def slots_of(kind: type) -> dict[str, Any]:
-    """The descriptors of the ``__slots__`` of a Python class, by name."""
-    return {
-        name: slot
-        for base in kind.__mro__
-        if "__slots__" in vars(base)
-        for name, slot in vars(base).items()
-        if type(slot) is MemberDescriptorType
-    }
-
-
-def _get(slot: Any, holder: Any) -> Any:
-    try:
-        return slot.__get__(holder)
-    except AttributeError:
-        return ABSENT
-
-
-def put_entry(holder: Any, key: Any, value: Any) -> None:
-    """Has one slot hold something; `ABSENT` empties it. Not for lists, deques and sets."""
-    is_gone = value is ABSENT
-    if isinstance(holder, dict):
-        dict.pop(holder, key, None) if is_gone else dict.__setitem__(holder, key, value)
-    elif isinstance(holder, type):
-        delattr(holder, key) if is_gone else setattr(holder, key, value)
-    elif (slot := _Cell if isinstance(holder, CellType) else slots_of(type(holder)).get(key)) is not None:
-        slot.__delete__(holder) if is_gone else slot.__set__(holder, value)
-    else:
-        put_entry(vars(holder), key, value)
-
-
-_Cell: Any = CellType.cell_contents
-
-
-def put_entries(holder: Any, entries: dict[Any, Any]) -> None:
-    """Has a holder hold exactly this, dictionaries in this order; one that does is left alone."""
-    now = entries_of(holder)
-    if list(now) == list(entries) and all(now[key] is item for key, item in entries.items()):
-        return
-    if isinstance(holder, dict | set):
-        holder.clear()
-        holder.update(entries)
-    elif isinstance(holder, list | deque):
-        holder.clear()
-        holder.extend(entries.values())
-    else:
-        for key in {**now, **entries}:
-            if now.get(key, ABSENT) is not entries.get(key, ABSENT):
-                put_entry(holder, key, entries.get(key, ABSENT))
 
 
 def namespace_of(holder: Any) -> dict[Any, Any]:
@@ -131,27 +32,27 @@ def namespace_of(holder: Any) -> dict[Any, Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotContent:
-    """What one slot of a module, an object or a dictionary holds at one moment.
+    """The content of one slot of a module, an object or a dictionary at one moment.
 
     Attributes:
         holder: the module, object or dictionary.
         key: the name of the attribute, or the key.
         value: what it holds.
-        inside: what is in that, if it is a container.
+        inside: the entries of that, if it is a container.
         versions: how often tensors there have been changed in place.
     """
 
     holder: Any
     key: Any
     value: Any
-    inside: Any
+    inside: dict[Any, Any] | None
     versions: tuple[int, ...]
 
     @classmethod
     def of(cls, holder: Any, key: Any) -> "SlotContent":
-        """What is there now."""
+        """Takes the content of a slot as it is now."""
         value = namespace_of(holder).get(key, ABSENT)
-        return cls(holder, key, value, content_of(value), versions_of(value))
+        return cls(holder, key, value, inside_of(value), versions_of(value))
 
     @property
     def is_there(self) -> bool:
@@ -160,7 +61,7 @@ class SlotContent:
 
     def has_same(self, other: "SlotContent") -> bool:
         """Whether both are the same object with the same in it, or equal numbers or texts."""
-        return is_same(self.value, other.value) and has_content(self.inside, other.inside)
+        return is_same(self.value, other.value) and same_entries(self.inside, other.inside)
 
     def put(self) -> None:
         """Has the slot hold the object, with whatever is in it."""
@@ -170,14 +71,17 @@ class SlotContent:
         """Has the slot hold the object, and in it what was in it."""
         self.put()
         if self.inside is not None:
-            put_content(self.value, self.inside)
+            put_entries(self.value, self.inside)
 
 
 class Snapshot:
-    """The entries of some holders."""
+    """The entries of some holders, and the versions of tensors among these."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, dict[Any, Any]]] = []
+        self._versions: list[tuple[Any, int]] = []
+        self._sizes: list[tuple[Any, int]] = []
+        self._resized: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._before)
@@ -186,7 +90,53 @@ class Snapshot:
         """Takes note of a holder's entries, and returns them."""
         entries = entries_of(holder)
         self._before.append((holder, entries))
+        tensors = (item for item in entries.values() if type(item) is Tensor and not item.is_inference())
+        self._versions += [(tensor, tensor._version) for tensor in tensors]
         return entries
+
+    def follow_size(self, container: Any) -> None:
+        """Has `look` see whether a container has grown or shrunk: it may end as it began."""
+        self._sizes.append((container, len(container)))
+
+    def look(self) -> None:
+        """To be called now and then."""
+        resized = [id(container) for container, size in self._sizes if len(container) != size]
+        if resized:
+            self._resized.update(resized)
+            self._sizes = [each for each in self._sizes if id(each[0]) not in self._resized]
+
+    @property
+    def changed(self) -> list[Slot]:
+        """Slots that hold another object, or a container or a tensor that has changed."""
+        touched = {id(tensor) for tensor, version in self._versions if tensor._version != version}
+        touched |= self._resized
+        both = [(holder, before, entries_of(holder)) for holder, before in self._before]
+        for holder, _, now in both:
+            is_container = isinstance(holder, dict | list | set)
+            if is_container and any(id(item) in touched for item in now.values()):
+                touched.add(id(holder))
+        touched |= {
+            id(holder)
+            for holder, before, now in both
+            if isinstance(holder, dict | list | set) and not same_entries(now, before)
+        }
+        return [
+            (holder, key)
+            for holder, before, now in both
+            for key in {**before, **now}
+            if not is_same(before.get(key, ABSENT), now.get(key, ABSENT)) or id(now.get(key)) in touched
+        ]
+
+    @property
+    def new_tensors(self) -> list[tuple[nn.Module, str, Tensor]]:
+        """Attributes of modules that hold another tensor."""
+        return [
+            (holder, key, item)
+            for holder, before in self._before
+            if isinstance(holder, nn.Module)
+            for key, item in vars(holder).items()
+            if isinstance(item, Tensor) and item is not before.get(key)
+        ]
 
     def put_back(self) -> None:
         """Has every holder hold what it held."""
@@ -211,3 +161,13 @@ class Snapshot:
             else:
                 for key in found:
                     put_entry(holder, key, before.get(key, ABSENT))
+
+
+def snapshot_of(module: nn.Module) -> Snapshot:
+    """The attributes of a module and of all modules inside it, and containers among these."""
+    found = Snapshot()
+    for sub in module.modules():
+        for item in found.add(sub).values():
+            if isinstance(item, dict | list | set):
+                found.add(item)
+    return found

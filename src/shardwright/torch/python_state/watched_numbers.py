@@ -1,4 +1,4 @@
-"""What Python finds out about numbers among the arguments of a step function, while it is traced.
+"""Records what Python finds out about numbers among the arguments of a traced step function.
 
 A step number is another one in every step, and Python may do anything with it. Were each a new trace, every
 step would take as long as the first. So a trace that differs from an earlier one in its numbers alone gets
@@ -8,7 +8,7 @@ objects in their place which take note of what is asked of them::
     losses[step]          Python wants the number itself         holds for this number alone
 
 A trace that only computes with numbers and compares them holds for all numbers with the same answers
-(`NumberPath`): that is found out by asking again, without Python's code. One that wants a number itself is
+(`NumberPath`): that is found out by computing again, without Python's code. One that wants a number itself is
 given up (`NumberMatters`), and made again with the number.
 """
 
@@ -16,20 +16,14 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any
 
 from shardwright.torch.pytorch.tree import Structure
 
 __all__ = ["NumberMatters", "NumberPath", "NumberReads", "WatchedNumber", "note_used", "numbers_among"]
 
-_Number: TypeAlias = int | float
-
-_MOST_ANSWERS = 256  # asking costs time, too
-_LONGEST = 32  # operators in an expression
+_MOST_STEPS = 256  # computing again takes time, too
 _NO_NUMBERS = frozenset({type(None), str, bytes})
-_MAY_FAIL = frozenset(
-    {operator.floordiv, operator.truediv, operator.mod, operator.lshift, operator.rshift, operator.mul, pow}
-)
 
 
 class NumberMatters(BaseException):
@@ -51,59 +45,17 @@ def numbers_among(items: Sequence[Any], structure: Structure) -> list[bool]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Argument:
-    """A number as it was passed.
-
-    Attributes:
-        position: among the leaves of the step function's arguments.
-    """
-
-    position: int
-    length: ClassVar[int] = 0
-
-    def of(self, items: Sequence[Any]) -> Any:
-        return items[self.position]
-
-
-@dataclass(frozen=True, slots=True)
-class _Constant:
-    value: Any
-    length: ClassVar[int] = 0
-
-    def of(self, items: Sequence[Any]) -> Any:
-        return self.value
-
-
-@dataclass(frozen=True, slots=True)
-class _Computed:
-    """An operator, applied to other numbers.
-
-    Attributes:
-        operator: what is computed.
-        operands: of what.
-        length: operators in all.
-    """
-
-    operator: Callable[..., Any]
-    operands: tuple[Any, ...]
-    length: int
-
-    def of(self, items: Sequence[Any]) -> Any:
-        return self.operator(*(operand.of(items) for operand in self.operands))
-
-
-_Expression: TypeAlias = _Argument | _Constant | _Computed
-
-
-@dataclass(frozen=True, slots=True)
 class NumberPath:
-    """What was asked of the numbers of a trace.
+    """The computations on the numbers of a trace.
 
     Attributes:
-        answers: (what was computed of them, the truth value that it had; None if it had only to succeed).
+        positions: of the numbers among the leaves of the arguments.
+        steps: in order, an operator, its operands, and the truth value that it gave, or the type of number.
+            An operand is (place,): the number of a position or a step, counted together; or (type, constant).
     """
 
-    answers: tuple[tuple[_Expression, bool | None], ...]
+    positions: tuple[int, ...]
+    steps: tuple[tuple[Callable[..., Any], tuple[Any, ...], bool | type], ...]
 
     def taken_by(self, items: Sequence[Any]) -> bool:
         """Whether other arguments give the same answers.
@@ -111,14 +63,19 @@ class NumberPath:
         Args:
             items: leaves of the arguments, with numbers of the same types at the same places.
         """
+        found = [items[position] for position in self.positions]
         try:
-            return all(_agrees(expression.of(items), answer) for expression, answer in self.answers)
+            for function, operands, expected in self.steps:
+                found.append(function(*(found[o[0]] if len(o) == 1 else o[1] for o in operands)))
+                if _answer(found[-1]) is not expected:
+                    return False
         except Exception:
             return False  # the trace that follows raises it in the user's own code
+        return True
 
 
-def _agrees(found: Any, answer: bool | None) -> bool:
-    return answer is None or bool(found) == answer
+def _answer(found: Any) -> bool | type:
+    return found if type(found) is bool else type(found)
 
 
 class NumberReads:
@@ -130,7 +87,8 @@ class NumberReads:
 
     def __init__(self) -> None:
         self.matter = False
-        self._answers: dict[tuple[_Expression, bool | None], None] = {}
+        self._positions: list[int] = []
+        self._steps: dict[tuple[Any, ...], tuple[int, bool | type]] = {}  # what -> its place, the answer
         self._has_ended = False
 
     def watched(self, items: Sequence[Any], structure: Structure) -> list[Any]:
@@ -140,18 +98,21 @@ class NumberReads:
             items: leaves of the arguments.
             structure: theirs.
         """
-        return [
-            WatchedNumber(item, _Argument(position), self) if may_be else item
-            for position, (item, may_be) in enumerate(
-                zip(items, numbers_among(items, structure), strict=True)
-            )
-        ]
+        may_be = numbers_among(items, structure)
+        self._positions = [position for position, found in enumerate(may_be) if found]
+        watched = list(items)
+        for place, position in enumerate(self._positions):
+            watched[position] = WatchedNumber(items[position], place, self)
+        return watched
 
-    def note(self, expression: _Expression, answer: bool | None) -> None:
-        """A number was asked a question, or something was computed of it that may fail."""
-        self._answers[expression, answer] = None
-        if len(self._answers) > _MOST_ANSWERS:
+    def note(self, function: Callable[..., Any], operands: Sequence[Any], result: Any) -> int:
+        """Something was computed, or asked; gives its place (see `NumberPath`)."""
+        of = tuple((o._place,) if type(o) is WatchedNumber else (type(o), o) for o in operands)
+        place = len(self._positions) + len(self._steps)
+        place, _ = self._steps.setdefault((function, of), (place, _answer(result)))
+        if len(self._steps) > _MOST_STEPS:
             self.note_used()
+        return place
 
     def note_used(self) -> None:
         """A number itself is wanted.
@@ -164,9 +125,10 @@ class NumberReads:
             raise NumberMatters
 
     def path(self) -> NumberPath:
-        """What was asked of the numbers; to be called once, at the end of the trace."""
+        """The computations on the numbers; to be called once, at the end of the trace."""
         self._has_ended = True
-        return NumberPath(tuple(self._answers))
+        steps = tuple((function, of, answer) for (function, of), (_, answer) in self._steps.items())
+        return NumberPath(tuple(self._positions), steps)
 
 
 def note_used(items: Iterable[Any]) -> None:
@@ -184,26 +146,24 @@ class WatchedNumber:
     It is none of Python's own kinds of numbers: these give their value to lists and ranges unasked.
     """
 
-    __slots__ = ("_expression", "_reads", "_value")
+    __slots__ = ("_place", "_reads", "_value")
 
-    def __init__(self, value: _Number, expression: _Expression, reads: NumberReads):
+    def __init__(self, value: Any, place: int, reads: NumberReads):
         self._value = value
-        self._expression = expression
+        self._place = place
         self._reads = reads
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # for isinstance()
         return type(self._value)
 
-    def plain(self) -> _Number:
+    def plain(self) -> Any:
         """The number itself."""
         self._reads.note_used()
         return self._value
 
     def __bool__(self) -> bool:
-        answer = bool(self._value)
-        self._reads.note(self._expression, answer)
-        return answer
+        return bool(_computed(operator.truth, self))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain(), name)
@@ -221,39 +181,25 @@ class WatchedNumber:
         return other // self, other % self
 
 
-def _parts(item: Any) -> tuple[Any, _Expression] | None:
-    """An operand and where it comes from; None for what is no number."""
-    if type(item) is WatchedNumber:
-        return item._value, item._expression
-    return (item, _Constant(item)) if is_number(item) or type(item) is bool else None
-
-
 def _computed(function: Callable[..., Any], *operands: Any) -> Any:
-    found = [_parts(operand) for operand in operands]
-    watched = next(operand for operand in operands if type(operand) is WatchedNumber)
-    known = [parts for parts in found if parts is not None]
-    if len(known) < len(found):
-        if function in (operator.eq, operator.ne) and type(operands[1]) in _NO_NUMBERS:
+    reads = next(operand._reads for operand in operands if type(operand) is WatchedNumber)
+    values = [operand._value if type(operand) is WatchedNumber else operand for operand in operands]
+    if not all(is_number(value) or type(value) is bool for value in values):
+        if function in (operator.eq, operator.ne) and type(values[1]) in _NO_NUMBERS:
             return function is operator.ne
-        watched.plain()
-        return function(*(each._value if type(each) is WatchedNumber else each for each in operands))
+        reads.note_used()
+        return function(*values)
     try:
-        result = function(*(value for value, _ in known))
+        result = function(*values)
     except Exception:
-        watched.plain()
+        reads.note_used()
         raise
-    operands_of = tuple(where for _, where in known)
-    expression = _Computed(function, operands_of, 1 + sum(each.length for each in operands_of))
-    if expression.length > _LONGEST:
-        watched.plain()
-    if function in _MAY_FAIL:
-        watched._reads.note(expression, None)
     if type(result) is bool:
-        watched._reads.note(expression, result)
+        reads.note(function, operands, result)
     elif is_number(result):
-        return WatchedNumber(result, expression, watched._reads)
+        return WatchedNumber(result, reads.note(function, operands, result), reads)
     else:
-        watched.plain()
+        reads.note_used()
     return result
 
 

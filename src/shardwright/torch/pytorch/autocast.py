@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 
 import torch
 
@@ -12,12 +13,16 @@ __all__ = ["AutocastState", "autocast_as", "autocast_state"]
 AutocastState = tuple[tuple[str, bool, torch.dtype], ...]
 """For each kind of device: whether it is enabled, and its type."""
 
-_DEVICES = ("cpu", "cuda") if uses_gpus() else ("cpu",)
+
+@cache
+def _devices() -> tuple[str, ...]:
+    # Not at import: the driver starts a thread when it is asked for GPUs.
+    return ("cpu", "cuda") if uses_gpus() else ("cpu",)
 
 
 def autocast_state() -> AutocastState:
     """The autocast state in force."""
-    return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES)
+    return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _devices())
 
 
 @contextmanager

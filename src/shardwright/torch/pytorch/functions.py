@@ -193,7 +193,7 @@ def is_metadata(func: Callable[..., Any]) -> bool:
 
 
 def answer_for_released(func: Callable[..., Any], tensor: Any) -> Any:
-    """Where a parameter of another rank is, as every rank must see it; None for any other question.
+    """Answers where another rank's parameter is, as every rank must see it; None for any other question.
 
     Code between units makes tensors on ``next(model.parameters()).device``.
     """
@@ -210,7 +210,7 @@ def asks_for_shape(func: Callable[..., Any]) -> bool:
 
 
 def reader_of(func: Callable[..., Any]) -> str:
-    """What reads a value, in the words of the script: ``item()``, or the condition behind ``__bool__``."""
+    """Names the reader of a value as the script does: ``item()``, or the condition behind ``__bool__``."""
     name = name_of(func)
     return _READERS.get(name, f"{name}()")
 

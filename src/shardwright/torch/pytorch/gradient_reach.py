@@ -12,7 +12,7 @@ Nodes = Mapping[int, torch.autograd.graph.Node]
 
 
 def gradient_nodes(items: Sequence[Any]) -> Nodes:
-    """Where gradients of tensors go, by position; of those that require gradients.
+    """The autograd nodes that take gradients of tensors, by position; of those that require gradients.
 
     A view that was made under no_grad says so when its base does, and gets none.
     """
@@ -26,7 +26,7 @@ def gradient_nodes(items: Sequence[Any]) -> Nodes:
 
 
 def base_nodes(items: Sequence[Any]) -> Nodes:
-    """Where gradients of the tensors go of which these are views, by position.
+    """The autograd nodes that take gradients of the bases of these views, by position.
 
     A view that is changed in place is made anew of its base: what it was before is no longer on the way.
     """

@@ -8,15 +8,19 @@ caching allocator for this.
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["give_back_freed_memory", "keep_freed_memory"]
+__all__ = ["give_back_freed_memory", "keep_freed_memory", "large_blocks_given_back"]
 
 # From malloc.h. A threshold that is set no longer adapts itself, so both are needed.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _NEVER = -1
 # A larger block is always given back; glibc before 2.35 accepts no more than the second.
 _LARGEST_KEPT = (2**30, 32 * 2**20)
+_LARGEST_BY_DEFAULT = 32 * 2**20
+_LARGE = 2**20
 
 
 def keep_freed_memory() -> bool:
@@ -33,6 +37,30 @@ def give_back_freed_memory() -> None:
     trim = _function("malloc_trim")
     if trim is not None:
         trim(ctypes.c_size_t(0))
+
+
+@contextmanager
+def large_blocks_given_back(*, then_kept: bool) -> Iterator[None]:
+    """Has large blocks go back to the system when they are freed, as long as this lasts.
+
+    For many large tensors of which parts stay: a small block that is put into the gap of one makes it useless
+    for the next, and the heap grows for each.
+
+    Args:
+        then_kept: the heap keeps them again from then on, see `keep_freed_memory`.
+    """
+    mallopt = _function("mallopt")
+    if mallopt is None:
+        yield
+        return
+    mallopt(_MMAP_THRESHOLD, _LARGE)
+    try:
+        yield
+    finally:
+        any(
+            mallopt(_MMAP_THRESHOLD, size)
+            for size in (_LARGEST_KEPT if then_kept else (_LARGEST_BY_DEFAULT,))
+        )
 
 
 def _function(name: str) -> Any:

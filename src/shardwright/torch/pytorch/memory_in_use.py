@@ -11,7 +11,7 @@ __all__ = ["memory_in_use"]
 
 
 class _Mallinfo(ctypes.Structure):
-    """What glibc's ``mallinfo2`` gives back, in bytes, as malloc.h has it."""
+    """The result of glibc's ``mallinfo2``, in bytes, as malloc.h declares it."""
 
     _fields_ = [
         (name, ctypes.c_size_t)

@@ -30,7 +30,7 @@ def is_batch_norm_in_training(func: Any, args: Sequence[Any]) -> bool:
 
 
 def reduced_elements(func: Any, args: Sequence[Any]) -> int:
-    """How many elements an operation makes one number of; 0 for one that does not.
+    """The number of elements that an operation reduces to one; 0 if it reduces nothing.
 
     >>> reduced_elements(aten.mean.dim, (torch.ones(4, 3, 5, 5), [0, 2, 3]))
     100

@@ -1,5 +1,7 @@
 """Copies tensor contents, to restore those changed in place."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,10 +26,10 @@ class TensorContents:
         most_bytes: of all copies together; what is larger is only watched.
     """
 
-    def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
+    def __init__(self, most_bytes: float = _MOST_BYTES) -> None:
         self._bytes_left = most_bytes
         self._kept: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._versions: list[tuple[Tensor, int, int]] = []
+        self._tensors: list[tuple[Tensor, Tensor, int, int]] = []  # it, an alias, its version and memory
 
     def keep(self, tensor: Tensor) -> None:
         """Records a tensor that `has_content`."""
@@ -39,22 +41,31 @@ class TensorContents:
             fits = whole.nbytes <= self._bytes_left
             self._bytes_left -= whole.nbytes if fits else 0
             self._kept[key] = (whole, whole.clone() if fits else None)
-        self._versions.append((tensor, tensor._version, key))
+        self._tensors.append((tensor, tensor.detach(), tensor._version, key))
 
     def restore(self) -> TraceError | None:
-        """Restores changed tensors; returns an error if one of them has no copy."""
+        """Restores tensors, also their shape, type and memory; returns an error if one has no copy."""
         error = None
-        for key in dict.fromkeys(
-            key for tensor, version, key in self._versions if tensor._version != version
-        ):
+        for tensor, alias, version, key in self._tensors:
             whole, content = self._kept[key]
-            if content is None:
+            if alias.untyped_storage().nbytes() != whole.nbytes:  # `resize_` may change it in place
+                alias.untyped_storage().resize_(whole.nbytes)
+            if _placed(tensor) != _placed(alias):
+                tensor.data = alias
+            if content is None and tensor._version != version:
                 error = TraceError(
                     f"a tensor of {whole.nbytes / 2**30:.1f} GiB, in an attribute of a module or in an "
                     "object that it holds, is changed in place when the model is traced, and is too large "
                     "to be put back. Register it as a buffer: "
                     "module.register_buffer(name, tensor, persistent=False)."
                 )
-            else:
+        for whole, content in self._kept.values():
+            if content is not None and not torch.equal(whole, content):
                 whole.copy_(content)
         return error
+
+
+def _placed(tensor: Tensor) -> tuple[Any, ...]:
+    """What a tensor is, and where in which memory."""
+    memory = tensor.untyped_storage()._cdata
+    return memory, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()

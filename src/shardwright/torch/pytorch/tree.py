@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from shardwright.errors import UsageError
+
 __all__ = ["LEAF", "Structure", "flatten", "leaves", "map_tree"]
 
 
@@ -96,6 +98,9 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
         tree: anything.
         is_leaf: which containers are leaves themselves; None for none.
 
+    Raises:
+        UsageError: a container is inside itself.
+
     >>> items, structure = flatten({"a": [1, 2], "b": (3,)})
     >>> items
     [1, 2, 3]
@@ -103,7 +108,14 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
     {'a': [10, 20], 'b': (30,)}
     """
     items: list[Any] = []
-    return items, _flatten(tree, items, is_leaf)
+    try:
+        return items, _flatten(tree, items, is_leaf)
+    except RecursionError:
+        raise UsageError(
+            f"a {type(tree).__name__} of the step function holds itself, or nests thousands of containers, "
+            "so the batch cannot be split. Pass its tensors without the references that lead back (from a "
+            "node to its parent, say)."
+        ) from None
 
 
 def leaves(tree: Any) -> list[Any]:

@@ -43,7 +43,7 @@ PythonState = tuple[Any, tuple[Any, ...]]
 
 
 def kept_state(item: Any) -> Callable[[], Any] | None:
-    """What puts a generator of a script back to where it is now; None for other objects."""
+    """A function that puts a generator of a script back to its present state; None for other objects."""
     kind = type(item)
     if kind is random.Random:
         return partial(item.setstate, item.getstate())
@@ -80,7 +80,7 @@ class DrawsOfPython:
 
     @contextmanager
     def around_unit(self) -> Iterator[None]:
-        """What is drawn inside does not count as drawn between units; to be entered after `look`."""
+        """Leaves draws inside out of the draws between units; to be entered after `look`."""
         try:
             yield
         finally:

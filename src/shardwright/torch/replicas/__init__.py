@@ -1,1 +1,1 @@
-"""What replicas have in common: gradients, buffers, updates."""
+"""Gradients, buffers and updates that replicas have in common."""

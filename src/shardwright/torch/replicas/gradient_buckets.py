@@ -14,11 +14,23 @@ from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.errors import UsageError
 from shardwright.shard_layout import ShardLayout
 from shardwright.torch.parameters.precision import gradient_dtype
+from shardwright.torch.tensor_parallel.divide import divided_alike, settle_gradients
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of
+from shardwright.torch.tensor_parallel.spec import Spec
 
 if TYPE_CHECKING:
     from shardwright.torch.sharding.sharded_parameter import ShardedParameter
 
-__all__ = ["Bucket", "Reduced", "ShardedBucket", "SummedBucket", "flags_of", "gradient_of", "hand_out"]
+__all__ = [
+    "Bucket",
+    "Reduced",
+    "SettledBucket",
+    "ShardedBucket",
+    "SummedBucket",
+    "flags_of",
+    "gradient_of",
+    "hand_out",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +40,8 @@ class Reduced:
     Attributes:
         parameter: the parameter.
         stages: stages of this rank that use it.
-        group: the ranks that hold it, in all replicas.
+        group: the ranks that hold the same elements of it, in all replicas; None where only this one does,
+            and others of its tensor-parallel group have other elements, or summands.
         late: reduced after the last backward: several stages, or several names, contribute to it.
         spare: no stage used it when the plan was made.
         sharded: where each rank keeps some rows of it: gets the sum of those.
@@ -36,7 +49,7 @@ class Reduced:
 
     parameter: nn.Parameter
     stages: frozenset[int]
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     late: bool = False
     spare: bool = False
     sharded: "ShardedParameter | None" = None
@@ -48,13 +61,23 @@ class Reduced:
 
     @property
     def signature(self) -> tuple[bool, torch.dtype]:
-        """What decides whether it is reduced, and with which others."""
+        """A key that decides whether it is reduced, and with which others."""
         return self.parameter.requires_grad, self.parameter.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole parameter."""
-        return self.parameter.numel() * self.parameter.element_size()
+        """Of the whole parameter, or of a rank's share of a divided one: the same on all ranks that share it.
+
+        They settle gradients bucket by bucket, so their buckets must be alike where their parts are not.
+        """
+        spec = self._spec
+        return self.parameter.nbytes if spec is None else -(-self.parameter.nbytes // spec.group.num_ranks)
+
+    @property
+    def _spec(self) -> Spec | None:
+        if self.sharded is not None:
+            return self.sharded.spec
+        return self.parameter._spec if isinstance(self.parameter, DividedTensor) else None
 
     @property
     def has_gradient(self) -> bool:
@@ -147,6 +170,44 @@ class SummedBucket:
         hand_out(buffer, self.members, flags)
 
 
+class SettledBucket:
+    """Adds up what is pending over a tensor-parallel group before replicas add theirs.
+
+    Args:
+        members: whose gradients.
+        over_replicas: reduces them further; None where no other rank has the same elements.
+    """
+
+    def __init__(self, members: Sequence[Reduced], over_replicas: Bucket | None):
+        self.members = members
+        self._over_replicas = over_replicas
+
+    def start(self, *, is_last: bool = True) -> None:
+        """Adds up, and starts the rest."""
+        settle_gradients(member.holder for member in self.members)
+        if self._over_replicas is not None:
+            self._over_replicas.start(is_last=is_last)
+
+    def let_go(self) -> None:
+        """Waits until it holds no more than it does at the end."""
+        if self._over_replicas is not None:
+            self._over_replicas.let_go()
+
+    def abort(self) -> None:
+        """Forgets what was started."""
+        if self._over_replicas is not None:
+            self._over_replicas.abort()
+
+    def finish(self, divisor: float) -> None:
+        """Waits, and divides the gradients."""
+        if self._over_replicas is not None:
+            self._over_replicas.finish(divisor)
+        elif divisor != 1:
+            for member in self.members:
+                if member.holder.grad is not None:
+                    local_of(member.holder.grad).div_(divisor)
+
+
 class ShardedBucket:
     """Every rank gets the sum of the rows that it keeps.
 
@@ -169,7 +230,7 @@ class ShardedBucket:
         self.members = members
         self._groups = shard_group, replica_group
         self._rank = dist.get_rank(shard_group)
-        shapes = tuple(tuple(member.parameter.shape) for member in members)
+        shapes = tuple(_part_shape(member) for member in members)
         self._layout = ShardLayout(shapes, dist.get_world_size(shard_group))
         self._quantiser = quantiser
         self._divided_by = 1
@@ -242,7 +303,7 @@ class ShardedBucket:
 
 
 def _divided_before(dtype: torch.dtype, *groups: dist.ProcessGroup | None) -> int:
-    """What gradients are divided by before they are summed over all these groups.
+    """The divisor of gradients before they are summed over all these groups.
 
     Scaled losses leave gradients close to 65504, where float16 ends: their mean fits, and no sum.
     """
@@ -251,15 +312,21 @@ def _divided_before(dtype: torch.dtype, *groups: dist.ProcessGroup | None) -> in
     return prod(dist.get_world_size(group) for group in groups if group is not None)
 
 
+def _part_shape(member: Reduced) -> tuple[int, ...]:
+    """Of all rows that the ranks of a shard group have together."""
+    assert member.sharded is not None
+    return member.sharded.part_shape
+
+
 def flags_of(members: Sequence[Reduced]) -> list[float]:
     return [0.0 if member.holder.grad is None else 1.0 for member in members]
 
 
 def gradient_of(member: Reduced) -> Tensor:
     holder = member.holder
-    gradient = holder.grad
+    gradient = None if holder.grad is None else local_of(holder.grad)
     if gradient is None:
-        gradient = torch.zeros_like(holder, dtype=gradient_dtype(holder))
+        gradient = torch.zeros_like(local_of(holder), dtype=gradient_dtype(holder))
     if gradient.layout is not torch.strided:
         raise UsageError(
             f"the gradient of a parameter of shape {tuple(holder.shape)} is sparse, and only "
@@ -291,10 +358,12 @@ def hand_out(totals: Tensor, members: Sequence[Reduced], flags: Sequence[float])
     """
     offset = 0
     for member, flag in zip(members, flags, strict=True):
-        parameter = member.parameter
-        total = totals[offset : offset + parameter.numel()].view(parameter.shape)
-        offset += parameter.numel()
+        parameter, own = member.parameter, local_of(member.parameter)
+        total = totals[offset : offset + own.numel()].view(own.shape)
+        offset += own.numel()
         if flag:
-            if not parameter.is_contiguous():  # a gradient lies in memory as its parameter does
-                total = torch.empty_like(parameter, dtype=total.dtype).copy_(total)
-            parameter.grad = total
+            if not own.is_contiguous():  # a gradient lies in memory as its parameter does
+                total = torch.empty_like(own, dtype=total.dtype).copy_(total)
+            parameter.grad = (
+                divided_alike(total, parameter) if isinstance(parameter, DividedTensor) else total
+            )

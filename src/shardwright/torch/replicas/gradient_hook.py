@@ -64,7 +64,7 @@ class GradientsOfBucket:
         return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Whose they are."""
+        """The parameters of the gradients."""
         return self._parameters
 
     def index(self) -> int:

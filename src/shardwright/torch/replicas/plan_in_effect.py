@@ -11,41 +11,54 @@ from shardwright.mesh import Mesh
 from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.replicas.gradient_buckets import Reduced
 from shardwright.torch.run.context import Context
+from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
-__all__ = ["SharingGroups", "reduced_parameters", "synchronise"]
+__all__ = ["SharingGroups", "broadcast", "reduced_parameters", "synchronise"]
 
 _SMALL_BYTES = 2**16  # nobody branches on the values of a larger tensor
 
 
 class SharingGroups:
-    """Process groups of the ranks that hold the same parameters, made once for each set of pipeline ranks."""
+    """Process groups of the ranks that hold the same parameters, made once for each set of pipeline ranks.
+
+    Ranks at different places along the tensor axis hold different parts, and are in different groups.
+    """
 
     def __init__(self, context: Context):
         self._mesh: Mesh = context.mesh
         self._context = context
         self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
-    def ranks(self, pipeline_ranks: Sequence[int]) -> tuple[int, ...]:
-        """World ranks at these pipeline ranks, in all replicas."""
-        mesh = self._mesh
-        return tuple(sorted(mesh.rank_of(pp=p, rdp=d) for p in pipeline_ranks for d in range(mesh.data)))
+    def ranks(self, pipeline_ranks: Sequence[int], *, tensor_rank: int | None = None) -> tuple[int, ...]:
+        """World ranks at these pipeline ranks, in all replicas, at one place along the tensor axis.
+
+        Args:
+            pipeline_ranks: in ascending order.
+            tensor_rank: the place; None for that of this rank.
+        """
+        mesh, place = self._mesh, self._context.tensor_rank if tensor_rank is None else tensor_rank
+        found = (mesh.rank_of(pp=p, rdp=d, share=place) for p in pipeline_ranks for d in range(mesh.data))
+        return tuple(sorted(found))
 
     def make(self, wanted: Sequence[tuple[int, ...]]) -> None:
         """Makes the groups of these sets of pipeline ranks; collective over all ranks of the world."""
         for pipeline_ranks in sorted(set(wanted)):
             if pipeline_ranks in self._made:
                 continue
-            members = self.ranks(pipeline_ranks)
-            timeout_s = self._context.config.timeout_s
-            group = (
-                group_of(members, use="shared parameters", timeout_s=timeout_s) if len(members) > 1 else None
-            )
-            self._made[pipeline_ranks] = group if self._context.rank in members else None
+            self._made[pipeline_ranks] = None
+            for place in range(self._mesh.share):
+                members = self.ranks(pipeline_ranks, tensor_rank=place)
+                if len(members) == 1:
+                    continue
+                timeout_s = self._context.config.timeout_s
+                group = group_of(members, use="shared parameters", timeout_s=timeout_s)
+                if self._context.rank in members:
+                    self._made[pipeline_ranks] = group
 
     def of(self, pipeline_ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group of a set of pipeline ranks that contains this one; None for a single rank."""
         if len(pipeline_ranks) == 1:
-            return self._context.data_group
+            return self._context.groups.data
         return self._made[pipeline_ranks]
 
 
@@ -57,15 +70,26 @@ def reduced_parameters(
     *,
     stage_ranks: Sequence[int],
     rank: int,
+    settles: bool,
 ) -> list[Reduced]:
-    """The parameters of this rank whose gradients other ranks also contribute to, or may do so later."""
+    """The parameters of this rank whose gradients other ranks also contribute to, or may do so later.
+
+    Args:
+        residency: who holds what.
+        parameters: of this rank, by name.
+        aliased: names of those with several names.
+        groups: of the ranks that hold them.
+        stage_ranks: pipeline rank of each stage.
+        rank: this pipeline rank.
+        settles: any gradient may be pending over a tensor-parallel group.
+    """
     found = []
     for name, parameter in parameters.items():
         ranks, stages = residency.ranks[name], residency.stages[name]
         if rank not in ranks:
             continue
         group = groups.of(tuple(ranks))
-        if group is None:
+        if group is None and not settles:
             continue
         here = frozenset(stage for stage in stages if stage_ranks[stage] == rank)
         late = len(ranks) > 1 or len(here) > 1 or name in aliased
@@ -85,8 +109,20 @@ def synchronise(
     for name, tensor in tensors.items():
         ranks = tuple(residency.ranks[name])
         group = groups.of(ranks) if rank in ranks else None
-        if group is not None and not tensor.is_meta and tensor.numel():
-            before = tensor.detach().clone() if tensor.nbytes <= _SMALL_BYTES else None
-            dist.broadcast(tensor.detach(), groups.ranks(ranks)[0], group=group)
-            changed = changed or (before is not None and not torch.equal(before, tensor.detach()))
+        if group is not None:
+            changed = broadcast(tensor, groups.ranks(ranks)[0], group) or changed
     return changed
+
+
+def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> bool:
+    """Gives all ranks of a group the values that one of them has.
+
+    Returns:
+        Whether this rank had others in a small tensor, which Python code may have looked at.
+    """
+    if tensor.is_meta or not tensor.numel():
+        return False
+    own = local_of(tensor).detach()
+    before = own.clone() if own.nbytes <= _SMALL_BYTES else None
+    dist.broadcast(own, source, group=group)
+    return before is not None and not torch.equal(before, own)

@@ -25,7 +25,13 @@ from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.errors import UsageError
 from shardwright.torch.backward.split_backward import notify_gradients
 from shardwright.torch.replicas.bucket_order import BucketOrder, Turn
-from shardwright.torch.replicas.gradient_buckets import Bucket, Reduced, ShardedBucket, SummedBucket
+from shardwright.torch.replicas.gradient_buckets import (
+    Bucket,
+    Reduced,
+    SettledBucket,
+    ShardedBucket,
+    SummedBucket,
+)
 from shardwright.torch.replicas.gradient_hook import GradientHook, HookedBucket
 
 __all__ = ["GradientReducer", "refuse_accumulation_hooks", "refuse_gradient_hooks"]
@@ -45,6 +51,7 @@ class GradientReducer:
             whole ones; else in the last, which takes fewer messages.
         overlap: reduce during the last backward; else after it.
         hook: reduces gradients of parameters that one stage has, and replicas do not share; None for none.
+        settles: gradients may be pending over a tensor-parallel group, and are settled first.
 
     Attributes:
         digest: of which members it has reduced in the last batch, and which were frozen.
@@ -62,8 +69,10 @@ class GradientReducer:
         in_every_backward: bool = False,
         overlap: bool = True,
         hook: GradientHook | None = None,
+        settles: bool = False,
     ):
         self._hook = hook
+        self._settles = settles
         self._members = list(members)
         self._divisor = divisor
         self._bucket_bytes = bucket_bytes
@@ -207,7 +216,8 @@ class GradientReducer:
             return []
         flags = torch.tensor([float(m.parameter.grad is not None) for m in self._spare])
         flags = flags.to(self._spare[0].parameter.device)
-        dist.all_reduce(flags, group=self._spare[0].group)
+        if self._spare[0].group is not None:
+            dist.all_reduce(flags, group=self._spare[0].group)
         return [member for member, flag in zip(self._spare, flags.tolist(), strict=True) if flag]
 
     def _remove_hooks(self) -> None:
@@ -244,12 +254,19 @@ class GradientReducer:
         ]
 
     def _kind(self, member: Reduced) -> tuple[object, ...]:
-        """What is the same for all members of a bucket."""
+        """The key that all members of a bucket share."""
         parameter, cut = member.parameter, member.sharded is not None
         stages = member.stages if cut and self._in_every_backward else None
         return cut, id(member.group), parameter.dtype, parameter.device, member.late, stages
 
     def _bucket(self, members: Sequence[Reduced], number: int, *, last: int) -> Bucket:
+        if not self._settles:
+            return self._bucket_of_replicas(members, number, last=last)
+        alone = members[0].group is None
+        return SettledBucket(members, None if alone else self._bucket_of_replicas(members, number, last=last))
+
+    def _bucket_of_replicas(self, members: Sequence[Reduced], number: int, *, last: int) -> Bucket:
+        assert members[0].group is not None
         if self._hook is not None and members[0].sharded is None and not members[0].late:
             is_last = number == last
             return HookedBucket(members, members[0].group, self._hook, index=number, is_last=is_last)

@@ -1,4 +1,4 @@
-"""What replicas share: gradients and, on request, parameters and optimizer state."""
+"""Gradients that replicas share and, on request, parameters and optimizer state."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.errors import UsageError
+from shardwright.quantities import format_bytes
 from shardwright.torch.parameters.delayed_initialization import is_recorded
 from shardwright.torch.parameters.precision import gradient_dtype, low_precision
 from shardwright.torch.parameters.shardable import can_be_sharded
@@ -20,7 +21,6 @@ from shardwright.torch.replicas.reducer import GradientReducer
 from shardwright.torch.replicas.updated_parts import UpdatedParts
 from shardwright.torch.run.context import Context
 from shardwright.torch.run.failure import first_cause_named
-from shardwright.units import format_bytes
 
 if TYPE_CHECKING:
     from shardwright.torch.sharding.sharding import Sharding
@@ -67,7 +67,7 @@ class Replicas:
             parameters: of the stages of this rank, by name, the same on all replicas; those of another rank
                 or of several stages are not among them.
         """
-        if self._context.shard_group is None:
+        if self._context.groups.shard is None:
             return
         from shardwright.torch.sharding.sharding import Sharding  # DTensor takes long to import
 
@@ -81,7 +81,7 @@ class Replicas:
         Args:
             parameters: some that one stage alone has, by name.
         """
-        if self._context.shard_group is None:
+        if self._context.groups.shard is None or self._context.mesh.share > 1:
             return set()
         return {name for name, p in parameters.items() if self._is_shared(p) and is_recorded(p)}
 
@@ -127,12 +127,12 @@ class Replicas:
         return nullcontext() if self.sharding is None else self.sharding.saving()
 
     def make_reducer(self, members: Sequence[Reduced]) -> GradientReducer:
-        """What sums the gradients of these parameters."""
+        """Makes the reducer of these parameters' gradients."""
         context, sharding = self._context, self.sharding
         if sharding is not None:
-            assert context.shard_group is not None
+            assert context.groups.shard is not None
             members = [
-                replace(m, sharded=sharding.parameters[id(m.parameter)], group=context.shard_group)
+                replace(m, sharded=sharding.parameters[id(m.parameter)], group=context.groups.shard)
                 if m.parameter in sharding
                 else m
                 for m in members
@@ -142,11 +142,12 @@ class Replicas:
             divisor=context.mesh.data,
             bucket_bytes=self._bucket_bytes,
             sharded_bucket_bytes=4 * context.config.sdp_reduce_bucket_size,
-            replica_group=context.replica_group,
+            replica_group=context.groups.replica,
             quantiser=self.gradient_quantiser,
             in_every_backward=self._reduces_in_every_backward(members),
             overlap=self._overlap,
             hook=self._hook,
+            settles=context.mesh.share > 1,
         )
         return self._reducer
 
@@ -166,11 +167,16 @@ class Replicas:
         Raises:
             UsageError: replicas share parameters, or have reduced gradients already.
         """
-        if self._context.shard_group is not None:
+        if self._context.groups.shard is not None:
             raise UsageError(
                 "a communication hook reduces whole gradients, and sharded_data_parallel_degree is "
                 f"{self._context.mesh.shard}: each replica gets the sums of its rows alone. Set it to 1, or "
                 "register no hook."
+            )
+        if self._context.mesh.share > 1:
+            raise UsageError(
+                "a communication hook reduces whole gradients, and tensor_parallel_degree is "
+                f"{self._context.mesh.share}: each rank has parts of them. Set it to 1, or register no hook."
             )
         if self._reducer is not None:
             raise UsageError("the model has made a step already. Register the hook before the first one.")
@@ -204,7 +210,7 @@ class Replicas:
 
 
 def _updated_parts(context: Context) -> UpdatedParts | None:
-    same_rows = context.replica_group if context.mesh.shard > 1 else context.data_group
+    same_rows = context.groups.replica if context.mesh.shard > 1 else context.groups.data
     group = same_rows if context.config.shard_optimizer_state else None
     in_float32 = low_precision(context.config) is not None
     return UpdatedParts(group, in_float32=in_float32) if group is not None or in_float32 else None

@@ -1,4 +1,4 @@
-"""What an optimizer updates instead of parameters: parts of them, and float32 copies.
+"""The tensors that an optimizer updates instead of parameters: parts of them, and float32 copies.
 
 Replicas may shard the optimizer's work and state (ZeRO-1), with or without sharded parameters::
 
@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.comm._private import all_gather_single
-from shardwright.torch._private import put_in_place
 from shardwright.torch.parameters.precision import is_low
+from shardwright.torch.tensor_parallel.divide import divided_alike, part_as, put_divided_in_place
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of
 
 __all__ = ["UpdatedParts"]
 
@@ -47,14 +48,15 @@ class UpdatedParts:
     @property
     def num_bytes(self) -> int:
         """Memory of the copies in float32."""
-        return sum(master.nbytes for master in self._masters.values())
+        return sum(local_of(master).nbytes for master in self._masters.values())
 
     def own_range(self, tensor: Tensor) -> range | None:
         """The range of a parameter's elements that this rank updates; None for all of them."""
         if not self._is_cut(tensor):
             return None
-        size = self._piece(tensor.numel())
-        return range(min(self._rank * size, tensor.numel()), min((self._rank + 1) * size, tensor.numel()))
+        numel = local_of(tensor).numel()
+        size = self._piece(numel)
+        return range(min(self._rank * size, numel), min((self._rank + 1) * size, numel))
 
     def master(self, parameter: Tensor) -> Tensor | None:
         """The float32 copy of the part that this rank updates, if any."""
@@ -95,21 +97,23 @@ class UpdatedParts:
         for parameter in parameters:
             is_cut = self._is_cut(parameter)
             if is_cut or self._has_master(parameter):
-                part = self._part_of(parameter.detach()) if is_cut else parameter.detach()
+                own = local_of(parameter).detach()
+                part = self._part_of(own) if is_cut else own
                 shown.append((parameter, self._show(parameter, part, is_cut=is_cut), part))
             if is_cut and parameter.requires_grad:
                 cut.append(parameter)
         try:
             for parameter, whole, part in shown:
-                self._cut_state(state.get(parameter, {}), whole, part)
+                if self._is_cut(whole):
+                    self._cut_state(state.get(parameter, {}), whole, part)
             yield
             for parameter, _, part in shown:
                 if part.dtype is not parameter.dtype:
-                    part.copy_(parameter.detach())
+                    part.copy_(local_of(parameter).detach())
         finally:
             for parameter, whole, _ in shown:
                 cleared = parameter.grad is None
-                put_in_place(parameter, whole)
+                put_divided_in_place(parameter, whole)
                 if cleared:
                     parameter.grad = None
         self._share(cut)
@@ -119,30 +123,38 @@ class UpdatedParts:
         return self._in_float32 and is_low(parameter) and parameter.grad is not None
 
     def _is_cut(self, parameter: Tensor) -> bool:
-        return self.num_parts > 1 and parameter.is_contiguous() and parameter.numel() >= self.num_parts
+        own = local_of(parameter)
+        return self.num_parts > 1 and own.is_contiguous() and own.numel() >= self.num_parts
 
     def _show(self, parameter: nn.Parameter, part: Tensor, *, is_cut: bool) -> nn.Parameter:
         """Puts something in the place of a parameter; returns an object with what was there."""
         gradient = parameter.grad
+        spec = parameter._spec if isinstance(parameter, DividedTensor) else None
+        if spec is not None and not is_cut:  # an optimizer may look at all of it
+            part = divided_alike(part, spec)
         updated = self._master_of(parameter, part) if self._has_master(parameter) else part
         other = nn.Parameter(updated, parameter.requires_grad)
-        put_in_place(parameter, other)
+        put_divided_in_place(parameter, other)
         if gradient is not None:
-            own = self._part_of(gradient.contiguous()) if is_cut else gradient
-            parameter.grad = own.to(updated.dtype)
+            if is_cut:
+                own = gradient if spec is None else part_as(gradient, spec)
+                gradient = self._part_of(own.contiguous())
+            parameter.grad = gradient.to(updated.dtype)
         return other
 
     def _master_of(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
         """The part in float32; where somebody has changed the parameter since, what it is now."""
-        known = self._masters.get(id(parameter))
+        known, own = self._masters.get(id(parameter)), local_of(part)
         if known is None or known.shape != part.shape:
-            known = part.float()
+            updated = own.float()
         else:
-            changed = part != known.to(part.dtype)
+            updated = part_as(known, part._spec) if isinstance(part, DividedTensor) else known
+            changed = own != updated.to(own.dtype)
             if bool(changed.any()):
-                known = torch.where(changed, part.float(), known)
-        self._masters[id(parameter)] = known
-        return known
+                updated = torch.where(changed, own.float(), updated)
+        master = divided_alike(updated, part) if isinstance(part, DividedTensor) else updated
+        self._masters[id(parameter)] = master
+        return master
 
     def _part_of(self, tensor: Tensor) -> Tensor:
         flat = tensor.view(-1)
@@ -155,12 +167,13 @@ class UpdatedParts:
     def _cut_state(self, values: dict[str, Any], whole: Tensor, part: Tensor) -> None:
         for key, value in values.items():
             if isinstance(value, Tensor) and value.dim() and value.shape == whole.shape != part.shape:
-                values[key] = self._part_of(value.contiguous()).clone()
+                own = part_as(value, whole._spec) if isinstance(whole, DividedTensor) else value
+                values[key] = self._part_of(own.contiguous()).clone()
 
     def _share(self, parameters: Sequence[nn.Parameter]) -> None:
         """Gives all ranks the parts of all."""
         for together in _messages(parameters):
-            flats = [parameter.detach().view(-1) for parameter in together]
+            flats = [local_of(parameter).detach().view(-1) for parameter in together]
             sizes = [self._piece(flat.numel()) for flat in flats]
             parts = flats[0].new_zeros(self.num_parts, sum(sizes))
             start = 0

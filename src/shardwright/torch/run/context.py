@@ -10,18 +10,13 @@ import torch
 import torch.distributed as dist
 
 from shardwright.cluster import Cluster
-from shardwright.comm.absence.blame import Blame
-from shardwright.comm.absence.whereabouts import Whereabouts
 from shardwright.comm.encoding.codec import declare
 from shardwright.comm.joining.process_group import group_of, tell_from
-from shardwright.comm.messages.roll_call import RollCall
-from shardwright.comm.messages.small_collectives import SmallCollectives
-from shardwright.comm.messages.transport import Transport
-from shardwright.comm.one_host.local_peers import LocalPeers
 from shardwright.config import Config
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.mesh import Axes, Mesh
 from shardwright.plan import Plan
+from shardwright.torch.run.rank_ties import Links, ProcessGroups, RankWatch
 from shardwright.torch.run.roles import Reports, WrappedModel, WrappedOptimizer
 
 __all__ = ["Context", "context", "is_initialized", "set_context"]
@@ -42,19 +37,11 @@ class Context:
         local_rank: rank on this host.
         local_size: ranks on this host.
         device: where this rank computes.
-        pipeline_group: ranks that share this replica; None for a single rank.
-        data_group: ranks that hold the same stage; None for a single rank.
-        shard_group: those of them that share its parameters; None where each has all of them.
-        replica_group: those of them that have the same part of it; None for a single rank.
-        local_peers: ways to the other ranks of this host; None where messages take other ways.
-        transport: messages inside the replica.
-        replica: small collectives inside the replica.
-        world: small collectives of all ranks.
+        groups: process groups.
+        links: ways for messages.
+        watch: over ranks that fail, or do not come.
         plan: the plan in force; None until the first step, unless one was given.
         cluster: the present machines, once they were measured.
-        blame: finds out which rank failed first; None for a single rank.
-        whereabouts: where this rank is in its script, for the others; None for a single rank.
-        roll_call: waits for ranks that are to make a call together; None for a single rank.
         reporter: tells the observer what happens.
         model: the wrapped model.
         optimizers: the wrapped optimizers.
@@ -67,24 +54,15 @@ class Context:
     local_rank: int
     local_size: int
     device: torch.device
-    pipeline_group: dist.ProcessGroup | None = None
-    data_group: dist.ProcessGroup | None = None
-    shard_group: dist.ProcessGroup | None = None
-    replica_group: dist.ProcessGroup | None = None
-    local_peers: LocalPeers | None = None
-    transport: Transport | None = None
-    replica: SmallCollectives | None = None
-    world: SmallCollectives | None = None
+    groups: ProcessGroups = field(default_factory=ProcessGroups)
+    links: Links = field(default_factory=Links)
+    watch: RankWatch = field(default_factory=RankWatch)
     plan: Plan | None = None
     cluster: Cluster | None = None
     reporter: Reports | None = None
-    blame: Blame | None = None
-    whereabouts: Whereabouts | None = None
-    roll_call: RollCall | None = None
     model: WrappedModel | None = None
     optimizers: list[WrappedOptimizer] = field(default_factory=list)
     cleanup: ExitStack = field(default_factory=ExitStack)
-    _alone: dist.ProcessGroup | None = None
 
     @property
     def pipeline_rank(self) -> int:
@@ -93,24 +71,44 @@ class Context:
 
     @property
     def data_rank(self) -> int:
-        """Which replica, from 0."""
+        """The number of this replica, from 0."""
         return self.mesh.group_rank("rdp", self.rank)
 
     @property
+    def tensor_rank(self) -> int:
+        """Position among the ranks that share every layer of this stage, from 0."""
+        return self.mesh.group_rank("share", self.rank)
+
+    @property
+    def is_first_holder(self) -> bool:
+        """Whether this rank stands for all with the same stages: replicas, and ranks that share layers."""
+        return self.data_rank == 0 and self.tensor_rank == 0
+
+    @property
     def pipeline_ranks(self) -> tuple[int, ...]:
-        """World ranks of this replica, by pipeline rank."""
+        """World ranks with this replica's stages, by pipeline rank; at this place along the tensor axis."""
         return self.mesh.group("pp", self.rank)
+
+    @property
+    def replica_ranks(self) -> tuple[int, ...]:
+        """World ranks that share this replica."""
+        return self.mesh.group("mp", self.rank)
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """World ranks that hold the same part of the model, one in each replica."""
+        return self.mesh.group("rdp", self.rank)
 
     def group_of_replicas(self) -> dist.ProcessGroup | None:
         """One rank of each replica, this one of its own; None for a single rank."""
         if self.mesh.world_size == 1:
             return None
         if self.mesh.data > 1:
-            return self.data_group
-        if self._alone is None:
+            return self.groups.data
+        if self.groups.alone is None:
             timeout = timedelta(seconds=self.config.timeout_s)
-            self._alone = dist.new_group([self.rank], timeout=timeout, use_local_synchronization=True)
-        return self._alone
+            self.groups.alone = dist.new_group([self.rank], timeout=timeout, use_local_synchronization=True)
+        return self.groups.alone
 
     def further_group(self, axes: Axes, *, use: str, backend: str | None = None) -> dist.ProcessGroup:
         """A group of its own for a use.

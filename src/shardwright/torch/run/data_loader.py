@@ -122,7 +122,7 @@ class ReplicaLoader:
         self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is."""
+        """The position in the data, to be saved."""
         return {
             "epoch": self.epoch,
             "position": self.position,

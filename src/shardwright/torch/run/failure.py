@@ -19,7 +19,7 @@ def first_cause_named(context: Context) -> Iterator[None]:
     Raises:
         PeerLostError: a peer was lost; the message names the rank where it began.
     """
-    blame = context.blame
+    blame = context.watch.blame
     if blame is None:
         yield
         return

@@ -15,6 +15,7 @@ from shardwright.comm.identity.devices_in_use import uses_gpus
 from shardwright.comm.identity.environment import detect
 from shardwright.comm.identity.launch_environment import LaunchEnvironment
 from shardwright.comm.joining.process_group import (
+    backend_for,
     default_store,
     init_process_group,
     leave_groups_in_doubt,
@@ -28,11 +29,12 @@ from shardwright.comm.messages.transport import Transport
 from shardwright.comm.one_host.local_peers import connect_local_peers
 from shardwright.config import Config
 from shardwright.errors import ConfigError
-from shardwright.mesh import gradient_axes
+from shardwright.mesh import Mesh
 from shardwright.observe.console import Console
 from shardwright.plan import Plan
 from shardwright.torch.run.context import Context
 from shardwright.torch.run.launch_settings import following
+from shardwright.torch.run.rank_ties import RankWatch
 
 __all__ = ["joined"]
 
@@ -64,20 +66,24 @@ def joined(config: Config, plan: Plan | None, *, kind: type[_ContextT]) -> _Cont
     if plan is not None:
         plan.check_world(world_size)
         config = following(plan, config, warns=rank == 0)
+    mesh = config.resolve_world(world_size)
     made = kind(
         config=config,
-        mesh=config.resolve_world(world_size),
+        mesh=mesh,
         rank=rank,
         local_rank=environment.local_rank,
         local_size=environment.local_world_size,
         device=device,
         plan=plan,
-        blame=Blame(default_store(), rank=rank) if world_size > 1 else None,
+        watch=RankWatch(Blame(default_store(), rank=rank) if world_size > 1 else None),
     )
     if world_size > 1:
         _meet_all(made, environment)
-    if made.mesh.pipeline > 1:
+    if made.mesh.spreads_model:
         _meet_stages(made)
+    if made.mesh.share > 1:
+        own = _own_backend(made.config, made.device)
+        made.groups.tensor = made.further_group("share", use="parts of layers", backend=own)
     if made.mesh.data > 1:
         _meet_replicas(made)
     return made
@@ -86,37 +92,56 @@ def joined(config: Config, plan: Plan | None, *, kind: type[_ContextT]) -> _Cont
 def _meet_all(made: Context, environment: LaunchEnvironment) -> None:
     """All ranks: they must run the same versions, and those of a host get ways of their own."""
     _say_who_is_trusted(session_of_group(timeout_s=made.config.timeout_s), environment)
+    assert made.watch.blame is not None
+    made.watch.blame.begin()  # before any rank can wait for this one, and finds a note of an earlier run
     refuse_mixed_versions(tell_all)
+    _refuse_mixed_degrees(made.mesh)
     leave_groups_in_doubt()
     if made.device.type == "cpu" and made.config.shared_memory:
-        made.local_peers = connect_local_peers(timeout_s=made.config.timeout_s)
-    made.world = SmallCollectives(range(made.mesh.world_size), rank=made.rank, local=made.local_peers)
+        made.links.local_peers = connect_local_peers(
+            timeout_s=made.config.timeout_s, has_stopped=made.watch.blame.has_stopped
+        )
+    made.links.world = SmallCollectives(
+        range(made.mesh.world_size), rank=made.rank, local=made.links.local_peers
+    )
 
 
 def _meet_stages(made: Context) -> None:
-    """The ranks of a replica, each with other stages."""
-    made.pipeline_group = made.further_group("pp", use="collectives of a replica")
-    nccl = dist.get_backend() == "nccl"
+    """The ranks of a replica, each with other stages, or parts of them."""
+    backend = backend_for(made.device)
+    if made.device.type == "cuda" and backend == "gloo":
+        raise ConfigError(
+            f"a replica of the model is spread over {len(made.replica_ranks)} ranks, and rank {made.rank} "
+            "computes on "
+            f"{made.device}, but the script has made a process group of gloo, which cannot send what GPUs "
+            "hold. Leave the group to sw.init, or make it by "
+            'torch.distributed.init_process_group("nccl"). SHARDWRIGHT_DEVICE=cpu keeps ranks on the CPU.'
+        )
+    made.groups.pipeline = made.further_group("pp", use="collectives of a replica")
+    made.groups.model = made.groups.pipeline
+    if made.mesh.share > 1:
+        made.groups.model = made.further_group("mp", use="collectives of a replica")
+    nccl = backend == "nccl"
     # By name: in a step the default group is that of the replicas of a stage (`replica_collectives`).
     up = made.further_group("pp", use="activations") if nccl else dist.group.WORLD
     down = made.further_group("pp", use="gradients") if nccl else dist.group.WORLD
-    made.transport = Transport(
-        made.pipeline_ranks, rank=made.pipeline_rank, up=up, down=down, local=made.local_peers
+    made.links.transport = Transport(
+        made.pipeline_ranks, rank=made.pipeline_rank, up=up, down=down, local=made.links.local_peers
     )
-    made.replica = SmallCollectives(
-        made.pipeline_ranks, rank=made.rank, group=made.pipeline_group, local=made.local_peers
-    )
+    small = partial(SmallCollectives, rank=made.rank, local=made.links.local_peers)
+    made.links.stages = small(made.pipeline_ranks, group=made.groups.pipeline)
+    made.links.replica = small(made.replica_ranks, group=made.groups.model)
 
 
 def _meet_replicas(made: Context) -> None:
     """The ranks with the same stages, one in each replica."""
     group: Callable[..., dist.ProcessGroup]
     group = partial(made.further_group, backend=_backend_of_replicas(made.config, made.device))
-    made.data_group = group(gradient_axes(), use="sums over replicas")
+    made.groups.data = group("rdp", use="sums over replicas")
     if made.mesh.shard > 1:
-        made.shard_group = group("dp_shard", use="shards")
+        made.groups.shard = group("dp_shard", use="shards")
         if made.mesh.shard < made.mesh.data:
-            made.replica_group = group("dp_replicate", use="replicas of shards")
+            made.groups.replica = group("dp_replicate", use="replicas of shards")
 
 
 def _check_backend(wanted: str, device: torch.device) -> None:
@@ -134,14 +159,35 @@ def _check_backend(wanted: str, device: torch.device) -> None:
         )
 
 
+def _refuse_mixed_degrees(mesh: Mesh) -> None:
+    """Refuses ranks that lay each other out in different ways; collective over all ranks.
+
+    Raises:
+        ConfigError: they do; on all of them.
+    """
+    told = tell_all(f"{mesh.title}, shard {mesh.shard}, placement {mesh.placement}")
+    other = next((rank for rank, each in enumerate(told) if each != told[0]), None)
+    if other is not None:
+        raise ConfigError(
+            f"the ranks have different degrees: rank 0 has {told[0]}, and rank {other} has {told[other]}. "
+            "Give sw.init the same settings on every rank."
+        )
+
+
+def _own_backend(config: Config, device: torch.device) -> str | None:
+    """Shardwright's collectives on CPUs, unless gloo is asked for; None for the backend of the run."""
+    on_cpu = device.type == "cpu" and config.ddp_dist_backend == "auto" and config.shared_memory
+    return BACKEND if on_cpu else None
+
+
 def _backend_of_replicas(config: Config, device: torch.device) -> str | None:
-    """Shardwright's collectives on CPUs, unless gloo is asked for; None for the backend of the run.
+    """The backend of sums over replicas; None for that of the run.
 
     Raises:
         ConfigError: the settings need what the other backend lacks.
     """
-    if device.type == "cpu" and config.ddp_dist_backend == "auto" and config.shared_memory:
-        return BACKEND
+    if own := _own_backend(config, device):
+        return own
     for key in ("sdp_quantized_gradients", "sdp_quantized_parameters"):
         if getattr(config, key):
             raise ConfigError(

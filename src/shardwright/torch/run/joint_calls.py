@@ -1,6 +1,7 @@
 """Calls that several ranks make together: waits for all ranks, and names the missing."""
 
 import itertools
+import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -8,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from shardwright.comm.absence.peer_loss import names_a_lost_peer
+from shardwright.comm.absence.stalls import Stalls
 from shardwright.comm.absence.whereabouts import Whereabouts
 from shardwright.comm.joining.process_group import default_store, groups_in_doubt
 from shardwright.comm.messages.roll_call import Call, RollCall
@@ -27,26 +29,35 @@ def prepare(made: Context) -> None:
     if made.mesh.world_size == 1:
         return
     store: Any = default_store()  # whose type, as PyTorch declares it, lacks clone()
-    made.whereabouts = whereabouts = Whereabouts(
-        store, rank=made.rank, run=run, confess=partial(_confess, made)
+    made.watch.whereabouts = whereabouts = Whereabouts(
+        store,
+        rank=made.rank,
+        run=run,
+        confess=partial(_confess, made),
+        stalls=lambda said: Stalls(made.rank, made.config.missing_ranks_s, said, _tell_of_a_stall),
     )
-    made.roll_call = RollCall(
+    made.watch.roll_call = RollCall(
         store,
         whereabouts,
         rank=made.rank,
         patience_s=made.config.missing_ranks_s,
         timeout_s=made.config.timeout_s,
-        local=made.local_peers,
+        local=made.links.local_peers,
         tell=lambda text: warnings.warn(text, stacklevel=2),
     )
     whereabouts.watch()
 
 
+def _tell_of_a_stall(text: str) -> None:
+    sys.stderr.write(f"shardwright: {text}\n")
+    sys.stderr.flush()
+
+
 def _confess(made: Context, error: BaseException) -> None:
     """Says why the script of this rank ends, unless that is another rank's doing."""
     consequence = isinstance(error, PeerLostError) or names_a_lost_peer(str(error))
-    if made.blame is not None and not consequence:
-        made.blame.confess(error)
+    if made.watch.blame is not None and not consequence:
+        made.watch.blame.confess(error)
 
 
 def script_ended(error: BaseException | None) -> None:
@@ -55,7 +66,7 @@ def script_ended(error: BaseException | None) -> None:
     Args:
         error: with which it ends.
     """
-    if is_initialized() and (whereabouts := context().whereabouts) is not None:
+    if is_initialized() and (whereabouts := context().watch.whereabouts) is not None:
         whereabouts.script_ended(error)
 
 
@@ -83,11 +94,11 @@ def meet_each(calls: Sequence[Call]) -> None:
         UsageError: as for `meet`, and so does PeerLostError.
     """
     current = context()
-    if current.roll_call is None:
+    if current.watch.roll_call is None:
         return
     with first_cause_named(current):
         try:
-            current.roll_call.meet_each(calls)
+            current.watch.roll_call.meet_each(calls)
         except UsageError as error:
             groups_in_doubt()
             raise out_of_data(current, error) from error
@@ -104,7 +115,7 @@ def call_together(where: str, ranks: Sequence[int], *, hint: str = "") -> Abstra
         ranks: world ranks that make it.
         hint: what to try, for those messages.
     """
-    whereabouts = context().whereabouts
+    whereabouts = context().watch.whereabouts
     if whereabouts is None or len(ranks) < 2:
         return nullcontext()
     return whereabouts.inside(where, ranks, hint=hint)
@@ -113,4 +124,4 @@ def call_together(where: str, ranks: Sequence[int], *, hint: str = "") -> Abstra
 def ranks_with_the_model() -> tuple[int, ...]:
     """World ranks that together have all elements of the model once, with this one among them."""
     current = context()
-    return current.mesh.group(("pp", "dp_shard"), current.rank)
+    return current.mesh.group(("pp", "dp_shard", "cp", "ep", "tp"), current.rank)

@@ -1,7 +1,9 @@
 """Settings that a launcher passes, and settings that a plan overrides."""
 
+import os
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from shardwright.comm.identity.devices_in_use import DEVICE_VARIABLE
@@ -13,7 +15,35 @@ from shardwright.planner import overruled_settings
 from shardwright.printable import shown
 from shardwright.problems import join
 
-__all__ = ["following", "settings_from"]
+__all__ = ["following", "given_settings", "settings_from"]
+
+
+def given_settings(
+    config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | None",
+) -> tuple[Config, Plan | None]:
+    """What a script passes to ``init``, with what the launcher was told; and the plan to follow.
+
+    Raises:
+        ConfigError: a setting is unknown, out of range or contradicts another.
+        PlanError: the plan file cannot be used.
+    """
+    plan: Plan | None = None
+    given: Mapping[str, Any] | Config | None = None
+    if isinstance(config, Plan):
+        plan = config
+    elif isinstance(config, str | os.PathLike):
+        given = {"plan": str(Path(config))}
+    elif config is None or isinstance(config, Mapping | Config):
+        given = config
+    else:
+        raise ConfigError(
+            f"init takes a dictionary of settings, or the path of a plan file, not a "
+            f"{type(config).__name__}. For example: sw.init({{'microbatches': 4}})"
+        )
+    settings = Config.merge(given, *settings_from(os.environ))
+    if settings.plan is not None:
+        plan = Plan.read(settings.plan)
+    return settings, plan
 
 
 def settings_from(environ: Mapping[str, str]) -> list[Mapping[str, Any]]:
@@ -56,6 +86,10 @@ def _object(variable: str, found: Any) -> Mapping[str, Any]:
     )
 
 
+# A plan that was made for one of these fits no model in float32.
+_PRECISION = ("bf16", "fp16")
+
+
 def following(plan: Plan, config: Config, *, warns: bool) -> Config:
     """The settings as a plan has them; warns of those that it overrules."""
     overruled = list(overruled_settings(plan, config))
@@ -67,7 +101,11 @@ def following(plan: Plan, config: Config, *, warns: bool) -> Config:
             "pipeline_parallel_degree": plan.mesh.pipeline,
             "data_parallel_degree": plan.mesh.data,
             "sharded_data_parallel_degree": plan.mesh.shard,
+            "tensor_parallel_degree": plan.mesh.tensor,
+            "context_parallel_degree": plan.mesh.context,
+            "expert_parallel_degree": plan.mesh.expert,
             "microbatches": plan.schedule.microbatches,
             "placement_strategy": plan.mesh.placement_strategy,
+            **{key: plan.pins[key] for key in _PRECISION if plan.pins.get(key) and key not in config.pins},
         },
     )

@@ -43,13 +43,15 @@ def present_cluster(context: Context) -> Cluster:
     """
     estimates = context.config.profile == "estimated"
     cores = cores_of_host() // max(1, torch.get_num_threads()) if context.device.type == "cpu" else 0
-    shared = context.from_first_rank(lambda: context.transport is not None and bool(context.transport.local))
-    local = context.local_peers if shared else None
+    shared = context.from_first_rank(
+        lambda: context.links.transport is not None and bool(context.links.transport.local)
+    )
+    local = context.links.local_peers if shared else None
     intra = _time_link(context, 0, 1, local) if context.local_size > 1 else None
     per_node = context.local_size
     inter = _time_link(context, 0, per_node, local) if context.mesh.world_size > per_node else None
-    if context.local_peers is not None:
-        context.local_peers.shrink()  # the model's messages may be smaller than those
+    if context.links.local_peers is not None:
+        context.links.local_peers.shrink()  # the model's messages may be smaller than those
     give_back_freed_memory()
     return Cluster(
         device=Device(
@@ -72,7 +74,7 @@ def _least(context: Context, mine: _Number) -> _Number:
 
 
 def _slowness(context: Context) -> tuple[float, ...]:
-    """How the hosts compute against the mean of all ranks; empty where they are alike, or there is one."""
+    """The slowness of hosts against the mean of all ranks; empty if they are alike, or there is one."""
     per_node, world_size = context.local_size, context.mesh.world_size
     if world_size <= per_node or context.config.profile == "estimated":
         return ()

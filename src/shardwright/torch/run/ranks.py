@@ -1,5 +1,6 @@
 """The rank of this process in each group."""
 
+import torch
 import torch.distributed as dist
 
 from shardwright.torch.run.context import context
@@ -7,6 +8,7 @@ from shardwright.torch.run.joint_calls import meet
 
 __all__ = [
     "barrier",
+    "device",
     "dp_rank",
     "dp_size",
     "get_dp_group",
@@ -37,6 +39,20 @@ def size() -> int:
     return context().mesh.world_size
 
 
+def device() -> torch.device:
+    """The device on which this rank computes: a GPU of its own, or the CPU.
+
+    `DistributedModel` and step functions move model and batch there by themselves.
+
+    Example:
+        >>> import torch, shardwright.torch as sw
+        >>> sw.init({"run_dir": "off"})
+        >>> weights = torch.ones(3, device=sw.device())
+        >>> sw.shutdown()
+    """
+    return context().device
+
+
 def local_rank() -> int:
     """This rank on its host, from 0."""
     return context().local_rank
@@ -48,7 +64,7 @@ def local_size() -> int:
 
 
 def dp_rank() -> int:
-    """Which replica this rank belongs to, from 0: the shard of the data to read."""
+    """The replica of this rank, from 0: the shard of the data to read."""
     return context().mesh.group_rank("dp", context().rank)
 
 
@@ -78,12 +94,12 @@ def pp_size() -> int:
 
 
 def tp_rank() -> int:
-    """Position among the ranks that share each layer: 0 in this version."""
+    """Position among the ranks that share every layer of a stage, from 0."""
     return context().mesh.group_rank("tp", context().rank)
 
 
 def tp_size() -> int:
-    """Ranks that share each layer: 1 in this version."""
+    """Ranks that share every layer of a stage."""
     return context().mesh.group_size("tp")
 
 

@@ -1,4 +1,4 @@
-"""A board, in the job's store, on which the ranks of a replica post values for one another."""
+"""A board, in the job's store, on which the stages of a replica post values for one another."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ __all__ = ["replica_board"]
 
 
 def replica_board(context: Context, number: int) -> ValueBoard:
-    """The board of this rank's replica.
+    """The board of this rank's replica, at this rank's place along the tensor axis.
 
     Args:
         context: the run.
@@ -20,13 +20,13 @@ def replica_board(context: Context, number: int) -> ValueBoard:
     """
 
     def has_ended(rank: int) -> bool:
-        local = context.local_peers
+        local = context.links.local_peers
         if local is not None and rank in local and local.has_ended(rank):
             return True
-        return context.blame is not None and context.blame.has_failed(rank)
+        return context.watch.blame is not None and context.watch.blame.has_failed(rank)
 
     store: Any = default_store()  # whose type, as PyTorch declares it, lacks clone()
-    name = f"values of replica {context.data_rank} in run {number}"
+    name = f"values of replica {context.data_rank}, part {context.tensor_rank}, in run {number}"
     store = PrefixStore(name, store.clone())  # who waits at one keeps others from it
     return ValueBoard(
         store,

@@ -22,7 +22,7 @@ from shardwright.torch.run.failure import first_cause_named
 __all__ = ["STEP", "TogetherUntil", "out_of_data"]
 
 STEP = "the step function"
-"""How `Place.where` of every step begins."""
+"""The beginning of every step's `MeetingPlace.where`."""
 
 
 class _DataEnded(BaseException):
@@ -79,11 +79,11 @@ class TogetherUntil:
     def _told(self, *, has_more: bool) -> list[int]:
         """The ranks that have no more data."""
         context = self._context
-        if context.world is None:
+        if context.links.world is None:
             return [] if has_more else [0]
         row = torch.tensor(float(has_more), device=context.device)
         with first_cause_named(context):
-            rows = context.world.gather(row, Purpose.AGREEMENT).tolist()
+            rows = context.links.world.gather(row, Purpose.AGREEMENT).tolist()
         return [rank for rank, more in enumerate(rows) if not more]
 
 
@@ -95,7 +95,7 @@ def out_of_data(context: Context, error: PeerLostError | UsageError) -> PeerLost
         error: what has come of waiting: in a training step a `PeerLostError`, in a call behind the loop a
             `UsageError`.
     """
-    whereabouts, reporter = context.whereabouts, context.reporter
+    whereabouts, reporter = context.watch.whereabouts, context.reporter
     if whereabouts is None or reporter is None:
         return error
     done, in_step = reporter.num_steps, isinstance(error, PeerLostError)
@@ -104,7 +104,9 @@ def out_of_data(context: Context, error: PeerLostError | UsageError) -> PeerLost
         notes = {rank: note for rank in others if (note := whereabouts.of(rank)) and note.steps == done}
     except RuntimeError:  # the store has gone, with the rank that served it
         return error
-    gone = {rank for rank, note in notes.items() if note.ended and not note.failed}
+    blame = context.watch.blame
+    failed = {rank for rank in notes if blame is not None and blame.has_failed(rank)}  # and caught its error
+    gone = {rank for rank, note in notes.items() if note.ended and not note.failed} - failed
     going_on = {rank for rank, note in notes.items() if note.place and note.place.where.startswith(STEP)}
     (going_on if in_step else gone).add(context.rank)
     if not gone or not going_on:

@@ -43,6 +43,7 @@ from shardwright.torch.pytorch.source_line import called_from, user_line
 from shardwright.torch.pytorch.tree import leaves, map_tree
 from shardwright.torch.run.context import Context, context, is_initialized
 from shardwright.torch.script_collectives import sums_over_ranks
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 
 __all__ = ["COLLECTIVES", "num_collectives", "over_replicas", "refusal_behind"]
 
@@ -87,6 +88,7 @@ _PASSES_ON = ("torch.", sums_over_ranks.__name__)
 # Only scripts call these. Their default group is that of the time at which they are imported: imported here,
 # before there is one, they look for it when they are called.
 _OF_SCRIPTS = with_gradients.__name__
+_HOLDERS: Axes = "rdp"
 _QUERIES = ("get_backend", "get_group_rank", "get_rank", "get_world_size", "get_global_rank")
 
 # The stubs leave out the constructor.
@@ -94,7 +96,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class _Done:
-    """What an asynchronous call gives: it has happened.
+    """The handle of an asynchronous call that has happened already.
 
     Args:
         outputs: what it has changed.
@@ -127,7 +129,7 @@ class _Replicas(_ProcessGroup):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__(0, 1)
         self.sends = False  # a microbatch computes, and this is no trace
-        self.axes: Axes = "dp"
+        self.axes: Axes = _HOLDERS
         self.num_calls = 0
         self.world: Any = None
         self._made: dict[Axes, tuple[Context, Any]] = {}
@@ -248,11 +250,11 @@ for _name in (*_NAMES, *_OLDER_NAMES):
 _REPLICAS = _Replicas()
 
 COLLECTIVES = frozenset(_OPERATIONS.values())
-"""What a trace has in the place of calls between units: each is made on one stage."""
+"""The functions in a trace in place of calls between units: each is made on one stage."""
 
 
 @contextmanager
-def over_replicas(*, sends: bool, axes: Axes = "dp") -> Iterator[None]:
+def over_replicas(*, sends: bool, axes: Axes = _HOLDERS) -> Iterator[None]:
     """Inside, collectives of the default process group go over the ranks that hold the same unit.
 
     Args:
@@ -274,7 +276,7 @@ def over_replicas(*, sends: bool, axes: Axes = "dp") -> Iterator[None]:
 
 
 def num_collectives() -> int:
-    """How many were called inside of `over_replicas` so far."""
+    """The number of calls inside `over_replicas` so far."""
     return _REPLICAS.num_calls
 
 
@@ -286,7 +288,12 @@ def refusal_behind(error: BaseException | None) -> BaseException | None:
 
 
 def _own_rows(item: Any) -> Any:
-    """What this rank has of a shared parameter: those that it talks to have the same rows."""
+    """This rank's rows of a shared parameter: those that it talks to have the same rows."""
+    if isinstance(item, DividedTensor):
+        _refuse(
+            "a collective of a tensor that ranks share (tensor_parallel_degree)",
+            "Keep the parameters of its module whole.",
+        )
     return item.local if isinstance(item, ShardedTensor) else item
 
 
@@ -296,7 +303,7 @@ def _outputs(method: str, args: Sequence[Any]) -> list[Tensor]:
 
 
 def _alone(outputs: Sequence[Tensor], inputs: Any) -> None:
-    """What a single rank finds after a collective: its own data."""
+    """The result of a collective over a single rank: its own data."""
     for output, own in zip(outputs, (t for t in leaves(inputs) if isinstance(t, Tensor)), strict=False):
         output.copy_(own.view(output.shape) if own.shape != output.shape else own)
 
@@ -309,7 +316,7 @@ def _touch(outputs: Sequence[Tensor]) -> None:
 
 def _refuse_other_group(group: Any) -> None:
     """Refuses a process group of the script's own, in which not all ranks may hold the unit that uses it."""
-    if is_initialized() and context().mesh.pipeline == 1:
+    if is_initialized() and not context().mesh.spreads_model:
         return
     if _REPLICAS.sends and getcurrent().parent is None:
         return  # code of hooks for gradients, and of the library: no microbatch's
@@ -330,8 +337,13 @@ def _refuse_other_group(group: Any) -> None:
 
 def _refuse_functional(group: Any) -> None:
     """Refuses a functional collective: it finds groups by their names, past the stand-in."""
-    if is_initialized() and context().mesh.pipeline == 1 and group is not _REPLICAS:
+    if is_initialized() and not context().mesh.spreads_model and group is not _REPLICAS:
         return
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+        frame = frame.f_back
+    if frame.f_globals.get("__name__") == ShardedTensor.__module__:
+        return  # an optimizer looks at all rows of a parameter, which the library gathers
     raise _refusal(
         "a functional collective (torch.distributed._functional_collectives, which DTensor uses) is "
         "called in a step. Call torch.distributed.all_reduce and its like, or "

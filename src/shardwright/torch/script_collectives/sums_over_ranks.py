@@ -66,7 +66,7 @@ def _count_replicas(metric: Any) -> None:
 
 
 def _has_pipelines() -> bool:
-    return is_initialized() and context().mesh.pipeline > 1
+    return is_initialized() and context().mesh.spreads_model
 
 
 @contextmanager
@@ -102,8 +102,8 @@ class _Watch:
             own = _digest(given, self._run.device)
             result = function(*args, **kwargs)
             self._left -= 1
-            assert self._run.replica is not None
-            rows = self._run.replica.gather(own, Purpose.AGREEMENT)
+            assert self._run.links.replica is not None
+            rows = self._run.links.replica.gather(own, Purpose.AGREEMENT)
             if bool((rows == rows[0]).all()) and bool(rows.any()):
                 self._left = 0
                 self._say(name)
@@ -126,14 +126,14 @@ class _Watch:
         mesh = self._run.mesh
         if self._run.rank == 0:
             log.warning(
-                "%s: dist.%s goes over all %d ranks, and the %d ranks of each pipeline have given the same: "
+                "%s: dist.%s goes over all %d ranks, and the %d ranks of each replica have given the same: "
                 "a sum counts each sample %d times (a mean over all ranks is right). Count each replica "
                 "once: dist.%s(..., group=sw.get_dp_process_group()).",
                 user_line(),
                 name,
                 mesh.world_size,
-                mesh.pipeline,
-                mesh.pipeline,
+                mesh.group_size("mp"),
+                mesh.group_size("mp"),
                 name,
             )
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwright.errors import UsageError
 from shardwright.torch._private import has_storage, outside_of_functions, storage_key
+from shardwright.torch.pytorch.kept_tensor import KeptTensor
 from shardwright.torch.sharding.absent_parameter import AbsentParameter, Bring
 
 __all__ = ["SavedRows"]
@@ -21,7 +22,7 @@ __all__ = ["SavedRows"]
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a saved tensor is found among rows that were gathered together."""
+    """The place of a saved tensor among rows that were gathered together."""
 
     step: int
     number: int
@@ -31,21 +32,18 @@ class _Place:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """Any other tensor; it must not be changed in place before the backward, as without this."""
-
-    tensor: Tensor
-    version: int
-
-
 class SavedRows:
     """Replaces gathered rows in what autograd saves.
 
     Args:
         bring: has the rows with this number at hand, and returns their memory.
         bring_all: has the rows of parameters at hand.
+
+    Attributes:
+        keeps_tensors: all other tensors are kept as they are (`KeptTensor`): see `StageOffload`.
     """
+
+    keeps_tensors = True
 
     def __init__(self, bring: Callable[[int], Tensor], bring_all: Bring):
         self._bring = bring
@@ -70,19 +68,18 @@ class SavedRows:
         """A context in which operations save places instead of rows."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> _Place | _Kept:
+    def _pack(self, tensor: Tensor) -> _Place | KeptTensor:
         with outside_of_functions():  # code between units is watched
             return self._packed(tensor)
 
-    def _packed(self, tensor: Tensor) -> _Place | _Kept:
+    def _packed(self, tensor: Tensor) -> _Place | KeptTensor:
         if isinstance(tensor, AbsentParameter):  # a checkpoint saves its arguments
             self._bring_all([tensor])
         number = self._number_of(tensor)
         if number is not None:
             offset = int(tensor.storage_offset())
             return _Place(self._step, number, tensor.dtype, tensor.shape, tensor.stride(), offset)
-        # A tensor with its history would keep itself alive.
-        return _Kept(tensor.detach(), 0 if tensor.is_inference() else tensor._version)
+        return KeptTensor(tensor)
 
     def _number_of(self, tensor: Tensor) -> int | None:
         plain = type(tensor) in (Tensor, torch.nn.Parameter) and has_storage(tensor)
@@ -90,11 +87,11 @@ class SavedRows:
             return None  # it is kept as it is
         return self._numbers.get(storage_key(tensor))
 
-    def _unpack(self, packed: _Place | _Kept) -> Tensor:
+    def _unpack(self, packed: _Place | KeptTensor) -> Tensor:
         with outside_of_functions():
             return self._unpacked(packed)
 
-    def _unpacked(self, packed: _Place | _Kept) -> Tensor:
+    def _unpacked(self, packed: _Place | KeptTensor) -> Tensor:
         if isinstance(packed, _Place):
             if packed.step != self._step:
                 raise UsageError(
@@ -104,11 +101,4 @@ class SavedRows:
                 )
             memory = self._bring(packed.number)
             return memory.view(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
-        tensor = packed.tensor
-        if not tensor.is_inference() and tensor._version != packed.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace "
-                f"operation: a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} is at version "
-                f"{tensor._version}; expected version {packed.version} instead."
-            )
-        return tensor
+        return packed.get()

@@ -81,7 +81,9 @@ class HostMemory:
     def __init__(self, layout: ShardLayout, dtype: torch.dtype, communicator: Communicator):
         self.layout = layout
         self._rank = communicator.rank
-        self._memory = communicator.share_memory(layout.whole_size * dtype.itemsize).view(dtype)
+        # Parts of layers may be empty on this rank, and there is no memory of 0 bytes to share.
+        num_bytes = max(layout.whole_size, 1) * dtype.itemsize
+        self._memory = communicator.share_memory(num_bytes).view(dtype)
 
     def whole(self, index: int) -> Tensor:
         """All rows of a parameter."""

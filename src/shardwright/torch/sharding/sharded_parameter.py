@@ -23,6 +23,8 @@ from shardwright.torch._private import dtensor_of, put_in_place, spec_like
 from shardwright.torch.parameters.precision import gradient_dtype, set_gradient_dtype
 from shardwright.torch.parameters.sharded_tensor import ShardedTensor
 from shardwright.torch.sharding.absent_parameter import Bring, becomes_absent, becomes_present
+from shardwright.torch.tensor_parallel.divide import divided_alike, part_as, put_divided_in_place
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of
 
 __all__ = ["Form", "ShardedParameter"]
 
@@ -44,8 +46,8 @@ class ShardedParameter:
     Args:
         name: its first name.
         parameter: the model's own, which may be on the meta device.
-        whole: memory of the parameter's shape for all rows; has their values. None where rows are not
-            at hand.
+        whole: memory of the shape of the parameter, or of this rank's part of a divided one, for all rows;
+            has their values. None where rows are not at hand.
         own_rows: which rows this rank keeps.
         rows: memory for these; it may be a part of `whole`; has their values.
         mesh: of the ranks that share it.
@@ -56,6 +58,8 @@ class ShardedParameter:
         parameter: the model's own.
         own_rows: which rows this rank keeps.
         rows: these, in memory.
+        spec: how ranks share the parameter, whose part has these rows; None where they do not.
+        part_shape: of all rows.
         gradient: of these, what the batch that runs has added; None where that is nothing.
     """
 
@@ -76,26 +80,33 @@ class ShardedParameter:
         self.rows = rows
         self.gradient: Tensor | None = None
         self._bring: Bring | None = None
+        self.spec = parameter._spec if isinstance(parameter, DividedTensor) else None
+        self.part_shape = tuple(local_of(parameter).shape)
         if parameter.is_meta:
             real = nn.Parameter(rows.new_empty(0), parameter.requires_grad)
             set_gradient_dtype(real, gradient_dtype(parameter))
             put_in_place(parameter, real)
-        self._without_rows = _without_memory(parameter.shape, rows)
+        self._without_rows = _without_memory(self.part_shape, rows)
+        self._form = Form.WHOLE
         # What writes to its neighbours in memory does not count as a change of it.
-        parameter.data = self._without_rows if whole is None else whole
+        self._compute_with(self._without_rows if whole is None else whole)
         dtensor = DTensor.from_local(
-            rows, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+            rows,
+            mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(self.part_shape),
+            stride=local_of(parameter).stride(),
         )
         self._spec = dtensor._spec
-        self._form = Form.WHOLE
         self._others: dict[Form, Tensor] = {
-            Form.SHARDED: ShardedTensor(dtensor).requires_grad_(parameter.requires_grad),
+            Form.SHARDED: ShardedTensor(dtensor, self.spec).requires_grad_(parameter.requires_grad),
             Form.LOCAL: nn.Parameter(rows, parameter.requires_grad),
         }
         for other in self._others.values():
             set_gradient_dtype(other, gradient_dtype(parameter))
         # What the other form has as attributes goes with the Python object, which is always this one.
-        vars(parameter).update(dtensor=dtensor, _is_param=True)
+        vars(parameter).update(dtensor=dtensor, spec=self.spec, _is_param=True)
         self._dtype = parameter.dtype
         self._version = parameter._version
 
@@ -133,7 +144,7 @@ class ShardedParameter:
             whole: where; None for where they were the last time.
         """
         if whole is not None:
-            self.holder.data = whole
+            self._compute_with(whole)
         becomes_present(self.parameter)
         self._show(Form.WHOLE)
         if self.parameter._backward_hooks is not None:
@@ -146,7 +157,7 @@ class ShardedParameter:
     def go(self, bring: Bring) -> None:
         """Releases the gathered rows; the next computation gathers them again."""
         self._show(Form.SHARDED)
-        self.holder.data = self._without_rows
+        self._compute_with(self._without_rows)
         becomes_absent(self.parameter, self, bring)
 
     def to_sharded(self, *, written: bool = False) -> None:
@@ -160,8 +171,8 @@ class ShardedParameter:
         """
         holder = self.holder
         changed = holder._version != self._version and not written
-        if written and self.rows.data_ptr() != self._rows_of(self.parameter).data_ptr():
-            self.rows.copy_(self._rows_of(self.parameter.detach()))
+        if written and self.rows.data_ptr() != self.rows_of(self.parameter).data_ptr():
+            self.rows.copy_(self.rows_of(self.parameter.detach()))
         holder.grad = None
         becomes_present(self.parameter)
         self._show(Form.SHARDED)
@@ -176,7 +187,7 @@ class ShardedParameter:
             )
 
     def leave(self) -> None:
-        """Where a step failed in its middle: as it was before, with the gradients of earlier steps."""
+        """Leaves a step that failed in its middle: as before it, with the gradients of earlier steps."""
         self.holder.grad = None
         self.gradient = None
         becomes_present(self.parameter)
@@ -184,10 +195,10 @@ class ShardedParameter:
 
     def forget_rows(self) -> None:
         """Between steps: the rows of other ranks take no memory for it any more."""
-        self.holder.data = self._without_rows
+        self._compute_with(self._without_rows)
 
     def show_shape(self) -> None:
-        """Where rows are not at hand and nobody computes with them; `go` ends it."""
+        """Shows the whole shape while rows are not at hand and nobody computes with them; `go` ends it."""
         becomes_present(self.parameter)
         if Form.SHAPE not in self._others:
             shape = torch.empty(self.parameter.shape, dtype=self._dtype, device="meta")
@@ -198,7 +209,7 @@ class ShardedParameter:
         """Before the optimizer: the rows of this rank, with their gradient."""
         gradient = self.parameter.grad
         self._show(Form.LOCAL)
-        self.parameter.grad = None if gradient is None else self._rows_of(gradient)
+        self.parameter.grad = None if gradient is None else self.rows_of(gradient)
 
     def from_local(self) -> None:
         """Behind the optimizer, which may have cleared the gradient."""
@@ -216,7 +227,10 @@ class ShardedParameter:
             becomes_present(self._others[form])
         trained = self.parameter.requires_grad
         other = self._others[form]
-        put_in_place(self.parameter, other)
+        if self.spec is None:
+            put_in_place(self.parameter, other)
+        else:
+            put_divided_in_place(self.parameter, other)
         del self._others[form]
         self._others[self._form] = other
         self._form = form
@@ -225,19 +239,29 @@ class ShardedParameter:
 
     def _add(self, gradient: Tensor) -> None:
         present = self.parameter.grad
+        if present is not None and self.spec is not None and not isinstance(present, ShardedTensor):
+            gradient, present = gradient + self.rows_of(present), None  # a script has set it
         if present is None:
-            self.parameter.grad = ShardedTensor(dtensor_of(gradient, spec_like(self._spec, gradient)))
+            dtensor = dtensor_of(gradient, spec_like(self._spec, gradient))
+            self.parameter.grad = ShardedTensor(dtensor, self.spec)
         else:
-            self._rows_of(present).add_(gradient)
+            self.rows_of(present).add_(gradient)
 
-    def _rows_of(self, tensor: Tensor) -> Tensor:
+    def _compute_with(self, memory: Tensor) -> None:
+        """Has the form that computes find all rows in this memory."""
+        holder = self.holder
+        holder.data = memory if self.spec is None else divided_alike(memory, self.spec)
+
+    def rows_of(self, tensor: Tensor) -> Tensor:
         """The rows of this rank of a tensor with the shape of the whole."""
         if isinstance(tensor, ShardedTensor):
             return tensor.local
+        if self.spec is not None:
+            tensor = part_as(tensor, self.spec)
         return tensor[self.own_rows.start : self.own_rows.stop]
 
 
-def _without_memory(shape: torch.Size, like: Tensor) -> Tensor:
+def _without_memory(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """A tensor that has a shape, and no data to read."""
     made = like.new_empty(shape)
     made.untyped_storage().resize_(0)

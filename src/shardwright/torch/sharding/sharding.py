@@ -34,6 +34,7 @@ from shardwright.torch.sharding.arrivals import AllAtOnce, Arrivals, InTurns
 from shardwright.torch.sharding.parcel import Parcel, parcels_of
 from shardwright.torch.sharding.shard_memory import memory_for
 from shardwright.torch.sharding.sharded_parameter import ShardedParameter
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of
 
 __all__ = ["Sharding"]
 
@@ -60,17 +61,17 @@ class Sharding:
         context: Context,
         quantiser: BlockQuantiser | None = None,
     ):
-        assert context.shard_group is not None
-        assert context.data_group is not None
-        self._group = context.shard_group
-        self._data_group = context.data_group
-        self._first_replica = context.mesh.group("dp", context.rank)[0]
+        assert context.groups.shard is not None
+        assert context.groups.data is not None
+        self._group = context.groups.shard
+        self._data_group = context.groups.data
+        self._first_replica = context.holders[0]
         self._token = torch.zeros(1, device=context.device)
         self._mesh, self._placements = _mesh_of(context)
         self._device = context.device
         self._quantiser = quantiser
         most = context.config.sdp_max_live_parameters
-        size = sum(parameter.numel() for parameter in parameters.values())
+        size = sum(map(_elements_of_a_rank, parameters.values()))
         names = parcels_of(parameters, most=max(1, most // 4) if size > most else size)
         self._parcels = [self._pack(number, each, parameters) for number, each in enumerate(names)]
         self.parameters = {id(s.parameter): s for parcel in self._parcels for s in parcel.parameters}
@@ -82,6 +83,7 @@ class Sharding:
         self._as_used: Arrivals = AllAtOnce(self._parcels, to_come)
         if any(parcel.memory.gathers for parcel in self._parcels):
             if size > most:
+                _refuse_parts_in_turns(parameters, size, most)
                 self._as_used = InTurns(self._parcels, to_come, most=most, bring=self._bring)
             for module in all_modules(model):
                 watch_parameters(module, to_come, self._use)
@@ -93,7 +95,7 @@ class Sharding:
 
     def _pack(self, number: int, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> Parcel:
         chosen = [parameters[name] for name in names]
-        shapes = [tuple(parameter.shape) for parameter in chosen]
+        shapes = [tuple(local_of(parameter).shape) for parameter in chosen]
         memory = memory_for(
             shapes, chosen[0].dtype, self._group, self._device, number=number, quantiser=self._quantiser
         )
@@ -117,7 +119,7 @@ class Sharding:
     def _values_of(self, parameter: nn.Parameter) -> Tensor:
         """All rows, as the first replica has them; those that nobody has memory for are made now."""
         if not parameter.is_meta:
-            return parameter.detach()
+            return local_of(parameter).detach()
         recorded = recorded_values(parameter)
         assert recorded is not None
         values = recorded.to(self._device)
@@ -219,7 +221,7 @@ class Sharding:
             raise problem
 
     def leave(self) -> None:
-        """Where a step failed in its middle on this rank: others need not be there."""
+        """Leaves a step that failed in its middle on this rank: others need not be there."""
         for parcel in self._parcels:
             parcel.leave()
         for each in self.parameters.values():
@@ -261,7 +263,7 @@ class Sharding:
                 if isinstance(value, ShardedTensor):
                     values[key] = value.local
                 elif isinstance(value, Tensor) and value.shape == parameter.shape != each.rows.shape:
-                    values[key] = value[each.own_rows.start : each.own_rows.stop].clone()
+                    values[key] = each.rows_of(value).clone()
 
     def _meet(self) -> None:
         dist.all_reduce(self._token, group=self._group)
@@ -297,16 +299,30 @@ def _give_nothing() -> Callable[..., None]:
 
 
 def _nothing(*_: Any) -> None:
-    """What a copy of a model has in the place of a hook."""
+    """The hook of a copied model: it does nothing."""
+
+
+def _refuse_parts_in_turns(parameters: Mapping[str, nn.Parameter], size: int, most: int) -> None:
+    """Refuses to release rows of divided parameters: what autograd saves of these holds all rows.
+
+    Raises:
+        UsageError: some are divided.
+    """
+    if any(isinstance(parameter, DividedTensor) for parameter in parameters.values()):
+        raise UsageError(
+            f"sdp_max_live_parameters is {most}, this rank computes with {size} elements of shared "
+            "parameters, and ranks share layers (tensor_parallel_degree): rows of parts of layers cannot "
+            f"come and go. Set sdp_max_live_parameters to {size} or more, or tensor_parallel_degree 1."
+        )
 
 
 def _mesh_of(context: Context) -> tuple[DeviceMesh, tuple[Any, ...]]:
     """The ranks that share parameters: replicas of shards, times shards."""
-    shard, replicas = context.shard_group, context.replica_group
+    shard, replicas = context.groups.shard, context.groups.replica
     kind = context.device.type
     if replicas is None:
         return DeviceMesh.from_group(shard, kind, mesh_dim_names=("dp_shard",)), (Shard(0),)  # type: ignore[arg-type]
-    ranks = sorted(context.mesh.group("dp", context.rank))
+    ranks = sorted(context.holders)
     mesh = DeviceMesh.from_group(
         [replicas, shard],  # type: ignore[list-item]
         kind,
@@ -314,3 +330,10 @@ def _mesh_of(context: Context) -> tuple[DeviceMesh, tuple[Any, ...]]:
         mesh_dim_names=("dp_replicate", "dp_shard"),
     )
     return mesh, (Replicate(), Shard(0))
+
+
+def _elements_of_a_rank(parameter: Tensor) -> int:
+    """About as many as this rank has; on all ranks that share the parameter, the same number."""
+    if isinstance(parameter, DividedTensor):
+        return -(-parameter.numel() // parameter._spec.group.num_ranks)
+    return parameter.numel()

@@ -24,6 +24,7 @@ from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.loss_scale.grad_scaler import losses_were_scaled
 from shardwright.torch.parameters.sharded_tensor import own_part
 from shardwright.torch.run.context import Context
+from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
 __all__ = ["Finiteness"]
 
@@ -118,11 +119,11 @@ class Finiteness:
         return scaler.overflow and scaler.dynamic and scaler.scale <= scaler.min_scale
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """What this rank has of gradients, by the names of the parameters."""
+        """This rank's gradients, by the names of the parameters."""
         for name, parameter in self._model.get_module().named_parameters():
             gradient = parameter.grad
             if gradient is not None:
-                part = own_part(gradient).detach()
+                part = local_of(own_part(gradient)).detach()
                 yield name, values_of_sparse(part) if part.is_sparse else part
 
     @torch.no_grad()
@@ -139,8 +140,8 @@ class Finiteness:
     # ---- where something is not finite ----
 
     def _told(self, losses: Sequence[Tensor]) -> str:
-        """What all ranks find, that next to the loss first; collective over all ranks."""
-        world, mesh = self._context.world, self._context.mesh
+        """The findings of all ranks, the one next to the loss first; collective over all ranks."""
+        world, mesh = self._context.links.world, self._context.mesh
         mine = f"{self._of_losses(losses)}\n{self._of_gradients()}"
         told = [mine] if world is None else tell_all(mine)
         of_losses, of_gradients = zip(*(text.split("\n") for text in told), strict=True)

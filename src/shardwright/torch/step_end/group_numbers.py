@@ -113,12 +113,12 @@ class GroupNumbers:
         Raises:
             UsageError: they are not alike on ranks that must make the same updates.
         """
-        if self._context.world is None:
+        if self._context.links.world is None:
             return
         plain, on_device = self.digests()
         row = torch.tensor(plain, dtype=torch.float64, device=self._context.device)
         row = torch.cat([row, torch.stack(on_device)])
-        problem = self.judge(self._context.world.gather(row, Purpose.FIGURES).cpu(), step=step)
+        problem = self.judge(self._context.links.world.gather(row, Purpose.FIGURES).cpu(), step=step)
         if problem is not None:
             raise problem
 

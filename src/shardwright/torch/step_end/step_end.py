@@ -20,6 +20,7 @@ from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.comm.identity.devices_in_use import uses_gpus
 from shardwright.comm.identity.purpose import Purpose
 from shardwright.errors import ShardwrightError
+from shardwright.torch.attention.table import attention_table
 from shardwright.torch.batch.batch_result import BatchResult
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.measuring.reporting import Reporter
@@ -88,13 +89,15 @@ class StepEnd:
         plain, on_device = self.numbers.digests()
         seconds = time.perf_counter() - begun_s
         busy = sum(end - start - waited for _, start, end, waited in run.row)
-        device, world = self._context.device, self._context.world
+        device, world = self._context.device, self._context.links.world
         told = [busy, run.pipeline_s, _memory(), self._model.replicas.digest_of_trained, *plain]
         here = torch.tensor(told, dtype=torch.float64, device=device)
         row = torch.cat([here, torch.stack([*on_device, *looked])])
         # On a GPU this is where the host waits for the step.
         rows = row[None].cpu() if world is None else world.gather(row, Purpose.FIGURES).cpu()
         step = reporter.num_steps + 1
+        if step == 1:
+            reporter.attention_known(attention_table(self._model.get_module()))
         problem: ShardwrightError | None = frozen_otherwise(
             self._context, self._model.get_module(), rows[:, Column.TRAINED], step=step
         )
@@ -111,8 +114,8 @@ class StepEnd:
             gradient_error=_lost_in(self._model.replicas.gradient_quantiser),
             parameter_error=_lost_in(self._model.replicas.parameter_quantiser),
         )
-        if self._context.whereabouts is not None:
-            self._context.whereabouts.steps = reporter.num_steps
+        if self._context.watch.whereabouts is not None:
+            self._context.watch.whereabouts.steps = reporter.num_steps
         if problem is not None:
             raise problem
 
@@ -130,7 +133,7 @@ def _memory() -> int:
 
 
 def _lost_in(quantiser: BlockQuantiser | None) -> float | None:
-    """What packing has lost since the last step, relative to what was packed; None where that overflowed."""
+    """The relative loss by packing since the last step; None if it overflowed."""
     if quantiser is None:
         return None
     lost = quantiser.relative_error

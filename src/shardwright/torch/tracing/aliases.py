@@ -1,4 +1,4 @@
-"""Names for one memory: what a change in place reaches, and what of it is worth following.
+"""Follows changes in place through all names of one memory, as far as somebody reads them.
 
 A tensor that is changed in place gets a new value in the graph, and so does every tensor that shares its
 memory::
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from shardwright.runtime.traced import Change, View
 from shardwright.torch._private import storage_key
-from shardwright.torch.tracing.trace_data import Step
+from shardwright.torch.tracing.recorded_step import Step
 
 __all__ = ["follow_changes", "view_of"]
 
 
 def view_of(tensor: Tensor) -> View:
-    """Where a tensor lies in memory."""
+    """The place of a tensor in memory."""
     return View(
         memory=storage_key(tensor),
         size=tuple(tensor.shape),

@@ -22,7 +22,7 @@ from shardwright.torch.batch.batch import Batch
 from shardwright.torch.counting.cost_counter import CostCounter
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.pytorch.tree import leaves
-from shardwright.torch.tracing.traced_call import Outcome
+from shardwright.torch.tracing.calls.traced_call import Outcome
 
 __all__ = ["BatchStatistics", "TracedStatistics", "is_of_spectral_norm", "layers_with_statistics"]
 
@@ -56,13 +56,13 @@ class TracedStatistics:
         self._reduced_between: set[int] = set()
 
     def note_unit(self, name: str, outcome: Outcome) -> None:
-        """A unit was called."""
+        """Records the call of a unit."""
         counted = outcome.cost
         if counted.normalises or (outcome.written_names and any(counted.reduced)):
             self._units.append((name, outcome))
 
     def note_operation(self, outcome: Outcome, *, line: str) -> None:
-        """An operation between units was called."""
+        """Records an operation between units."""
         if outcome.cost.normalises:
             self._norms.append((f"batch_norm at {line}", outcome.cost))
         if any(t.numel() > 1 for t in leaves(outcome.output) if isinstance(t, Tensor)):  # no loss
@@ -137,11 +137,11 @@ class BatchStatistics:
         self._is_done = False
 
     def note(self, layers: Iterable[str]) -> None:
-        """Takes note of layers that a trace has shown."""
+        """Records layers that a trace has shown."""
         self._traced = tuple(dict.fromkeys((*self._traced, *layers)))
 
     def training_begins(self, model: nn.Module, batch: Batch, *, microbatches: int) -> None:
-        """Before a batch with gradients.
+        """Checks a batch with gradients, before its first microbatch.
 
         Args:
             model: the user's.

@@ -48,7 +48,7 @@ class BufferWatch:
         return {name: buffer for name, (buffer, _) in self._before.items()}
 
     def last(self, name: str) -> Tensor | None:
-        """What a buffer's name refers to now."""
+        """The tensor to which a buffer's name refers now."""
         module, key = self.places[name][0]
         return module._buffers.get(key)
 

@@ -1,4 +1,4 @@
-"""What a unit uses without having been given it: what another unit left in an object or a list.
+"""Finds inputs that a unit was not given: what another unit left in an object or a list.
 
 A graph knows what a call is given and returns. Python has other ways from one module to the next::
 
@@ -11,7 +11,7 @@ A later stage would find nothing there, or what it left itself. So such units sh
 from shapes alone (a table of angles, behind ``lru_cache`` or in a global) each rank makes for itself.
 """
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,10 +24,7 @@ from shardwright.model_graph import Node, Together
 from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.counting.operation_work import tensors_in
 from shardwright.torch.interception.deferred import REMEDY, DeferredTensor
-from shardwright.torch.python_state.container_states import ContainerStates
-from shardwright.torch.python_state.held_containers import HeldContainers
-from shardwright.torch.python_state.object_states import ObjectStates
-from shardwright.torch.python_state.reachable import Reach
+from shardwright.torch.python_state.shared_state import SharedState
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.tracing.traced_values import TracedValues, with_history
 
@@ -42,6 +39,8 @@ class HiddenInputs:
     """
 
     def __init__(self, values: TracedValues):
+        # Called with the tensors that each operation of a call is given.
+        self.on_use: Callable[[Sequence[Tensor]], None] = _ignore
         self._values = values
         self._makers: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
         # Of real tensors, which are there on every rank: memory -> nodes; None is code between units.
@@ -52,63 +51,53 @@ class HiddenInputs:
         self._node: int | None = None
         self._given: set[int] = set()
         self._used: set[int] | None = set()  # identities of tensors; None for any, where a copy has run
-        self._objects = ObjectStates(self._uses_object, self._is_everywhere)
-        self._held = HeldContainers(self._uses_container, self._is_everywhere, self._faked)
-        self._given_containers = ContainerStates(self._uses_container, self._is_everywhere)
+        self._state = SharedState(self._uses_state, self._note_left, self._is_everywhere, self._faked)
 
     @contextmanager
-    def of_call(self, node: int, unit: nn.Module, own: Any, fakes: Sequence[Any]) -> Iterator[None]:
-        """A unit is called inside, and what it does to containers among its arguments is done to `own`.
+    def of_call(self, node: int, unit: nn.Module, fakes: Sequence[Any]) -> Iterator[None]:
+        """Follows the call of a unit, which is made inside.
 
         Args:
             node: index of the call.
             unit: the unit.
-            own: its arguments as the step function has them.
             fakes: leaves of its arguments.
         """
         self._node, self._used = node, set()
         self._given = {id(fake) for fake in fakes if isinstance(fake, Tensor)}
-        reach = Reach([unit, *fakes])
-        self._objects.enter(node, unit, reach.objects)
-        self._held.enter(node, reach)
-        self._given_containers.enter(own)
+        self._state.enter(node, unit, fakes)
         try:
             yield
         finally:
-            self._held.leave()
-            self._given_containers.leave(node)
-            self._objects.leave()
+            self._state.leave()
             self._node = None
-
-    def fills(self, own: Any) -> bool:
-        """Whether units change containers among these arguments."""
-        return self._given_containers.have_changed(own)
 
     def forget(self) -> None:
         """Leaves classes as they were; at the end of the trace."""
-        self._objects.forget()
+        self.on_use = _ignore  # a circle of references would keep the copies of the batch
+        self._state.forget()
 
     # ---- operations of a call ----
 
     def ran(self, arguments: Sequence[Any], result: Any, *, draws: bool) -> None:
-        """An operation of the call has run."""
+        """Records an operation of the call."""
         if self._node is not None:
-            for tensor in tensors_in(arguments):
+            given = list(tensors_in(arguments))
+            self.on_use(given)
+            for tensor in given:
                 if self._used is not None:
                     self._used.add(id(tensor))
                 self._note_use(self._node, tensor)
             self._note_made(arguments, result, draws=draws)
 
     def rehearsed(self, arguments: Sequence[Any], result: Any) -> None:
-        """An operation has run to be counted: what it makes the call may leave somewhere all the same."""
+        """Records an operation that ran to be counted: the call may leave its result somewhere, too."""
         if self._node is not None:
             self._note_made(arguments, result, draws=False)
 
     def _note_use(self, node: int, tensor: Tensor) -> None:
-        maker = self._given_containers.tensors_given.get(id(tensor))
-        if maker is None and self._is_known(tensor):
+        if self._is_known(tensor):
             return
-        maker = self._maker(tensor) if maker is None else maker
+        maker = self._maker(tensor)
         if maker is not None and maker != node:
             self._found.setdefault(node, set()).add(maker)
         elif not isinstance(tensor, FakeTensor):
@@ -121,7 +110,7 @@ class HiddenInputs:
         return found
 
     def _note_made(self, arguments: Sequence[Any], result: Any, *, draws: bool) -> None:
-        """Takes note of a result that follows from more than shapes."""
+        """Records a result that follows from more than shapes."""
         if draws or any(self._holds_data(tensor) for tensor in tensors_in(arguments)):
             for tensor in tensors_in((result,)):
                 if not self._is_known(tensor) and tensor not in self._makers:
@@ -132,7 +121,7 @@ class HiddenInputs:
         return self._is_known(tensor) or tensor in self._makers or is_written
 
     def wrote(self, tensor: Tensor) -> None:
-        """An operation of the call has written to a tensor: here, one that is there on every rank."""
+        """Records a write of the call to a tensor that every rank has."""
         if self._node is not None and not isinstance(tensor, FakeTensor) and not self._is_known(tensor):
             self._note_real(tensor, self._writers)
 
@@ -150,50 +139,48 @@ class HiddenInputs:
         # What it was given it leaves there on its own rank only.
         return isinstance(value, Tensor) and value not in self._makers and id(value) not in self._given
 
+    def _note_left(self, tensor: Tensor) -> None:
+        """Records a tensor that is left in a list: what the call was given is there on this rank only."""
+        if id(tensor) in self._given and tensor not in self._makers:
+            self._makers[tensor] = self._node
+
     def _faked(self, tensor: Tensor) -> Tensor:
-        """What stands for a tensor that a call on random data has made."""
+        """The fake tensor for a tensor that a call on random data has made."""
         fake: Tensor = self._values.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
         self._makers[fake] = self._node
         return with_history(fake, self._values.fake_mode) if tensor.requires_grad else fake
 
     # ---- what else a call uses ----
 
-    def _uses_object(self, writer: int, name: str) -> None:
-        """Somebody reads an attribute of an object that a unit has written."""
+    def _uses_state(self, writer: int, key: Any) -> None:
+        """Records a read of an object's attribute, or a container's entry, that a unit has changed."""
         if self._node is None:
             raise DeferredReadError(
-                f"{user_line()}: the attribute {name} of an object is read here, which a module has changed. "
+                f"{user_line()}: the attribute {key} of an object is read here, which a module has changed. "
                 f"Only the rank of that module has the change. {REMEDY}"
             )
         self._found.setdefault(self._node, set()).add(writer)
 
     def stands_for(self, own: Any, item: Any) -> None:
-        """A call that runs on random data uses one thing in place of another: a tensor, or an object."""
+        """Records a stand-in, a tensor or an object, in a call on random data."""
         if isinstance(item, Tensor):
             maker = self._maker(item)
             if maker is not None:
                 self._makers[own] = maker
             return
-        copied, reach = Reach([own]), Reach([item])
-        self._objects.stands_for(zip(copied.objects, reach.objects, strict=False))
-        self._held.stands_for(zip(copied.containers, reach.containers, strict=False))
-
-    def _uses_container(self, writer: int) -> None:
-        """A unit reads, or may read, what another has changed in a container."""
-        if self._node is not None and self._node != writer:
-            self._found.setdefault(self._node, set()).add(writer)
+        self._state.stands_for(own, item)
 
     def has_used(self, item: Any) -> bool:
         """Whether an operation of the last call has been given a tensor; of a copy that is not known."""
         return self._used is None or id(item) in self._used
 
     def gives(self, items: Sequence[Any]) -> None:
-        """The call, which runs on a copy of its unit, is given these as well."""
+        """Adds to the arguments of a call that runs on a copy of its unit."""
         self._used = None
         self._given.update(id(tensor) for tensor in tensors_in(items))
 
     def ran_on_a_copy(self, held: Sequence[Tensor], changed: Sequence[Tensor]) -> None:
-        """A call ran on a copy of its unit: which tensors it has read is not known.
+        """Records a call on a copy of its unit, of which nobody knows the tensors that it has read.
 
         Args:
             held: plain tensors that the unit has.
@@ -205,7 +192,7 @@ class HiddenInputs:
             self._note_real(tensor, self._writers)
 
     def read_between(self, items: Sequence[Any]) -> None:
-        """Code between units computes with these."""
+        """Records tensors with which code between units computes."""
         for tensor in tensors_in(items):
             if type(tensor) is Tensor:
                 self._note_real(tensor, self._readers)
@@ -228,7 +215,7 @@ class HiddenInputs:
         )
 
     def together(self, nodes: Sequence[Node]) -> list[Together]:
-        """Each call with those that left what it uses, and all that use a tensor which one of them changes.
+        """Groups calls with those that left what they use, and users of a tensor with those that change it.
 
         Raises:
             DeferredReadError: code between units reads such a tensor.
@@ -259,3 +246,7 @@ class HiddenInputs:
                 )
             )
         return found
+
+
+def _ignore(tensors: Sequence[Tensor]) -> None:
+    """Does nothing."""

@@ -1,4 +1,4 @@
-"""Which way a step function goes with a microbatch: what Python read of the batch, and how that was computed.
+"""The path of a step function with a microbatch: the values that Python read, and how they were computed.
 
 Python may branch on values of the batch: ``if mask.all():``, ``if pad_token_id in input_ids:``. Then one
 trace does not hold for every microbatch. The operations that lead from the batch to what was read are free:
@@ -83,10 +83,10 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """What leads from the batch to the values that Python read, and these values.
+    """The operations that lead from the batch to the values that Python read, and these values.
 
     Attributes:
-        calls: in order of execution.
+        calls: in order of execution; empty where Python read nothing, so that every microbatch takes it.
         batch: key -> position among the leaves of the step function's arguments.
         constants: key -> tensor that is neither of the batch nor computed, or the name of the model's buffer.
         copied: keys of tensors that the calls change in place.
@@ -105,6 +105,8 @@ class Path:
         Args:
             leaves: of a microbatch of the same structure, shapes and types as the traced one.
         """
+        if not self.calls:
+            return True
         try:
             with torch.no_grad():
                 known = self._start(leaves)
@@ -153,12 +155,12 @@ class _Noted:
 class PathRecorder:
     """Notes the free operations of a trace.
 
-    Attributes:
-        reads_data: Python looked at values that may differ from one microbatch to the next.
+    Args:
+        batch: leaves of the step function's arguments.
     """
 
     def __init__(self, batch: Sequence[Any]):
-        self.reads_data = False
+        self._reads_data = False  # values that may differ from one microbatch to the next
         self._batch = {id(item): i for i, item in enumerate(batch) if isinstance(item, Tensor)}
         self._varying = {_memory(item) for item in batch if isinstance(item, Tensor)}
         self._keep_alive = list(batch)
@@ -166,7 +168,7 @@ class PathRecorder:
         self._can_be_followed = True
 
     def versions(self, items: list[Any]) -> list[int | None]:
-        """To be given to `note`: how often each tensor has been changed so far."""
+        """Counts the changes of each tensor so far, for `note`."""
         return [_version(item) for item in items]
 
     def note(
@@ -204,7 +206,7 @@ class PathRecorder:
         # batch, or on random numbers, can lead Python another way.
         outcome = None
         if varying and reads:
-            self.reads_data = True
+            self._reads_data = True
             outcome = _outcome(result)
             self._can_be_followed &= outcome is not None
         self._can_be_followed &= func not in _EXCHANGES_MEMORY
@@ -212,13 +214,15 @@ class PathRecorder:
         self._noted.append(_Noted(func, items, structure, results, changed, draws, outcome, autocast))
 
     def path(self, model: nn.Module, names: Mapping[int, str]) -> Path | None:
-        """The operations that lead to reads; None if they cannot be run again.
+        """The operations that lead to reads, none where nothing was read; None if they cannot be run again.
 
         Args:
             model: the whole model.
             names: id of a buffer -> its name.
         """
-        if not self.reads_data or not self._can_be_followed:
+        if not self._reads_data:
+            return Path((), {}, {}, frozenset(), model)
+        if not self._can_be_followed:
             return None
         chosen = self._leading_to_reads()
         calls: list[_Call] = []
@@ -252,7 +256,7 @@ class PathRecorder:
         )
 
     def _leading_to_reads(self) -> list[_Noted]:
-        """From the end: what is read, and what writes to memory that is looked at later."""
+        """The operations that are read, or that write to memory that is read later."""
         needed: set[int] = set()
         chosen: list[_Noted] = []
         for noted in reversed(self._noted):
@@ -289,12 +293,12 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _version(item: Any) -> int | None:
-    """How often a tensor was changed in place; None where torch does not count."""
+    """The number of changes in place of a tensor; None if torch does not count them."""
     return item._version if isinstance(item, Tensor) and not item.is_inference() else None
 
 
 def _outcome(result: Any) -> str | None:
-    """What Python can see of a result without another operation; None if that cannot be compared."""
+    """The part of a result that Python sees without another operation; None if that cannot be compared."""
     seen = []
     for item in leaves(result):
         if isinstance(item, Tensor):

@@ -55,7 +55,7 @@ class RepeatedBuffers:
         undecided: Iterable[str] = (),
         has_gradient: bool,
     ) -> None:
-        """A unit is called, or an operation between units.
+        """Records a call of a unit, or an operation between units.
 
         Args:
             node: of the graph.

@@ -1,4 +1,4 @@
-"""Parameters that a step function uses or returns although it cannot."""
+"""Finds parameters that a step function must not use or return."""
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence

@@ -17,7 +17,7 @@ from types import FrameType
 import torch
 
 from shardwright.model_graph import Node, Together
-from shardwright.torch.tracing.trace_data import Step
+from shardwright.torch.tracing.recorded_step import Step
 
 __all__ = ["Regions", "buffer_together", "counters_together", "gradient_together", "parameters_together"]
 
@@ -31,7 +31,7 @@ class Regions:
         self._with_gradients: set[FrameType] = set()
 
     def note(self, node: int, frame: FrameType, line: str) -> None:
-        """A node is inside of a call.
+        """Records a node inside a call.
 
         Args:
             node: its index.
@@ -72,7 +72,7 @@ class Regions:
 
 
 def buffer_together(name: str, nodes: Sequence[Node], readers: set[int], writers: set[int]) -> Together:
-    """Who reads the content that a microbatch finds in a buffer, and who changes it."""
+    """Groups the readers of a buffer's content at the start of a microbatch with its writers."""
     return Together(
         tuple(sorted(readers | writers)),
         what=f"the buffer {name}, which is changed",
@@ -86,7 +86,7 @@ def buffer_together(name: str, nodes: Sequence[Node], readers: set[int], writers
 def gradient_together(
     nodes: Sequence[Node], node: int, producers: Mapping[int, int], trained: Collection[int], *, deep: bool
 ) -> Together:
-    """A call of `torch.autograd.grad`, and what it goes back to.
+    """Groups a call of `torch.autograd.grad` with the nodes that it goes back to.
 
     Args:
         nodes: of the trace.
@@ -115,7 +115,7 @@ def gradient_together(
 def parameters_together(
     steps: Sequence[Step], nodes: Sequence[Node], held: Mapping[str, Collection[str]]
 ) -> list[Together]:
-    """Changes of parameters, and of buffers of units, and all who use these.
+    """Groups the changes of parameters, and of units' buffers, with all their users.
 
     Args:
         steps: of the trace.
@@ -147,7 +147,7 @@ def parameters_together(
 
 
 def counters_together(steps: Sequence[Step], nodes: Sequence[Node]) -> list[Together]:
-    """What comes between the first and the last use of a buffer that Python reads."""
+    """Groups the nodes between the first and the last use of a buffer that Python reads."""
     found = []
     for name in dict.fromkeys(name for step in steps for name in step.counters):
         used = [index for index, step in enumerate(steps) if name in step.counters]

@@ -10,19 +10,18 @@ import torch
 from torch import nn
 
 from shardwright.errors import DeferredReadError
-from shardwright.torch._private import (
-    fake_failures_unlogged,
-)
+from shardwright.torch._private import fake_failures_unlogged
 from shardwright.torch.counting.hook_effects import HookEffects
 from shardwright.torch.interception.compiled_code import nothing_compiled
 from shardwright.torch.interception.model_calls import model_calls_marked
 from shardwright.torch.interception.step_code import ReadingStep
 from shardwright.torch.interception.trace_marker import tracing
 from shardwright.torch.parameters.unit_map import UnitMap
-from shardwright.torch.python_state.snapshot import Slot
 from shardwright.torch.python_state.watched_numbers import NumberReads
+from shardwright.torch.pytorch.slots import Slot
 from shardwright.torch.tracing.trace_data import Trace
-from shardwright.torch.tracing.trace_run import TracedStep, TraceRun
+from shardwright.torch.tracing.trace_request import TraceRequest
+from shardwright.torch.tracing.trace_run import TraceRun
 
 __all__ = ["trace_step"]
 
@@ -49,10 +48,9 @@ def trace_step(
         arguments: its (args, kwargs).
         device: where the units compute.
         batch_size: samples in the microbatch.
-        count_memory: find out what units need for a moment; takes three more forwards on fake tensors for
-            each cost class.
-        agree_on_end: for a `ReadingStep`: gives the first place of all ranks at which a trace ends, to be
-            called by all of them; None for what this rank alone finds.
+        count_memory: find out what units need for a moment; three more forwards for each cost class.
+        agree_on_end: for a `ReadingStep`, gives the first place at which a trace of any rank ends; all call
+            it. None for what this rank alone finds.
         numbers: watches those among the arguments.
         hooks: knows which hooks of modules change something.
         units_may_change: the caller keeps modules whole that raise `DeferredReadError`, and tries again.
@@ -62,36 +60,32 @@ def trace_step(
         TraceError: the loss does not depend on the model.
         NumberMatters: a number that is watched is wanted itself.
     """
-    hooks = HookEffects() if hooks is None else hooks
-    run = TracedStep(
-        unit_map,
-        function,
-        arguments,
-        torch.device(device),
-        batch_size,
-        count_memory,
-        hooks,
-        numbers,
+    request = TraceRequest(
+        unit_map=unit_map,
+        function=function,
+        arguments=arguments,
+        device=torch.device(device),
+        batch_size=batch_size,
+        count_memory=count_memory,
+        hooks=HookEffects() if hooks is None else hooks,
+        numbers=numbers,
         units_may_change=units_may_change,
     )
     if not isinstance(function, ReadingStep):
-        with (
-            nothing_compiled(),
-            fake_failures_unlogged(),
-            _unprinted() if numbers is not None else nullcontext(),
-        ):
-            return _traced(run)
+        quiet = _unprinted() if numbers is not None else nullcontext()
+        with nothing_compiled(), fake_failures_unlogged(), quiet:
+            return _traced(request)
     try:
-        return _traced_up_to_its_end(run, function, agree_on_end)
+        return _traced_up_to_its_end(request, function, agree_on_end)
     except DeferredReadError as error:
         if function.has_forward or not _reads_itself(unit_map.model, error):
             raise
         function.has_forward = True
-        return _traced_up_to_its_end(run, function, agree_on_end)
+        return _traced_up_to_its_end(request, function, agree_on_end)
 
 
 def _traced_up_to_its_end(
-    run: TracedStep, function: ReadingStep, agree_on_end: Callable[[float], float] | None
+    request: TraceRequest, function: ReadingStep, agree_on_end: Callable[[float], float] | None
 ) -> Trace:
     """Traces a step that may read values."""
     # print("loss", loss) has written the first word where the trace ends.
@@ -99,15 +93,16 @@ def _traced_up_to_its_end(
         nothing_compiled(),
         fake_failures_unlogged(),
         _unprinted(),
-        model_calls_marked(run.unit_map.model, but_its_own=function.has_forward),
+        model_calls_marked(request.unit_map.model, but_its_own=function.has_forward),
     ):
-        trace = _traced(run)
-        end = trace.wanted_end if agree_on_end is None else agree_on_end(trace.wanted_end)
-        if end == trace.end:
+        trace = _traced(request)
+        end = trace.end.wanted if agree_on_end is None else agree_on_end(trace.end.wanted)
+        if end == trace.end.at:
             return trace
-        earlier = _traced(replace(run, ends_at=end))
+        earlier = _traced(replace(request, ends_at=end))
         # It may end at a change in place before the read.
-        return replace(earlier, end_line=trace.end_line or earlier.end_line, read_at=trace.read_at)
+        line = trace.end.line or earlier.end.line
+        return replace(earlier, end=replace(earlier.end, line=line, read_at=trace.end.read_at))
 
 
 def _reads_itself(model: nn.Module, error: DeferredReadError) -> bool:
@@ -122,25 +117,25 @@ def _unprinted() -> Iterator[None]:
         yield
 
 
-def _traced(run: TracedStep) -> Trace:
-    trace, changed, attributes = TraceRun(run).trace()
-    if "" in run.unit_map.modules:
+def _traced(request: TraceRequest) -> Trace:
+    trace, changed, attributes = TraceRun(request).trace()
+    if "" in request.unit_map.modules:
         attributes = []  # the model is one unit: no code between units uses them
     if not changed and not attributes:
         return trace
-    if run.units_may_change:
-        _refuse_to_count(run, changed, attributes)
+    if request.units_may_change:
+        _refuse_to_count(request, changed, attributes)
     # What free operations alone write, such as a table for long sequences, every rank can write for itself.
     free = {name for name, from_units in changed.items() if not from_units}
     if free:
-        trace = TraceRun(run, state=changed.keys() - free, counters=free, watched=attributes).trace()[0]
+        trace = TraceRun(request, state=changed.keys() - free, counters=free, watched=attributes).trace()[0]
         if trace.counters_in_one_place:
             return trace
     counters: set[str] = set()
     while True:
         try:
             kept = changed.keys() - counters
-            return TraceRun(run, state=kept, counters=counters, watched=attributes).trace()[0]
+            return TraceRun(request, state=kept, counters=counters, watched=attributes).trace()[0]
         except DeferredReadError as error:
             # Python looks at a counter: every rank counts for itself.
             found = {name for name in error.buffers - counters if not changed[name]}
@@ -149,7 +144,7 @@ def _traced(run: TracedStep) -> Trace:
             counters |= found
 
 
-def _refuse_to_count(run: TracedStep, changed: Mapping[str, bool], attributes: Sequence[Slot]) -> None:
+def _refuse_to_count(request: TraceRequest, changed: Mapping[str, bool], attributes: Sequence[Slot]) -> None:
     """Refuses a module that looks at a buffer which it changes, and has no part that a stage could have.
 
     Ranks could count with it, each for itself. But it may go another way in the next microbatch than in the
@@ -158,15 +153,16 @@ def _refuse_to_count(run: TracedStep, changed: Mapping[str, bool], attributes: S
     Raises:
         DeferredReadError: there is one.
     """
-    modules = dict(run.unit_map.model.named_modules())
+    modules = dict(request.unit_map.model.named_modules())
     owners = {name: modules.get(name.rpartition(".")[0]) for name in changed}
-    leaf_buffers = {name for name, owner in owners.items() if _is_leaf(owner, run.unit_map.model)}
+    leaf_buffers = {name for name, owner in owners.items() if _is_leaf(owner, request.unit_map.model)}
     if not leaf_buffers:
         return
     try:
-        TraceRun(run, state=changed.keys(), watched=attributes).trace()
+        TraceRun(request, state=changed.keys(), watched=attributes).trace()
     except DeferredReadError as error:
-        if error.buffers & leaf_buffers and _is_leaf(next(reversed(error.inside), None), run.unit_map.model):
+        innermost = next(reversed(error.inside), None)
+        if error.buffers & leaf_buffers and _is_leaf(innermost, request.unit_map.model):
             raise
 
 

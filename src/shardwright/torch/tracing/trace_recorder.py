@@ -5,25 +5,26 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwright.errors import DeferredReadError, UsageError
 from shardwright.model_graph import Node, Together, Value
 from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.interception.deferred import DeferredTensor
+from shardwright.torch.python_state.filled_containers import Filled
 from shardwright.torch.pytorch.source_line import outermost_checkpoint, user_line
-from shardwright.torch.pytorch.tree import flatten
+from shardwright.torch.tracing.calls.call_results import CallResults
+from shardwright.torch.tracing.calls.traced_call import Outcome, TracedCall
 from shardwright.torch.tracing.glue_buffers import BufferWatch
 from shardwright.torch.tracing.hidden_inputs import HiddenInputs
+from shardwright.torch.tracing.recorded_step import Step, UnitCall
 from shardwright.torch.tracing.together import (
     Regions,
     counters_together,
     gradient_together,
     parameters_together,
 )
-from shardwright.torch.tracing.trace_data import Step
 from shardwright.torch.tracing.traced_buffers import TracedBuffers
-from shardwright.torch.tracing.traced_call import Outcome, TracedCall, is_opaque
 from shardwright.torch.tracing.traced_changes import TracedChanges
 from shardwright.torch.tracing.traced_values import TracedValues
 
@@ -41,11 +42,15 @@ class TraceRecorder:
     Attributes:
         steps: everything that is intercepted.
         batch_memory: memory of the microbatch: that it is saved takes no further memory.
+        loss: value given to ``backward``; None without one.
+        backward_at: number of steps before ``backward``; None without one.
     """
 
     def __init__(self, values: TracedValues, buffers: TracedBuffers, was_there: Callable[[Tensor], bool]):
         self.steps: list[Step] = []
         self.batch_memory: set[int] = set()
+        self.loss: int | None = None
+        self.backward_at: int | None = None
         self._values = values
         self._buffers = buffers
         self._nodes: list[Node] = []
@@ -58,6 +63,11 @@ class TraceRecorder:
     def num_nodes(self) -> int:
         """Number of nodes so far."""
         return len(self._nodes)
+
+    @property
+    def position(self) -> float:
+        """Number of steps so far, and a quarter more behind ``backward``."""
+        return len(self.steps) + (0.0 if self.backward_at is None else 0.25)
 
     # ---- calls ----
 
@@ -102,9 +112,7 @@ class TraceRecorder:
         node: Node,
         call: TracedCall,
         outcome: Outcome,
-        *,
-        recomputed: bool = False,
-        fills: bool = False,
+        unit: UnitCall | None = None,
     ) -> Any:
         """Adds a call that has run.
 
@@ -112,40 +120,18 @@ class TraceRecorder:
             node: what is known of its node besides outputs and what is saved.
             call: the call.
             outcome: what it gave and did.
-            recomputed: the step function computes it again in the backward.
-            fills: it is given containers that units change.
+            unit: what is known of the call of a unit besides what its outcome tells.
 
         Returns:
             Its result as the step function gets it: with deferred tensors.
         """
         index = len(self._nodes)
         self._note_region(index)
-        if call.func is torch.autograd.grad:
-            asked = (item for item in call.items if isinstance(item, Tensor) and item.requires_grad)
-            self._gradients[index] = any(self._values.find(item) is None for item in asked)
-        changed_parameters = (
-            *self._changes.parameters(call, outcome),
-            *outcome.written_names,
-        )
+        self._note_gradient(index, call)
+        changed_parameters = *self._changes.parameters(call, outcome), *outcome.written_names
         changes = self._changes.of_call(index, call, outcome)
-        results, structure = flatten(outcome.output)
-        returned, writes, passed = self._results(results, call, index)
-        left: list[tuple[nn.Module, str, DeferredTensor]] = []
-        for module, key, fake in outcome.attributes:
-            # Units find the fake tensor itself in the attribute, and so does the step function.
-            value = self._values.new(index, len(writes), fake, holder=fake)
-            writes.append((len(results) + len(left), value))
-            left.append((module, key, DeferredTensor(fake, value)))
-        outputs = tuple(value for _, value in writes)
-        outcome.cost.ignore(self.batch_memory)
-        self._nodes.append(
-            replace(
-                node,
-                outputs=outputs,
-                saved_bytes=outcome.cost.saved_bytes,
-                saved_values=self._saved((*node.inputs, *outputs), outcome),
-            )
-        )
+        results = CallResults.of(call, outcome, self._values, index)
+        self._nodes.append(self._with_outputs(node, results, outcome))
         step = Step(
             func=call.func,
             node=index,
@@ -153,51 +139,39 @@ class TraceRecorder:
             draws=tuple(outcome.cost.draws),
             looks_at_values=outcome.cost.reads_data,
             reads=tuple(call.reads),
-            writes=tuple(writes),
+            writes=results.writes,
             changes=changes,
-            structure=structure.without_template(),
-            result=tuple(None if position in passed else item for position, item in enumerate(returned)),
-            passed=tuple(passed.items()),
+            result=results.elsewhere(),
+            unit=UnitCall() if unit is None else _completed(unit, results, outcome),
             changed_parameters=changed_parameters,
             given_counters=bool(self._buffers.counters_among(call.items)),
-            attributes=tuple(left),
-            passed_attributes=tuple(outcome.passed_attributes),
-            recomputed=recomputed,
             flat=call.is_flat,
-            fills=fills,
-            own_results=outcome.own_results,
         )
         for tensor in outcome.written:
             self._units_write.setdefault(storage_key(tensor), set()).add(index)
         self._changes.note(step)
         self.steps.append(step)
-        return structure.rebuild(returned)
+        return results.here()
 
-    def _results(
-        self, results: list[Any], call: TracedCall, node: int
-    ) -> tuple[list[Any], list[tuple[int, int]], dict[int, int]]:
-        """What the step function gets for the results of a call, which are fake tensors.
+    def _with_outputs(self, node: Node, results: CallResults, outcome: Outcome) -> Node:
+        """The node of a call, with the values that it makes and those that autograd saves."""
+        outputs = tuple(value for _, value in results.writes)
+        outcome.cost.ignore(self.batch_memory)
+        return replace(
+            node,
+            outputs=outputs,
+            saved_bytes=outcome.cost.saved_bytes,
+            saved_values=self._saved((*node.inputs, *outputs), outcome),
+        )
 
-        Returns:
-            The results with deferred tensors; (position, value) of those that are new; and position ->
-            position of the argument for those that are arguments passed on.
+    def pass_backward(self, loss: int | None) -> None:
+        """Records the call of ``backward``.
+
+        Args:
+            loss: the value that it is given.
         """
-        sources = {id(item): position for position, item in enumerate(call.items) if is_opaque(item)}
-        sources |= {id(fake): p for p, fake in enumerate(call.fakes) if isinstance(fake, Tensor)}
-        returned: list[Any] = []
-        writes: list[tuple[int, int]] = []
-        passed: dict[int, int] = {}
-        for position, result in enumerate(results):
-            if id(result) in sources:
-                passed[position] = sources[id(result)]
-                returned.append(call.items[passed[position]])
-            elif isinstance(result, Tensor):
-                value = self._values.new(node, len(writes), self._values.as_fake(result))
-                writes.append((position, value))
-                returned.append(self._values[value].holder)
-            else:
-                returned.append(result)
-        return returned, writes, passed
+        self.loss = loss
+        self.backward_at = len(self.steps)
 
     def changes_memory_of(self, item: Tensor) -> bool:
         """Whether what comes from units went into the memory of a tensor that every rank had."""
@@ -208,8 +182,14 @@ class TraceRecorder:
         if region is not None:
             self._regions.note(node, region, user_line(region))
 
+    def _note_gradient(self, node: int, call: TracedCall) -> None:
+        """Records a call of ``torch.autograd.grad``, and whether it asks for gradients of no value."""
+        if call.func is torch.autograd.grad:
+            asked = (item for item in call.items if isinstance(item, Tensor) and item.requires_grad)
+            self._gradients[node] = any(self._values.find(item) is None for item in asked)
+
     def _saved(self, candidates: tuple[int, ...], outcome: Outcome) -> tuple[int, ...]:
-        """What autograd keeps of these values; of those that share memory, the first."""
+        """The values among these that autograd keeps; of those that share memory, the first."""
         memories = (self._values.memory_of(value) for value in candidates)
         firsts = (self._values.in_memory(memory)[0] for memory in memories if outcome.cost.saves(memory))
         return tuple(dict.fromkeys(firsts))
@@ -232,18 +212,18 @@ class TraceRecorder:
         changed = {change.view.memory for step in self.steps for change in step.changes}
         several = {memory for memory, nodes in self._units_write.items() if len(nodes) > 1}
         for step in self.steps:
-            memories = {self._values.memory_of(v) for p, v in step.writes if p in step.own_results}
-            if memories & changed:
-                step.shared_results = step.own_results
+            own = step.unit.own_results
+            memories = {self._values.memory_of(v) for p, v in step.writes if p in own}
             if memories & (changed | several):
-                step.own_results = ()
+                shared = own if memories & changed else ()
+                step.unit = replace(step.unit, own_results=(), shared_results=shared)
 
     def forget_frames(self) -> None:
-        """Lets go of the frames of the step function, which hold on to all that it had."""
+        """Releases the frames of the step function, and with them all that it had."""
         self._regions.clear()
 
     def together(
-        self, watch: BufferWatch, held: Mapping[str, set[str]], hidden: HiddenInputs, *, trains: bool
+        self, watch: BufferWatch, held: Mapping[str, set[str]], hidden: HiddenInputs
     ) -> tuple[Together, ...]:
         """Nodes that must have one home.
 
@@ -251,10 +231,9 @@ class TraceRecorder:
             watch: knows what buffers refer to now.
             held: unit -> names of its parameters.
             hidden: knows which units use what they were not given.
-            trains: the step function has a backward.
         """
         found = [
-            *self._regions.together(trains=trains),
+            *self._regions.together(trains=self.loss is not None),
             *self._buffers.together(self.steps, self._nodes, watch),
         ]
         producers = {value: made.producer for value, made in enumerate(self._values)}
@@ -284,3 +263,14 @@ class TraceRecorder:
                     parameters=node.parameters + tuple(initial[value] for value in first),
                 )
         return tuple(nodes)
+
+
+def _completed(unit: UnitCall, results: CallResults, outcome: Outcome) -> UnitCall:
+    """Adds to what is known of the call of a unit what it has left, and where its results lie."""
+    return replace(
+        unit,
+        attributes=results.attributes,
+        passed_attributes=tuple(outcome.passed_attributes),
+        fills=tuple(outcome.output.contents) if type(outcome.output) is Filled else (),
+        own_results=outcome.own_results,
+    )

@@ -9,8 +9,8 @@ from torch import Tensor
 from shardwright.model_graph import Node, Together
 from shardwright.torch._private import storage_key
 from shardwright.torch.tracing.glue_buffers import BufferWatch
+from shardwright.torch.tracing.recorded_step import Step
 from shardwright.torch.tracing.together import buffer_together
-from shardwright.torch.tracing.trace_data import Step
 from shardwright.torch.tracing.traced_values import TracedValues
 
 __all__ = ["TracedBuffers"]

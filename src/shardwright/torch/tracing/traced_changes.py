@@ -12,15 +12,15 @@ from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.pytorch import functions
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.tracing.aliases import view_of
-from shardwright.torch.tracing.trace_data import Step
-from shardwright.torch.tracing.traced_call import Outcome, TracedCall
+from shardwright.torch.tracing.calls.traced_call import Outcome, TracedCall
+from shardwright.torch.tracing.recorded_step import Step
 from shardwright.torch.tracing.traced_values import TracedValues
 
 __all__ = ["TracedChanges"]
 
 
 class TracedChanges:
-    """What was changed in place so far.
+    """Follows changes in place.
 
     Args:
         values: of the trace.
@@ -78,7 +78,7 @@ class TracedChanges:
         return self._values.lent_in(changed) if changed else ()
 
     def note(self, step: Step) -> None:
-        """Takes note of who changes which memory."""
+        """Records the memory that a step changes."""
         for memory in {change.view.memory for change in step.changes}:
             self._changers.setdefault(memory, []).append(step)
 

@@ -131,7 +131,7 @@ class TracedValues:
     # ---- fake tensors ----
 
     def fake(self, item: Any) -> Any:
-        """What units compute with in place of a tensor; anything else as it is."""
+        """The fake tensor with which units compute in place of a tensor; anything else as it is."""
         if not isinstance(item, Tensor):
             return item
         value = self.find(item)

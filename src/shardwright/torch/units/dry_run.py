@@ -1,7 +1,7 @@
 """Graphs and plans a model of any size without running it: no weights, no ranks."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +13,7 @@ from shardwright.config import Config
 from shardwright.errors import PlanError, StalePlanError, UsageError
 from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
-from shardwright.plan import Plan
+from shardwright.plan import Plan, TensorPrices
 from shardwright.planner import (
     Candidates,
     best_of_meshes,
@@ -22,17 +22,22 @@ from shardwright.planner import (
     meshes,
     microbatch_counts,
 )
-from shardwright.planner.profile_file import MeasuredProfile
+from shardwright.planner.chain.division import Division
+from shardwright.planner.chain.profile_file import MeasuredProfile
+from shardwright.planner.machines.fabric import Fabric
+from shardwright.planner.search.closed_forms import expected_in_turn, expected_seconds
 from shardwright.profile import Profile
+from shardwright.quantities import format_bytes
 from shardwright.torch.batch.batch import Arguments, Batch
 from shardwright.torch.interception.glue import active_handler, plain_torch
 from shardwright.torch.parameters.precision import cast_inputs, low_precision
 from shardwright.torch.pytorch.tree import flatten, leaves
-from shardwright.torch.units.model_traces import trace_parts
+from shardwright.torch.tracing.trace_data import Trace
+from shardwright.torch.units.model_traces import most_stages, trace_parts
 from shardwright.torch.units.on_accelerators import OnAccelerators
-from shardwright.units import format_bytes
+from shardwright.torch.units.tensor_division import division_of
 
-__all__ = ["loss_of", "plan_model", "step_of", "trace_model", "with_data", "with_samples"]
+__all__ = ["OfflinePlanner", "loss_of", "plan_model", "step_of", "trace_model", "with_data", "with_samples"]
 
 
 def trace_model(
@@ -114,10 +119,11 @@ def plan_model(
     low, arguments = low_precision(config), with_data((args, kwargs), "cpu")
     if low is not None:
         model, arguments = in_precision(model, low), cast_inputs(arguments, low)
-    planner = _Offline(model, arguments, config=config, cluster=cluster, measured=measured, loss=loss)
+    planner = OfflinePlanner(model, arguments, config=config, cluster=cluster, measured=measured, loss=loss)
     if not search_degrees:
         return planner.plan(config.resolve_world(world_size))
-    return best_of_meshes(meshes(world_size, config), planner.plan)
+    grids = meshes(world_size, config, most_tensor=cluster.ranks_per_node)
+    return best_of_meshes(grids, planner.plan, expected=planner.expected_seconds(grids))
 
 
 _ADAM = 2.0  # numbers of state for each number that is updated; in 16 bits, a copy of it, too
@@ -137,8 +143,17 @@ def in_precision(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return copy.deepcopy(model, without_data).to(dtype)
 
 
-class _Offline:
-    """Plans grids of ranks for one model; traces it once for each number of pipeline ranks."""
+class OfflinePlanner:
+    """Plans grids of ranks for one model; traces it once for each number of pipeline ranks.
+
+    Args:
+        model: any module, in the precision in which it trains.
+        arguments: one batch of one replica, with data.
+        config: the settings of the run.
+        cluster: its machines.
+        measured: what units of the model cost; of others, and without it, that is estimated.
+        loss: as for `trace_model`.
+    """
 
     def __init__(
         self,
@@ -147,8 +162,8 @@ class _Offline:
         *,
         config: Config,
         cluster: Cluster,
-        measured: MeasuredProfile | None,
-        loss: Callable[[Any], Tensor] | None,
+        measured: MeasuredProfile | None = None,
+        loss: Callable[[Any], Tensor] | None = None,
     ):
         self._model = model
         self._batch = Batch(arguments)
@@ -156,24 +171,65 @@ class _Offline:
         self._cluster = cluster
         self._measured = measured
         self._loss = loss
-        self._candidates: dict[int, Candidates] = {}
+        self._candidates: dict[tuple[int, bool], Candidates] = {}
+        self._traces: dict[tuple[int, bool], Trace] = {}
+        self._divisions: dict[tuple[int, int, int, TensorPrices], Division] = {}
 
     def plan(self, mesh: Mesh) -> Plan:
         """The plan for one grid."""
-        if mesh.pipeline not in self._candidates:
-            self._candidates[mesh.pipeline] = self._traced(mesh.pipeline)
+        units = mesh.pipeline, mesh.share > 1
+        if units not in self._candidates:
+            self._candidates[units] = self._traced(*units)
         plan = make_plan(
-            self._candidates[mesh.pipeline],
+            self._candidates[units],
             cluster=self._cluster,
             config=self._config,
             mesh=mesh,
             optimizer_factor=_ADAM if low_precision(self._config) is None else _ADAM + 1,
+            division=self._division(mesh, pipeline=mesh.pipeline) if mesh.share > 1 else None,
         )
         notes = self._assumptions(mesh)
         return plan.model_copy(update={"why": (*plan.why, *notes)}) if notes else plan
 
+    def expected_seconds(self, grids: Sequence[Mesh]) -> list[float]:
+        """Seconds of each grid by closed forms, from one trace of one size of microbatches."""
+        if len(grids) == 1:
+            return [0.0]
+        return expected_in_turn(grids, self._expected)
+
+    def _expected(self, grids: Sequence[Mesh]) -> list[float]:
+        divides = grids[0].tensor > 1
+        longest = max(mesh.pipeline for mesh in grids)
+        count = self._counts(longest)[0]
+        graph = self._graphs(longest, [count], divides=divides)[count]
+        of_degrees = {mesh.share: mesh for mesh in grids} if divides else {}
+        return expected_seconds(
+            graph,
+            grids,
+            cluster=self._cluster,
+            config=self._config,
+            samples=self._num_samples,
+            profile=self._profile(graph),
+            divisions={t: self._division(mesh, pipeline=longest) for t, mesh in of_degrees.items()},
+        )
+
+    def _division(self, mesh: Mesh, *, pipeline: int) -> Division:
+        """How the tensor-parallel ranks of a grid share the model, in units for so many pipeline ranks."""
+        prices = Fabric(cluster=self._cluster, mesh=mesh).tensor_prices
+        key = pipeline, mesh.share, mesh.context, prices
+        if key not in self._divisions:
+            self._divisions[key] = division_of(
+                self._model,
+                self._traces[pipeline, True],
+                config=self._config,
+                mesh=mesh,
+                prices=prices,
+                microbatches=self._counts(pipeline)[0],
+            )
+        return self._divisions[key]
+
     def _assumptions(self, mesh: Mesh) -> tuple[str, ...]:
-        """What a profile of fewer ranks does not know."""
+        """The assumptions behind a plan whose profile is of fewer ranks."""
         measured = self._measured
         if measured is None or mesh.world_size <= measured.num_ranks:
             return ()
@@ -184,20 +240,34 @@ class _Offline:
             f"{hosts} such hosts, with {rate}/s between them. Measure on as many to know.",
         )
 
-    def _traced(self, pipeline: int) -> Candidates:
-        config, batch = self._config, self._batch
-        if batch.num_samples is None:
+    @property
+    def _num_samples(self) -> int:
+        if self._batch.num_samples is None:
             raise PlanError("the batch holds no tensor that can be cut into microbatches.")
-        counts = microbatch_counts(batch.num_samples, config=config, pipeline=pipeline)
+        return self._batch.num_samples
+
+    def _counts(self, pipeline: int) -> tuple[int, ...]:
+        return microbatch_counts(self._num_samples, config=self._config, pipeline=pipeline)
+
+    def _traced(self, pipeline: int, divides: bool = False) -> Candidates:
+        graphs = self._graphs(pipeline, self._counts(pipeline), divides=divides)
+        return {m: (graph, self._profile(graph)) for m, graph in graphs.items()}
+
+    def _graphs(
+        self, pipeline: int, counts: Sequence[int], *, divides: bool = False
+    ) -> dict[int, ModelGraph]:
+        """The model in units for so many pipeline ranks, for each number of microbatches."""
         with nullcontext() if self._cluster.cores_per_node else OnAccelerators():
             traces = trace_parts(
                 self._model,
                 step_of(self._model, self._loss),
-                {m: batch.split(m)[0] for m in counts},
+                {m: self._batch.split(m)[0] for m in counts},
                 device=torch.device("cpu"),
-                num_stages=pipeline * (config.virtual_stages or 2),
+                num_stages=most_stages(self._config, pipeline=pipeline, divides=divides),
+                divides=divides,
             )
-        return {m: (trace.graph, self._profile(trace.graph)) for m, trace in traces.items()}
+        self._traces.setdefault((pipeline, divides), next(iter(traces.values())))
+        return {m: trace.graph for m, trace in traces.items()}
 
     def _profile(self, graph: ModelGraph) -> Profile:
         estimated = estimate_profile(graph, device=self._cluster.device)

@@ -106,7 +106,7 @@ class Entanglement:
 
 
 def _done_to_a_call(args: tuple[Any, ...]) -> str:
-    """What the caller of a module does that stands in the way of making the module a unit; mostly nothing."""
+    """Describes what keeps a module from being a unit, in the code that calls it; mostly nothing."""
     if any(isinstance(item, PackedSequence) for item in args):
         return "packs sequences (pack_padded_sequence)"
     if function_transforms_active():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.config import Config
 from shardwright.errors import DeferredReadError
 from shardwright.torch.backward.activation_checkpointing import is_marked
 from shardwright.torch.batch.batch import Batch
@@ -20,11 +21,23 @@ from shardwright.torch.pytorch.module_hooks import has_backward_hooks
 from shardwright.torch.tracing.trace import trace_step
 from shardwright.torch.tracing.trace_data import Trace
 from shardwright.torch.units.module_costs import discover
-from shardwright.torch.units.unit_choice import choose_units
+from shardwright.torch.units.unit_choice import ModuleCost, choose_units
 
-__all__ = ["trace_parts"]
+__all__ = ["most_stages", "trace_parts"]
 
 log = logging.getLogger(__name__)
+
+
+def most_stages(config: Config, *, pipeline: int, divides: bool) -> int:
+    """The stages that a plan may have, which says how fine units need to be.
+
+    Args:
+        config: may pin the stages of a rank; else a schedule may have two.
+        pipeline: pipeline ranks.
+        divides: ranks share the parameters of each unit. What flows between units is whole then, so that
+            finer ones than stages ask for cost more than they are good for.
+    """
+    return pipeline * (config.virtual_stages or (1 if divides and pipeline == 1 else 2))
 
 
 def trace_parts(
@@ -34,6 +47,7 @@ def trace_parts(
     *,
     device: torch.device,
     num_stages: int,
+    divides: bool = False,
     prepare: Callable[[UnitMap], None] | None = None,
     count_memory: bool = False,
     agree_on_end: Callable[[float], float] | None = None,
@@ -47,6 +61,7 @@ def trace_parts(
             others with which the model cannot be called are left out.
         device: where the model computes.
         num_stages: how many stages are thought of, which says how fine the units need to be.
+        divides: ranks share the parameters of each unit.
         prepare: called with the units before a trace is tried.
         count_memory: work out what every call needs for a moment.
         agree_on_end: see `trace_step`.
@@ -56,8 +71,62 @@ def trace_parts(
     """
     hooks = HookEffects()
     costs = discover(model, function, next(iter(parts.values())).arguments, device=device, hooks=hooks)
+    trace = partial(
+        trace_step,
+        function=function,
+        device=device,
+        count_memory=count_memory,
+        agree_on_end=agree_on_end,
+        hooks=hooks,
+        units_may_change=True,
+    )
     forced: set[int] = set()
-    preferred = frozenset(
+    preferred = _better_whole(model, costs)
+    while True:
+        names = choose_units(
+            model,
+            costs,
+            num_stages=num_stages,
+            forced=frozenset(forced),
+            preferred=preferred,
+            divides=divides,
+        )
+        try:
+            return _traces(UnitMap.of(model, names), parts, trace, prepare)
+        except DeferredReadError as error:
+            whole = _smallest_around(error, model, forced)
+            if whole is None:
+                raise
+            log.warning("%s is not split, because its code reads values: %s", type(whole).__name__, error)
+            forced.add(id(whole))
+
+
+def _traces(
+    unit_map: UnitMap,
+    parts: Mapping[int, Batch],
+    trace: Callable[..., Trace],
+    prepare: Callable[[UnitMap], None] | None,
+) -> dict[int, Trace]:
+    """Traces every microbatch size with these units."""
+    if prepare is not None:
+        prepare(unit_map)
+    compile_units(unit_map.model, list(unit_map.modules))
+    for module in unit_map.modules.values():
+        intercept_calls(module)
+    try:
+        traces: dict[int, Trace] = {}
+        for m, part in parts.items():
+            with _left_out(m, part) if traces else nullcontext():
+                traces[m] = trace(unit_map, arguments=part.arguments, batch_size=part.num_samples or 1)
+        return traces
+    finally:
+        for module in unit_map.modules.values():
+            restore_calls(module)
+
+
+def _better_whole(model: nn.Module, costs: Mapping[str, ModuleCost]) -> frozenset[int]:
+    """Ids of the modules that are kept whole where they fit into a stage."""
+    return frozenset(
         id(module)
         for name, module in model.named_modules()
         if is_marked(module)
@@ -66,43 +135,6 @@ def trace_parts(
         or has_backward_hooks(module)
         or calls_compiled(module)
     )
-    while True:
-        names = choose_units(
-            model, costs, num_stages=num_stages, forced=frozenset(forced), preferred=preferred
-        )
-        unit_map = UnitMap.of(model, names)
-        if prepare is not None:
-            prepare(unit_map)
-        compile_units(model, names)
-        for module in unit_map.modules.values():
-            intercept_calls(module)
-        try:
-            traces: dict[int, Trace] = {}
-            for m, part in parts.items():
-                trace = partial(
-                    trace_step,
-                    unit_map,
-                    function,
-                    part.arguments,
-                    device=device,
-                    batch_size=part.num_samples or 1,
-                    count_memory=count_memory,
-                    agree_on_end=agree_on_end,
-                    hooks=hooks,
-                    units_may_change=True,
-                )
-                with _left_out(m, part) if traces else nullcontext():
-                    traces[m] = trace()
-            return traces
-        except DeferredReadError as error:
-            whole = _smallest_around(error, model, forced)
-            if whole is None:
-                raise
-            log.warning("%s is not split, because its code reads values: %s", type(whole).__name__, error)
-            forced.add(id(whole))
-        finally:
-            for module in unit_map.modules.values():
-                restore_calls(module)
 
 
 @contextmanager

@@ -46,9 +46,23 @@ def discover(
     Raises:
         TraceError: the model's own forward does to modules what stands in the way of any split.
     """
+    watch = _watched_run(model, function, arguments, device, HookEffects() if hooks is None else hooks)
+    _refuse_unsplittable(model, watch)
+    _keep_whole(model, watch.costs, watch.remade.writers)
+    _keep_entangled_whole(watch.costs, watch.entanglement.whole)
+    return watch.costs
+
+
+def _watched_run(
+    model: nn.Module,
+    function: Callable[..., Any],
+    arguments: Arguments,
+    device: torch.device,
+    hooks: HookEffects,
+) -> "_Watch":
+    """Traces the model as one unit, with every call of a module watched."""
     watch = _Watch()
     handles = []
-    hooks = HookEffects() if hooks is None else hooks
     try:
         # Hooks know names, not identities: a model that fake tensors cannot get through is traced as a copy.
         for name, module in model.named_modules():
@@ -64,22 +78,30 @@ def discover(
         restore_calls(model)
         for handle in handles:
             handle.remove()
-    costs = watch.costs
+    return watch
+
+
+def _refuse_unsplittable(model: nn.Module, watch: "_Watch") -> None:
+    """Refuses a model of which no module can be placed by itself."""
     if "" in watch.entanglement.hard:
         raise TraceError(
             f"the forward of the model itself {watch.entanglement.hard['']} around modules inside it, which "
             "then cannot be placed one by one. Move this code and these modules into a module of their own, "
             "which is then one unit."
         )
-    _keep_whole(model, costs, watch.remade.writers)
-    if costs.keys() == {""} and _calls_by_itself(model):
+    if watch.costs.keys() == {""} and _calls_by_itself(model):
         raise TraceError(
             f"{type(model).__name__} ({type(model).__module__}) calls layers that it has not registered as "
             "modules of PyTorch, so that they cannot be placed on stages. Register them in an nn.Module, "
             "self.layers = nn.ModuleList(model.layers), that calls one after the other; or start one rank "
             "for each replica: pipeline_parallel_degree 1."
         )
-    for name in watch.entanglement.whole:
+
+
+def _keep_entangled_whole(costs: dict[str, ModuleCost], entangled: Iterable[str]) -> None:
+    """Keeps modules whole whose code reaches into the modules inside them."""
+    for module in entangled:
+        name = module
         while name and name not in costs:  # a container is not called
             name = name.rpartition(".")[0]
         if not name:
@@ -91,7 +113,6 @@ def discover(
         elif not costs[name].whole:
             costs[name].whole = True
             log.info("%s is not split: its own code reaches into the modules inside it", name)
-    return costs
 
 
 def _keep_whole(model: nn.Module, costs: dict[str, ModuleCost], writers: Iterable[str]) -> None:
@@ -136,7 +157,7 @@ class _Counted:
 
 @dataclass(frozen=True, slots=True)
 class _Plain:
-    """What a module was before it was counted."""
+    """A module as it was before it was counted."""
 
     module: nn.Module
     kind: type

@@ -5,12 +5,15 @@ element. A CPU trace would see scores that no accelerator writes, and masks four
 Face's GPT-2 took twice the memory.
 """
 
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from shardwright.torch.attention.kernels import traced_for_accelerators
 
 __all__ = ["OnAccelerators"]
 
@@ -19,6 +22,19 @@ _DROPOUT = 4  # its position among the arguments of attention
 
 class OnAccelerators(TorchFunctionMode):
     """While it is active, operations that differ there are traced as accelerators compute them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._attention = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._attention.enter_context(traced_for_accelerators())
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
+        self._attention.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

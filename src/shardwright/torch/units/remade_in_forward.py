@@ -47,7 +47,7 @@ class RemadeInForward:
 
 
 def _kinds_inside(name: str, module: nn.Module) -> dict[str, Any]:
-    """What the buffers are that a module and those inside it have registered."""
+    """The kinds of the buffers that a module and those inside it have registered."""
     return {
         f"{path}.{key}": None if buffer is None else (buffer.shape, buffer.dtype)
         for path, sub in module.named_modules(prefix=name)

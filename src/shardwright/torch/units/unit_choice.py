@@ -16,7 +16,8 @@ __all__ = ["ModuleCost", "choose_units"]
 # A module with less than this share of a stage's work is not split further: its pieces could not balance
 # anything.
 _SMALL_SHARE_OF_STAGE = 0.125
-# A repeated block is split only where it alone is this much of a stage.
+# A repeated block is split only where it alone is this much of a stage. So is any block without others inside
+# where ranks share its parameters: what flows between units is whole, and what flows inside is in parts.
 _LARGE_SHARE_OF_STAGE = 0.67
 
 
@@ -47,6 +48,7 @@ class _Walk:
     num_stages: int
     forced: frozenset[int]
     preferred: frozenset[int]
+    divides: bool
     units: list[str] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
 
@@ -76,7 +78,8 @@ class _Walk:
         if repeated:
             # Those that have skipped themselves did no work, so that others have too large a share.
             return cost.chooses_at_random or share_of_stage <= _LARGE_SHARE_OF_STAGE
-        return share_of_stage <= _SMALL_SHARE_OF_STAGE
+        in_one_piece = self.divides and not _has_repeated_blocks(module)
+        return share_of_stage <= (_LARGE_SHARE_OF_STAGE if in_one_piece else _SMALL_SHARE_OF_STAGE)
 
     def _calls_inside(self, module: nn.Module) -> bool:
         """Whether modules inside with parameters are called, not only read, as in `nn.MultiheadAttention`."""
@@ -96,6 +99,7 @@ def choose_units(
     num_stages: int,
     forced: frozenset[int] = frozenset(),
     preferred: frozenset[int] = frozenset(),
+    divides: bool = False,
 ) -> list[str]:
     """The names of the units, in order of registration.
 
@@ -107,11 +111,14 @@ def choose_units(
         preferred: ids of modules that are kept whole unless they are more than a stage: their inside is
             recomputed as a whole, they have hooks for the gradients of all of it, or their own code calls
             compiled functions.
+        divides: ranks share the parameters of each unit.
     """
     # A step may call parts of the model in the place of the model (a GAN's generator, its discriminator).
     total = float(sum(cost.flops for name, cost in costs.items() if not _is_called_inside(name, costs)))
     called = frozenset(id(model.get_submodule(name)) for name, cost in costs.items() if cost.calls)
-    walk = _Walk(costs, called, total, num_stages=num_stages, forced=forced, preferred=preferred)
+    walk = _Walk(
+        costs, called, total, num_stages=num_stages, forced=forced, preferred=preferred, divides=divides
+    )
     walk.visit(model, "", repeated=False)
     return walk.units
 
@@ -137,6 +144,10 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
             counts[type(child)] = counts.get(type(child), 0) + 1
     for name, child in module.named_children():
         yield name, child, counts.get(type(child), 0) >= 2 and not isinstance(child, _CONTAINERS)
+
+
+def _has_repeated_blocks(module: nn.Module) -> bool:
+    return any(repeated for sub in module.modules() for _, _, repeated in _children(sub))
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

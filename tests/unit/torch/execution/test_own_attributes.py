@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from shardwright.errors import TraceMismatchError
-from shardwright.torch.execution.own_attributes import OwnAttributes
+from shardwright.torch.execution.microbatches.own_attributes import OwnAttributes
 from shardwright.torch.program.program import _read_in
 from shardwright.torch.python_state.attribute_use import Access, AttributeUse
+from shardwright.torch.tracing.trace_data import SideEffects
 
 
 def program(
@@ -19,7 +20,8 @@ def program(
     accesses = (Access(0, not reads_first, "user.py:1"), Access(1, True, "user.py:2"))
     use = AttributeUse(module, "held", "held of the model", accesses, carries, False, False, put_back)
     known = {} if read_in is None else {(id(module), "held"): read_in}
-    return SimpleNamespace(attributes=(use,), read_in=known, recomputes=recomputes)
+    trace = SimpleNamespace(effects=SideEffects(attributes=(use,)), recomputes=recomputes)
+    return SimpleNamespace(trace=trace, read_in=known)
 
 
 @pytest.fixture
@@ -120,5 +122,5 @@ def test_what_nobody_asks_for_is_let_go_at_the_backward(module):
 @pytest.mark.parametrize(("before", "turn"), [(2.0, 0), (3.0, 0), (3.5, 1), (7.0, 1), (7.25, 2)])
 def test_a_read_directly_before_a_pause_belongs_to_the_turn_that_ends_there(module, before, turn):
     use = AttributeUse(module, "held", "", (Access(before, False, ""),), False, False, False)
-    trace: Any = SimpleNamespace(attributes=(use,))
+    trace: Any = SimpleNamespace(effects=SideEffects(attributes=(use,)))
     assert _read_in(trace, [3, 7]) == {(id(module), "held"): turn}

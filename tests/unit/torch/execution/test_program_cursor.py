@@ -10,28 +10,30 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shardwright.errors import TraceMismatchError
-from shardwright.torch.execution.program_cursor import ProgramCursor
+from shardwright.torch.execution.microbatches.program_cursor import ProgramCursor
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.program.instructions import Instruction, Place
+from shardwright.torch.program.program import FreeOperations
 from shardwright.torch.pytorch.tree import leaves
+from shardwright.torch.tracing.recorded_step import Step
+from shardwright.torch.tracing.trace_data import RandomUse
 
 FREE, HERE, ELSEWHERE = Place.FREE, Place.HERE, Place.ELSEWHERE
 A_DRAW: Any = object()
 
 
-def cursor(*steps, backward_at=None, exact=False, unknown=True, parameters=()):
+def cursor(*steps, backward_at=None, free=FreeOperations.ANY, parameters=()):
     instructions = [
-        Instruction(func=func, place=place, draws=(A_DRAW,) if draws else (), line=f"user.py:{number}")
+        Instruction(step=step_of(func, f"user.py:{number}", draws=bool(draws)), place=place)
         for number, (func, place, *draws) in enumerate(steps)
     ]
-    program: Any = SimpleNamespace(
-        instructions=instructions,
-        backward_at=backward_at,
-        changes_free_tensors=exact,
-        takes_unknown=unknown,
-        draws_of_python=False,
-    )
+    trace = SimpleNamespace(backward_at=backward_at, random=RandomUse())
+    program: Any = SimpleNamespace(instructions=instructions, trace=trace, free_operations=free)
     return ProgramCursor(0, program, lambda: {id(p) for p in parameters}, torch.device("cpu"))
+
+
+def step_of(func, line, *, draws):
+    return Step(func=func, node=None, draws=(A_DRAW,) if draws else (), line=line)
 
 
 def deferred(*shape: int) -> Tensor:
@@ -63,7 +65,7 @@ def test_free_calls_may_be_more():
 
 def test_free_calls_may_not_be_more_where_other_microbatches_would_see_it():
     with pytest.raises(TraceMismatchError, match="where each rank has one stage"):
-        cursor(*TABLE[2:], unknown=False).operation(torch.arange, (3,), {})
+        cursor(*TABLE[2:], free=FreeOperations.FEWER).operation(torch.arange, (3,), {})
 
 
 def test_calls_that_have_a_place_may_not():
@@ -77,7 +79,7 @@ def test_calls_that_have_a_place_may_not():
 
 
 def test_with_exact_matching_every_call_counts():
-    at = cursor(*TABLE, exact=True)
+    at = cursor(*TABLE, free=FreeOperations.AS_TRACED)
     assert places([(torch.arange, (3,))], at) == [FREE]
     with pytest.raises(TraceMismatchError):
         at.operation(torch.add, (torch.ones(3), 1), {})

@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.errors import TraceMismatchError
-from shardwright.torch.execution.value_bundles import OwnValues, TakenValues
+from shardwright.torch.execution.microbatches.value_bundles import OwnValues, TakenValues
 
 SMALL, LARGE = 0, 1  # values
 
@@ -23,8 +23,10 @@ def ranks() -> tuple[OwnValues, ValueBoard, TakenValues]:
     ]
     for board in boards:
         board.begin()
-    sizes = {SMALL: SimpleNamespace(num_bytes=4), LARGE: SimpleNamespace(num_bytes=2**20)}
-    program: Any = SimpleNamespace(rank=1, ends=True, specs=sizes, stage_ranks=[0, 1], home_of=[1, 1])
+    sizes = {SMALL: 4, LARGE: 2**20}
+    values = {v: SimpleNamespace(spec=SimpleNamespace(num_bytes=size)) for v, size in sizes.items()}
+    trace = SimpleNamespace(ends=True, graph=SimpleNamespace(values=values))
+    program: Any = SimpleNamespace(rank=1, trace=trace, stage_ranks=[0, 1], home_of=[1, 1])
     changes: Counter[int] = Counter()
     return OwnValues(0, program, boards[1], changes), boards[1], TakenValues(0, program, boards[0], changes)
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from shardwright.config import Config
+from shardwright.profile import Profile, UnitCost
 from shardwright.torch.measuring.measure import Timing
-from shardwright.torch.measuring.profiler import Profiler, rounds_of, typical
+from shardwright.torch.measuring.profiler import Profiler, ToProfile, _inferred, typical
+from shardwright.torch.measuring.turns import Share
 
 
 def timing(forward_s, backward_s):
@@ -28,12 +30,6 @@ def test_the_medians_of_the_rounds_count():
 def test_rounds_in_which_the_machine_was_slow_do_not_count():
     slow, fast = timing(1.5, 3.5), timing(1.0, 2.0)
     assert typical([slow, fast, fast]) == typical([fast, slow, fast, slow, fast]) == typical([fast]) == fast
-
-
-def test_a_model_is_measured_for_as_long_as_a_disturbance_lasts_or_eight_times():
-    assert rounds_of(1e-3) == 8
-    assert 3 < rounds_of(1.0) < 8
-    assert rounds_of(60.0) == 3
 
 
 class Scripted(Profiler):
@@ -72,7 +68,12 @@ def test_costs_hold_where_the_dearest_is_still_the_same(found, holds, monkeypatc
     profiler = Scripted(*found)
     kept = {"cheap": timing(0.1, 0.2), "dearest": timing(1 / 3, 2 / 3), "of another model": timing(9.0, 9.0)}
     profiler._cache.add(kept, to={})
-    assert profiler._known({"dearest": None, "cheap": None}) == (kept if holds else {})
+    told, outdated = profiler._known({"dearest": None, "cheap": None})
+    assert told == (kept if holds else {})
+    assert outdated.keys() == (set() if holds else {"dearest", "cheap"})
+    if not holds:
+        assert outdated["dearest"].whole_s == pytest.approx(found[-1])
+        assert outdated["cheap"].whole_s == pytest.approx(0.3 * found[-1])
     assert not profiler.found
 
 
@@ -80,4 +81,32 @@ def test_models_that_are_new_are_not_compared(monkeypatch, tmp_path):
     monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))
     profiler = Scripted()
     profiler._cache.add({"of another model": timing(9.0, 9.0)}, to={})
-    assert profiler._known({"new": None}).keys() == {"of another model"}
+    known, outdated = profiler._known({"new": None})
+    assert (known.keys(), outdated) == ({"of another model"}, {})
+
+
+def cost(seconds, provenance="estimated"):
+    return UnitCost(forward_s=seconds / 3, backward_s=2 * seconds / 3, provenance=provenance)
+
+
+def inferred(skipped, measured):
+    """Seconds of classes that were not timed; each is called by its kind and its microbatches."""
+    estimated = {"block/2": 8.0, "block/4": 4.0, "block/8": 2.0, "head/2": 3.0}
+    sizes = [ToProfile(2, None, Profile(costs={key: cost(s) for key, s in estimated.items()}))]
+    shares = {key: Share(key.partition("/")[0], 1.0, int(key.partition("/")[2])) for key in estimated}
+    costs = {key: cost(seconds, "measured") for key, seconds in measured.items()}
+    found = _inferred(skipped, sizes, costs, shares)
+    return {
+        key: (pytest.approx(each.forward_s + each.backward_s), each.spread) for key, each in found.items()
+    }
+
+
+def test_between_two_sizes_seconds_lie_on_the_line_through_them():
+    """A call takes one second besides its data: from one size alone, small microbatches looked too cheap."""
+    assert inferred(["block/4"], {"block/2": 5.0, "block/8": 2.0}) == {"block/4": (3.0, 0.1)}
+
+
+def test_from_one_size_or_from_other_kinds_the_ratio_to_the_estimate_holds():
+    assert inferred(["block/4"], {"block/2": 4.0}) == {"block/4": (2.0, 0.5)}
+    assert inferred(["head/2"], {"block/2": 4.0, "block/4": 2.0}) == {"head/2": (1.5, 0.5)}
+    assert inferred(["head/2"], {}) == {"head/2": (3.0, 0.5)}

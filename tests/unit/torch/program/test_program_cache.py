@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.program.program_cache import (
@@ -16,6 +17,7 @@ from shardwright.torch.program.program_cache import (
     signature_of,
 )
 from shardwright.torch.python_state.watched_numbers import NumberReads
+from shardwright.torch.tracing.path import PathRecorder
 
 
 def signature(*args):
@@ -75,7 +77,7 @@ def part(*args):
     return Batch((args, {}))
 
 
-TRACE = SimpleNamespace(reads_data=False, path=None)
+TRACE = SimpleNamespace(path=PathRecorder(()).path(nn.Module(), {}))
 
 
 def test_arguments_that_change_every_step_do_not_fill_the_memory():

@@ -1,12 +1,14 @@
 """Which units a trace binds together because of what they leave in modules, objects and lists they share."""
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from choices import in_sweep, some_combinations
 from shardwright.errors import DeferredReadError
 from shardwright.model_graph import ModelGraph
 from shardwright.torch.interception.glue import intercept_calls
@@ -172,7 +174,7 @@ def graph_of(notes: Any, blocks: list[Block]) -> ModelGraph:
     return trace.graph
 
 
-@pytest.mark.parametrize("make", [Notes, NotesModule])
+@pytest.mark.parametrize("make", [Notes, in_sweep(NotesModule)])
 def test_units_that_find_what_others_left_are_bound(make):
     """Another stage found an older number or tensor there, or none, and went on."""
     assert bound(make(), plain, push, plain, pop) == [{1, 3}]
@@ -181,7 +183,7 @@ def test_units_that_find_what_others_left_are_bound(make):
         assert set().union(*bound(make(), plain, use, use, use)) == {1, 2, 3}, use
 
 
-@pytest.mark.parametrize("make", [Notes, NotesModule])
+@pytest.mark.parametrize("make", [in_sweep(Notes), NotesModule])
 def test_so_are_units_that_cannot_be_traced_without_data(make):
     """They run on copies of what they hold."""
     for use in (depth_by_list, depth_by_nested, count):
@@ -205,10 +207,62 @@ def test_a_tensor_in_an_attribute_is_found_by_units():
     assert bound(Notes(), leave_input, plain, find) == [{0, 2}]
 
 
-@pytest.mark.parametrize("make", [Notes, NotesModule])
-@pytest.mark.parametrize("use", [loss_of_its_own, own_layer, own_entry, own_flag, table, own_number])
+@pytest.mark.parametrize(
+    ("use", "make"),
+    some_combinations(
+        [loss_of_its_own, own_layer, own_entry, own_flag, table, own_number], [Notes, NotesModule]
+    ),
+)
 def test_what_each_unit_makes_for_itself_binds_nothing(use, make):
     assert bound(make(), use, use, use) == []
+
+
+class Lazy(Notes):
+    """Computes something once, when it is asked for it."""
+
+    @cached_property
+    def scale(self) -> float:
+        return len(self.nested) / 2
+
+
+def scaled(block: Any, x: Tensor, y: Tensor) -> Tensor:
+    return y * block.notes.scale
+
+
+def test_what_is_computed_once_and_kept_binds_nothing():
+    assert bound(Lazy(), scaled, scaled, scaled) == []
+
+
+def own_count(block: Any, x: Tensor, y: Tensor) -> Tensor:
+    block.number += 1
+    return y / block.number
+
+
+def test_a_unit_that_counts_its_calls_may_be_on_several_stages():
+    """Of one rank, each microbatch with counts of its own."""
+    block = Block(own_count)
+    assert bound_in(Notes(), [block, Block(plain), block]) == []
+
+
+def reset_between(block: Any, x: Tensor, y: Tensor) -> Tensor:
+    block.notes.count += 1
+    return y * block.notes.count
+
+
+def test_what_code_between_units_has_set_anew_may_be_read():
+    notes = NotesModule()
+    first, second = Block(reset_between), Block(plain)
+    first.notes = second.notes = notes
+    unit_map = UnitMap.of(nn.ModuleList([first, second]), ["0", "1"])
+    for unit in unit_map.modules.values():
+        intercept_calls(unit)
+
+    def step(x: Tensor) -> Tensor:
+        y = first(x)
+        notes.count = 2
+        return second(y / notes.count)
+
+    assert not trace_step(unit_map, step, ((torch.zeros(3, WIDTH),), {})).graph.together
 
 
 @pytest.mark.parametrize(

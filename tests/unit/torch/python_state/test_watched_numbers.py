@@ -58,7 +58,7 @@ def test_what_is_never_looked_at_does_not_matter():
     assert number != "a"
     assert number is not None
     path = reads.path()
-    assert not path.answers
+    assert not path.steps
     assert path.taken_by([4, tensor, truth, text])
 
 
@@ -139,12 +139,20 @@ def test_what_another_number_makes_complex_is_another_path():
 
 
 def test_long_formulas_want_the_number_itself():
-    """Each question would take longer than the one before."""
+    """Computing them again would take too long."""
     reads, (number,) = watched(0.5)
     with contextlib.suppress(NumberMatters):
-        for _ in range(64):
+        for _ in range(200):
             number = number * (2.0 - number)
     assert reads.matter
+
+
+def test_the_same_question_may_be_asked_often():
+    """By every layer of a deep model."""
+    reads, (number,) = watched(200)
+    for _ in range(1000):
+        assert number % 100 == 0
+    assert [reads.path().taken_by([other]) for other in (300, 201)] == [True, False]
 
 
 def test_code_that_catches_everything_does_not_hide_that_a_number_matters():

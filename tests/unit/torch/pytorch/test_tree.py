@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
+from shardwright.errors import UsageError
 from shardwright.torch.pytorch.tree import flatten, leaves, map_tree
 
 Point = namedtuple("Point", "x y")
@@ -89,3 +90,11 @@ def test_a_constructor_that_looks_at_its_arguments_is_not_asked_again():
 def test_structures_differ_where_keys_do():
     assert flatten({"a": 1})[1].key != flatten({"b": 1})[1].key
     assert flatten([1])[1].key != flatten((1,))[1].key
+
+
+def test_what_holds_itself_is_refused():
+    """Bug: a node that leads back to its parent ended in a bare RecursionError."""
+    record = Record(value=torch.ones(2))
+    record.name = [record]
+    with pytest.raises(UsageError, match="Record of the step function holds itself"):
+        flatten(record)

@@ -2,7 +2,7 @@ import torch
 
 from shardwright.runtime.traced import Change, View
 from shardwright.torch.tracing.aliases import follow_changes, view_of
-from shardwright.torch.tracing.trace_data import Step
+from shardwright.torch.tracing.recorded_step import Step
 
 
 def step(*, reads=(), changes=()):

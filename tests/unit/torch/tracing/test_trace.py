@@ -167,10 +167,10 @@ def test_a_slice_may_end_at_a_free_tensor():
     x = torch.ones(3, WIDTH)
     trace = traced(model, lambda x: model["a"](x)[torch.tensor(1) : torch.tensor(x.shape[0])], x)
     assert shapes(trace)[-1] == (2, WIDTH)
-    assert not trace.reads_data
+    assert trace.path.calls == ()
     trace = traced(model, lambda x: model["a"](x)[: x.sum().long() // 6], x)
     assert shapes(trace)[-1] == (2, WIDTH)
-    assert trace.reads_data
+    assert trace.path is None or trace.path.calls
 
 
 @pytest.mark.parametrize(
@@ -262,8 +262,8 @@ def test_only_hooks_of_the_step_function_itself_count_as_its_hooks():
         handle.remove()
         return y
 
-    assert not traced(model, model["a"], torch.ones(3, WIDTH)).temporary_hooks
-    assert traced(model, hooked, torch.ones(3, WIDTH)).temporary_hooks
+    assert not traced(model, model["a"], torch.ones(3, WIDTH)).effects.temporary_hooks
+    assert traced(model, hooked, torch.ones(3, WIDTH)).effects.temporary_hooks
 
 
 def test_the_work_of_a_trace_grows_with_its_length():

@@ -38,7 +38,7 @@ def test_a_hundred_billion_parameters_take_no_memory():
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):
         config = transformers.GPTNeoXConfig(
-            hidden_size=12288, num_hidden_layers=56, num_attention_heads=96, intermediate_size=49152
+            hidden_size=24576, num_hidden_layers=14, num_attention_heads=192, intermediate_size=98304
         )
         model = transformers.GPTNeoXForCausalLM(config)
     assert sum(parameter.numel() for parameter in model.parameters()) > 100e9
@@ -46,9 +46,9 @@ def test_a_hundred_billion_parameters_take_no_memory():
     ids = torch.empty(1, 2048, dtype=torch.int64, device="meta")
     graph = sw.trace_model(model, input_ids=ids, labels=ids, num_stages=8)
     grown_KiB = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert len(graph.calls) >= 58
+    assert len(graph.calls) >= 16
     assert grown_KiB < 300 * 1024  # the weights alone would be 400 GB
-    assert time.perf_counter() - start < 60  # 5 s on one core of 2026
+    assert time.perf_counter() - start < 60  # 2 s on one core of 2026
 
 
 class Rotated(nn.Module):

@@ -14,8 +14,13 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "LaunchError",
+    "NotInitializedError",
     "PeerLostError",
     "PeerTimeoutError",
     "ShardwrightError",
     "UsageError",
 ]
+
+
+class NotInitializedError(UsageError):
+    """A script uses the library before it calls ``smp.init``."""

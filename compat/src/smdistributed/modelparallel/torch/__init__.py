@@ -4,20 +4,7 @@
 """
 
 from shardwright.torch import is_tracing
-from smdistributed.modelparallel.torch import (
-    amp,
-    core,
-    model,
-    nn,
-    optimizers,
-    patches,
-    sharded_data_parallel_checkpoint,
-    state_mod,
-    utils,
-)
-from smdistributed.modelparallel.torch.checkpoints.resuming import resume_from_checkpoint
-from smdistributed.modelparallel.torch.checkpoints.saving import save_checkpoint
-from smdistributed.modelparallel.torch.comm import (
+from smdistributed.modelparallel.comm import (
     allgather,
     barrier,
     broadcast,
@@ -26,17 +13,7 @@ from smdistributed.modelparallel.torch.comm import (
     recv_from,
     send,
 )
-from smdistributed.modelparallel.torch.creation import (
-    delay_param_initialization,
-    model_creation,
-    partition,
-    set_partition,
-    set_tensor_parallelism,
-    tensor_parallelism,
-    tp_register,
-    tp_register_with_module,
-)
-from smdistributed.modelparallel.torch.groups import (
+from smdistributed.modelparallel.groups import (
     CommGroup,
     RankType,
     dp_rank,
@@ -64,6 +41,30 @@ from smdistributed.modelparallel.torch.groups import (
     size,
     tp_rank,
     tp_size,
+)
+from smdistributed.modelparallel.torch import (
+    amp,
+    core,
+    exceptions,
+    model,
+    nn,
+    optimizers,
+    patches,
+    sharded_data_parallel_checkpoint,
+    state_mod,
+    utils,
+)
+from smdistributed.modelparallel.torch.checkpoints.resuming import resume_from_checkpoint
+from smdistributed.modelparallel.torch.checkpoints.saving import save_checkpoint
+from smdistributed.modelparallel.torch.creation import (
+    delay_param_initialization,
+    model_creation,
+    partition,
+    set_partition,
+    set_tensor_parallelism,
+    tensor_parallelism,
+    tp_register,
+    tp_register_with_module,
 )
 from smdistributed.modelparallel.torch.initialization import (
     init,
@@ -106,6 +107,7 @@ __all__ = [
     "dp_barrier",
     "dp_rank",
     "dp_size",
+    "exceptions",
     "get_dp_group",
     "get_dp_process_group",
     "get_mp_group",

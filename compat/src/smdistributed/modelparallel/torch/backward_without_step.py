@@ -71,19 +71,19 @@ class BackwardWithoutStep:
     def _agree(self) -> None:
         self._told.clear()
         run = current_run()
-        if run.data_group is None:
+        if run.groups.data is None:
             return
-        _average(list(self._module.parameters()), run.data_group, num_replicas=run.mesh.data)
+        _average(list(self._module.parameters()), run.groups.data, num_replicas=run.mesh.data)
         first = run.mesh.group("dp", run.rank)[0]
         for buffer in self._module.buffers():
             if buffer.numel():
-                dist.broadcast(buffer.detach(), first, group=run.data_group)
+                dist.broadcast(buffer.detach(), first, group=run.groups.data)
 
 
 def _refuse(call: str) -> None:
     run = current_run()
     for asked, why in (
-        (run.mesh.pipeline > 1, "the stages of the model work together"),
+        (run.mesh.spreads_model, "the ranks that share the model work together"),
         (run.mesh.shard > 1, "the ranks that share parameters work together"),
         (run.config.fp16, "the loss is scaled"),
     ):

@@ -9,9 +9,13 @@ from torch import nn
 
 import shardwright.torch as sw
 from shardwright.errors import UsageError
+from shardwright.torch.attention.model_creation import route_attention
 from smdistributed.modelparallel.torch.module_proxy import unproxied
 from smdistributed.modelparallel.torch.nn.distributed import DistributedModule
 from smdistributed.modelparallel.torch.state_mod import current_run, state
+from smdistributed.modelparallel.torch.tensor_parallelism.distributing import check_options
+from smdistributed.modelparallel.torch.tensor_parallelism.marks import Wish, marking, set_mark
+from smdistributed.modelparallel.torch.tensor_parallelism.registration import Registered, register
 
 __all__ = [
     "delay_param_initialization",
@@ -64,33 +68,42 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 
 @contextmanager
 def tensor_parallelism(enabled: bool = True, **tp_config: Any) -> Iterator[None]:
-    """Marks the modules that are created inside for tensor parallelism.
+    """Has the supported modules that are created inside distributed when the model is wrapped.
 
-    With tensor_parallel_degree 1, which is the only one yet, modules stay as they are.
+    The outermost supported module is; the innermost context wins. See `model_creation`.
 
     Args:
-        enabled: False does nothing.
-        **tp_config: options of the distributed modules.
+        enabled: False leaves what is created inside as it is, and whole on every rank.
+        **tp_config: arguments of the distributed modules, which win over what a model has.
     """
     current_run()
-    if enabled:
-        state.wants_distributed_modules = True
-    yield
+    check_options(tp_config)
+    flash_attention = tp_config.get("flash_attention", True) if enabled else None
+    state.wants_distributed_modules |= enabled
+    with marking(Wish(enabled, tp_config)), sw.model_creation(flash_attention=flash_attention):
+        yield
 
 
 def set_tensor_parallelism(module: nn.Module, enabled: bool = True, **tp_config: Any) -> None:
-    """Marks a module for tensor parallelism: with tensor_parallel_degree 1 it stays as it is.
+    """Has the supported modules in a module distributed when the model is wrapped; call it before.
 
     Args:
-        module: any module.
-        enabled: False takes the mark off.
-        **tp_config: options of the distributed module.
+        module: any module; what is inside is meant, too.
+        enabled: False leaves it as it is, and whole on every rank.
+        **tp_config: arguments of the distributed modules, which win over what a model has.
     """
     current_run()
-    if not isinstance(unproxied(module), nn.Module):
+    check_options(tp_config)
+    marked = unproxied(module)
+    if not isinstance(marked, nn.Module):
         raise UsageError(f"set_tensor_parallelism takes an nn.Module, not a {type(module).__name__}.")
+    if state.model is not None:
+        raise UsageError("the model is wrapped already. Call set_tensor_parallelism before.")
+    for each in marked.modules():
+        set_mark(each, Wish(enabled, tp_config))
     if enabled:
         state.wants_distributed_modules = True
+        route_attention(marked, flash_attention=bool(tp_config.get("flash_attention", True)))
 
 
 @contextmanager
@@ -100,20 +113,27 @@ def model_creation(
     """Builds a model in a type, and without memory if ``delayed_parameter_initialization`` is set.
 
     Args:
-        tensor_parallelism: as `tensor_parallelism`.
+        tensor_parallelism: as the context of that name.
         dtype: of parameters; None for PyTorch's default.
-        **tp_config: options of distributed modules.
+        **tp_config: arguments of distributed modules: `distribute_embedding` (each rank has some words, else
+            every rank has all), and those of `LayerOptions`: `attention_in_fp32`, `fp32_residual_addition`,
+            `query_key_layer_scaling`, `use_alibi`, `zero_init`, `fused_softmax`, `fused_dropout`,
+            `fused_bias_gelu`, `flash_attention`. The last one holds without tensor parallelism, too.
     """
     delays = bool(state.cfg.delayed_parameter_initialization)
     if dtype is not None and not dtype.is_floating_point:
         raise UsageError(f"dtype is {dtype}, but parameters are floating-point numbers.")
+    check_options(tp_config)
+    marks: AbstractContextManager[None] = nullcontext()
     if tensor_parallelism:
         state.wants_distributed_modules = True
+        marks = marking(Wish(enabled=True, options={**tp_config, "dtype": dtype}))
     before = torch.get_default_dtype()
     try:
         if dtype is not None:
             torch.set_default_dtype(dtype)
-        with sw.delay_param_initialization(delays):
+        flash_attention = tp_config.get("flash_attention", True if tensor_parallelism else None)
+        with sw.delay_param_initialization(delays), marks, sw.model_creation(flash_attention=flash_attention):
             yield
     finally:
         torch.set_default_dtype(before)
@@ -125,20 +145,26 @@ def tp_register(
     forward_hook: Callable[..., Any] | None = None,
     return_hook: Callable[..., Any] | None = None,
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
-    """Names a distributed module for a class, which with tensor_parallel_degree 1 stays as it is.
+    """Registers a distributed module for a class: it takes the place of marked modules of this class.
+
+    Its weights are theirs where names and shapes are the same, and fresh ones elsewhere.
 
     Args:
         dist_module: a class of ``smp.nn``.
-        init_hook: translates the arguments of ``__init__``.
-        forward_hook: translates the arguments of ``forward``.
-        return_hook: translates what ``forward`` returns.
+        init_hook: has the parameters of the class's ``__init__`` without self, and returns the arguments of
+            the distributed module's: ``(args, kwargs)``.
+        forward_hook: the same for ``forward``.
+        return_hook: takes what the distributed module returns, and returns what the class's forward would.
+
+    Raises:
+        UsageError: a hook has other parameters, or is missing where the classes differ.
     """
 
-    def register(module_class: type[nn.Module]) -> type[nn.Module]:
+    def register_class(module_class: type[nn.Module]) -> type[nn.Module]:
         tp_register_with_module(module_class, dist_module, init_hook, forward_hook, return_hook)
         return module_class
 
-    return register
+    return register_class
 
 
 def tp_register_with_module(
@@ -148,7 +174,7 @@ def tp_register_with_module(
     forward_hook: Callable[..., Any] | None = None,
     return_hook: Callable[..., Any] | None = None,
 ) -> None:
-    """As `tp_register`, for a class that exists already."""
+    """As `tp_register`, for a class that exists already; before modules of it are created."""
     if not isinstance(module_class, type) or not issubclass(module_class, nn.Module):
         raise UsageError(f"tp_register is for a class of modules, and {module_class!r} is none.")
     if not isinstance(dist_module, type) or not issubclass(dist_module, DistributedModule):
@@ -159,3 +185,4 @@ def tp_register_with_module(
     for name, hook in (("init", init_hook), ("forward", forward_hook), ("return", return_hook)):
         if hook is not None and not callable(hook):
             raise UsageError(f"{name}_hook is {hook!r}, but it is a function.")
+    register(module_class, Registered(dist_module, init_hook, forward_hook, return_hook))

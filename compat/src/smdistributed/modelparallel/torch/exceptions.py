@@ -1,12 +1,9 @@
 """Errors that scripts get from this package; the toolkit of training containers looks them up here."""
 
 from shardwright.errors import ConfigError, ShardwrightError, UsageError
+from smdistributed.modelparallel.backend.exceptions import NotInitializedError
 
 __all__ = ["ConfigError", "NotInitializedError", "NotThereYetError", "ShardwrightError", "UsageError"]
-
-
-class NotInitializedError(UsageError):
-    """A script uses the library before it calls ``smp.init``."""
 
 
 class NotThereYetError(UsageError, NotImplementedError):

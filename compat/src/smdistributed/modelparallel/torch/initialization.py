@@ -6,16 +6,12 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
-
 import shardwright.torch as sw
-from shardwright.comm.identity.environment import detect
-from shardwright.comm.joining.process_group import group_of, init_process_group
-from shardwright.errors import ConfigError, UsageError, library_named
-from shardwright.torch.script_run import ScriptRun, script_run
-from smdistributed.modelparallel.configuration import Configuration, read_configuration
-from smdistributed.modelparallel.launcher_parameters import contradictions
-from smdistributed.modelparallel.torch.partition_file import settings_with_partition
+from shardwright.errors import library_named
+from shardwright.torch.script_run import script_run
+from smdistributed.modelparallel.configuration import read_configuration
+from smdistributed.modelparallel.partition_file import settings_with_partition
+from smdistributed.modelparallel.ranks_of_run import ranks_of_run
 from smdistributed.modelparallel.torch.random_states import let_trainer_load
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 
@@ -35,65 +31,21 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         UsageError: it was called before with other settings.
     """
     configuration = read_configuration(config, os.environ, sys.argv[1:])
-    if state.initialized:
-        if config is not None and configuration != state.configuration:
-            raise UsageError(
-                "smp.init was called before, with other settings, and a run has one set of them. Call it "
-                "once; smp.is_initialized() tells whether it was called."
-            )
+    if ranks_of_run.is_begun_with(configuration, given=config is not None):
         return
     sw.init(settings_with_partition(configuration.settings, configuration.values))
     let_trainer_load()
     current = script_run()
     current.cleanup.enter_context(library_named("smp"))
     try:
-        remarks = [*configuration.remarks, *_remarks_on(current, configuration)]
-        _prepare_groups(current, configuration)
+        state.begin(configuration)
+        remarks = ranks_of_run.remarks()
     except BaseException:
-        sw.shutdown()
+        shutdown()
         raise
     if current.rank == 0:
         for remark in remarks:
             warnings.warn(remark, stacklevel=2)
-
-
-def _remarks_on(current: ScriptRun, configuration: Configuration) -> list[str]:
-    """What a user should know of settings whose effect depends on ranks and devices."""
-    remarks = contradictions(os.environ, local_size=current.local_size)
-    values = configuration.values
-    if values["offload_activations"]:
-        if current.device.type != "cpu":
-            raise ConfigError(
-                f"offload_activations is True, but moving activations from {current.device.type} to the host "
-                "is not there yet. Set it to False; smp.set_activation_checkpointing saves most of the same "
-                "memory."
-            )
-        remarks.append(
-            "offload_activations is accepted, and changes nothing here: activations are in the memory of the "
-            "host already."
-        )
-    if current.mesh.data > 1 and not values["ddp"]:
-        remarks.append(
-            f"ddp is not set, and there are {current.mesh.data} replicas: their gradients are averaged, as "
-            "with ddp True."
-        )
-    return remarks
-
-
-def _prepare_groups(current: ScriptRun, configuration: Configuration) -> None:
-    """Makes groups that scripts ask for, or use without asking."""
-    if not dist.is_initialized():  # a single rank; scripts call torch.distributed.barrier() on it, too
-        backend = "gloo" if current.device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        init_process_group(detect(os.environ), backend=backend, timeout_s=current.config.timeout_s)
-    objects = None
-    if current.mesh.world_size > 1:
-        objects = group_of(
-            tuple(range(current.mesh.world_size)),
-            use="objects of smp",
-            timeout_s=current.config.timeout_s,
-            backend="gloo",
-        )
-    state.begin(configuration, objects)
 
 
 def shutdown() -> None:

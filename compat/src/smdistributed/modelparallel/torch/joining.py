@@ -88,10 +88,10 @@ class Joining:
     def _announce(self, *, active: bool) -> bool:
         """Tells the replicas, and finds out whether any has a batch."""
         run = current_run()
-        assert run.data_group is not None
+        assert run.groups.data is not None
         flags = torch.zeros(run.mesh.data, device=run.device)
         flags[run.data_rank] = float(active)
-        dist.all_reduce(flags, group=run.data_group)
+        dist.all_reduce(flags, group=run.groups.data)
         found = [replica for replica, flag in enumerate(flags.tolist()) if flag]
         if found:
             self._last_active = found
@@ -113,4 +113,4 @@ class Joining:
         buffers = (buffer for _, buffer in self._model.local_named_buffers())
         for tensor in (*self._model.local_parameters(), *buffers):
             if tensor.numel():
-                dist.broadcast(tensor.detach(), source, group=run.data_group)
+                dist.broadcast(tensor.detach(), source, group=run.groups.data)

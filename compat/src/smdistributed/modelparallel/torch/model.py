@@ -19,19 +19,21 @@ from shardwright.torch.interception.backward_outside import BackwardWatch
 from shardwright.torch.interception.glue import active_handler
 from shardwright.torch.interception.loss_checks import refuse_no_tensor
 from shardwright.torch.replicas.gradient_hook import GradientHook
+from smdistributed.modelparallel.comm import allgather
+from smdistributed.modelparallel.groups import CommGroup
 from smdistributed.modelparallel.torch.backward_without_step import BackwardWithoutStep
-from smdistributed.modelparallel.torch.comm import allgather
 from smdistributed.modelparallel.torch.ds_parameters import describe_parts
-from smdistributed.modelparallel.torch.groups import CommGroup
 from smdistributed.modelparallel.torch.joining import Joining
 from smdistributed.modelparallel.torch.local_modules import local_named_modules
 from smdistributed.modelparallel.torch.module_proxy import ModuleProxy, unproxied
 from smdistributed.modelparallel.torch.nn.huggingface.layers import name_layers
-from smdistributed.modelparallel.torch.nn.huggingface.names import translators_of
+from smdistributed.modelparallel.torch.nn.huggingface.translators_of_models import translators_of
 from smdistributed.modelparallel.torch.original_forward import keep_original_forwards
-from smdistributed.modelparallel.torch.partition_file import naming_the_file
+from smdistributed.modelparallel.torch.stale_partition import naming_the_file
 from smdistributed.modelparallel.torch.state_dicts.model import ModelStates
 from smdistributed.modelparallel.torch.state_mod import current_run, state
+from smdistributed.modelparallel.torch.tensor_parallelism.distributing import distribute
+from smdistributed.modelparallel.torch.utils import get_distribution_axis
 from smdistributed.modelparallel.torch.whole_model import gather_on_host, transient_buffers
 
 __all__ = ["DistributedModel"]
@@ -76,6 +78,7 @@ class DistributedModel(ModelStates):
         module = unproxied(module)
         if isinstance(module, nn.Module):
             keep_original_forwards(module)
+            module = distribute(module, dtype=torch.float16 if state.cfg.fp16_params else None)
             state.module_manager.translate_functions = list(translators_of(module))
             if state.wants_distributed_modules:
                 name_layers(module)
@@ -293,35 +296,33 @@ class DistributedModel(ModelStates):
         """Parameters of this rank as its optimizer sees them, by their names."""
         return self.local_named_parameters()
 
-    # ---- tensor parallelism: no module is distributed ----
+    # ---- tensor parallelism ----
 
     def distributed_modules(self) -> Iterator[nn.Module]:
-        """Modules that several ranks share: none in this version."""
-        return iter(())
+        """Modules of which ranks of a tensor-parallel group have parts: parameters of their own are cut."""
+        for module in self.get_module().modules():
+            if any(self.is_distributed_parameter(p) for p in module._parameters.values() if p is not None):
+                yield module
 
     def is_distributed_parameter(self, parameter: Tensor) -> bool:
-        """Whether several ranks have parts of a parameter: not in this version."""
-        return False
+        """Whether ranks of a tensor-parallel group have parts of a parameter."""
+        return get_distribution_axis(parameter) is not None
 
     def is_distributed_buffer(self, buffer: Tensor) -> bool:
-        """Whether several ranks have parts of a buffer: not in this version."""
-        return False
+        """Whether they have parts of a buffer."""
+        return get_distribution_axis(buffer) is not None
 
-    def is_scaled_batch_parameter(self, parameter: Tensor) -> bool:
-        """Whether a parameter sees the batches of several ranks: not in this version."""
-        return False
-
-    def is_scaled_batch_buffer(self, buffer: Tensor) -> bool:
-        """Whether a buffer sees the batches of several ranks: not in this version."""
-        return False
+    # They see the batches of a whole tensor-parallel group.
+    is_scaled_batch_parameter = is_distributed_parameter
+    is_scaled_batch_buffer = is_distributed_buffer
 
     def default_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of this rank whose gradients are reduced over its data parallel group: all of them."""
-        return self.local_named_parameters()
+        """Parameters of this rank that each rank of its tensor-parallel group has whole."""
+        return (each for each in self.local_named_parameters() if not self.is_distributed_parameter(each[1]))
 
     def scaled_batch_reducer_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters whose gradients are reduced over ranks with the same parameters alone: none here."""
-        return iter(())
+        """Parameters of this rank of which it has a part."""
+        return (each for each in self.local_named_parameters() if self.is_distributed_parameter(each[1]))
 
     def __getattr__(self, name: str) -> Any:
         if name == "module":  # asked for before it is there
@@ -362,7 +363,7 @@ def _check_options(trace_device: str, backward_passes_per_step: int, *, broadcas
 
 def _for_replicas(given: Any, hook: Callable[[Any, Any], Any]) -> Any:
     """What a hook is called with: PyTorch's own take None for all ranks, those of other stages, too."""
-    group = current_run().data_group
+    group = current_run().groups.data
     if group is None or dist.get_world_size(group) == dist.get_world_size():
         return given
     if given is None and getattr(hook, "__module__", "") == default_hooks.__name__:

@@ -14,6 +14,7 @@ from shardwright.torch.loss_scale.loss_scaler import LossScaler
 from smdistributed.modelparallel.torch.ds_parameters import part_of
 from smdistributed.modelparallel.torch.state_dicts.optimizer import OptimizerStates
 from smdistributed.modelparallel.torch.state_mod import current_run, state
+from smdistributed.modelparallel.torch.utils import get_distribution_axis
 
 __all__ = ["DistributedOptimizer"]
 
@@ -150,13 +151,13 @@ class DistributedOptimizer(OptimizerStates):
 
     @property
     def master_distribution_axis(self) -> dict[int, int | None]:
-        """Id of a parameter -> axis along which ranks share it: None, as no parameter is distributed."""
-        return {id(parameter): None for parameter in self._parameters()}
+        """Id of a parameter -> dimension along which ranks share it; None for a whole one."""
+        return {id(parameter): get_distribution_axis(parameter) for parameter in self._parameters()}
 
     @property
     def master_is_distributed(self) -> dict[nn.Parameter, bool]:
-        """Parameter -> whether ranks share it."""
-        return dict.fromkeys(self._parameters(), False)
+        """Parameter -> whether ranks of a tensor-parallel group have parts of it."""
+        return {p: get_distribution_axis(p) is not None for p in self._parameters()}
 
     def param_name_to_index(self) -> dict[str, int]:
         """Names of the parameters of this optimizer -> their positions in it."""
@@ -208,5 +209,5 @@ class DistributedOptimizer(OptimizerStates):
 
 def _shard_group() -> dist.ProcessGroup:
     run = current_run()
-    assert run.shard_group is not None
-    return run.shard_group
+    assert run.groups.shard is not None
+    return run.groups.shard

@@ -66,7 +66,7 @@ def save(
     finally:
         fresh.unlink(missing_ok=True)
     if partial:
-        meet(f"smp.save({path.name!r}, partial=True)", run.pipeline_ranks)
+        meet(f"smp.save({path.name!r}, partial=True)", run.replica_ranks)
 
 
 def load(
@@ -118,11 +118,18 @@ def _own_file(run: ScriptRun, path: Path) -> Path:
 
 def _refuse_other_ranks(run: ScriptRun, path: Path) -> None:
     """Refuses parts of another number of partitions, of which some would be left out."""
-    saved = {int(part.name[len(path.name) + 1 :].split("_")[0]) for part in _parts_of(path)}
-    if saved and max(saved) + 1 != run.mesh.pipeline:
+    saved = [part.name[len(path.name) + 1 :].split("_") for part in _parts_of(path)]
+    pipeline = max((int(numbers[0]) for numbers in saved), default=run.mesh.pipeline - 1) + 1
+    tensor = max((int(n[1]) for n in saved if len(n) > 1), default=run.mesh.tensor - 1) + 1
+    if pipeline != run.mesh.pipeline:
         raise CheckpointError(
-            f"{path} was saved by {max(saved) + 1} partitions, and there are {run.mesh.pipeline} now. Start "
+            f"{path} was saved by {pipeline} partitions, and there are {run.mesh.pipeline} now. Start "
             "as many, or save a full one: state_dict() and partial=False."
+        )
+    if tensor != run.mesh.tensor:
+        raise CheckpointError(
+            f"{path} was saved with tensor_parallel_degree {tensor}, and it is {run.mesh.tensor} now. Set it "
+            "so, or save a full one: state_dict() and partial=False."
         )
 
 
@@ -133,7 +140,7 @@ def _parts_of(path: Path) -> list[Path]:
 
 
 def _suffix(run: ScriptRun, *, v3: bool) -> str:
-    return f"_{run.pipeline_rank}_0" + (f"_{run.data_rank}" if v3 else "")
+    return f"_{run.pipeline_rank}_{run.tensor_rank}" + (f"_{run.data_rank}" if v3 else "")
 
 
 def _path(f: Any, call: str) -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 from shardwright.comm.identity.environment import detect
 from shardwright.torch.batch.step_output import StepOutput
 from shardwright.torch.step import step_function
+from smdistributed.modelparallel.torch.peer_batches import with_batches_of_peers
 from smdistributed.modelparallel.torch.state_mod import current_run
 
 __all__ = ["StepOutput", "step"]
@@ -49,6 +50,7 @@ def step(
         function,
         non_split_inputs=tuple(non_split_inputs or ()),
         input_split_axes=input_split_axes,
+        prepared=with_batches_of_peers,
     )
 
     @functools.wraps(function)

@@ -4,6 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
+from shardwright.placement import Cut
+from shardwright.torch.tensor_parallel.divided_tensor import placement_of
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 
 __all__ = ["get_distribution_axis", "rmsg"]
@@ -19,5 +21,6 @@ def rmsg(message: Any) -> str:
 
 
 def get_distribution_axis(tensor: Tensor) -> int | None:
-    """The axis along which ranks share a parameter for tensor parallelism: None, as none is shared."""
-    return None
+    """The dimension along which ranks of a tensor-parallel group share a tensor; None for a whole one."""
+    placement = placement_of(tensor)
+    return placement.dim if isinstance(placement, Cut) else None

@@ -35,7 +35,8 @@ def contents_of_this_rank(run: ScriptRun, model: Any, optimizer: Any) -> dict[st
     """
     if run.mesh.shard > 1:
         contents = sharded_contents(run, model, optimizer)
-        if run.model is not None and model.scaling is not None and run.data_rank < run.mesh.shard:
+        writes = run.data_rank < run.mesh.shard and run.tensor_rank == 0
+        if run.model is not None and model.scaling is not None and writes:
             contents[_fp16_file(run)] = {"loss_scaler": asdict(model.scaling.scaler)}
         return contents
     contents = {}
@@ -92,7 +93,7 @@ def _shares_state(run: ScriptRun) -> bool:
 
 
 def _model_file(run: ScriptRun) -> str:
-    return f"model_{run.pipeline_rank}_0.pt"
+    return f"model_{run.pipeline_rank}_{run.tensor_rank}.pt"
 
 
 def _optimizer_file(run: ScriptRun) -> str:
@@ -107,4 +108,4 @@ def _fp16_file(run: ScriptRun) -> str:
 
 
 def _own_numbers(run: ScriptRun) -> str:
-    return f"{run.pipeline_rank}_0" + (f"_{run.data_rank}" if _shares_state(run) else "")
+    return f"{run.pipeline_rank}_{run.tensor_rank}" + (f"_{run.data_rank}" if _shares_state(run) else "")

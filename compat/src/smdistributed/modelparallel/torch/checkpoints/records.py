@@ -44,6 +44,7 @@ class PartialRecord(_Files):
         number: how many partial checkpoints were saved before into the same folder.
         world_size: ranks of the run.
         pipeline: partitions.
+        tensor: ranks that shared every layer of a partition.
         data: replicas.
         shard: replicas that shared parameters.
         added: what was added to the user's content, by name, for scripts that merge shards.
@@ -54,6 +55,7 @@ class PartialRecord(_Files):
     number: NonNegativeInt
     world_size: PositiveInt
     pipeline: PositiveInt
+    tensor: PositiveInt = 1
     data: PositiveInt
     shard: PositiveInt
     added: tuple[str, ...] = ()

@@ -14,6 +14,8 @@ from shardwright.torch.checkpoints.resuming import problem_of
 from shardwright.torch.pytorch.source_line import stacklevel_of_user
 from shardwright.torch.run.joint_calls import meet
 from shardwright.torch.script_run import ScriptRun
+from smdistributed.modelparallel.comm import allgather
+from smdistributed.modelparallel.groups import CommGroup
 from smdistributed.modelparallel.torch.checkpoints.folder import (
     PARTITION,
     USER_CONTENT,
@@ -23,9 +25,7 @@ from smdistributed.modelparallel.torch.checkpoints.folder import (
 )
 from smdistributed.modelparallel.torch.checkpoints.full import FullCheckpoints
 from smdistributed.modelparallel.torch.checkpoints.rank_files import model_state, optimizer_state
-from smdistributed.modelparallel.torch.comm import allgather
 from smdistributed.modelparallel.torch.deferred_calls import when_model_is_there
-from smdistributed.modelparallel.torch.groups import CommGroup
 from smdistributed.modelparallel.torch.pickles.files import load_file
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 
@@ -127,6 +127,7 @@ def _lock_partition(run: ScriptRun, checkpoint: PartialCheckpoint) -> bool:
     pairs = {
         "ranks": (record.world_size, mesh.world_size),
         "partitions": (record.pipeline, mesh.pipeline),
+        "tensor_parallel_degree": (record.tensor, mesh.tensor),
         "sharded_data_parallel_degree": (record.shard, mesh.shard),
     }
     problems = [f"{key}: {there} there, {here} here" for key, (there, here) in pairs.items() if there != here]

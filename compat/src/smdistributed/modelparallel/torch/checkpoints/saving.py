@@ -24,6 +24,8 @@ from shardwright.checkpoint.manifest import FileEntry
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.torch.run.joint_calls import meet
 from shardwright.torch.script_run import ScriptRun
+from smdistributed.modelparallel.comm import allgather
+from smdistributed.modelparallel.groups import CommGroup
 from smdistributed.modelparallel.torch.checkpoints.folder import (
     PARTITION,
     USER_CONTENT,
@@ -34,8 +36,6 @@ from smdistributed.modelparallel.torch.checkpoints.full import FullCheckpoints, 
 from smdistributed.modelparallel.torch.checkpoints.rank_files import contents_of_this_rank
 from smdistributed.modelparallel.torch.checkpoints.records import PartialRecord
 from smdistributed.modelparallel.torch.checkpoints.sharded_rank_files import BUFFER_NAMES, PARAM_SHAPES
-from smdistributed.modelparallel.torch.comm import allgather
-from smdistributed.modelparallel.torch.groups import CommGroup
 from smdistributed.modelparallel.torch.pickles.files import TRUST, load_file, saves
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 
@@ -225,6 +225,7 @@ class _PartialSave:
             number=self._folder.next_number(),
             world_size=mesh.world_size,
             pipeline=mesh.pipeline,
+            tensor=mesh.tensor,
             data=mesh.data,
             shard=mesh.shard,
             added=added,

@@ -8,7 +8,8 @@
 
 With several partitions, the number of the partition comes first: ``model_1.pt``, ``optimizer_1_0.pt``. Names
 of the model begin with ``module.``, as those of the wrapped model do. The weights are what the optimizer
-updates: float32, also where the model is in 16 bits.
+updates: float32, also where the model is in 16 bits. What ranks of a tensor-parallel group share is whole
+here, and the first of them writes it.
 """
 
 from collections import OrderedDict
@@ -23,14 +24,16 @@ from shardwright.checkpoint.boxes import Box
 from shardwright.errors import CorruptCheckpointError
 from shardwright.torch._private import non_persistent_buffers
 from shardwright.torch.script_run import ScriptRun
+from shardwright.torch.tensor_parallel.divided_tensor import whole as whole_of
+from smdistributed.modelparallel.comm import allgather
+from smdistributed.modelparallel.groups import CommGroup
 from smdistributed.modelparallel.torch.checkpoints.flat_shards import flat_part, parameters_in
-from smdistributed.modelparallel.torch.comm import allgather
-from smdistributed.modelparallel.torch.groups import CommGroup
 from smdistributed.modelparallel.torch.pickles.files import load_file
 from smdistributed.modelparallel.torch.state_dicts.optimizer_entries import (
     MASTER,
     Entries,
     Part,
+    merged,
     parts_of,
     put_together,
 )
@@ -77,6 +80,8 @@ def sharded_contents(run: ScriptRun, model: Any, optimizer: Any) -> dict[str, An
             for group in groups
         ]
     state = None if optimizer is None else _state_of(run, model, optimizer)
+    if run.tensor_rank:
+        return contents
     if run.data_rank == 0:
         contents[f"model_{run.pipeline_rank}.pt"] = described
     if run.data_rank < num_shards:
@@ -113,7 +118,7 @@ def _described(model: Any, groups: _Groups) -> dict[str, Any]:
             aliases[_PREFIX + name] = _PREFIX + known
     transient = non_persistent_buffers(module)
     others = {
-        _PREFIX + name: value.detach().clone() if isinstance(value, Tensor) else value
+        _PREFIX + name: whole_of(value).clone() if isinstance(value, Tensor) else value
         for name, value in model.local_state().items()
         if id(by_name.get(name)) not in trained
     }
@@ -131,7 +136,7 @@ def _own_flat(
 ) -> Tensor:
     """This shard's part of a weight, as the optimizer has it."""
     updated = model.replicas.updated_parts
-    whole = parameter.detach()
+    whole = whole_of(parameter)
     if optimizer is not None and updated is not None and updated.keeps_masters:
         own = parts_of(model, optimizer, only=parameter).get(name, {})
         masters = [{name: {MASTER: own[MASTER]}}] if MASTER in own else [{}]
@@ -148,6 +153,8 @@ def _state_of(run: ScriptRun, model: Any, optimizer: Any) -> dict[str, Any]:
     if updated is not None and updated.num_parts > 1:  # replicas of the shards share it besides
         entries = put_together(allgather(entries, CommGroup.DP_GROUP)) if run.mesh.data > 1 else entries
         entries = entries if run.data_rank % run.mesh.shard == 0 else {}
+    elif run.mesh.tensor > 1:
+        entries = merged(allgather(entries, CommGroup.TP_GROUP))
     saved = {
         name: {key: _as_plain(value) for key, value in entry.items() if key != MASTER}
         for name, entry in entries.items()

@@ -121,15 +121,19 @@ class FlashAttentionLayer(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
-def alibi_slopes(num_heads: int) -> list[float]:
+def alibi_slopes(num_heads: int, bias_max: float = 8) -> list[float]:
     """How fast the bias falls, by head: a geometric sequence, and a second one beyond a power of 2 heads.
+
+    Args:
+        num_heads: number of heads.
+        bias_max: the last slope of the sequence is 2 to the power of minus this.
 
     >>> alibi_slopes(4)
     [0.25, 0.0625, 0.015625, 0.00390625]
     """
     power = 2 ** int(math.log2(num_heads))
-    slopes = [2.0 ** (-8.0 * (head + 1) / power) for head in range(power)]
-    between = [2.0 ** (-4.0 * (head + 1) / power) for head in range(0, 2 * (num_heads - power), 2)]
+    slopes = [2.0 ** (-bias_max * (head + 1) / power) for head in range(power)]
+    between = [2.0 ** (-bias_max / 2 * (head + 1) / power) for head in range(0, 2 * (num_heads - power), 2)]
     return slopes + between
 
 

@@ -16,17 +16,19 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 import shardwright.torch as sw
+from shardwright.torch.optimizer.tensor_parts import PARTS, parts_entry
 from shardwright.torch.run.joint_calls import meet
-from smdistributed.modelparallel.torch.comm import allgather
+from smdistributed.modelparallel.comm import allgather
+from smdistributed.modelparallel.groups import CommGroup
+from smdistributed.modelparallel.partition_file import store_partition
 from smdistributed.modelparallel.torch.deferred_calls import model_is_there
-from smdistributed.modelparallel.torch.groups import CommGroup
-from smdistributed.modelparallel.torch.partition_file import store_partition
 from smdistributed.modelparallel.torch.state_dicts.names import (
     PARTIAL,
     check_names,
     shapes_in,
     without_prefix,
 )
+from smdistributed.modelparallel.torch.state_dicts.tensor_parts import as_parts, as_whole
 from smdistributed.modelparallel.torch.state_mod import current_run, state
 
 __all__ = ["ModelStates"]
@@ -58,14 +60,17 @@ class ModelStates(sw.DistributedModel):
             keep_vars: as for `nn.Module.state_dict`.
         """
         state = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        if gather_to_rank0 and self.partitioned and current_run().pipeline_rank != 0:
+        run = current_run()
+        if gather_to_rank0 and self.partitioned and run.rank != run.replica_ranks[0]:
             return OrderedDict()
         return state
 
     def local_state_dict(self, *, keep_vars: bool = False) -> dict[str, Any]:
         """The parameters and persistent buffers that this rank holds, and ``_smp_is_partial``.
 
-        Where replicas share parameters, all rows of them; then it is collective over the ranks that do.
+        Of a tensor that a tensor-parallel group shares it has this rank's part, and says in ``tensor_parts``
+        how it is cut. Where replicas share parameters, it has all rows of them; then it is collective over
+        the ranks that do.
 
         Args:
             keep_vars: as for `nn.Module.state_dict`.
@@ -75,9 +80,12 @@ class ModelStates(sw.DistributedModel):
             meet("model.local_state_dict()", run.mesh.group("dp_shard", run.rank))
         with self.replicas.all_rows():
             copies = self.replicas.sharding is not None
+            parts, cuts = as_parts(self._held(keep_vars))
             state: dict[str, Any] = OrderedDict(
-                (name, _copy(value) if copies else value) for name, value in self._held(keep_vars).items()
+                (name, _copy(value) if copies else value) for name, value in parts.items()
             )
+        if cuts:
+            state[PARTS] = parts_entry(cuts)
         state[PARTIAL] = True
         return state
 
@@ -105,6 +113,7 @@ class ModelStates(sw.DistributedModel):
         state = dict(state_dict)
         own = shapes_in(self._state.described())
         is_partial = bool(state.pop(PARTIAL, False))
+        state = as_whole(state, state.pop(PARTS, None))
         state = without_prefix(state, own)
         if is_partial and current_run().mesh.pipeline > 1:
             return self._load_parts(state, own, strict=strict, same=same_partition_load)
@@ -125,14 +134,14 @@ class ModelStates(sw.DistributedModel):
     ) -> Any:
         """Loads the parts that the ranks of the replica have; collective over them."""
         meet("model.load_state_dict() with _smp_is_partial", current_run().pipeline_ranks)
-        known = allgather((shapes_in(part), same), CommGroup.MP_GROUP)
+        known = allgather((shapes_in(part), same), CommGroup.PP_GROUP)
         together = {name: shape for shapes, _ in known for name, shape in shapes.items()}
         check_names(own, together, source="the partial state of all ranks", strict=strict)
         if all(wanted for _, wanted in known) or self._parts_are_of_now([set(shapes) for shapes, _ in known]):
             whole = part
         else:
             whole = {}
-            for each in allgather(part, CommGroup.MP_GROUP):
+            for each in allgather(part, CommGroup.PP_GROUP):
                 whole.update(each)
         super().load_state_dict({**self._state.described(), **_completed(whole, own)}, strict=False)
         return _difference(own, together)
@@ -142,7 +151,7 @@ class ModelStates(sw.DistributedModel):
         if not self.partitioned:
             return False
         held = set(self._held(False)) <= parts[current_run().pipeline_rank]
-        return all(allgather(held, CommGroup.MP_GROUP))
+        return all(allgather(held, CommGroup.PP_GROUP))
 
     # ---- what is here ----
 

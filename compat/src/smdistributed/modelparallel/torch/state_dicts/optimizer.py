@@ -16,9 +16,10 @@ import shardwright.torch as sw
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.torch.run.joint_calls import meet
 from shardwright.torch.script_run import ScriptRun
-from smdistributed.modelparallel.torch.comm import allgather
+from shardwright.torch.tensor_parallel.parts import cut_of, placed_like
+from smdistributed.modelparallel.comm import allgather
+from smdistributed.modelparallel.groups import CommGroup, members
 from smdistributed.modelparallel.torch.deferred_calls import when_model_is_there
-from smdistributed.modelparallel.torch.groups import CommGroup
 from smdistributed.modelparallel.torch.state_dicts.names import PARTIAL
 from smdistributed.modelparallel.torch.state_dicts.optimizer_entries import (
     MASTER,
@@ -27,13 +28,17 @@ from smdistributed.modelparallel.torch.state_dicts.optimizer_entries import (
     parts_of,
     put_together,
 )
+from smdistributed.modelparallel.torch.state_dicts.tensor_parts import (
+    MASTERS,
+    entries_as_parts,
+    entries_as_whole,
+)
 from smdistributed.modelparallel.torch.state_mod import current_run
 
 __all__ = ["OptimizerStates"]
 
 _NAMES = "parameter_names"
 _PART = "part"
-_MASTERS = "fp32_master_params"
 _SCALER = "loss_scaler"
 
 
@@ -61,7 +66,7 @@ class OptimizerStates(sw.DistributedOptimizer):
         if not self._is_spread(run):
             return self._as_one(self._entries_here(run)) if run.model is not None else self.orig_state_dict()
         shared = _is_shared(run)
-        meet("optimizer.state_dict()", None if shared else run.pipeline_ranks)
+        meet("optimizer.state_dict()", None if shared else run.replica_ranks)
         entries = put_together(
             allgather(self._parts_here(run), CommGroup.WORLD if shared else CommGroup.MP_GROUP)
         )
@@ -77,21 +82,21 @@ class OptimizerStates(sw.DistributedOptimizer):
         if self._waiting is not None:
             return self._of_waiting(partial=True)
         run = current_run()
-        state = super().state_dict()
+        state = self.live_state_dict()
         if run.model is not None:
             masters = self._masters_here(run)
             if masters:
-                state[_MASTERS] = masters
+                state[MASTERS] = masters
             if run.model.scaling is not None:
                 state[_SCALER] = asdict(run.model.scaling.scaler)
             updated = run.model.replicas.updated_parts
             if gather_if_shard and updated is not None and updated.num_parts > 1:
-                meet("optimizer.local_state_dict(gather_if_shard=True)", run.mesh.group("dp", run.rank))
+                meet("optimizer.local_state_dict(gather_if_shard=True)", members(CommGroup.DP_GROUP))
                 whole = put_together(allgather(self._parts_here(run), CommGroup.DP_GROUP))
                 if run.data_rank == 0:
                     state = self._local_of(whole, state)
         state[PARTIAL] = True
-        return state
+        return entries_as_parts(state)
 
     def orig_state_dict(self) -> dict[str, Any]:
         """The state of the wrapped optimizer itself, as PyTorch gives it."""
@@ -117,7 +122,7 @@ class OptimizerStates(sw.DistributedOptimizer):
         model = run.model
         if model is not None and model.settled:
             self._load(state)
-        elif model is None and not state.get(PARTIAL) and _MASTERS not in state:
+        elif model is None and not state.get(PARTIAL) and MASTERS not in state:
             self._waiting = None
             super().load_state_dict({key: state[key] for key in ("state", "param_groups")})
         else:
@@ -140,14 +145,17 @@ class OptimizerStates(sw.DistributedOptimizer):
     def _load(self, state: dict[str, Any]) -> None:
         run = current_run()
         is_partial = bool(state.pop(PARTIAL, False))
-        masters, scaler = state.pop(_MASTERS, {}), state.pop(_SCALER, None)
+        state = entries_as_whole(state)
+        masters, scaler = state.pop(MASTERS, {}), state.pop(_SCALER, None)
         names = state.get(_NAMES)
         if is_partial and self._is_of_here(run, names):
-            if _is_shared(run) and not state.get(_PART):  # it was gathered: this rank takes its part now
+            gathered = _is_shared(run) and not state.get(_PART)
+            if gathered or (run.mesh.tensor > 1 and not state.get(_PART)):
+                # It is whole: this rank takes its part now.
                 entries = self._entries_in(state, masters, self._names_here(run))
                 self._take_own(run, entries, state["param_groups"])
             else:
-                super().load_state_dict(state)
+                super().load_state_dict(self._in_parts(state))
                 self._set_masters(run, masters)
         else:
             numbered = self._numbered_names() if names is None else names
@@ -160,13 +168,24 @@ class OptimizerStates(sw.DistributedOptimizer):
         if scaler is not None and run.model is not None and run.model.scaling is not None:
             run.model.scaling.scaler.restore(scaler)
 
+    def _in_parts(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state of this rank, with parts of what a tensor-parallel group shares: it has come whole."""
+        parameters = self._parameters()
+        return {
+            **state,
+            "state": {
+                number: {key: _placed_as(parameters[number], value) for key, value in entry.items()}
+                for number, entry in state["state"].items()
+            },
+        }
+
     def _is_of_here(self, run: ScriptRun, names: Sequence[str] | None) -> bool:
         """Whether a partial state is of the parameters of this rank, and so on all ranks of the replica."""
         same = list(names or ()) == self._parameter_names()
         if run.mesh.pipeline == 1:
             return names is None or same
         meet("optimizer.load_state_dict() with _smp_is_partial", run.pipeline_ranks)
-        return all(allgather(same, CommGroup.MP_GROUP))
+        return all(allgather(same, CommGroup.PP_GROUP))
 
     def _of_all_ranks(
         self, run: ScriptRun, names: Sequence[str], entries: Entries
@@ -174,7 +193,7 @@ class OptimizerStates(sw.DistributedOptimizer):
         """Brings together what the ranks of the replica have loaded: names of parameters, and state."""
         if run.mesh.pipeline == 1:
             return list(names), entries
-        of_ranks = allgather((list(names), entries), CommGroup.MP_GROUP)
+        of_ranks = allgather((list(names), entries), CommGroup.PP_GROUP)
         together = {name: entry for _, found in of_ranks for name, entry in found.items()}
         return [name for known, _ in of_ranks for name in known], together
 
@@ -230,7 +249,8 @@ class OptimizerStates(sw.DistributedOptimizer):
             parameters = self._parameters()
             for number, master in masters.items():
                 parameter = parameters[number]
-                updated.set_master(parameter, master.to(parameter.device, copy=True).float())
+                own = _placed_as(parameter, master.to(parameter.device, copy=True).float())
+                updated.set_master(parameter, own)
 
     # ---- names and numbers ----
 
@@ -257,7 +277,7 @@ class OptimizerStates(sw.DistributedOptimizer):
         own = self._order or []
         if not self._is_spread(run):
             return own
-        orders = allgather(own, CommGroup.MP_GROUP)
+        orders = allgather(own, CommGroup.PP_GROUP)
         if all(order == own for order in orders):
             return own
         # Made from the parameters of each rank: in the order of the model.
@@ -288,7 +308,7 @@ class OptimizerStates(sw.DistributedOptimizer):
     def _is_spread(self, run: ScriptRun) -> bool:
         """Whether other ranks have state that this one has not."""
         model = run.model
-        return model is not None and model.settled and (run.mesh.pipeline > 1 or _is_shared(run))
+        return model is not None and model.settled and (run.mesh.spreads_model or _is_shared(run))
 
     def _entries_here(self, run: ScriptRun) -> Entries:
         return put_together([self._parts_here(run)])
@@ -316,7 +336,7 @@ class OptimizerStates(sw.DistributedOptimizer):
                 number += 1
         whole: dict[str, Any] = {"state": state, "param_groups": groups}
         if masters:
-            whole[_MASTERS] = masters
+            whole[MASTERS] = masters
         model = current_run().model
         if model is not None and model.scaling is not None:
             whole[_SCALER] = asdict(model.scaling.scaler)
@@ -324,11 +344,11 @@ class OptimizerStates(sw.DistributedOptimizer):
 
     def _local_of(self, whole: Entries, state: Mapping[str, Any]) -> dict[str, Any]:
         """The state of this rank's parameters, from what all of their replicas have."""
-        local = {key: value for key, value in state.items() if key not in (_PART, _MASTERS)}
+        local = {key: value for key, value in state.items() if key not in (_PART, MASTERS)}
         named = enumerate(self._names_here(current_run()))
         entries = {number: dict(whole[name]) for number, name in named if name in whole}
         masters = {number: entry.pop(MASTER) for number, entry in entries.items() if MASTER in entry}
-        return {**local, "state": entries, **({_MASTERS: masters} if masters else {})}
+        return {**local, "state": entries, **({MASTERS: masters} if masters else {})}
 
     def _groups_here(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Groups with the options that were saved, and the parameters of this rank."""
@@ -365,6 +385,13 @@ class OptimizerStates(sw.DistributedOptimizer):
                 f"the state of an optimizer with {len(state['param_groups'])} parameter groups does not fit "
                 f"one with {len(self.param_groups)}. Make the groups as they were when it was saved."
             )
+
+
+def _placed_as(parameter: Tensor, value: Any) -> Any:
+    """This rank's part of something in the state of a parameter that ranks share, if that has its shape."""
+    if not isinstance(value, Tensor) or cut_of(parameter) is None or value.shape != parameter.shape:
+        return value
+    return value if cut_of(value) is not None else placed_like(value, parameter)
 
 
 def _is_shared(run: ScriptRun) -> bool:

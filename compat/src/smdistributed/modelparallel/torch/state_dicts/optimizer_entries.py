@@ -16,18 +16,13 @@ from torch import Tensor, nn
 
 from shardwright.checkpoint.boxes import Box, covered_once
 from shardwright.errors import CheckpointError
-from shardwright.torch.checkpoints.own_parts import (
-    MASTER,
-    box_of_rows,
-    boxes_of_update,
-    has_rows,
-    sharded_of,
-)
+from shardwright.torch.checkpoints.own_loading import own_elements
+from shardwright.torch.checkpoints.own_parts import MASTER, kept_here
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
-from shardwright.torch.parameters.sharded_tensor import ShardedTensor
+from shardwright.torch.tensor_parallel.parts import placed_like
 
-__all__ = ["MASTER", "Entries", "Part", "own_part", "parts_of", "put_together"]
+__all__ = ["MASTER", "Entries", "Part", "merged", "own_part", "parts_of", "put_together"]
 
 Entries = dict[str, dict[str, Any]]
 """By name of the parameter and by key; `MASTER` is the key of its copy in float32."""
@@ -95,13 +90,26 @@ def own_part(
     if not isinstance(value, Tensor) or not value.dim() or value.shape != parameter.shape:
         return value
     if not optimizer.sees_rows and key != MASTER:
-        return value
-    boxes = boxes_of_update(model, parameter)
-    if boxes is not None:
-        pieces = [value[box.slices].reshape(-1) for box in boxes]
-        return torch.cat(pieces) if pieces else value.reshape(-1)[:0]
-    sharded = sharded_of(model, parameter)
-    return value if sharded is None else value[box_of_rows(sharded).slices]
+        return placed_like(value, parameter)
+    own = own_elements(model, parameter, dtype=value.dtype, read=lambda box: value[box.slices])
+    return value if own is None else own
+
+
+def merged(of_ranks: Sequence[Entries]) -> Entries:
+    """What several ranks have, as one of them would have it."""
+    found: Entries = {}
+    pieces: dict[tuple[str, str], list[Part]] = {}
+    for entries in of_ranks:
+        for name, values in entries.items():
+            for key, value in values.items():
+                found.setdefault(name, {}).setdefault(key, value)
+                if isinstance(value, Part):
+                    pieces.setdefault((name, key), []).append(value)
+    for (name, key), parts in pieces.items():
+        once = {part.boxes: part for part in parts}  # what ranks do not share, all of them have
+        elements = torch.cat([part.elements for part in once.values()])
+        found[name][key] = Part(elements, parts[0].whole, tuple(box for boxes in once for box in boxes))
+    return found
 
 
 def put_together(parts: Iterable[Entries]) -> Entries:
@@ -158,11 +166,9 @@ def _part(
 ) -> Any:
     if not isinstance(value, Tensor):
         return value
-    local = value.local if isinstance(value, ShardedTensor) else value
-    elements, whole = local.detach().to("cpu", copy=True), tuple(parameter.shape)
-    boxes, sharded = boxes_of_update(model, parameter), sharded_of(model, parameter)
-    if boxes is not None and local.shape == (sum(box.numel for box in boxes),):
-        return Part(elements, whole, boxes)
-    if sharded is not None and has_rows(optimizer, sharded, key, value):
-        return Part(elements.reshape(-1), whole, (box_of_rows(sharded),))
-    return elements
+    kept = kept_here(model, optimizer, parameter, key, value)
+    if kept.is_whole:
+        return kept.tensor.detach().to("cpu", copy=True)
+    pieces = kept.pieces()
+    elements = torch.cat([kept.tensor.new_empty(0), *(own.reshape(-1) for _, own in pieces)])
+    return Part(elements.detach().to("cpu"), kept.whole, tuple(box for box, _ in pieces))

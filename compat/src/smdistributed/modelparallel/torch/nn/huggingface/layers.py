@@ -1,9 +1,8 @@
 """``seq_layers``: the layers of a transformer under the name that they have in distributed models.
 
-Scripts that ask for distributed modules (``smp.model_creation(tensor_parallelism=True)``) look there for the
-layers to place and to recompute. With tensor_parallel_degree 1 the model stays Hugging Face's own, and the
-name means its own layers; in each of them, ``attention`` and ``output`` are its two halves. They are no
-submodules: names of parameters and states stay as they are.
+A model that is not distributed, such as Bloom, keeps its layers, and the name means these; in each of them,
+``attention`` and ``output`` are its two halves. They are no submodules: names of parameters and states stay
+as they are.
 """
 
 from torch import nn

@@ -1,103 +1,163 @@
-"""Translating the names of a state between a distributed model and Hugging Face's.
+"""Translating states between a distributed model and Hugging Face's.
 
-With tensor_parallel_degree 1 models stay Hugging Face's own, so a state under its names is what both sides
-have. A state of a distributed model (names with ``seq_layers``) comes from a run of SageMaker's own library
-with tensor parallelism.
+::
+
+    transformer.h.0.attn.c_proj.weight    ◄─►    transformer.seq_layers.0.attention.dense.weight
+    transformer.wte.weight                ◄─►    transformer.wte.weight
+
+Only layers have other names. A state that is under the wanted names already is given back as it is.
 """
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwright.errors import UsageError
-from smdistributed.modelparallel.torch.exceptions import NotThereYetError
+from smdistributed.modelparallel.torch.nn.huggingface.family import Family
+from smdistributed.modelparallel.torch.nn.huggingface.parts import to_hugging_face, to_smdistributed
 
-__all__ = ["Translators", "hugging_face_names", "translators", "translators_of"]
+__all__ = ["SEQ_LAYERS", "Translate", "Translators", "block_translators", "translators"]
 
 Translate = Callable[..., Mapping[str, Any]]
 Translators = tuple[Translate, Translate]
-"""From a model of this library to Hugging Face's names, and back."""
+"""From a distributed model to Hugging Face's names, and back."""
 
-_MARK = "seq_layers"
-_MODULES = {
-    "GPT2": "gpt2",
-    "GPTJ": "gptj",
-    "GPTNeoX": "gptneox",
-    "GPTNeo": "gptneo",
-    "Bert": "bert",
-    "Roberta": "roberta",
-}
+SEQ_LAYERS = "seq_layers"
 
 
-def translators(model: str, *, masks: tuple[str, ...]) -> Translators:
-    """Translators for a family of models: one function twice, as long as both sides have the same names.
+def translators(family: Family) -> Translators:
+    """Translators for a family of models.
 
     Args:
-        model: its name, for errors.
-        masks: ends of the names of masks and numbers of positions.
+        family: what is known of it.
     """
 
-    def translate(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> Mapping[str, Any]:
-        return hugging_face_names(state_dict, model=model, masks=masks, max_seq_len=max_seq_len)
+    def to_hf(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> Mapping[str, Any]:
+        """The state of a distributed model under Hugging Face's names.
 
-    return translate, translate
+        Args:
+            state_dict: of the whole model, on one rank.
+            max_seq_len: positions that masks are made for, where the state has masks.
+
+        Raises:
+            UsageError: it is none of such a model, or the number of positions is none.
+        """
+        _check(state_dict, family.name, max_seq_len)
+        state = state_dict
+        if _has_layers(state, _ours(family)):
+            state = _by_layer(state, family, _ours(family), _theirs(family), to_hugging_face)
+        return state if max_seq_len is None else _with_masks_for(state, family.buffers, max_seq_len)
+
+    def to_smp(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> Mapping[str, Any]:
+        """The state of a Hugging Face model under the names of the distributed one.
+
+        Args:
+            state_dict: of the whole model.
+            max_seq_len: accepted: distributed layers have no masks that are as long.
+
+        Raises:
+            UsageError: it is none of such a model, or the number of positions is none.
+        """
+        _check(state_dict, family.name, max_seq_len)
+        if not _has_layers(state_dict, _theirs(family)):
+            return state_dict
+        return _by_layer(state_dict, family, _theirs(family), _ours(family), to_smdistributed)
+
+    return to_hf, to_smp
 
 
-def hugging_face_names(
-    state_dict: Mapping[str, Any], *, model: str, masks: tuple[str, ...] = (), max_seq_len: int | None = None
-) -> Mapping[str, Any]:
-    """A state under Hugging Face's names, which is given back as it is.
+def block_translators(family: Family) -> Translators:
+    """Translators for a model whose layers are distributed one by one, and keep their place.
 
     Args:
-        state_dict: of a model of this library, or of Hugging Face's.
-        model: its name, for errors.
-        masks: ends of the names of masks and numbers of positions.
-        max_seq_len: positions that these are made for; None for those that they have.
-
-    Raises:
-        NotThereYetError: the state is that of a distributed model.
-        UsageError: it is none, or the number of positions is none.
+        family: what is known of it.
     """
-    if not isinstance(state_dict, Mapping):
-        raise UsageError(f"the state of a {model} is a dictionary, not a {type(state_dict).__name__}.")
-    distributed = [name for name in state_dict if _MARK in str(name).split(".")]
-    if distributed:
-        raise NotThereYetError(
-            f"{len(distributed)} of the {len(state_dict)} names in this state are those of a distributed "
-            f"{model} (for example {distributed[0]}), which a run with tensor parallelism has made; that is "
-            "not there yet. Translate it to Hugging Face's names where it was made "
-            "(smp.save_checkpoint with partial=False does), and load that."
-        )
+
+    def to_hf(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> Mapping[str, Any]:
+        """The state under Hugging Face's names; see `translators`."""
+        _check(state_dict, family.name, max_seq_len)
+        return _by_layer(state_dict, family, family.path, family.path, to_hugging_face)
+
+    def to_smp(state_dict: Mapping[str, Any], max_seq_len: int | None = None) -> Mapping[str, Any]:
+        """The state of a Hugging Face model under our names; see `translators`."""
+        _check(state_dict, family.name, max_seq_len)
+        return _by_layer(state_dict, family, family.path, family.path, to_smdistributed)
+
+    return to_hf, to_smp
+
+
+def _theirs(family: Family) -> str:
+    return family.path
+
+
+def _ours(family: Family) -> str:
+    return ".".join([*family.path.split(".")[:-1], SEQ_LAYERS])
+
+
+def _check(state: Any, name: str, max_seq_len: Any) -> None:
+    if not isinstance(state, Mapping):
+        raise UsageError(f"the state of a {name} is a dictionary, not a {type(state).__name__}.")
     if max_seq_len is None:
-        return state_dict
+        return
     if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int) or max_seq_len < 1:
         raise UsageError(f"max_seq_len is {max_seq_len!r}, but it is a number of positions, at least 1.")
-    return _with_masks_for(state_dict, masks, max_seq_len)
 
 
-def _with_masks_for(state_dict: Mapping[str, Any], masks: tuple[str, ...], length: int) -> Mapping[str, Any]:
+def _pattern(path: str) -> re.Pattern[str]:
+    return re.compile(rf"(?P<around>(?:.*\.)?){re.escape(path)}\.(?P<number>\d+)\.(?P<name>.+)")
+
+
+def _has_layers(state: Mapping[str, Any], path: str) -> bool:
+    pattern = _pattern(path)
+    return any(pattern.fullmatch(str(name)) for name in state)
+
+
+def _by_layer(
+    state: Mapping[str, Any], family: Family, source: str, target: str, translate: Callable[..., Any]
+) -> Mapping[str, Any]:
+    """A state with each layer translated, where its first name stands."""
+    pattern = _pattern(source)
+    layers: dict[tuple[str, str], dict[str, Tensor]] = {}
+    for name, value in state.items():
+        found = pattern.fullmatch(str(name))
+        if found is not None and found["name"] not in family.buffers:
+            layers.setdefault((found["around"], found["number"]), {})[found["name"]] = value
+    result: OrderedDict[str, Any] = OrderedDict()
+    for name, value in state.items():
+        found = pattern.fullmatch(str(name))
+        if found is None:
+            result[name] = value
+            continue
+        around, number = found["around"], found["number"]
+        layer = layers.pop((around, number), {})
+        for inner, tensor in translate(layer, family.parts, f"{around}{source}.{number}.").items():
+            result[f"{around}{target}.{number}.{inner}"] = tensor.contiguous()
+    return result
+
+
+def _with_masks_for(state: Mapping[str, Any], masks: tuple[str, ...], length: int) -> Mapping[str, Any]:
     """The same, with masks that are made for a number of positions; nothing else depends on it."""
     found = {
         name: made
-        for name, value in state_dict.items()
+        for name, value in state.items()
         if isinstance(value, Tensor)
-        and name.endswith(masks)
+        and name.endswith(tuple(f".{mask}" for mask in masks))
         and (made := _mask_for(value, length)) is not None
     }
     if not found:
-        return state_dict
-    changed: OrderedDict[str, Any] = OrderedDict(state_dict)
+        return state
+    changed: OrderedDict[str, Any] = OrderedDict(state)
     changed.update(found)
     return changed
 
 
 def _mask_for(mask: Tensor, length: int) -> Tensor | None:
     """Another mask of this kind; None where it stays."""
-    now = mask.shape[-1]
+    now = mask.shape[-1] if mask.dim() else length
     if now == length:
         return None
     if mask.dim() == 2 and torch.equal(mask[0], torch.arange(now, device=mask.device)):  # position_ids
@@ -108,26 +168,3 @@ def _mask_for(mask: Tensor, length: int) -> Tensor | None:
         return mask[:, :, :length, :length].clone()
     is_causal = torch.equal(mask[0, 0] != 0, mask.new_ones(now, now).tril() != 0)
     return mask.new_ones(length, length).tril()[None, None] if is_causal else None
-
-
-def translators_of(model: nn.Module) -> list[Translators]:
-    """Translators for a Hugging Face model; none for any other.
-
-    Args:
-        model: the user's module.
-    """
-    for kind in type(model).__mro__:
-        if not kind.__module__.startswith("transformers."):
-            continue
-        # The longest name first: GPTNeoX begins like GPTNeo.
-        for prefix in sorted(_MODULES, key=len, reverse=True):
-            if kind.__name__.startswith(prefix):
-                name = _MODULES[prefix]
-                module = import_module(f"{__package__}.{name}")
-                return [
-                    (
-                        getattr(module, f"translate_state_dict_to_hf_{name}"),
-                        getattr(module, f"translate_hf_state_dict_to_smdistributed_{name}"),
-                    )
-                ]
-    return []

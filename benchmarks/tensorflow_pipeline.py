@@ -1,0 +1,248 @@
+"""Measures a Keras GPT over two ranks against one process, one thread each.
+
+python benchmarks/tensorflow_pipeline.py [--json FILE] [--quick] [--check]     # about 6 minutes on two cores
+
+A  two ranks against one tf.function over the same microbatches, and over the batch at once: training steps,
+   with the update of Adam
+B  the step that the plan predicts, against the measured one
+
+Contestants take turns, each in processes of its own; a figure is the median of the medians of its turns. One
+turn of all contestants gives one ratio, and the spread is that of the ratios. It needs TensorFlow: run it
+with the interpreter of ``make test-tensorflow``.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import numpy as np
+
+from check import Check, lines
+from machine import circumstances
+from shardwright.testing import run_ranks
+from shardwright.text_table import align
+
+VOCABULARY, MICROBATCHES, RANKS = 512, 8, 2
+_WARM_UP = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Of the model and its batches."""
+
+    num_blocks: int = 12
+    width: int = 256
+    heads: int = 8
+    length: int = 64
+    batch: int = 32
+    steps: int = 12
+    turns: int = 5
+
+
+QUICK = Size(num_blocks=2, width=64, heads=2, length=16, batch=16, steps=4, turns=2)
+
+
+def gpt(size: Size) -> Any:
+    """A GPT with learned positions and a head of its own."""
+    import tensorflow as tf
+
+    layers = tf.keras.layers
+
+    class Block(layers.Layer):
+        def __init__(self, **kwargs: Any):
+            super().__init__(**kwargs)
+            self.norms = [layers.LayerNormalization() for _ in range(2)]
+            self.attention = layers.MultiHeadAttention(size.heads, size.width // size.heads)
+            self.wide = layers.Dense(4 * size.width, activation="gelu")
+            self.narrow = layers.Dense(size.width)
+
+        def call(self, x: Any) -> Any:
+            h = self.norms[0](x)
+            x = x + self.attention(h, h, use_causal_mask=True)
+            return x + self.narrow(self.wide(self.norms[1](x)))
+
+    class Gpt(tf.keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = layers.Embedding(VOCABULARY, size.width)
+            self.positions = layers.Embedding(size.length, size.width)
+            self.blocks = [Block(name=f"block_{i}") for i in range(size.num_blocks)]
+            self.norm, self.head = layers.LayerNormalization(), layers.Dense(VOCABULARY)
+
+        def call(self, ids: Any) -> Any:
+            x = self.tokens(ids) + self.positions(tf.range(size.length))
+            for block in self.blocks:
+                x = block(x)
+            return self.head(self.norm(x))
+
+    tf.keras.utils.set_random_seed(0)
+    return Gpt()
+
+
+def step_of(model: Any) -> Callable[[Any, Any], Any]:
+    """Dense gradients and the loss of a microbatch: Adam adds up rows of sparse ones in another way."""
+    import tensorflow as tf
+
+    loss_of = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def step(ids: Any, labels: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = loss_of(labels, model(ids, training=True))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        return [tf.convert_to_tensor(gradient) for gradient in gradients], loss
+
+    return step
+
+
+def batches(size: Size) -> tuple[Any, Any]:
+    """Token ids and labels, (batch, length) each."""
+    random = np.random.RandomState(0)
+    ids, labels = (random.randint(0, VOCABULARY, (size.batch, size.length)) for _ in range(2))
+    return ids, labels
+
+
+def timed(train: Callable[[Any, Any], Any], size: Size) -> tuple[float, list[float]]:
+    """Median seconds of a step, and the losses."""
+    import tensorflow as tf
+
+    ids, labels = map(tf.constant, batches(size))
+    losses, seconds = [], []
+    for number in range(_WARM_UP + size.steps):
+        begun_s = time.perf_counter()
+        losses.append(float(train(ids, labels)))
+        if number >= _WARM_UP:
+            seconds.append(time.perf_counter() - begun_s)
+    return statistics.median(seconds), losses
+
+
+def in_one_process(size: Size, microbatches: int) -> tuple[float, list[float]]:
+    """One tf.function over the microbatches of a batch, on one thread."""
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    model, optimizer = gpt(size), tf.keras.optimizers.Adam(1e-4)
+    step = step_of(model)
+
+    @tf.function
+    def train(ids: Any, labels: Any) -> Any:
+        parts = zip(tf.split(ids, microbatches), tf.split(labels, microbatches), strict=True)
+        results = [step(*part) for part in parts]
+        means = [
+            sum(each) / microbatches for each in zip(*(gradients for gradients, _ in results), strict=True)
+        ]
+        optimizer.apply_gradients(zip(means, model.trainable_variables, strict=True))
+        return sum(loss for _, loss in results) / microbatches
+
+    return timed(train, size)
+
+
+def over_ranks(size: Size, microbatches: int) -> tuple[float, list[float], float]:
+    """The same over the ranks of a pipeline; with the seconds that the plan predicts."""
+    import tensorflow as tf
+
+    import shardwright.tensorflow as sw
+    from shardwright.tensorflow.keras_run import keras_run
+
+    sw.init(
+        {"pipeline_parallel_degree": RANKS, "microbatches": microbatches, "run_dir": "off", "report": False}
+    )
+    model, optimizer = sw.DistributedModel(gpt(size)), tf.keras.optimizers.Adam(1e-4)
+    step = sw.step(step_of(model))
+
+    @tf.function
+    def train(ids: Any, labels: Any) -> Any:
+        gradients, loss = step(ids, labels)
+        means = [gradient.reduce_mean() for gradient in gradients]
+        optimizer.apply_gradients(zip(means, model.trainable_variables, strict=True))
+        return loss.reduce_mean()
+
+    seconds, losses = timed(train, size)
+    plan = keras_run().plan
+    assert plan is not None
+    predicted_s = plan.prediction.step_s
+    sw.shutdown()
+    return seconds, losses, predicted_s
+
+
+def main() -> int:
+    """Measures, prints, and with ``--check`` fails where a target is missed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a tiny model: does it still run?")
+    parser.add_argument("--check", action="store_true", help="fail if a target is missed")
+    parser.add_argument("--json", type=Path, help="file for all raw figures")
+    options = parser.parse_args()
+    size = QUICK if options.quick else Size()
+    about = circumstances()
+    print("\n".join(f"{key}: {value}" for key, value in about.items()), flush=True)
+    turns: list[dict[str, float]] = []
+    apart = 0.0
+    for turn in range(size.turns):
+        print(f"... turn {turn + 1} of {size.turns}", file=sys.stderr, flush=True)
+        ranks = run_ranks(over_ranks, RANKS, size, MICROBATCHES, timeout_s=600)
+        ((same_s, losses),) = run_ranks(in_one_process, 1, size, MICROBATCHES, timeout_s=600)
+        ((whole_s, _),) = run_ranks(in_one_process, 1, size, 1, timeout_s=600)
+        step_s = max(seconds for seconds, _, _ in ranks)
+        turns.append({"ranks_s": step_s, "same_s": same_s, "whole_s": whole_s, "predicted_s": ranks[0][2]})
+        apart = max(apart, *(abs(a - b) for a, b in zip(losses, ranks[0][1], strict=True)))
+    same = [turn["same_s"] / turn["ranks_s"] for turn in turns]
+    whole = [turn["whole_s"] / turn["ranks_s"] for turn in turns]
+    predicted = [abs(turn["predicted_s"] / turn["ranks_s"] - 1) for turn in turns]
+    rows = [["", "median", "least", "most"]]
+    for name, key in (
+        ("two ranks (ms)", "ranks_s"),
+        ("one process, same microbatches (ms)", "same_s"),
+        ("one process, batch at once (ms)", "whole_s"),
+        ("predicted (ms)", "predicted_s"),
+    ):
+        values = [turn[key] * 1e3 for turn in turns]
+        rows.append([name, *(f"{f(values):.1f}" for f in (statistics.median, min, max))])
+    for name, ratios in (("speed-up over the same microbatches", same), ("over the batch at once", whole)):
+        rows.append([name, *(f"{f(ratios):.2f}" for f in (statistics.median, min, max))])
+    print(f"\n{align(rows)}\n\nlosses within {apart:.1e} of one process")
+    checks = [
+        Check(
+            section="A",
+            what="speed-up of two ranks over the same microbatches",
+            value=statistics.median(same),
+            target=1.7,
+            at_least=True,
+        ),
+        Check(
+            section="A",
+            what="speed-up of two ranks over the batch at once",
+            value=statistics.median(whole),
+            target=1.5,
+            at_least=True,
+        ),
+        Check(
+            section="B",
+            what="predicted step against the measured one, off by",
+            value=statistics.median(predicted),
+            target=0.07,
+            percent=True,
+        ),
+    ]
+    if options.check or not options.quick:
+        print("\nTargets, the worst figure last\n\n" + "\n".join(lines(checks)))
+    if options.json is not None:
+        found = {**about, "size": dataclasses.asdict(size), "turns": turns, "losses_apart": apart}
+        found["checks"] = [{**dataclasses.asdict(check), "passes": check.passes} for check in checks]
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 1 if options.check and not all(check.passes for check in checks) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Callbacks of ``model.fit`` for ranks with different data."""
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from shardwright.errors import UsageError
+from shardwright.tensorflow import _private
+from smdistributed.dataparallel.data_ranks import data_ranks
+from smdistributed.dataparallel.tensorflow.collectives import broadcast_variables, reduced
+
+__all__ = [
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]
+
+_Callback: Any = tf.keras.callbacks.Callback
+
+
+class BroadcastGlobalVariablesCallback(_Callback):  # type: ignore[misc]
+    """Gives all ranks the model and the optimizer of one after the first batch: then all variables are there.
+
+    Args:
+        root_rank: whose values the others take.
+        device: changes nothing.
+    """
+
+    def __init__(self, root_rank: int, device: str = ""):
+        super().__init__()
+        self._root_rank = root_rank
+        self._is_done = False
+
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcasts, the first time."""
+        if self._is_done:
+            return
+        self._is_done = True
+        broadcast_variables(self.model.variables, self._root_rank)
+        broadcast_variables(_private.optimizer_variables(self.model.optimizer), self._root_rank)
+
+
+class MetricAverageCallback(_Callback):  # type: ignore[misc]
+    """Averages the metrics of an epoch over all ranks; put it before callbacks that read them.
+
+    Args:
+        device: changes nothing.
+    """
+
+    def __init__(self, device: str = ""):
+        super().__init__()
+
+    def on_epoch_end(self, epoch: int, logs: MutableMapping[str, Any] | None = None) -> None:
+        """Averages them, in the order of their names, as all ranks do."""
+        if not logs:
+            return
+        names = sorted(name for name, value in logs.items() if np.ndim(value) == 0)
+        mine = tf.constant([float(logs[name]) for name in names], tf.float64)
+        logs.update(zip(names, reduced(mine).numpy().tolist(), strict=True))
+
+
+class LearningRateWarmupCallback(_Callback):  # type: ignore[misc]
+    """Raises the learning rate from that of one rank to that of all, over some epochs, batch by batch.
+
+    Args:
+        initial_lr: the learning rate at the end, as scaled for all ranks.
+        warmup_epochs: how long it rises.
+        momentum_correction: changes nothing; Keras's optimizers hold velocities without the learning rate, or
+            have no use for the correction.
+        steps_per_epoch: batches of an epoch; None to take them from ``fit``.
+        verbose: 1 to print the learning rate that is reached.
+
+    Raises:
+        UsageError: nobody knows how many batches an epoch has.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ):
+        super().__init__()
+        self._rate = initial_lr
+        self._epochs = warmup_epochs
+        self._steps = steps_per_epoch
+        self._verbose = verbose
+        self._epoch = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Takes note of the epoch."""
+        self._epoch = epoch
+
+    def on_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Sets the learning rate of a batch."""
+        if self._epoch >= self._epochs:
+            return
+        steps = self._steps or (self.params or {}).get("steps")
+        if not steps:
+            raise UsageError(
+                "LearningRateWarmupCallback does not know how many batches an epoch has. Give it "
+                "steps_per_epoch."
+            )
+        size = data_ranks().size
+        share = (self._epoch + (batch + 1) / steps) / self._epochs
+        self.model.optimizer.learning_rate = self._rate / size * (share * (size - 1) + 1)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Tells where it has ended."""
+        if self._verbose and epoch == self._epochs - 1:
+            tf.print(f"Epoch {epoch + 1}: the learning rate has reached {self._rate:g}")

@@ -1,0 +1,132 @@
+"""What Horovod says of the processes: the same for every framework."""
+
+from typing import Any
+
+from smdistributed.dataparallel import data_ranks as _ranks
+
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "rocm_built",
+    "shutdown",
+    "size",
+]
+
+
+def init(*args: Any, **kwargs: Any) -> None:
+    """Joins all ranks that the launcher has started; beside ``smp.init``, which has done so, nothing happens.
+
+    Args:
+        args: communicators and sets of processes, which change nothing: all ranks take part. So do `kwargs`.
+    """
+    _ranks.join()
+
+
+def shutdown() -> None:
+    """Leaves the other ranks; a run of ``smp.init`` stays."""
+    _ranks.leave()
+
+
+def is_initialized() -> bool:
+    """Whether the ranks have joined."""
+    return _ranks.have_joined()
+
+
+def rank() -> int:
+    """This rank, from 0; beside ``smp.init`` among the replicas."""
+    return _ranks.data_ranks().rank
+
+
+def size() -> int:
+    """Number of ranks; beside ``smp.init`` of replicas."""
+    return _ranks.data_ranks().size
+
+
+def local_rank() -> int:
+    """This rank on its host, from 0."""
+    return _ranks.data_ranks().local_rank
+
+
+def local_size() -> int:
+    """Ranks on this host."""
+    return _ranks.data_ranks().local_size
+
+
+def cross_size() -> int:
+    """Number of hosts, where all have as many ranks."""
+    return -(-size() // local_size())
+
+
+def cross_rank() -> int:
+    """The number of this host."""
+    return rank() // local_size()
+
+
+def is_homogeneous() -> bool:
+    """Whether all hosts have as many ranks."""
+    return size() % local_size() == 0
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+    """The object of one rank, on all."""
+    return _ranks.data_ranks().objects(obj if rank() == root_rank else None)[root_rank]
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """The objects of all ranks, by rank."""
+    return _ranks.data_ranks().objects(obj)
+
+
+def gloo_built(*_: Any) -> bool:
+    """Collectives work without MPI and NCCL."""
+    return True
+
+
+def gloo_enabled() -> bool:
+    """Collectives work without MPI and NCCL."""
+    return True
+
+
+def mpi_built(*_: Any) -> bool:
+    """No: MPI may start the ranks, and carries nothing."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """No, as `mpi_built`."""
+    return False
+
+
+def mpi_threads_supported() -> bool:
+    """No, as `mpi_built`."""
+    return False
+
+
+def nccl_built(*_: Any) -> bool:
+    """No: Horovod's own use of NCCL is not here."""
+    return False
+
+
+def cuda_built(*_: Any) -> bool:
+    """No, as `nccl_built`."""
+    return False
+
+
+def rocm_built(*_: Any) -> bool:
+    """No, as `nccl_built`."""
+    return False

@@ -1,0 +1,204 @@
+"""``smp.CheckpointManager``: TensorFlow's own checkpoints, one folder for each rank of a replica.
+
+::
+
+    directory/mp_rank_0/checkpoint, ckpt-1.index, ckpt-1.data-00000-of-00001, ...
+    directory/mp_rank_1/...
+
+A rank saves the variables and slots that it holds. Old checkpoints go when all ranks of the replica have
+written the new one, so that a crash leaves one that all of them have.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.protobuf import trackable_object_graph_pb2
+
+from shardwright.errors import CheckpointError
+from shardwright.tensorflow.keras_run import keras_run
+from shardwright.tensorflow.variables import tf_variable, variables_by_name
+from shardwright.torch.run.joint_calls import meet
+from smdistributed.modelparallel.comm import allgather
+from smdistributed.modelparallel.groups import CommGroup
+from smdistributed.modelparallel.ranks_of_run import present_run
+from smdistributed.modelparallel.tensorflow.utils import folder_of
+
+__all__ = ["CheckpointManager"]
+
+
+class CheckpointManager:
+    """Saves and restores what a ``tf.train.Checkpoint`` has; every rank makes one.
+
+    Args:
+        checkpoint: a ``tf.train.Checkpoint``, or a model.
+        directory: the same for all ranks. Those of one host share it.
+        max_to_keep: how many checkpoints stay; None for all.
+        checkpoint_name: of the files.
+
+    Attributes:
+        checkpoint: the ``tf.train.Checkpoint``.
+        directory: of this rank's checkpoints.
+
+    Raises:
+        NotInitializedError: ``smp.init`` was not called.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Any,
+        directory: "str | os.PathLike[str]" = "/opt/ml/checkpoints",
+        max_to_keep: int | None = None,
+        checkpoint_name: str = "ckpt",
+    ):
+        if not isinstance(checkpoint, tf.train.Checkpoint):
+            checkpoint = tf.train.Checkpoint(model=checkpoint)
+        self.checkpoint = checkpoint
+        self.directory = folder_of(directory, present_run().rank)
+        self._name = checkpoint_name
+        self._status: Any = None
+        self._manager = tf.train.CheckpointManager(
+            checkpoint, str(self.directory), max_to_keep, checkpoint_name=checkpoint_name
+        )
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The checkpoints of this rank, oldest first."""
+        return list(self._manager.checkpoints)
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The newest of this rank; None where there is none."""
+        found: str | None = self._manager.latest_checkpoint
+        return found
+
+    def save(self, *args: Any, **kwargs: Any) -> str:
+        """Saves everything as it is now; call it on all ranks of a replica, between two steps.
+
+        The first replica writes. Others, which have the same values, only count.
+
+        Args:
+            args: as for ``tf.train.CheckpointManager.save``, and so is `kwargs`.
+
+        Returns:
+            The path of this rank's checkpoint, without its endings.
+        """
+        current = present_run()
+        if current.data_rank:
+            number = int(self.checkpoint.save_counter.assign_add(1))
+            return str(self.directory / f"{self._name}-{number}")
+
+        def written(_path: str) -> None:  # called before old ones are removed
+            meet("smp.CheckpointManager.save()", current.replica_ranks)
+
+        options = tf.train.CheckpointOptions(experimental_write_callbacks=[written])
+        return str(self._manager.save(*args, **{"options": options, **kwargs}))
+
+    def restore(self, restore_prefix: "str | os.PathLike[str] | None" = None) -> Any:
+        """Restores a checkpoint; call it on all ranks of a replica, before the first step or between two.
+
+        Args:
+            restore_prefix: ``"ckpt-2"``, or a path that ends so; None for the newest that all ranks of the
+                replica have. If there is none, nothing happens.
+
+        Returns:
+            TensorFlow's status of the load, which has ``expect_partial()``.
+
+        Raises:
+            CheckpointError: some ranks have it and others lack it, or it was saved with another partition.
+        """
+        name = None if restore_prefix is None else Path(restore_prefix).name
+        mine = self._saved()
+        told = allgather((present_run().rank, mine), CommGroup.MP_GROUP)
+        common = set(mine).intersection(*(saved for _, saved in told))
+        wanted = max(common, default=None, key=_number) if name is None else name
+        if wanted is None or wanted not in common:
+            self._refuse_parts(told, name)
+            self._status = self.checkpoint.restore(None)
+            return self._status
+        path = str(self.directory / wanted)
+        self._status = self.checkpoint.restore(path)
+        run = keras_run()
+        if run.is_placed:
+            self._check(path)
+        else:
+            run.after_placement.append(lambda: self._check(path))
+        return self._status
+
+    def expect_partial(self) -> "CheckpointManager":
+        """Has TensorFlow not warn of values in the restored checkpoint that nothing takes."""
+        if self._status is not None:
+            self._status.expect_partial()
+        return self
+
+    def _saved(self) -> list[str]:
+        """Names of the checkpoints whose files are there, also where a crash kept them from being noted."""
+        pattern = re.compile(rf"({re.escape(self._name)}-\d+)\.index")
+        names = (pattern.fullmatch(path.name) for path in self.directory.glob("*.index"))
+        return [name[1] for name in names if name is not None]
+
+    def _refuse_parts(self, told: list[tuple[int, list[str]]], name: str | None) -> None:
+        """Refuses what some ranks have, and others lack."""
+        has = [rank for rank, saved in told if (name in saved if name is not None else saved)]
+        lack = [rank for rank, _ in told if rank not in has]
+        if has and (lack or name is None):
+            what = name or "any checkpoint of the same number"
+            raise CheckpointError(
+                f"the ranks of a replica do not all have {what} in {self.directory.parent}: "
+                f"rank {', '.join(map(str, has))} has {'it' if name else 'some'}"
+                + (f", rank {', '.join(map(str, lack))} has none" if lack else "")
+                + ". On several hosts, bring the folders together: smp.utils.send_checkpoint_files()."
+            )
+
+    def _check(self, path: str) -> None:
+        """Refuses a checkpoint that lacks values of variables; collective over the replica."""
+        problems = [told for told in allgather(self._problem(path), CommGroup.MP_GROUP) if told]
+        if problems:
+            raise CheckpointError(problems[0])
+
+    def _problem(self, path: str) -> str:
+        """What a checkpoint lacks of the variables that this rank holds; "" for nothing."""
+        run = keras_run()
+        there = _objects_with_values(self.checkpoint, path)
+        if id(run.keras_model) not in there:
+            return ""
+        lacking = [
+            name
+            for name, variable in variables_by_name(run.keras_model).items()
+            if not run.variables.is_remote(variable)
+            and not there.get(id(variable), False)
+            and not there.get(id(tf_variable(variable)), False)
+        ]
+        if not lacking:
+            return ""
+        return (
+            f"{path} has no value for {lacking[0]}"
+            + (f" and {len(lacking) - 1} more" if len(lacking) > 1 else "")
+            + f", which rank {run.rank} holds now: it was saved with another partition, or of another model. "
+            "Restore it with that partition: partition_file stores it in the run that saves, and "
+            "load_partition loads it."
+        )
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("-")[2])
+
+
+def _objects_with_values(checkpoint: Any, path: str) -> dict[int, bool]:
+    """Which objects are in a checkpoint, by id, and whether it has a value of them."""
+    graph = trackable_object_graph_pb2.TrackableObjectGraph()
+    graph.ParseFromString(tf.train.load_checkpoint(path).get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH"))
+    view = tf.train.TrackableView(checkpoint)
+    found: dict[int, bool] = {}
+    pending = [(checkpoint, 0)]
+    while pending:
+        held, number = pending.pop()
+        if id(held) in found:
+            continue
+        node = graph.nodes[number]
+        found[id(held)] = bool(node.attributes)
+        numbers = {child.local_name: child.node_id for child in node.children}
+        pending += [(child, numbers[name]) for name, child in view.children(held).items() if name in numbers]
+    return found

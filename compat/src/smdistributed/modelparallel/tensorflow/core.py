@@ -1,0 +1,8 @@
+"""``smp.core``: ranks, groups and barriers, where scripts look for them."""
+
+from smdistributed.modelparallel import comm, groups
+from smdistributed.modelparallel.comm import *  # noqa: F403
+from smdistributed.modelparallel.groups import *  # noqa: F403
+from smdistributed.modelparallel.tensorflow.initialization import init, is_initialized
+
+__all__ = ["init", "is_initialized", *comm.__all__, *groups.__all__]

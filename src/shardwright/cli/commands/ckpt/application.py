@@ -1,0 +1,250 @@
+"""The group ``shardwright ckpt``, with the commands that list, verify, recover and clear."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwright.checkpoint import recovery
+from shardwright.checkpoint.commits import COMMITTED, Commit
+from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.checkpoint.recovery import Order
+from shardwright.checkpoint.saved import shortened
+from shardwright.cli.asking.application import AsJson, new_application, print_json, say, show_text
+from shardwright.cli.asking.ckpt_folder import checkpoint_folder, named_checkpoint
+from shardwright.cli.asking.dtype import SETTINGS_NAMES
+from shardwright.cli.commands.ckpt.export import export
+from shardwright.cli.commands.ckpt.import_ import import_
+from shardwright.errors import CheckpointError, CorruptCheckpointError, NonFiniteError, UsageError
+from shardwright.observe.folder_lock import held
+from shardwright.quantities import format_bytes
+from shardwright.text_table import align
+
+__all__ = ["application"]
+
+application = new_application(
+    text="List, verify, recover, export, import and clear checkpoints.",
+    other_names={"to": "output", **SETTINGS_NAMES},
+)
+
+Folder = Annotated[
+    Path, typer.Argument(metavar="DIR", help="A folder of checkpoints, or of a run that has checkpoints/.")
+]
+Source = Annotated[
+    Path, typer.Argument(metavar="DIR", help="A folder of checkpoints, that of a run, or one checkpoint.")
+]
+Name = Annotated[str | None, typer.Argument(metavar="NAME", help="One checkpoint; all without it.")]
+
+
+@application.command("ls")
+def list_checkpoints(folder: Folder, as_json: AsJson = False) -> None:
+    """List the checkpoints of a folder, the oldest first.
+
+    For example: shardwright ckpt ls runs/NAME
+    """
+    found = checkpoint_folder(folder)
+    rows = [_described(found, commit) for commit in found.commits()]
+    if as_json:
+        print_json([asdict(row) for row in rows])
+    elif not rows:
+        show_text(f"no checkpoints in {found.root}")
+    else:
+        header = ["checkpoint", "step", "saved (UTC)", "size", "files", "weights"]
+        show_text(align([header, *(_as_text(row) for row in rows)]))
+
+
+@application.command("verify")
+def verify(folder: Source, name: Name = None, as_json: AsJson = False) -> None:
+    """Read checkpoints whole and compare every checksum; exit code 8 where something is damaged.
+
+    Exit code 7 where all is whole, and weights of one were infinite or NaN when it was saved.
+
+    For example: shardwright ckpt verify runs/NAME
+    """
+    found, chosen = named_checkpoint(folder, name)
+    commits = [commit for commit in found.commits() if chosen in (None, commit.name)]
+    if not commits:
+        found.open(chosen)  # says what is there
+    problems = {commit.name: _problem(found, commit) for commit in commits}
+    for gone in [each for each, problem in problems.items() if problem and not found.lists(each)]:
+        say(f"{gone} was removed meanwhile, by the run that saves here")
+        del problems[gone]
+    bad = {commit.name: _not_finite(found, commit) for commit in commits if problems.get(commit.name) is None}
+    if as_json:
+        print_json(
+            [
+                {"name": name, "problem": str(it) if it else None, "not_finite": list(bad.get(name, ()))}
+                for name, it in problems.items()
+            ]
+        )
+    else:
+        for each, problem in problems.items():
+            names = bad.get(each)
+            sound = f"whole, but its weights are not finite: {shortened(names)}" if names else "ok"
+            show_text(f"{each}  {problem or sound}")
+    _refuse(found, problems)
+    spoilt = [name for name in problems if bad.get(name)]
+    if spoilt:
+        raise NonFiniteError(
+            f"{len(spoilt)} of {len(problems)} checkpoints in {found.root} have weights that are infinite or "
+            f"NaN: {shortened(spoilt)}. Resume from another one: checkpoints.resume(NAME)."
+        )
+
+
+application.command("export")(export)
+application.command("import")(import_)
+
+
+@application.command("gc")
+def gc(
+    folder: Folder,
+    keep: Annotated[int, typer.Option(metavar="N", help="How many of the newest stay.")],
+    as_json: AsJson = False,
+) -> None:
+    """Remove old checkpoints, and what crashes have left, once the newest one is verified.
+
+    For example: shardwright ckpt gc runs/NAME --keep 3
+    """
+    found = checkpoint_folder(folder)
+    try:
+        with _alone(found):
+            removed = found.collect(keep=keep)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(
+            f"{error} Nothing was removed: old checkpoints go only behind a newest one that is sound."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(
+            f"{found.root} cannot be cleared: {error.strerror}. What shardwright ckpt ls lists is there."
+        ) from error
+    if as_json:
+        print_json({"removed": list(removed), "kept": [commit.name for commit in found.commits()]})
+    else:
+        for name in removed:
+            show_text(f"removed {name}")
+        show_text(f"{len(found.commits())} checkpoints stay")
+
+
+@application.command("recover")
+def recover(
+    folder: Folder,
+    order: Annotated[
+        Order | None, typer.Option(help="Which is the newest, where steps and times disagree.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make the list of checkpoints anew, where it is missing or damaged, from those that are whole.
+
+    Folders that are not whole are renamed to damaged-NAME, and stay. For example: shardwright ckpt recover
+    runs/NAME
+    """
+    found = checkpoint_folder(folder)
+    try:
+        with _alone(found):
+            folders = recovery.recover(found.root, order=order)
+    except OSError as error:
+        raise CheckpointError(f"{found.root} cannot be read or written: {error.strerror}.") from error
+    listed = [each.name for each in folders if each.problem is None]
+    if as_json:
+        print_json([asdict(each) for each in folders])
+    else:
+        for each in folders:
+            aside = f" It is now {each.aside}." if each.aside else ""
+            show_text(f"{each.name}  {each.problem or 'recovered'}{aside}")
+    if not listed:
+        raise CorruptCheckpointError(f"{found.root} has no checkpoint that is whole. Nothing was changed.")
+    if not as_json:
+        show_text(f"the newest is {listed[-1]}")
+
+
+@contextmanager
+def _alone(folder: CheckpointFolder) -> Iterator[None]:
+    """Has no run save in a folder meanwhile. Another folder than one of checkpoints is left as it is."""
+    if not os.path.lexists(folder.root / COMMITTED) and not folder.step_folders():
+        raise CheckpointError(f"{folder.root} has no checkpoint, and nothing that a save has left.")
+    with held(folder.root / ".lock") as holder:
+        if holder is not None:
+            raise UsageError(
+                f"{folder.root} is in use by {holder}, which may be saving. Try again when it ends."
+            )
+        yield
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    """A checkpoint in the list; what cannot be read is None, and the problem says why.
+
+    Attributes:
+        name: of its folder.
+        step: that was done when it was saved.
+        saved_at: when, in UTC, by ISO 8601.
+        num_bytes: of its files.
+        num_files: how many there are.
+        not_finite: weights that are infinite or NaN.
+        problem: why it cannot be read.
+    """
+
+    name: str
+    step: int
+    saved_at: str | None = None
+    num_bytes: int | None = None
+    num_files: int | None = None
+    not_finite: tuple[str, ...] | None = None
+    problem: str | None = None
+
+
+def _described(folder: CheckpointFolder, commit: Commit) -> _Row:
+    try:
+        saved = folder.open(commit.name, verify=False)
+    except CheckpointError as error:
+        return _Row(name=commit.name, step=commit.step, problem=str(error))
+    changed = datetime.fromtimestamp(saved.path.stat().st_mtime, UTC)
+    return _Row(
+        name=commit.name,
+        step=commit.step,
+        saved_at=f"{changed:%Y-%m-%dT%H:%M:%SZ}",
+        num_bytes=saved.num_bytes,
+        num_files=len(saved.manifest.files),
+        not_finite=tuple(saved.not_finite),
+    )
+
+
+def _as_text(row: _Row) -> list[str]:
+    if row.saved_at is None or row.num_bytes is None:
+        return [row.name, str(row.step), "-", "-", str(row.problem), "-"]
+    saved = row.saved_at.replace("T", " ").removesuffix("Z")
+    weights = f"not finite: {shortened(row.not_finite)}" if row.not_finite else "finite"
+    return [row.name, str(row.step), saved, format_bytes(row.num_bytes), str(row.num_files), weights]
+
+
+def _problem(folder: CheckpointFolder, commit: Commit) -> CheckpointError | None:
+    try:
+        folder.open(commit.name).check()
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def _not_finite(folder: CheckpointFolder, commit: Commit) -> tuple[str, ...]:
+    try:
+        return folder.open(commit.name, verify=False).not_finite
+    except CheckpointError:  # the run that saves has removed it meanwhile
+        return ()
+
+
+def _refuse(folder: CheckpointFolder, problems: Mapping[str, CheckpointError | None]) -> None:
+    """Ends the command where a checkpoint has a problem; one that could not be read may be whole."""
+    damaged = [name for name, problem in problems.items() if isinstance(problem, CorruptCheckpointError)]
+    unread = [name for name, problem in problems.items() if problem and name not in damaged]
+    of_all = f"of {len(problems)} checkpoints in {folder.root}"
+    if damaged:
+        raise CorruptCheckpointError(f"{len(damaged)} {of_all} cannot be used: {', '.join(damaged)}.")
+    if unread:
+        raise CheckpointError(
+            f"{len(unread)} {of_all} could not be read, and may be whole: {', '.join(unread)}."
+        )

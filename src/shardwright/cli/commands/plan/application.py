@@ -1,0 +1,83 @@
+"""The group ``shardwright plan``, with the commands that show a plan and compare two."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from shardwright.cli.asking.application import AsJson, new_application, print_json, show_text
+from shardwright.cli.commands.plan.make import make
+from shardwright.errors import PlanError
+from shardwright.exit_codes import FAILED
+from shardwright.observe.plan_text import format_plan_in_full
+from shardwright.plan import Plan
+from shardwright.plan.diff import diff_plans
+
+__all__ = ["application", "diff"]
+
+
+class _PlanGroup(TyperGroup):
+    """``shardwright plan -n 512 model.py:build`` is ``plan make``: no command is called so."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        first = args[0] if args else "--help"
+        is_help = first in ("-h", "--help")
+        if not is_help and first not in self.commands and (first.startswith("-") or ":" in first):
+            args = ["make", *args]
+        return super().parse_args(ctx, args)
+
+
+application = new_application(
+    group=_PlanGroup,
+    other_names={"world": "num-ranks"},
+    text="Make a plan without running it, show one, compare two. Without a command: make.",
+)
+application.command("make", short_help="Make a plan without running it.")(make)
+
+PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, or a run folder with one.")]
+
+
+@application.command("show", short_help="Show a plan, or the plan of a run.")
+def show(plan: PlanPath, as_json: AsJson = False) -> None:
+    """Show a plan: stages, predicted times and memory, the reasons, the runners-up.
+
+    For example: shardwright plan show runs/2026-11-20_12-58-37
+    """
+    found = _read(plan)
+    if as_json:
+        show_text(found.to_json(), end="")
+    else:
+        show_text(format_plan_in_full(found))
+
+
+@application.command("diff", short_help="Compare two plans; exit code 1 if they differ.")
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A plan file, or a run folder.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+    as_json: AsJson = False,
+) -> None:
+    """Compare two plans: which units moved, which degrees and settings changed.
+
+    Exit code 0: they decide alike (predictions may differ). 1: they differ. 2: one cannot be read.
+    """
+    found = diff_plans(_read(first), _read(second))
+    if as_json:
+        print_json({"alike": not found.decision, **asdict(found)})
+    else:
+        show_text(found)
+    if found.decision:
+        raise typer.Exit(FAILED)
+
+
+def _read(path: Path) -> Plan:
+    if not path.is_dir():
+        return Plan.read(path)
+    file = path / "plan.json"
+    if not file.exists():
+        raise PlanError(
+            f"{path} is a folder without a plan.json. A run writes it after its first step, "
+            "when it has more than one stage. Name a run folder that has one, or a plan file."
+        )
+    return Plan.read(file)

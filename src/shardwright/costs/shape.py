@@ -1,0 +1,220 @@
+"""A transformer as the closed forms see it: numbers, or arrays with an entry for each model."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardwright.catalogue import Transformer
+from shardwright.costs.inputs import Columns, Numbers
+
+__all__ = ["Shape"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape(Columns):
+    """A transformer.
+
+    Attributes:
+        layers: blocks.
+        hidden: width of the residual stream.
+        heads: attention heads.
+        head_width: width of a head.
+        key_heads: heads of keys and values.
+        ffn: width inside of the MLP.
+        gated: 1 where the MLP has three products.
+        vocabulary: width of the head.
+        sequence: tokens of a sample.
+        causal: 1 where tokens attend to those before them alone.
+        experts: MLPs of a block.
+        experts_per_token: MLPs that a token takes.
+        shared_ffn: width of the MLP that every token takes beside its experts.
+        dense: share of the blocks that have one MLP in place of experts; they are the first.
+        dense_ffn: its width.
+        query_rank: width of the vector that queries are made of; 0: of the residual stream.
+        key_rank: width of the vector that keys and values are made of; 0: of the residual stream.
+        rotary_width: part of a head whose keys, made beside that vector, are one for all heads.
+        value_width: width of a head of values; 0: as of keys.
+        window: tokens that one attends to in a share of the blocks.
+        windowed: that share.
+        cross: share of the blocks that attend to an encoder, too.
+        tied: 1 where the head is the embedding.
+    """
+
+    layers: Numbers
+    hidden: Numbers
+    heads: Numbers
+    head_width: Numbers
+    key_heads: Numbers
+    ffn: Numbers
+    vocabulary: Numbers
+    sequence: Numbers
+    gated: Numbers = 0.0
+    causal: Numbers = 1.0
+    experts: Numbers = 1.0
+    experts_per_token: Numbers = 1.0
+    shared_ffn: Numbers = 0.0
+    dense: Numbers = 0.0
+    dense_ffn: Numbers = 0.0
+    query_rank: Numbers = 0.0
+    key_rank: Numbers = 0.0
+    rotary_width: Numbers = 0.0
+    value_width: Numbers = 0.0
+    window: Numbers = 0.0
+    windowed: Numbers = 0.0
+    cross: Numbers = 0.0
+    tied: Numbers = 1.0
+
+    @property
+    def flops_per_token(self) -> Numbers:
+        """Of forward and backward, as model FLOPs utilisation counts them.
+
+        Six for each parameter of a product that a token takes, and twelve for each score and component of a
+        head, masked or not, inside of a window. Source: Chowdhery et al. 2022, appendix B.
+        """
+        taken = self.attention_parameters + self.latent_parameters + self._mlp(self.ffn_of_token)
+        near = np.minimum(self.window, self.sequence)
+        seen = (1 - self.windowed) * self.sequence + self.windowed * near
+        scores = (1 + self.cross) * seen * (self.queries + self.outputs)
+        return 6 * (self.layers * (taken + scores) + self.hidden * self.vocabulary)
+
+    @classmethod
+    def of(cls, model: Transformer, *, sequence: int | None = None) -> "Shape":
+        """The shape of an architecture.
+
+        Args:
+            model: which one.
+            sequence: tokens of a sample; by default, as it was trained.
+        """
+        layers = model.layers + model.encoder_layers
+        latent = model.latent
+        return cls(
+            layers=float(layers),
+            hidden=float(model.hidden),
+            heads=float(model.heads),
+            head_width=float(model.head_width),
+            key_heads=float(model.key_heads if latent is None else model.heads),
+            ffn=float(model.ffn),
+            gated=float(model.gated),
+            vocabulary=float(model.vocabulary),
+            sequence=float(sequence or model.sequence),
+            causal=float(model.causal),
+            experts=float(model.experts),
+            experts_per_token=float(model.experts_per_token),
+            shared_ffn=float(model.shared_ffn),
+            dense=model.dense_layers / layers,
+            dense_ffn=float(model.dense_ffn),
+            query_rank=0.0 if latent is None else float(latent.query_rank),
+            key_rank=0.0 if latent is None else float(latent.key_rank),
+            rotary_width=0.0 if latent is None else float(latent.rotary_width),
+            value_width=0.0 if latent is None else float(latent.value_width),
+            window=float(model.window),
+            windowed=model.windowed_layers / layers,
+            cross=model.layers / layers if model.encoder_layers else 0.0,
+            tied=float(model.tied),
+        )
+
+    @property
+    def queries(self) -> Numbers:
+        """Width of all heads."""
+        return self.heads * self.head_width
+
+    @property
+    def keys(self) -> Numbers:
+        """Width of all heads of keys."""
+        return self.key_heads * self.head_width
+
+    @property
+    def value_head(self) -> Numbers:
+        """Width of a head of values."""
+        return np.where(np.asarray(self.value_width) > 0, self.value_width, self.head_width)
+
+    @property
+    def values(self) -> Numbers:
+        """Width of all heads of values."""
+        return self.key_heads * self.value_head
+
+    @property
+    def outputs(self) -> Numbers:
+        """Width of what attention makes: a value for each head of queries."""
+        return self.heads * self.value_head
+
+    @property
+    def latent_width(self) -> Numbers:
+        """Width of the vectors that queries, keys and values are made of; 0: of the residual stream."""
+        return self.query_rank + self.key_rank + np.where(np.asarray(self.key_rank) > 0, self.rotary_width, 0)
+
+    @property
+    def latent_parameters(self) -> Numbers:
+        """Parameters of the products that make these, which every tensor parallel rank has whole."""
+        return self.hidden * self.latent_width
+
+    @property
+    def attention_parameters(self) -> Numbers:
+        """Parameters of the products around attention in a mean block, without `latent_parameters`."""
+        into = self.query_source * self.queries + self.key_source * self.made_keys
+        return (1 + self.cross) * (into + self.outputs * self.hidden)
+
+    @property
+    def query_source(self) -> Numbers:
+        """Width of what queries are made of."""
+        return np.where(np.asarray(self.query_rank) > 0, self.query_rank, self.hidden)
+
+    @property
+    def key_source(self) -> Numbers:
+        """Width of what keys and values are made of."""
+        return np.where(np.asarray(self.key_rank) > 0, self.key_rank, self.hidden)
+
+    @property
+    def made_keys(self) -> Numbers:
+        """Width of the keys and values that are made of it: the rotary part is there already."""
+        there = np.where(np.asarray(self.key_rank) > 0, self.key_heads * self.rotary_width, 0)
+        return self.keys + self.values - there
+
+    @property
+    def attended(self) -> Numbers:
+        """Keys that a query of a mean block attends to, without what masks hide."""
+        whole = self.sequence * (1 - 0.5 * self.causal)
+        window = np.minimum(self.window, self.sequence)
+        # The first tokens of a sample have fewer than a window before them.
+        near = window * (1 - 0.5 * self.causal * window / self.sequence)
+        return (1 - self.windowed) * whole + self.windowed * near
+
+    @property
+    def mlp_parameters(self) -> Numbers:
+        """Parameters of one MLP."""
+        return self._mlp(self.ffn)
+
+    @property
+    def ffn_of_token(self) -> Numbers:
+        """Width of all MLPs of a mean block that a token takes."""
+        sparse = self.ffn * self.experts_per_token + self.shared_ffn
+        return (1 - self.dense) * sparse + self.dense * self.dense_ffn
+
+    @property
+    def block_parameters(self) -> Numbers:
+        """Parameters of a mean block, without biases and norms."""
+        return self.attention_parameters + self.latent_parameters + self.held_parameters(self.experts)
+
+    def held_parameters(self, experts: Numbers) -> Numbers:
+        """Parameters of a mean block's MLPs where so many of its experts are held."""
+        sparse = self.shared_parameters + experts * self.mlp_parameters
+        return (1 - self.dense) * sparse + self.dense * self.dense_parameters
+
+    @property
+    def dense_parameters(self) -> Numbers:
+        """Parameters of the MLP of a block without experts."""
+        return self._mlp(self.dense_ffn)
+
+    @property
+    def shared_parameters(self) -> Numbers:
+        """Of a block with experts: parameters of the MLP that all tokens take, and of the router."""
+        router = np.where(np.asarray(self.experts) > 1, self.hidden * self.experts, 0)
+        return self._mlp(self.shared_ffn) + router
+
+    def _mlp(self, width: Numbers) -> Numbers:
+        return (2 + self.gated) * self.hidden * width
+
+    @property
+    def embedding_parameters(self) -> Numbers:
+        """Parameters of the embedding of tokens, or of the head."""
+        return self.vocabulary * self.hidden

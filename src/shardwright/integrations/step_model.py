@@ -1,0 +1,225 @@
+"""A model whose call is a whole step: forward, and in training the backward of its own loss.
+
+Loops of other libraries call the model and, lines later, ask for the backward of its loss. A pipeline cannot
+stop in between, because it has several microbatches under way. So the call runs both. The loss that it
+returns stands for that backward and for no other::
+
+    outputs = model(**batch)         forward, and backward of outputs.loss, over all stages
+    accelerator.backward(loss)       checks that this is that loss, times nothing
+    optimizer.step()                 checks that the line above has run
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+import shardwright.torch as sw
+from shardwright.errors import UsageError
+from shardwright.integrations.batch_share import backward_of_share, batch_size, counted_labels, shifts_labels
+from shardwright.integrations.own_loss import own_loss
+from shardwright.torch.batch.step_output import StepOutput
+from shardwright.torch.interception.glue import active_handler
+from shardwright.torch.pytorch.source_line import user_line
+from shardwright.torch.pytorch.tree import map_tree
+
+__all__ = ["StepModel"]
+
+_REMEDY = (
+    "Its backward has run inside the call of the model, over all stages. To train on another loss, compute "
+    "it and call model.backward(loss) in a function decorated with @sw.step."
+)
+
+
+class StepModel(sw.DistributedModel):
+    """A `DistributedModel` that may be called outside of step functions.
+
+    In training mode with gradients, a call runs a step and leaves gradients; else it evaluates.
+
+    Args:
+        module: the user's module. In training it returns its loss, as ``outputs["loss"]``, ``outputs.loss``,
+            the first of a tuple, or alone.
+        accumulation: of how many calls the gradients are the mean.
+        autocast: makes a context for each call of the module.
+        training_outputs: training calls return all outputs of the module, which every rank then receives;
+            else the numbers among them alone.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        accumulation: int = 1,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        training_outputs: bool = False,
+    ):
+        super().__init__(module, average_grads_across_microbatches=False)
+        self.accumulation = accumulation
+        self._autocast = autocast
+        self._training_outputs = training_outputs
+        self._awaits_backward = False
+        whole = ["samples", "num_labels"]
+        self._train = sw.step(non_split_inputs=whole)(self._train_microbatch)
+        self._evaluate = sw.step(non_split_inputs=whole)(self._evaluate_microbatch)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module inside a step function; else runs a step.
+
+        Returns:
+            What the module returns for the whole batch. Outside of a step function none of it leads back to
+            parameters, and of the loss `backward_asked` takes care.
+        """
+        if active_handler() is not None:
+            with self._autocast():
+                return super().forward(*args, **kwargs)
+        trains = torch.is_grad_enabled() and self.get_module().training
+        if trains:
+            self.refuse_waiting("the model is called again")
+        run = self._train if trains else self._evaluate
+        outputs, loss = run(
+            args, kwargs, samples=batch_size(args, kwargs), num_labels=self._num_labels(kwargs)
+        )
+        outputs = map_tree(_whole, outputs)
+        mean = _loss_of(outputs)  # over the microbatches, whatever their shares
+        if loss is None or mean is None:
+            return outputs
+        value = loss.reduce_sum().to(mean.dtype)
+        if trains:
+            self._awaits_backward = True
+            value = own_loss(value, self.backward_asked)
+        return _with_loss(outputs, value)
+
+    def refuse_waiting(self, event: str) -> None:
+        """Refuses to go on before the loop has asked for the backward of the last loss.
+
+        Args:
+            event: what comes too early, such as ``the model is called again``.
+        """
+        if self._awaits_backward:
+            raise UsageError(
+                f"{user_line()}: {event}, and nothing has asked for the backward of the loss before. Its "
+                "gradients are there already: the call of the model has computed them. Call "
+                "accelerator.backward(loss) right after the model, and optimizer.zero_grad() before the "
+                "model or after optimizer.step(). What is not trained on is computed under torch.no_grad()."
+            )
+
+    def backward_asked(self, factor: float) -> None:
+        """Notes that the loop has asked for the backward of the loss.
+
+        Args:
+            factor: what the loop has multiplied the loss by; `accelerate.Accelerator` divides by
+                `accumulation`.
+
+        Raises:
+            UsageError: it is another one, or the loop has asked before.
+        """
+        if not self._awaits_backward:
+            raise UsageError(f"{user_line()}: this is the second backward of one loss. {_REMEDY}")
+        factor *= self.accumulation
+        if abs(factor - 1) > 1e-6:
+            raise UsageError(
+                f"{user_line()}: the loss was multiplied by {factor:g} before accelerator.backward(loss). "
+                f"{_REMEDY} To accumulate over batches, set Accelerator(gradient_accumulation_steps=...), "
+                "and divide nothing."
+            )
+        self._awaits_backward = False
+
+    # ---- inside ----
+
+    def _train_microbatch(self, args: Any, kwargs: Any, samples: int, num_labels: Any) -> tuple[Any, Tensor]:
+        outputs = self(*args, **kwargs)
+        loss = _loss_of(outputs)
+        if loss is None:
+            raise UsageError(
+                f"the model returns no loss, but {type(outputs).__name__}, so its call cannot train. Give it "
+                f"labels. {_REMEDY}"
+            )
+        own = batch_size(args, kwargs) / samples
+        share = self._share(kwargs, own, num_labels)
+        backward_of_share(self, loss, share / self.accumulation, samples=own)
+        return map_tree(_kept if self._training_outputs else _number, outputs), loss.detach() * share
+
+    def _evaluate_microbatch(
+        self, args: Any, kwargs: Any, samples: int, num_labels: Any
+    ) -> tuple[Any, Tensor | None]:
+        outputs = self(*args, **kwargs)
+        loss = _loss_of(outputs)
+        if loss is not None:
+            loss = loss * self._share(kwargs, batch_size(args, kwargs) / samples, num_labels)
+        return map_tree(_kept, outputs), loss
+
+    def _share(self, kwargs: Mapping[str, Any], samples: float, num_labels: Tensor | None) -> Any:
+        """The weight of a microbatch in the loss: by the labels that count, or by samples without labels."""
+        own = self._num_labels(kwargs)
+        return samples if own is None or num_labels is None else own / num_labels
+
+    def _num_labels(self, kwargs: Mapping[str, Any]) -> Tensor | None:
+        labels = kwargs.get("labels")
+        if not isinstance(labels, Tensor) or labels.dtype.is_floating_point:
+            return None
+        return counted_labels(labels, shifted=shifts_labels(self.get_module())).clamp(min=1)
+
+
+class _LeftOut:
+    """An output that a training call does not return."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError(
+            "a call of the model in training returns its loss and other single numbers; sending everything "
+            "to all ranks takes time. Evaluate with model.eval() under torch.no_grad(), or ask for "
+            "everything: Accelerator(training_outputs=True)."
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> NoReturn:
+        cls()._refuse()
+
+    __getitem__ = __len__ = __iter__ = __float__ = _refuse
+
+
+def _loss_of(outputs: Any) -> Tensor | None:
+    """The loss that a module returns; None without."""
+    if isinstance(outputs, Mapping):
+        found = outputs.get("loss")
+    elif isinstance(outputs, tuple | list):
+        found = outputs[0] if outputs else None
+    else:
+        found = getattr(outputs, "loss", None) if not isinstance(outputs, Tensor) else outputs
+    return found if isinstance(found, Tensor) and not found.dim() else None
+
+
+def _with_loss(outputs: Any, loss: Tensor) -> Any:
+    """The same outputs with another loss."""
+    if isinstance(outputs, dict):
+        outputs["loss"] = loss  # a ModelOutput sets its attribute, too
+        return outputs
+    if isinstance(outputs, tuple | list):
+        return type(outputs)((loss, *outputs[1:]))
+    if isinstance(outputs, Tensor):
+        return loss
+    outputs.loss = loss
+    return outputs
+
+
+def _number(item: Any) -> Any:
+    """Tensors with one number alone."""
+    return item if isinstance(item, Tensor) and not item.dim() else None
+
+
+def _kept(item: Any) -> Any:
+    """Tensors and plain values: microbatches of them can be put together, unlike a cache of keys."""
+    return item if isinstance(item, Tensor | int | float | str) else None
+
+
+def _whole(item: Any) -> Any:
+    """One output of the batch from those of its microbatches."""
+    if isinstance(item, StepOutput):
+        return item.concat() if item[0].dim() else item.reduce_mean()
+    return _LeftOut() if item is None else item

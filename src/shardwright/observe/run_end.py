@@ -1,0 +1,147 @@
+"""What a run says at its end: what it came to, beside what was predicted, and how to go on.
+
+::
+
+    done: 200 steps, loss 3.2145 | 41.2k tok/s | 1.73 times one process | step 410 ms, predicted 430 ms (+5%)
+      the step took 2.1 times its prediction: units took 3.1 times what they took alone (the machine was busy)
+      report runs/train/report.html; saved step 200; for more: shardwright run --resume train.py
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from shardwright.observe.metrics import StepRecord
+from shardwright.observe.progress import format_loss, format_rate
+from shardwright.plan import Plan
+from shardwright.quantities import format_seconds
+
+__all__ = ["RunTotals", "format_end"]
+
+_LATEST = 1000
+"""Steps whose medians are told: those of a long run that began slowly."""
+
+_ALONE = 1.05
+"""Less than this is the speed of one process."""
+
+_PARTED = 1.15
+"""So many times its prediction or more, or as much less: a reason is told."""
+
+
+@dataclass(slots=True)
+class RunTotals:
+    """What the steps of a run came to.
+
+    Attributes:
+        steps: that were done.
+        last_step: number of the last one.
+        loss: that is known last.
+    """
+
+    steps: int = 0
+    last_step: int = 0
+    loss: float | None = None
+    _latest: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_LATEST))
+
+    def add(self, record: StepRecord) -> None:
+        """Counts a step. The first one traces and plans, so it tells nothing of the others."""
+        self.steps += 1
+        self.last_step = record.step
+        self.loss = record.loss if record.loss is not None else self.loss
+        if self.steps == 2:
+            self._latest.clear()
+        self._latest.append(record)
+
+    @property
+    def step_s(self) -> float:
+        """Median seconds of a step."""
+        return median(record.seconds for record in self._latest) if self._latest else 0.0
+
+    @property
+    def rate(self) -> tuple[float, str]:
+        """Median rate, and its unit: tokens a second, or samples where tokens are not known."""
+        timed = [record for record in self._latest if record.seconds > 0]
+        tokens = [record.tokens / record.seconds for record in timed if record.tokens is not None]
+        if tokens:
+            return median(tokens), "tok/s"
+        return median([record.samples / record.seconds for record in timed] or [0.0]), "samples/s"
+
+    @property
+    def work_s(self) -> float | None:
+        """Median seconds for which the ranks of a replica work in a step, all of them together."""
+        found = [record.work_s for record in self._latest if record.work_s is not None]
+        return median(found) if found else None
+
+
+def format_end(
+    totals: RunTotals,
+    plan: Plan | None,
+    *,
+    replicas: int,
+    ended: str = "done",
+    further: Sequence[str] = (),
+) -> str:
+    """The lines at the end of a run.
+
+    Args:
+        totals: of its steps; at least one.
+        plan: that it followed.
+        replicas: of the model, and ranks that share layers.
+        ended: in a word, such as ``stopped``.
+        further: where its report is, and how to go on.
+    """
+    steps = f"{totals.steps} step{'s' * (totals.steps != 1)}"
+    if totals.last_step != totals.steps:
+        steps += f" to step {totals.last_step}"
+    loss = "" if totals.loss is None else f", loss {format_loss(totals.loss)}"
+    rate, unit = totals.rate
+    parts = [f"{ended}: {steps}{loss}", f"{format_rate(rate)} {unit}"]
+    speed_up = _speed_up(totals, replicas)
+    if speed_up is not None:
+        parts.append(f"{speed_up:.2f} times one process")
+    predicted_s = plan.prediction.step_s if plan is not None and plan.prediction is not None else 0.0
+    measured_s = totals.step_s
+    step = f"step {format_seconds(measured_s)}"
+    if predicted_s > 0 and measured_s > 0:
+        step += f", predicted {format_seconds(predicted_s)} ({predicted_s / measured_s - 1:+.0%})"
+    lines = [" | ".join([*parts, step])]
+    if predicted_s > 0 and measured_s > 0 and plan is not None:
+        lines += _why_they_part(totals, plan, measured_s / predicted_s)
+    if further:
+        lines.append("  " + "; ".join(further))
+    return "\n".join(lines)
+
+
+def _speed_up(totals: RunTotals, replicas: int) -> float | None:
+    """Seconds of work in a step over its seconds: one process would do it one after the other."""
+    work_s, step_s = totals.work_s, totals.step_s
+    if work_s is None or not step_s:
+        return None
+    found = work_s * replicas / step_s
+    return found if found > _ALONE else None
+
+
+def _why_they_part(totals: RunTotals, plan: Plan, ratio: float) -> list[str]:
+    """Why measured and predicted seconds part, where they do."""
+    if 1 / _PARTED < ratio < _PARTED:
+        return []
+    begin = f"  the step took {ratio:.1f} times its prediction"
+    assert plan.prediction is not None
+    if plan.prediction.provenance == "estimated":
+        return [f"{begin}, which rests on estimates: profile: measured times the units"]
+    alone_s = plan.schedule.microbatches * math.fsum(
+        stage.forward_s + stage.backward_s for stage in plan.prediction.stages
+    )
+    work_s = totals.work_s
+    if work_s is None or not alone_s:
+        return [begin]
+    slower = work_s / alone_s
+    if slower > _PARTED:
+        return [f"{begin}: units took {slower:.1f} times what they took alone (the machine was busy)"]
+    if slower < 1 / _PARTED:
+        return [f"{begin}: units took {slower:.1f} times what they took alone (it was busy then)"]
+    if ratio > 1:
+        return [f"{begin}: units took what they took alone, so ranks waited longer than planned"]
+    return [f"{begin}: units took what they took alone, so ranks waited less than planned"]

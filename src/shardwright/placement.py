@@ -1,0 +1,253 @@
+"""Where the elements of a tensor lie among the ranks that share it, in pure arithmetic.
+
+A tensor of a tensor-parallel group has one of three placements:
+
+    ============ ======================================================================
+    Whole        every rank has all elements
+    PartialSum   every rank has a summand of all elements; their sum is the tensor
+    Cut          every rank has some slices along one dimension
+    ============ ======================================================================
+
+A cut is a row of runs: so many slices of this rank, so many of that one. Ranks may have parts of unequal
+size, several runs each, or nothing. A fused projection of queries, keys and values over two ranks::
+
+    dimension    0         4         8        12
+                 |    q    |    k    |    v    |
+    runs         r0:2 r1:2 r0:2 r1:2 r0:2 r1:2
+    part of r0   q0 q1 k0 k1 v0 v1                  its runs, one after the other
+
+Runs are in a normal form (no empty run, no two neighbours of one rank), so that equal placements are equal.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, Self
+
+__all__ = ["PARTIAL_SUM", "WHOLE", "BetweenUnits", "Cut", "PartialSum", "Placement", "Run", "Whole"]
+
+_TEXT = re.compile(r"cut (?P<dim>\d{1,3}) \((?P<runs>r\d{1,7}:\d{1,15}( r\d{1,7}:\d{1,15})*)\)")
+
+
+class Run(NamedTuple):
+    """Consecutive slices that one rank holds."""
+
+    rank: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Every rank has all elements, the same to the last bit."""
+
+    def __str__(self) -> str:
+        return "whole"
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSum:
+    """The tensor is the sum of what the ranks have."""
+
+    def __str__(self) -> str:
+        return "partial sum"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Every rank has some slices along one dimension.
+
+    Example:
+        >>> from shardwright.placement import Cut
+        >>> str(Cut.even(0, 5, num_ranks=2))
+        'cut 0 (r0:2 r1:3)'
+        >>> str(Cut.in_segments(1, [4, 2], num_ranks=2))
+        'cut 1 (r0:2 r1:2 r0:1 r1:1)'
+
+    Attributes:
+        dim: the dimension, from 0.
+        runs: who has its slices, from the first slice to the last, in normal form (see `Cut.of`).
+    """
+
+    dim: int
+    runs: tuple[Run, ...]
+
+    # ---- how cuts are made ----
+
+    @classmethod
+    def of(cls, dim: int, runs: Iterable[tuple[int, int]]) -> Self:
+        """A cut with these runs ``(rank, length)``, brought into normal form."""
+        normal: list[Run] = []
+        for rank, length in runs:
+            if length and normal and normal[-1].rank == rank:
+                normal[-1] = Run(rank, normal[-1].length + length)
+            elif length:
+                normal.append(Run(rank, length))
+        return cls(dim, tuple(normal))
+
+    @classmethod
+    def even(cls, dim: int, size: int, *, num_ranks: int) -> Self:
+        """One run a rank, equal up to one slice; with fewer slices than ranks, some ranks have nothing."""
+        return cls.in_segments(dim, [size], num_ranks=num_ranks)
+
+    @classmethod
+    def in_segments(cls, dim: int, segments: Sequence[int], *, num_ranks: int) -> Self:
+        """Cuts each of several segments, which lie one after the other, evenly."""
+        bounds = ([size * rank // num_ranks for rank in range(num_ranks + 1)] for size in segments)
+        return cls.of(dim, ((rank, b - a) for each in bounds for rank, (a, b) in enumerate(pairwise(each))))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads what `str` writes.
+
+        Raises:
+            ValueError: it is no such text.
+
+        >>> Cut.parse("cut 0 (r0:2 r1:3)") == Cut.even(0, 5, num_ranks=2)
+        True
+        """
+        found = _TEXT.fullmatch(text)
+        if found is None:
+            raise ValueError(f"{text!r} is no cut such as 'cut 0 (r0:2 r1:3)': dimension, rank and slices")
+        runs = (run.removeprefix("r").split(":") for run in found["runs"].split(" "))
+        return cls.of(int(found["dim"]), ((int(rank), int(length)) for rank, length in runs))
+
+    # ---- what it says ----
+
+    @property
+    def size(self) -> int:
+        """Slices along the dimension, of all ranks."""
+        return sum(run.length for run in self.runs)
+
+    def length(self, rank: int) -> int:
+        """Slices that a rank has."""
+        return sum(run.length for run in self.runs if run.rank == rank)
+
+    def intervals(self, rank: int) -> list[tuple[int, int]]:
+        """The slices ``[start, stop)`` of the tensor that a rank has, ascending."""
+        return [(a, b) for owner, a, b in self.bounds() if owner == rank]
+
+    def bounds(self) -> list[tuple[int, int, int]]:
+        """``(rank, start, stop)`` of each run."""
+        found, start = [], 0
+        for rank, length in self.runs:
+            found.append((rank, start, start + length))
+            start += length
+        return found
+
+    def reaches(self, num_ranks: int) -> bool:
+        """Whether each of so many ranks has at least one slice."""
+        return len({run.rank for run in self.runs}) == num_ranks
+
+    # ---- cuts of what is made from the tensor ----
+
+    def at(self, dim: int) -> "Cut":
+        """The same runs along another dimension."""
+        return self if dim == self.dim else Cut(dim, self.runs)
+
+    def repeated(self, times: int) -> "Cut":
+        """The cut of so many copies of the dimension, one after the other."""
+        return Cut.of(self.dim, self.runs * times)
+
+    def times(self, factor: int) -> "Cut":
+        """The cut after each slice became so many."""
+        return Cut.of(self.dim, ((rank, length * factor) for rank, length in self.runs))
+
+    def over(self, factor: int) -> "Cut | None":
+        """The cut after so many slices became one; None if two ranks would have parts of a slice."""
+        if any(length % factor for _, length in self.runs):
+            return None
+        return Cut.of(self.dim, ((rank, length // factor) for rank, length in self.runs))
+
+    def slice(self, start: int, stop: int, step: int = 1) -> "Cut":
+        """The cut of ``tensor[start:stop:step]`` along the dimension; bounds within the tensor, step > 0."""
+
+        def count(bound: int) -> int:
+            return -((min(max(bound, start), stop) - start) // -step)
+
+        return Cut.of(self.dim, ((rank, count(b) - count(a)) for rank, a, b in self.bounds()))
+
+    def local_slice(self, rank: int, start: int, stop: int, step: int = 1) -> tuple[int, int]:
+        """Bounds, within a rank's part, of its share of ``tensor[start:stop:step]``.
+
+        The step stays the same within a run, but not over the gap between two runs of the rank.
+
+        Raises:
+            ValueError: the step is not 1, and the rank has several runs.
+        """
+        own = self.intervals(rank)
+        if step != 1 and len(own) > 1:
+            raise ValueError(f"a step of {step} over {len(own)} runs of rank {rank}: local slices are uneven")
+        if step != 1 and own:
+            a, b = own[0]
+            first = start if start >= a else start + -((a - start) // -step) * step
+            return min(first, b) - a, max(min(stop, b), min(first, b)) - a
+        before = sum(max(0, min(b, start) - a) for a, b in own)
+        inside = sum(max(0, min(b, stop) - max(a, start)) for a, b in own)
+        return before, before + inside
+
+    def reversed(self) -> "Cut":
+        """The cut of the tensor with the dimension flipped."""
+        return Cut(self.dim, self.runs[::-1])
+
+    def __str__(self) -> str:
+        return f"cut {self.dim} ({' '.join(f'r{rank}:{length}' for rank, length in self.runs)})"
+
+
+Placement = Whole | PartialSum | Cut
+
+WHOLE = Whole()
+PARTIAL_SUM = PartialSum()
+
+
+@dataclass(frozen=True, slots=True)
+class BetweenUnits:
+    """Where tensors between units are, by their shapes alone, so that all stages of a pipeline agree.
+
+    Attributes:
+        num_ranks: that share them.
+        dim: along which they are cut; None: every rank has all of them.
+        lengths: of that dimension, of tensors that are cut; all others are whole.
+
+    Example:
+        >>> from shardwright.placement import BetweenUnits
+        >>> of_batch = BetweenUnits.of_batch([(8, 5), (8,)], 1, num_ranks=2)
+        >>> print(of_batch.placement((8, 5, 64)), of_batch.placement((8, 4, 5, 5)))
+        cut 1 (r0:2 r1:3) whole
+    """
+
+    num_ranks: int
+    dim: int | None = None
+    lengths: frozenset[int] = frozenset()
+
+    @classmethod
+    def of_batch(cls, shapes: Iterable[Sequence[int]], dim: int | None, *, num_ranks: int) -> Self:
+        """Cuts what is as long along a dimension as some tensor of the batch, and has a slice for each rank.
+
+        Args:
+            shapes: of the tensors of a microbatch.
+            dim: the dimension; None: nothing is cut.
+            num_ranks: that share the tensors.
+        """
+        if dim is None:
+            return cls(num_ranks)
+        lengths = frozenset(shape[dim] for shape in shapes if len(shape) > dim)
+        return cls(num_ranks, dim, frozenset(length for length in lengths if length >= num_ranks))
+
+    @property
+    def cuts(self) -> bool:
+        """Whether any tensor may be cut."""
+        return self.dim is not None
+
+    def placement(self, shape: Sequence[int]) -> Whole | Cut:
+        """The placement of a tensor of this shape."""
+        if self.dim is None or self.dim >= len(shape) or shape[self.dim] not in self.lengths:
+            return WHOLE
+        return Cut.even(self.dim, shape[self.dim], num_ranks=self.num_ranks)
+
+    def share(self, shape: Sequence[int]) -> float:
+        """The share of a tensor of this shape that the rank with most has."""
+        cut = self.placement(shape)
+        if isinstance(cut, Whole):
+            return 1.0
+        return max(cut.length(rank) for rank in range(self.num_ranks)) / cut.size

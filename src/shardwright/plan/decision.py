@@ -1,0 +1,118 @@
+"""The decisions of a plan: the grid of ranks, the order of work, and the units of each stage."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+
+from shardwright.files import Record
+from shardwright.limits import MOST_MICROBATCHES, MOST_RANKS
+from shardwright.mesh import canonical_placement
+
+__all__ = ["MeshPlan", "Microbatches", "SchedulePlan", "StagePlan"]
+
+Degree = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+Microbatches = Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)]
+
+
+class MeshPlan(Record):
+    """Degrees of parallelism, and the order in which ranks are laid out.
+
+    Attributes:
+        pipeline: ranks that share one replica of the model.
+        data: replicas.
+        shard: replicas that share their parameters; 1 where each has all of them.
+        tensor: ranks that share every layer of a stage; files name it where it is not 1, as the next two.
+        context: ranks that share the sequences of a batch.
+        expert: ranks that share the experts of a stage.
+        placement_strategy: permutation of ``D``, ``P``, ``T``; the rightmost varies fastest over the ranks.
+    """
+
+    pipeline: Degree = 1
+    data: Degree = 1
+    shard: Degree = 1
+    tensor: Degree = 1
+    context: Degree = 1
+    expert: Degree = 1
+    placement_strategy: str = "DPT"
+
+    @field_validator("placement_strategy")
+    @classmethod
+    def _permutation(cls, value: str) -> str:
+        return canonical_placement(value)
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.world_size > MOST_RANKS:
+            raise ValueError(
+                f"the product of degrees is {self.world_size} ranks, but at most {MOST_RANKS} go"
+            )
+        if self.data % self.shard:
+            raise ValueError(f"shard is {self.shard}, but it must divide data, which is {self.data}")
+        shared = {"tensor": self.tensor, "context": self.context, "expert": self.expert}
+        if len(several := [name for name, degree in shared.items() if degree > 1]) > 1:
+            raise ValueError(f"{' and '.join(several)} are above 1, but ranks share a batch in one way")
+        return self
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that the plan needs."""
+        return self.pipeline * self.data * self.share
+
+    @property
+    def share(self) -> int:
+        """Ranks that share a batch, and work on it together (see `Mesh.share`)."""
+        return self.tensor * self.context * self.expert
+
+    @property
+    def title(self) -> str:
+        """The degrees as an equation has them; context, expert and tensor where they are not 1."""
+        degrees = {"pipeline": self.pipeline, "data": self.data}
+        shared = {"context": self.context, "expert": self.expert, "tensor": self.tensor}
+        degrees |= {name: degree for name, degree in shared.items() if degree != 1}
+        return " * ".join(f"{name}({degree})" for name, degree in degrees.items())
+
+    @property
+    def shared_title(self) -> str:
+        """How ranks share a batch, behind other degrees: `` x context 2``; empty where they do not."""
+        degrees = {"context": self.context, "expert": self.expert, "tensor": self.tensor}
+        return "".join(f" x {name} {degree}" for name, degree in degrees.items() if degree > 1)
+
+    @model_serializer(mode="wrap")
+    def _without_ones(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves `tensor`, `context` and `expert` out where they are 1, for older versions."""
+        found: dict[str, Any] = serialize(self)
+        ones = [name for name in ("tensor", "context", "expert") if found.get(name) == 1]
+        return {name: value for name, value in found.items() if name not in ones}
+
+
+class SchedulePlan(Record):
+    """The order of work.
+
+    Attributes:
+        kind: name of the schedule family.
+        microbatches: parts into which a batch is split.
+        active_microbatches: bound on microbatches in flight; None where the schedule itself bounds them.
+        reduce_every_microbatch: gradients of parameters that replicas share are reduced between these in
+            every backward, else once a batch.
+    """
+
+    kind: Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"]
+    microbatches: Microbatches
+    active_microbatches: Microbatches | None = None
+    reduce_every_microbatch: bool = False
+
+
+class StagePlan(Record):
+    """One stage: consecutive unit calls, and the pipeline rank that runs them.
+
+    Attributes:
+        rank: pipeline rank, from 0.
+        units: labels of unit calls in execution order; may be empty.
+        recompute: labels of those whose activations are recomputed in the backward.
+        offload: labels of those whose kept tensors are offloaded; where they are recomputed, their inputs.
+    """
+
+    rank: Annotated[int, Field(ge=0, lt=MOST_RANKS)]
+    units: tuple[str, ...]
+    recompute: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()

@@ -1,0 +1,78 @@
+"""How the ranks of a tensor-parallel group share the parameters of a stage."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+
+from shardwright.files import Record
+from shardwright.limits import MOST_DIMS
+from shardwright.placement import Cut
+from shardwright.plan.parameter_cuts import CutText, cuts_by_pattern
+
+__all__ = ["TensorPlan", "TensorPrices"]
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class TensorPrices(Record):
+    """By which ranks choose the placements of what they compute: all decide alike, as the planner did.
+
+    Attributes:
+        latency_s: of a collective of the group.
+        bandwidth_Bps: of one rank's connection.
+        flops_per_s: of a rank's matrix products.
+        memory_Bps: at which a rank reads and writes elements.
+    """
+
+    latency_s: Seconds
+    bandwidth_Bps: Rate
+    flops_per_s: Rate
+    memory_Bps: Rate
+
+    def exchange_s(self, calls: float, num_bytes: float) -> float:
+        """Seconds of so many collectives, in which a rank sends so many bytes."""
+        return calls * self.latency_s + num_bytes / self.bandwidth_Bps
+
+
+class TensorPlan(Record):
+    """The decisions of a plan with a tensor degree.
+
+    Attributes:
+        prices: of changes of placement, and of work.
+        cuts: of parameters, by names or patterns of names (see `parameter_cuts`); each rank has all of the
+            others.
+        between_units: the dimension along which tensors between units are cut: 0 the batch, 1 the sequence.
+            None, and left out of files, where every rank has all of them.
+    """
+
+    prices: TensorPrices
+    cuts: dict[str, CutText] = Field(default_factory=dict)
+    between_units: Annotated[int, Field(ge=0, le=MOST_DIMS)] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        cuts: Mapping[str, Cut],
+        names: Sequence[str],
+        prices: TensorPrices,
+        *,
+        between_units: int | None = None,
+    ) -> Self:
+        """The plan with these cuts.
+
+        Args:
+            cuts: by the names of parameters.
+            names: of all parameters of the model.
+            prices, between_units: see above.
+        """
+        return cls(prices=prices, cuts=cuts_by_pattern(cuts, names), between_units=between_units)
+
+    @model_serializer(mode="wrap")
+    def _without_whole(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves `between_units` out where it is None: versions that do not know it read such files."""
+        found: dict[str, Any] = serialize(self)
+        if found.get("between_units") is None:
+            found.pop("between_units", None)
+        return found

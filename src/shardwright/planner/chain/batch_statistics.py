@@ -1,0 +1,113 @@
+"""Counts the samples that statistics over a batch, such as those of batch norms, need in a microbatch.
+
+Unlike all other layers, such layers compute something else once a batch is cut into microbatches. So the
+planner, where it is free to choose, cuts the batch into few: a microbatch has 16 samples or more, or as many
+as it can. (Torchvision's and Detectron's recipes have 16 on a device; below it the error of batch norms
+grows, see Wu and He, "Group Normalization", 2018, figure 1.)
+"""
+
+from collections.abc import Mapping, Sequence
+
+from shardwright.config import Config
+from shardwright.errors import PlanError
+from shardwright.model_graph import ModelGraph
+from shardwright.profile import Profile
+
+__all__ = ["count_groups", "statistics_are_split", "statistics_of_whole_batch", "statistics_reasons"]
+
+ENOUGH_SAMPLES = 16
+
+_NUM_NAMED = 3
+
+
+def count_groups(
+    candidates: Mapping[int, tuple[ModelGraph, Profile]], counts: Sequence[int], *, config: Config
+) -> list[list[int]]:
+    """Numbers of microbatches in the order in which to try them: those with enough samples come first.
+
+    Args:
+        candidates: for each number of microbatches, the graph traced at that size, and its profile.
+        counts: those that the settings allow.
+        config: a number that it fixes is the only one.
+
+    Raises:
+        PlanError: the statistics must be those of the batch, and the settings have it cut.
+    """
+    layers = _layers(candidates)
+    if not layers:
+        return [list(counts)]
+    if config.batch_statistics == "batch":
+        if 1 not in counts:
+            raise PlanError(statistics_of_whole_batch(layers, min(counts)))
+        return [[1]]
+    if config.microbatches is not None:
+        return [list(counts)]
+    enough = [m for m in counts if candidates[m][0].batch_size >= ENOUGH_SAMPLES] or [min(counts)]
+    rest = [m for m in counts if m not in enough]
+    return [enough, rest] if rest else [enough]
+
+
+def statistics_reasons(
+    candidates: Mapping[int, tuple[ModelGraph, Profile]], microbatches: int, *, config: Config, group: int
+) -> tuple[str, ...]:
+    """The plan's remarks on layers with statistics; empty if there are none.
+
+    Args:
+        candidates: as for `count_groups`.
+        microbatches: the number that was chosen.
+        config: the settings.
+        group: which of `count_groups` it is from.
+    """
+    layers, samples = _layers(candidates), candidates[microbatches][0].batch_size
+    if not layers:
+        return ()
+    if microbatches == 1:
+        return (f"Statistics over the batch ({_sample(layers)}) are those of all of it, one microbatch.",)
+    text = f"Statistics over the batch ({_sample(layers)}) are those of a microbatch, {_count(samples)}"
+    if config.microbatches is not None:
+        return (f"{text}.",)
+    if group:
+        return (f"{text}: more in each would not fit in memory.",)
+    goal = "for" if samples >= ENOUGH_SAMPLES else "to come close to"
+    return (f"{text}: {goal} {ENOUGH_SAMPLES} or more in each, the batch is not cut further.",)
+
+
+def statistics_are_split(layers: Sequence[str], *, samples: int, batch: int) -> str:
+    """The warning about statistics over a microbatch, with the remedy.
+
+    >>> statistics_are_split(["bn"], samples=4, batch=32)[:93]
+    '1 layer (bn) computes statistics over the 4 samples of a microbatch, not over the 32 of the b'
+    """
+    number = "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
+    computes = "computes" if len(layers) == 1 else "compute"
+    return (
+        f"{number} ({_sample(layers)}) {computes} statistics over the {_count(samples)} of a microbatch, not "
+        f"over the {batch} of the batch, as in a loop over the microbatches. For those of the whole batch "
+        "set batch_statistics to batch, which takes one microbatch."
+    )
+
+
+def statistics_of_whole_batch(layers: Sequence[str], microbatches: int) -> str:
+    """The error where statistics cannot be those of the batch, with the remedy."""
+    return (
+        f"batch_statistics is batch, but the batch is cut into {microbatches} microbatches, so that the "
+        f"statistics of {_sample(layers)} would be those of one of them. Set microbatches to 1 (with a plan "
+        "file: make the plan anew with batch_statistics batch), or batch_statistics to microbatch."
+    )
+
+
+def _layers(candidates: Mapping[int, tuple[ModelGraph, Profile]]) -> tuple[str, ...]:
+    """The layers with statistics, over all microbatch sizes: a trace of a single sample misses some."""
+    found = (name for graph, _ in candidates.values() for name in graph.batch_statistics)
+    return tuple(dict.fromkeys(found))
+
+
+def _sample(layers: Sequence[str]) -> str:
+    """``bn1, bn2, bn3 and 5 more``."""
+    more = len(layers) - _NUM_NAMED
+    named = [layer or "the model" for layer in layers[:_NUM_NAMED]]
+    return ", ".join(named) + (f" and {more} more" if more > 0 else "")
+
+
+def _count(samples: int) -> str:
+    return "1 sample" if samples == 1 else f"{samples} samples"

@@ -1,0 +1,245 @@
+"""A model as a chain: unit calls in execution order, their costs, and the values between them.
+
+A stage is an interval of the chain. Calls that must share a stage form one *atom*; cuts fall only between
+atoms::
+
+    calls    c0   c1   c2   c3   c4   c5          c1 and c3 call one unit that updates its buffers
+    atoms   [c0] [c1   c2   c3] [c4] [c5]
+    cuts    0    1              4         6       stages (0, 1], (1, 4], (4, 6]
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, nan
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.planner.chain.bonds import Bond
+from shardwright.profile import Cost, Provenance
+
+__all__ = ["CallCost", "Chain", "Floats", "Flow", "ParameterUse", "SavedValue", "StateBytes"]
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """A value, from the call that is its home to the later calls that read it.
+
+    Attributes:
+        source: position of the call in the chain.
+        targets: positions of the calls that read it, ascending, all after `source`.
+        num_bytes: size of the value.
+        gradient_bytes: size of the gradient that comes back; 0 if none does.
+        gradient_targets: those of `targets` that send a gradient back.
+    """
+
+    source: int
+    targets: tuple[int, ...]
+    num_bytes: int
+    gradient_bytes: int
+    gradient_targets: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedValue:
+    """A value that several calls keep for their backward: it takes memory once.
+
+    Attributes:
+        source: position of the call that is its home.
+        num_bytes: size of the value.
+        savers: positions of the calls that keep it.
+        glue_savers: for each operation that keeps it, the call at which it is at home.
+        readers: positions of the calls that read it, and keep it when they are recomputed.
+        sent: the last call that sends a gradient back; a stage that ends before it keeps the value.
+    """
+
+    source: int
+    num_bytes: int
+    savers: tuple[int, ...]
+    glue_savers: tuple[int, ...]
+    readers: tuple[int, ...]
+    sent: int
+
+    def keepers(self, recompute: Sequence[bool] | Mapping[int, bool]) -> list[int]:
+        """The calls that keep it, with repetitions, when these calls are recomputed."""
+        kept = [call for call in self.savers if not recompute[call]]
+        kept += [call for call in self.readers if recompute[call]]
+        return [*kept, *self.glue_savers]
+
+
+class StateBytes(NamedTuple):
+    """The memory of parameters on a rank, in bytes.
+
+    Attributes:
+        parameters: their values.
+        gradients: those of the trained ones.
+        optimized: the values that an optimizer keeps state for.
+        gathered: rows of other ranks while they are at hand.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimized: int = 0
+    gathered: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterUse:
+    """A parameter or buffer, and the calls that read it.
+
+    Attributes:
+        name: its first name.
+        num_bytes: its size.
+        trained: it has a gradient and optimizer state.
+        calls: positions of the calls, ascending.
+        num_elements: of the parameter.
+        is_buffer: it is a buffer.
+        shared: what it takes on a rank where replicas share it; None where they do not.
+        updates: ranks that share the optimizer's state for it, or for their rows of it.
+        wide: bytes of a gradient, or of what is updated, for each of its own.
+    """
+
+    name: str
+    num_bytes: int
+    trained: bool
+    calls: tuple[int, ...]
+    num_elements: int = 0
+    is_buffer: bool = False
+    shared: StateBytes | None = None
+    updates: int = 1
+    wide: int = 1
+
+    def state(self, *, may_be_shared: bool = True) -> StateBytes:
+        """The bytes that it takes on a rank.
+
+        Args:
+            may_be_shared: no other stage of the replica has it, too.
+        """
+        trained = self.num_bytes if self.trained else 0
+        state = StateBytes(self.num_bytes, trained, trained)
+        if self.shared is not None and may_be_shared:
+            state = self.shared
+        return state._replace(
+            gradients=state.gradients * self.wide,
+            optimized=-(-state.optimized * self.wide // self.updates),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallCost(Cost):
+    """The cost of a unit call, with the seconds of the operations whose home it is.
+
+    Attributes:
+        recompute_s: seconds of recomputing the call; operations are never recomputed.
+        kept_bytes: bytes that it keeps when it is recomputed.
+        glue_bytes: bytes kept by the operations whose home the call is; `saved_bytes` are those of the call.
+        work_bytes: temporary memory of the call, or of an operation at home with it.
+        split_work_bytes: `work_bytes` where the backward is split.
+        forward_exchange_s, backward_exchange_s: the parts of the seconds in which ranks of a tensor-parallel
+            group exchange.
+        exchange_bytes: that one of them sends meanwhile.
+        settling_s: seconds in which they settle gradients of the call's unit, once a step.
+    """
+
+    recompute_s: float = 0.0
+    kept_bytes: int = 0
+    glue_bytes: int = 0
+    work_bytes: int = 0
+    split_work_bytes: int = 0
+    forward_exchange_s: float = 0.0
+    backward_exchange_s: float = 0.0
+    exchange_bytes: int = 0
+    settling_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chain:
+    """Unit calls in execution order.
+
+    Attributes:
+        labels: label of each call.
+        starts: position of the first call of each atom, then the number of calls.
+        costs: of each call.
+        flows: what crosses when the chain is cut.
+        parameters: all parameters and buffers that some call reads.
+        provenance: ``"measured"`` if all costs are.
+        saved_values: values that more than one call may keep.
+        batch_bytes: the tensors of a microbatch.
+        bonds: which calls must share a stage, and why.
+        most_gathered: bytes of rows of other ranks that a rank has at hand at once, at most.
+        gatherings: how often in a batch they are gathered where they are more than that; else once.
+        reductions: how often in a batch the gradients of shared parameters are reduced between their ranks.
+    """
+
+    labels: tuple[str, ...]
+    starts: tuple[int, ...]
+    costs: tuple[CallCost, ...]
+    flows: tuple[Flow, ...]
+    parameters: tuple[ParameterUse, ...]
+    provenance: Provenance
+    saved_values: tuple[SavedValue, ...] = ()
+    batch_bytes: int = 0
+    bonds: tuple[Bond, ...] = ()
+    most_gathered: float = inf
+    gatherings: int = 1
+    reductions: int = 1
+    _columns: dict[str, Floats] = field(default_factory=dict, init=False, repr=False)
+
+    def column(self, name: str) -> Floats:
+        """One attribute of the costs of all calls; NaN where it is not known."""
+        if name not in self._columns:
+            values = (getattr(cost, name) for cost in self.costs)
+            self._columns[name] = np.array([nan if value is None else value for value in values], dtype=float)
+        return self._columns[name]
+
+    @property
+    def num_calls(self) -> int:
+        """Unit calls."""
+        return len(self.labels)
+
+    @property
+    def num_atoms(self) -> int:
+        """Pieces that the chain can be cut into at most."""
+        return len(self.starts) - 1
+
+    @property
+    def atom_of_call(self) -> NDArray[np.int64]:
+        """The atom of each call."""
+        sizes = np.diff(np.asarray(self.starts))
+        return np.repeat(np.arange(self.num_atoms), sizes)
+
+    def ties(self) -> tuple[tuple[ParameterUse, ...], ...]:
+        """Groups of parameters that the same several atoms read, largest first."""
+        atom = self.atom_of_call
+        groups: dict[tuple[int, ...], list[ParameterUse]] = {}
+        for use in self.parameters:
+            atoms = tuple(dict.fromkeys(int(atom[call]) for call in use.calls))
+            if len(atoms) > 1:
+                groups.setdefault(atoms, []).append(use)
+        return tuple(
+            sorted((tuple(group) for group in groups.values()), key=lambda g: -sum(u.num_bytes for u in g))
+        )
+
+    def contract(self, spans: Iterable[tuple[int, int]]) -> "Chain":
+        """The chain with all atoms between the first and the last call of each span made one."""
+        inner = np.zeros(self.num_calls + 1, dtype=bool)
+        for first, last in spans:
+            inner[first + 1 : last + 1] = True
+        return self._cut_at(start for start in self.starts if not inner[start])
+
+    def bound(self, *, stages_per_rank: int) -> "Chain":
+        """The chain with all calls that must share a stage made one atom."""
+        held = (bond for bond in self.bonds if stages_per_rank > 1 or not bond.one_rank)
+        return self.contract((bond.first, bond.last) for bond in held)
+
+    def uncontracted(self) -> "Chain":
+        """The chain with every call an atom of its own."""
+        return self._cut_at(range(self.num_calls + 1))
+
+    def _cut_at(self, starts: Iterable[int]) -> "Chain":
+        found = replace(self, starts=tuple(starts))
+        found._columns.update(self._columns)  # of the same costs
+        return found

@@ -1,0 +1,188 @@
+"""A model over the ranks of a tensor-parallel group: what its units cost there.
+
+::
+
+    whole unit     forward 8 ms                        backward 16 ms
+    over 2 ranks   forward 4.1 ms + exchange 0.5 ms    backward 8.2 ms + exchange 0.5 ms    settling, a step
+                           │                 │
+                     share of the work   collectives x latency + bytes / bandwidth, operations x dispatch
+
+What ranks send and keep is worked out once, on tensors without data (`torch/units/tensor_division.py`).
+Seconds follow from those of the whole unit, measured or estimated, for microbatches of any size.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from shardwright.costs.own_runtime import DIVIDED_OPERATION_S
+from shardwright.model_graph import ModelGraph, TensorSpec
+from shardwright.placement import BetweenUnits, Cut
+from shardwright.plan import TensorPlan, TensorPrices
+from shardwright.profile import Profile, UnitCost
+
+__all__ = ["DividedUnit", "Division", "Passage"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """A forward, or a backward, of a divided unit, on the busiest rank.
+
+    Attributes:
+        share: of the whole unit's work.
+        calls: collectives.
+        num_bytes: that the rank sends.
+        operations: on divided tensors.
+    """
+
+    share: float = 1.0
+    calls: int = 0
+    num_bytes: int = 0
+    operations: int = 0
+
+    def seconds(self, whole_s: float, prices: TensorPrices, size: float) -> float:
+        """Seconds of it.
+
+        Args:
+            whole_s: of the whole unit.
+            prices: of what it exchanges.
+            size: samples of the microbatch, over those for which it was worked out.
+        """
+        exchange_s = prices.exchange_s(self.calls, self.num_bytes * size)
+        return whole_s * self.share + exchange_s + self.operations * DIVIDED_OPERATION_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DividedUnit:
+    """A unit over the ranks of a group.
+
+    Attributes:
+        forward, backward: of one microbatch.
+        kept_share: of the bytes that the whole unit keeps for its backward.
+        settling_calls, settling_bytes: once a step, gradients get the placements of their parameters.
+    """
+
+    forward: Passage = field(default_factory=Passage)
+    backward: Passage = field(default_factory=Passage)
+    kept_share: float = 1.0
+    settling_calls: int = 0
+    settling_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """How the ranks of a tensor-parallel group share a model.
+
+    Attributes:
+        degree: ranks of the group.
+        samples: of the microbatch for which bytes were worked out.
+        prices: of what ranks exchange and compute.
+        decided_by: prices by which they choose the placements of what they compute; None: these.
+        cuts: of parameters, by name; each rank has all of the others.
+        units: by name; those that are left out are computed whole by every rank.
+        operations: between units, by the number of their node.
+        whole_modules: of which no rank can have a part, by name, and why.
+        between: where tensors between units are; None: every rank has all of them.
+    """
+
+    degree: int
+    samples: int
+    prices: TensorPrices
+    decided_by: TensorPrices | None = None
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    units: Mapping[str, DividedUnit] = field(default_factory=dict)
+    operations: Mapping[int, DividedUnit] = field(default_factory=dict)
+    whole_modules: Mapping[str, str] = field(default_factory=dict)
+    between: BetweenUnits | None = None
+
+    def plan_of(self, graph: ModelGraph) -> TensorPlan:
+        """What a plan says of it."""
+        names = [name for name, each in graph.parameters.items() if not each.is_buffer]
+        dim = None if self.between is None else self.between.dim
+        return TensorPlan.of(self.cuts, names, self.decided_by or self.prices, between_units=dim)
+
+    def profile(self, graph: ModelGraph, whole: Profile) -> Profile:
+        """The costs of a graph's units on the busiest rank."""
+        costs = dict(whole.costs)
+        size = graph.batch_size / self.samples
+        for node in graph.nodes:
+            unit = self.units.get(node.name)
+            if (
+                node.kind == "unit"
+                and unit is not None
+                and costs[node.cost_class] is whole.costs[node.cost_class]
+            ):
+                costs[node.cost_class] = self._cost(unit, whole.costs[node.cost_class], size)
+        return replace(whole, costs=costs)
+
+    def _cost(self, unit: DividedUnit, whole: UnitCost, size: float) -> UnitCost:
+        share, kept = unit.backward.share, unit.kept_share
+        apart_s = unit.backward.seconds(0.0, self.prices, size) if whole.backward_s else 0.0
+        return replace(
+            whole,
+            forward_s=unit.forward.seconds(whole.forward_s, self.prices, size),
+            backward_s=whole.backward_s * share + apart_s,
+            weight_s=whole.weight_s * share,
+            input_s=None if whole.input_s is None else whole.input_s * share + apart_s,
+            saved_bytes=round(whole.saved_bytes * kept),
+            weight_bytes=None if whole.weight_bytes is None else round(whole.weight_bytes * kept),
+            work_bytes=round(whole.work_bytes * kept),
+            split_work_bytes=None if whole.split_work_bytes is None else round(whole.split_work_bytes * kept),
+            input_bytes=round(whole.input_bytes * self._share_between),
+            flops=round(whole.flops * unit.forward.share),
+        )
+
+    def between_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of a tensor between units on the rank with most of it."""
+        share = 1.0 if self.between is None else self.between.share(spec.shape)
+        return round(spec.num_bytes * share)
+
+    def share_of_operation(self, number: int) -> float:
+        """What is left of an operation between units on the busiest rank."""
+        return self.operations.get(number, _WHOLE).kept_share
+
+    @property
+    def _share_between(self) -> float:
+        return 1.0 if self.between is None else 1 / self.degree
+
+    def settling_s(self, name: str) -> float:
+        """Seconds of settling the gradients of a unit, once a step."""
+        unit = self.units.get(name, _WHOLE)
+        return self.prices.exchange_s(unit.settling_calls, unit.settling_bytes)
+
+    def held(self, name: str, num: int) -> int:
+        """Of so many elements or bytes of a parameter, those of the rank with most."""
+        cut = self.cuts.get(name)
+        if cut is None or not cut.size:
+            return num
+        return -(-num * max(cut.length(rank) for rank in range(self.degree)) // cut.size)
+
+    def exchange_seconds(self, name: str, samples: int) -> tuple[float, float]:
+        """Seconds of the exchange in the forward of a unit on so many samples, and in its backward."""
+        forward_s, backward_s, _ = self.exchange_of(self.units.get(name, _WHOLE), samples)
+        return forward_s, backward_s
+
+    def exchange_of(self, unit: DividedUnit, samples: int) -> tuple[float, float, int]:
+        """Seconds of an exchange in the forward and the backward, and the bytes that a rank sends in both."""
+        size = samples / self.samples
+        forward_s, backward_s = (
+            self.prices.exchange_s(each.calls, each.num_bytes * size)
+            for each in (unit.forward, unit.backward)
+        )
+        return forward_s, backward_s, round((unit.forward.num_bytes + unit.backward.num_bytes) * size)
+
+    def sent_bytes(self, name: str, samples: int) -> int:
+        """Bytes that a rank sends in a forward and a backward of a unit on so many samples."""
+        return self.exchange_of(self.units.get(name, _WHOLE), samples)[2]
+
+    def collectives(self, name: str) -> int:
+        """Collectives in a forward and a backward of a unit."""
+        unit = self.units.get(name, _WHOLE)
+        return unit.forward.calls + unit.backward.calls
+
+    def shares(self, name: str) -> tuple[float, float]:
+        """What is left of a unit's work, and of the bytes that it keeps, on the busiest rank."""
+        unit = self.units.get(name, _WHOLE)
+        return (unit.forward.share + 2 * unit.backward.share) / 3, unit.kept_share
+
+
+_WHOLE = DividedUnit()

@@ -1,0 +1,156 @@
+"""A measured model as a file: ``shardwright profile`` writes it, ``plan make --profile`` reads it.
+
+It holds the costs of units, by cost class, and the machines of the measurement; the model is traced anew. So
+one file serves every number of ranks and every grid, as long as microbatches have measured sizes; the costs
+of other sizes are estimated, and plans say so.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import inf
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator
+
+from shardwright import __version__
+from shardwright.cluster import Cluster, Device, Link
+from shardwright.errors import ConfigError
+from shardwright.files import Record, UserFile, replace_file
+from shardwright.limits import MOST_BYTES, MOST_RANKS, MOST_RANKS_OF_HOST
+from shardwright.plan import CostRecord
+from shardwright.profile import UnitCost
+
+__all__ = ["MeasuredProfile"]
+
+_MOST_S = 1e6  # days for one unit are a mistake
+Seconds = Annotated[float, Field(ge=0, le=_MOST_S)]
+Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
+Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
+Flops = Annotated[int, Field(ge=0, le=10**30)]
+Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredProfile:
+    """The measured costs of a model's units on some machines.
+
+    Attributes:
+        fingerprint: of the model, as plans have it.
+        costs: by cost class.
+        cluster: the machines.
+        num_ranks: that measured at the same time.
+        when: date and time, UTC.
+    """
+
+    fingerprint: str
+    costs: Mapping[str, UnitCost]
+    cluster: Cluster
+    num_ranks: int
+    when: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """A form that `json` can write."""
+        return {
+            "format": "shardwright-profile",
+            "version": 1,
+            "created_by": f"shardwright {__version__}",
+            "fingerprint": self.fingerprint,
+            "num_ranks": self.num_ranks,
+            "when": self.when,
+            "cluster": asdict(self.cluster),
+            "costs": {key: asdict(cost) for key, cost in self.costs.items()},
+        }
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Writes the file, whole or not at all."""
+        document = _Document.model_validate(self.to_dict())
+        replace_file(path, document.model_dump_json(indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> "MeasuredProfile":
+        """Reads a file.
+
+        Raises:
+            ConfigError: it cannot be read, or is no profile; all fields that are wrong are named.
+        """
+        advice = "shardwright profile makes it anew"
+        file = UserFile(path, what="profile", error=ConfigError, advice=advice)
+        found = file.model(_Document, file.read_json())
+        return cls(
+            fingerprint=found.fingerprint,
+            costs={key: UnitCost(**cost.model_dump()) for key, cost in found.costs.items()},
+            cluster=found.cluster.cluster(),
+            num_ranks=found.num_ranks,
+            when=found.when,
+        )
+
+
+class _Link(Record):
+    latency_s: Seconds
+    bandwidth_Bps: Positive
+    occupancy: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+    def link(self) -> Link:
+        return Link(**self.model_dump())
+
+
+class _Device(Record):
+    name: str
+    family: str = ""
+    memory_bytes: Bytes
+    flops_per_s: Positive
+    reached: Annotated[float, Field(gt=0, le=1)] = 0.7
+    memory_Bps: Positive
+    overhead_s: Seconds
+    update_Bps: Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)] = 0.0
+
+
+class _Cluster(Record):
+    device: _Device
+    ranks_per_node: Annotated[int, Field(ge=1, le=MOST_RANKS_OF_HOST)]
+    cores_per_node: Annotated[int, Field(ge=0, le=MOST_RANKS_OF_HOST)]
+    intra_node: _Link
+    inter_node: _Link
+    host: _Link | None = None
+    slowness: tuple[Positive, ...] = ()
+
+    def cluster(self) -> Cluster:
+        return Cluster(
+            device=Device(**self.device.model_dump()),
+            ranks_per_node=self.ranks_per_node,
+            cores_per_node=self.cores_per_node,
+            intra_node=self.intra_node.link(),
+            inter_node=self.inter_node.link(),
+            host=None if self.host is None else self.host.link(),
+            slowness=self.slowness,
+        )
+
+
+class _Cost(CostRecord):
+    input_bytes: NonNegativeInt = 0
+    work_bytes: NonNegativeInt = 0
+    split_work_bytes: NonNegativeInt | None = None
+    flops: Flops = 0
+    provenance: Literal["measured", "estimated"] = "measured"
+    spread: Seconds = 0.0
+
+    @field_validator("*")
+    @classmethod
+    def _of_one_call(cls, value: Any, info: ValidationInfo) -> Any:
+        name = str(info.field_name)
+        most = _MOST_S if name.endswith("_s") else MOST_BYTES if name.endswith("_bytes") else inf
+        if isinstance(value, int | float) and value > most:
+            raise ValueError(f"it must be at most {most}")
+        return value
+
+
+class _Document(Record):
+    format: Literal["shardwright-profile"]
+    version: Literal[1]
+    created_by: str
+    fingerprint: str
+    num_ranks: Ranks
+    when: str
+    cluster: _Cluster
+    costs: dict[str, _Cost]

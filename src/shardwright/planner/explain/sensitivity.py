@@ -1,0 +1,58 @@
+"""Finds what would shorten a planned step, from the plan alone."""
+
+from dataclasses import dataclass
+
+from shardwright.plan import Plan
+from shardwright.planner.explain.plan_replay import Change, base_setting, change_setting, play
+
+__all__ = ["Sensitivity", "sensitivities"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """One change and its gain.
+
+    Attributes:
+        name: for display.
+        step_s: seconds of the step with it.
+        saved_s: seconds less than without it; negative where it costs time.
+        assumption: what is taken for granted; empty where nothing is.
+    """
+
+    name: str
+    step_s: float
+    saved_s: float
+    assumption: str = ""
+
+
+_PROPORTION = "seconds and bytes of a microbatch in proportion to its size"
+
+
+def sensitivities(plan: Plan) -> tuple[Sensitivity, ...]:
+    """Faster compute, faster links, other microbatches: the step with each, everything else as planned.
+
+    Links are left out where the plan does not say which it was made for.
+
+    Raises:
+        PlanError: the plan has no prediction.
+    """
+    base_s = play(base_setting(plan)).step_s
+    assert plan.prediction is not None
+    microbatches = plan.schedule.microbatches
+    changes = [("10 % faster compute", Change(compute_rate=1.1), "")]
+    if plan.prediction.conditions is not None:
+        changes.append(("twice the bandwidth", Change(bandwidth=2.0), ""))
+        changes.append(("half the latency", Change(latency=0.5), ""))
+    changes.append(
+        (f"{2 * microbatches} microbatches", Change(num_microbatches=2 * microbatches), _PROPORTION)
+    )
+    if microbatches > 1:
+        fewer = microbatches // 2
+        changes.append(
+            (f"{fewer} microbatch{'es' * (fewer > 1)}", Change(num_microbatches=fewer), _PROPORTION)
+        )
+    found = []
+    for name, change, assumption in changes:
+        step_s = play(change_setting(plan, change)).step_s
+        found.append(Sensitivity(name, step_s, base_s - step_s, assumption))
+    return tuple(found)

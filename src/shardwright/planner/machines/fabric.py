@@ -1,0 +1,227 @@
+"""The machines as one pipeline sees them: links between its ranks, cores, gradient reductions."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from shardwright.cluster import Cluster, Link
+from shardwright.costs.own_runtime import STEP_S
+from shardwright.mesh import Mesh
+from shardwright.plan import TensorPrices
+from shardwright.planner.machines.overlap import Moments, exposed_after, exposed_before, moments_of
+from shardwright.planner.machines.past_runs import NO_CORRECTION, Correction
+from shardwright.planner.partition.layout import Layout
+
+__all__ = ["NO_SUMS", "Fabric", "ReplicaSeconds"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSeconds:
+    """The seconds that replicas spend on exchange in a step.
+
+    Attributes:
+        total_s: seconds that it takes.
+        exposed_s: by which the step is longer.
+        window_s: seconds of computing that can hide sums.
+    """
+
+    total_s: float
+    exposed_s: float
+    window_s: float
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds of it in which ranks compute."""
+        return max(0.0, self.total_s - self.exposed_s)  # sums of the same seconds in another order
+
+
+NO_SUMS = ReplicaSeconds(0.0, 0.0, 0.0)
+"""There is one replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """A cluster with a mesh laid over it; replica 0 represents all.
+
+    Attributes:
+        cluster: the machines.
+        mesh: which rank does what.
+        correction: what earlier runs on them say about predictions.
+    """
+
+    cluster: Cluster
+    mesh: Mesh
+    correction: Correction = NO_CORRECTION
+
+    def link(self, source: int, target: int) -> Link:
+        """The link between two pipeline ranks of a replica."""
+        return self.cluster.link(self.mesh.rank_of(pp=source), self.mesh.rank_of(pp=target))
+
+    @property
+    def neighbour_link(self) -> Link | None:
+        """The slowest link between consecutive pipeline ranks; None where there is one rank only."""
+        links = [self.link(rank, rank + 1) for rank in range(self.mesh.pipeline - 1)]
+        return max(links, key=lambda link: link.seconds(2**20), default=None)
+
+    @property
+    def host(self) -> Link | None:
+        """The way from each rank to what is below its memory, for what is offloaded; None where not known.
+
+        Its thread takes a core from computing only where none is left over.
+        """
+        host, cores = self.cluster.host, self.cluster.cores_per_node
+        if host is None:
+            return None
+        spare = cores >= 2 * self._ranks_on_host
+        return replace(host, occupancy=0.0) if spare else host
+
+    @property
+    def slowness(self) -> tuple[float, ...]:
+        """For each pipeline rank, how many times as long it computes as costs say; empty: as long.
+
+        Replicas wait for one another: the slowest counts.
+        """
+        if not self.cluster.slowness:
+            return ()
+        mesh = self.mesh
+        return tuple(
+            max(self.cluster.slowness_of(mesh.rank_of(pp=p, rdp=d)) for d in range(mesh.data))
+            for p in range(mesh.pipeline)
+        )
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Pipeline ranks of one replica that share a host."""
+        hosts = [
+            self.mesh.rank_of(pp=rank) // self.cluster.ranks_per_node for rank in range(self.mesh.pipeline)
+        ]
+        return hosts.count(hosts[0])
+
+    @property
+    def cores(self) -> int:
+        """CPU cores for the ranks of one replica on one host; 0 where every rank has a device of its own."""
+        if not self.cluster.cores_per_node:
+            return 0
+        return max(1, self.cluster.cores_per_node * self.ranks_per_node // self._ranks_on_host)
+
+    @property
+    def crowding(self) -> float:
+        """The factor on computing where the replicas of a host have less than a core each."""
+        cores = self.cluster.cores_per_node
+        return max(1.0, self._ranks_on_host / (cores * self.ranks_per_node)) if cores else 1.0
+
+    @property
+    def _ranks_on_host(self) -> int:
+        """Ranks of all replicas that share a host."""
+        return min(self.cluster.ranks_per_node, self.mesh.world_size)
+
+    @property
+    def step_overhead_s(self) -> float:
+        """Seconds that the runtime takes before the first action of a step and after the last one.
+
+        All ranks take them at the same time: those that share a core wait for one another.
+        """
+        cores = self.cluster.cores_per_node
+        crowd = max(1.0, self._ranks_on_host / cores) if cores else 1.0
+        return crowd * STEP_S
+
+    @property
+    def tensor_prices(self) -> TensorPrices:
+        """What ranks of a tensor-parallel group pay, by the slowest of their links."""
+        groups = self.mesh.groups("share")
+        links = [self.cluster.link(first, other) for first, *others in groups for other in others]
+        device = self.cluster.device
+        return TensorPrices(
+            latency_s=2 * max(link.latency_s for link in links) * math.log2(self.mesh.share),
+            bandwidth_Bps=min(link.bandwidth_Bps for link in links),
+            flops_per_s=device.flops_per_s * device.reached,
+            memory_Bps=device.memory_Bps,
+        )
+
+    def all_reduce_seconds(self, num_bytes: float, ranks: Iterable[int], *, at_once: int = 1) -> float:
+        """Seconds of summing `num_bytes` over world ranks, as a ring with a logarithmic latency.
+
+        ``2 (n - 1) / n * bytes / bandwidth + 2 latency log2(n)`` over the slowest link.
+
+        Args:
+            num_bytes: of each rank.
+            ranks: of the world.
+            at_once: groups of each host that do so at the same time; they share its link to other hosts.
+        """
+        members = sorted(ranks)
+        n = len(members)
+        if n < 2 or num_bytes <= 0:
+            return 0.0
+        links = [self.cluster.link(a, b) for a, b in zip(members, members[1:] + members[:1], strict=True)]
+        slowest = max(links, key=lambda link: link.seconds(num_bytes / n))
+        hosts = {rank // self.cluster.ranks_per_node for rank in members}
+        shared = at_once if len(hosts) > 1 else 1
+        transfer = 2 * (n - 1) / n * num_bytes / slowest.bandwidth_Bps * shared
+        return transfer + 2 * slowest.latency_s * math.log2(n)
+
+    def tie_seconds(self, layout: Layout) -> float:
+        """Seconds of summing the gradients of parameters that several pipeline ranks hold, once a step."""
+        groups: dict[tuple[int, ...], int] = {}
+        replicated = layout.replicated()
+        for use in layout.chain.parameters:
+            if use.trained and use.name in replicated:
+                ranks = tuple(sorted({layout.ranks[stage] for stage in replicated[use.name]}))
+                groups[ranks] = groups.get(ranks, 0) + use.num_bytes
+        return sum(
+            self.all_reduce_seconds(size, [self.mesh.rank_of(pp=rank) for rank in ranks])
+            for ranks, size in groups.items()
+        )
+
+    def replica_seconds(self, layout: Layout, *, splits: bool = False) -> "ReplicaSeconds":
+        """Seconds of summing the gradients over the replicas, once a step, on the rank that waits longest.
+
+        Parameters that replicas share are summed in two hops, and gathered where they are on several hosts.
+
+        Args:
+            layout: what each pipeline rank has.
+            splits: gradients of weights are computed apart, after the others.
+        """
+        if self.mesh.data == 1:
+            return NO_SUMS
+        gatherings, trained = layout.gatherings(), layout.trained_bytes()
+        of_ranks = [
+            self._replica_seconds(rank, trained[rank], moments, layout.chain.reductions, gatherings[rank])
+            for rank, moments in enumerate(moments_of(layout, splits=splits))
+        ]
+        return max(of_ranks, key=lambda each: (each.exposed_s, each.total_s))
+
+    def _replica_seconds(
+        self, rank: int, trained: tuple[int, int], moments: Moments, reductions: int, gatherings: int
+    ) -> "ReplicaSeconds":
+        """The seconds of one pipeline rank."""
+        first = self.mesh.rank_of(pp=rank)
+        apart, shared = trained
+        group, crowd = self.mesh.group("dp_shard", first), self.crowding
+        moments = moments.slower(crowd)
+        half_s = self._replicas_seconds(shared, group) / 2
+        parts_s = self._replicas_seconds(shared / len(group), self.mesh.group("dp_replicate", first))
+        sums_s = self._replicas_seconds(apart, self.mesh.group("rdp", first)) + half_s + parts_s
+        early_s, gathers_s = (reductions - 1) * half_s, gatherings * half_s
+        occupancy = self._occupancy(self.mesh.group("rdp", first))
+        exposed_s = exposed_after(moments.gradients, sums_s, occupancy=occupancy) + early_s
+        if gatherings == 1:
+            exposed_s += exposed_before(moments.rows, half_s, occupancy=occupancy)
+        else:  # they come in turns, as far ahead as there is room
+            exposed_s += gathers_s
+        total_s = sums_s + early_s + gathers_s
+        return ReplicaSeconds(
+            total_s=total_s, exposed_s=exposed_s, window_s=max(moments.window_s, total_s - exposed_s)
+        )
+
+    def _occupancy(self, ranks: Iterable[int]) -> float:
+        """Share of a sum over ranks for which they cannot compute: cores add what is in shared memory."""
+        hosts = {rank // self.cluster.ranks_per_node for rank in ranks}
+        if len(hosts) > 1:
+            return self.cluster.inter_node.occupancy
+        return 1.0 if self.cluster.cores_per_node else self.cluster.intra_node.occupancy
+
+    def _replicas_seconds(self, num_bytes: float, ranks: Sequence[int]) -> float:
+        """Seconds of a sum that all ranks of a host do at the same time, each in a group of its own kind."""
+        hosts = [rank // self.cluster.ranks_per_node for rank in ranks]
+        groups = self._ranks_on_host // hosts.count(hosts[0])
+        return self.all_reduce_seconds(num_bytes, ranks, at_once=groups)

@@ -1,0 +1,1 @@
+"""The memory of ranks: at its peak, with sharded states, with recomputation."""

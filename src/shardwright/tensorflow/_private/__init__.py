@@ -1,0 +1,65 @@
+"""Every use of private TensorFlow and Keras, with the reason.
+
+Tried with TensorFlow 2.21, Keras 3.15 and tf_keras 2.21. `tests/on_tensorflow/test_private.py` has a canary
+for each: a new version that changes one of them fails there.
+"""
+
+from shardwright.tensorflow._private.graphs import (
+    functions_inlined,
+    gradients_told,
+    is_stateful,
+    line_of,
+    operations_told,
+    outside_of_functions,
+)
+from shardwright.tensorflow._private.keras import (
+    count_batch,
+    keras_model_class,
+    layers_of,
+    layers_told,
+    new_layers_told,
+    stays_without_slots,
+    uses_keras_3,
+)
+from shardwright.tensorflow._private.optimizers import (
+    has_slots,
+    is_slot,
+    make_slots,
+    optimizer_bases,
+    optimizer_classes,
+    optimizer_v2_key,
+    optimizer_variables,
+    replaced_global_norm,
+    slots_of,
+)
+from shardwright.tensorflow._private.replacing import added, replaced
+from shardwright.tensorflow._private.variables import given_back, given_up
+
+__all__ = [
+    "added",
+    "count_batch",
+    "functions_inlined",
+    "given_back",
+    "given_up",
+    "gradients_told",
+    "has_slots",
+    "is_slot",
+    "is_stateful",
+    "keras_model_class",
+    "layers_of",
+    "layers_told",
+    "line_of",
+    "make_slots",
+    "new_layers_told",
+    "operations_told",
+    "optimizer_bases",
+    "optimizer_classes",
+    "optimizer_v2_key",
+    "optimizer_variables",
+    "outside_of_functions",
+    "replaced",
+    "replaced_global_norm",
+    "slots_of",
+    "stays_without_slots",
+    "uses_keras_3",
+]

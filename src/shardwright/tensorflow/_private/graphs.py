@@ -1,0 +1,131 @@
+"""Tracing of TensorFlow's function graphs: who makes an operation, for which gradient, at which line."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.autograph.core import ag_ctx as autograph_ctx
+from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.eager.polymorphic_function import polymorphic_function
+from tensorflow.python.framework import func_graph
+from tensorflow.python.ops import gradients_util
+
+from shardwright.tensorflow._private.replacing import replaced
+
+__all__ = [
+    "functions_inlined",
+    "gradients_told",
+    "is_stateful",
+    "line_of",
+    "operations_told",
+    "outside_of_functions",
+]
+
+# Frames of these are not the user's.
+_LIBRARIES = ("/tensorflow/", "/keras/src/", "/tf_keras/src/", "/shardwright/")
+
+
+@contextmanager
+def operations_told(tell: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Calls ``tell(graph, operation)`` for every operation that a function graph gets.
+
+    `FuncGraph._create_op_internal` makes all of them. Names and tracebacks alone do not tell the layer.
+    """
+
+    def make(original: Any) -> Any:
+        def create(self: Any, *args: Any, **kwargs: Any) -> Any:
+            operation = original(self, *args, **kwargs)
+            tell(self, operation)
+            return operation
+
+        return create
+
+    with replaced(func_graph.FuncGraph, "_create_op_internal", make):
+        yield
+
+
+@contextmanager
+def gradients_told(begin: Callable[[], None], end: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Calls ``begin()`` and ``end(gradients, sources)`` around the making of gradients.
+
+    `gradients_util._GradientsHelper` is behind `tf.gradients` and the gradients of loops;
+    `GradientTape.gradient` is public, but nobody is told of its calls. ``end(None, None)`` follows an error.
+    """
+
+    def around(position: int) -> Callable[[Any], Any]:
+        def make(original: Any) -> Any:
+            def asked(*args: Any, **kwargs: Any) -> Any:
+                result = sources = None
+                begin()
+                try:
+                    result = original(*args, **kwargs)
+                    names = "xs", "sources"
+                    given = next((kwargs[name] for name in names if name in kwargs), None)
+                    sources = given if given is not None else args[position]
+                finally:
+                    end(result, sources)
+                return result
+
+            return asked
+
+        return make
+
+    with (
+        replaced(gradients_util, "_GradientsHelper", around(1)),
+        replaced(tf.GradientTape, "gradient", around(2)),
+    ):
+        yield
+
+
+@contextmanager
+def outside_of_functions() -> Iterator[None]:
+    """Leaves the ``tf.function`` that is being traced, and lets tapes record.
+
+    `tf.init_scope` leaves it, and stops tapes, which a step function needs.
+    """
+    if tf.executing_eagerly():
+        yield
+        return
+    with tf.init_scope():
+        pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+        try:
+            yield
+        finally:
+            pywrap_tfe.TFE_Py_TapeSetStopOnThread()
+
+
+@contextmanager
+def functions_inlined() -> Iterator[None]:
+    """Puts the operations of the user's own ``tf.function`` objects into the graph that calls them.
+
+    A function in a graph is one operation, so the layers inside would have no stages. Those of Keras and
+    TensorFlow, such as the loops of LSTM, stay, and so do those that XLA compiles.
+    """
+
+    def make(original: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            own = self.python_function
+            module = getattr(own, "__module__", None) or ""
+            if self._jit_compile or module.partition(".")[0] in ("keras", "tf_keras", "tensorflow"):
+                return original(self, *args, **kwargs)
+            return autograph.tf_convert(own, autograph_ctx.control_status_ctx())(*args, **kwargs)
+
+        return call
+
+    with replaced(polymorphic_function.Function, "__call__", make):
+        yield
+
+
+def is_stateful(operation: Any) -> bool:
+    """Whether an operation does more than compute its outputs, or draws random numbers."""
+    return bool(operation.op_def.is_stateful)
+
+
+def line_of(operation: Any) -> str:
+    """The innermost line of the user's that made an operation; `Operation.traceback` keeps them."""
+    for frame in reversed(list(operation.traceback or ())):
+        if not any(library in frame.filename for library in _LIBRARIES):
+            return f"{frame.filename}:{frame.lineno}"
+    return "the step function"

@@ -1,0 +1,103 @@
+"""Layers and models of Keras, version 3 and legacy."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from shardwright.tensorflow._private.replacing import replaced
+
+__all__ = [
+    "count_batch",
+    "keras_model_class",
+    "layers_of",
+    "layers_told",
+    "new_layers_told",
+    "stays_without_slots",
+    "uses_keras_3",
+]
+
+
+def uses_keras_3() -> bool:
+    """Whether ``tf.keras`` is Keras 3; with ``TF_USE_LEGACY_KERAS=1`` it is tf_keras."""
+    return bool(tf.keras.Model.__module__.startswith("keras."))
+
+
+def keras_model_class() -> Any:
+    """The class of Keras models."""
+    return tf.keras.Model
+
+
+def count_batch(model: Any) -> None:
+    """Counts a batch of ``fit`` where Keras leaves that to its function of a batch; TensorBoard shows it."""
+    if (counter := getattr(model, "_train_counter", None)) is not None:
+        counter.assign_add(1)
+
+
+@contextmanager
+def stays_without_slots(optimizer: Any) -> Iterator[None]:
+    """Keeps Keras 3, which builds all parts of a model before ``fit``, from making slots for every variable.
+
+    It looks at ``built``. The first update makes those of this rank.
+    """
+    waits = optimizer is not None and not getattr(optimizer, "built", True)
+    if waits:
+        optimizer.built = True
+    try:
+        yield
+    finally:
+        if waits:
+            optimizer.built = False
+
+
+def _layer_class() -> type:
+    """The class that defines ``__call__`` of layers; ``tf.keras.layers.Layer`` inherits it."""
+    if uses_keras_3():
+        from keras.src.layers.layer import Layer
+    else:
+        from tf_keras.src.engine.base_layer import Layer
+    layer: type = Layer
+    return layer
+
+
+@contextmanager
+def layers_told(begin: Callable[[Any], bool], end: Callable[[], None]) -> Iterator[None]:
+    """Calls ``begin(layer)`` and, where that was true, ``end()`` around every call of a layer."""
+
+    def make(original: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not begin(self):
+                return original(self, *args, **kwargs)
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                end()
+
+        return call
+
+    with replaced(_layer_class(), "__call__", make):
+        yield
+
+
+@contextmanager
+def new_layers_told(tell: Callable[[Any], None]) -> Iterator[None]:
+    """Calls ``tell(layer)`` for every layer that is created."""
+
+    def make(original: Any) -> Any:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            tell(self)
+
+        return init
+
+    with replaced(_layer_class(), "__init__", make):
+        yield
+
+
+def layers_of(layer: Any) -> list[Any]:
+    """The layers that a layer holds itself, also in lists and dictionaries, in the order of creation.
+
+    `_flatten_layers` is what Keras goes by; ``layers`` exists for models alone.
+    """
+    return list(layer._flatten_layers(include_self=False, recursive=False))

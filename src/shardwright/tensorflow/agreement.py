@@ -1,0 +1,39 @@
+"""Gives all ranks of a replica the batch of its first rank."""
+
+from dataclasses import replace
+from typing import Any
+
+from shardwright.tensorflow.batch import Arguments
+from shardwright.tensorflow.channels import to_tensorflow, to_torch
+from shardwright.torch.batch.batch_broadcast import BatchBroadcast
+from shardwright.torch.run.context import Context
+
+__all__ = ["Agreement"]
+
+
+class Agreement:
+    """Compares and shares what ranks of a replica must have in common.
+
+    Args:
+        context: the run.
+    """
+
+    def __init__(self, context: Context):
+        self._broadcast: BatchBroadcast | None = None
+        if context.links.replica is not None:
+            self._broadcast = BatchBroadcast(
+                context.links.replica, source=context.pipeline_ranks[0], device=context.device
+            )
+
+    def on_batch(self, arguments: Arguments) -> Arguments:
+        """The arguments, with the first rank's tensors; collective over the replica.
+
+        Ranks that read data in another order would otherwise compute on parts of different batches.
+        """
+        if self._broadcast is None:
+            return arguments
+        mine: Any = tuple(to_torch(tensor) for tensor in arguments.tensors)
+        (tensors,), _ = self._broadcast(((mine,), {}))
+        if tensors is mine:
+            return arguments
+        return replace(arguments, tensors=[to_tensorflow(tensor) for tensor in tensors])

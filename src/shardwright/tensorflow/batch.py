@@ -1,0 +1,194 @@
+"""The arguments of a step function: which of them are tensors, and how a batch is cut into microbatches."""
+
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from shardwright.errors import UsageError
+
+__all__ = ["Arguments", "Splitter", "microbatch_sizes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """The arguments of one call.
+
+    Attributes:
+        tensors: those that are data, in order.
+        names: the parameter that takes each of them.
+        split: whether each is cut into microbatches.
+        key: equal for calls whose other arguments are the same.
+        rebuild: makes (args, kwargs) of other tensors in the same places.
+    """
+
+    tensors: list[Any]
+    names: list[str]
+    split: list[bool]
+    key: Hashable
+    rebuild: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+    @property
+    def num_samples(self) -> int | None:
+        """Size of axis 0 of what is cut; None where it is not known yet, or nothing is cut.
+
+        Raises:
+            UsageError: tensors have different numbers of samples.
+        """
+        sizes = {
+            name: t.shape[0] for t, name, cut in zip(self.tensors, self.names, self.split, strict=True) if cut
+        }
+        if len(set(sizes.values())) > 1:
+            raise UsageError(
+                f"the arguments of the step function have different numbers of samples: {sizes}. Name those "
+                "that every microbatch gets whole: @sw.step(non_split_inputs=[...])."
+            )
+        return next(iter(sizes.values()), None)
+
+    def with_tensors(self, tensors: Sequence[Any]) -> "Arguments":
+        """The same call with other tensors."""
+        return replace(self, tensors=list(tensors))
+
+    def parts(self, num_microbatches: int) -> list[list[Any]]:
+        """The tensors of each microbatch; the first ones have a sample more where the batch is uneven."""
+        assert self.num_samples is not None
+        sizes = microbatch_sizes(self.num_samples, num_microbatches)
+        columns = [
+            tf.split(tensor, sizes) if cut else [tensor] * len(sizes)
+            for tensor, cut in zip(self.tensors, self.split, strict=True)
+        ]
+        return [list(row) for row in zip(*columns, strict=True)]
+
+    def specs(self, size: int | None) -> list[Any]:
+        """Shapes and types of a microbatch with so many samples; None where that is not known."""
+        return [
+            tf.TensorSpec([size, *tensor.shape[1:]] if cut else tensor.shape, tensor.dtype)
+            for tensor, cut in zip(self.tensors, self.split, strict=True)
+        ]
+
+
+def microbatch_sizes(num_samples: int, num_microbatches: int) -> list[int]:
+    """Samples of each microbatch; a batch with fewer samples than microbatches has one for each.
+
+    >>> microbatch_sizes(7, 4), microbatch_sizes(2, 4)
+    ([2, 2, 2, 1], [1, 1])
+    """
+    each, rest = divmod(num_samples, num_microbatches)
+    return [size for size in (each + (m < rest) for m in range(num_microbatches)) if size]
+
+
+@dataclass(frozen=True, slots=True)
+class Splitter:
+    """Finds the tensors among the arguments of a step function.
+
+    Tensors and NumPy arrays are data, also inside lists, tuples and dictionaries, and are cut along axis 0 if
+    they have one. Anything else goes to every microbatch as it is.
+
+    Attributes:
+        function: the step function.
+        non_split: names of arguments that every microbatch gets whole.
+        signature: shapes and types to which the positional arguments are converted; None: as they are.
+    """
+
+    function: Callable[..., Any]
+    non_split: frozenset[str] = frozenset()
+    signature: Sequence[Any] | None = None
+    _parameters: Mapping[str, inspect.Parameter] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, function: Callable[..., Any], *, non_split: Sequence[str], signature: Sequence[Any] | None
+    ) -> "Splitter":
+        """For a function.
+
+        Raises:
+            UsageError: it has no such parameter.
+        """
+        parameters = inspect.signature(function).parameters
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        for name in non_split:
+            if name not in parameters and not takes_any:
+                raise UsageError(
+                    f"{name} is not a parameter of {function.__name__}: it has {', '.join(parameters)}."
+                )
+        return cls(function, frozenset(non_split), signature, parameters)
+
+    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+        """The arguments of a call."""
+        args = self._converted(args)
+        trees = [*zip(self._names(len(args)), args, strict=True), *kwargs.items()]
+        tensors: list[Any] = []
+        names: list[str] = []
+        split: list[bool] = []
+        leaves: list[list[Any]] = []
+        for name, tree in trees:
+            found = tf.nest.flatten(tree)
+            for position, leaf in enumerate(found):
+                if not _is_data(leaf):
+                    continue
+                tensor = tf.convert_to_tensor(leaf)
+                found[position] = _Place(len(tensors))
+                tensors.append(tensor)
+                names.append(name)
+                split.append(name not in self.non_split and tensor.shape.rank != 0)
+            leaves.append(found)
+        num_args = len(args)
+        keys = [name for name, _ in trees[num_args:]]
+        structures = [tree for _, tree in trees]
+
+        def rebuild(given: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            packed = [
+                tf.nest.pack_sequence_as(
+                    tree, [given[x.position] if isinstance(x, _Place) else x for x in found]
+                )
+                for tree, found in zip(structures, leaves, strict=True)
+            ]
+            return tuple(packed[:num_args]), dict(zip(keys, packed[num_args:], strict=True))
+
+        key = (
+            num_args,
+            *keys,
+            *((name, tuple(map(_key, found))) for (name, _), found in zip(trees, leaves, strict=True)),
+        )
+        return Arguments(tensors=tensors, names=names, split=split, key=key, rebuild=rebuild)
+
+    def _converted(self, args: Sequence[Any]) -> list[Any]:
+        """The positional arguments in the types of the signature."""
+        if self.signature is None:
+            return list(args)
+        first = len(args) - len(self.signature)  # a method's self is not in the signature
+        specs = [None] * first + list(self.signature)
+        return [
+            arg if spec is None else tf.nest.map_structure(lambda s, a: tf.cast(a, s.dtype), spec, arg)
+            for spec, arg in zip(specs, args, strict=True)
+        ]
+
+    def _names(self, num_args: int) -> list[str]:
+        positional = [
+            name
+            for name, parameter in self._parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
+        further = next(
+            (n for n, p in self._parameters.items() if p.kind is inspect.Parameter.VAR_POSITIONAL), "args"
+        )
+        return [*positional, *[further] * num_args][:num_args]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Stands for a tensor."""
+
+    position: int
+
+
+def _is_data(leaf: Any) -> bool:
+    return isinstance(leaf, (tf.Tensor, np.ndarray, np.generic))
+
+
+def _key(leaf: Any) -> Hashable:
+    plain = leaf is None or isinstance(leaf, (bool, int, float, str, bytes, _Place))
+    return (type(leaf).__name__, leaf) if plain else id(leaf)

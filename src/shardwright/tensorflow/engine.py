@@ -1,0 +1,307 @@
+"""Runs step functions over the stages of a replica."""
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import tensorflow as tf
+
+from shardwright.errors import UsageError
+from shardwright.planner import stage_costs_of
+from shardwright.runtime.batch_schedules import BatchSchedules
+from shardwright.tensorflow.agreement import Agreement
+from shardwright.tensorflow.batch import Arguments, microbatch_sizes
+from shardwright.tensorflow.exchange import exchange_results, share_variables
+from shardwright.tensorflow.executor import Executor
+from shardwright.tensorflow.outputs import Outputs
+from shardwright.tensorflow.planning import Planning
+from shardwright.tensorflow.program import Program
+from shardwright.tensorflow.replicas import Replicas
+from shardwright.tensorflow.results import Results
+from shardwright.tensorflow.trace import Trace, trace_step
+from shardwright.tensorflow.variables import Variables, tf_variable
+from shardwright.torch.run.context import Context
+from shardwright.torch.run.failure import first_cause_named
+from shardwright.torch.run.joint_calls import call_together
+
+__all__ = ["Engine", "Prepared"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A step function for one size of microbatch.
+
+    Attributes:
+        trace: the step function.
+        outputs: its outputs.
+        program: its pieces.
+    """
+
+    trace: Trace
+    outputs: Outputs
+    program: Program
+
+
+class Engine:
+    """Runs step functions.
+
+    Args:
+        context: the run; its plan is set by the first step if none was given.
+        model: the wrapped model.
+        variables: which of its variables other ranks hold.
+        replicas: keeps replicas alike; None where there is one, or the script does it.
+
+    Attributes:
+        is_tracing: a step function is being traced.
+        after_placement: called when the first step has placed the layers, and before it runs them.
+    """
+
+    def __init__(self, context: Context, model: Any, variables: Variables, replicas: Replicas | None = None):
+        self.is_tracing = False
+        self.after_placement: list[Callable[[], Any]] = []
+        self._context = context
+        self._model = model
+        self._replicas = replicas
+        self._variables = variables
+        self._planning = Planning(context, model)
+        self._agreement = Agreement(context)
+        self._functions: dict[int, Callable[..., Any]] = {}
+        self._traces: dict[Hashable, Trace] = {}
+        self._prepared: dict[Hashable, Prepared] = {}
+        self._schedules: BatchSchedules | None = None
+        self._executor: Executor | None = None
+        self._failure = ""
+
+    def prepare(self, function: Callable[..., Any], arguments: Arguments) -> list[Prepared]:
+        """The step function for each microbatch of a batch; collective where it is new.
+
+        The first one makes the plan, and gives up the variables of other ranks.
+        """
+        samples = arguments.num_samples
+        if self._schedules is None:
+            self._place(function, arguments)
+        if samples is None:
+            # Pieces are built for microbatches of a known size, when a batch comes; shapes stay open.
+            known = self._of_size(function, arguments, 1)
+            prepared = [replace(known, trace=self._trace(function, arguments, None))]
+        else:
+            sizes = microbatch_sizes(samples, self._num_microbatches)
+            prepared = [self._of_size(function, arguments, size) for size in sizes]
+        self._call_hooks()
+        return prepared
+
+    def run(
+        self, function: Callable[..., Any], arguments: Arguments, *, expected: int | None = None
+    ) -> tuple[list[Any], list[Prepared]]:
+        """Runs a batch; collective over the replica. Gives the tensors that this rank gets, in order.
+
+        Args:
+            function: the step function.
+            arguments: of the call.
+            expected: into how many microbatches the caller's ``tf.function`` was traced to cut the batch.
+
+        Raises:
+            UsageError: the batch cannot be cut into so many.
+        """
+        if self._failure:
+            raise UsageError(
+                "an earlier step failed in its middle on this rank, and ranks have messages under way that "
+                f"nobody will take. Restart the script from a checkpoint. The failure was {self._failure}"
+            )
+        context = self._context
+        name = f"the step function {getattr(function, '__qualname__', function)}"
+        with first_cause_named(context), call_together(name, range(context.mesh.world_size)):
+            arguments = self._agreement.on_batch(arguments)
+            prepared = self.prepare(function, arguments)
+            if arguments.num_samples is None:
+                raise UsageError(f"{name} gets no tensor that can be cut into microbatches.")
+            parts = arguments.parts(self._num_microbatches)
+            if expected is not None and len(parts) != expected:
+                raise UsageError(
+                    f"{name} gets a batch of {arguments.num_samples} samples inside of a tf.function that "
+                    f"was traced for {expected} microbatches without knowing the number of samples. Leave "
+                    "out smaller batches (drop_remainder=True in tf.data), or call the tf.function "
+                    "with batches whose shape is known, and without an input_signature."
+                )
+            try:
+                results = self._run(prepared, parts)
+            except BaseException as error:
+                self._failure = f"{type(error).__name__}: {error}"
+                if context.watch.blame is not None:
+                    context.watch.blame.stop()
+                raise
+        outputs = prepared[0].outputs
+        return outputs.flat(results, len(parts), rank=context.pipeline_rank), prepared
+
+    @property
+    def averages_replicas(self) -> bool:
+        """Whether gradients come as means over the microbatches of all replicas, and not as sums."""
+        return self._replicas is not None
+
+    def _call_hooks(self) -> None:
+        """Calls what waits for the placement; eagerly, also where a ``tf.function`` is being traced."""
+        while self.after_placement:
+            with tf.init_scope():
+                self.after_placement.pop(0)()
+
+    def num_microbatches_of(self, arguments: Arguments) -> int:
+        """Into how many microbatches a batch is cut, as far as its size is known; after `prepare`."""
+        samples = arguments.num_samples
+        return self._num_microbatches if samples is None else min(samples, self._num_microbatches)
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether a step has given each variable of the model a rank."""
+        return bool(self._prepared)
+
+    @property
+    def _num_microbatches(self) -> int:
+        assert self._context.plan is not None
+        return self._context.plan.schedule.microbatches
+
+    # ---- a batch ----
+
+    def _run(self, prepared: Sequence[Prepared], parts: Sequence[Sequence[Any]]) -> Results:
+        outputs = prepared[0].outputs
+        programs = [each.program for each in prepared]
+        changed = _changed(programs)
+        if self._executor is None:
+            results = _run_whole(prepared, parts)
+        else:
+            assert self._schedules is not None
+            schedule = self._schedules.of_batch(programs, trains=programs[0].routes.trains)
+            results = self._executor.run(programs, schedule, parts, summed=outputs.summed)
+            exchange_results(self._context, programs, results, outputs)
+            share_variables(
+                self._context, [each for each in changed if not self._planning.is_of_model(each[0])]
+            )
+        if self._replicas is not None:
+            self._replicas.average(results, len(parts))
+            # Running statistics; whole numbers are counters and seeds, which replicas have for themselves.
+            self._replicas.share(
+                [
+                    variable
+                    for variable, holder in changed
+                    if self._planning.is_of_model(variable)
+                    and holder == self._context.pipeline_rank
+                    and variable.dtype.is_floating
+                ]
+            )
+        return results
+
+    # ---- before it ----
+
+    def _place(self, function: Callable[..., Any], arguments: Arguments) -> None:
+        """Makes the plan from the first batch, and puts it into effect."""
+        context, planning = self._context, self._planning
+
+        def trace(size: int) -> Trace:
+            return self._trace(function, arguments, size)
+
+        if context.plan is None:
+            if arguments.num_samples is None and context.config.microbatches is None:
+                raise UsageError(
+                    "the number of samples is not known when tf.function traces its first step, so the "
+                    "planner cannot choose a number of microbatches. Set microbatches, or give tf.function "
+                    "a batch whose shape is known (drop_remainder=True in tf.data)."
+                )
+            if arguments.num_samples is None:
+                warnings.warn(
+                    "tf.function traces its first step without knowing the number of samples, so the plan "
+                    "counts time and memory for one sample in a microbatch. For exact figures, give it a "
+                    "batch whose shape is known (drop_remainder=True in tf.data).",
+                    stacklevel=2,
+                )
+            context.plan = planning.plan(arguments, trace)
+        elif arguments.num_samples is not None:
+            size = microbatch_sizes(arguments.num_samples, context.plan.schedule.microbatches)[0]
+            planning.check(context.plan, trace(size), size)
+        assert context.reporter is not None
+        context.reporter.plan_made(context.plan)
+        self._schedules = BatchSchedules(context.plan.schedule, stage_costs_of(context.plan))
+        if context.mesh.pipeline > 1:
+            assert context.links.transport is not None
+            self._executor = Executor(context.links.transport, context.device)
+
+    def _of_size(self, function: Callable[..., Any], arguments: Arguments, size: int | None) -> Prepared:
+        key = self._key(function, arguments, size)
+        if key not in self._prepared:
+            self._prepared[key] = self._prepare(self._trace(function, arguments, size))
+        return self._prepared[key]
+
+    def _prepare(self, trace: Trace) -> Prepared:
+        context, planning = self._context, self._planning
+        assert context.plan is not None
+        program = planning.program(context.plan, trace)
+        outputs = Outputs.of(
+            trace,
+            program.graph.gradients,
+            is_of_model=planning.is_of_model,
+            holder=program.holder,
+        )
+        if context.mesh.pipeline > 1:
+            self._variables.give_up(
+                planning.holders(context.plan),
+                is_tracing=lambda: self.is_tracing,
+                ranks=context.pipeline_ranks,
+            )
+        if self._replicas is not None:
+            self._replicas.begin_with(
+                [
+                    variable
+                    for variable in self._model.variables
+                    if not self._variables.is_remote(variable) and tf_variable(variable).dtype.is_floating
+                ]
+            )
+        return Prepared(trace, outputs, program)
+
+    def _trace(self, function: Callable[..., Any], arguments: Arguments, size: int | None) -> Trace:
+        key = self._key(function, arguments, size)
+        if key not in self._traces:
+
+            def flat(*tensors: Any) -> Any:
+                args, kwargs = arguments.rebuild(tensors)
+                result = function(*args, **kwargs)
+                # Replicas would have different rows of a sparse gradient.
+                return result if self._replicas is None else tf.nest.map_structure(_dense, result)
+
+            name = getattr(function, "__qualname__", "the step function")
+            self.is_tracing = True
+            try:
+                self._traces[key] = trace_step(flat, arguments.specs(size), name=name)
+            finally:
+                self.is_tracing = False
+        return self._traces[key]
+
+    def _key(self, function: Callable[..., Any], arguments: Arguments, size: int | None) -> Hashable:
+        self._functions[id(function)] = function  # kept, so that no other one gets its id
+        specs = tuple((tuple(spec.shape), spec.dtype.name) for spec in arguments.specs(size))
+        return id(function), arguments.key, specs
+
+
+def _changed(programs: Sequence[Program]) -> list[tuple[Any, int]]:
+    """Variables that a batch changes, each with the pipeline rank that does."""
+    found: dict[int, tuple[Any, int]] = {}
+    for program in {id(program): program for program in programs}.values():
+        for number in sorted(program.graph.written()):
+            variable = program.trace.variable_of(number)
+            if variable is not None:
+                found[id(variable)] = variable, program.holder(number)
+    return list(found.values())
+
+
+def _dense(value: Any) -> Any:
+    return tf.convert_to_tensor(value) if isinstance(value, tf.IndexedSlices) else value
+
+
+def _run_whole(prepared: Sequence[Prepared], parts: Sequence[Sequence[Any]]) -> Results:
+    """Runs the microbatches one after the other where one rank has the whole model."""
+    names = [each.trace.outputs for each in prepared]
+    results = Results(names, summed=prepared[0].outputs.summed)
+    for microbatch, (each, part) in enumerate(zip(prepared, parts, strict=True)):
+        made = tf.nest.flatten(each.trace.function(*part), expand_composites=True)
+        made = [tensor for tensor in made if tensor is not None]
+        for name, tensor in dict(zip(names[microbatch], made, strict=True)).items():
+            results.take(microbatch, name, tensor)
+    return results

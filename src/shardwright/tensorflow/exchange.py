@@ -1,0 +1,111 @@
+"""Brings what a step made to the ranks that need it: outputs, gradients, variables that all ranks have."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwright.comm.encoding.tensor_bytes import bytes_of
+from shardwright.comm.identity.purpose import Purpose
+from shardwright.model_graph import TensorSpec
+from shardwright.tensorflow.channels import to_tensorflow, to_torch
+from shardwright.tensorflow.outputs import Outputs
+from shardwright.tensorflow.program import Program
+from shardwright.tensorflow.results import Results
+from shardwright.tensorflow.trace import spec_of
+from shardwright.torch.run.context import Context
+
+__all__ = ["broadcast_tensors", "exchange_results", "share_variables"]
+
+
+def exchange_results(
+    context: Context, programs: Sequence[Program], results: Results, outputs: Outputs
+) -> None:
+    """Puts every output where it belongs, into `results`; collective over the replica.
+
+    Gradients go to the rank that holds their variable, all else to every rank.
+    """
+    _move_gradients(context, programs, results, outputs)
+    rank = context.pipeline_rank
+    for owner in range(context.mesh.pipeline):
+        places = [
+            (microbatch, position)
+            for microbatch, program in enumerate(programs)
+            for position in outputs.shared
+            if program.rank_of_output(position) == owner
+        ]
+        if not places:
+            continue
+        specs = [programs[m].graph.specs[programs[m].graph.outputs[position]] for m, position in places]
+        mine = [results.kept[m][position] for m, position in places] if rank == owner else None
+        tensors = broadcast_tensors(context, mine, specs, owner)
+        for (microbatch, position), tensor in zip(places, tensors, strict=True):
+            results.kept[microbatch][position] = tensor
+
+
+def share_variables(context: Context, variables: Sequence[tuple[Any, int]]) -> None:
+    """Gives all ranks of the replica the values of variables that one rank has changed.
+
+    They are variables beside the model's own: metrics that the step function updates.
+
+    Args:
+        context: the run.
+        variables: each with the pipeline rank that has changed it, in the same order on all ranks.
+    """
+    for owner in sorted({rank for _, rank in variables}):
+        group = [variable for variable, rank in variables if rank == owner]
+        specs = [spec_of(variable) for variable in group]
+        mine = [variable.read_value() for variable in group] if context.pipeline_rank == owner else None
+        for variable, value in zip(group, broadcast_tensors(context, mine, specs, owner), strict=True):
+            if mine is None:
+                variable.assign(value)
+
+
+def _move_gradients(
+    context: Context, programs: Sequence[Program], results: Results, outputs: Outputs
+) -> None:
+    """Sends gradients that another rank than the holder of their variable has made.
+
+    So it is where the norm of all gradients is taken inside the step function: the first stage clips.
+    """
+    transport, rank, first = context.links.transport, context.pipeline_rank, programs[0]
+    assert transport is not None
+    arriving = []
+    for position, holder in outputs.holders.items():
+        owner = first.rank_of_output(position)
+        if owner == holder:
+            continue
+        microbatches = [None] if position in outputs.summed else list(range(len(programs)))
+        for microbatch in microbatches:
+            spec = programs[microbatch or 0].graph.specs[first.graph.outputs[position]]
+            store = results.sums if microbatch is None else results.kept[microbatch]
+            if rank == owner:
+                transport.send(to_torch(store.pop(position)), holder)
+            elif rank == holder:
+                dtype = getattr(torch, spec.dtype)
+                receipt = transport.post_receive(spec.shape, owner, dtype=dtype, device=context.device)
+                arriving.append((store, position, receipt))
+    for store, position, receipt in arriving:
+        store[position] = to_tensorflow(receipt.wait())
+    transport.flush()
+
+
+def broadcast_tensors(
+    context: Context, mine: Sequence[Any] | None, specs: Sequence[TensorSpec], owner: int
+) -> list[Any]:
+    """The tensors of one pipeline rank, on all."""
+    assert context.links.replica is not None
+    num_bytes = sum(spec.num_bytes for spec in specs)
+    if mine is not None:
+        payload = torch.cat([bytes_of(to_torch(tensor)) for tensor in mine]) if mine else torch.empty(0)
+    else:
+        payload = torch.empty(num_bytes, dtype=torch.uint8, device=context.device)
+    context.links.replica.broadcast([payload], context.pipeline_ranks[owner], Purpose.OUTPUTS)
+    if mine is not None:
+        return list(mine)
+    tensors, offset = [], 0
+    for spec in specs:
+        piece = payload[offset : offset + spec.num_bytes].clone().view(getattr(torch, spec.dtype))
+        tensors.append(to_tensorflow(piece.view(spec.shape)))
+        offset += spec.num_bytes
+    return tensors

@@ -1,0 +1,126 @@
+"""The run of a script with a Keras model."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from shardwright.errors import UsageError
+from shardwright.tensorflow.engine import Engine
+from shardwright.tensorflow.replicas import Replicas
+from shardwright.tensorflow.variables import Variables
+from shardwright.torch.run.context import Context, context
+
+__all__ = ["KerasRun", "keras_run"]
+
+
+class KerasRun(Context):
+    """A run, with what this front end adds.
+
+    Attributes:
+        variables: which of the model's variables other ranks hold.
+        is_applying: an optimizer updates this rank's variables.
+        slots_to_load: by the id of an optimizer without slots: makes those of some variables, as restored.
+        aside: (optimizer, gradients, variables) that a step function would apply, where that is to wait for
+            the end of the batch; None where it is refused.
+        averages_replicas: the library keeps replicas alike; else the script does.
+        after_placement: called when the first step has placed the layers, and before it runs them.
+    """
+
+    __slots__ = (
+        "_engine",
+        "_keras_model",
+        "_replicas",
+        "after_placement",
+        "aside",
+        "averages_replicas",
+        "is_applying",
+        "slots_to_load",
+        "variables",
+    )
+
+    def __init__(self, **fields: Any):
+        super().__init__(**fields)
+        self.variables = Variables(self.pipeline_rank)
+        self.is_applying = False
+        self.slots_to_load: dict[int, Callable[[Any, list[Any]], None]] = {}
+        self.averages_replicas = True
+        self.aside: list[tuple[Any, list[Any], list[Any]]] | None = None
+        self._replicas: Replicas | None = None
+        self.after_placement: list[Callable[[], Any]] = []
+        self._keras_model: Any = None
+        self._engine: Engine | None = None
+
+    def wrap(self, model: Any) -> None:
+        """Takes the model that the script wraps.
+
+        Raises:
+            UsageError: it has wrapped one already.
+        """
+        if self._keras_model is not None:
+            raise UsageError("a model is wrapped already: one DistributedModel for each script.")
+        self._keras_model = model
+        if self.mesh.data > 1 and self.averages_replicas:
+            self._replicas = Replicas(self)
+        self._engine = Engine(self, model, self.variables, self._replicas)
+        self._engine.after_placement = self.after_placement
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether a step function is being traced."""
+        return self._engine is not None and self._engine.is_tracing
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """While it lasts, variables of other ranks may be read, in a graph that is not run."""
+        engine = self.engine()
+        before, engine.is_tracing = engine.is_tracing, True
+        try:
+            yield
+        finally:
+            engine.is_tracing = before
+
+    @contextmanager
+    def gradients_put_aside(self) -> Iterator[list[tuple[Any, list[Any], list[Any]]]]:
+        """While a step function is traced in it, gradients that it would apply are collected."""
+        aside: list[tuple[Any, list[Any], list[Any]]] = []
+        self.aside = aside
+        try:
+            yield aside
+        finally:
+            self.aside = None
+
+    def means_over_replicas(self, numbers: Sequence[float]) -> list[float]:
+        """Numbers of this replica as means over all; collective over the ranks with the same stages."""
+        return list(numbers) if self._replicas is None else self._replicas.means(numbers)
+
+    @property
+    def keras_model(self) -> Any:
+        """The wrapped model; None before there is one."""
+        return self._keras_model
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether a step has given each variable of the model a rank."""
+        return self._engine is not None and self._engine.is_placed
+
+    def engine(self) -> Engine:
+        """What runs step functions.
+
+        Raises:
+            UsageError: no model is wrapped.
+        """
+        if self._engine is None:
+            raise UsageError("no model is wrapped. Call sw.DistributedModel(model) before the first step.")
+        return self._engine
+
+
+def keras_run() -> KerasRun:
+    """The current run.
+
+    Raises:
+        UsageError: `init` of this package was not called.
+    """
+    current = context()
+    if not isinstance(current, KerasRun):
+        raise UsageError("this run was begun by another front end. Call shardwright.tensorflow.init().")
+    return current

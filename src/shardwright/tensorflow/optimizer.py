@@ -1,0 +1,147 @@
+"""Keras optimizers over the stages: each rank updates its own variables, norms are taken over all ranks."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+import torch
+
+from shardwright.comm.identity.purpose import Purpose
+from shardwright.errors import UsageError
+from shardwright.tensorflow import _private
+from shardwright.tensorflow.keras_run import KerasRun
+from shardwright.tensorflow.turns import call_in_turn
+from shardwright.tensorflow.variables import tf_variable
+
+__all__ = ["optimizers_over_stages"]
+
+
+@contextmanager
+def optimizers_over_stages(run: KerasRun) -> Iterator[None]:
+    """While it lasts, optimizers leave out variables of other ranks, and norms of gradients are those of all.
+
+    Variables are left out before slots are made for them: a rank has slots for its own layers alone.
+    """
+    with ExitStack() as stack:
+        for owner, method in _private.optimizer_classes():
+            make = _apply_of_grads if method == "apply" else _apply_of_pairs
+            stack.enter_context(_private.replaced(owner, method, partial(make, run)))
+        for owner in _private.optimizer_bases():
+            if not hasattr(owner, "get_gradients"):
+                stack.enter_context(_private.added(owner, "get_gradients", _get_gradients))
+        if run.mesh.pipeline > 1:
+            stack.enter_context(_private.replaced_global_norm(partial(_norm_over_stages, run)))
+        yield
+
+
+def _apply_of_pairs(run: KerasRun, original: Any) -> Any:
+    def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        pairs = list(grads_and_vars)
+        if run.is_tracing:
+            return _put_aside(run, self, pairs)
+        here = run.variables.pairs_here(pairs)
+        _load_slots(run, self, [pair for pair in here if pair[0] is not None])
+        if pairs and not here:
+            return _apply_nothing(run, self)
+        with _applying(run):
+            return original(self, here, *args, **kwargs)
+
+    return apply_gradients
+
+
+def _apply_of_grads(run: KerasRun, original: Any) -> Any:
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        if trainable_variables is None:
+            if run.is_tracing:
+                raise _inside_of_a_step()
+            return original(self, grads)
+        pairs = list(zip(grads, trainable_variables, strict=True))
+        if run.is_tracing:
+            return _put_aside(run, self, pairs)
+        here = run.variables.pairs_here(pairs)
+        _load_slots(run, self, here)
+        if pairs and not here:
+            return _apply_nothing(run, self)
+        with _applying(run):
+            return original(self, [gradient for gradient, _ in here], [variable for _, variable in here])
+
+    return apply
+
+
+def _apply_nothing(run: KerasRun, optimizer: Any) -> Any:
+    """An update on a rank that holds none of the variables: it counts, and joins the others' norm."""
+    if getattr(optimizer, "global_clipnorm", None) is not None:
+        with _applying(run):
+            tf.linalg.global_norm([None])
+    return optimizer.iterations.assign_add(1)
+
+
+@contextmanager
+def _applying(run: KerasRun) -> Iterator[None]:
+    """Tells norms inside of an optimizer, which has this rank's gradients alone."""
+    before, run.is_applying = run.is_applying, True
+    try:
+        yield
+    finally:
+        run.is_applying = before
+
+
+def _load_slots(run: KerasRun, optimizer: Any, here: Sequence[tuple[Any, Any]]) -> None:
+    """Makes the slots that were restored before the optimizer has made its own."""
+    load = run.slots_to_load.pop(id(optimizer), None)
+    if load is not None and here:
+        load(optimizer, [variable for _, variable in here])
+
+
+def _put_aside(run: KerasRun, optimizer: Any, pairs: Sequence[tuple[Any, Any]]) -> Any:
+    """Keeps gradients of a step function that is traced until the batch has ended.
+
+    Raises:
+        UsageError: nobody will apply them.
+    """
+    if run.aside is None:
+        raise _inside_of_a_step()
+    run.aside.append((optimizer, [gradient for gradient, _ in pairs], [variable for _, variable in pairs]))
+    return optimizer.iterations
+
+
+def _inside_of_a_step() -> UsageError:
+    return UsageError(
+        "an optimizer is applied inside of a step function, which runs once for each microbatch. "
+        "Return the gradients, and apply their mean outside: "
+        "optimizer.apply_gradients(zip([g.accumulate() for g in gradients], model.trainable_variables))"
+    )
+
+
+def _get_gradients(self: Any, loss: Any, params: Sequence[Any]) -> Any:
+    """Gradients of a loss inside of a step function, as Keras 2 had it."""
+    return tf.gradients(loss, [tf_variable(variable) for variable in params])
+
+
+def _norm_over_stages(run: KerasRun, original: Any) -> Any:
+    """The global norm: outside of step functions, gradients of other ranks' variables are None here.
+
+    Of tensors that every rank has, it is what one process computes. All ranks take a norm together, because
+    a rank with variables of its own alone cannot tell one from the other.
+    """
+
+    def global_norm(t_list: Any, *args: Any, **kwargs: Any) -> Any:
+        here = [tensor for tensor in t_list if tensor is not None]
+        if not run.is_placed or run.is_tracing:
+            return original(t_list, *args, **kwargs)
+        is_of_stages = run.is_applying or len(here) < len(t_list)
+        mine = original(here, *args, **kwargs) if here else tf.zeros([])
+        (norm,) = call_in_turn(lambda each: [_over_stages(run, is_of_stages, each)], [mine], [mine.dtype])
+        norm.set_shape([])
+        return norm
+
+    return global_norm
+
+
+def _over_stages(run: KerasRun, is_of_stages: bool, mine: Any) -> Any:
+    assert run.links.replica is not None
+    row = torch.tensor([float(mine) ** 2, float(is_of_stages)], dtype=torch.float64)
+    squared, of_stages = run.links.replica.gather(row, Purpose.NORM).T
+    return tf.constant(float(squared.sum().sqrt()), mine.dtype) if of_stages.any() else mine

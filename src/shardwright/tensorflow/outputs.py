@@ -1,0 +1,164 @@
+"""The outputs of a step function: which are gradients, and how they come back to the caller."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from shardwright.errors import TraceError
+from shardwright.tensorflow.results import Results
+from shardwright.tensorflow.step_output import GradientOutput, StepOutput
+from shardwright.tensorflow.trace import Trace
+
+__all__ = ["Leaf", "Outputs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One value in the result of a step function.
+
+    Attributes:
+        positions: of its tensors among the outputs of the graph; several for the rows of a sparse gradient.
+        example: the symbolic value; None where the step function returned None.
+        variable: handle of the model's variable whose gradient it is.
+    """
+
+    positions: tuple[int, ...]
+    example: Any
+    variable: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """The outputs of a trace.
+
+    Attributes:
+        leaves: in the order of `tf.nest`.
+        structure: what the step function returned.
+        holders: position of each tensor of a gradient -> pipeline rank that holds the variable.
+        summed: positions of gradients that are summed over the microbatches.
+        shared: positions of what every rank gets.
+    """
+
+    leaves: tuple[Leaf, ...]
+    structure: Any
+    holders: Mapping[int, int]
+    summed: frozenset[int]
+    shared: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        trace: Trace,
+        gradients: Mapping[str, int],
+        *,
+        is_of_model: Callable[[Any], bool],
+        holder: Callable[[int], int],
+    ) -> "Outputs":
+        """Of a trace.
+
+        Args:
+            trace: the step function.
+            gradients: output -> number of the variable whose gradient it is.
+            is_of_model: whether a variable belongs to the model.
+            holder: number of a variable -> pipeline rank that holds it.
+
+        Raises:
+            TraceError: an output cannot be sent.
+        """
+        names, leaves = trace.outputs, []
+        holders: dict[int, int] = {}
+        summed: set[int] = set()
+        position = 0
+        for example in tf.nest.flatten(trace.function.structured_outputs):
+            if example is None:
+                leaves.append(Leaf((), None))
+                continue
+            count = len(tf.nest.flatten(example, expand_composites=True))
+            positions = tuple(range(position, position + count))
+            position += count
+            number = gradients.get(names[positions[0]])
+            variable = None if number is None else trace.variable_of(number)
+            if variable is None or not is_of_model(variable):
+                leaves.append(Leaf(positions, example))
+                continue
+            assert number is not None
+            leaves.append(Leaf(positions, example, variable.handle))
+            holders.update(dict.fromkeys(positions, holder(number)))
+            if count == 1:
+                summed.update(positions)
+        shared = tuple(each for each in range(len(names)) if each not in holders)
+        for each in shared:
+            tensor = trace.function.outputs[each]
+            if tensor.dtype in (tf.string, tf.variant, tf.resource) or not tensor.shape.is_fully_defined():
+                raise TraceError(
+                    f"the step function returns a tensor of type {tensor.dtype.name} and shape "
+                    f"{tensor.shape}, which cannot be sent to the other ranks. Return numbers in a shape "
+                    "that follows from the batch's."
+                )
+        return cls(tuple(leaves), trace.function.structured_outputs, holders, frozenset(summed), shared)
+
+    # ---- back to the caller ----
+
+    def flat(self, results: Results, num_microbatches: int, *, rank: int) -> list[Any]:
+        """All tensors that this rank gets, in the order in which `pack` takes them."""
+        found: list[Any] = []
+        for leaf in self.leaves:
+            if leaf.example is None or not self._is_here(leaf, rank):
+                continue
+            if leaf.positions[0] in self.summed:
+                found.append(results.sums[leaf.positions[0]])
+                continue
+            for microbatch in range(num_microbatches):
+                found += [results.kept[microbatch][position] for position in leaf.positions]
+        return found
+
+    def specs(self, sizes: Sequence[Sequence[Any]], *, rank: int) -> list[Any]:
+        """Shape and type of each of these tensors.
+
+        Args:
+            sizes: the symbolic outputs of each microbatch.
+            rank: this pipeline rank.
+        """
+        found: list[Any] = []
+        for leaf in self.leaves:
+            if leaf.example is None or not self._is_here(leaf, rank):
+                continue
+            if leaf.positions[0] in self.summed:
+                found.append(sizes[0][leaf.positions[0]])
+                continue
+            for outputs in sizes:
+                found += [outputs[position] for position in leaf.positions]
+        return found
+
+    def pack(self, flat: Sequence[Any], num_microbatches: int, *, rank: int, are_means: bool = False) -> Any:
+        """The result as the step function has it, with a `StepOutput` in the place of each tensor.
+
+        Args:
+            flat: the tensors that this rank gets.
+            num_microbatches: of this replica.
+            rank: this pipeline rank.
+            are_means: gradients are means over microbatches, and not sums.
+        """
+        given = iter(flat)
+        packed: list[Any] = []
+        for leaf in self.leaves:
+            if leaf.example is None:
+                packed.append(None)
+            elif not self._is_here(leaf, rank):
+                packed.append(GradientOutput(None, num_microbatches))
+            elif leaf.positions[0] in self.summed:
+                packed.append(GradientOutput(next(given), num_microbatches, is_mean=are_means))
+            else:
+                parts = [
+                    tf.nest.pack_sequence_as(
+                        leaf.example, [next(given) for _ in leaf.positions], expand_composites=True
+                    )
+                    for _ in range(num_microbatches)
+                ]
+                packed.append(StepOutput(parts))
+        return tf.nest.pack_sequence_as(self.structure, packed)
+
+    def _is_here(self, leaf: Leaf, rank: int) -> bool:
+        return self.holders.get(leaf.positions[0], rank) == rank

@@ -1,0 +1,143 @@
+"""Builds the pieces of a step as concrete functions."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2
+
+from shardwright.tensorflow.routes import Part, Piece
+from shardwright.tensorflow.trace import Trace
+
+__all__ = ["BuiltPiece", "PieceBuilder", "Pieces"]
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltPiece:
+    """A piece that can be run.
+
+    Attributes:
+        feeds: names of the tensors that it takes, in the order of its arguments.
+        gives: names of those that it returns.
+    """
+
+    feeds: tuple[str, ...]
+    gives: tuple[str, ...]
+    _function: Callable[..., Any]
+
+    def __call__(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Runs it; gives what it has made."""
+        made = self._function(*(tensors[name] for name in self.feeds))
+        return dict(zip(self.gives, made, strict=False))
+
+
+class Pieces:
+    """The pieces of a step, each built when it is first asked for.
+
+    Args:
+        trace: the step function.
+        pieces: (part, stage) -> piece.
+    """
+
+    def __init__(self, trace: Trace, pieces: Mapping[tuple[Part, int], Piece]):
+        self._trace = trace
+        self._pieces = pieces
+        self._builder: PieceBuilder | None = None
+        self._built: dict[tuple[Part, int], BuiltPiece | None] = {}
+
+    def built(self, part: Part, stage: int) -> BuiltPiece | None:
+        """A piece; None where there is nothing to run."""
+        key = part, stage
+        if key not in self._built:
+            if self._builder is None:
+                self._builder = PieceBuilder(self._trace)
+            self._built[key] = self._builder.build(self._pieces[key])
+        return self._built[key]
+
+
+class PieceBuilder:
+    """Builds pieces of one trace.
+
+    Operations are copied from the trace's graph, with the control edges between them. So writes and random
+    numbers of a piece keep the order of the trace. (Pruning the traced function, as `wrap_function` can,
+    would lose it.)
+    """
+
+    def __init__(self, trace: Trace):
+        self._trace = trace
+        graph = trace.function.graph
+        definition = graph.as_graph_def(add_shapes=False)
+        self._nodes = {node.name: node for node in definition.node}
+        self._order = {node.name: at for at, node in enumerate(definition.node)}
+        self._versions, self._library = definition.versions, definition.library
+        self._tensors = {tensor.name: tensor for op in graph.get_operations() for tensor in op.outputs}
+
+    def build(self, piece: Piece) -> BuiltPiece | None:
+        """Builds a piece; None where there is nothing to run."""
+        if not piece.gives and not piece.effects:
+            return None
+        captured = self._captured(piece)
+        definition = self._definition(piece, set(captured))
+        specs = [tf.TensorSpec(self._tensors[n].shape, self._tensors[n].dtype) for n in piece.feeds]
+        function = tf.compat.v1.wrap_function(
+            lambda *given: self._import(piece, definition, captured, given), specs
+        )
+        return BuiltPiece(piece.feeds, piece.gives, function)
+
+    def _captured(self, piece: Piece) -> list[str]:
+        """Names of the placeholders of variables and constants that a piece needs."""
+        found = {
+            tensor.name
+            for name in piece.body
+            for tensor in self._tensors_of(name)
+            if tensor.name in self._trace.captures
+        }
+        return sorted(found)
+
+    def _tensors_of(self, name: str) -> Sequence[Any]:
+        operation = self._trace.function.graph.get_operation_by_name(name)
+        return [*operation.inputs, *operation.outputs]
+
+    def _definition(self, piece: Piece, captured: set[str]) -> Any:
+        definition = graph_pb2.GraphDef(versions=self._versions, library=self._library)
+        replaced = {name.partition(":")[0] for name in (*captured, *piece.feeds)}
+        placeholders = {name for name in replaced if self._nodes[name].op == "Placeholder"}
+        for name in sorted(piece.body - placeholders, key=self._order.__getitem__):
+            node = definition.node.add()
+            node.CopyFrom(self._nodes[name])
+            node.attr.pop("_class", None)  # places it beside an operation that may be elsewhere
+            kept = [given for given in node.input if _source(given) in piece.body or given[0] != "^"]
+            del node.input[:]
+            node.input.extend(given for given in kept if not (given[0] == "^" and given[1:] in placeholders))
+            node.input.extend(f"^{before}" for before in piece.behind.get(name, ()))
+        return definition
+
+    def _import(self, piece: Piece, definition: Any, captured: Sequence[str], given: Sequence[Any]) -> Any:
+        graph = tf.compat.v1.get_default_graph()
+        replaced = dict(zip(piece.feeds, given, strict=True))
+        for name in captured:
+            replaced[name] = graph.capture(self._trace.captures[name])
+        inside = [name for name in piece.gives if name not in replaced]
+        wanted = [*inside, *piece.effects]
+        used = {_tensor_name(i) for node in definition.node for i in node.input if i[0] != "^"}
+        found = tf.graph_util.import_graph_def(
+            definition,
+            input_map={name: tensor for name, tensor in replaced.items() if name in used},
+            return_elements=wanted,
+            name="",
+        )
+        made = dict(zip(inside, found, strict=False))
+        with tf.control_dependencies(found[len(inside) :]):
+            results = [tf.identity(made.get(name, replaced.get(name))) for name in piece.gives]
+            # A function without results would not be run.
+            return results or [tf.zeros([])]
+
+
+def _source(given: str) -> str:
+    """The operation that an input of a node names: ``name:1``, ``name`` or ``^name``."""
+    return given.lstrip("^").partition(":")[0]
+
+
+def _tensor_name(given: str) -> str:
+    return given if ":" in given else f"{given}:0"

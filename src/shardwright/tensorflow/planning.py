@@ -1,0 +1,222 @@
+"""Plans a run from its first batch: traces, describes the model, places units and variables."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwright.config import Config
+from shardwright.errors import PlanError, TraceError
+from shardwright.model_graph import ModelGraph, TensorSpec
+from shardwright.plan import Plan, stage_of_label
+from shardwright.planner import estimate_profile, make_plan, microbatch_counts
+from shardwright.tensorflow import _private
+from shardwright.tensorflow.batch import Arguments, microbatch_sizes
+from shardwright.tensorflow.cost import ModelVariable, model_graph
+from shardwright.tensorflow.partition import rank_of
+from shardwright.tensorflow.pieces import Pieces
+from shardwright.tensorflow.placement import place
+from shardwright.tensorflow.program import Program
+from shardwright.tensorflow.routes import routes_of
+from shardwright.tensorflow.trace import Trace
+from shardwright.tensorflow.units import UnitCalls, choose_units, layer_names
+from shardwright.tensorflow.variables import tf_variable, variables_by_name
+from shardwright.torch.run.context import Context
+from shardwright.torch.run.machine import present_cluster
+
+__all__ = ["Planning"]
+
+
+@dataclass(slots=True)
+class Planning:
+    """Makes the plan, and programs by it.
+
+    Attributes:
+        context: the run.
+        model: the wrapped model.
+    """
+
+    context: Context
+    model: Any
+    _names: dict[int, str] = field(default_factory=dict)
+    # Variables that have a home: their handle's id -> stage of the plan.
+    _homes: dict[int, int] = field(default_factory=dict)
+
+    def plan(self, arguments: Arguments, trace: Callable[[int], Trace]) -> Plan:
+        """The plan for the first batch; collective over all ranks.
+
+        Args:
+            arguments: of the step function.
+            trace: traces it for a microbatch of so many samples.
+
+        Raises:
+            PlanError: the settings cannot be met, or nothing fits.
+        """
+        context = self.context
+        assert context.reporter is not None
+        if not any(arguments.split):
+            raise PlanError(
+                "the step function gets no tensor that can be cut into microbatches. Pass the batch as an "
+                "argument."
+            )
+        samples = arguments.num_samples
+        if samples is None:  # `Engine` has seen to it that the number of microbatches is set
+            assert context.config.microbatches is not None
+            samples = context.config.microbatches
+        counts = microbatch_counts(samples, config=context.config, pipeline=context.mesh.pipeline)
+        sizes = {m: microbatch_sizes(samples, m)[0] for m in counts}
+        with context.reporter.phase("tracing the model"):
+            graphs = {m: self._described(trace(size), size) for m, size in sizes.items()}
+        context.cluster = cluster = present_cluster(context)
+        with context.reporter.phase("planning"):
+            return context.from_first_rank(
+                lambda: make_plan(
+                    {
+                        m: (graph, estimate_profile(graph, device=cluster.device))
+                        for m, graph in graphs.items()
+                    },
+                    cluster=cluster,
+                    # What memory may require in the planner's choice, this front end cannot do yet.
+                    config=Config.merge(context.config, {"offload_activations": False}),
+                    mesh=context.mesh,
+                    placement=self._placement(graphs[counts[0]]),
+                )
+            )
+
+    def check(self, plan: Plan, trace: Trace, size: int) -> None:
+        """Refuses a plan that was made for another model, or another number of ranks."""
+        plan.check(self._described(trace, size), world_size=self.context.mesh.world_size)
+        if any(stage.offload for stage in plan.stages):
+            raise PlanError(
+                "the plan has units under offload, which TensorFlow cannot do in this version. Make it anew "
+                "with offload_activations false."
+            )
+
+    def program(self, plan: Plan, trace: Trace) -> Program:
+        """The program of a trace, by the plan.
+
+        Raises:
+            TraceError: the step cannot be cut like this.
+        """
+        units = self._units(trace)
+        graph = trace.step_graph(units)
+        numbers = {id(handle): number for number, handle in enumerate(trace.variables)}
+        held = {numbers[each]: stage for each, stage in self._homes.items() if each in numbers}
+        again = {label for stage in plan.stages for label in stage.recompute}
+        placement = place(
+            graph,
+            self._stages(plan, units),
+            num_stages=len(plan.stages),
+            held=held,
+            recompute={call for call, label in enumerate(units.labels) if label in again},
+        )
+        ours = self._model_handles()
+        for number, stage in placement.owners.items():
+            handle = trace.variables[number]
+            if id(handle) in ours:
+                self._homes.setdefault(id(handle), stage)
+        routes = routes_of(graph, placement)
+        return Program(
+            trace=trace,
+            graph=graph,
+            placement=placement,
+            routes=routes,
+            pieces=Pieces(trace, routes.pieces),
+            stage_ranks=plan.stage_ranks,
+            rank=self.context.pipeline_rank,
+        )
+
+    def holders(self, plan: Plan) -> list[tuple[Any, int]]:
+        """The variables of the model that have a home, each with the pipeline rank that holds it."""
+        return [
+            (variable, plan.stage_ranks[stage])
+            for variable in self.model.variables
+            if (stage := self._homes.get(id(tf_variable(variable).handle))) is not None
+        ]
+
+    def is_of_model(self, variable: Any) -> bool:
+        """Whether a variable belongs to the model."""
+        return id(variable.handle) in self._model_handles()
+
+    # ---- inside ----
+
+    def _model_handles(self) -> set[int]:
+        return {id(tf_variable(variable).handle) for variable in self.model.variables}
+
+    def _units(self, trace: Trace) -> UnitCalls:
+        # A model that is built when it is first called has its layers only now.
+        self._names = layer_names(self.model)
+        self._refuse_hidden_layers(trace)
+        stages_per_rank = self.context.config.virtual_stages or 1
+        plan = self.context.plan
+        wanted = len(plan.stages) if plan is not None else self.context.mesh.pipeline * stages_per_rank
+        return choose_units(trace.recorder.calls, self._names, wanted=wanted)
+
+    def _refuse_hidden_layers(self, trace: Trace) -> None:
+        hidden = [self._names[id(each)] for each in trace.recorder.hidden if id(each) in self._names]
+        if hidden and self.context.mesh.pipeline > 1:
+            raise TraceError(
+                f"layer {hidden[0]} is called inside of a loop, a condition or a function that XLA compiles, "
+                "which is one operation of the step, so the layer can have no stage. Put the loop into a "
+                "layer of its own, which is placed whole, or leave jit_compile out."
+            )
+
+    def _stages(self, plan: Plan, units: UnitCalls) -> Sequence[int]:
+        """The stage of each unit call; one that the plan does not have goes with the call before it."""
+        known = stage_of_label(plan)
+        stages: list[int] = []
+        for label in units.labels:
+            stage = known.get(label, known.get(label.partition("#")[0]))
+            stages.append(stage if stage is not None else (stages[-1] if stages else 0))
+        return stages
+
+    def _described(self, trace: Trace, size: int) -> ModelGraph:
+        units = self._units(trace)
+        named = self._named_variables()
+        return model_graph(
+            trace.step_graph(units),
+            units.labels,
+            [type(layer).__name__ for layer in units.layers],
+            {
+                number: named[id(handle)]
+                for number, handle in enumerate(trace.variables)
+                if id(handle) in named
+            },
+            parameters=list(named.values()),
+            batch_size=size,
+        )
+
+    def _named_variables(self) -> dict[int, ModelVariable]:
+        """The variables of the model by the id of their handle, under names that are unique."""
+        trained = {id(tf_variable(variable)) for variable in self.model.trainable_variables}
+        named: dict[int, ModelVariable] = {}
+        for name, variable in variables_by_name(self.model).items():
+            own = tf_variable(variable)
+            shape = tuple(own.shape.as_list())
+            num_bytes = int(own.shape.num_elements() * own.dtype.size)
+            spec = TensorSpec(shape, own.dtype.name, num_bytes, requires_grad=id(own) in trained)
+            named.setdefault(id(own.handle), ModelVariable(name, spec, trained=id(own) in trained))
+        return named
+
+    def _placement(self, graph: ModelGraph) -> Mapping[str, int]:
+        """Pipeline rank of each unit that the user placed, by name; the innermost placement wins."""
+        layers = {name: layer for layer, name in self._layers()}
+        found = {}
+        for name in graph.units:
+            parts = name.split("/")
+            for depth in range(len(parts), 0, -1):
+                layer = layers.get("/".join(parts[:depth]))
+                rank = None if layer is None else rank_of(layer)
+                if rank is not None:
+                    found[name] = rank
+                    break
+        return found
+
+    def _layers(self) -> list[tuple[Any, str]]:
+        pending: list[Any] = [self.model]
+        found: list[tuple[Any, str]] = []
+        while pending:
+            for layer in _private.layers_of(pending.pop()):
+                if id(layer) in self._names and all(layer is not known for known, _ in found):
+                    found.append((layer, self._names[id(layer)]))
+                    pending.append(layer)
+        return found

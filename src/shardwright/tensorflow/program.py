@@ -1,0 +1,102 @@
+"""The program of a step function on one rank: its pieces, and the results that it keeps."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from shardwright.runtime.crossings import Crossing, Crossings
+from shardwright.tensorflow.pieces import BuiltPiece, Pieces
+from shardwright.tensorflow.placement import Placement
+from shardwright.tensorflow.routes import Part, Routes
+from shardwright.tensorflow.step_graph import StepGraph
+from shardwright.tensorflow.trace import Trace
+
+__all__ = ["Program"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Program:
+    """A step function cut into pieces; see `shardwright.runtime.rank_program.RankProgram`.
+
+    Attributes:
+        trace: the step function.
+        graph: the same as plain data.
+        placement: what runs where.
+        routes: what crosses.
+        stage_ranks: stage -> pipeline rank.
+        rank: this pipeline rank.
+        pieces: of the step.
+    """
+
+    trace: Trace
+    graph: StepGraph
+    placement: Placement
+    routes: Routes
+    stage_ranks: tuple[int, ...]
+    rank: int
+    pieces: Pieces
+    _again: "Program | None" = None
+
+    @property
+    def crossings(self) -> Crossings:
+        """What forwards send."""
+        return self.routes.crossings
+
+    @property
+    def gradients(self) -> Crossings:
+        """What backwards send."""
+        return self.routes.gradients
+
+    @property
+    def state(self) -> Mapping[str, int]:
+        """Nothing: variables have homes of their own (`Placement.owners`)."""
+        return {}
+
+    @property
+    def offloads(self) -> frozenset[int]:
+        """No stage copies activations to the host."""
+        return frozenset()
+
+    def piece(self, part: Part, stage: int) -> BuiltPiece | None:
+        """A piece of this rank, built when it is first asked for; None where there is nothing to run."""
+        return self.pieces.built(part, stage)
+
+    @property
+    def constants(self) -> frozenset[str]:
+        """The tensors from other ranks that are alike in all microbatches."""
+        return frozenset(self.routes.tensors[number] for number in self.routes.constants)
+
+    def again(self) -> "Program":
+        """The same for another microbatch of a batch, when the first has brought the constants."""
+        if not self.routes.constants:
+            return self
+        if self._again is None:
+            crossings = {
+                pair: tuple(each for each in group if each.value not in self.routes.constants)
+                for pair, group in self.routes.crossings.items()
+            }
+            self._again = replace(self, routes=replace(self.routes, crossings=crossings))
+        return self._again
+
+    def arriving(self, part: Part, stage: int) -> tuple[Crossing, ...]:
+        """What a piece takes in from other ranks, in the order of their stages."""
+        routes = self.routes.gradients if part in ("backward", "inputs") else self.routes.crossings
+        if part == "weights":
+            return ()
+        return tuple(
+            crossing
+            for (source, target), group in routes.items()
+            if target == stage and self.stage_ranks[source] != self.rank
+            for crossing in group
+        )
+
+    def name_of(self, crossing: Crossing) -> str:
+        """The tensor that crosses."""
+        return self.routes.tensors[crossing.value]
+
+    def rank_of_output(self, position: int) -> int:
+        """The pipeline rank that makes an output of the step function."""
+        return self.stage_ranks[self.routes.stage_of_output[position]]
+
+    def holder(self, variable: int) -> int:
+        """The pipeline rank that holds a variable."""
+        return self.stage_ranks[self.placement.owners[variable]]

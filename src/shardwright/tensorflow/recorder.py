@@ -1,0 +1,129 @@
+"""Notes in a trace which layer makes each operation, and which gradients are asked for."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from shardwright.tensorflow import _private
+from shardwright.tensorflow.variables import tf_variable
+
+__all__ = ["LayerCall", "Note", "Recorder"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """One call of a layer.
+
+    Attributes:
+        layer: the layer.
+        number: of the call among all calls of layers.
+        around: the call that it was made in; None for one of the outermost.
+    """
+
+    layer: Any = field(compare=False)
+    number: int
+    around: "LayerCall | None" = None
+
+    def chain(self) -> list["LayerCall"]:
+        """The calls around it and itself, the outermost first."""
+        return [*(self.around.chain() if self.around else ()), self]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What is noted of one operation.
+
+    Attributes:
+        call: innermost call of a layer that made it; None for code between layers.
+        in_gradient: it was made while gradients were asked for.
+    """
+
+    call: LayerCall | None
+    in_gradient: bool
+
+
+class Recorder:
+    """Records one trace.
+
+    Attributes:
+        notes: name of an operation -> note.
+        calls: all calls of layers, in order.
+        hidden: layers that were called in a graph inside this one, where they cannot have stages.
+        gradients: name of a tensor -> TensorFlow's variable whose gradient it is.
+    """
+
+    def __init__(self) -> None:
+        self._graph: Any = None
+        self._clear()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Watches TensorFlow and Keras; only what happens inside of `recording` is noted."""
+        with (
+            _private.operations_told(self._note_operation),
+            _private.gradients_told(self._begin_gradient, self._end_gradient),
+            _private.layers_told(self._begin_call, self._end_call),
+            _private.functions_inlined(),
+        ):
+            yield
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def begin(self) -> None:
+        """Notes what the current graph gets; TensorFlow traces a function anew that has made variables."""
+        self._clear()
+        self._graph = tf.compat.v1.get_default_graph()
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def end(self) -> None:
+        """Notes nothing any more."""
+        self._graph = None
+
+    def _clear(self) -> None:
+        self.notes: dict[str, Note] = {}
+        self.calls: list[LayerCall] = []
+        self.gradients: dict[str, Any] = {}
+        self.hidden: list[Any] = []
+        self._call: LayerCall | None = None
+        self._depth = 0
+
+    def _note_operation(self, graph: Any, operation: Any) -> None:
+        if graph is self._graph:
+            self.notes[operation.name] = Note(self._call, self._depth > 0)
+
+    def _begin_call(self, layer: Any) -> bool:
+        if self._graph is None:
+            return False
+        if self._graph is not tf.compat.v1.get_default_graph():
+            if self._call is None:
+                self.hidden.append(layer)
+            return False
+        self._call = LayerCall(layer, len(self.calls), self._call)
+        self.calls.append(self._call)
+        return True
+
+    def _end_call(self) -> None:
+        assert self._call is not None
+        self._call = self._call.around
+
+    def _begin_gradient(self) -> None:
+        self._depth += 1
+
+    def _end_gradient(self, gradients: Any, sources: Any) -> None:
+        self._depth -= 1
+        if self._graph is None or gradients is None:
+            return
+        flat = zip(_leaves(gradients), _leaves(sources), strict=False)
+        for gradient, source in flat:
+            variable = tf_variable(source)
+            if gradient is None or not isinstance(variable, tf.Variable):
+                continue
+            for tensor in tf.nest.flatten(gradient, expand_composites=True):
+                self.gradients[tensor.name] = variable
+
+
+def _leaves(structure: Any) -> Sequence[Any]:
+    leaves: Sequence[Any] = tf.nest.flatten(structure)
+    return leaves

@@ -1,0 +1,128 @@
+"""One stage of this rank: runs its pieces, and keeps what they make for as long as it is needed.
+
+::
+
+    what other stages made ─▶ forward piece ─▶ sent on
+                                  │ saved
+    gradients that came in ─▶ backward piece ─▶ sent back, and gradients of this stage's variables
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwright.errors import ScheduleError
+from shardwright.runtime.crossings import Crossing
+from shardwright.runtime.messages import Messages
+from shardwright.tensorflow.program import Program
+from shardwright.tensorflow.results import Results
+from shardwright.tensorflow.routes import Part
+
+__all__ = ["PieceStage", "Store"]
+
+
+@dataclass(slots=True)
+class Store:
+    """The tensors of one microbatch on this rank.
+
+    Attributes:
+        arguments: of the step function.
+        tensors: what pieces made, and other ranks sent.
+        uses: how many pieces and messages will still take each of them.
+        constants: names of those that are alike in all microbatches of the program.
+        shared: the constants, in one dictionary for all these microbatches.
+    """
+
+    arguments: dict[str, Any]
+    tensors: dict[str, Any] = field(default_factory=dict)
+    uses: Counter[str] = field(default_factory=Counter)
+    constants: frozenset[str] = frozenset()
+    shared: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, name: str) -> Any:
+        """A tensor; it is let go of with its last use."""
+        if name not in self.tensors and name in self.shared:
+            return self.shared[name]
+        self.uses[name] -= 1
+        return self.tensors[name] if self.uses[name] > 0 else self.tensors.pop(name)
+
+    def take_in(self, name: str, tensor: Any) -> None:
+        """Keeps a tensor that another rank has sent."""
+        if name in self.constants:
+            self.shared[name] = tensor
+        else:
+            self.keep(name, tensor)
+
+    def keep(self, name: str, tensor: Any) -> None:
+        """Keeps a tensor, if it has a use."""
+        if self.uses[name] > 0:
+            self.tensors[name] = tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class PieceStage:
+    """See `shardwright.runtime.action_loop.Stage`.
+
+    Attributes:
+        number: which stage.
+        programs: of each microbatch.
+        stores: of each microbatch.
+        messages: where other ranks' tensors come in.
+        results: where outputs of the step function go.
+    """
+
+    number: int
+    programs: Sequence[Program]
+    stores: Sequence[Store]
+    messages: Messages
+    results: Results
+
+    def forward(self, microbatch: int) -> None:
+        """Runs the forward piece."""
+        self._run("forward", microbatch)
+
+    def backward(self, microbatch: int, *, is_last: bool) -> None:
+        """Runs the whole backward piece."""
+        self._run("backward", microbatch)
+
+    def backward_input(self, microbatch: int) -> None:
+        """Runs the part of the backward piece that earlier stages wait for."""
+        self._run("inputs", microbatch)
+
+    def backward_weight(self, microbatch: int, *, is_last: bool) -> None:
+        """Runs the rest of it."""
+        self._run("weights", microbatch)
+
+    def offload(self, microbatch: int) -> None:
+        """Refused: `Program.offloads` names no stage."""
+        raise ScheduleError("a stage of TensorFlow keeps its activations where they are.")
+
+    def load(self, microbatch: int) -> None:
+        """Refused, as `offload` is."""
+        self.offload(microbatch)
+
+    def to_send(self, microbatch: int, crossing: Crossing) -> Any:
+        """A value that the stage has made."""
+        return self.stores[microbatch].take(self.programs[microbatch].name_of(crossing))
+
+    def gradient_to_send(self, microbatch: int, crossing: Crossing) -> Any:
+        """A gradient that the stage has made."""
+        return self.stores[microbatch].take(self.programs[microbatch].name_of(crossing))
+
+    def _run(self, part: Part, microbatch: int) -> None:
+        program, store = self.programs[microbatch], self.stores[microbatch]
+        back = part != "forward"
+        for crossing in program.arriving(part, self.number):
+            arrived = self.messages.receive(microbatch, crossing, is_gradient=back)
+            store.take_in(program.name_of(crossing), arrived)
+        piece = program.piece(part, self.number)
+        if piece is None:
+            return
+        given = {
+            name: store.arguments[name] if name in store.arguments else store.take(name)
+            for name in piece.feeds
+        }
+        for name, tensor in piece(given).items():
+            self.results.take(microbatch, name, tensor)
+            store.keep(name, tensor)

@@ -1,0 +1,87 @@
+"""One microbatch of a step function as plain data: forward, loss, gradients and metric writes in one graph.
+
+Nothing here imports TensorFlow: placement and routes are decided on these records, and tested on literals.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from shardwright.model_graph import TensorSpec
+
+__all__ = ["READS", "Operation", "StepGraph", "unknown_line"]
+
+# Operations that look at a variable and leave it as it is.
+READS = frozenset(("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"))
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation of the traced graph.
+
+    Attributes:
+        name: unique in the graph.
+        kind: its type, as ``"MatMul"``.
+        inputs: names of the tensors that it reads.
+        outputs: names of the tensors that it makes.
+        controls: names of operations that come before it.
+        stateful: it does more than compute its outputs, or draws random numbers.
+        call: position among the unit calls; None for code between units.
+        in_gradient: it was made while gradients were asked for.
+    """
+
+    name: str
+    kind: str
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    controls: tuple[str, ...] = ()
+    stateful: bool = False
+    call: int | None = None
+    in_gradient: bool = False
+
+
+def unknown_line(_operation: str) -> str:
+    """Where no line is known."""
+    return "the step function"
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """One microbatch of a step function.
+
+    Attributes:
+        operations: each behind those that it needs.
+        specs: of each tensor; sizes that are not known before the run are -1.
+        variables: name of the operation that stands for a variable's handle -> number of the variable.
+        arguments: names of the tensors that are given to the step function.
+        outputs: names of the tensors that it returns.
+        gradients: output -> number of the variable whose gradient it is.
+        local: tensors that stay in their process: of types without bytes, such as lists of tensors and text.
+        line_of: name of an operation -> the line of the user's code that made it.
+    """
+
+    operations: tuple[Operation, ...]
+    specs: Mapping[str, TensorSpec] = field(default_factory=dict)
+    variables: Mapping[str, int] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    gradients: Mapping[str, int] = field(default_factory=dict)
+    local: frozenset[str] = frozenset()
+    line_of: Callable[[str], str] = unknown_line
+
+    def makers(self) -> dict[str, Operation]:
+        """The operation that makes each tensor."""
+        return {output: operation for operation in self.operations for output in operation.outputs}
+
+    def variables_of(self, operation: Operation) -> list[int]:
+        """The variables whose handles an operation takes."""
+        names = (tensor.partition(":")[0] for tensor in operation.inputs)
+        return [self.variables[name] for name in names if name in self.variables]
+
+    def written(self) -> frozenset[int]:
+        """The variables that the step function changes."""
+        return frozenset(
+            variable
+            for operation in self.operations
+            if operation.stateful and operation.kind not in READS
+            for variable in self.variables_of(operation)
+        )

@@ -1,0 +1,109 @@
+"""The variables of a model: their names, and which of them other ranks hold."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+from shardwright.tensorflow import _private
+
+__all__ = ["Variables", "tf_variable", "variables_by_name"]
+
+
+def tf_variable(variable: Any) -> Any:
+    """TensorFlow's own variable behind one of Keras 3; any other thing as it is."""
+    if isinstance(variable, tf.Variable):
+        return variable
+    value = getattr(variable, "value", None)
+    return value if isinstance(value, tf.Variable) else variable
+
+
+def variables_by_name(model: Any) -> dict[str, Any]:
+    """The variables of a model under unique names, the same on all ranks: ``encoder/dense/kernel``.
+
+    Keras numbers models that have no name of their own, so the model's is left out.
+    """
+    named: dict[str, Any] = {}
+    for variable in model.variables:
+        path = getattr(variable, "path", None) or variable.name.partition(":")[0]
+        wanted = name = path.removeprefix(f"{model.name}/")
+        again = 1
+        while name in named:
+            again += 1
+            name = f"{wanted}_{again}"
+        named[name] = variable
+    return named
+
+
+class Variables:
+    """Which variables of a model other ranks hold.
+
+    Such a variable has neither a value nor slots of an optimizer here, and no checkpoint of this rank has it.
+
+    Args:
+        rank: this pipeline rank.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
+        self._remote: dict[int, Any] = {}  # held, so that no id is used again
+        self._holders: dict[int, int] = {}
+
+    def is_remote(self, variable: Any) -> bool:
+        """Whether another rank holds a variable."""
+        return id(tf_variable(variable)) in self._remote
+
+    def holder(self, variable: Any) -> int | None:
+        """The pipeline rank that holds a variable; None where all ranks have it, as none uses it."""
+        return self._holders.get(id(tf_variable(variable)))
+
+    def give_up(
+        self, holders: Iterable[tuple[Any, int]], *, is_tracing: Callable[[], bool], ranks: Sequence[int]
+    ) -> None:
+        """Frees the memory of variables that other ranks hold.
+
+        Args:
+            holders: variables of the model, each with the pipeline rank that holds it.
+            is_tracing: whether a step function is being traced, which reads any variable.
+            ranks: world rank of each pipeline rank.
+        """
+        for variable, holder in holders:
+            own = tf_variable(variable)
+            self._holders[id(own)] = holder
+            if holder == self._rank or id(own) in self._remote:
+                continue
+            self._remote[id(own)] = own
+            name = getattr(variable, "path", None) or own.name
+            shape = tuple(own.shape.as_list())
+            refusal = (
+                f"{name} of shape {shape} has no value on rank {ranks[self._rank]}: rank {ranks[holder]} "
+                "holds it. Read it there, inside of a step function, or by "
+                "model.get_weights() on all ranks."
+            )
+            _private.given_up(own, is_tracing, refusal)
+
+    def pairs_here(self, pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        """The pairs of gradients and variables without those of other ranks."""
+        return [(gradient, variable) for gradient, variable in pairs if not self.is_remote(variable)]
+
+    @contextmanager
+    def with_values(
+        self, values: Iterable[tuple[Any, Any]], *, is_tracing: Callable[[], bool]
+    ) -> Iterator[None]:
+        """While it lasts, variables of other ranks have values here.
+
+        Args:
+            values: variables of other ranks, each with its value.
+            is_tracing: as for `give_up`.
+        """
+        back: list[tuple[Any, str]] = []
+        try:
+            for variable, value in values:
+                own = tf_variable(variable)
+                back.append((own, own._shardwright_guard[1]))
+                _private.given_back(own, value)
+            yield
+        finally:
+            for own, refusal in back:
+                _private.given_up(own, is_tracing, refusal)

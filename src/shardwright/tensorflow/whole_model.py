@@ -1,0 +1,42 @@
+"""The whole model on every rank, for as long as something reads all of it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shardwright.tensorflow.exchange import broadcast_tensors
+from shardwright.tensorflow.keras_run import KerasRun
+from shardwright.tensorflow.trace import spec_of
+from shardwright.tensorflow.variables import tf_variable
+from shardwright.torch.run.failure import first_cause_named
+from shardwright.torch.run.joint_calls import meet
+
+__all__ = ["whole_model"]
+
+
+@contextmanager
+def whole_model(run: KerasRun, where: str) -> Iterator[None]:
+    """While it lasts, every rank has the values of all variables of the model; collective over all ranks.
+
+    A rank needs memory for the whole model meanwhile.
+
+    Args:
+        run: with a wrapped model.
+        where: the call as a script writes it, for messages to ranks that do not come.
+    """
+    if run.mesh.pipeline == 1 or not run.is_placed:
+        yield
+        return
+    with first_cause_named(run):
+        meet(where)
+        found = []
+        for variable in run.keras_model.variables:
+            holder = run.variables.holder(variable)
+            if holder is None:
+                continue
+            own = tf_variable(variable)
+            mine = [own.read_value()] if holder == run.pipeline_rank else None
+            (value,) = broadcast_tensors(run, mine, [spec_of(own)], holder)
+            if mine is None:
+                found.append((variable, value))
+    with run.variables.with_values(found, is_tracing=lambda: run.is_tracing):
+        yield

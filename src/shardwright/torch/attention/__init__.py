@@ -1,0 +1,1 @@
+"""Attention without a table of all scores."""

@@ -1,0 +1,332 @@
+"""Tracks a microbatch's position in its program, and looks up each call of the step function.
+
+Unit calls, and operations on unit results or parameters, are placed on ranks: they must match the trace one
+by one. A *free* operation depends on neither. Every rank runs it for itself, so it makes no difference
+whether the trace contains it::
+
+    trace                           microbatch 0                    microbatch 1
+    arange     free                 arange     as in the trace
+    mul        free                 mul        as in the trace
+    add        on stage 0           add                             add      what is free is passed over
+
+So a script may compute a table once and keep it: in an attribute, a buffer, a dictionary, behind
+``lru_cache``.
+"""
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import TraceMismatchError
+from shardwright.torch._private import storage_key
+from shardwright.torch.interception.deferred import DeferredTensor
+from shardwright.torch.interception.step_code import assumed_loss
+from shardwright.torch.program.instructions import Instruction, Place
+from shardwright.torch.program.program import FreeOperations, Program
+from shardwright.torch.pytorch.functions import name_of_call
+from shardwright.torch.pytorch.source_line import user_line
+from shardwright.torch.pytorch.tree import leaves
+from shardwright.torch.randomness.python_random import SKIPS_BY_PYTHON
+from shardwright.torch.randomness.rng import get_state, same_state
+from shardwright.torch.script_collectives.replica_collectives import COLLECTIVES
+
+__all__ = ["ProgramCursor"]
+
+
+class ProgramCursor:
+    """Follows the calls of one microbatch.
+
+    Args:
+        index: which microbatch.
+        program: what this rank does.
+        parameters: gives the identities of the model's parameters.
+        device: where this rank computes.
+
+    Attributes:
+        position: number of instructions that are done or passed over.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        program: Program,
+        parameters: Callable[[], Collection[int]],
+        device: torch.device,
+    ):
+        self.position = 0
+        self._index = index
+        self._program = program
+        self._free = program.free_operations
+        self._parameters = parameters
+        self._device = device
+        self._behind_backward = False
+        # Tensors that steps of this rank gave: id -> the tensor, as long as it lives, and its value.
+        self._made: dict[int, tuple[weakref.ref[Tensor], int | None]] = {}
+        self._spoilt: set[int] = set()  # memory that every rank has, and of which one has another content
+
+    # ---- calls ----
+
+    def operation(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Instruction | None:
+        """The instruction of a torch function; None for a free one that the trace does not have."""
+        placed = self._free is FreeOperations.AS_TRACED or func in COLLECTIVES
+        if placed or not self.rests_on_nothing(args, kwargs):
+            return self._placed(func)
+        found = self._find_free(func)
+        if found is None and self._free is not FreeOperations.ANY:
+            self.mismatch(name_of_call(func))
+        if found is not None:
+            self.position = found + 1
+        return None if found is None else self._program.instructions[found]
+
+    def unit_call(self, module: nn.Module) -> Instruction:
+        """The instruction of a unit."""
+        return self._placed(module)
+
+    def backward(self) -> None:
+        """Checks the call of ``backward``."""
+        self._pass_over_free()
+        if self._behind_backward or self.position != self._program.trace.backward_at:
+            self.mismatch("backward()")
+        self._behind_backward = True
+
+    def end(self) -> None:
+        """Checks that the program has come to its end."""
+        self._pass_over_free()
+        if self.position < len(self._program.instructions):
+            line = self._program.instructions[self.position].step.line
+            self.mismatch("nothing more", line or "the end of the step function")
+
+    @property
+    def rest(self) -> Sequence[Instruction]:
+        """The steps not called yet."""
+        return self._program.instructions[self.position :]
+
+    def has_work(self, stage: int | None = None) -> bool:
+        """Whether anything is left that this rank computes, but for what stands for code behind the end.
+
+        Args:
+            stage: in this stage; in any of its stages unless given.
+        """
+        rest = islice(self._program.instructions, self.position, None)
+        mine = (each for each in rest if each.place is Place.HERE and each.step.func is not assumed_loss)
+        return any(stage is None or each.stage == stage for each in mine)
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the step function has come to where its program ends: nothing more is called by it."""
+        if not self._program.trace.ends:
+            return False
+        position = self._behind_free()
+        if position == self._end:
+            return True
+        return self._program.instructions[position].step.func is assumed_loss
+
+    @property
+    def is_through(self) -> bool:
+        """Whether the program has nothing left that must be called."""
+        backward_left = self._program.trace.backward_at is not None and not self._behind_backward
+        return not backward_left and self._behind_free() == len(self._program.instructions)
+
+    @property
+    def is_at_backward(self) -> bool:
+        """Whether the program calls ``backward`` next."""
+        return not self._behind_backward and self._behind_free() == self._program.trace.backward_at
+
+    @property
+    def has_units_left(self) -> bool:
+        """Whether the program calls units that have not been called."""
+        return any(isinstance(each.step.func, nn.Module) for each in self.rest)
+
+    def run_behind_end(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        generators: Sequence[torch.Generator],
+    ) -> Any:
+        """Runs an operation behind the end of the program, as every rank does: it may draw nothing."""
+        before = get_state(self._device, tuple(generators))
+        result = func(*args, **kwargs)
+        if not same_state(get_state(self._device, tuple(generators)), before):
+            self.refuse_draws()
+        return result
+
+    def refuse_draws(self) -> NoReturn:
+        """Refuses random numbers behind the end of a program: ranks would draw different ones."""
+        raise TraceMismatchError(
+            f"{user_line()}: the step function draws random numbers behind backward(), or behind a value "
+            "that it has read, where ranks would draw different ones. Draw before anything is read, or "
+            "before the step function, and pass them to it."
+        )
+
+    def run_unknown(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a free operation that the trace does not have: it may not take random numbers.
+
+        Other microbatches took those that the trace said.
+        """
+        before = get_state(self._device)
+        result = func(*args, **kwargs)
+        if not same_state(get_state(self._device), before):
+            self.mismatch(name_of_call(func))
+        return result
+
+    # ---- what came of them ----
+
+    def note_made(self, result: Any, given: Iterable[Any], values: Mapping[int, int]) -> None:
+        """Records the results of this rank's step.
+
+        Args:
+            result: with tensors in it.
+            given: free tensors that it may have given back as they were.
+            values: position among the leaves of the result -> value.
+        """
+        free = {id(item) for item in given}
+        for position, item in enumerate([result] if isinstance(result, Tensor) else leaves(result)):
+            if isinstance(item, Tensor) and id(item) not in free:
+                value = values.get(position, self.value_of(item))  # a step may give back what it was given
+                self._made[id(item)] = weakref.ref(item), value
+
+    def note_spoilt(self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Records tensors that every rank has, and of which only one will have the content."""
+        items = leaves((args, kwargs))
+        self._spoilt.update(storage_key(items[position]) for position in instruction.spoils)
+
+    def is_free(self, item: Any) -> bool:
+        """Whether every rank has it: it does not come from a unit, and it is no parameter."""
+        if not isinstance(item, Tensor):
+            return True
+        if isinstance(item, DeferredTensor):
+            return False
+        made = self._made.get(id(item))
+        if made is not None and made[0]() is item:
+            return False
+        return not isinstance(item, nn.Parameter) or id(item) not in self._parameters()
+
+    def value_of(self, item: Any) -> int | None:
+        """The value of a tensor that a step of this rank gave; None for anything else."""
+        made = self._made.get(id(item))
+        return made[1] if made is not None and made[0]() is item else None
+
+    def refuse_placed(self, item: Any) -> None:
+        """Refuses a tensor that not every rank has, and that is no value.
+
+        Raises:
+            TraceMismatchError: it is a parameter, or what a step has changed on its rank alone.
+        """
+        if not isinstance(item, Tensor):
+            return
+        spoilt = bool(self._spoilt) and storage_key(item) in self._spoilt
+        if spoilt or not self.is_free(item):
+            what = "a tensor that a module has changed in place" if spoilt else "a parameter"
+            raise TraceMismatchError(
+                f"{user_line()}: {what} is used by the step function, behind a value that was read. Only one "
+                "rank has it. Compute what you need of it before anything is read."
+            )
+
+    def clear(self) -> None:
+        """Forgets all tensors."""
+        self._made.clear()
+
+    def mismatch(self, found: str, line: str = "") -> NoReturn:
+        """Refuses a step function that goes another way than the trace.
+
+        Args:
+            found: what it calls.
+            line: where; the line that is being executed unless given.
+        """
+        position, program = self.position, self._program
+        expected = "the end of the step function"
+        if position == program.trace.backward_at and not self._behind_backward:
+            expected = "backward()"
+        elif position < len(program.instructions):
+            expected = name_of_call(program.instructions[position].step.func)
+        raise TraceMismatchError(
+            f"{line or user_line()}: microbatch {self._index} calls {found} where the trace has {expected}. "
+            "The model takes another path than when it was traced, for a reason that the batch does not "
+            f"show: a random choice, a counter, a global. {self._remedy}"
+        )
+
+    # ---- inside ----
+
+    @property
+    def _remedy(self) -> str:
+        program = self._program
+        if program.trace.random.python_at:
+            return SKIPS_BY_PYTHON
+        remedy = "Make the path the same in every microbatch, or put the choice inside one module."
+        if self._free is FreeOperations.FEWER:
+            remedy += (
+                " What rests on neither modules nor parameters (a table that is kept) may be more than in "
+                "the trace where each rank has one stage (pipeline: 1f1b) and code between modules is not "
+                "recomputed."
+            )
+        return remedy
+
+    @property
+    def _end(self) -> int:
+        """The position at which instructions end for now."""
+        backward_at = self._program.trace.backward_at
+        if backward_at is None or self._behind_backward:
+            return len(self._program.instructions)
+        return backward_at
+
+    def rests_on_nothing(self, args: tuple[Any, ...] | list[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether every rank has all tensors among the arguments of an operation."""
+        return all(map(self._is_all_free, args)) and (
+            not kwargs or all(map(self._is_all_free, kwargs.values()))
+        )
+
+    def _is_all_free(self, item: Any) -> bool:
+        if isinstance(item, Tensor):
+            return self.is_free(item)
+        kind = type(item)
+        if kind is tuple or kind is list:
+            return all(map(self._is_all_free, item))
+        return kind in _NO_TENSORS or all(map(self.is_free, leaves(item)))
+
+    def _placed(self, func: Any) -> Instruction:
+        self._pass_over_free()
+        if self.position == self._end:
+            self.mismatch(name_of_call(func))
+        instruction = self._program.instructions[self.position]
+        if instruction.step.func is not func and instruction.step.func != func:
+            self.mismatch(name_of_call(func))
+        self.position += 1
+        return instruction
+
+    def _find_free(self, func: Any) -> int | None:
+        """Finds a free operation in the trace, before anything that has a place or draws."""
+        instructions = self._program.instructions
+        for position in range(self.position, self._end):
+            instruction = instructions[position]
+            if instruction.place is not Place.FREE:
+                return None
+            if instruction.step.func is func or instruction.step.func == func:
+                return position
+            if instruction.step.draws:
+                return None
+        return None
+
+    def _pass_over_free(self) -> None:
+        self.position = self._behind_free()
+
+    def _behind_free(self) -> int:
+        """The position of the next instruction that cannot be left out."""
+        position, end = self.position, self._end
+        if self._free is FreeOperations.AS_TRACED:
+            return position
+        while position < end:
+            instruction = self._program.instructions[position]
+            if instruction.place is not Place.FREE or instruction.step.draws:
+                break
+            position += 1
+        return position
+
+
+_NO_TENSORS = frozenset({type(None), bool, int, float, str, slice, torch.dtype, torch.device, type(Ellipsis)})

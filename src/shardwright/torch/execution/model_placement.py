@@ -1,0 +1,328 @@
+"""Places the units of a model on the ranks of a pipeline, in its first step."""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+
+from shardwright.comm.joining.process_group import tell_all
+from shardwright.errors import UsageError
+from shardwright.placement import Cut
+from shardwright.plan import Plan
+from shardwright.planner import offloaded_bytes, stage_costs_of
+from shardwright.runtime.assignment import assign
+from shardwright.runtime.batch_schedules import BatchSchedules
+from shardwright.schedule import splits_backward
+from shardwright.torch.backward.activation_checkpointing import marked_inside
+from shardwright.torch.backward.split_backward import split_modules
+from shardwright.torch.batch.batch import Batch
+from shardwright.torch.execution.agreement import Agreement
+from shardwright.torch.execution.executor import Executor
+from shardwright.torch.execution.placed_model import PlacedModel, parameter_ids
+from shardwright.torch.execution.program_maker import KnownTrace, ProgramMaker
+from shardwright.torch.execution.trained_model import TrainedModel
+from shardwright.torch.offload.offloading import Offloading
+from shardwright.torch.parameters.materialise import Materialiser
+from shardwright.torch.parameters.moving import move_to
+from shardwright.torch.parameters.registration import agree_on_registration
+from shardwright.torch.parameters.residency import Residency, release_remote
+from shardwright.torch.parameters.unit_map import refuse_unknown_units
+from shardwright.torch.program.instructions import KeptOtherwise
+from shardwright.torch.pytorch.heap import large_blocks_given_back
+from shardwright.torch.replicas.plan_in_effect import (
+    SharingGroups,
+    broadcast,
+    reduced_parameters,
+    synchronise,
+)
+from shardwright.torch.replicas.reducer import GradientReducer
+from shardwright.torch.replicas.replica_buffers import ReplicaBuffers
+from shardwright.torch.run.context import Context
+from shardwright.torch.tensor_parallel.divide import divide_parameter, tensor_group
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
+from shardwright.torch.tensor_parallel.group import Prices, TensorGroup
+from shardwright.torch.tensor_parallel.own_experts import run_own_experts
+from shardwright.torch.tracing.batch_statistics import BatchStatistics
+from shardwright.torch.tracing.trace_data import Trace
+
+if TYPE_CHECKING:
+    from shardwright.torch.measuring.planning import Planner
+
+__all__ = ["ModelPlacement"]
+
+
+class ModelPlacement:
+    """Makes the plan of a model, unless there is one, and puts it into effect.
+
+    Args:
+        context: the run; its plan is set if none was given.
+        model: the wrapped model.
+        planner: makes the plan from the first batch.
+        materialiser: gives memory to a model on the meta device.
+        agreement: compares with other ranks.
+        programs: is told of the units.
+        statistics: is told of layers that compute statistics over samples.
+        offloading: of this rank.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        model: TrainedModel,
+        planner: "Planner",
+        materialiser: Materialiser,
+        *,
+        agreement: Agreement,
+        programs: ProgramMaker,
+        statistics: BatchStatistics,
+        offloading: Offloading,
+    ):
+        self._context = context
+        self._model = model
+        self._planner = planner
+        self._materialiser = materialiser
+        self._agreement = agreement
+        self._programs = programs
+        self._statistics = statistics
+        self._offloading = offloading
+        self._groups = SharingGroups(context)
+        self._tensor_group: TensorGroup | None = None
+
+    def make(self, function: Callable[..., Any], batch: Batch) -> tuple[PlacedModel, KnownTrace | None]:
+        """Places the units; collective over all ranks.
+
+        Args:
+            function: the step function.
+            batch: its first batch.
+
+        Returns:
+            The placed model, and the trace by which it was placed; None for that where the model may be
+            another one since.
+        """
+        context, module = self._context, self._model.get_module()
+        plan, known = self._plan(function, batch)
+        self._take_room(plan)
+        part = batch.split(plan.schedule.microbatches)[0]
+        marked = self._find_units(plan)
+        trace = self._traced(plan, known, function, part, again=bool(marked))
+        assignment = assign(trace.graph, plan)
+        residency = Residency.of(trace.graph, assignment.homes, assignment.stage_ranks)
+        held = self._hold(residency, plan, plan.cuts_of(trace.graph))
+        assert context.links.transport is not None
+        executor = Executor(
+            context.links.transport,
+            module,
+            device=context.device,
+            on_backward=None if held.reducer is None else held.reducer.on_backward,
+            offloading=self._offloading,
+        )
+        offloaded = frozenset[str]().union(*(stage.offload for stage in plan.stages))
+        kept = KeptOtherwise(recompute=self._recomputed(plan, trace, marked), offload=offloaded)
+        self._programs.placed(residency, kept, held.divided, self._tensor_group)
+        if splits_backward(plan.schedule.kind):
+            for unit in self._programs.units.modules.values():
+                split_modules(unit)
+        placed = PlacedModel(
+            residency=residency,
+            executor=executor,
+            schedules=BatchSchedules(plan.schedule, stage_costs_of(plan)),
+            reducer=held.reducer,
+            replica_buffers=self._replica_buffers(),
+            tensor_group=self._tensor_group,
+            several_stages={n: p for n, p in held.parameters.items() if len(residency.stages[n]) > 1},
+            parameters=parameter_ids(module) if context.mesh.world_size > 1 else None,
+        )
+        return placed, KnownTrace(part, trace, assignment) if held.is_unchanged else None
+
+    def _plan(self, function: Callable[..., Any], batch: Batch) -> tuple[Plan, Trace | None]:
+        """The plan, and the trace that it rests on, if it is made now."""
+        context, trace = self._context, None
+        assert context.reporter is not None
+        # The script may have changed the model since it was wrapped.
+        agree_on_registration(self._model.get_module(), context)
+        self._materialiser.agree_on_seed()
+        self._agreement.on_first_trace()
+        if context.plan is None:
+            context.plan, trace = self._planner(function, batch)
+        context.reporter.plan_made(context.plan)
+        return context.plan, trace
+
+    def _take_room(self, plan: Plan) -> None:
+        """Makes sure of room for what units offload, before anything is computed.
+
+        Raises:
+            UsageError: a rank has none; on every rank.
+        """
+        if not any(stage.offload for stage in plan.stages):
+            return
+        context, problem = self._context, None
+        try:
+            self._offloading.reserve(offloaded_bytes(plan)[context.pipeline_rank])
+        except UsageError as error:
+            problem = str(error)
+        for rank, each in enumerate(tell_all(problem) if context.mesh.world_size > 1 else [problem]):
+            if each is not None:
+                raise UsageError(f"rank {rank}: {each}")
+
+    def _find_units(self, plan: Plan) -> set[int]:
+        """Finds the units of a plan in the model; gives ids of those in modules that recompute themselves.
+
+        Before the trace, in which a module around several units must not recompute itself.
+        """
+        module, names = self._model.get_module(), _unit_names(plan)
+        refuse_unknown_units(module, names)
+        units = self._programs.set_units(names)
+        self._materialiser.buffers_outside(units)
+        return marked_inside(module, set(units.units))
+
+    def _traced(
+        self, plan: Plan, known: Trace | None, function: Callable[..., Any], part: Batch, *, again: bool
+    ) -> Trace:
+        """The trace of a microbatch, the same on all ranks, by the units of the plan.
+
+        Args:
+            plan: the plan.
+            known: the trace that it rests on.
+            function: the step function.
+            part: the microbatch.
+            again: that trace does not hold any more.
+        """
+        # All ranks or none: they agree on where it ends. (Another model has other units than the plan.)
+        again = again or known is None or set(known.unit_names) != set(_unit_names(plan))
+        if self._agreement.on_any(again) or known is None:
+            known = self._programs.trace(function, part)
+        self._agreement.on_trace(known)
+        self._statistics.note(known.graph.batch_statistics)
+        plan.check(known.graph, world_size=self._context.mesh.world_size)
+        return known
+
+    def _hold(self, residency: Residency, plan: Plan, cuts: Mapping[str, Cut]) -> "_Held":
+        """Keeps what this rank holds, gives up the rest, and makes holders of one parameter agree."""
+        context, module, units = self._context, self._model.get_module(), self._programs.units
+        rank = context.pipeline_rank
+        self._groups.make([tuple(ranks) for ranks in residency.ranks.values() if len(ranks) > 1])
+        held = set(residency.held_by(rank))
+        was_whole = not self._materialiser.waits
+        release_remote(
+            module,
+            residency,
+            units.parameters,
+            rank=rank,
+            world_ranks=context.pipeline_ranks,
+            device=context.device,
+        )
+        move_to(module, context.device)
+        alone = {name for name in held if residency.ranks[name] == (rank,)}
+        parameters = dict(module.named_parameters())
+        waiting = self._model.replicas.filled_when_shared({n: p for n, p in parameters.items() if n in alone})
+        divided = frozenset(held & cuts.keys())
+        if plan.mesh.expert > 1:
+            run_own_experts(module)
+        if plan.tensor is not None:
+            prices = Prices(**plan.tensor.prices.model_dump(), sums_wait=plan.mesh.tensor == 1)
+            self._tensor_group = tensor_group(context.groups.tensor, prices=prices)
+        divide = {id(parameters[n]): partial(self._share_and_divide, n, cuts[n]) for n in divided}
+        with large_blocks_given_back(then_kept=context.config.keep_freed_memory) if divide else nullcontext():
+            self._materialiser.named(held - waiting, units, then=divide)
+        present = {name: tensor for name, tensor in _first_named(module).items() if name in held}
+        changed = self._share_first_values(present.values())
+        changed = synchronise(residency, present, self._groups, rank=rank) or changed
+        for name in sorted(divided):
+            if not isinstance(present[name], DividedTensor):
+                self._divide(name, cuts[name], present[name])
+        units = self._programs.note_new_tensors()
+        parameters = {
+            n: p
+            for n, p in _first_named(module).items()
+            if isinstance(p, nn.Parameter) and (not p.is_meta or n in waiting)
+        }
+        self._model.replicas.shard({n: p for n, p in parameters.items() if n in alone})
+        aliased = {name for name, spec in units.specs.items() if spec.aliases}
+        members = reduced_parameters(
+            residency,
+            parameters,
+            aliased,
+            self._groups,
+            stage_ranks=plan.stage_ranks,
+            rank=rank,
+            settles=plan.tensor is not None,
+        )
+        reducer = self._model.replicas.make_reducer(members) if members else None
+        return _Held(parameters, divided, reducer, was_whole and not changed)
+
+    def _share_first_values(self, tensors: Iterable[Tensor]) -> bool:
+        """Gives the ranks along the tensor axis the values of the first; says whether any were others."""
+        group = self._context.groups.tensor
+        if group is None:
+            return False
+        source = self._context.mesh.group("share", self._context.rank)[0]
+        # A part came from the first rank's values.
+        whole = [tensor for tensor in tensors if not isinstance(tensor, DividedTensor)]
+        changed = [broadcast(tensor, source, group) for tensor in whole]
+        return any(changed)
+
+    def _share_and_divide(self, name: str, cut: Cut, parameter: Tensor) -> None:
+        """Leaves this rank its part of a parameter that has just got values."""
+        self._share_first_values([parameter])
+        self._divide(name, cut, parameter)
+
+    def _divide(self, name: str, cut: Cut, parameter: Tensor) -> None:
+        """Leaves this rank its part of a parameter that ranks share."""
+        assert isinstance(parameter, nn.Parameter)
+        assert self._tensor_group is not None
+        _refuse_hooks(name, parameter)
+        divide_parameter(parameter, cut, self._tensor_group)
+
+    def _recomputed(self, plan: Plan, trace: Trace, marked: set[int]) -> frozenset[str]:
+        """Labels of the calls that are recomputed: by the plan, or as a module around them asks for."""
+        modules = self._programs.units.modules
+        calls = (node for node in trace.graph.nodes if node.kind == "unit")
+        of_modules = frozenset(node.label for node in calls if id(modules[node.name]) in marked)
+        return of_modules.union(*(stage.recompute for stage in plan.stages))
+
+    def _replica_buffers(self) -> ReplicaBuffers | None:
+        context, group = self._context, self._context.groups.data
+        if group is None:
+            return None
+        buffers = ReplicaBuffers(
+            self._model.get_module(), group, ranks=context.holders, rank=context.rank, device=context.device
+        )
+        buffers.note()
+        return buffers
+
+
+class _Held(NamedTuple):
+    """The parameters that this rank has kept.
+
+    Attributes:
+        parameters: by name.
+        divided: names of those of which it has a part.
+        reducer: sums their gradients with those of other ranks; None where no other rank has one of them.
+        is_unchanged: no values came from other ranks, or from the user's functions.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    divided: frozenset[str]
+    reducer: GradientReducer | None
+    is_unchanged: bool
+
+
+def _unit_names(plan: Plan) -> list[str]:
+    return list(dict.fromkeys(label.split("#")[0] for label in plan.model.units))
+
+
+def _first_named(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by their first name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _refuse_hooks(name: str, parameter: nn.Parameter) -> None:
+    """Refuses a hook that would see the part of a gradient, as the tensor that shows all of its shape."""
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise UsageError(
+            f"the parameter {name} has a hook for its gradient, and the plan has ranks share it. Make the "
+            "plan anew, which leaves it whole, or change gradients between the step function and "
+            "optimizer.step()."
+        )

@@ -1,0 +1,85 @@
+"""Remembers the plan of the last run of a script, so that the next run gets the same.
+
+The number of microbatches changes results: random masks, batch statistics, the weights of unequal
+microbatches. So it stays what it was, as long as script, model, batch, ranks, machine and settings do.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+from torch import nn
+
+from shardwright.cluster.host_memory import host_memory_bytes
+from shardwright.errors import ShardwrightError
+from shardwright.files import replace_file
+from shardwright.plan import Plan
+from shardwright.torch.measuring.cost_cache import cache_folder, machine_key
+from shardwright.torch.run.context import Context
+
+__all__ = ["LastPlan"]
+
+log = logging.getLogger(__name__)
+
+_KEPT = 200
+"""Plans of one machine; those that were used last."""
+
+
+class LastPlan:
+    """The plan of the last run like this one, in a file beside the measured costs.
+
+    Args:
+        context: of the run.
+        model: the whole model.
+        samples: of a batch of one replica.
+    """
+
+    def __init__(self, context: Context, model: nn.Module, *, samples: int):
+        self._context = context
+        folder = cache_folder() / "plans" / machine_key(context)
+        off = os.environ.get("SHARDWRIGHT_CACHE") == "off"
+        self._file = None if off else folder / f"{self._key(model, samples)}.json"
+
+    def read(self) -> Plan | None:
+        """The plan; None where there was no such run, or its file cannot be read. On the first rank."""
+        if self._file is None or self._context.config.plan_anew or not self._file.is_file():
+            return None
+        try:
+            plan = Plan.read(self._file, what="the plan of the last run")
+            plan.check_world(self._context.mesh.world_size)
+        except ShardwrightError as error:
+            log.info("planned anew: %s", error)
+            return None
+        return plan
+
+    def write(self, plan: Plan) -> None:
+        """Keeps a plan for the next run. On the first rank."""
+        file = self._file
+        if file is None:
+            return
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(file, plan.to_json())
+            by_age = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
+            for old in by_age[:-_KEPT]:
+                old.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("the plan cannot be kept for the next run in %s: %s", file, error)
+
+    def _key(self, model: nn.Module, samples: int) -> str:
+        config, mesh = self._context.config, self._context.mesh
+        main = getattr(sys.modules["__main__"], "__file__", None)
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        described = [
+            main and str(Path(main).absolute()),
+            [(name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in tensors],
+            [type(module).__qualname__ for module in model.modules()],
+            samples,
+            host_memory_bytes(),
+            repr(mesh),
+            {name: repr(value) for name, value in config.pins.items()},
+        ]
+        return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]

@@ -1,0 +1,119 @@
+"""The state of an optimizer where ranks share parameters: each rank saves its part of each tensor.
+
+::
+
+    state_dict()       {"state": {0: {"exp_avg": this rank's part, ...}, ...}, "param_groups": [...],
+                        "tensor_parts": {"rank": 0, "ranks": 2,
+                                         "cuts": {0: {"exp_avg": "cut 0 (r0:4 r1:4)", ...}, ...}}}
+    load_state_dict()  gives each rank its part again, also where a new plan cuts otherwise
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from shardwright.errors import UsageError
+from shardwright.placement import Cut
+from shardwright.torch.run.context import context, is_initialized
+from shardwright.torch.tensor_parallel.divide import placed_again, tensor_group
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, whole
+from shardwright.torch.tensor_parallel.parts import cut_of, placed_like
+
+__all__ = ["PARTS", "as_parts", "parts_entry", "placed", "with_cuts"]
+
+PARTS = "tensor_parts"
+
+
+class _Part(NamedTuple):
+    """What this rank has of a tensor, and how ranks share it."""
+
+    local: Tensor
+    cut: Cut
+
+
+def as_parts(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with this rank's parts in the place of tensors that ranks share.
+
+    Args:
+        state: in PyTorch's format.
+    """
+    found: dict[Any, Any] = {}
+    cuts: dict[Any, dict[Any, str]] = {}
+    for number, values in state["state"].items():
+        found[number] = values
+        if not isinstance(values, Mapping) or not any(isinstance(v, DividedTensor) for v in values.values()):
+            continue
+        found[number] = own = dict(values)
+        for key, value in values.items():
+            if isinstance(value, DividedTensor):
+                cut = cut_of(value)
+                own[key] = whole(value) if cut is None else local_of(value)
+                if cut is not None:
+                    cuts.setdefault(number, {})[key] = str(cut)
+    return {**state, "state": found, **({PARTS: parts_entry(cuts)} if cuts else {})}
+
+
+def parts_entry(cuts: Mapping[Any, Any]) -> dict[str, Any]:
+    """What a state with parts says of them, under `PARTS`: whose they are, and how ranks share the wholes.
+
+    Args:
+        cuts: as texts, by the names or numbers of what is cut.
+    """
+    run = context()
+    return {"rank": run.tensor_rank, "ranks": run.mesh.share, "cuts": cuts}
+
+
+def with_cuts(state: Mapping[str, Any], parts: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The same state, whose parts know how they are cut.
+
+    Args:
+        state: from `as_parts`, without the entry `PARTS`.
+        parts: that entry; None for a state of whole tensors.
+
+    Raises:
+        UsageError: it is of another rank, or of other numbers of ranks.
+    """
+    if not parts:
+        return dict(state)
+    here = (context().tensor_rank, context().mesh.share) if is_initialized() else (0, 1)
+    there = (parts["rank"], parts["ranks"])
+    if here != there:
+        raise UsageError(
+            f"the state of the optimizer has the parts of rank {there[0]} of {there[1]} ranks that share "
+            f"layers, and this is rank {here[0]} of {here[1]} (tensor_parallel_degree {here[1]}). Save it on "
+            "every rank, for example in a file with sw.rank() in its name, and load on each its own. "
+            "Checkpoints of sw.Checkpoints go with any degree."
+        )
+    found = dict(state["state"])
+    for number, cuts in parts["cuts"].items():
+        found[number] = {
+            key: _Part(value, Cut.parse(cuts[key])) if key in cuts else value
+            for key, value in found[number].items()
+        }
+    return {**state, "state": found}
+
+
+def placed(state: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
+    """The same state, shared like the parameters; collective over the ranks that share some.
+
+    Args:
+        state: from `with_cuts`.
+        parameters: in the order of its groups.
+    """
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    found = dict(state["state"])
+    for number, parameter in zip(numbers, parameters, strict=False):
+        values = found.get(number)
+        if isinstance(values, Mapping):
+            found[number] = {key: _placed(value, parameter) for key, value in values.items()}
+    return {**state, "state": found}
+
+
+def _placed(value: Any, parameter: nn.Parameter) -> Any:
+    if isinstance(value, _Part):
+        group = parameter._spec.group if isinstance(parameter, DividedTensor) else None
+        if group is None:
+            group = tensor_group(context().groups.tensor)
+        return placed_again(value.local.to(parameter.device), value.cut, parameter, group)
+    return placed_like(value, parameter) if isinstance(value, Tensor) else value

@@ -1,0 +1,209 @@
+"""Places what leaves a unit whose tensors ranks share, and the gradients of what enters it.
+
+::
+
+    x, placed ──► [ unit: parts, pending sums ] ──► y ──► placed
+    dx, placed ◄─ [                           ] ◄── dy ◄─ placed
+
+Between units a tensor is whole, an ordinary one that every rank of the group has alike; or it is cut along
+the batch or the sequence (`BetweenUnits`).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.placement import BetweenUnits, Cut, Placement, Whole
+from shardwright.torch.pytorch.layout import Order
+from shardwright.torch.pytorch.tree import flatten, leaves, map_tree
+from shardwright.torch.tensor_parallel.divided_tensor import (
+    DividedTensor,
+    placed,
+    placement_of,
+    settled,
+    whole,
+    wrap,
+)
+from shardwright.torch.tensor_parallel.group import TensorGroup
+from shardwright.torch.tensor_parallel.spec import local_shape, spec_of
+
+__all__ = ["Boundary"]
+
+
+class _Placed(torch.autograd.Function):
+    """A tensor in another placement, with history. Its gradient is that of the tensor, wherever it is."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, target: Whole | Cut, group: TensorGroup) -> Tensor:
+        if isinstance(target, Cut):
+            return placed(tensor, target, group)
+        assert isinstance(tensor, DividedTensor)
+        if tensor._spec.is_pending and not tensor._seen:
+            settled(tensor)
+        elif tensor._spec.is_pending and group.sums.knows(tensor._local):
+            return settled(tensor).clone()  # what comes next must not write to the sum that others take
+        # The script gets an object of its own, also where this rank has all elements by now.
+        return whole(tensor).detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None, None
+
+
+class Boundary:
+    """Places tensors between the units of one microbatch.
+
+    All ranks of the group call its methods alike.
+
+    Args:
+        group: the ranks that share them.
+        between: says where they are.
+    """
+
+    def __init__(self, group: TensorGroup, between: BetweenUnits | None = None):
+        self.group = group
+        self._between = between or BetweenUnits(group.num_ranks)
+        group.shares(self._between)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether some tensors between units are cut."""
+        return self._between.cuts
+
+    def placement(self, tensor: Tensor) -> Whole | Cut:
+        """Where a tensor is, between units."""
+        return self._between.placement(tensor.shape)
+
+    # ---- with history ----
+
+    def placed(self, tensor: Tensor) -> Tensor:
+        """A tensor as it is between units."""
+        target = self.placement(tensor)
+        is_divided = tensor.__class__ is DividedTensor
+        # A settled sum is all there, but no ordinary tensor.
+        if placement_of(tensor) == target and is_divided == isinstance(target, Cut):
+            return tensor
+        found: Tensor = _Placed.apply(tensor, target, self.group)  # type: ignore[no-untyped-call]
+        return found
+
+    def all_placed(
+        self, results: Any, made: dict[int, Tensor] | None = None, *, keeps_cuts: bool = False
+    ) -> Any:
+        """A tree of results with all divided tensors placed; the tree itself where they are.
+
+        Args:
+            results: of an operation, or of a module.
+            made: id of a tensor that was placed -> what was made of it; added to.
+            keeps_cuts: what is cut stays as it is, however it is cut.
+        """
+        if results.__class__ is not DividedTensor and isinstance(results, Tensor):
+            return results
+        items, structure = flatten(results)
+        if all(item.__class__ is not DividedTensor for item in items):
+            return results
+        made = {} if made is None else made
+        for place, item in enumerate(items):
+            if item.__class__ is DividedTensor:
+                if keeps_cuts and isinstance(item._spec.placement, Cut):
+                    continue
+                if id(item) not in made:
+                    made[id(item)] = self.placed(item)
+                items[place] = made[id(item)]
+        return structure.rebuild(items)
+
+    def around(
+        self, unit: nn.Module, call: Callable[..., Any], *, attributes: Sequence[tuple[nn.Module, str]] = ()
+    ) -> Callable[..., Any]:
+        """Runs a unit so that code outside sees its tensors as they are between units.
+
+        Args:
+            unit: whose tensors ranks share.
+            call: calls it.
+            attributes: in which it leaves tensors for code outside: of modules, by name.
+        """
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                self.watch_gradients((args, kwargs))
+            if self.cuts and not any(item.__class__ is DividedTensor for item in leaves((args, kwargs))):
+                # Nothing tells the unit what its part is. Where something does, whole tensors are cut on the
+                # way, for nothing, where they are better cut.
+                args, kwargs = map_tree(self._entering, (args, kwargs))
+            made: dict[int, Tensor] = {}
+            result = self.all_placed(call(*args, **kwargs), made)
+            for owner, name in attributes:
+                vars(owner)[name] = self.all_placed(vars(owner)[name], made)
+            for each in unit.modules():
+                for name, buffer in each._buffers.items():
+                    if buffer.__class__ is DividedTensor:
+                        each._buffers[name] = whole(buffer)
+            if self.group.gathers is not None:
+                # Only the last unit's would be there in the backward, and each counts on what it costs alone.
+                self.group.gathers.clear()
+            return result
+
+        return run
+
+    def watch_gradients(self, arguments: Any) -> None:
+        """Has the gradients of arguments placed like these.
+
+        Args:
+            arguments: of a unit, or of an operation between units.
+        """
+        for item in leaves(arguments):
+            # The gradient of a parameter is settled once a step.
+            if isinstance(item, Tensor) and item.requires_grad and not isinstance(item, nn.Parameter):
+                hook = partial(_gradient_placed, placement_of(item), self.group)
+                item.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _entering(self, item: Any) -> Any:
+        """An argument of a unit: what every rank has anyway is cut, too."""
+        is_parameter = isinstance(item, nn.Parameter)
+        return self.placed(item) if isinstance(item, Tensor) and not is_parameter else item
+
+    # ---- without history: what is sent from stage to stage ----
+
+    def part_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Sizes of what this rank has of a tensor of these sizes; None: all."""
+        target = self._between.placement(shape)
+        return local_shape(shape, target, self.group.rank) if isinstance(target, Cut) else None
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """What this rank has of a tensor."""
+        target = self.placement(tensor)
+        if isinstance(target, Whole):
+            return whole(tensor)
+        return placed(tensor, target, self.group)._local
+
+    def joined(self, part: Tensor, shape: Sequence[int], order: Order | None = None) -> Tensor:
+        """The tensor of which this rank has a part.
+
+        Args:
+            part: see `part`.
+            shape: of the tensor.
+            order: of its dims in memory, where that is not their own.
+        """
+        target = self._between.placement(shape)
+        if isinstance(target, Whole):
+            return part
+        strides = _strides(shape, order)
+        spec = spec_of(self.group, target, part, shape=torch.Size(shape), strides=strides)
+        return wrap(part, spec)
+
+
+def _gradient_placed(target: Placement, group: TensorGroup, gradient: Tensor) -> Tensor | None:
+    if isinstance(target, Cut):
+        return None if placement_of(gradient) == target else placed(gradient, target, group)
+    return whole(gradient) if gradient.__class__ is DividedTensor else None
+
+
+def _strides(shape: Sequence[int], order: Order | None) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    step = 1
+    for dim in reversed(range(len(shape)) if order is None else order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)

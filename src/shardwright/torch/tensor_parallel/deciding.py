@@ -1,0 +1,124 @@
+"""Decides how an operation runs on the parts of its tensors.
+
+Of all candidates of the operation's rule, and of the one that is always right (gather everything, and let
+every rank do it all), the cheapest wins: time to change placements, plus this rank's share of the work, plus
+the sum that a pending result takes later. All ranks know all shapes and placements, so they decide alike.
+"""
+
+import functools
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import UsageError
+from shardwright.placement import PARTIAL_SUM, WHOLE, PartialSum, Whole
+from shardwright.torch._private import new_fake_mode
+from shardwright.torch.tensor_parallel.call import Call, Input, map_tensors, tensors_of
+from shardwright.torch.tensor_parallel.decision import Decision, returned_arguments
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
+from shardwright.torch.tensor_parallel.form import Candidate, Form, candidates_of
+from shardwright.torch.tensor_parallel.group import TensorGroup
+from shardwright.torch.tensor_parallel.grouped_products import grouped_product_without_data
+from shardwright.torch.tensor_parallel.reshaped_in_place import ReshapedInPlace, reshapes_in_place
+from shardwright.torch.tensor_parallel.rules import rule_of
+
+__all__ = ["choose", "decide"]
+
+_LAST_RESORT = 1000
+"""Times as dear as it is: a parameter cut to save memory is gathered where nothing else can be done."""
+
+
+def decide(group: TensorGroup, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """How an operation with these arguments runs. Their values do not count, only what the key has."""
+    for tensor in tensors_of(args, kwargs):
+        if isinstance(tensor, DividedTensor) and tensor._spec.group is not group:
+            raise UsageError(f"{func} got tensors of two tensor-parallel groups. Gather one: whole(tensor).")
+    call = Call(func, args, kwargs, group)
+    if reshapes_in_place(call.name):
+        return ReshapedInPlace(func, call.name)
+    call.outputs = _outputs_without_data(func, args, kwargs)
+    chosen, has_rule = choose(call)
+    return Decision(call, chosen, args, has_rule=has_rule)
+
+
+def choose(call: Call) -> tuple[Candidate, bool]:
+    """The cheapest way to run an operation with known results, and whether its rule knows a way at all."""
+    found = _candidates(call) if call.outputs else []
+    fitting = [each for each in found if _leaves_written(call, each)]
+    whole = Candidate((WHOLE,) * len(call.inputs), (WHOLE,) * len(call.outputs))
+    return min([whole, *fitting], key=functools.partial(_time_s, call)), bool(found)
+
+
+def _candidates(call: Call) -> list[Candidate]:
+    rule = rule_of(call.func)
+    found = None if rule is None else rule(call)
+    if isinstance(found, Form):
+        call.flops = found.flops
+        return candidates_of(call, found)
+    return found or []
+
+
+def _leaves_written(call: Call, candidate: Candidate) -> bool:
+    """Whether what is written stays placed as it is: other tensors may share its memory."""
+    if any(candidate.inputs[index] != call.inputs[index].placement for index in call.written):
+        return False
+    for name, placement in zip(returned_arguments(call.func), candidate.outputs, strict=False):
+        if name is not None and isinstance(call[name], Input) and placement != call[name].placement:
+            return False
+    return True
+
+
+def _time_s(call: Call, candidate: Candidate) -> float:
+    """Estimated seconds of a candidate, the same on all ranks."""
+    group = call.group
+    # Those preferred win among equals.
+    time_s = candidate.exchange_s - (1e-9 if candidate.preferred else 0.0)
+    for one, target in zip(call.inputs, candidate.inputs, strict=True):
+        has_sum = one.is_known and not call.is_view and not call.written
+        if not (has_sum and isinstance(target, Whole)):
+            factor = _LAST_RESORT if one.lasts and group.between is not None else 1
+            time_s += factor * group.time_s(one.shape, one.dtype.itemsize, one.placement, target)
+    work = 0
+    for meta, placement in zip(call.outputs, candidate.outputs, strict=True):
+        if meta is not None:
+            work += meta.numel() * meta.dtype.itemsize
+            if isinstance(placement, PartialSum) and not group.prices.sums_wait:
+                time_s += group.time_s(meta.shape, meta.dtype.itemsize, PARTIAL_SUM, WHOLE)
+    if call.flops is None:
+        return time_s + candidate.share * work / group.prices.memory_Bps
+    return time_s + candidate.share * call.flops / group.prices.flops_per_s
+
+
+def _outputs_without_data(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor | None]:
+    """The results as tensors without data; empty if they depend on data, or there is no such kernel."""
+    # Convolutions and their like keep that order, but not on the meta device, which is faster for all others.
+    keeps_order = any(map(_lies_channels_last, tensors_of(args, kwargs)))
+    device = None if keeps_order else torch.device("meta")
+    without_data = functools.partial(_without_data, device=device)
+    try:
+        with new_fake_mode() if keeps_order else nullcontext():
+            own_args = tuple(map_tensors(without_data, value) for value in args)
+            own_kwargs = {name: map_tensors(without_data, value) for name, value in kwargs.items()}
+            if device is not None and isinstance(own_kwargs.get("device"), torch.device):
+                own_kwargs["device"] = device
+            product = grouped_product_without_data(func, own_args, own_kwargs)
+            results = func(*own_args, **own_kwargs) if product is None else product
+    except Exception:
+        return []  # the operation runs whole, where it raises what is really wrong with it
+    flat = list(results) if isinstance(results, list | tuple) else [results]
+    return [each if isinstance(each, Tensor) else None for each in flat]
+
+
+def _lies_channels_last(tensor: Tensor) -> bool:
+    return tensor.dim() in (4, 5) and tensor.stride(1) == 1 and not tensor.is_contiguous()
+
+
+def _without_data(tensor: Tensor, device: torch.device | None) -> Tensor:
+    """A tensor of the same shape and strides on a device; None for its own."""
+    size = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    num_elements = max(size, 0) + tensor.storage_offset()
+    memory = torch.empty(num_elements, dtype=tensor.dtype, device=device or tensor.device)
+    return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -1,0 +1,279 @@
+"""How an operation runs on the parts of its tensors, once that is decided."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from shardwright.errors import UsageError
+from shardwright.placement import WHOLE, Cut, PartialSum, Placement, Whole
+from shardwright.torch._private import memory_of
+from shardwright.torch.tensor_parallel.call import Call, map_tensors, tensors_of
+from shardwright.torch.tensor_parallel.copied_view import CopiedView, count_write, overwrite
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, settled, wrap
+from shardwright.torch.tensor_parallel.form import Candidate
+from shardwright.torch.tensor_parallel.memory_order import in_order, put_in_order
+from shardwright.torch.tensor_parallel.redistribution import replaced
+from shardwright.torch.tensor_parallel.spec import Spec, local_shape, spec_of
+
+__all__ = ["Decision", "FastDecision", "returned_arguments"]
+
+
+class Decision:
+    """How an operation runs for certain shapes, placements and scalars.
+
+    Attributes:
+        func, name: the operation.
+        candidate: the way chosen.
+        fast: does the same with less work, once the decision has run; None where more is needed.
+    """
+
+    def __init__(self, call: Call, candidate: Candidate, args: tuple[Any, ...], *, has_rule: bool):
+        """Args: has_rule: the operation's rule knows a way for these arguments."""
+        self.func, self.name, self.candidate = call.func, call.name, candidate
+        self.fast: FastDecision | None = None
+        self._group = call.group
+        self._placements = tuple(one.placement for one in call.inputs)
+        self._outputs = call.outputs
+        self._written = call.written
+        self._is_view = call.is_view
+        self._returned = returned_arguments(self.func)
+        self._names = [argument.name for argument in self.func._schema.arguments]
+        changed = {} if candidate.arguments is None else dict(candidate.arguments(self._group.rank))
+        self._replaced = [(self._names.index(name), value) for name, value in changed.items()]
+        self._num_positional = len(args)
+        self._num_tensors = sum(isinstance(each, Tensor) for each in args)
+        is_divided = any(isinstance(each, Cut) for each in self._placements)
+        self._is_gathered = is_divided and not has_rule and set(candidate.inputs) == {WHOLE}
+        # A view for the script, for which the base is gathered or exchanged.
+        self._copies_base = self._is_view and bool(call.inputs) and self._is_moved(0)
+        # After the first run: descriptions of the results, and which of them must be put in order.
+        self._specs: list[Spec | None] | None = None
+        self._unordered: list[bool] = []
+
+    def _is_moved(self, index: int) -> bool:
+        return self.candidate.inputs[index] != self._placements[index]
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the operation; all ranks of the group do so."""
+        tensors = list(tensors_of(args, kwargs))
+        for tensor in tensors:
+            if isinstance(tensor, DividedTensor) and tensor._spec.copied:
+                tensor._copy.refresh()
+        if self._is_gathered:
+            self._group.computed_whole[self.name] += 1
+        parts = [self._part(*each) for each in zip(tensors, self.candidate.inputs, strict=True)]
+        results = self.computed(args, kwargs, parts)
+        for index in self._written:
+            self._wrote(index, tensors[index], parts[index])
+        flat = list(results) if isinstance(results, list | tuple) else [results]
+        if self._specs is None:
+            self._describe(flat, tensors)
+        wrapped = [self._wrapped(each, index, args, kwargs, tensors) for index, each in enumerate(flat)]
+        return type(results)(wrapped) if isinstance(results, list | tuple) else wrapped[0]
+
+    # ---- the arguments ----
+
+    def _part(self, tensor: Tensor, target: Placement) -> Tensor:
+        """What this rank has of an argument in the placement that the candidate wants."""
+        source: Placement = WHOLE
+        if isinstance(tensor, DividedTensor):
+            source = tensor._spec.placement
+            needs_sum = isinstance(source, PartialSum) and isinstance(target, Whole)
+            if needs_sum and not self._written and not self._is_view:
+                return settled(tensor)
+        moved = functools.partial(
+            replaced,
+            self._group,
+            local_of(tensor),
+            shape=tensor.shape,
+            strides=tensor.stride(),
+            source=source,
+            target=target,
+        )
+        if self._goes_to_its_place(tensor, target):
+            # Nothing else sees this memory, so the part may take its place.
+            part = moved()
+            spec = tensor._spec  # type: ignore[attr-defined]
+            tensor._local = part  # type: ignore[attr-defined]
+            tensor._spec = spec_of(  # type: ignore[attr-defined]
+                self._group, target, part, shape=spec.shape, strides=spec.strides, offset=spec.offset
+            )
+            return part
+        is_gathered = isinstance(source, Cut) and isinstance(target, Whole)
+        if is_gathered and self._group.gathers is not None and not self._written and not self._is_view:
+            return self._group.gathers.whole(tensor._local, tensor._spec, moved)  # type: ignore[attr-defined]
+        return moved()
+
+    def _goes_to_its_place(self, tensor: Tensor, target: Placement) -> bool:
+        """Whether a sum is scattered to the ranks for all further uses."""
+        if not isinstance(tensor, DividedTensor) or self._group.between is None:
+            return False
+        is_scattered = tensor._spec.is_pending and isinstance(target, Cut)
+        return is_scattered and not (tensor._seen or self._written or self._is_view or tensor._spec.copied)
+
+    def computed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], parts: list[Tensor]) -> Any:
+        """What the operation gives for a rank's parts of its arguments."""
+        upcoming = iter(parts)
+        own_args = [map_tensors(lambda _: next(upcoming), value) for value in args]
+        own_kwargs = {name: map_tensors(lambda _: next(upcoming), value) for name, value in kwargs.items()}
+        for place, value in self._replaced:
+            if place < len(own_args):
+                own_args[place] = value
+            else:
+                own_kwargs[self._names[place]] = value
+        if self.candidate.compute is None:
+            return self.func(*own_args, **own_kwargs)
+        return self.candidate.compute(self._group, self.func, own_args, own_kwargs)
+
+    def _wrote(self, index: int, tensor: Tensor, part: Tensor) -> None:
+        """Looks after those that share the memory of a tensor that was changed in place."""
+        if self._is_moved(index):
+            if part.shape != tensor.shape:
+                raise UsageError(
+                    f"{self.func} would resize its output from {tuple(tensor.shape)} to {tuple(part.shape)}, "
+                    f"which {self._group.num_ranks} ranks share. Give it an output of the right shape."
+                )
+            overwrite(tensor, part)
+        elif isinstance(tensor, DividedTensor):
+            count_write(self._group, part)
+            if tensor._spec.copied:
+                tensor._copy.write_back()
+
+    # ---- the results ----
+
+    def _wrapped(
+        self,
+        result: Any,
+        index: int,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        tensors: list[Tensor],
+    ) -> Any:
+        """A result as the script gets it: an argument, a divided tensor, or what it is."""
+        name = self._returned[index] if index < len(self._returned) else None
+        if name is not None:
+            place = self._names.index(name)
+            return args[place] if place < len(args) else kwargs[name]
+        spec = self._specs[index] if self._specs and isinstance(result, Tensor) else None
+        if spec is None:
+            return result
+        tensor = wrap(put_in_order(result, spec.strides) if self._unordered[index] else result, spec)
+        if self._is_view:
+            base: Any = tensors[0]
+            tensor._seen = base._seen = True
+            if self._copies_base:
+                replay = functools.partial(_view_of, self.func, args[1:], kwargs, index)
+                tensor._copy = CopiedView(base, replay, result, spec)
+            elif base._spec.copied:
+                tensor._copy = base._copy
+        return tensor
+
+    def _describe(self, flat: list[Any], tensors: list[Tensor]) -> None:
+        """Describes the results, after the first run."""
+        base = tensors[0] if tensors and self._is_view else None
+        if isinstance(base, DividedTensor) and not self._copies_base:
+            memory = memory_of(local_of(base))
+            if any(memory_of(each) != memory for each in flat):
+                raise RuntimeError(f"{self.func} copied a part of {base._spec}, of which others have a view")
+        self._specs = []
+        for index, result in enumerate(flat):
+            meta = self._outputs[index] if index < len(self._outputs) else None
+            spec = None
+            is_unordered = False
+            if meta is not None and (isinstance(base, DividedTensor) or self._is_divided(index)):
+                is_unordered = base is None and not in_order(result, meta.shape, meta.stride())
+                part = put_in_order(result, meta.stride()) if is_unordered else result
+                spec = self._spec(part, index, meta, base)
+            self._specs.append(spec)
+            self._unordered.append(is_unordered)
+        self.fast = self._short_way(tensors)
+
+    def _is_divided(self, index: int) -> bool:
+        return not isinstance(self.candidate.outputs[index], Whole)
+
+    def _spec(self, part: Tensor, index: int, meta: Tensor, base: Tensor | None) -> Spec:
+        placement = self.candidate.outputs[index]
+        expected = local_shape(tuple(meta.shape), placement, self._group.rank)
+        if tuple(part.shape) != expected:
+            raise RuntimeError(
+                f"the rule of {self.func} promised a part of shape {expected} of {tuple(meta.shape)} "
+                f"({placement}), but made one of {tuple(part.shape)}"
+            )
+        return spec_of(
+            self._group,
+            placement,
+            part,
+            shape=meta.shape,
+            strides=meta.stride(),
+            offset=int(meta.storage_offset()),
+            copied=self._copies_base or (isinstance(base, DividedTensor) and base._spec.copied),
+        )
+
+    def _short_way(self, tensors: list[Tensor]) -> "FastDecision | None":
+        """The same decision without what it does not need."""
+        one_result = len(self._specs or ()) == 1
+        as_they_are = self.candidate.inputs == self._placements and self.candidate.compute is None
+        positional = self._num_tensors == len(tensors) and all(
+            place < self._num_positional for place, _ in self._replaced
+        )
+        writes_itself = not self._written or (self._written == {0} and self._names[:1] == self._returned[:1])
+        is_copied = any(isinstance(each, DividedTensor) and each._spec.copied for each in tensors)
+        if not (one_result and as_they_are and positional and writes_itself) or is_copied:
+            return None
+        if any(self._unordered) or self._is_gathered:
+            return None
+        return FastDecision(self, self._specs[0], self._replaced)  # type: ignore[index]
+
+
+class FastDecision:
+    """A decision for an operation that runs on the parts as they are, with one result."""
+
+    __slots__ = ("_func", "_group", "_is_view", "_replaced", "_spec", "_writes")
+
+    def __init__(self, slow: Decision, spec: Spec | None, replaced_arguments: list[tuple[int, Any]]):
+        self._func = slow.func
+        self._group = slow._group
+        self._replaced = replaced_arguments
+        self._spec = spec
+        self._is_view = slow._is_view
+        self._writes = bool(slow._written)
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the operation; all ranks of the group do so."""
+        own = [item._local if item.__class__ is DividedTensor else item for item in args]
+        for place, value in self._replaced:
+            own[place] = value
+        result = self._func(*own, **kwargs)
+        if self._writes:
+            if self._group.writes or self._group.sums or self._group.gathers:
+                count_write(self._group, own[0])
+            return args[0]
+        if self._spec is None:
+            return result
+        tensor = wrap(result, self._spec)
+        if self._is_view:
+            tensor._seen = args[0]._seen = True
+        return tensor
+
+
+@functools.cache
+def returned_arguments(func: Any) -> list[str | None]:
+    """For each result of an operator the argument that it is, if the operator changes that in place."""
+    by_set = {}
+    for argument in func._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            by_set[frozenset(argument.alias_info.before_set)] = argument.name
+    return [
+        by_set.get(frozenset(each.alias_info.before_set))
+        if each.alias_info is not None and each.alias_info.is_write
+        else None
+        for each in func._schema.returns
+    ]
+
+
+def _view_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], index: int, base: Tensor) -> Tensor:
+    results = func(base, *args, **kwargs)
+    found: Tensor = results[index] if isinstance(results, list | tuple) else results
+    return found

@@ -1,0 +1,301 @@
+"""The tensor that shows its whole shape, and holds what one rank has of it."""
+
+from copy import deepcopy
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from shardwright.errors import UsageError
+from shardwright.placement import WHOLE, Cut, Placement, Whole
+from shardwright.torch._private import disabled_torch_function, new_wrapper
+from shardwright.torch.tensor_parallel.group import TensorGroup
+from shardwright.torch.tensor_parallel.memory_order import dense_strides, is_dense
+from shardwright.torch.tensor_parallel.redistribution import replaced
+from shardwright.torch.tensor_parallel.spec import Spec, spec_of
+
+__all__ = [
+    "DividedTensor",
+    "divided",
+    "known_sum",
+    "local_of",
+    "placed",
+    "placement_of",
+    "settled",
+    "whole",
+    "wrap",
+]
+
+# Kinds of scalars, in place of their values, in the key of a decision: True == 1 == 1.0 in Python.
+_TRUE, _FALSE, _FLOAT, _ZERO, _OTHER = "true", "false", "float", "zero", "other"
+
+
+class DividedTensor(torch.Tensor):
+    """A tensor of which this rank holds a part: a slice, a summand, or (a settled sum) all.
+
+    It dispatches below autograd, so every operation of a forward and of a backward comes by
+    `__torch_dispatch__`, with the shapes that the script sees. There a decision, kept by operation, tensors
+    and scalars, says how to run the operation on the parts.
+
+    Whatever is whole is an ordinary tensor, and costs nothing.
+    """
+
+    _local: Tensor  # what this rank has
+    _spec: Spec
+    _copy: Any  # `CopiedView`, where `_spec.copied`
+    _seen: bool  # another tensor shares this memory
+
+    # Without it every method of a tensor, even `shape`, takes a detour through Python.
+    __torch_function__ = disabled_torch_function
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if len(types) > 1 and any(getattr(each, "outranks_divided", False) for each in types):
+            return NotImplemented
+        key: list[Any] = [func]
+        group = None
+        for item in args:
+            kind = item.__class__
+            if kind is DividedTensor:
+                spec = item._spec
+                group = spec.group
+                if spec.is_pending:
+                    is_known = bool(group.sums) and group.sums.knows(item._local)
+                else:
+                    gathers = group.gathers
+                    is_known = bool(gathers) and spec.is_cut and gathers.knows(item._local, spec)
+                key.append(spec.with_whole if is_known else spec)
+            elif kind is int or item is None:
+                key.append(item)
+            else:
+                key.append(_entry(item))
+        if kwargs:
+            for name, item in kwargs.items():
+                key += (name, _entry(item))
+        else:
+            kwargs = {}
+        if group is None:
+            group = _group_in((args, tuple(kwargs.values())))
+        decision = group.decisions.get(tuple(key))
+        if decision is None:
+            decision = group.decide(func, args, kwargs, tuple(key))
+        if group.verification is not None:
+            return group.verification.run(decision, func, args, kwargs)
+        fast = decision.fast
+        return decision.run(args, kwargs) if fast is None else fast.run(args, kwargs)
+
+    # ---- what leaves the dispatcher ----
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy of all elements, which cannot be written to."""
+        values = whole(self.detach() if force else self).numpy()
+        values.flags.writeable = False
+        return values
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
+    def tolist(self) -> Any:
+        """All elements, as Python numbers in lists."""
+        return whole(self).tolist()
+
+    def data_ptr(self) -> NoReturn:
+        """Refused: no memory of this rank holds the tensor."""
+        raise UsageError(
+            f"data_ptr() of a tensor of shape {tuple(self.shape)} that {self._spec.group.num_ranks} ranks "
+            f"share ({self._spec.placement}): no memory holds it all. Keep this module's parameters whole."
+        )
+
+    @property
+    def data(self) -> Tensor:
+        """The same memory without history."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # The memory becomes that of the value: divided like this tensor, if its shape is the same.
+        if not isinstance(value, DividedTensor):
+            placement = self._spec.placement if value.shape == self.shape else WHOLE
+            value = divided(value.detach(), placement, self._spec.group)
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self._local, self._spec, self._seen = value._local, value._spec, True
+        value._seen = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise RuntimeError("only tensors without history can be deep-copied: use detach() first")
+        with torch.no_grad():
+            copy = self.clone()
+        if isinstance(self, torch.nn.Parameter):
+            copy = torch.nn.Parameter(copy, requires_grad=self.requires_grad)
+        else:
+            copy.requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            copy.grad = deepcopy(self.grad, memo)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            f"a tensor of shape {tuple(self.shape)} that {self._spec.group.num_ranks} ranks share cannot be "
+            "pickled: each rank has a part. Save model.state_dict(), called on all ranks, and what "
+            "optimizer.state_dict() of the wrapped optimizer gives; or use sw.Checkpoints."
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_local"], self._spec
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], spec: Spec, size: Any, stride: Any) -> "DividedTensor":
+        local = inner["_local"]
+        return wrap(
+            local,
+            spec_of(spec.group, spec.placement, local, shape=size, strides=stride, copied=False),
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"DividedTensor({tuple(self.shape)}, {self.dtype}, {self._spec.placement})"
+
+
+def _entry(item: Any) -> Any:
+    """What an argument adds to the key of a decision."""
+    if item.__class__ is DividedTensor:
+        return item._spec
+    if isinstance(item, Tensor):
+        return item.shape, item.stride(), item.dtype
+    if item is True or item is False:
+        return _TRUE if item else _FALSE
+    if item.__class__ is float:
+        return _FLOAT if item else _ZERO
+    if isinstance(item, list | tuple):
+        return tuple([_entry(each) for each in item])
+    if isinstance(item, complex | torch.Generator | torch.Tag):
+        return _OTHER
+    return item
+
+
+def _group_in(items: Any) -> TensorGroup:
+    for item in items:
+        if item.__class__ is DividedTensor:
+            return item._spec.group
+        if isinstance(item, list | tuple) and (found := _group_in(item)) is not None:
+            return found
+    return None  # type: ignore[return-value]
+
+
+def wrap(local: Tensor, spec: Spec) -> DividedTensor:
+    """The tensor of this description, with this part."""
+    tensor = new_wrapper(
+        DividedTensor,
+        spec.shape,
+        strides=spec.strides,
+        storage_offset=spec.offset,
+        dtype=spec.dtype,
+        device=spec.device,
+    )
+    tensor._local = local
+    tensor._spec = spec
+    tensor._seen = False
+    return tensor  # type: ignore[no-any-return]
+
+
+def divided(data: Tensor, placement: Placement, group: TensorGroup) -> DividedTensor:
+    """Divides a tensor that every rank has. Each keeps a copy of its part.
+
+    Args:
+        data: the same on all ranks.
+        placement: of the result.
+        group: the ranks that share it.
+    """
+    shape, strides = data.shape, data.stride()
+    part = replaced(group, data, shape=shape, strides=strides, source=WHOLE, target=placement)
+    part = part.clone() if part.numel() == 0 or part.stride() == strides else part.contiguous()
+    return wrap(part, spec_of(group, placement, part, shape=shape, strides=strides))
+
+
+def placement_of(tensor: Tensor) -> Placement:
+    """Where the elements of a tensor are; those of an ordinary one are everywhere."""
+    return tensor._spec.placement if tensor.__class__ is DividedTensor else WHOLE
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor."""
+    return tensor._local if isinstance(tensor, DividedTensor) else tensor
+
+
+def settled(tensor: DividedTensor) -> Tensor:
+    """All elements of a partial sum, added up once for all further uses. They must not be written to."""
+    spec = tensor._spec
+
+    def summed(data: Tensor) -> Tensor:
+        return replaced(
+            spec.group,
+            data,
+            shape=data.shape,
+            strides=data.stride(),
+            source=spec.placement,
+            target=WHOLE,
+        )
+
+    if tensor._seen:
+        return spec.group.sums.total(tensor._local, summed)
+    # Nothing else sees this memory, so the sum may take its place.
+    tensor._local = summed(tensor._local)
+    tensor._spec = spec_of(
+        spec.group, WHOLE, tensor._local, shape=spec.shape, strides=spec.strides, offset=spec.offset
+    )
+    return tensor._local
+
+
+def known_sum(tensor: DividedTensor) -> DividedTensor:
+    """Of a partial sum that ranks have added up, the sum; any other tensor as it is. Nobody exchanges."""
+    spec = tensor._spec
+    total = spec.group.sums.known(tensor._local) if spec.is_pending else None
+    if total is None:
+        return tensor
+    return wrap(total, spec_of(spec.group, WHOLE, total, shape=spec.shape, strides=spec.strides))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All elements of a tensor, without history. All ranks of its group call it."""
+    if not isinstance(tensor, DividedTensor):
+        return tensor.detach()
+    spec = tensor._spec
+    if spec.copied:
+        tensor._copy.refresh()
+    if isinstance(spec.placement, Whole):
+        return tensor._local
+    return replaced(
+        spec.group, tensor._local, shape=spec.shape, strides=spec.strides, source=spec.placement, target=WHOLE
+    )
+
+
+def placed(tensor: Tensor, cut: Cut, group: TensorGroup) -> DividedTensor:
+    """A tensor cut so, without history. All ranks of its group call it.
+
+    Args:
+        tensor: an ordinary one has the same elements on all ranks.
+        cut: of the result.
+        group: the ranks that share it.
+    """
+    if not isinstance(tensor, DividedTensor):
+        return divided(tensor.detach(), cut, group)
+    spec = tensor._spec
+    if spec.copied:
+        tensor._copy.refresh()
+    source = spec.placement
+    if source == cut:
+        return tensor
+    if isinstance(source, Whole):
+        return divided(tensor._local.detach(), cut, group)
+    if spec.is_pending and group.sums.knows(tensor._local):
+        return divided(settled(tensor).detach(), cut, group)
+    shape, strides = spec.shape, spec.strides
+    if not is_dense(shape, strides):
+        strides = tuple(dense_strides(shape, strides))
+    part = replaced(group, tensor._local, shape=shape, strides=strides, source=source, target=cut)
+    return wrap(part, spec_of(group, cut, part, shape=shape, strides=strides))

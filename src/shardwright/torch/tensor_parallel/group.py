@@ -1,0 +1,197 @@
+"""The ranks that share tensors, and what they send each other."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.comm._private import all_gather_single
+from shardwright.placement import BetweenUnits, Cut, Placement, Whole
+from shardwright.torch.tensor_parallel.pending_sums import PendingSums
+from shardwright.torch.tensor_parallel.recent_gathers import RecentGathers
+from shardwright.torch.tensor_parallel.transfer import Transfer, transfer
+
+__all__ = ["Collectives", "Prices", "ProcessGroupCollectives", "TensorGroup", "Traffic"]
+
+
+Decide = Callable[..., Any]
+
+# A script with ever new shapes or scalars must not fill the memory; deciding anew takes a millisecond.
+_MAX_DECISIONS = 100_000
+
+
+class Collectives(Protocol):
+    """What a group needs of the ranks' connections. All tensors are contiguous."""
+
+    rank: int
+    num_ranks: int
+
+    def all_reduce(self, data: Tensor, operation: Literal["sum", "max", "min"]) -> None:
+        """Puts the reduction over all ranks into the tensor."""
+
+    def all_gather(self, output: Tensor, data: Tensor) -> None:
+        """Fills the output with the n elements of each rank, rank by rank."""
+
+    def all_to_all(self, output: Tensor, data: Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
+        """Sends so many elements to each rank, in order, and receives so many of each, in order."""
+
+
+class Verifies(Protocol):
+    """Runs operations in place of their decisions, and checks what they give."""
+
+    def run(self, decision: Any, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs one operation."""
+
+
+class ProcessGroupCollectives:
+    """Collectives of a group of `torch.distributed`."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None):
+        """Args: process_group: by default the one of all ranks."""
+        self._group = process_group
+        self.rank = dist.get_rank(process_group)
+        self.num_ranks = dist.get_world_size(process_group)
+
+    def all_reduce(self, data: Tensor, operation: Literal["sum", "max", "min"]) -> None:
+        """See `Collectives`."""
+        dist.all_reduce(data, getattr(dist.ReduceOp, operation.upper()), group=self._group)
+
+    def all_gather(self, output: Tensor, data: Tensor) -> None:
+        """See `Collectives`."""
+        all_gather_single(output, data, group=self._group)
+
+    def all_to_all(self, output: Tensor, data: Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
+        """See `Collectives`."""
+        dist.all_to_all_single(output, data, list(receives), list(sends), group=self._group)
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What the choice between placements is made with; the same on all ranks.
+
+    Attributes:
+        latency_s: of a collective.
+        bandwidth_Bps: of one rank's connection.
+        flops_per_s: of a rank's matrix products.
+        memory_Bps: at which a rank reads and writes elements.
+        sums_wait: what is left as a partial sum is most likely the gradient of a whole parameter, whose sum
+            is taken once a step in any case.
+    """
+
+    latency_s: float = 20e-6
+    bandwidth_Bps: float = 2e9
+    flops_per_s: float = 50e9
+    memory_Bps: float = 10e9
+    sums_wait: bool = False
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What this rank has sent.
+
+    Attributes:
+        calls: collectives of each kind.
+        sent_bytes: by each kind.
+    """
+
+    calls: Counter[str] = field(default_factory=Counter)
+    sent_bytes: Counter[str] = field(default_factory=Counter)
+
+    def count(self, one: Transfer, itemsize: int) -> None:
+        """Adds one change of placement."""
+        if one.collective is not None:
+            self.calls[one.collective] += 1
+            self.sent_bytes[one.collective] += one.num_elements * itemsize
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.calls + other.calls, self.sent_bytes + other.sent_bytes)
+
+
+class TensorGroup:
+    """The ranks of a tensor-parallel group, as one of them sees it.
+
+    Attributes:
+        rank: of this process in the group.
+        num_ranks: of the group.
+        collectives: how the ranks reach each other.
+        prices: by which an operation's placements are chosen.
+        traffic: what this rank has sent.
+        computed_whole: how often an operation had no rule for its divided inputs, so that every rank did it
+            all, by its name.
+        decisions: how each operation runs, by operation, tensors and scalars.
+        specs: every description of a divided tensor, once.
+        cuts: of embedding tables, by their rows, and of tensors that were sliced, by shape and dimension.
+            Their gradients come out cut alike.
+        verification: checks each operation against the whole one, if set.
+        sums: that were taken of partial sums.
+        between: where tensors between units are; None where all are whole. Where they are cut, parameters are
+            gathered as a last resort, and sums go to where tensors are cut.
+        gathers: the last ones, where tensors between units are cut; None: nothing is kept.
+        lasting: memories of parameters' parts.
+        writes: of memory that copied views stand for: how many views, how many writes (`copied_view.py`).
+    """
+
+    def __init__(self, collectives: Collectives, decide: Decide, *, prices: Prices | None = None):
+        self.rank = collectives.rank
+        self.num_ranks = collectives.num_ranks
+        self.collectives = collectives
+        self._decide = decide
+        self.prices = prices or Prices()
+        self.traffic = Traffic()
+        self.computed_whole: Counter[str] = Counter()
+        self.decisions: dict[tuple[Any, ...], Any] = {}
+        self.specs: dict[tuple[Any, ...], Any] = {}
+        self.cuts: MutableMapping[tuple[Any, ...], Cut] = {}
+        self.verification: Verifies | None = None
+        self.writes: dict[int, list[int]] = {}
+        self.sums = PendingSums()
+        self.between: BetweenUnits | None = None
+        self.gathers: RecentGathers | None = None
+        self.lasting: set[int] = set()
+
+    def shares(self, between: BetweenUnits) -> None:
+        """Says where tensors between units are."""
+        if between.cuts:
+            self.between = between
+            self.gathers = self.gathers or RecentGathers()
+
+    def decide(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Any) -> Any:
+        """Decides how an operation runs, and keeps the decision under the key."""
+        if len(self.decisions) >= _MAX_DECISIONS:
+            self.decisions.clear()
+        decision = self.decisions[key] = self._decide(self, func, args, kwargs)
+        return decision
+
+    def transfer(self, shape: Sequence[int], source: Placement, target: Placement) -> Transfer:
+        """What this rank sends when a tensor changes its placement."""
+        return transfer(shape, source, target, rank=self.rank, num_ranks=self.num_ranks)
+
+    def time_s(self, shape: Sequence[int], itemsize: int, source: Placement, target: Placement) -> float:
+        """Estimated seconds of a change of placement: those of the busiest rank, so that all ranks agree."""
+        if source == target or isinstance(source, Whole):
+            return 0.0
+        each = [
+            transfer(shape, source, target, rank=rank, num_ranks=self.num_ranks)
+            for rank in range(self.num_ranks)
+        ]
+        if each[0].collective is None:
+            return 0.0
+        sent = max(one.num_elements for one in each) * itemsize
+        return self.prices.latency_s + sent / self.prices.bandwidth_Bps
+
+    def reduce(self, data: Tensor, operation: Literal["sum", "max", "min"] = "sum") -> Tensor:
+        """The sum, maximum or minimum over all ranks; the input may be overwritten.
+
+        Operations whose dimension is cut need it in between: a softmax over a cut vocabulary.
+        """
+        if self.num_ranks == 1:
+            return data
+        elements = 2 * (self.num_ranks - 1) * data.numel() // self.num_ranks
+        self.traffic.count(Transfer("all_reduce", elements), data.element_size())
+        data = data.contiguous()
+        self.collectives.all_reduce(torch.view_as_real(data) if data.is_complex() else data, operation)
+        return data

@@ -1,0 +1,190 @@
+"""Changes the placement of a tensor: what this rank has of it becomes what it should have.
+
+`transfer.py` lists the collective of each change, and what it sends. Pieces travel as bytes, so that every
+type of elements can travel; only sums travel as numbers.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from shardwright.placement import Cut, PartialSum, Placement, Whole
+from shardwright.torch.tensor_parallel.group import TensorGroup
+from shardwright.torch.tensor_parallel.memory_order import dense_strides, is_dense, put_in_order
+from shardwright.torch.tensor_parallel.spec import local_shape
+
+__all__ = ["own_part", "replaced", "write_part"]
+
+
+def replaced(
+    group: TensorGroup,
+    data: Tensor,
+    *,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    source: Placement,
+    target: Placement,
+) -> Tensor:
+    """What this rank has of a tensor in another placement. All ranks of the group call it.
+
+    Args:
+        group: the ranks that share the tensor.
+        data: what this rank has of it.
+        shape, strides: of the tensor.
+        source: its placement.
+        target: the placement asked for.
+
+    Returns:
+        Data in the tensor's order of memory. It may share the memory of `data`.
+    """
+    if source == target:
+        return data
+    group.traffic.count(group.transfer(shape, source, target), data.element_size())
+    match source, target:
+        case Whole(), Cut():
+            # Kernels may take tensors that they made themselves for dense, without a look at the strides.
+            part = own_part(data, target, group.rank)
+            if is_dense(shape, strides) and not is_dense(part.shape, part.stride()):
+                part = put_in_order(part, strides)
+            return part
+        case Whole(), PartialSum():
+            return data if group.rank == 0 else torch.zeros_like(data)
+        case Cut(), PartialSum():
+            whole = data.new_zeros(tuple(shape))
+            write_part(whole, data, source, group.rank)
+            return whole
+        case PartialSum(), Whole():
+            return _summed(group, data)
+        case PartialSum(), Cut():
+            return _reduce_scatter(group, data, target)
+        case Cut(), Whole():
+            return _gathered(group, data, shape, strides, source)
+        case Cut(), Cut():
+            return _exchange(group, data, shape, strides, source, target)
+    raise TypeError(f"{source!r} or {target!r} is no placement")
+
+
+def own_part(whole: Tensor, cut: Cut, rank: int) -> Tensor:
+    """A rank's part of a tensor; a view of it if the part is one run."""
+    return _joined([whole.narrow(cut.dim, a, b - a) for a, b in cut.intervals(rank)], whole, cut.dim)
+
+
+def write_part(whole: Tensor, part: Tensor, cut: Cut, rank: int) -> None:
+    """Puts a rank's part where it belongs in a tensor."""
+    start = 0
+    for a, b in cut.intervals(rank):
+        whole.narrow(cut.dim, a, b - a).copy_(part.narrow(cut.dim, start, b - a))
+        start += b - a
+
+
+def _joined(pieces: list[Tensor], like: Tensor, dim: int) -> Tensor:
+    if not pieces:
+        return like.narrow(dim, 0, 0)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def _summed(group: TensorGroup, data: Tensor) -> Tensor:
+    summed = data.clone()
+    flat = summed.as_strided((summed.numel(),), (1,), summed.storage_offset())  # a clone is dense
+    group.collectives.all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, "sum")
+    return summed
+
+
+def _reduce_scatter(group: TensorGroup, data: Tensor, target: Cut) -> Tensor:
+    """Each rank gets all ranks' summands of its part, and adds them in the order of the ranks."""
+    pieces = [own_part(data, target, rank) for rank in range(group.num_ranks)]
+    own = pieces[group.rank]
+    summands = _all_to_all(group, [[piece] for piece in pieces], [own.numel()] * group.num_ranks, data)
+    total = data.new_empty_strided(tuple(own.shape), dense_strides(own.shape, data.stride()))
+    total.copy_(summands[0].view(own.shape))
+    for summand in summands[1:]:
+        total += summand.view(own.shape)
+    return total
+
+
+def _gathered(
+    group: TensorGroup, data: Tensor, shape: Sequence[int], strides: Sequence[int], source: Cut
+) -> Tensor:
+    whole = data.new_empty_strided(tuple(shape), dense_strides(shape, strides))
+    most = max(source.length(rank) for rank in range(group.num_ranks))
+    slice_size = prod(shape) // max(source.size, 1)
+    sent = data.new_empty(most * slice_size)
+    sent[: data.numel()] = data.reshape(-1)
+    parts = data.new_empty(group.num_ranks * most * slice_size)
+    if sent.numel():
+        group.collectives.all_gather(parts.view(torch.uint8), sent.view(torch.uint8))
+    for rank in range(group.num_ranks):
+        own = local_shape(tuple(shape), source, rank)
+        part = parts[rank * most * slice_size :][: prod(own)].view(own)
+        write_part(whole, part, source, rank)
+    return whole
+
+
+def _exchange(
+    group: TensorGroup,
+    data: Tensor,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    source: Cut,
+    target: Cut,
+) -> Tensor:
+    own = local_shape(tuple(shape), target, group.rank)
+    result = data.new_empty_strided(own, dense_strides(own, strides))
+    sent, places = [], []
+    for rank in range(group.num_ranks):
+        sent.append([_narrowed(data, here) for here, _ in _blocks(source, target, group.rank, rank)])
+        places.append([_narrowed(result, here) for _, here in _blocks(source, target, rank, group.rank)])
+    received = _all_to_all(group, sent, [sum(place.numel() for place in each) for each in places], data)
+    for each, piece in zip(places, received, strict=True):
+        numbers = torch.split(piece, [place.numel() for place in each])
+        for place, own_numbers in zip(each, numbers, strict=True):
+            place.copy_(own_numbers.view(place.shape))
+    return result
+
+
+_Range = tuple[int, int, int]
+"""Dimension, start and length."""
+
+
+def _blocks(source: Cut, target: Cut, sender: int, receiver: int) -> list[tuple[list[_Range], list[_Range]]]:
+    """Where each block that one rank sends another lies in the part of either."""
+    found = []
+    sent_start = 0
+    for a, b in source.intervals(sender):
+        kept_start = 0
+        for c, d in target.intervals(receiver):
+            if source.dim != target.dim:
+                sent = [(source.dim, sent_start, b - a), (target.dim, c, d - c)]
+                found.append((sent, [(source.dim, a, b - a), (target.dim, kept_start, d - c)]))
+            elif max(a, c) < min(b, d):
+                first, length = max(a, c), min(b, d) - max(a, c)
+                sent = [(source.dim, sent_start + first - a, length)]
+                found.append((sent, [(target.dim, kept_start + first - c, length)]))
+            kept_start += d - c
+        sent_start += b - a
+    return found
+
+
+def _narrowed(data: Tensor, ranges: list[_Range]) -> Tensor:
+    for dim, start, length in ranges:
+        data = data.narrow(dim, start, length)
+    return data
+
+
+def _all_to_all(
+    group: TensorGroup, sent: Sequence[list[Tensor]], counts: Sequence[int], like: Tensor
+) -> list[Tensor]:
+    """Sends each rank the elements of its tensors, and returns so many elements from each rank."""
+    flat = [piece.reshape(-1) for pieces in sent for piece in pieces]
+    data = torch.cat(flat) if flat else like.new_empty(0)
+    received = like.new_empty(sum(counts))
+    item = like.element_size()
+    group.collectives.all_to_all(
+        received.view(torch.uint8),
+        data.view(torch.uint8),
+        [count * item for count in counts],
+        [sum(piece.numel() for piece in pieces) * item for pieces in sent],
+    )
+    return list(torch.split(received, list(counts)))

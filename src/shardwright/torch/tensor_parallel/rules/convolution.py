@@ -1,0 +1,122 @@
+"""Convolutions: samples, channels that come out, channels that go in, or groups of channels are cut."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardwright.placement import PARTIAL_SUM, WHOLE, Cut, Placement
+from shardwright.torch.tensor_parallel.call import Call, Input
+from shardwright.torch.tensor_parallel.form import Candidate, Form, Letters, candidates_of
+from shardwright.torch.tensor_parallel.rules.registry import rule
+
+__all__: list[str] = []
+
+
+def _spatial(one: Input) -> Letters:
+    return (None,) * (one.ndim - 2)
+
+
+@rule("convolution", "convolution_overrideable")
+def convolution(call: Call) -> list[Candidate] | None:
+    """``n`` samples, ``c`` channels in, ``o`` channels out; with groups, ``g`` of both."""
+    data, weight = call.inputs[:2]
+    result = call.outputs[0]
+    if result is None or data.ndim < 3:
+        return None
+    call.flops = 2.0 * weight.numel * result.numel() / max(result.shape[1], 1)
+    if call["transposed"]:
+        call.flops = 2.0 * weight.numel * data.numel / max(data.shape[1], 1)
+    if call["groups"] > 1:
+        return _by_groups(call, data, weight, {"data": 0, "weight": 1, "bias": 2}, backward=False)
+    of_weight: Letters = (("c", "o") if call["transposed"] else ("o", "c")) + _spatial(weight)
+    inputs: tuple[Letters, ...] = (("n", "c", *_spatial(data)), of_weight)
+    terms: tuple[tuple[int, ...], ...] = ((0, 1),)
+    if len(call.inputs) == 3:
+        inputs, terms = (*inputs, ("o",)), ((0, 1), (2,))
+    form = Form(
+        inputs,
+        (("n", "o", *_spatial(data)),),
+        sums=(frozenset("c"),),
+        terms=terms,
+        fills_all=True,
+        flops=call.flops,
+    )
+    return candidates_of(call, form)
+
+
+@rule("convolution_backward", "convolution_backward_overrideable")
+def gradient_of_convolution(call: Call) -> list[Candidate] | None:
+    """Gradients of weight and bias are sums over the samples, that of the data over channels out."""
+    gradient, data, weight = call.inputs
+    if data.ndim < 3:
+        return None
+    call.flops = 4.0 * weight.numel * gradient.numel / max(gradient.shape[1], 1)
+    if call["groups"] > 1:
+        return _by_groups(call, data, weight, {"gradient": 0, "data": 1, "weight": 2}, backward=True)
+    of_weight: Letters = (("c", "o") if call["transposed"] else ("o", "c")) + _spatial(weight)
+    space = _spatial(data)
+    form = Form(
+        (("n", "o", *space), ("n", "c", *space), of_weight),
+        (("n", "c", *space), of_weight, ("o",)),
+        sums=(frozenset("o"), frozenset("n"), frozenset("n")),
+        terms=((0,),),
+        sizes={"bias_sizes": ("o",)} if call["bias_sizes"] else {},
+        fills_all=True,
+    )
+    return candidates_of(call, form)
+
+
+def _by_groups(
+    call: Call, data: Input, weight: Input, order: Mapping[str, int], *, backward: bool
+) -> list[Candidate] | None:
+    """Whole groups of channels, of the data, the weight and the result alike; or samples."""
+    groups = call["groups"]
+    per_group_in = data.shape[1] // groups
+    channels_out = call.inputs[order["gradient"]].shape[1] if backward else call.outputs[0].shape[1]  # type: ignore[union-attr]
+    per_group_out = channels_out // groups
+    per_group_weight = weight.shape[0] // groups
+    found: list[Candidate] = []
+    for one in call.inputs:
+        cut = one.cut
+        if cut is None or not cut.reaches(call.num_ranks):
+            continue
+        if cut.dim == 0 and one.ndim == data.ndim and one is not weight:
+            found.append(_samples(call, cut, data, weight, backward=backward))
+            continue
+        if one is weight and cut.dim == 0:
+            of_groups = cut.over(per_group_weight)
+        elif one is not weight and cut.dim == 1:
+            of_groups = cut.over(per_group_in if one is data else per_group_out)
+        elif one.ndim == 1:
+            of_groups = cut.over(per_group_out)
+        else:
+            continue
+        if of_groups is not None and of_groups.reaches(call.num_ranks):
+            found.append(
+                _whole_groups(call, of_groups.at(0), per_group_in, per_group_out, per_group_weight, backward)
+            )
+    return found
+
+
+def _samples(call: Call, cut: Cut, data: Input, weight: Input, *, backward: bool) -> Candidate:
+    inputs: list[Placement] = [
+        cut if one.ndim == data.ndim and one is not weight else WHOLE for one in call.inputs
+    ]
+    outputs: tuple[Placement, ...] = (cut, PARTIAL_SUM, PARTIAL_SUM) if backward else (cut,)
+    return Candidate(tuple(inputs), outputs, share=1 / call.num_ranks)
+
+
+def _whole_groups(
+    call: Call, groups: Cut, per_in: int, per_out: int, per_weight: int, backward: bool
+) -> Candidate:
+    data, out = groups.times(per_in).at(1), groups.times(per_out).at(1)
+    weight, bias = groups.times(per_weight), groups.times(per_out)
+    inputs: tuple[Placement, ...] = (out, data, weight) if backward else (data, weight, bias)
+    outputs: tuple[Placement, ...] = (data, weight, bias) if backward else (out,)
+
+    def arguments(rank: int) -> Mapping[str, Any]:
+        changed: dict[str, Any] = {"groups": groups.length(rank)}
+        if backward and call["bias_sizes"]:
+            changed["bias_sizes"] = [bias.length(rank)]
+        return changed
+
+    return Candidate(inputs[: len(call.inputs)], outputs, arguments, share=1 / call.num_ranks)

@@ -1,0 +1,250 @@
+"""One step of a unit on divided tensors without data: what a rank computes, keeps and sends, to the byte."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwright.placement import WHOLE, BetweenUnits, Cut, Placement
+from shardwright.torch._private import memory_of
+from shardwright.torch.pytorch.tree import flatten, leaves, map_tree
+from shardwright.torch.tensor_parallel.boundary import Boundary
+from shardwright.torch.tensor_parallel.divide import divide, settle_gradients
+from shardwright.torch.tensor_parallel.divided_tensor import (
+    DividedTensor,
+    local_of,
+    placed,
+    placement_of,
+    whole,
+)
+from shardwright.torch.tensor_parallel.group import Prices, TensorGroup, Traffic
+from shardwright.torch.tensor_parallel.search.material import Material
+from shardwright.torch.tensor_parallel.search.no_ranks import group_without_ranks
+from shardwright.torch.tensor_parallel.search.recording import own_call, recorded, step_of
+from shardwright.torch.tensor_parallel.search.unit import Unit, copy_of
+
+__all__ = ["DryRun", "Phase", "dry_run", "dry_run_of_operation"]
+
+
+@dataclass(slots=True)
+class Phase:
+    """A part of a step on one rank.
+
+    Attributes:
+        traffic: what the rank sends.
+        num_divided: operations on divided tensors, which take Python's time.
+    """
+
+    traffic: Traffic = field(default_factory=Traffic)
+    num_divided: int = 0
+
+
+@dataclass(slots=True)
+class DryRun:
+    """A step of one rank.
+
+    Attributes:
+        forward, backward: of one microbatch.
+        settling: once a step, gradients get the placements of their parameters.
+        kept_bytes: of tensors that the rank keeps from the forward to the backward, parameters apart.
+        computed_whole: how often an operation had no rule for its divided inputs, by name.
+    """
+
+    forward: Phase = field(default_factory=Phase)
+    backward: Phase = field(default_factory=Phase)
+    settling: Phase = field(default_factory=Phase)
+    kept_bytes: int = 0
+    computed_whole: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Of the whole step, with one microbatch."""
+        return self.forward.traffic + self.backward.traffic + self.settling.traffic
+
+
+class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations on divided tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DividedTensor in types:
+            self.number += 1
+            return NotImplemented  # the tensor does it
+        return func(*args, **(kwargs or {}))
+
+
+class _Kept:
+    """The memory of what autograd keeps.
+
+    What is a partial sum when it is saved is added up in its place by the operation that saves it, as a rule.
+    So the tensors are looked at when the forward is over.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]):
+        self._parameters = {memory_of(local_of(each)) for each in parameters}
+        self._tensors: list[Tensor] = []
+        self.num_bytes = 0
+
+    def note(self, tensor: Tensor) -> Tensor:
+        self._tensors.append(tensor)
+        return tensor
+
+    def count(self) -> None:
+        """The forward is over."""
+        sizes: dict[int, int] = {}
+        for tensor in self._tensors:
+            local = local_of(tensor)
+            sizes[memory_of(local)] = local.untyped_storage().nbytes()
+            total = tensor._spec.group.sums.known(local) if isinstance(tensor, DividedTensor) else None
+            if total is not None:  # it is there as long as the partial sum
+                sizes[memory_of(total)] = total.untyped_storage().nbytes()
+        self._tensors.clear()
+        self.num_bytes = sum(size for memory, size in sizes.items() if memory not in self._parameters)
+
+
+def dry_run(
+    unit: Unit,
+    placements: Mapping[str, Placement],
+    *,
+    rank: int,
+    num_ranks: int,
+    prices: Prices | None = None,
+    between: BetweenUnits | None = None,
+) -> DryRun:
+    """Runs a forward and a backward, and settles the gradients, as a rank would.
+
+    Args:
+        unit: a call.
+        placements: of its parameters, by name.
+        rank, num_ranks: who runs it.
+        prices: by which operations are decided.
+        between: where the tensors are that enter and leave it; None: all are whole.
+    """
+    group = group_without_ranks(rank, num_ranks, prices or Prices())
+    try:
+        return _run(unit, Material(), placements, Boundary(group, between))
+    except Exception:
+        unit, recording = recorded(unit)
+        if "" in unit.kept_whole:
+            return DryRun()
+        group = group_without_ranks(rank, num_ranks, group.prices)
+        return _run(unit, recording.material, placements, Boundary(group, between))
+
+
+def _run(unit: Unit, material: Material, placements: Mapping[str, Placement], between: Boundary) -> DryRun:
+    found = DryRun()
+    count = _Count()
+    group = between.group
+
+    def boundary(tensors: Sequence[Tensor]) -> None:
+        for each in tensors:
+            target = between.placement(each)
+            if isinstance(target, Cut):
+                placed(each, target, group)
+            else:
+                whole(each)
+
+    def entering(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [_leaf(each.requires_grad_(), between) for each in tensors]
+
+    module = copy_of(unit, material, boundary)
+    args, kwargs = own_call(unit, material)
+    with material.in_use():
+        args, kwargs = map_tree(lambda each: _leaf(each, between), (args, kwargs))
+        divide(module, placements, group)
+        kept = _Kept([*module.parameters(), *module.buffers()])
+
+        def turn() -> None:
+            _end(found.forward, group, count)
+            kept.count()
+
+        with count, torch.autograd.graph.saved_tensors_hooks(kept.note, lambda tensor: tensor):
+            call = between.around(module, module) if between.cuts else module
+            step_of(unit, call, args, kwargs, boundary, turn, entering)
+        _end(found.backward, group, count)
+        settle_gradients(module.parameters())
+        _end(found.settling, group, count)
+    found.kept_bytes, found.computed_whole = kept.num_bytes, group.computed_whole
+    return found
+
+
+def dry_run_of_operation(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    cuts: Mapping[int, Cut],
+    *,
+    rank: int,
+    num_ranks: int,
+    prices: Prices,
+    between: BetweenUnits,
+) -> tuple[DryRun, list[Placement]]:
+    """Runs an operation between units, forward and backward, as a rank would.
+
+    Args:
+        func: the operation.
+        args, kwargs: of a call.
+        cuts: of arguments, by their places among the leaves; the others are whole.
+        rank, num_ranks: who runs it.
+        prices: by which it is decided.
+        between: where sums are put.
+
+    Returns:
+        What it sends, and the placements of the leaves of its result; nothing where it cannot run so.
+    """
+    group = group_without_ranks(rank, num_ranks, prices)
+    boundary, material, found, count = Boundary(group, between), Material(), DryRun(), _Count()
+    items, structure = flatten((args, dict(kwargs)))
+    try:
+        with material.in_use():
+            items = [material.like(each) if isinstance(each, Tensor) else each for each in items]
+            for place, cut in cuts.items():
+                made = placed(items[place], cut, group)
+                items[place] = made.requires_grad_(items[place].requires_grad)
+            own_args, own_kwargs = structure.rebuild(items)
+            with count:
+                boundary.watch_gradients((own_args, own_kwargs))
+                # A leaf must not be changed in place.
+                own_args, own_kwargs = map_tree(_view_of_leaf, (own_args, own_kwargs))
+                result = boundary.all_placed(func(*own_args, **own_kwargs), keeps_cuts=True)
+                _end(found.forward, group, count)
+                results = leaves(result)
+                roots = [each for each in results if isinstance(each, Tensor) and each.requires_grad]
+                if roots:
+                    torch.autograd.backward(roots, [_ones(each, group) for each in roots])
+            _end(found.backward, group, count)
+    except Exception:
+        return DryRun(), []
+    return found, [placement_of(each) if isinstance(each, Tensor) else WHOLE for each in results]
+
+
+def _view_of_leaf(item: Any) -> Any:
+    return item[...] if isinstance(item, Tensor) and item.requires_grad else item
+
+
+def _ones(tensor: Tensor, group: TensorGroup) -> Tensor:
+    ones = torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    cut = placement_of(tensor)
+    return placed(ones, cut, group) if isinstance(cut, Cut) else ones
+
+
+def _end(phase: Phase, group: TensorGroup, count: _Count) -> None:
+    phase.traffic, group.traffic = group.traffic, Traffic()
+    phase.num_divided, count.number = count.number, 0
+
+
+def _leaf(item: Any, between: Boundary) -> Any:
+    """A tensor that enters a unit, or the gradient of one that leaves it, as another unit has left it."""
+    if not isinstance(item, Tensor) or isinstance(item, nn.Parameter) or not item.requires_grad:
+        return item  # most likely a mask or a table, which every rank has
+    target = between.placement(item)
+    if isinstance(target, Cut):
+        return placed(item, target, between.group).requires_grad_(item.requires_grad)
+    return item

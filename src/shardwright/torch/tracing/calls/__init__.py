@@ -1,0 +1,1 @@
+"""Runs the calls of a traced step function on tensors without data."""

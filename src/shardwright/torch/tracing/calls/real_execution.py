@@ -1,0 +1,238 @@
+"""Runs calls that fake tensors cannot get through: on random data, of which only shapes are used.
+
+Some units look at values (a router that skips unused experts), and some kernels have no fake version.
+"""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import TraceError
+from shardwright.torch.counting.cost_counter import CostCounter
+from shardwright.torch.counting.stand_in_data import copy_of_module, copy_of_object, random_like
+from shardwright.torch.counting.traced_draws import TracedDraws
+from shardwright.torch.interception.attribute_inputs import call_copy
+from shardwright.torch.interception.own_errors import is_own, point_out
+from shardwright.torch.python_state.filled_containers import Containers
+from shardwright.torch.python_state.snapshot import snapshot_of
+from shardwright.torch.pytorch import functions
+from shardwright.torch.pytorch.tree import flatten, leaves
+from shardwright.torch.randomness.rng import get_state, set_state
+from shardwright.torch.tracing.calls.traced_call import Outcome, TracedCall
+from shardwright.torch.tracing.calls.unit_state import UnitState
+from shardwright.torch.tracing.hidden_inputs import HiddenInputs
+from shardwright.torch.tracing.path import PathRecorder
+from shardwright.torch.tracing.traced_values import TracedValues, with_history
+
+__all__ = ["RealExecution"]
+
+log = logging.getLogger(__name__)
+
+
+class RealExecution:
+    """Calls on random data during a trace.
+
+    Args:
+        values: of the trace.
+        hidden: finds out what units use without having been given it.
+        path: notes which shapes follow from values of free tensors.
+        draws: knows the generators of the script's own.
+        device: where to compute.
+    """
+
+    def __init__(
+        self,
+        values: TracedValues,
+        hidden: HiddenInputs,
+        path: PathRecorder,
+        draws: TracedDraws,
+        device: torch.device,
+    ):
+        self._values = values
+        self._hidden = hidden
+        self._path = path
+        self._draws = draws
+        self._device = device
+
+    def unit(
+        self, call: TracedCall, name: str, kept: list[Any], cost: CostCounter, error: Exception
+    ) -> Outcome:
+        """Runs a copy of a unit.
+
+        It gets the free tensors that it would get (token ids, masks), and random data in place of others.
+
+        Args:
+            call: the call.
+            name: of the unit.
+            kept: leaves of the arguments from before the attempt on fake tensors.
+            cost: counts.
+            error: what the attempt raised.
+
+        Raises:
+            TraceError: it cannot run on random data, either, for another reason.
+            Exception: it raises this by itself, whatever its data.
+        """
+        module = call.func
+        assert isinstance(module, nn.Module)
+        generators = get_state(self._device)
+        spare = [self._real(item, leaf) for item, leaf in zip(call.items, kept, strict=True)]
+        log.info("unit %s cannot run on fake tensors (%s): tracing it with random data", name, error)
+        twin = self._twin(module)
+        self._hidden.gives([*spare, *twin.parameters(), *twin.buffers()])
+        args, kwargs = call.structure.rebuild(spare)
+        containers = Containers(args, kwargs)
+        before = self._path.versions(spare)
+        attributes = snapshot_of(twin)
+        state = UnitState(module, twin)
+        set_state(generators, self._device)
+        try:
+            with cost:
+                output = call_copy(twin, args, kwargs)
+                output = containers.filled(output, containers.changed)
+        except Exception as second:
+            if is_own(error, second):
+                point_out(second, twin, name)
+                raise second from None
+            raise _cannot_be_traced(module, name, error, second) from second
+        modules = dict(zip(twin.modules(), module.modules(), strict=True))
+        own = {id(s): i for i, s in enumerate(spare) if self._values.is_free(call.items[i])}
+        new = [(modules[sub], key, tensor) for sub, key, tensor in attributes.new_tensors]
+        trained = torch.is_grad_enabled() and any(p.requires_grad for p in twin.parameters())
+        outcome = self._faked(output, call.fakes, spare, before, cost, trained=trained)
+        return replace(
+            state.with_writes(outcome, leaves(output)),
+            attributes=[(m, key, self._fake_result(t)) for m, key, t in new if id(t) not in own],
+            passed_attributes=[(m, key, own[id(t)]) for m, key, t in new if id(t) in own],
+        )
+
+    def _twin(self, module: nn.Module) -> nn.Module:
+        """A copy of a unit with random data in place of fake tensors."""
+        twin = copy_of_module(
+            module,
+            self._device,
+            originals=self._values.lent_for,
+            shared=self._draws.generators,
+            stands_for=self._hidden.stands_for,
+        )
+        self._hidden.stands_for(twin, module)
+        return twin
+
+    def operation(self, call: TracedCall, cost: CostCounter) -> Outcome | None:
+        """Runs an operation without a fake kernel (a CTC loss), on random data and on zeros.
+
+        None if the shape of its result follows from the values of deferred tensors: it must be the same for
+        both, and whole numbers, which mostly are sizes and indices, are not tried at all, but for operations
+        of which it is known. It may follow from free tensors: then it is noted as a read of these.
+        """
+        is_free = self._values.is_free
+        pairs = list(zip(call.items, call.fakes, strict=True))
+        deferred = [isinstance(fake, Tensor) and not is_free(item) for item, fake in pairs]
+        whole = (d and not _has_fractions(fake) for d, fake in zip(deferred, call.fakes, strict=True))
+        if call.func not in functions.KEEP_SHAPE and any(whole):
+            return None
+        slices = [item for item in call.items if isinstance(item, slice)]
+        ends = [end for item in slices for end in (item.start, item.stop, item.step)]
+        if any(isinstance(end, Tensor) and not is_free(end) for end in ends):
+            return None
+        generators = get_state(self._device)
+        spare = [self._real(item, fake) for item, fake in pairs]
+        zeros = [self._real(item, fake) for item, fake in pairs]
+        zeros = [torch.zeros_like(own) if d else own for d, own in zip(deferred, zeros, strict=True)]
+        before, blank = self._path.versions(spare), self._path.versions(zeros)
+        set_state(generators, self._device)
+        try:
+            args, kwargs = call.structure.rebuild(spare)
+            with cost:
+                output = call.func(*args, **kwargs)
+            generators = get_state(self._device)
+            args, kwargs = call.structure.rebuild(zeros)
+            again = call.func(*args, **kwargs)
+        except Exception as error:
+            log.info("%s() cannot run on random data: %s", functions.name_of(call.func), error)
+            return None
+        finally:
+            set_state(generators, self._device)
+        first, second = ([getattr(item, "shape", None) for item in leaves(o)] for o in (output, again))
+        if first != second or None in first:
+            return None
+        known = [own if d else item for d, own, item in zip(deferred, zeros, call.items, strict=True)]
+        self._path.note(call.func, known, call.structure, again, blank, draws=False, reads=True)
+        return self._faked(output, call.fakes, spare, before, cost)
+
+    def _faked(
+        self,
+        output: Any,
+        fakes: list[Any],
+        spare: list[Any],
+        before: list[int | None],
+        cost: CostCounter,
+        *,
+        trained: bool = False,
+    ) -> Outcome:
+        """Translates the outcome of a call that ran for real into one on fake tensors.
+
+        On other data it may compute what on these it gave back as it was, so that is a new tensor: one that
+        requires gradients where `trained`.
+        """
+        items, shape = flatten(output)
+        versions = [
+            None if count is None else fake._version - (item._version - count)
+            for fake, item, count in zip(fakes, spare, before, strict=True)
+        ]
+        given = {id(own): fake for own, fake in zip(spare, fakes, strict=True)}
+        same = {
+            id(own)
+            for own, fake, version in zip(spare, fakes, versions, strict=True)
+            if version is not None and version == fake._version
+        }
+        results = []
+        for item in items:
+            if id(item) in same:
+                results.append(self._fake_result(item, requires_grad=item.requires_grad or trained))
+            else:
+                results.append(given[id(item)] if id(item) in given else self._fake_result(item))
+        return Outcome(shape.rebuild(results), versions, cost)
+
+    def _real(self, item: Any, leaf: Any) -> Any:
+        """The real argument of a call: free tensors as they are, random data for all others."""
+        if not isinstance(item, Tensor):  # a slice or a cache with tensors inside
+            copy = copy_of_object(leaf, self._real_inside)
+            if copy is not leaf:
+                self._hidden.stands_for(copy, item)
+            return copy
+        if not self._values.is_free(item):
+            own = random_like(leaf, self._device)
+            # A leaf of autograd could not be changed in place, as what another unit returned can.
+            return own.clone() if isinstance(own, Tensor) and own.requires_grad else own
+        own = item.detach().to(self._device, copy=True)
+        return own.requires_grad_() if item.requires_grad else own
+
+    def _real_inside(self, tensor: Tensor) -> Tensor:
+        """The real tensor for one in a slice or a cache."""
+        fake = self._values.fake(tensor)
+        own: Tensor = self._real(tensor, fake)
+        self._hidden.stands_for(own, fake)
+        return own
+
+    def _fake_result(self, item: Any, *, requires_grad: bool | None = None) -> Any:
+        if not isinstance(item, Tensor):
+            return item
+        fake = self._values.fake_mode.from_tensor(item.detach(), static_shapes=True)
+        wanted = item.requires_grad if requires_grad is None else requires_grad
+        can = fake.is_floating_point() or fake.is_complex()
+        return with_history(fake, self._values.fake_mode) if wanted and can else fake
+
+
+def _cannot_be_traced(module: nn.Module, name: str, first: Exception, second: Exception) -> TraceError:
+    what = f"unit {name}" if name else "the model"
+    return TraceError(
+        f"{what} ({type(module).__name__}) cannot be traced: on tensors without data it raises "
+        f"{type(first).__name__} ({first}), on random data {type(second).__name__} ({second})."
+    )
+
+
+def _has_fractions(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -1,0 +1,186 @@
+"""One call of a step function that is traced: a unit's, or that of an operation between units."""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from shardwright.model_graph import Node
+from shardwright.torch.counting.cost_counter import CostCounter
+from shardwright.torch.python_state.filled_containers import Containers
+from shardwright.torch.pytorch.functions import on_fakes, unnoticed_changes
+from shardwright.torch.pytorch.tree import Structure, leaves
+from shardwright.torch.tracing.calls.working_memory import WorkingMemory
+
+__all__ = ["Outcome", "TracedCall", "is_opaque"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a call, its cost, and its side effects.
+
+    Attributes:
+        output: what it returned, with fake tensors; `Filled` where it has changed containers.
+        versions: of the leaves of its arguments before it ran; None for those that are no tensors.
+        cost: what was counted.
+        attributes: tensors that a unit left in attributes of the modules inside it: (module, name, fake).
+        passed_attributes: free arguments that it left there: (module, name, position among the arguments).
+        written: what the unit holds and has changed: parameters, buffers, tensors in plain attributes.
+        written_names: names of the parameters and buffers among these, and of those in the same memory.
+        written_again: those among it that ``torch.utils.checkpoint`` changes a second time.
+        written_once: those among it that are changed at other times, too, or several times in between.
+        written_undecided: those that are changed a second time if what comes after has gradients.
+        own_results: positions of results that lie in memory which the unit holds and writes to in every call.
+        unreached: positions of arguments that require gradients, and get none from it.
+    """
+
+    output: Any
+    versions: list[int | None]
+    cost: CostCounter
+    attributes: Sequence[tuple[nn.Module, str, Tensor]] = ()
+    passed_attributes: Sequence[tuple[nn.Module, str, int]] = ()
+    written: Sequence[Tensor] = ()
+    written_names: tuple[str, ...] = ()
+    written_again: Sequence[Tensor] = ()
+    written_once: Sequence[Tensor] = ()
+    written_undecided: Sequence[Tensor] = ()
+    own_results: tuple[int, ...] = ()
+    unreached: frozenset[int] = frozenset()
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether gradients come back to the call."""
+        return any(isinstance(item, Tensor) and item.requires_grad for item in leaves(self.output))
+
+
+@dataclass(frozen=True, slots=True)
+class TracedCall:
+    """A call and its arguments.
+
+    Attributes:
+        func: the unit's module, or the torch function.
+        items: leaves of its arguments, as the step function gives them.
+        structure: their structure.
+        reads: (position among the leaves, value) of each value among them.
+        arguments: (args, kwargs) with fake tensors.
+        fakes: leaves of these.
+        line: where in the user's code.
+    """
+
+    func: Callable[..., Any]
+    items: list[Any]
+    structure: Structure
+    reads: list[tuple[int, int]]
+    arguments: Any
+    fakes: list[Any]
+    line: str
+
+    @classmethod
+    def of(
+        cls,
+        func: Callable[..., Any],
+        items: list[Any],
+        structure: Structure,
+        reads: list[tuple[int, int]],
+        *,
+        fake: Callable[[Any], Any],
+        line: str,
+    ) -> "TracedCall":
+        """A call as it runs on fake tensors.
+
+        Args:
+            func: the unit's module, or the torch function.
+            items: leaves of its arguments, as the step function gives them.
+            structure: their structure.
+            reads: (position among the leaves, value) of each value among them.
+            fake: gives the fake tensor for a tensor, and anything else as it is.
+            line: where in the user's code.
+        """
+        arguments = structure.rebuild([fake(item) for item in items])
+        return cls(func, items, structure, reads, arguments, leaves(arguments), line)
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The values among its arguments, each once."""
+        return tuple(dict.fromkeys(value for _, value in self.reads))
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether its arguments are the leaves themselves, all given by position."""
+        args, kwargs = self.arguments
+        same = len(args) == len(self.fakes) and all(map(operator.is_, args, self.fakes))
+        return not kwargs and same
+
+    def run(self, cost: CostCounter) -> Outcome:
+        """Runs the call on fake tensors, whose mode is in force."""
+        args, kwargs = self.arguments
+        versions = [item._version if isinstance(item, Tensor) else None for item in self.fakes]
+        containers = Containers(args, kwargs) if isinstance(self.func, nn.Module) else None
+        with cost:
+            output = on_fakes(self.func)(*args, **kwargs)
+        if containers is not None:
+            output = containers.filled(output, containers.changed)
+        return Outcome(output, versions, cost)
+
+    def detached(self, outcome: Outcome) -> tuple[int, ...]:
+        """The values among its arguments that get no gradient from it, wherever they stand."""
+        reached = {value for position, value in self.reads if position not in outcome.unreached}
+        return tuple(value for value in self.inputs if value not in reached)
+
+    def node(
+        self,
+        kind: Literal["unit", "op"],
+        name: str,
+        outcome: Outcome,
+        *,
+        cost_class: str,
+        memory: WorkingMemory,
+        parameters: tuple[str, ...],
+        ordinal: int = 0,
+        detached: tuple[int, ...] = (),
+    ) -> Node:
+        """Its node in the graph, but for outputs and what autograd saves.
+
+        Args:
+            kind: of the node; see `Node` for this and the following.
+            name: of the unit or the function.
+            outcome: what the call gave and did.
+            cost_class: key of its cost.
+            memory: what it needs for a moment.
+            parameters: names of those that it reads.
+            ordinal: how often the unit was called before.
+            detached: values that get no gradient from it.
+        """
+        return Node(
+            kind=kind,
+            name=name,
+            ordinal=ordinal,
+            inputs=self.inputs,
+            outputs=(),
+            parameters=parameters,
+            cost_class=cost_class,
+            flops=outcome.cost.flops,
+            work=outcome.cost.work,
+            work_bytes=memory.work_bytes,
+            weight_bytes=memory.weight_bytes,
+            split_work_bytes=memory.split_work_bytes,
+            random=outcome.cost.random,
+            detached=detached,
+            line=self.line,
+        )
+
+    def changed(self, outcome: Outcome) -> list[int]:
+        """Positions of the arguments that it changed in place."""
+        unnoticed = unnoticed_changes(self.func, *self.arguments)
+        return [
+            position
+            for position, (fake, version) in enumerate(zip(self.fakes, outcome.versions, strict=True))
+            if version is not None and (fake._version != version or any(fake is item for item in unnoticed))
+        ]
+
+
+def is_opaque(item: Any) -> bool:
+    """Whether a leaf is an object that a call may change, and that may have tensors inside."""
+    return not isinstance(item, Tensor | type(None) | bool | int | float | str | bytes | complex)

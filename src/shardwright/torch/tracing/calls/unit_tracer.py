@@ -1,0 +1,170 @@
+"""Traces the calls of units."""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwright.errors import TraceError
+from shardwright.model_graph import Unit
+from shardwright.torch.counting.cost_counter import class_key
+from shardwright.torch.counting.stand_in_data import copy_of_object
+from shardwright.torch.interception.attribute_inputs import FOUND, found_in
+from shardwright.torch.parameters.unit_map import UnitMap
+from shardwright.torch.python_state.filled_containers import fill
+from shardwright.torch.python_state.watched_numbers import note_used
+from shardwright.torch.pytorch.source_line import called_from, user_line
+from shardwright.torch.pytorch.tree import flatten, leaves
+from shardwright.torch.tracing.calls.traced_call import Outcome, TracedCall, is_opaque
+from shardwright.torch.tracing.calls.traced_execution import TracedExecution
+from shardwright.torch.tracing.calls.working_memory import WorkingMemory
+from shardwright.torch.tracing.recorded_step import UnitCall
+from shardwright.torch.tracing.recording import Recording
+
+__all__ = ["UnitTracer"]
+
+
+class UnitTracer:
+    """Runs units on tensors without data, and records their calls.
+
+    Args:
+        recording: of the trace.
+        execution: runs calls on tensors without data.
+        unit_map: the units.
+
+    Attributes:
+        held: unit -> names of the parameters and buffers that it had at the start.
+        recomputes: the step function itself recomputes a unit.
+    """
+
+    def __init__(self, recording: Recording, execution: TracedExecution, unit_map: UnitMap):
+        self._recording = recording
+        self._execution = execution
+        self._unit_map = unit_map
+        values = recording.values
+        self.held = {name: values.names_in(module) for name, module in unit_map.modules.items()}
+        self.recomputes = False
+        self._num_calls: dict[str, int] = {}
+        self._mutates: set[str] = set()
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Traces one call; returns its result with deferred tensors.
+
+        Raises:
+            TraceError: it is called with other weights than its own.
+        """
+        recording, name = self._recording, self._unit_map.units[id(module)]
+        self._refuse_other_weights(module, name)
+        recomputed = called_from("torch.utils.checkpoint")
+        self.recomputes = self.recomputes or recomputed
+        found = found_in(module, self._is_value)
+        own = args, {**kwargs, FOUND: found} if found else kwargs
+        items, structure = flatten(own)
+        note_used(items)
+        reads = recording.recorder.reads(items)
+        fake = recording.values.fake
+        call = TracedCall.of(module, items, structure, reads, fake=fake, line=user_line())
+        outcome, cost_class, memory = self._run(call, name)
+        if found:
+            call, found = self._as_read(call, outcome, found)
+        ordinal = self._num_calls.get(name, 0)
+        self._note(name, outcome)
+        node = call.node(
+            "unit",
+            name,
+            outcome,
+            cost_class=cost_class,
+            memory=memory,
+            # Not what it holds by now: a hook may have put a parameter of another unit into it.
+            parameters=tuple(sorted(outcome.cost.parameters - self.held[name])),
+            ordinal=ordinal,
+            detached=call.detached(outcome),
+        )
+        unit = UnitCall(recomputed=recomputed, found=tuple(found))
+        return fill(recording.recorder.record(node, call, outcome, unit), *own)
+
+    def units(self) -> dict[str, Unit]:
+        """The units that were called, as the graph has them: by name, in the order of their first calls."""
+        return {name: self._unit(name) for name in self._num_calls}
+
+    def _is_value(self, item: Any) -> bool:
+        return self._recording.values.find(item) is not None
+
+    def _run(self, call: TracedCall, name: str) -> tuple[Outcome, str, WorkingMemory]:
+        """Runs a unit.
+
+        Args:
+            call: of the unit.
+            name: of the unit.
+
+        Returns:
+            What the call gave and did, its cost class, and what it needs for a moment.
+        """
+        recording = self._recording
+        node, module = recording.recorder.num_nodes, call.func
+        assert isinstance(module, nn.Module)
+        pairs = list(zip(call.items, call.fakes, strict=True))
+        # Before the call: it may put fake tensors into such an object.
+        kept = [copy_of_object(fake) if is_opaque(item) else fake for item, fake in pairs]
+        cost_class = recording.samples.cost_class(call, class_key(module), kept)
+        with recording.hidden.of_call(node, module, call.fakes):
+            memory = recording.samples.working_memory(cost_class, call)
+            recording.draws.before_step(node)
+            outcome = self._execution.unit(call, name, kept)
+            recording.draws.after_step(node, draws=outcome.cost.random, free=False)
+        return outcome, cost_class, memory
+
+    def _as_read(
+        self, call: TracedCall, outcome: Outcome, found: dict[str, Tensor]
+    ) -> tuple[TracedCall, dict[str, Tensor]]:
+        """Leaves out what a unit has found in attributes and not used."""
+        returned = {id(item) for item in leaves(outcome.output)}
+        has_used = self._recording.hidden.has_used
+        first = len(call.items) - len(found)
+        unused = {
+            position
+            for position in range(first, len(call.items))
+            if id(call.fakes[position]) not in returned and not has_used(call.fakes[position])
+        }
+        reads = [(position, value) for position, value in call.reads if position not in unused]
+        return replace(call, reads=reads), found if len(unused) < len(found) else {}
+
+    def _note(self, name: str, outcome: Outcome) -> None:
+        """Records what a unit has done to itself."""
+        recording, values = self._recording, self._recording.values
+        self._num_calls[name] = self._num_calls.get(name, 0) + 1
+        if outcome.written_names:
+            self._mutates.add(name)
+        recording.statistics.note_unit(name, outcome)
+        recording.repeated_buffers.note(
+            recording.recorder.num_nodes,
+            again=values.names_of(outcome.written_again),
+            once=values.names_of(outcome.written_once),
+            undecided=values.names_of(outcome.written_undecided),
+            has_gradient=outcome.has_gradient,
+        )
+
+    def _refuse_other_weights(self, module: nn.Module, name: str) -> None:
+        """Refuses a unit whose parameters have been replaced for this call."""
+        lent = self._recording.values.lent_for
+        named = module.named_parameters()
+        other = next((key for key, p in named if id(p) not in lent and not self._is_value(p)), None)
+        if other is not None:
+            raise TraceError(
+                f"{user_line()}: {f'unit {name}' if name else 'the model'} is called with another {other} "
+                "than its own (torch.func.functional_call). Weights that are computed have no place on a "
+                "stage. Put the code that computes them and calls the module with them into the forward of a "
+                "module inside the model, which is then placed whole; or have one stage: "
+                "pipeline_parallel_degree 1."
+            )
+
+    def _unit(self, name: str) -> Unit:
+        module = self._unit_map.modules[name]
+        tensors = [*module.parameters(), *module.buffers()]
+        return Unit(
+            name=name,
+            class_name=type(module).__name__,
+            parameters=tuple(dict.fromkeys(self._unit_map.parameters[id(tensor)] for tensor in tensors)),
+            num_calls=self._num_calls[name],
+            mutates_buffers=name in self._mutates,
+        )

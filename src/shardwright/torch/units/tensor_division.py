@@ -1,0 +1,327 @@
+"""Divides the units of a trace over a tensor-parallel group, without running them.
+
+::
+
+    trace ─► one call of each unit ─► search for placements ─► cuts ─► dry run of each kind ─► what it costs
+
+Tensors between units are whole, or cut along the batch or the sequence, as the runtime has them. A unit stays
+whole where its code may leave PyTorch's dispatcher. A parameter stays whole where code between units uses it,
+or the script has hooked its gradient, or ranks share sequences alone.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+
+from shardwright.config import Config
+from shardwright.errors import PlanError
+from shardwright.mesh import Mesh
+from shardwright.model_graph import ModelGraph
+from shardwright.placement import WHOLE, BetweenUnits, Cut, Placement
+from shardwright.plan import TensorPrices
+from shardwright.planner.chain.division import DividedUnit, Division, Passage
+from shardwright.torch.counting.compiled_modules import calls_compiled, is_compiled
+from shardwright.torch.interception.attribute_inputs import FOUND
+from shardwright.torch.pytorch.module_hooks import has_backward_hooks
+from shardwright.torch.tensor_parallel.group import Prices
+from shardwright.torch.tensor_parallel.own_experts import cuts_of_experts, run_own_experts
+from shardwright.torch.tensor_parallel.pinned import pinned_placements
+from shardwright.torch.tensor_parallel.search import (
+    Phase,
+    Unit,
+    WorkShares,
+    dry_run,
+    dry_run_of_operation,
+    find_placements,
+)
+from shardwright.torch.tracing.trace_data import Sample, Trace
+
+__all__ = ["division_of"]
+
+log = logging.getLogger(__name__)
+
+
+def division_of(
+    model: nn.Module,
+    trace: Trace,
+    *,
+    config: Config,
+    mesh: Mesh,
+    prices: TensorPrices,
+    microbatches: int = 1,
+) -> Division:
+    """How ranks that share a batch compute the units of a trace, and what that costs them.
+
+    Args:
+        model: that was traced; with data or without.
+        trace: of one microbatch.
+        config: says along which dimension they share it, and what the search is for.
+        mesh: says how many they are.
+        prices: of what they exchange and compute.
+        microbatches: of a step.
+
+    Raises:
+        PlanError: they are to share sequences, and no tensor between units has any.
+    """
+    graph, degree = trace.graph, mesh.share
+    between = BetweenUnits.of_batch(trace.batch_shapes, config.between_units(mesh), num_ranks=degree)
+    experts = cuts_of_experts(model, num_ranks=degree) if mesh.expert > 1 else {}
+    if mesh.expert > 1:
+        _refuse_without_experts(experts, between, graph.batch_size)
+        run_own_experts(model)
+    elif between.cuts:
+        _refuse_without_sequences(trace, between, mesh)
+    units = dict(_units(model, trace))
+    shares_layers = mesh.tensor > 1
+    # Who shares a batch wants it divided, however long a latency is.
+    decided_by = prices if shares_layers else prices.model_copy(update={"latency_s": 0.0})
+    own_prices = Prices(**decided_by.model_dump(), sums_wait=not shares_layers)
+    kept_whole = _kept_whole(model, graph)
+    pinned: dict[str, Placement] = {**pinned_placements(model, num_ranks=degree), **kept_whole}
+    if not shares_layers:
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        pinned = {name: WHOLE if name in kept_whole else experts.get(name, WHOLE) for name in names}
+    found = find_placements(
+        units,
+        num_ranks=degree,
+        prices=own_prices,
+        optimize=config.goal_of_division,
+        num_microbatches=microbatches,
+        pinned=pinned,
+        between=between,
+    )
+    for reason, names in _by_reason(found.kept_whole).items():
+        _warn(names, f"its code does not run on tensors without data ({reason})")
+    by_any_name = dict(model.named_parameters(remove_duplicate=False))
+    of_tensor = {
+        id(by_any_name[name]): placement
+        for name, placement in found.placements.items()
+        if isinstance(placement, Cut)
+    }
+    of_kind: dict[str, DividedUnit] = {}
+    divided: dict[str, DividedUnit] = {}
+    for name, unit in units.items():
+        kind = found.kind_of[name]
+        if kind not in of_kind:
+            named = unit.module.named_parameters()
+            own = {key: of_tensor[id(each)] for key, each in named if id(each) in of_tensor}
+            # The search sees experts' operations one by one, and not that each rank runs its own.
+            shares = found.shares[kind] if mesh.expert == 1 else WorkShares(1 / degree, 1 / degree)
+            of_kind[kind] = _divided(unit, own, shares, own_prices, between)
+        divided[name] = of_kind[kind]
+    operations = dict(_operations(trace, own_prices, between)) if between.cuts else {}
+    cuts = {name: of_tensor[id(each)] for name, each in model.named_parameters() if id(each) in of_tensor}
+    if mesh.tensor > 1:
+        _tell(graph, cuts, num_ranks=degree)
+    return Division(
+        degree=degree,
+        samples=graph.batch_size,
+        prices=prices,
+        decided_by=decided_by,
+        cuts=cuts,
+        units=divided,
+        operations=operations,
+        between=between if between.cuts else None,
+    )
+
+
+def _refuse_without_experts(experts: Mapping[str, Cut], between: BetweenUnits, samples: int) -> None:
+    degree = between.num_ranks
+    asked = f"expert_parallel_degree is {degree}, but"
+    if not experts:
+        raise PlanError(
+            f"{asked} the model has no layer of {degree} experts or more whose weights are stacked, as those "
+            "of transformers are. Set it to 1, or tensor_parallel_degree in its place."
+        )
+    if not between.lengths:
+        raise PlanError(
+            f"{asked} a microbatch has {samples} sample{'s' * (samples != 1)}, and each rank takes some. "
+            "Use larger batches, fewer microbatches or a smaller degree."
+        )
+
+
+def _refuse_without_sequences(trace: Trace, between: BetweenUnits, mesh: Mesh) -> None:
+    values = (value.spec for value in trace.graph.values if not value.free)
+    if any(isinstance(between.placement(spec.shape), Cut) for spec in values if len(spec.shape) > 2):
+        return
+    dim = between.dim
+    assert dim is not None
+    lengths = sorted({shape[dim] for shape in trace.batch_shapes if len(shape) > dim})
+    asked, remedy = "sequence_parallel is true", "sequence_parallel to false"
+    if mesh.context > 1:
+        asked, remedy = f"context_parallel_degree is {mesh.context}", "context_parallel_degree to 1"
+    raise PlanError(
+        f"{asked}, but ranks cannot share sequences along dimension {dim}: it has "
+        f"{', '.join(map(str, lengths)) or 'no'} entries in the tensors of the batch, and no tensor between "
+        f"units has as many. Set sequence_dim to the dimension of the sequence, or {remedy}."
+    )
+
+
+def _units(model: nn.Module, trace: Trace) -> Iterator[tuple[str, Unit]]:
+    """The units that may be divided, each with the arguments of a call of its cost class."""
+    seen: set[str] = set()
+    whole: dict[str, list[str]] = {}
+    for node in trace.graph.nodes:
+        if node.kind != "unit" or node.name in seen:
+            continue
+        seen.add(node.name)
+        module, sample = model.get_submodule(node.name), trace.samples[node.cost_class]
+        args, kwargs = sample.structure.rebuild(sample.leaves)
+        if next(module.parameters(), None) is None:
+            continue
+        if reason := _reason_to_stay(module, kwargs):
+            whole.setdefault(reason, []).append(node.name)
+        else:
+            yield node.name, Unit(module, args, kwargs)
+    for reason, names in whole.items():
+        _warn(names, reason)
+
+
+def _reason_to_stay(module: nn.Module, kwargs: Mapping[str, object]) -> str:
+    """Why each rank must have all of a unit's parameters; empty where none must."""
+    if _leaves_dispatcher(module):
+        return "its code is compiled or scripted"
+    if has_backward_hooks(module):
+        return "its gradients are hooked"
+    if any(isinstance(each, nn.SyncBatchNorm) for each in module.modules()):
+        return "replicas share its statistics"
+    return "it reads attributes that others set" if FOUND in kwargs else ""
+
+
+def _by_reason(kept_whole: Mapping[str, str]) -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {}
+    for name, reason in kept_whole.items():
+        names.setdefault(reason, []).append(name)
+    return names
+
+
+def _warn(names: Sequence[str], reason: str) -> None:
+    shown = ", ".join(name or "the model" for name in names[:3])
+    more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""
+    log.warning("%s%s stays whole on all ranks: %s", shown, more, reason)
+
+
+def _leaves_dispatcher(module: nn.Module) -> bool:
+    inside = list(module.modules())
+    scripted = any(type(each).__module__.startswith("torch.jit") for each in inside)
+    return scripted or any(is_compiled(each) or calls_compiled(each) for each in inside)
+
+
+def _kept_whole(model: nn.Module, graph: ModelGraph) -> dict[str, Placement]:
+    """The parameters of which every rank needs all elements, by each of their names."""
+    in_units = {name for unit in graph.units.values() for name in unit.parameters}
+    between = {name for node in graph.nodes for name in node.parameters}
+    between |= graph.parameters.keys() - in_units
+    whole = {id(each) for name, each in model.named_parameters() if name in between or _is_hooked(each)}
+    names = model.named_parameters(remove_duplicate=False)
+    return {name: WHOLE for name, each in names if id(each) in whole}
+
+
+def _is_hooked(parameter: nn.Parameter) -> bool:
+    """Whether the script has hooked the gradient of a parameter, and expects all of it."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def _divided(
+    unit: Unit, own: Mapping[str, Cut], shares: WorkShares, prices: Prices, between: BetweenUnits
+) -> DividedUnit:
+    """What a unit costs the busiest rank of the group, with these cuts of its parameters."""
+    if not own and not between.cuts:
+        return DividedUnit()
+    degree = between.num_ranks
+    # Of a batch, or a sequence, the last ones have more.
+    order = 1 if between.cuts else -1
+    busiest = max(range(degree), key=lambda r: (sum(cut.length(r) for cut in own.values()), order * r))
+    whole = dry_run(unit, {}, rank=0, num_ranks=degree, prices=prices)
+    part = dry_run(unit, own, rank=busiest, num_ranks=degree, prices=prices, between=between)
+    return DividedUnit(
+        forward=_passage(part.forward, shares.forward),
+        backward=_passage(part.backward, shares.backward),
+        kept_share=part.kept_bytes / whole.kept_bytes if whole.kept_bytes else 1.0,
+        settling_calls=part.settling.traffic.calls.total(),
+        settling_bytes=part.settling.traffic.sent_bytes.total(),
+    )
+
+
+def _operations(trace: Trace, prices: Prices, between: BetweenUnits) -> Iterator[tuple[int, DividedUnit]]:
+    """What operations between units cost the busiest rank, by the numbers of their nodes.
+
+    Units give, and take, tensors placed by their shapes; an operation takes them as they are, and leaves what
+    comes out cut as it is.
+    """
+    graph = trace.graph
+    placed: dict[int, Cut] = {}
+    known: dict[tuple[object, ...], tuple[DividedUnit, list[Placement]]] = {}
+    for step in trace.steps:
+        if step.node is None:
+            continue
+        node = graph.nodes[step.node]
+        sample = trace.samples.get(node.cost_class)
+        placements: list[Placement] = []
+        if node.kind == "op" and sample is not None:
+            cuts = {position: placed[value] for position, value in step.reads if value in placed}
+            key = node.cost_class, *cuts.items()
+            if key not in known:
+                known[key] = _operation(sample, cuts, prices, between)
+            found, placements = known[key]
+            yield step.node, found
+        for position, value in step.writes:
+            of_unit = between.placement(graph.values[value].spec.shape)
+            cut = placements[position] if position < len(placements) else of_unit
+            if isinstance(cut, Cut) and (node.kind == "unit" or position < len(placements)):
+                placed[value] = cut
+        for change in step.changes:
+            if change.before in placed and change.after is not None:
+                placed[change.after] = placed[change.before]
+
+
+def _operation(
+    sample: Sample, cuts: Mapping[int, Cut], prices: Prices, between: BetweenUnits
+) -> tuple[DividedUnit, list[Placement]]:
+    """What one operation costs, and where its results are.
+
+    Args:
+        sample: a call of it.
+        cuts: of its arguments, by their places among the leaves.
+        prices: by which it is decided.
+        between: where sums are put.
+    """
+    if not cuts:
+        return DividedUnit(), []
+    last = between.num_ranks - 1
+    args, kwargs = sample.structure.rebuild(sample.leaves)
+    part, placements = dry_run_of_operation(
+        sample.func, args, kwargs, cuts, rank=last, num_ranks=last + 1, prices=prices, between=between
+    )
+    share = min(cut.length(last) / cut.size for cut in cuts.values())
+    return (
+        DividedUnit(
+            forward=_passage(part.forward, share),
+            backward=_passage(part.backward, share),
+            kept_share=share,
+        ),
+        placements,
+    )
+
+
+def _passage(phase: Phase, share: float) -> Passage:
+    return Passage(
+        share=share,
+        calls=phase.traffic.calls.total(),
+        num_bytes=phase.traffic.sent_bytes.total(),
+        operations=phase.num_divided,
+    )
+
+
+def _tell(graph: ModelGraph, cuts: Mapping[str, Cut], *, num_ranks: int) -> None:
+    """Says once which units are divided in no part."""
+    whole = [
+        name
+        for name, unit in graph.units.items()
+        if any(not graph.parameters[each].is_buffer for each in unit.parameters)
+        and not any(each in cuts for each in unit.parameters)
+    ]
+    if whole:
+        shown = ", ".join(whole[:3]) + (f" and {len(whole) - 3} more" if len(whole) > 3 else "")
+        log.info("%d ranks share no parameter of %s: each of them has all", num_ranks, shown)

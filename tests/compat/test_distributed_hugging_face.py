@@ -1,0 +1,387 @@
+"""Models of transformers whose layers are distributed: the same results, other names."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from choices import in_every_run
+from compat.small_models import QUIET
+from shardwright.testing import run_ranks
+from six_models import SIX, build
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
+
+# These compute scores and losses in float32, whatever the model's type is.
+_IN_32_BITS = {"GPT-J", "GPT-Neo"}
+PATHS = {
+    "BERT": "bert.encoder",
+    "RoBERTa": "roberta.encoder",
+    "GPT-2": "transformer",
+    "GPT-J": "transformer",
+    "GPT-Neo": "transformer",
+    "GPT-NeoX": "gpt_neox",
+}
+MODULES = {name: name.lower().replace("-", "") for name in SIX}
+
+
+def translators(name: str) -> tuple[Any, Any]:
+    from importlib import import_module
+
+    family = MODULES[name]
+    module = import_module(f"smdistributed.modelparallel.torch.nn.huggingface.{family}")
+    to_hf = getattr(module, f"translate_state_dict_to_hf_{family}")
+    return to_hf, getattr(module, f"translate_hf_state_dict_to_smdistributed_{family}")
+
+
+def feed() -> dict[str, torch.Tensor]:
+    """Two sequences, one of them with padding on the right."""
+    ids = torch.randint(3, 96, (2, 16), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, -3:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def both(name: str, settings: dict[str, Any] | None = None, **options: Any) -> tuple[nn.Module, Any]:
+    """A plain model, and a wrapped one with distributed layers and the same seed."""
+    import smdistributed.modelparallel.torch as smp
+
+    smp.init({**QUIET, **(settings or {})})
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    plain = build(name)
+    torch.manual_seed(0)
+    with smp.model_creation(tensor_parallelism=True, **options):
+        model = build(name)
+    return plain, smp.DistributedModel(model)
+
+
+def differences(name: str, options: dict[str, Any]) -> Any:
+    """Between results and gradients, in names and of translated states."""
+    plain, model = both(name, **options)
+    batch = feed()
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    wanted, found = plain(**batch, labels=labels), model(**batch, labels=labels)
+    real = batch["attention_mask"].bool()
+    logits = (found.logits - wanted.logits)[real].abs().max().item()
+    wanted.loss.backward()
+    found.loss.backward()
+    to_hf, to_smp = translators(name)
+    hf, state = plain.state_dict(), model.state_dict()
+    gradients = {key: p.grad for key, p in model.get_module().named_parameters()}
+    expected = to_smp({key: p.grad for key, p in plain.named_parameters()})
+    assert not set(gradients) ^ set(expected)
+    gradient = max(float((gradients[key] - expected[key]).abs().max()) for key in expected)
+    there, back = to_smp(hf), to_hf(to_smp(hf), max_seq_len=64)
+    assert set(state) == set(there)
+    assert all(torch.equal(state[key], there[key]) for key in state)
+    assert set(back) == set(hf)
+    assert all(torch.equal(back[key], hf[key]) and back[key].shape == hf[key].shape for key in hf)
+    assert all(torch.equal(value, hf[key]) for key, value in to_hf(state).items())
+    return logits, gradient, abs(found.loss.item() - wanted.loss.item()), sorted(state)
+
+
+@pytest.mark.parametrize("name", SIX)
+@pytest.mark.parametrize("flash", [True, False])
+def test_distributed_layers_compute_what_the_models_own_do(name, flash):
+    ((logits, gradient, loss, names),) = run_ranks(differences, 1, name, {"flash_attention": flash})
+    bound = 2e-6 if name in _IN_32_BITS else 1e-12
+    assert logits < bound
+    assert gradient < bound
+    assert loss < 1e-6  # transformers computes losses in float32
+    prefix = f"{PATHS[name]}.seq_layers.0."
+    inner = {each.removeprefix(prefix) for each in names if each.startswith(prefix)}
+    fused = {"attention.query_key_value.weight"}
+    split = {f"attention.{part}.weight" for part in ("query", "key", "value")}
+    assert (fused if name == "GPT-NeoX" else split) <= inner
+    assert {"attention.dense.weight", "output.dense1.weight", "output.dense2.bias"} <= inner
+
+
+def test_layers_have_their_documented_names():
+    def names() -> Any:
+        import smdistributed.modelparallel.torch as smp
+
+        _, model = both("GPT-2")
+        layers = model.module.module.transformer.seq_layers
+        assert isinstance(layers, nn.Sequential)
+        assert all(isinstance(layer, smp.nn.DistributedTransformerLayer) for layer in layers)
+        assert isinstance(layers[0].attention, smp.nn.DistributedAttentionLayer)
+        assert isinstance(layers[0].output, smp.nn.DistributedTransformerOutputLayer)
+        hidden = torch.randn(2, 5, 32)
+        result, mask = layers[0]((hidden, torch.zeros(2, 1, 1, 5)))
+        assert result.shape == hidden.shape
+        assert mask.shape == (2, 1, 1, 5)
+        smp.set_activation_checkpointing(layers, pack_args_as_tuple=True, strategy="each")
+        return len(layers)
+
+    assert run_ranks(names, 1) == [4]
+
+
+def steps(name: str, num_stages: int, settings: dict[str, Any]) -> Any:
+    """Losses of two steps, recomputed, beside those of the plain model."""
+    import smdistributed.modelparallel.torch as smp
+
+    plain, model = both(name, {"partitions": num_stages, "microbatches": 2, **settings})
+    from functools import reduce
+
+    layers = reduce(getattr, f"{PATHS[name]}.seq_layers".split("."), model.get_module())
+    smp.set_activation_checkpointing(layers, pack_args_as_tuple=True, strategy="each")
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    @smp.step
+    def train_step(model, input_ids, attention_mask):
+        loss = model(input_ids=input_ids, attention_mask=attention_mask, labels=input_ids)["loss"]
+        model.backward(loss)
+        return loss
+
+    found, wanted = [], []
+    for _ in range(2):
+        batch = feed()
+        optimizer.zero_grad()
+        found.append(train_step(model, batch["input_ids"], batch["attention_mask"]).reduce_mean().item())
+        optimizer.step()
+        reference.zero_grad()
+        losses = [
+            plain(input_ids=ids, attention_mask=mask, labels=ids).loss / 2
+            for ids, mask in zip(*(tensor.split(1) for tensor in batch.values()), strict=True)
+        ]
+        sum(losses).backward()
+        reference.step()
+        wanted.append(sum(losses).item())
+    state = model.state_dict()
+    to_hf, _ = translators(name)
+    hf = to_hf(state)
+    difference = max(float((hf[key] - value).abs().max()) for key, value in plain.state_dict().items())
+    return found, wanted, difference
+
+
+@pytest.mark.parametrize("name", in_every_run(SIX, ["BERT", "GPT-J"]))
+def test_over_two_stages(name):
+    results = run_ranks(steps, 2, name, 2, {})
+    for found, wanted, difference in results:
+        assert found == pytest.approx(wanted, abs=1e-6)
+        assert difference < 1e-6
+
+
+def test_without_memory_first():
+    found = run_ranks(steps, 2, "GPT-2", 2, {"delayed_parameter_initialization": True})
+    for losses, wanted, difference in found:
+        assert losses == pytest.approx(wanted, abs=1e-6)
+        assert difference < 1e-6
+
+
+def test_a_script_that_skips_the_initialisation_gets_one():
+    """Published scripts do, as SageMaker's library gave distributed layers weights of their own."""
+
+    def skipped(delayed: bool) -> Any:
+        from transformers.modeling_utils import PreTrainedModel
+
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init({**QUIET, "delayed_parameter_initialization": delayed})
+        PreTrainedModel.init_weights = lambda model: None
+        torch.manual_seed(0)
+        with smp.model_creation(tensor_parallelism=True):
+            model = build("GPT-2")
+        state = smp.DistributedModel(model).state_dict()
+        stds = [float(state[f"transformer.{name}.weight"].std()) for name in ("wte", "wpe")]
+        layer = "transformer.seq_layers.1"
+        stds += [
+            float(state[f"{layer}.{name}.weight"].std()) for name in ("attention.query", "output.dense1")
+        ]
+        return stds, float(state[f"{layer}.output.dense1.bias"].abs().max())
+
+    for delayed in (False, True):
+        ((stds, bias),) = run_ranks(skipped, 1, delayed)
+        assert stds == pytest.approx([0.02] * 4, rel=0.15)
+        assert bias == 0
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_models_are_marked_after_they_are_created(enabled):
+    def marked(enabled: bool) -> Any:
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init(QUIET)
+        torch.set_default_dtype(torch.float64)
+        model = build("BERT")
+        plain = copy.deepcopy(model)
+        smp.set_tensor_parallelism(model, enabled)
+        wrapped = smp.DistributedModel(model)
+        difference = (wrapped(**feed()).logits - plain(**feed()).logits)[feed()["attention_mask"].bool()]
+        return difference.abs().max().item(), "seq_layers" in "".join(wrapped.state_dict())
+
+    ((difference, is_distributed),) = run_ranks(marked, 1, enabled)
+    assert difference < 1e-12
+    assert is_distributed == enabled
+
+
+def test_options_reach_the_layers():
+    def layers_with(**options: Any) -> Any:
+        _, model = both("GPT-2", **options)
+        return model.get_module().transformer.seq_layers[1].attention.options
+
+    def found() -> Any:
+        options = layers_with(
+            use_alibi=True, attention_in_fp32=True, fp32_residual_addition=True, query_key_layer_scaling=True
+        )
+        assert options.use_alibi
+        assert options.attention_in_fp32
+        assert options.fp32_residual_addition
+        return options.layer_idx
+
+    assert run_ranks(found, 1) == [1]
+
+
+def test_an_unknown_option_is_pointed_out():
+    def unknown() -> None:
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init(QUIET)
+        with pytest.warns(UserWarning, match="argument atention_in_fp32. Did you mean attention_in_fp32"):
+            smp.tensor_parallelism(True, atention_in_fp32=True).__enter__()
+
+    run_ranks(unknown, 1)
+
+
+def test_embeddings_are_distributed_on_request():
+    def placed(distributed: bool) -> Any:
+        from shardwright.torch.tensor_parallel.pinned import pinned_placements
+
+        _, model = both("GPT-2", distribute_embedding=distributed)
+        found = pinned_placements(model.get_module(), num_ranks=2)
+        return str(found["transformer.wte.weight"])
+
+    assert run_ranks(placed, 1, True) == ["cut 0 (r0:48 r1:48)"]
+    assert run_ranks(placed, 1, False) == ["whole"]
+
+
+def test_models_beyond_the_layers_keep_their_own():
+    def kept() -> Any:
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init(QUIET)
+        rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+        with smp.model_creation(tensor_parallelism=True):
+            model = build("GPT-NeoX", rope_parameters=rope)
+        with pytest.warns(UserWarning, match="GPT-NeoX keeps its own layers.*rope_type='linear'"):
+            wrapped = smp.DistributedModel(model)
+        layers = wrapped.get_module().gpt_neox.seq_layers  # another name of them
+        assert layers is model.gpt_neox.layers
+        state = wrapped.state_dict()
+        ((to_hf, to_smp),) = smp.state.module_manager.translate_functions
+        return to_hf(state) is state and to_smp(state) is state
+
+    assert run_ranks(kept, 1) == [True]
+
+
+def test_what_distributed_layers_do_not_do_is_refused():
+    def refused() -> Any:
+        from shardwright.errors import UsageError
+
+        _, model = both("GPT-J")
+        with pytest.raises(UsageError, match="keep no attention weights"):
+            model(**feed(), output_attentions=True)
+        return True
+
+    assert run_ranks(refused, 1) == [True]
+
+
+def test_encoders_with_cross_attention():
+    def crossed() -> float:
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init(QUIET)
+        torch.set_default_dtype(torch.float64)
+        for name, key in (("GPT-2", "transformer"), ("BERT", "bert")):
+            more = {} if name == "GPT-2" else {"is_decoder": True}
+            plain = build(name, add_cross_attention=True, **more)
+            model = copy.deepcopy(plain)
+            smp.set_tensor_parallelism(model)
+            from smdistributed.modelparallel.torch.tensor_parallelism.distributing import distribute
+
+            distribute(model)
+            other = torch.randn(2, 5, 32)
+            real = feed()["attention_mask"].bool()
+            wanted, found = (
+                getattr(each, key)(**feed(), encoder_hidden_states=other, use_cache=False).last_hidden_state[
+                    real
+                ]
+                for each in (plain, model)
+            )
+            torch.testing.assert_close(found, wanted)
+            alone = [
+                getattr(each, key)(**feed(), use_cache=False).last_hidden_state[real]
+                for each in (plain, model)
+            ]
+            torch.testing.assert_close(*alone)
+        return 0.0
+
+    assert run_ranks(crossed, 1) == [0.0]
+
+
+def test_single_layers_are_registered_as_published():
+    """After the model is created; the layers keep their place in it."""
+
+    def registered() -> float:
+        from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+        import smdistributed.modelparallel.torch as smp
+        from smdistributed.modelparallel.torch.nn.huggingface import gpt2
+
+        smp.init(QUIET)
+        torch.set_default_dtype(torch.float64)
+        plain = build("GPT-2")
+        model = copy.deepcopy(plain)
+        smp.set_tensor_parallelism(model.transformer.h, True)
+        hooks = gpt2.get_hf_gpt2_transformer_layer_hooks()
+        smp.tp_register_with_module(GPT2Block, smp.nn.DistributedTransformerLayer, *hooks)
+        wrapped = smp.DistributedModel(model)
+        layers = wrapped.get_module().transformer.h
+        assert {type(layer) for layer in layers} == {smp.nn.DistributedTransformerLayer}
+        real = feed()["attention_mask"].bool()
+        difference = (wrapped(**feed()).logits - plain(**feed()).logits)[real].abs().max().item()
+        state, hf = wrapped.state_dict(), plain.state_dict()
+        assert "transformer.h.3.attention.query.weight" in state
+        back = gpt2.translate_layer_state_dict_to_hf_gpt2_block(state, 64)
+        assert set(back) == set(hf)
+        assert all(torch.equal(back[key], hf[key]) for key in hf)
+        wrapped.load_state_dict(gpt2.translate_hf_block_state_dict_to_smdistributed(hf, 64))
+        return difference
+
+    ((difference),) = run_ranks(registered, 1)
+    assert difference < 1e-12
+
+
+def test_weights_are_zero_on_request():
+    def zeros() -> set[int]:
+        _, model = both("GPT-2", zero_init=True)
+        layers = model.get_module().transformer.seq_layers
+        return {p.dim() for p in layers.parameters() if p.detach().abs().max() > 0}
+
+    assert run_ranks(zeros, 1) == [{1}]  # those of normalisations
+
+
+def test_distributed_layers_in_half_precision_among_others():
+    """``fp16_params``, of releases before ``fp16``; scripts cast the rest of the model themselves."""
+
+    def types() -> Any:
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init({**QUIET, "fp16_params": True})
+        with smp.tensor_parallelism():
+            model = build("GPT-2")
+        wrapped = smp.DistributedModel(model)
+        loss = wrapped(**feed(), labels=feed()["input_ids"]).loss
+        loss.backward()
+        module = wrapped.get_module().transformer
+        kinds = {p.dtype for p in module.seq_layers.parameters()}, module.wte.weight.dtype
+        return kinds, torch.isfinite(loss).item(), module.seq_layers[0].output.dense1.weight.grad.dtype
+
+    ((kinds, finite, gradient),) = run_ranks(types, 1)
+    assert kinds == ({torch.float16}, torch.float32)
+    assert finite
+    assert gradient is torch.float16

@@ -1,0 +1,399 @@
+"""The distributed modules of ``smp.nn`` compute what their documentation's plain versions compute."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import smdistributed.modelparallel.torch as smp
+from compat.reference_layers import PlainAttention, PlainLayer, PlainLMHead, PlainOutput, PlainTransformer
+from shardwright.errors import UsageError
+from shardwright.torch.tensor_parallel.pinned import pinned_placements
+from smdistributed.modelparallel.torch.nn import FusedLayerNorm
+from smdistributed.modelparallel.torch.nn.flash_attention import alibi_slopes
+
+HIDDEN, HEADS, SIZE, INTERMEDIATE, LENGTH = 12, 3, 4, 20, 7
+SIZES = {"num_attention_heads": HEADS, "attention_head_size": SIZE, "hidden_size": HIDDEN}
+NO_DROPOUT = {"attention_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+PLAIN = {"heads": HEADS, "size": SIZE, "hidden": HIDDEN}
+NORMS = [(False, True), (True, False), (True, True)]
+
+
+@pytest.fixture(autouse=True)
+def _in_64_bits():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(before)
+
+
+def states(length=LENGTH):
+    return torch.randn(2, length, HIDDEN, requires_grad=True)
+
+
+def mask(length=LENGTH):
+    """Hides the last position of the second sample."""
+    found = torch.zeros(2, 1, 1, length)
+    found[1, ..., -1] = -1e9
+    return found
+
+
+def compare(module, plain, call, plain_call):
+    """Results and gradients of both, with the same weights."""
+    module.load_state_dict(plain.state_dict())
+    wanted, found = plain_call(plain), call(module)
+    torch.testing.assert_close(found, wanted)
+    direction = torch.randn_like(wanted)
+    wanted.backward(direction)
+    found.backward(direction)
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
+
+
+@pytest.mark.parametrize(("pre", "post"), NORMS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("flash", [False, True])
+def test_attention(pre, post, causal, flash):
+    module = smp.nn.DistributedAttentionLayer(
+        **SIZES,
+        **NO_DROPOUT,
+        causal_mask_size=LENGTH if causal else None,
+        pre_layernorm=pre,
+        post_layernorm=post,
+        flash_attention=flash,
+    )
+    plain = PlainAttention(**PLAIN, pre=pre, post=post, causal=causal)
+    hidden = states()
+    compare(module, plain, lambda m: m((hidden, mask())), lambda m: m(hidden, mask()))
+
+
+@pytest.mark.parametrize(("pre", "post"), NORMS)
+def test_cross_attention(pre, post):
+    module = smp.nn.DistributedAttentionLayer(
+        **SIZES, **NO_DROPOUT, cross_attention=True, pre_layernorm=pre, post_layernorm=post
+    )
+    plain = PlainAttention(**PLAIN, pre=pre, post=post, cross=True)
+    hidden, other = states(), states(5)
+    compare(module, plain, lambda m: m((hidden, other, mask(5))), lambda m: m(hidden, mask(5), other))
+
+
+def test_heads_need_not_fill_the_hidden_size():
+    sizes = SIZES | {"attention_head_size": 5}
+    module = smp.nn.DistributedAttentionLayer(**sizes, **NO_DROPOUT)
+    plain = PlainAttention(**PLAIN | {"size": 5}, pre=False, post=True)
+    hidden = states()
+    compare(module, plain, lambda m: m((hidden, mask())), lambda m: m(hidden, mask()))
+
+
+@pytest.mark.parametrize(("pre", "post"), NORMS)
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_output(pre, post, activation):
+    module = smp.nn.DistributedTransformerOutputLayer(
+        HIDDEN, INTERMEDIATE, 0.0, activation, pre_layernorm=pre, post_layernorm=post
+    )
+    plain = PlainOutput(hidden=HIDDEN, intermediate=INTERMEDIATE, pre=pre, post=post, activation=activation)
+    hidden = states()
+    compare(module, plain, lambda m: m(hidden), lambda m: m(hidden))
+
+
+LAYER = {**SIZES, **NO_DROPOUT, "intermediate_size": INTERMEDIATE}
+PLAIN_LAYER = {**PLAIN, "intermediate": INTERMEDIATE}
+
+
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize(("pre", "post"), NORMS)
+def test_layers_take_and_return_tuples(pre, post, cross):
+    module = smp.nn.DistributedTransformerLayer(
+        **LAYER,
+        causal_mask_size=LENGTH,
+        add_cross_attention=cross,
+        pre_layernorm=pre,
+        post_layernorm=post,
+    )
+    plain = PlainLayer(**PLAIN_LAYER, pre=pre, post=post, causal=True, cross=cross)
+    hidden, other = states(), states(5)
+    inputs = (hidden, other, mask(), mask(5)) if cross else (hidden, mask())
+    plain_inputs = (hidden, mask(), other, mask(5)) if cross else (hidden, mask())
+    result = module(inputs)
+    assert isinstance(result, tuple)
+    assert all(found is given for found, given in zip(result[1:], inputs[1:], strict=True))
+    compare(module, plain, lambda m: m(inputs)[0], lambda m: m(*plain_inputs))
+    assert torch.equal(module(*inputs)[0], module(inputs)[0])
+
+
+def test_a_transformer_is_a_sequence_of_layers():
+    module = smp.nn.DistributedTransformer(3, **LAYER, activation="relu")
+    assert isinstance(module.seq_layers, nn.Sequential)
+    assert {type(layer) for layer in module.seq_layers} == {smp.nn.DistributedTransformerLayer}
+    plain = PlainTransformer(
+        3, **PLAIN_LAYER, pre=False, post=True, causal=False, cross=False, activation="relu"
+    )
+    hidden = states()
+    compare(module, plain, lambda m: m((hidden, mask()))[0], lambda m: m(hidden, mask()))
+    assert torch.equal(module(hidden), module((hidden, None))[0])  # a tensor alone, too
+
+
+def test_a_language_model():
+    module = smp.nn.DistributedTransformerLMHead(
+        2, **LAYER, vocab_size=17, num_positions=9, num_token_types=2, causal_mask_size=LENGTH
+    )
+    plain = PlainLMHead(
+        vocab=17,
+        positions=9,
+        types=2,
+        num_layers=2,
+        **PLAIN_LAYER,
+        pre=False,
+        post=True,
+        causal=True,
+        cross=False,
+    )
+    ids, types = torch.randint(0, 17, (2, LENGTH)), torch.randint(0, 2, (2, LENGTH))
+    masked = torch.zeros(2, LENGTH, dtype=torch.long)
+    masked[0, -2:] = 1
+    assert module.lm_head.weight is module.word_embedding.weight
+    compare(
+        module,
+        plain,
+        lambda m: m((ids, masked, types, None, ids))[0],
+        lambda m: m(ids, masked, types, ids)[0],
+    )
+    torch.testing.assert_close(module((ids, masked, types, None, None)), plain(ids, masked, types, ids)[1])
+    headless = smp.nn.DistributedTransformerLMHead(1, **LAYER, vocab_size=17, add_lm_head=False)
+    assert headless((ids, None, None, None, None)).shape == (2, LENGTH, HIDDEN)
+
+
+def test_a_language_model_with_cross_attention():
+    module = smp.nn.DistributedTransformerLMHead(
+        1, **LAYER, vocab_size=17, causal_mask_size=8, add_cross_attention=True
+    ).eval()
+    ids, other = torch.randint(0, 17, (2, LENGTH)), states(5)
+    loss, logits = module((ids, None, None, None, other, mask(5), ids))
+    assert loss.shape == ()
+    hidden = module.word_embedding(ids) + module.position_embedding.weight[:LENGTH]
+    expected = module.transformer((hidden, other, None, mask(5)))[0] @ module.word_embedding.weight.T
+    torch.testing.assert_close(logits, expected)
+
+
+def test_small_modules_are_pytorchs_own_in_other_respects():
+    linear, plain = smp.nn.DistributedLinear(HIDDEN, 5), nn.Linear(HIDDEN, 5)
+    hidden = states()
+    compare(linear, plain, lambda m: m(hidden), lambda m: m(hidden))
+    embedding = smp.nn.DistributedEmbedding(9, HIDDEN, padding_idx=0, initializer_range=0.5)
+    assert embedding.weight[0].abs().max() == 0
+    assert 0.3 < float(embedding.weight.detach()[1:].std()) < 0.7
+    ids = torch.tensor([[0, 3], [8, 8]])
+    assert torch.equal(embedding(ids), embedding.weight[ids])
+    norm = smp.nn.DistributedLayerNorm(HIDDEN)
+    assert isinstance(norm, FusedLayerNorm)
+    assert torch.equal(norm(hidden), nn.functional.layer_norm(hidden, (HIDDEN,)))
+
+
+# ---- options ----
+
+
+def attention_of(**options):
+    return smp.nn.DistributedAttentionLayer(
+        **SIZES, **NO_DROPOUT, pre_layernorm=True, post_layernorm=False, **options
+    )
+
+
+@pytest.mark.parametrize("causal", [None, LENGTH])
+def test_alibi_adds_a_bias_that_falls_with_the_distance(causal):
+    module = attention_of(use_alibi=True, alibi_bias_max=4, causal_mask_size=causal)
+    plain = PlainAttention(**PLAIN, pre=True, post=False, causal=causal is not None)
+    module.load_state_dict(plain.state_dict())
+    distance = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs().double()
+    bias = -distance * torch.tensor(alibi_slopes(HEADS, 4))[:, None, None]
+    hidden = states()
+    torch.testing.assert_close(module((hidden, mask())), plain(hidden, mask(), bias=bias))
+    torch.testing.assert_close(module((hidden, None)), plain(hidden, 0.0, bias=bias))
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(module((hidden, None)), plain(hidden, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "factor"),
+    [
+        ({"scale_attention_scores": False}, SIZE**0.5),
+        ({"scale_attn_by_layer_idx": True, "layer_idx": 3}, 0.25),
+    ],
+)
+def test_scores_are_scaled(options, factor):
+    module = attention_of(**options)
+    plain = PlainAttention(**PLAIN, pre=True, post=False)
+    module.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        plain.query.weight *= factor
+        plain.query.bias *= factor
+    hidden = states()
+    torch.testing.assert_close(module((hidden, mask())), plain(hidden, mask()))
+
+
+def test_a_window_ends_at_its_own_position():
+    module = attention_of(attention_window=2, causal_mask_size=LENGTH)
+    plain = PlainAttention(**PLAIN, pre=True, post=False, causal=True)
+    module.load_state_dict(plain.state_dict())
+    hidden = states()
+    beyond = torch.ones(LENGTH, LENGTH).tril(-2).bool()
+    bias = torch.zeros(LENGTH, LENGTH).masked_fill(beyond, -1e9)
+    torch.testing.assert_close(module((hidden, None)), plain(hidden, 0.0, bias=bias))
+    with pytest.raises(UsageError, match="attention_window needs causal_mask_size"):
+        attention_of(attention_window=2)
+
+
+def test_residuals_can_be_added_without_a_normalisation_behind_them():
+    hidden = states()
+    module, reference = attention_of(add_residual=True), attention_of()
+    reference.load_state_dict(module.state_dict())
+    torch.testing.assert_close(module((hidden, None)), reference((hidden, None)) + hidden)
+
+
+@pytest.mark.parametrize("option", ["attention_in_fp32", "query_key_layer_scaling"])
+@pytest.mark.parametrize("flash", [False, True])
+def test_scores_of_half_precision_do_not_overflow(option, flash):
+    """Products of 4 channels of 300 are 360,000, and float16 ends at 65,504."""
+    torch.set_default_dtype(torch.float32)
+    module = attention_of(**{option: True}, flash_attention=flash).half()
+    with torch.no_grad():
+        for linear in (module.query, module.key):
+            linear.weight.zero_()
+            linear.bias.fill_(300)
+    hidden = torch.randn(2, LENGTH, HIDDEN).half()
+    found = module((hidden, None))
+    assert found.dtype is torch.float16
+    # All scores are the same, so that each position sees the mean of all values.
+    values = module.value(module.pre_layernorm(hidden)).mean(1, keepdim=True)
+    expected = module.dense(values).expand_as(found)
+    torch.testing.assert_close(found, expected, atol=5e-3, rtol=1e-2)
+
+
+def test_residuals_in_fp32_do_not_overflow():
+    torch.set_default_dtype(torch.float32)
+    options = {"pre_layernorm": True, "post_layernorm": False, "add_residual": True}
+    hidden = torch.full((1, LENGTH, HIDDEN), 60000.0).half()
+    hidden[..., 0] = 1.0
+    for in_fp32 in (False, True):
+        layers = smp.nn.DistributedTransformer(2, **LAYER, **options, fp32_residual_addition=in_fp32).half()
+        with torch.no_grad():
+            for layer in layers.seq_layers:
+                layer.output.dense2.bias.fill_(30000.0)
+        result = layers((hidden, None))[0]
+        assert torch.isfinite(result).all() == in_fp32
+        assert result.dtype is (torch.float32 if in_fp32 else torch.float16)
+    norm = smp.nn.DistributedLayerNorm(HIDDEN).half()
+    assert norm(result).dtype is torch.float16
+    assert torch.isfinite(norm(result)).all()
+
+
+@pytest.mark.parametrize("fused", ["fused_softmax", "fused_dropout", "fused_bias_gelu"])
+def test_fused_kernels_give_the_same(fused):
+    layers = [smp.nn.DistributedTransformerLayer(**LAYER, **{fused: value}) for value in (False, True)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    hidden = states()
+    assert torch.equal(layers[0]((hidden, mask()))[0], layers[1]((hidden, mask()))[0])
+
+
+def test_dropout_only_in_training():
+    layer = smp.nn.DistributedTransformerLayer(**LAYER | {"attention_dropout_prob": 0.3})
+    hidden = states()
+    assert not torch.equal(layer((hidden, None))[0], layer((hidden, None))[0])
+    layer.eval()
+    assert torch.equal(layer((hidden, None))[0], layer((hidden, None))[0])
+
+
+def test_first_weights():
+    normal = smp.nn.DistributedTransformerLayer(
+        **LAYER | {"hidden_size": 64, "intermediate_size": 256},
+        use_normal_initialization=True,
+        initializer_range=0.25,
+    )
+    weights = [normal.attention.query, normal.attention.dense, normal.output.dense1, normal.output.dense2]
+    assert all(0.2 < float(linear.weight.detach().std()) < 0.3 for linear in weights)
+    assert all(float(linear.bias.detach().abs().max()) == 0 for linear in weights)
+    zero = smp.nn.DistributedTransformerLMHead(1, **LAYER, vocab_size=5, zero_init=True)
+    dims = {p.dim() for p in zero.parameters() if float(p.detach().abs().max()) > 0}
+    assert dims == {1}  # normalisations
+    torch.manual_seed(3)
+    default = smp.nn.DistributedLinear(4, 4)
+    torch.manual_seed(3)
+    assert torch.equal(default.weight, nn.Linear(4, 4).weight)
+
+
+def test_modules_are_built_without_memory_and_filled_later():
+    with torch.device("meta"):
+        module = smp.nn.DistributedTransformerLayer(**LAYER, use_normal_initialization=True)
+    module = module.to_empty(device="cpu")
+    for each in module.modules():
+        if hasattr(each, "reset_parameters"):
+            each.reset_parameters()
+    assert 0.01 < float(module.output.dense1.weight.detach().std()) < 0.03
+
+
+# ---- where they are cut ----
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_each_rank_has_heads_and_intermediate_channels(num_ranks):
+    layer = smp.nn.DistributedTransformerLayer(**LAYER, add_cross_attention=True)
+    found = pinned_placements(layer, num_ranks=num_ranks)
+    assert set(found) == {name for name, _ in layer.named_parameters()}
+    cuts = {name: str(placement) for name, placement in found.items()}
+    heads = {2: "(r0:4 r1:8)", 3: "(r0:4 r1:4 r2:4)"}.get(num_ranks)  # none with more ranks than heads
+    for part in ("attention", "cross_attention"):
+        for name in ("query.weight", "query.bias", "key.weight", "value.bias"):
+            assert cuts[f"{part}.{name}"] == (f"cut 0 {heads}" if heads else "whole")
+        assert cuts[f"{part}.dense.weight"] == (f"cut 1 {heads}" if heads else "whole")
+        assert cuts[f"{part}.dense.bias"] == cuts[f"{part}.layernorm.weight"] == "whole"
+    assert cuts["output.dense1.weight"].startswith("cut 0")
+    assert cuts["output.dense1.bias"].startswith("cut 0")
+    assert cuts["output.dense2.weight"].startswith("cut 1")
+    assert cuts["output.dense2.bias"] == "whole"
+
+
+def test_small_modules_are_cut_as_documented():
+    assert (
+        str(pinned_placements(smp.nn.DistributedLinear(6, 4), num_ranks=2)["weight"]) == "cut 1 (r0:3 r1:3)"
+    )
+    embedding = smp.nn.DistributedEmbedding(5, 6)
+    assert str(pinned_placements(embedding, num_ranks=2)["weight"]) == "cut 1 (r0:3 r1:3)"
+    for distributed, expected in ((True, "cut 0 (r0:8 r1:9)"), (False, "whole")):
+        model = smp.nn.DistributedTransformerLMHead(
+            1, **LAYER, vocab_size=17, distribute_embedding=distributed
+        )
+        found = pinned_placements(model, num_ranks=2)
+        assert str(found["word_embedding.weight"]) == expected
+        assert found["lm_head.weight"] == found["word_embedding.weight"]
+
+
+def test_pins_go_with_copies():
+    layer = smp.nn.DistributedTransformerLayer(**LAYER)
+    expected = pinned_placements(layer, num_ranks=2)
+    assert pinned_placements(copy.deepcopy(layer), num_ranks=2) == expected
+    assert pinned_placements(pickle.loads(pickle.dumps(layer)), num_ranks=2) == expected
+
+
+# ---- misuse ----
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: smp.nn.DistributedTransformerLayer(pre_layernorm=False, post_layernorm=False),
+            "must be True",
+        ),
+        (lambda: smp.nn.DistributedTransformerOutputLayer(activation="tanh"), "one of gelu, relu"),
+        (lambda: smp.nn.DistributedAttentionLayer(num_heads=2), "has no argument num_heads"),
+        (lambda: attention_of(scale_attn_by_layer_idx=True), "layer_idx is not given"),
+        (lambda: attention_of()(states(), mask(), None, None), r"takes a tuple \(hidden_states"),
+        (lambda: attention_of()(()), r"was called with \(\)"),
+    ],
+)
+def test_misuse_is_refused(make, text):
+    with pytest.raises(UsageError, match=text):
+        make()

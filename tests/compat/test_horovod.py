@@ -1,0 +1,142 @@
+"""The small `horovod` for PyTorch, and how its names come in."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.testing import run_ranks
+from smdistributed import horovod
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2), nn.Linear(2, 2).requires_grad_(False))
+
+
+def _batch(rank, step):
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _plain():
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        (sum(model(_batch(rank, step)).square().mean() for rank in range(2)) / 2).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def _trained():
+    horovod.provide()
+    import horovod.torch as hvd
+
+    hvd.init()
+    model = _model()
+    if hvd.rank() == 1:
+        nn.init.zeros_(model[0].weight)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1 if hvd.rank() == 0 else 5.0, momentum=0.9)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        model(_batch(hvd.rank(), step)).square().mean().backward()
+        if step == 1:
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+    mine = torch.full((hvd.rank() + 1, 2), float(hvd.rank()))
+    found = {
+        "mean": hvd.allreduce(torch.tensor(float(hvd.rank())), name="loss").item(),
+        "sum": hvd.allreduce(torch.tensor(2), op=hvd.Sum).item(),
+        "largest": hvd.allreduce(torch.tensor(hvd.rank()), op=hvd.Max).item(),
+        "rows": hvd.allgather(mine).tolist(),
+        "object": hvd.broadcast_object({"rank": hvd.rank()}, root_rank=1),
+        "ranks": (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()),
+    }
+    return found, [parameter.detach() for parameter in model.parameters()]
+
+
+def test_ranks_train_with_all_batches_what_one_process_trains():
+    expected = _plain()
+    for number, (found, parameters) in enumerate(run_ranks(_trained, 2)):
+        assert found == {
+            "mean": 0.5,
+            "sum": 4,
+            "largest": 1,
+            "rows": [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]],
+            "object": {"rank": 1},
+            "ranks": (number, 2, number, 2),
+        }
+        for mine, wanted in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=1e-7)
+
+
+def _beside_smp():
+    horovod.provide()
+    import horovod.torch as hvd
+
+    import smdistributed.modelparallel.torch as smp
+
+    smp.init({"partitions": 2, "microbatches": 2, "horovod": True})
+    model = smp.DistributedModel(_model())
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+    @smp.step
+    def step(batch):
+        loss = model(batch).square().mean()
+        model.backward(loss)
+        return loss
+
+    for number in range(3):
+        optimizer.zero_grad()
+        step(_batch(hvd.rank(), number))
+        optimizer.step()
+    state = model.state_dict()
+    ranks = hvd.rank(), hvd.size(), smp.dp_rank()
+    smp.shutdown()
+    return ranks, list(state.values())
+
+
+def test_beside_smp_the_ranks_are_the_replicas():
+    expected = _plain()
+    for number, (ranks, parameters) in enumerate(run_ranks(_beside_smp, 4)):
+        assert ranks == (number // 2, 2, number // 2)
+        for mine, wanted in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(horovod, "_path", lambda: tmp_path / "shardwright-horovod.pth")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(horovod._NAMES)])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
+        monkeypatch.delitem(sys.modules, name)
+    return tmp_path
+
+
+def test_the_names_come_in_when_somebody_asks_for_them(folder):
+    assert horovod.is_ours() is None
+    assert "was written" in horovod.install()
+    assert (folder / "shardwright-horovod.pth").read_text() == f"{horovod._NAMES}\n"
+    assert "was removed" in horovod.uninstall()
+    assert "nothing to do" in horovod.uninstall()
+    horovod.provide()
+    assert horovod.is_ours() is True
+
+
+def test_a_real_horovod_is_found_first_and_nothing_is_installed_over_it(folder, monkeypatch):
+    (folder / "horovod").mkdir()
+    (folder / "horovod" / "__init__.py").touch()
+    horovod.provide()
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    assert horovod.is_ours() is False
+    with pytest.raises(FileExistsError, match="a real Horovod is installed"):
+        horovod.install()

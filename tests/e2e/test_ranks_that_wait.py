@@ -1,0 +1,43 @@
+"""A rank that sleeps is named with its stack while the others wait; a lone collective ends the run."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import sys, time, torch, torch.distributed as dist, shardwright.torch as sw
+sw.init({"profile": "estimated", "report": False, "microbatches": 2, "missing_ranks_s": 3})
+model = sw.DistributedModel(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))))
+
+@sw.step
+def train(model, x):
+    loss = model(x).square().mean()
+    model.backward(loss)
+    return loss
+
+def load(step):
+    if step == 2 and sw.rank() == 1:
+        time.sleep(12)
+    return torch.ones(4, 8)
+
+for step in range(4):
+    train(model, load(step))
+if sw.rank() == 0:
+    dist.all_reduce(torch.ones(3))
+train(model, load(0))
+"""
+
+
+def test_who_sleeps_is_named_and_a_lone_collective_ends(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "shardwright", "run", "-n", "2", "train.py"]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200, check=False)
+    said = found.stderr
+    line = SCRIPT.splitlines().index("        time.sleep(12)") + 1
+    assert f"train.py:{line} for " in said, said
+    assert "rank 1 has been at " in said
+    assert "rank 0 waits for it in the step function train. Its stack:" in said
+    assert ", in load\n" in said
+    assert found.returncode == 6, said
+    assert "rank 0 waits in torch.distributed.all_reduce" in said
+    assert "which waits for rank 0: rank 1 is in the step function train" in said

@@ -1,0 +1,41 @@
+"""Lightning's strategy: an unedited script, told the strategy's name, trains as in one process."""
+
+import pytest
+from scripts_of_others import alone, over_ranks
+
+pytest.importorskip("lightning")
+SCRIPT = "autoencoder.py"
+STAGES = {"pipeline_parallel_degree": 2, "microbatches": 2}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return alone(SCRIPT, cwd=tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("staged")
+    return folder, over_ranks(SCRIPT, "--strategy", "shardwright", cwd=folder, settings=STAGES)
+
+
+def test_two_stages_train_and_evaluate_like_one_process(plain, staged):
+    report = staged[1]
+    assert report["losses"] == pytest.approx(plain["losses"], abs=1e-6)
+    assert report["evaluation"] == pytest.approx(plain["evaluation"], abs=1e-6)
+
+
+def test_the_checkpoint_loads_in_one_process(staged):
+    import torch
+
+    checkpoint = torch.load(staged[0] / "output/last.ckpt", weights_only=True)
+    assert "encoder.0.weight" in checkpoint["state_dict"]
+
+
+@pytest.mark.sweep
+def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_ended(staged, tmp_path):
+    [checkpoint] = (staged[0] / "output/checkpoints").glob("*.ckpt")
+    arguments = ("--strategy", "shardwright", "--ckpt_path", checkpoint, "--max_epochs", "3")
+    resumed = over_ranks(SCRIPT, *arguments, cwd=tmp_path, settings=STAGES)
+    whole = over_ranks(SCRIPT, *arguments[:2], *arguments[4:], cwd=tmp_path, settings=STAGES)
+    assert resumed["losses"] == pytest.approx(whole["losses"][-len(resumed["losses"]) :], abs=1e-6)

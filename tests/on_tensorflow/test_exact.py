@@ -1,0 +1,39 @@
+"""A step over two ranks gives what a plain script gives, for models and schedules of every kind.
+
+Pieces are graphs of their own, in which TensorFlow may fuse other operations than in the whole. So results
+are equal to the bit where it fuses the same, and up to rounding elsewhere.
+"""
+
+import pytest
+from keras_training import assert_equal, results
+
+NAMES = ["conv", "again", "unet", "recurrent", "gpt", "clip", "metric", "get_gradients", "perceptron"]
+INTERLEAVED = (("pipeline", "interleaved_1f1b"), ("virtual_stages", 2))
+RECOMPUTED = (("activation_checkpointing", "full"),)
+CASES = (
+    *((name, 4, (), False) for name in NAMES),
+    ("unet", 7, (("pipeline", "gpipe"),), True),
+    ("gpt", 4, INTERLEAVED, True),
+    ("unet", 4, INTERLEAVED, False),
+    ("gpt", 1, (), True),
+    ("gpt", 4, (("pipeline", "zb_h1"),), False),
+    ("unet", 4, (("pipeline", "zb_v"), ("virtual_stages", 2)), False),
+    ("metric", 7, (), True),
+    ("gpt", 4, RECOMPUTED, False),
+    ("unet", 4, (*RECOMPUTED, *INTERLEAVED), False),
+    ("gpt", 4, (*RECOMPUTED, ("pipeline", "zb_h1")), False),
+)
+TOLERANCE = 1e-6
+
+
+def _name(case):
+    name, microbatches, settings, in_function = case
+    words = [name, str(microbatches), *(str(value) for _, value in settings), *["in_function"] * in_function]
+    return "-".join(words)
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["keras3", "legacy"])
+@pytest.mark.parametrize("case", CASES, ids=_name)
+def test_two_ranks_give_what_a_plain_script_gives(case, legacy):
+    expected, found = results(CASES, legacy=legacy)
+    assert_equal(expected[case[:2]], found[case], tolerance=TOLERANCE)

@@ -1,0 +1,185 @@
+"""Placement and routes, on graphs written down: no operation is run."""
+
+import pytest
+
+from shardwright.errors import TraceError
+from shardwright.model_graph import TensorSpec
+from shardwright.tensorflow.placement import Place, place
+from shardwright.tensorflow.program import Program
+from shardwright.tensorflow.routes import routes_of
+from shardwright.tensorflow.step_graph import Operation, StepGraph
+
+
+def graph(*operations, outputs, gradients=None, num_bytes=None, local=()):
+    """Operations as (name, kind, inputs, keywords); each makes one tensor of its own name."""
+    made = [
+        Operation(name, kind, tuple(f"{each}:0" for each in inputs), (f"{name}:0",), **keywords)
+        for name, kind, inputs, keywords in operations
+    ]
+    sizes = num_bytes or {}
+    return StepGraph(
+        operations=tuple(made),
+        specs={f"{op.name}:0": TensorSpec((1,), "float32", sizes.get(op.name, 4)) for op in made},
+        variables={op.name: at for at, op in enumerate(o for o in made if o.kind == "Handle")},
+        arguments=tuple(f"{op.name}:0" for op in made if op.kind == "Placeholder"),
+        outputs=tuple(f"{name}:0" for name in outputs),
+        gradients={f"{name}:0": variable for name, variable in (gradients or {}).items()},
+        local=frozenset(f"{name}:0" for name in local),
+    )
+
+
+READ = {"stateful": True}
+
+
+def two_layers(*more, outputs=("loss", "dw0", "dw1"), **keywords):
+    """y = (x w0) w1: one layer a stage, with gradients of both weights."""
+    return graph(
+        ("x", "Placeholder", (), {}),
+        ("w0", "Handle", (), {}),
+        ("w1", "Handle", (), {}),
+        ("read0", "ReadVariableOp", ("w0",), {"call": 0, **READ}),
+        ("h", "MatMul", ("x", "read0"), {"call": 0}),
+        ("read1", "ReadVariableOp", ("w1",), {"call": 1, **READ}),
+        ("y", "MatMul", ("h", "read1"), {"call": 1}),
+        ("loss", "Mean", ("y",), {}),
+        ("dy", "Tile", ("loss",), {"in_gradient": True}),
+        ("dh", "MatMul", ("dy", "read1"), {"in_gradient": True}),
+        ("dw1", "MatMul", ("h", "dy"), {"in_gradient": True}),
+        ("dw0", "MatMul", ("x", "dh"), {"in_gradient": True}),
+        *more,
+        outputs=outputs,
+        gradients={"dw0": 0, "dw1": 1},
+        **keywords,
+    )
+
+
+def routed(step, stages=(0, 1)):
+    placement = place(step, stages, num_stages=2)
+    return placement, routes_of(step, placement)
+
+
+def sent(routes, crossings):
+    return {pair: [routes.tensors[c.value] for c in group] for pair, group in crossings.items()}
+
+
+def test_forward_up_and_gradients_down():
+    placement, routes = routed(two_layers())
+    assert placement.places["x"] == Place("free")
+    assert placement.places["h"] == Place("forward", 0)
+    assert placement.places["loss"] == Place("forward", 1)  # glue goes with the latest of its inputs
+    assert placement.places["dw1"] == placement.places["dh"] == Place("backward", 1)
+    assert placement.places["dw0"] == Place("backward", 0)  # pulled down to the holder of w0
+    assert placement.owners == {0: 0, 1: 1}
+    assert sent(routes, routes.crossings) == {(0, 1): ["h:0"]}
+    assert sent(routes, routes.gradients) == {(1, 0): ["dh:0"]}
+
+
+def test_weights_are_read_again_and_not_kept():
+    placement, routes = routed(two_layers())
+    assert "read1" in placement.read_again
+    assert "read1:0" not in routes.pieces["backward", 1].feeds
+    assert "read1" in routes.pieces["backward", 1].body
+
+
+def test_what_a_step_writes_is_kept_and_not_read_again():
+    step = two_layers(("add", "AssignAddVariableOp", ("w1", "y"), {"call": 1, **READ}))
+    placement, routes = routed(step)
+    assert "read1" not in placement.read_again
+    assert "read1:0" in routes.pieces["backward", 1].feeds
+
+
+def deep(*more):
+    """y = tanh(x w0) squared, in one unit, then the same with w1 in another, all on one stage."""
+    units = []
+    for call, (x, w) in enumerate((("x", "w0"), ("y0", "w1"))):
+        units += [
+            (w, "Handle", (), {}),
+            (f"r{call}", "ReadVariableOp", (w,), {"call": call, **READ}),
+            (f"h{call}", "MatMul", (x, f"r{call}"), {"call": call}),
+            (f"t{call}", "Tanh", (f"h{call}",), {"call": call}),
+            (f"y{call}", "Square", (f"t{call}",), {"call": call}),
+        ]
+    gradient = {"in_gradient": True}
+    return graph(
+        ("x", "Placeholder", (), {}),
+        *units,
+        ("dy1", "Tile", ("y1",), gradient),
+        ("dt1", "Mul", ("dy1", "t1"), gradient),
+        ("dh1", "TanhGrad", ("t1", "dt1"), gradient),
+        ("dw1", "MatMul", ("y0", "dh1"), gradient),
+        ("dy0", "MatMul", ("dh1", "r1"), gradient),
+        ("dt0", "Mul", ("dy0", "t0"), gradient),
+        ("dh0", "TanhGrad", ("t0", "dt0"), gradient),
+        ("dw0", "MatMul", ("x", "dh0"), gradient),
+        outputs=("y1", "dw0", "dw1"),
+        gradients={"dw0": 0, "dw1": 1},
+    )
+
+
+def test_a_recomputed_unit_keeps_what_leaves_it_and_waits_for_its_gradient():
+    step = deep()
+    kept = routes_of(step, place(step, (0, 0), num_stages=1)).pieces["backward", 0]
+    assert kept.feeds == ("t0:0", "t1:0", "x:0", "y0:0", "y1:0")
+    again = routes_of(step, place(step, (0, 0), num_stages=1, recompute={0, 1}))
+    piece = again.pieces["backward", 0]
+    assert piece.feeds == ("x:0", "y0:0", "y1:0")
+    assert {"h0", "t0", "h1", "t1"} <= piece.body
+    assert piece.behind == {"h1": ("dy1",), "h0": ("dy0",)}
+    assert again.pieces["forward", 0].gives == ("y0:0", "y1:0")
+
+
+def test_a_backward_in_two():
+    _, routes = routed(two_layers())
+    assert routes.pieces["inputs", 1].gives == ("dh:0", "dy:0")  # dy is for the weights
+    assert routes.pieces["weights", 1].gives == ("dw1:0",)
+    assert routes.pieces["backward", 1].gives == ("dh:0", "dw1:0")
+    assert routes.pieces["inputs", 0].gives == ()
+
+
+def test_a_metric_belongs_to_the_stage_that_writes_it():
+    step = two_layers(
+        ("total", "Handle", (), {}),
+        ("old", "ReadVariableOp", ("total",), READ),
+        ("update", "AssignAddVariableOp", ("total", "loss"), READ),
+    )
+    placement, _ = routed(step)
+    assert placement.owners[2] == 1
+    assert placement.places["old"] == placement.places["update"] == Place("forward", 1)
+
+
+def test_lists_of_tensors_are_made_where_they_are_used():
+    step = two_layers(
+        ("list", "TensorListSplit", ("dh",), {"in_gradient": True}),
+        ("item", "TensorListStack", ("list", "h"), {"in_gradient": True}),
+        ("dw", "MatMul", ("x", "item"), {"in_gradient": True}),
+        outputs=("loss", "dw", "dw1"),
+        local=("list",),
+    )
+    placement, _ = routed(step)
+    assert placement.places["list"].stage == placement.places["item"].stage
+
+
+def test_a_variable_of_an_earlier_stage_cannot_be_changed_by_a_later_one():
+    step = two_layers(("add", "AssignAddVariableOp", ("w0", "loss"), READ))
+    with pytest.raises(TraceError, match="stage 0 holds needs what stage 1 makes"):
+        routed(step)
+
+
+def test_a_weight_that_another_stage_uses_is_alike_in_all_microbatches():
+    step = two_layers(("tied", "MatMul", ("y", "read0"), {"call": 1}), outputs=("loss", "tied", "dw0", "dw1"))
+    _, routes = routed(step)
+    assert sent(routes, routes.crossings) == {(0, 1): ["h:0", "read0:0"]}
+    assert {routes.tensors[number] for number in routes.constants} == {"read0:0"}
+    program = Program(
+        trace=None, graph=step, placement=None, routes=routes, stage_ranks=(0, 1), rank=1, pieces=None
+    )
+    assert sent(routes, program.again().crossings) == {(0, 1): ["h:0"]}  # in all microbatches but the first
+
+
+def test_text_is_not_sent():
+    with pytest.raises(TraceError, match="has no bytes to send"):
+        routed(two_layers(local=("h",)))
+
+
+def test_operations_are_placed_alike_on_every_rank():
+    assert routed(two_layers()) == routed(two_layers())

@@ -1,0 +1,155 @@
+"""A canary for each use of private TensorFlow and Keras (`shardwright.tensorflow._private`)."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from shardwright.errors import UsageError
+from shardwright.tensorflow import _private
+
+
+def noted(function, *args):
+    """Names of the operations that a function makes."""
+    names = []
+    with _private.operations_told(lambda graph, operation: names.append(operation.type)):
+        tf.function(function).get_concrete_function(*args)
+    return names
+
+
+def test_every_operation_of_a_function_is_told():
+    assert {"MatMul", "AddV2"} <= set(noted(lambda x: x @ x + 1.0, tf.TensorSpec([2, 2])))
+
+
+def test_gradients_are_told_with_their_sources():
+    told = []
+    variable = tf.Variable(3.0)
+
+    def function():
+        with tf.GradientTape() as tape:
+            loss = variable * variable
+        return tape.gradient(loss, variable), tf.gradients(loss, [variable])
+
+    with _private.gradients_told(lambda: told.append("begin"), lambda g, s: told.append((g is None, s))):
+        tf.function(function, autograph=False).get_concrete_function()
+    assert told[0] == "begin"
+    assert told[1] == (False, variable)
+    assert (False, [variable]) in told[2:]
+
+
+def test_calls_of_layers_are_told_and_new_layers_too():
+    made, called = [], []
+    with _private.new_layers_told(made.append):
+        layer = tf.keras.layers.Dense(2)
+    with _private.layers_told(lambda each: not called.append(each), lambda: called.append("end")):
+        layer(tf.zeros([1, 3]))
+    assert layer in made
+    assert called == [layer, "end"]
+
+
+def test_layers_of_a_model_in_lists_and_dictionaries():
+    class Model(tf.keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.blocks = [tf.keras.layers.Dense(1), tf.keras.layers.Dense(2)]
+            self.heads = {"a": tf.keras.layers.Dense(3)}
+
+    assert [layer.units for layer in _private.layers_of(Model())] == [1, 2, 3]
+
+
+def test_what_is_stateful():
+    graph = tf.function(lambda: (tf.random.uniform([2]), tf.ones([2]))).get_concrete_function().graph
+    stateful = {op.type for op in graph.get_operations() if _private.is_stateful(op)}
+    assert stateful == {"RandomUniform"}
+
+
+def test_the_line_of_an_operation_is_the_users():
+    graph = tf.function(lambda x: x * 2.0).get_concrete_function(tf.TensorSpec([])).graph
+    multiply = next(op for op in graph.get_operations() if op.type == "Mul")
+    assert _private.line_of(multiply).startswith(f"{__file__}:")
+
+
+def test_a_step_can_be_traced_out_of_a_function_with_tapes():
+    found = []
+
+    @tf.function
+    def outer():
+        with _private.outside_of_functions():
+            with tf.GradientTape() as tape:
+                x = tf.constant(2.0)
+                tape.watch(x)
+                y = x * x
+            found.append(float(tape.gradient(y, x)))
+        return tf.zeros([])
+
+    outer()
+    assert found[0] == 4.0
+
+
+@pytest.mark.parametrize("owner", _private.optimizer_bases())
+def test_optimizers_take_their_gradients_where_it_is_thought(owner):
+    assert issubclass(tf.keras.optimizers.Adam, owner)
+
+
+def test_clipping_takes_the_norm_that_is_replaced():
+    with _private.replaced_global_norm(lambda original: lambda tensors, *args: tf.constant(10.0)):
+        (clipped,), norm = tf.clip_by_global_norm([tf.constant([1.0])], 5.0)
+    assert float(norm) == 10.0
+    assert float(clipped[0]) == 0.5
+    assert float(tf.clip_by_global_norm([tf.constant([3.0])], 5.0)[1]) == 3.0
+
+
+def test_a_variable_that_is_given_up_has_no_memory_and_is_not_saved(tmp_path):
+    kept, gone = tf.Variable(tf.ones([4])), tf.Variable(tf.ones([1000, 1000]), name="gone")
+    allowed = []
+    _private.given_up(gone, lambda: bool(allowed), "gone is on rank 1")
+    assert gone.shape == (1000, 1000)
+    assert isinstance(gone, tf.Variable)
+    path = tf.train.Checkpoint(kept=kept, gone=gone).save(str(tmp_path / "ckpt"))
+    names = [name for name, _ in tf.train.list_variables(path)]
+    assert any(name.startswith("kept/") for name in names)
+    assert not any(name.startswith("gone/") for name in names)
+    allowed.append(True)
+    assert tf.size(gone.read_value()) == 0
+
+
+READS = {
+    "numpy": lambda v: v.numpy(),
+    "value": lambda v: v.value(),
+    "read_value": lambda v: v.read_value(),
+    "operator": lambda v: v + 1.0,
+    "operation": lambda v: tf.reduce_sum(v),
+    "array": lambda v: np.asarray(v),
+    "rows": lambda v: tf.gather(v, [0]),
+    "index": lambda v: v[0],
+    "gather_nd": lambda v: v.gather_nd([[0]]),
+    "in a function": lambda v: tf.function(lambda: v + 1.0, autograph=False)(),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_reading_a_variable_that_is_given_up_is_refused(read):
+    variable = tf.Variable([[1.0, 2.0]])
+    _private.given_up(variable, lambda: False, "it is on rank 1")
+    with pytest.raises(UsageError, match="it is on rank 1"):
+        read(variable)
+
+
+def test_changes_of_a_variable_that_is_given_up_are_left_to_others():
+    variable = tf.Variable([1.0, 2.0], name="mine")
+    _private.given_up(variable, lambda: False, "it is on rank 1")
+    variable.assign([3.0, 4.0])
+    variable.assign_add([1.0, 1.0])
+    assert "on another rank" in repr(variable)
+    _private.given_back(variable, tf.constant([5.0, 6.0]))
+    assert variable.numpy().tolist() == [5.0, 6.0]
+    assert "another rank" not in repr(variable)
+
+
+def test_keras_builds_a_model_before_fit_and_the_optimizer_stays_without_slots():
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    model.compile(optimizer="adam", loss="mse")
+    batch = np.zeros([2, 3], "f"), np.zeros([2, 1], "f")
+    with _private.stays_without_slots(model.optimizer):
+        model._symbolic_build(data_batch=batch)
+    assert model.built
+    assert not _private.has_slots(model.optimizer)

@@ -1,0 +1,113 @@
+"""Replicas with batches of their own train the model that one process trains with all batches."""
+
+import os
+
+import numpy as np
+import pytest
+from keras_features import SETTINGS
+
+from shardwright.testing import run_ranks
+
+# Samples of each replica, step by step. One sample is one microbatch, where others are two.
+SIZES = [(8, 8), (8, 6), (7, 1)]
+REPLICAS = 2
+
+
+def _batch(step, replica):
+    random = np.random.RandomState(10 * step + replica)
+    size = SIZES[step][replica]
+    return random.randint(0, 20, (size, 6)), random.randint(0, 10, size)
+
+
+def _made(tf, seed):
+    layers = tf.keras.layers
+    tf.keras.utils.set_random_seed(seed)
+    model = tf.keras.Sequential(
+        [
+            layers.Embedding(20, 8),
+            layers.Flatten(),
+            layers.Dense(16, use_bias=False),  # its gradient would be rounding noise, which Adam makes large
+            layers.BatchNormalization(),
+            layers.Dense(16, activation="tanh"),
+            layers.Dense(10),
+        ]
+    )
+    loss_of = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return model, loss_of, tf.keras.optimizers.Adam(0.01)
+
+
+def _step(tf, model, loss_of):
+    def step(ids, labels):
+        with tf.GradientTape() as tape:
+            loss = loss_of(labels, model(ids, training=True))
+        return tape.gradient(loss, model.trainable_variables), loss
+
+    return step
+
+
+def _plain():
+    """The trained weights of one process, by the mean over replicas of the means over their microbatches."""
+    import tensorflow as tf
+
+    model, loss_of, optimizer = _made(tf, 0)
+    model(tf.zeros([2, 6], tf.int64))
+    step = tf.function(_step(tf, model, loss_of))
+    for number in range(len(SIZES)):
+        means = []
+        for replica in range(REPLICAS):
+            ids, labels = _batch(number, replica)
+            parts = min(2, len(ids))
+            pairs = zip(np.array_split(ids, parts), np.array_split(labels, parts), strict=True)
+            each = [step(tf.constant(x), tf.constant(y))[0] for x, y in pairs]
+            means.append([sum(map(tf.convert_to_tensor, g)) / parts for g in zip(*each, strict=True)])
+        total = [sum(g) / REPLICAS for g in zip(*means, strict=True)]
+        optimizer.apply_gradients(zip(total, model.trainable_variables, strict=True))
+    return [np.asarray(v) for v in model.trainable_variables]
+
+
+def _replicated(pipeline, folder, in_function):
+    import tensorflow as tf
+
+    import shardwright.tensorflow as sw
+
+    sw.init({"pipeline_parallel_degree": pipeline, **SETTINGS, "microbatches": 2})
+    model, loss_of, optimizer = _made(tf, sw.dp_rank())
+    model = sw.DistributedModel(model)
+    model(tf.zeros([2, 6], tf.int64))
+    step = sw.step(_step(tf, model, loss_of))
+
+    def train(ids, labels):
+        gradients, loss = step(ids, labels)
+        means = [each.accumulate() for each in gradients]
+        optimizer.apply_gradients(zip(means, model.trainable_variables, strict=True))
+        return loss.reduce_mean()
+
+    if in_function:
+        train = tf.function(train)
+    losses = [float(train(*map(tf.constant, _batch(n, sw.dp_rank())))) for n in range(len(SIZES))]
+    weights = model.get_weights()
+    places = {id(variable): place for place, variable in enumerate(model.variables)}
+    positions = [places[id(variable)] for variable in model.trainable_variables]
+    manager = sw.CheckpointManager(tf.train.Checkpoint(model=model, optimizer=optimizer), folder)
+    manager.save()
+    model.set_weights([np.zeros_like(each) for each in weights])
+    manager.restore()
+    restored = model.get_weights()
+    replica = sw.dp_rank()
+    sw.shutdown()
+    return replica, losses, weights, [weights[p] for p in positions], restored
+
+
+@pytest.mark.parametrize(("pipeline", "in_function"), [(1, False), (2, True)], ids=["1x2", "2x2"])
+def test_replicas_train_what_one_process_trains(pipeline, in_function, tmp_path):
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    (expected,) = run_ranks(_plain, 1, timeout_s=60)
+    ranks = run_ranks(_replicated, 2 * pipeline, pipeline, str(tmp_path), in_function, timeout_s=150)
+    for replica, losses, weights, trained, restored in ranks:
+        assert losses == next(other[1] for other in ranks if other[0] == replica)
+        for mine, first, again in zip(weights, ranks[0][2], restored, strict=True):
+            np.testing.assert_array_equal(mine, first)  # running statistics, too
+            np.testing.assert_array_equal(again, mine)
+        for mine, wanted in zip(trained, expected, strict=True):
+            np.testing.assert_allclose(mine, wanted, rtol=0, atol=2e-6)
+    assert len({tuple(rank[1]) for rank in ranks}) == REPLICAS

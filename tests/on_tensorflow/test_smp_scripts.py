@@ -1,0 +1,144 @@
+"""Scripts for SageMaker's libraries and for Horovod run as they are."""
+
+import os
+import runpy
+import sys
+import warnings
+
+import numpy as np
+import pytest
+
+from shardwright.testing import run_ranks
+
+SCRIPTS = os.path.join(os.path.dirname(__file__), "scripts")
+LEGACY = {"TF_USE_LEGACY_KERAS": "1"}
+
+
+def _run(script, names, *arguments):
+    """Some variables of a script that has run to its end."""
+    os.environ["SHARDWRIGHT_SET"] = '{"profile": "estimated", "run_dir": "off", "report": false}'
+    warnings.filterwarnings("ignore", "__array__ implementation", DeprecationWarning)
+    from smdistributed import horovod
+
+    horovod.provide()
+    sys.argv = [script, *arguments]
+    found = runpy.run_path(os.path.join(SCRIPTS, script), run_name="__main__")
+    return {name: found[name] for name in names.split()}
+
+
+def test_a_checkpoint_script_goes_on_where_it_saved(tmp_path):
+    names = "loss_list again partitioned names"
+    first, second = (
+        run_ranks(_run, 2, "checkpoint_test.py", names, str(tmp_path), env=LEGACY, timeout_s=100)
+        for _ in range(2)
+    )
+    for number, rank in enumerate(first):
+        assert rank["partitioned"] == [True]
+        assert "checkpoint" in rank["names"]
+        assert {name for name in rank["names"] if name.endswith(".index")} == {"ckpt-2.index", "ckpt-3.index"}
+        assert (tmp_path / f"mp_rank_{number}" / "checkpoint").exists()
+        assert len(rank["loss_list"]) == 8
+        assert rank["loss_list"] == first[0]["loss_list"]
+    for rank in second:  # begins from ckpt-3, which has all that the first run has trained but `again`
+        assert rank["loss_list"][:4] == pytest.approx(first[0]["again"], rel=1e-5)
+
+
+def test_an_mnist_script_profiles_trains_and_exports(tmp_path):
+    names = "served wanted final"
+    ranks = run_ranks(_run, 2, "mnist_conv.py", names, str(tmp_path / "m"), env=LEGACY, timeout_s=100)
+    for rank in ranks:
+        np.testing.assert_allclose(rank["served"], rank["wanted"], rtol=0, atol=1e-6)
+        assert rank["final"] == ranks[0]["final"]
+
+
+def test_horovod_averages_over_the_replicas_of_a_pipeline():
+    ranks = run_ranks(_run, 4, "hybrid_hvd.py", "losses weights ranks", env=LEGACY, timeout_s=150)
+    assert [rank["ranks"][1:] for rank in ranks] == [(0, 2, 0, 0), (1, 2, 1, 0), (0, 2, 0, 1), (1, 2, 1, 1)]
+    for rank in ranks:
+        assert rank["losses"] == ranks[0]["losses"]
+        assert rank["losses"][-1] < rank["losses"][0]
+        for mine, first in zip(rank["weights"], ranks[0]["weights"], strict=True):
+            np.testing.assert_array_equal(mine, first)
+
+
+def test_a_data_parallel_script_trains_one_model():
+    ranks = run_ranks(_run, 2, "data_parallel_mnist.py", "losses weights ranks", env=LEGACY, timeout_s=100)
+    assert [rank["ranks"] for rank in ranks] == [(0, 2, 0, 2), (1, 2, 1, 2)]
+    for rank in ranks:
+        assert rank["losses"] == ranks[0]["losses"]
+        assert rank["losses"][-1] < rank["losses"][0]
+        for mine, first in zip(rank["weights"], ranks[0]["weights"], strict=True):
+            np.testing.assert_array_equal(mine, first)
+
+
+@pytest.mark.parametrize("env", [LEGACY, {}], ids=["legacy", "keras3"])
+def test_horovod_has_callbacks_and_an_optimizer_for_fit(env):
+    ranks = run_ranks(_run, 2, "keras_hvd.py", "history weights rate", env=env, timeout_s=100)
+    for rank in ranks:
+        assert rank["history"] == ranks[0]["history"]
+        assert rank["history"]["loss"][-1] < rank["history"]["loss"][0]
+        assert rank["rate"] == pytest.approx(0.02)
+        for mine, first in zip(rank["weights"], ranks[0]["weights"], strict=True):
+            np.testing.assert_array_equal(mine, first)
+
+
+def _trained(smp, tf, directory, placed, *, restores):
+    """The error of a run whose first `placed` layers are on rank 0; it saves, or restores before its step."""
+    smp.init({"partitions": 2, "microbatches": 2, "auto_partition": False, "default_partition": 1})
+    layers = [tf.keras.layers.Dense(4, name=f"l{number}") for number in range(3)]
+    with smp.partition(0):
+        layers[:placed] = [tf.keras.layers.Dense(4, name=f"l{number}") for number in range(placed)]
+    model = smp.DistributedModel(tf.keras.Sequential(layers, name="net"))
+    model(tf.zeros([2, 4]))
+    manager = smp.CheckpointManager(model, directory)
+    assert manager.restore("ckpt-7").expect_partial() is not None  # absent: nothing happens
+    if restores:
+        manager.restore().expect_partial()
+    try:
+        smp.step(lambda x: tf.reduce_mean(model(x)))(tf.ones([4, 4]))
+        if not restores:
+            manager.save()
+    except Exception as error:
+        return str(error)
+    finally:
+        smp.shutdown()
+    return ""
+
+
+def _files_and_partitions(folder):
+    import tensorflow as tf
+
+    import smdistributed.modelparallel.tensorflow as smp
+
+    os.environ["SHARDWRIGHT_SET"] = '{"profile": "estimated", "run_dir": "off", "report": false}'
+    rank = int(os.environ["RANK"])
+    root = os.path.join(folder, f"host_{rank}")
+    smp.init({"partitions": 2})
+    os.makedirs(os.path.join(root, f"mp_rank_{rank}"))
+    with open(os.path.join(root, f"mp_rank_{rank}", "checkpoint"), "w") as file:
+        file.write(f"of rank {rank}")
+    if rank == 1:
+        smp.utils.send_checkpoint_files(root, 0)
+    else:
+        smp.utils.receive_checkpoint_files(root, 1)
+    comm = smp.get_worker_comm()
+    told = comm.bcast("from 1" if comm.rank == 1 else None, root=1), comm.Get_size()
+    files = sorted(os.listdir(root))
+    smp.shutdown()
+    directory = os.path.join(folder, "checkpoints")
+    errors = [
+        _trained(smp, tf, directory, placed, restores=restores)
+        for placed, restores in ((1, False), (1, True), (2, True))
+    ]
+    return files, told, errors
+
+
+def test_files_go_to_other_hosts_and_belong_to_their_partition(tmp_path):
+    first, second = run_ranks(_files_and_partitions, 2, str(tmp_path), env=LEGACY, timeout_s=100)
+    assert (tmp_path / "host_0" / "mp_rank_1" / "checkpoint").read_text() == "of rank 1"
+    assert (first[0], second[0]) == (["mp_rank_0", "mp_rank_1"], ["mp_rank_1"])
+    assert first[1] == second[1] == ("from 1", 2)
+    for rank in (first, second):
+        assert rank[2][:2] == ["", ""]
+        assert "mp_rank_0/ckpt-1 has no value for l1/" in rank[2][2]
+        assert "which rank 0 holds now: it was saved with another partition" in rank[2][2]

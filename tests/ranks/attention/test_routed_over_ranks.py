@@ -1,0 +1,143 @@
+"""Models with routed attention train over stages and replicas as in one process."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transparency import Case, Iteration, Recipe, differences_by_case
+
+import shardwright.torch as sw
+from choices import combinations_of, in_every_run, in_sweep
+from shardwright.testing import run_ranks
+from six_models import SIX, build
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
+
+ESTIMATED = {"profile": "estimated", "microbatches": 4}
+
+
+def routed(make: Any) -> nn.Module:
+    with sw.model_creation(flash_attention=True):
+        model: nn.Module = make()
+    return model
+
+
+def padded(batch_size: int, length: int) -> dict[str, Tensor]:
+    ids = torch.randint(3, 96, (batch_size, length))
+    mask = torch.ones_like(ids)
+    mask[0, length // 2 :] = 0
+    return {"input_ids": ids, "labels": ids, "attention_mask": mask}
+
+
+def whole(batch_size: int, length: int) -> dict[str, Tensor]:
+    ids = torch.randint(3, 96, (batch_size, length))
+    return {"input_ids": ids, "labels": ids}
+
+
+def recipe(name: str, *, dropout: float = 0.0, pads: bool = False, recomputes: bool = False) -> Recipe:
+    def make() -> nn.Module:
+        model = routed(functools.partial(build, name, dropout=dropout))
+        if recomputes:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    return Recipe(
+        build=make,
+        batch=padded if pads else whole,
+        loss=lambda model, batch: model(**batch).loss,
+        loss_tolerance=1e-6,
+    )
+
+
+def check(recipe: Recipe, cases: dict[str, Case], *, num_ranks: int = 2) -> None:
+    env = {"TRANSFORMERS_VERBOSITY": "error"}
+    found = run_ranks(differences_by_case, num_ranks, recipe, cases, timeout_s=120, env=env)
+    assert found == [{}] * num_ranks
+
+
+@pytest.mark.parametrize("name", in_every_run(SIX, ["BERT"]))
+def test_over_two_stages(name):
+    case = Case(config=ESTIMATED, iterations=(Iteration(), Iteration(length=9)))
+    check(recipe(name, dropout=0.1, pads=name in ("BERT", "GPT-Neo")), {"1f1b": case})
+
+
+@pytest.mark.parametrize("name", [in_sweep("GPT-J"), "GPT-2"])
+def test_with_recomputation_of_its_own_and_dropout(name):
+    check(recipe(name, dropout=0.1, recomputes=True), {"1f1b": Case(config=ESTIMATED)})
+
+
+def test_with_planned_recomputation_and_dropout():
+    settings = {**ESTIMATED, "activation_checkpointing": "full"}
+    check(recipe("GPT-Neo", dropout=0.1), {"planned": Case(config=settings)})
+
+
+def test_over_replicas():
+    check(recipe("GPT-J", dropout=0.1), {"two": Case(config={**ESTIMATED, "data_parallel_degree": 2})})
+
+
+@pytest.mark.parametrize("name", [in_sweep("GPT-2"), "GPT-Neo"])
+def test_attention_between_units(name):
+    """A stage ends between the two projections: the function that attends is code between units."""
+
+    def place(model: nn.Module) -> None:
+        block = model.transformer.h[1].attn
+        last = block.c_proj if name == "GPT-2" else block.attention.out_proj
+        for module in (last, model.transformer.h[2], model.transformer.h[3]):
+            sw.set_partition(module, 1)
+
+    settings = {**ESTIMATED, "auto_partition": False, "default_partition": 0}
+    made = replace(recipe(name, dropout=0.1), place=place)
+    check(made, {"by hand": Case(config=settings)})
+
+
+class CallsAttention(nn.Module):
+    """A layer of a script's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.packed(x).view(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(query, key, value, dropout_p=0.2, is_causal=True)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+class CallsMultihead(nn.Module):
+    """Attention of PyTorch, whose weights nobody asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 4, dropout=0.2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("by_hand", "kind"),
+    combinations_of(
+        [False, True],
+        [CallsAttention, CallsMultihead],
+        kept=[(False, CallsMultihead), (True, CallsAttention)],
+    ),
+)
+def test_modules_of_pytorch(kind, by_hand):
+    def place(model: nn.Module) -> None:
+        """By hand a stage ends inside of the second layer, which is no unit then."""
+        inside = model[1].out if kind is CallsAttention else model[1].attention.out_proj
+        for module in (inside, model[2], model[3]):
+            sw.set_partition(module, 1)
+
+    made = Recipe(
+        build=lambda: routed(lambda: nn.Sequential(*(kind() for _ in range(4)))),
+        batch=lambda batch_size, length: torch.randn(batch_size, length, 16),
+        loss=lambda model, batch: model(batch).square().mean(),
+        place=place if by_hand else None,
+    )
+    settings = {**ESTIMATED, "auto_partition": False, "default_partition": 0} if by_hand else ESTIMATED
+    check(made, {"1f1b": Case(config=settings)})

@@ -1,0 +1,135 @@
+"""Shared layers in 16 bits train as the same model on one rank does, within what the type can tell apart."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_shared_layers import RECOMPUTED, WIDTH, adamw, case, check, language, sgd
+from torch import Tensor, nn
+
+from choices import in_sweep
+from shardwright.testing import run_ranks
+
+QUIET = {"run_dir": "off", "profile": "estimated", "microbatches": 2}
+TENSOR = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 1}
+SHARDED = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 20}
+
+
+def training(settings: dict[str, Any], make: Any = adamw, **scaling: Any):
+    """(losses, gradients, state, types, elements of master weights) of a rank, after three steps."""
+    import shardwright.torch as sw
+    from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of
+
+    recipe = language()
+    sw.init({**QUIET, **settings})
+    torch.manual_seed(0)
+    plain = recipe.build()
+    model = sw.DistributedModel(plain)
+    optimizer = sw.DistributedOptimizer(make(model), **scaling)
+
+    @sw.step
+    def train(model: Any, batch: Any) -> Tensor:
+        loss = recipe.loss(model, batch)
+        model.backward(loss)
+        return loss
+
+    losses, gradients = [], {}
+    for number in range(3):
+        torch.manual_seed(number)
+        batch = recipe.batch(8, 12)
+        batch = {key: value.chunk(sw.rdp_size())[sw.rdp_rank()] for key, value in batch.items()}
+        optimizer.zero_grad()
+        loss = train(model, batch).reduce_mean().detach().clone()
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(loss)
+            loss /= torch.distributed.get_world_size()
+        losses.append(loss.item())
+        if not gradients:
+            for name, p in model.local_named_parameters():
+                gradients[name] = p.grad + torch.zeros(p.shape)
+        optimizer.step()
+    parameters = list(model.local_parameters())
+    cut = sum(isinstance(p, DividedTensor) or getattr(p, "spec", None) is not None for p in parameters)
+    types = {p.dtype for p in parameters}, {p.grad.dtype for p in parameters}
+    parts = model.replicas.updated_parts
+    masters = [parts.master(p) for p in parameters]
+    elements = sum(0 if m is None else local_of(m).numel() for m in masters)
+    whole = {name: getattr(g, "full", lambda g=g: g)() for name, g in gradients.items()}
+    whole = {name: torch.empty(g.shape).copy_(g) for name, g in whole.items()}
+    return losses, whole, model.state_dict(), types, cut, elements
+
+
+def relative(name: str, found: Tensor, expected: Tensor) -> float:
+    """The norm of the difference.
+
+    A bias of keys adds the same to all scores of a query: its gradient is rounding alone, which Adam divides
+    by its size.
+    """
+    if name.endswith("qkv.bias"):
+        found, expected = (torch.cat([value[:WIDTH], value[2 * WIDTH :]]) for value in (found, expected))
+    found, expected = found.double(), expected.double()
+    return ((found - expected).norm() / expected.norm().clamp_min(1e-3)).item()
+
+
+def compare(num_ranks: int, settings: dict[str, Any], dtype: torch.dtype, limit: float, **options: Any):
+    name = "bf16" if dtype is torch.bfloat16 else "fp16"
+    whole = run_ranks(training, 1, {name: True}, **options)[0]
+    found = run_ranks(training, num_ranks, {name: True, **settings}, timeout_s=200, **options)
+    for losses, gradients, state, types, cut, _ in found:
+        assert types == ({dtype}, {torch.float32})
+        assert cut
+        assert losses == pytest.approx(whole[0], rel=limit)
+        for key, value in gradients.items():
+            assert relative(key, value, whole[1][key]) < 10 * limit, key
+        assert state.keys() == whole[2].keys()
+        for key, value in state.items():
+            assert value.dtype is dtype
+            assert relative(key, value, whole[2][key]) < 10 * limit, key
+    return whole, found
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "num_ranks"),
+    [
+        (torch.bfloat16, TENSOR, 2),
+        in_sweep(torch.float16, {**TENSOR, **RECOMPUTED, "pipeline_parallel_degree": 2}, 4),
+        in_sweep(torch.bfloat16, {**TENSOR, "shard_optimizer_state": True}, 4),
+        (torch.float16, {**TENSOR, **SHARDED}, 4),
+        in_sweep(torch.bfloat16, {**TENSOR, "data_parallel_degree": 2}, 4),
+        in_sweep(torch.bfloat16, {**TENSOR, **SHARDED, "pipeline_parallel_degree": 2}, 8),
+        in_sweep(torch.float16, TENSOR, 2),
+    ],
+)
+def test_16_bits(dtype, settings, num_ranks):
+    limit, scaling = (1e-2, {}) if dtype is torch.bfloat16 else (2e-3, {"static_loss_scale": 64.0})
+    whole, found = compare(num_ranks, settings, dtype, limit, **scaling)
+    num_parts = num_ranks // (2 if settings == {**TENSOR, "data_parallel_degree": 2} else 1)
+    assert whole[-1] <= sum(each[-1] for each in found) < 1.1 * whole[-1] * num_ranks / num_parts
+
+
+def test_an_optimizer_that_looks_at_rows_and_columns():
+    compare(2, TENSOR, torch.bfloat16, 1e-2, make=adafactor)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, in_sweep(torch.float16)])
+def test_autocast(dtype):
+    """Parameters stay in float32; products are in 16 bits."""
+    recipe = replace(language(layers=2), dtype=torch.float32)
+    cases = {"": case(2, autocast=dtype, optimizer=sgd, tolerance=0.03)}
+    check(recipe, cases, num_ranks=2)
+
+
+def test_double_precision_is_not_touched():
+    def on_rank():
+        import shardwright.torch as sw
+
+        sw.init({**QUIET, **TENSOR})
+        model = sw.DistributedModel(language().build().double())
+        return model.replicas.updated_parts
+
+    assert run_ranks(on_rank, 2) == [None, None]

@@ -1,0 +1,116 @@
+"""What a run with ranks that share layers or sequences sends is what its plan says, to the byte."""
+
+import gc
+from unittest import mock
+
+import pytest
+import torch
+from language_models import WORDS
+from searching import model_of
+
+import shardwright.torch as sw
+from choices import combinations_of, in_every_run
+from shardwright.testing import run_ranks
+from shardwright.torch.run.context import context
+from shardwright.torch.tensor_parallel.divide import settle_gradients
+from shardwright.torch.tensor_parallel.divided_tensor import local_of
+from shardwright.torch.tensor_parallel.group import ProcessGroupCollectives, TensorGroup, Traffic
+
+LAYERS = {"tensor_parallel_degree": 2}
+SEQUENCES = {"context_parallel_degree": 2}
+EXPERTS = {"expert_parallel_degree": 2}
+BOTH = {"tensor_parallel_degree": 2, "sequence_parallel": True}
+
+
+def sent_and_planned(name, microbatches, settings):
+    """Bytes that this rank sends in forwards and backwards of a step, those of the plan, and collectives."""
+    sw.init({"run_dir": "off", "microbatches": microbatches, "profile": "estimated", **settings})
+    model = sw.DistributedModel(model_of(name))
+
+    @sw.step
+    def train(model, ids):
+        loss = model(input_ids=ids, labels=ids).loss
+        model.backward(loss)
+        return loss
+
+    ids = torch.randint(3, WORDS, (4, 32), generator=torch.Generator().manual_seed(0))
+    train(model, ids)
+    groups = (each for each in gc.get_objects() if isinstance(each, TensorGroup))
+    (group,) = (each for each in groups if isinstance(each.collectives, ProcessGroupCollectives))
+    group.traffic = Traffic()
+
+    def settled(parameters):
+        """What is sent once a step is no part of the forwards and backwards."""
+        before = group.traffic
+        group.traffic = Traffic()
+        settle_gradients(parameters)
+        group.traffic = before
+
+    with mock.patch("shardwright.torch.replicas.gradient_buckets.settle_gradients", settled):
+        train(model, ids)
+    plan = context().plan
+    planned = microbatches * sum(stage.exchange_bytes for stage in plan.prediction.stages)
+    found = group.traffic.sent_bytes.total(), planned, dict(group.traffic.calls)
+    sw.shutdown()
+    return found
+
+
+# Not T5: the gradients of what its encoder gives are added up over the decoder's layers before they are
+# summed over ranks, and the plan counts a sum for each of them.
+@pytest.mark.parametrize(
+    ("name", "microbatches"),
+    combinations_of(["llama", "gpt2", "bert", "gpt_neox"], [1, 2], kept=[("llama", 2), ("gpt2", 1)]),
+)
+def test_bytes_are_those_of_the_plan(name, microbatches):
+    for sent, planned, calls in run_ranks(sent_and_planned, 2, name, microbatches, LAYERS, timeout_s=120):
+        assert sent == planned > 0, calls
+
+
+@pytest.mark.parametrize("name", in_every_run(["llama", "gpt2", "bert", "gpt_neox"], ["llama", "gpt2"]))
+@pytest.mark.parametrize("settings", [SEQUENCES, BOTH], ids=["sequences", "layers and sequences"])
+def test_bytes_of_shared_sequences_are_those_of_the_plan(name, settings):
+    for sent, planned, calls in run_ranks(sent_and_planned, 2, name, 2, settings, timeout_s=120):
+        assert sent == planned > 0, calls
+
+
+def test_bytes_of_shared_experts_are_those_of_the_plan():
+    for sent, planned, calls in run_ranks(sent_and_planned, 2, "mixtral", 1, EXPERTS, timeout_s=120):
+        assert sent == planned > 0, calls
+
+
+def kept_and_planned(settings):
+    """Bytes that this rank keeps for the backward, parameters apart, and those of the plan."""
+    sw.init({"run_dir": "off", "microbatches": 1, "profile": "estimated", **settings})
+    model = sw.DistributedModel(model_of("llama"))
+
+    @sw.step
+    def train(model, ids):
+        loss = model(input_ids=ids, labels=ids).loss
+        model.backward(loss)
+        return loss
+
+    ids = torch.randint(3, WORDS, (4, 32), generator=torch.Generator().manual_seed(0))
+    train(model, ids)
+    kept = {}
+
+    def note(tensor):
+        memory = local_of(tensor).untyped_storage()
+        kept[memory.data_ptr()] = memory.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        train(model, ids)
+    parameters = {local_of(each).untyped_storage().data_ptr() for each in model.local_parameters()}
+    found = sum(size for memory, size in kept.items() if memory not in parameters)
+    plan = context().plan  # one rank alone has none
+    planned = plan.prediction.memory[0].activations if plan is not None else 0
+    sw.shutdown()
+    return found, planned
+
+
+@pytest.mark.parametrize("settings", [SEQUENCES, BOTH], ids=["sequences", "layers and sequences"])
+def test_ranks_keep_a_part_of_each_sequence(settings):
+    (whole, _), *_ = run_ranks(kept_and_planned, 1, {}, timeout_s=120)
+    for kept, planned in run_ranks(kept_and_planned, 2, settings, timeout_s=120):
+        assert kept == pytest.approx(whole / 2, rel=0.03)
+        assert kept == pytest.approx(planned, rel=0.03)

@@ -1,0 +1,231 @@
+"""Replicas share parts of layers by rows, too: losses, gradients and parameters are those of one process."""
+
+from typing import Any
+
+import pytest
+import torch
+from sharded import on_hosts
+from test_shared_layers import CHANGING, RECOMPUTED, SCHEDULES, adamw, case, check, language
+from torch import Tensor, nn
+from transparency import Case, Iteration, Recipe, differences_by_case
+
+from choices import in_sweep
+from shardwright.testing import run_ranks
+
+SHARDED = {"sdp_param_persistence_threshold": 20, "pipeline_parallel_degree": 1}
+DEGREE_2 = {**SHARDED, "sharded_data_parallel_degree": 2}
+OPTIMIZER_STATE = {**SHARDED, "shard_optimizer_state": True}
+THREE_AXES = {**DEGREE_2, "pipeline_parallel_degree": 2, "microbatches": 4}
+
+
+def clip_norm(model: Any) -> Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def clip_values(model: Any) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+
+def test_rows_of_parts():
+    cases = {
+        "three steps": case(2, DEGREE_2, clip=clip_norm),
+        "in every backward": case(2, {**DEGREE_2, "sdp_reduce_every_microbatch": True}, clip=clip_norm),
+    }
+    check(language(), cases, num_ranks=4)
+
+
+def test_some_parts_are_whole_on_replicas():
+    """Lists of gradients have shared rows, parts and ordinary tensors side by side."""
+    settings = {**DEGREE_2, "sdp_param_persistence_threshold": 1500}
+    cases = {
+        "norm": case(2, settings, clip=clip_norm),
+        "values": case(2, {**settings, **RECOMPUTED}, clip=clip_values, iterations=CHANGING),
+        "by the optimizer's state": case(2, {**settings, "shard_optimizer_state": True}, clip=clip_values),
+    }
+    check(language(), cases, num_ranks=4)
+
+
+def test_optimizer_state_of_parts():
+    cases = {"three steps": case(2, OPTIMIZER_STATE, clip=clip_norm, optimizer_first=True)}
+    check(language(tied=True, dropout=0.1), cases, num_ranks=4)
+
+
+@pytest.mark.parametrize("kind", ["1f1b", in_sweep("zb_v"), in_sweep("interleaved_1f1b")])
+def test_stages_of_rows_of_parts(kind):
+    """Eight ranks: two stages, each shared by rows and by layers."""
+    settings = {**THREE_AXES, **SCHEDULES[kind]}
+    check(
+        language(tied=True, dropout=0.1),
+        {"other shapes": case(2, settings, iterations=CHANGING, clip=clip_norm)},
+        num_ranks=8,
+    )
+
+
+@pytest.mark.sweep
+def test_two_levels():
+    """The optimizer's state is cut once more, over groups of replicas that share parameters."""
+    cases = {"three steps": case(2, {**DEGREE_2, "shard_optimizer_state": True}, clip=clip_norm)}
+    check(language(), cases, num_ranks=8)
+
+
+def test_parts_of_uneven_size():
+    """Buckets of gradients are alike on ranks with unlike parts; a part may have fewer rows than ranks."""
+    cases = {"three steps": case(3, DEGREE_2, clip=clip_norm)}
+    check(language(layers=2), cases, num_ranks=6)
+
+
+def differences_on_hosts(recipe: Recipe, cases: dict[str, Case], ranks_per_host: int) -> dict[str, list[str]]:
+    on_hosts(ranks_per_host)
+    return differences_by_case(recipe, cases)
+
+
+@pytest.mark.parametrize(("ranks_per_host", "more"), [(2, {}), in_sweep(1, {"ddp_dist_backend": "gloo"})])
+def test_rows_of_parts_on_other_hosts(ranks_per_host, more):
+    cases = {
+        "three steps": case(2, {**DEGREE_2, **more}, clip=clip_norm),
+        "other shapes": case(2, {**DEGREE_2, **RECOMPUTED, **more}, iterations=CHANGING),
+    }
+    found = run_ranks(differences_on_hosts, 4, language(), cases, ranks_per_host, timeout_s=200)
+    assert found == [{}] * 4
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=1e-2)
+
+
+def test_an_optimizer_that_looks_at_rows_and_columns():
+    # The biases of keys have a gradient of rounding alone, which the optimizer divides by its size.
+    check(
+        language(layers=2),
+        {"one step": case(2, DEGREE_2, optimizer=adafactor, iterations=(Iteration(),), tolerance=1e-4)},
+        num_ranks=4,
+    )
+
+
+def trained(settings: dict[str, Any]):
+    """Makes a step, so that all forms and states are there."""
+    import shardwright.torch as sw
+
+    recipe = language()
+    sw.init({"run_dir": "off", "profile": "estimated", "microbatches": 2, **settings})
+    torch.manual_seed(0)
+    plain = recipe.build().double()
+    model = sw.DistributedModel(plain)
+    optimizer = sw.DistributedOptimizer(adamw(model))
+
+    @sw.step
+    def train(model, batch):
+        loss = recipe.loss(model, batch)
+        model.backward(loss)
+        return loss
+
+    torch.manual_seed(1)
+    batch = recipe.batch(4, 12)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = train(model, batch).reduce_mean().item()
+        optimizer.step()
+        return loss
+
+    step()
+    return sw, model, optimizer, step
+
+
+def memory_of_a_rank(settings: dict[str, Any]) -> tuple[int, int, int, int]:
+    _, model, optimizer, _ = trained(settings)
+    sharding = model.replicas.sharding
+    parameters = list(model.local_parameters())
+    rows = sum(each.rows.numel() for each in sharding.parameters.values())
+    state = sum(v.numel() for values in optimizer.state.values() for v in values.values() if v.dim())
+    rest = sum(p.numel() for p in parameters if p not in sharding)
+    return sum(p.numel() for p in parameters), rows, state, rest
+
+
+def test_a_rank_keeps_its_share():
+    """Of 8 ranks, 2 are stages, 2 share rows and 2 share layers: each has a quarter of its stage."""
+    found = run_ranks(memory_of_a_rank, 8, {**THREE_AXES, "tensor_parallel_degree": 2}, timeout_s=200)
+    for stage, rows, state, rest in found:
+        assert stage / 4 <= rows <= 1.1 * stage / 4  # biases are whole on both ranks that share a layer
+        assert state == 2 * rows
+        assert rest == 0
+
+
+def states(settings: dict[str, Any]):
+    _, model, optimizer, step = trained(settings)
+    saved = model.state_dict()
+    own = optimizer.state_dict()
+    kinds = {type(value) for value in saved.values()}
+    first = step()
+    model.load_state_dict(saved)
+    optimizer.load_state_dict(own)
+    again = model.state_dict()
+    same = all(torch.equal(saved[name], value) for name, value in again.items())
+    return kinds, {name: tuple(value.shape) for name, value in saved.items()}, first, step(), same
+
+
+@pytest.mark.parametrize("settings", [DEGREE_2, in_sweep(OPTIMIZER_STATE)], ids=["rows", "state"])
+def test_states_are_whole_and_are_loaded(settings):
+    expected = {name: tuple(value.shape) for name, value in language().build().state_dict().items()}
+    for kinds, shapes, first, second, same in run_ranks(states, 4, {**settings, "tensor_parallel_degree": 2}):
+        assert kinds == {Tensor}
+        assert shapes == expected
+        assert same
+        assert second == pytest.approx(first, rel=1e-12)
+
+
+def between_steps(settings: dict[str, Any]) -> list[str]:
+    """What scripts do to weights and gradients between steps, beside the same to whole tensors."""
+    from shardwright.torch.parameters.sharded_tensor import ShardedTensor
+
+    _, model, _, step = trained(settings)
+    plain = {name: value.clone() for name, value in model.state_dict().items()}
+    cut = 0
+    wrong = []
+    with torch.no_grad():
+        for name, parameter in model.local_named_parameters():
+            expected = plain[name]
+            cut += isinstance(parameter, ShardedTensor) and parameter.spec is not None
+            for value in (parameter, expected):
+                value.mul_(0.9).clamp_(-0.5, 0.5)
+                value[1:2] += 1
+                value.add_(torch.arange(value.numel(), dtype=value.dtype).view(value.shape), alpha=1e-3)
+            pairs = {
+                "values": (parameter + 0, expected),
+                "norm": (parameter.norm(), expected.norm()),
+                "norm of order 3": (
+                    torch.linalg.vector_norm(parameter, 3),
+                    torch.linalg.vector_norm(expected, 3),
+                ),
+                "largest": (parameter.abs().max(), expected.abs().max()),
+                "sum": (parameter.sum(), expected.sum()),
+                "transposed": (
+                    parameter.mT if parameter.dim() > 1 else parameter,
+                    expected.mT if expected.dim() > 1 else expected,
+                ),
+            }
+            for what, (found, wanted) in pairs.items():
+                found = found.full() if hasattr(found, "full") else found
+                if not torch.allclose(found, wanted, rtol=1e-12):
+                    wrong.append(f"{what} of {name}")
+    step()
+    return wrong if cut else ["nothing is cut both ways"]
+
+
+def test_scripts_may_change_rows_of_parts_between_steps():
+    settings = {**DEGREE_2, "tensor_parallel_degree": 2}
+    assert run_ranks(between_steps, 4, settings) == [[]] * 4
+
+
+def test_rows_of_parts_that_would_come_and_go_are_refused():
+    def on_rank(settings):
+        from shardwright.errors import UsageError
+
+        on_hosts(2)
+        with pytest.raises(UsageError, match="rows of parts of layers cannot come and go") as caught:
+            trained(settings)
+        return str(caught.value)
+
+    settings = {**DEGREE_2, "tensor_parallel_degree": 2, "sdp_max_live_parameters": 1000}
+    for text in run_ranks(on_rank, 4, settings):
+        assert "sdp_max_live_parameters is 1000, this rank computes with" in text

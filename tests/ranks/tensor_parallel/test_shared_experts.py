@@ -1,0 +1,141 @@
+"""Ranks that share the experts of every layer train a model as one process does."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from language_models import WORDS, all_in_64_bits
+from test_shared_layers import LanguageModel, adamw
+from torch import Tensor, nn
+from transparency import EVALUATION, Case, Iteration, Recipe, differences_by_case
+
+from choices import in_every_run
+from shardwright.testing import RanksFailedError, run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
+
+_SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": WORDS,
+    "max_position_embeddings": 32,
+    "num_experts_per_tok": 2,
+}
+_OF_LAYERS = {"moe_intermediate_size": 24, "num_experts": 5, "decoder_sparse_step": 1}
+_DEEPSEEK = {
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+EXPERTS = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "qwen2_moe": ("Qwen2Moe", {**_OF_LAYERS, "shared_expert_intermediate_size": 24}),
+    "olmoe": ("Olmoe", {"num_experts": 5}),
+    "deepseek_v3": ("DeepseekV3", _DEEPSEEK),
+}
+
+
+# Its router goes through 32 bits, where another order of summands shows.
+TOLERANCES = {"deepseek_v3": 1e-6}
+
+
+def of_hugging_face(name: str, *, experts: str = "eager") -> Recipe:
+    import transformers
+
+    kind, sizes = EXPERTS[name]
+
+    def build() -> nn.Module:
+        config = getattr(transformers, f"{kind}Config")(**{**_SIZES, **sizes})
+        config.use_cache = False
+        config._experts_implementation = experts
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        for each in model.parameters():  # experts are made without values
+            nn.init.normal_(each, std=0.1)
+        return model
+
+    def batch(batch_size: int, length: int) -> dict[str, Tensor]:
+        ids = torch.randint(3, WORDS, (batch_size, length))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    return Recipe(build=build, batch=batch, loss=lambda model, batch: model(**batch).loss)
+
+
+def case(expert: int, settings: Mapping[str, Any] | None = None, **more: Any) -> Case:
+    config = {"expert_parallel_degree": expert, "microbatches": 2, "profile": "estimated"}
+    given = {"iterations": (Iteration(length=6),) * 3, "optimizer": adamw, "least_divided": 0.25, **more}
+    return Case(config={**config, **(settings or {})}, **given)
+
+
+def differences_in_64_bits(name: str, experts: str, cases: Mapping[str, Case]) -> dict[str, list[str]]:
+    with all_in_64_bits():
+        return differences_by_case(of_hugging_face(name, experts=experts), cases)
+
+
+def check(name: str, cases: Mapping[str, Case], *, num_ranks: int, experts: str = "eager") -> None:
+    env = {"TRANSFORMERS_VERBOSITY": "error"}
+    found = run_ranks(differences_in_64_bits, num_ranks, name, experts, cases, timeout_s=200, env=env)
+    assert found == [{}] * num_ranks
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_ranks_share_experts(name):
+    uneven = Iteration(batch_size=7, length=5)
+    steps = case(2, iterations=(uneven, uneven, uneven, EVALUATION), tolerance=TOLERANCES.get(name))
+    check(name, {"three steps": steps}, num_ranks=2)
+
+
+@pytest.mark.parametrize("name", in_every_run(EXPERTS, ["olmoe"]))
+def test_three_ranks_share_experts(name):
+    recomputed = {"activation_checkpointing": "full"}
+    check(name, {"recomputed": case(3, recomputed, iterations=(Iteration(length=6),) * 2)}, num_ranks=3)
+
+
+def test_stages_and_replicas_of_shared_experts():
+    stages = {"pipeline_parallel_degree": 2, "pipeline": "1f1b"}
+    cases = {
+        "stages": case(2, stages, least_divided=0.0),
+        "replicas": case(2, {"pipeline_parallel_degree": 1}),
+    }
+    check("mixtral", cases, num_ranks=4)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (LanguageModel, "expert_parallel_degree is 2, but the model has no layer of 2 experts or more"),
+        (None, "expert_parallel_degree is 2, but a microbatch has 1 sample, and each rank takes some"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(model, message):
+    def train(make: Any) -> None:
+        import shardwright.torch as sw
+
+        settings = {"expert_parallel_degree": 2, "microbatches": 2, "run_dir": "off", "profile": "estimated"}
+        sw.init(settings)
+        model = sw.DistributedModel(of_hugging_face("mixtral").build() if make is None else make())
+
+        @sw.step
+        def step(model: nn.Module, ids: Tensor) -> Tensor:
+            found = model(ids)
+            loss = getattr(found, "logits", found).square().mean()
+            model.backward(loss)
+            return loss
+
+        step(model, torch.ones(2, 4, dtype=torch.int64))
+
+    with pytest.raises(RanksFailedError, match=re.escape(message)):
+        run_ranks(train, 2, model)

@@ -1,0 +1,149 @@
+"""Ranks that share the sequences of a batch train a model as one process does."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from language_models import MODELS, WORDS, all_in_64_bits
+from test_shared_layers import CHANGING, RECOMPUTED, SCHEDULES, adamw, check, language
+from torch import Tensor, nn
+from transparency import Case, Iteration, Recipe, differences_by_case
+
+from choices import in_every_run
+from shardwright.testing import RanksFailedError, run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
+
+
+def case(context: int, settings: Mapping[str, Any] | None = None, **more: Any) -> Case:
+    config = {"context_parallel_degree": context, "microbatches": 2, "profile": "estimated"}
+    given = {"iterations": (Iteration(),) * 3, "optimizer": adamw, **more}
+    return Case(config={**config, **(settings or {})}, **given)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_share_sequences(num_ranks):
+    cases = {"three steps": case(num_ranks, iterations=(Iteration(length=11),) * 3)}
+    if num_ranks == 2:
+        cases["other shapes, evaluations, gradients of two steps"] = case(2, iterations=CHANGING)
+        cases["recomputed"] = case(2, RECOMPUTED, optimizer_first=True)
+    check(language(tied=True, dropout=0.1), cases, num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize(
+    "kinds", in_every_run([("1f1b", "zb_h1"), ("interleaved_1f1b", "zb_v")], [("interleaved_1f1b", "zb_v")])
+)
+def test_stages_of_shared_sequences(kinds):
+    cases = {kind: case(2, {"microbatches": 4, **SCHEDULES[kind]}) for kind in kinds}
+    cases["recomputed"] = case(
+        2, {"microbatches": 4, **SCHEDULES[kinds[-1]], **RECOMPUTED}, iterations=CHANGING
+    )
+    check(language(dropout=0.1), cases, num_ranks=4)
+
+
+def clip_norm(model: Any) -> Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def test_replicas_and_shards_of_shared_sequences():
+    alone = {"pipeline_parallel_degree": 1}
+    shards = {**alone, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 20}
+    cases = {
+        "two replicas": case(2, alone, iterations=CHANGING),
+        "in another order": case(2, {**alone, "placement_strategy": "TPD"}, clip=clip_norm),
+        "shards": case(2, shards, clip=clip_norm),
+        "shared updates": case(2, {**alone, "shard_optimizer_state": True}),
+    }
+    check(language(), cases, num_ranks=4)
+
+
+BOTH = {"context_parallel_degree": 1, "tensor_parallel_degree": 2, "sequence_parallel": True}
+
+
+def test_ranks_share_layers_and_sequences():
+    settings = {**BOTH, "microbatches": 4}
+    cases = {
+        "three steps": case(2, BOTH, iterations=(Iteration(length=11),) * 3),
+        "other shapes": case(2, {**BOTH, **RECOMPUTED}, iterations=CHANGING),
+    }
+    check(language(dropout=0.1), cases, num_ranks=2)
+    check(language(tied=True), {"zb_v": case(2, {**settings, **SCHEDULES["zb_v"]})}, num_ranks=4)
+
+
+def of_hugging_face(name: str) -> Recipe:
+    import transformers
+
+    kind, config, sizes = MODELS[name]
+
+    def build() -> nn.Module:
+        made = getattr(transformers, config)(**{"bos_token_id": 1, "eos_token_id": 2, **sizes})
+        made.use_cache = False
+        return getattr(transformers, kind)(made)
+
+    def batch(batch_size: int, length: int) -> dict[str, Tensor]:
+        ids = torch.randint(3, WORDS, (batch_size, length))
+        found = {"input_ids": ids, "labels": ids.clone()}
+        if name == "bert":
+            found["attention_mask"] = (
+                torch.arange(length) < length - torch.arange(batch_size)[:, None] % 4
+            ).long()
+        return found
+
+    return Recipe(build=build, batch=batch, loss=lambda model, batch: model(**batch).loss)
+
+
+def differences_in_64_bits(name: str, cases: Mapping[str, Case]) -> dict[str, list[str]]:
+    with all_in_64_bits():
+        return differences_by_case(of_hugging_face(name), cases)
+
+
+def check_model(name: str, cases: Mapping[str, Case], *, num_ranks: int) -> None:
+    env = {"TRANSFORMERS_VERBOSITY": "error"}
+    found = run_ranks(differences_in_64_bits, num_ranks, name, cases, timeout_s=200, env=env)
+    assert found == [{}] * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", in_every_run([2, 3], [2]))
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_models_of_hugging_face(name, num_ranks):
+    uneven = Iteration(length=11, batch_size=5)
+    layers = {**BOTH, "tensor_parallel_degree": num_ranks}
+    cases = {
+        "three steps": case(num_ranks, iterations=(uneven,) * 3),
+        "layers, too": case(num_ranks, layers, iterations=(uneven,)),
+    }
+    check_model(name, cases, num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize("name", in_every_run(["llama", "gpt2", "bert"], ["llama"]))
+def test_stages_of_models_of_hugging_face(name):
+    check_model(name, {"1f1b": case(2, {"microbatches": 4, "pipeline": "1f1b"})}, num_ranks=4)
+
+
+class OfImages(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+
+
+def test_a_model_without_sequences_is_refused():
+    def train() -> None:
+        import shardwright.torch as sw
+
+        sw.init({"context_parallel_degree": 2, "run_dir": "off", "profile": "estimated"})
+        model = sw.DistributedModel(OfImages())
+
+        @sw.step
+        def step(model: nn.Module, images: Tensor) -> Tensor:
+            loss = model(images).square().mean()
+            model.backward(loss)
+            return loss
+
+        step(model, torch.zeros(4, 3, 9, 9))
+
+    message = (
+        "context_parallel_degree is 2, but ranks cannot share sequences along dimension 1: it has 3 entries"
+    )
+    with pytest.raises(RanksFailedError, match=re.escape(message)):
+        run_ranks(train, 2)

@@ -1,0 +1,98 @@
+"""Within the error of predictions the simplest plan wins, and that of the last run stays."""
+
+from typing import Any
+
+import pytest
+from graphs import GraphBuilder, profile_of
+
+from planner.machines import machines
+from shardwright.config import Config
+from shardwright.mesh import Mesh
+from shardwright.model_graph import ModelGraph
+from shardwright.plan import Plan
+from shardwright.planner import Candidates, make_plan
+from shardwright.planner.search.ranking import error_of_comparison
+from shardwright.profile import UnitCost
+
+STAYS = "It is that of the last run: no other is faster by more than predictions err."
+
+
+def blocks_in_parts(num_blocks: int) -> ModelGraph:
+    """``embed``, for each block ``h.0.attention`` and ``h.0.mlp``, ``head``."""
+    builder = GraphBuilder()
+    names = [f"h.{block}.{part}" for block in range(num_blocks) for part in ("attention", "mlp")]
+    value = None
+    for name in ("embed", *names, "head"):
+        weight = builder.parameter(f"{name}.weight", 400)
+        kind = name.rpartition(".")[2]
+        value = builder.unit(name, [] if value is None else [value], parameters=[weight], cost_class=kind)
+    assert value is not None
+    return builder.graph(builder.op("cross_entropy", [value], output_bytes=4))
+
+
+def candidates(*counts: int, head_s: float = 1.0, spread: float = 0.0, blocks: int = 4) -> Candidates:
+    found = {}
+    for m in counts:
+        seconds = {"embed": 0.1, "attention": 1.0, "mlp": 1.0, "head": head_s}
+        costs = {name: (each / m, 2 * each / m) for name, each in seconds.items()}
+        found[m] = (blocks_in_parts(blocks), profile_of(costs, spread=spread))
+    return found
+
+
+def plan(options: Candidates, *, previous: Plan | None = None, **config: Any) -> Plan:
+    return make_plan(
+        options,
+        cluster=machines(),
+        config=Config.parse(config),
+        mesh=Mesh.of(world_size=2, pipeline=2),
+        previous=previous,
+    )
+
+
+def first_units(found: Plan) -> list[str]:
+    return [stage.units[0] for stage in found.stages]
+
+
+def test_cuts_fall_between_blocks_unless_that_costs_more_than_the_error() -> None:
+    """With the head, the best balance is in the middle of a block."""
+    sure = plan(candidates(8, head_s=2.0, blocks=4), pipeline="1f1b")
+    assert first_units(sure) == ["embed", "h.2.mlp"]
+    uncertain = plan(candidates(8, head_s=2.0, blocks=4, spread=0.4), pipeline="1f1b")
+    assert first_units(uncertain)[1] in ("h.2.attention", "h.3.attention")
+
+
+def test_the_plan_of_the_last_run_stays_within_the_error() -> None:
+    before = plan(candidates(4))
+    slower = candidates(4, head_s=1.3)
+    anew = plan(slower)
+    again = plan(slower, previous=before)
+    assert [stage.units for stage in again.stages] == [stage.units for stage in before.stages]
+    assert again.schedule == before.schedule
+    assert (STAYS in again.why) == ([s.units for s in anew.stages] != [s.units for s in before.stages])
+
+
+def test_the_plan_of_the_last_run_goes_where_another_is_much_faster() -> None:
+    before = plan(candidates(4))
+    after = plan(candidates(4, head_s=8.0), previous=before)
+    assert [stage.units for stage in after.stages] == [
+        stage.units for stage in plan(candidates(4, head_s=8.0)).stages
+    ]
+    assert STAYS not in after.why
+
+
+def test_a_plan_for_other_units_or_settings_is_no_plan_of_the_last_run() -> None:
+    other = plan(candidates(4, blocks=3))
+    assert plan(candidates(4), previous=other) == plan(candidates(4))
+    gpipe = plan(candidates(4), pipeline="gpipe")
+    assert plan(candidates(4), previous=gpipe, pipeline="1f1b").schedule.kind == "1f1b"
+
+
+@pytest.mark.parametrize(("spread", "error"), [(0.0, 0.01), (0.1, 0.05), (3.0, 0.15)])
+def test_the_error_of_a_comparison_is_half_the_spread(spread: float, error: float) -> None:
+    assert error_of_comparison(candidates(4, spread=spread).values()) == pytest.approx(error)
+
+
+def test_units_that_take_no_time_leave_nothing_in_doubt() -> None:
+    graph = blocks_in_parts(1)
+    nothing = {node.cost_class: UnitCost(0.0, 0.0) for node in graph.nodes}
+    assert error_of_comparison([(graph, profile_of().__class__(costs=nothing))]) == 0.01

@@ -1,0 +1,191 @@
+"""The choice between keeping, recomputing and offloading, for ranks that do not fit otherwise."""
+
+import itertools
+
+import numpy as np
+import pytest
+from graphs import GraphBuilder, chain_graph
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.test_layout import lay_out, recompute_profile
+from shardwright.cluster import Link
+from shardwright.planner.memory.keeping import KeepingPolicy, choose_keeping
+from shardwright.planner.memory.rank_memory import rank_memory
+from shardwright.planner.partition.layout import Layout
+from shardwright.profile import Profile, UnitCost
+
+Way = tuple[bool, bool]  # recomputed, offloaded
+
+SLOW, FAST = (Link(latency_s=0.0, bandwidth_Bps=bandwidth) for bandwidth in (100.0, 1e6))
+BUSY = Link(latency_s=0.0, bandwidth_Bps=1e6, occupancy=1.0)
+OFFLOADS = KeepingPolicy(recompute=False, offload=True)
+FLIGHTS = [4]
+
+
+def blocks(*rows: tuple[float, int]) -> Layout:
+    """Blocks of one stage, as (forward seconds, saved bytes); inputs take 10 bytes."""
+    classes = [f"c{i}" for i in range(len(rows))]
+    return lay_out(
+        chain_graph(len(rows), classes=classes), (0, len(rows) + 2), (0,), recompute_profile([*rows])
+    )
+
+
+def peak(layout: Layout, flights: list[int], rank: int = 0) -> int:
+    """Of a rank, by an upper bound, with the units that are on their way."""
+    activations, windows = [0] * layout.num_ranks, [0] * layout.num_ranks
+    for cost, flight, owner in zip(layout.stage_costs(), flights, layout.ranks, strict=True):
+        activations[owner] += flight * cost.saved_bytes
+        windows[owner] = max(windows[owner], cost.window_bytes + cost.tail_bytes * (flight > 1))
+    both = [sum(each) for each in zip(activations, windows, strict=True)]
+    return rank_memory(layout, activation_bytes=both)[rank].peak
+
+
+def choose(layout: Layout, missing: int, policy: KeepingPolicy) -> list[Way]:
+    """What is chosen where so many bytes are missing."""
+    limit = peak(layout, FLIGHTS) - missing
+    chosen = choose_keeping(layout, in_flight=FLIGHTS, limit_bytes=limit, policy=policy)
+    assert peak(chosen, FLIGHTS) <= limit
+    away = np.zeros_like(chosen.recompute) if chosen.offload is None else chosen.offload
+    return list(zip(chosen.recompute.tolist(), away.tolist(), strict=True))
+
+
+def both(host: Link) -> KeepingPolicy:
+    return KeepingPolicy(recompute=True, offload=True, host=host)
+
+
+MIDDLE = [(1.0, 1000)] * 6
+
+
+def test_a_slow_tier_is_left_alone() -> None:
+    ways = choose(blocks(*MIDDLE), 4000, both(SLOW))
+    assert any(again for again, _ in ways)
+    assert not any(away for _, away in ways)
+
+
+def test_copies_that_hide_behind_computing_cost_less_than_recomputation() -> None:
+    ways = choose(blocks(*MIDDLE), 4000, both(FAST))
+    assert any(away for _, away in ways)
+    assert not any(again for again, _ in ways)
+
+
+def test_copies_that_take_a_core_hide_nothing() -> None:
+    """A byte takes 2 us of a core, there and back, and a unit of 1000 bytes 100 us to repeat."""
+    cheap = blocks(*[(1e-4, 1000)] * 6)
+    assert not any(away for _, away in choose(cheap, 4000, both(BUSY)))
+    assert any(away for _, away in choose(cheap, 4000, both(FAST)))
+
+
+def test_dear_units_leave_and_cheap_ones_are_recomputed() -> None:
+    """The tier takes what hides behind computing, which is not enough: cheap units do the rest."""
+    rows = [(9.0, 1000), (0.01, 1000), (9.0, 1000), (0.01, 1000), (9.0, 1000), (0.01, 1000)]
+    layout = blocks(*rows)
+    ways = choose(layout, 12_000, both(Link(latency_s=0.0, bandwidth_Bps=150.0)))
+    for (again, away), (forward_s, _) in zip(ways[1:-1], rows, strict=True):
+        assert not (again and forward_s > 1)
+        assert again or not away or forward_s > 1  # inputs of what is recomputed may leave, too
+    assert any(again for again, _ in ways)
+    assert any(away for _, away in ways)
+
+
+def test_what_is_not_allowed_is_not_chosen() -> None:
+    layout = blocks(*MIDDLE)
+    assert not any(away for _, away in choose(layout, 4000, KeepingPolicy()))
+    assert not any(again for again, _ in choose(layout, 4000, OFFLOADS))
+    nothing = KeepingPolicy(recompute=False)
+    assert choose_keeping(layout, in_flight=FLIGHTS, limit_bytes=1, policy=nothing) is layout
+
+
+def test_what_the_settings_asked_for_stays() -> None:
+    layout = blocks(*MIDDLE).with_recompute([1]).with_offload([2])
+    limit = peak(layout, FLIGHTS)
+    chosen = choose_keeping(layout, in_flight=FLIGHTS, limit_bytes=limit, policy=both(FAST))
+    assert chosen.offload is not None
+    assert (np.flatnonzero(chosen.recompute).tolist(), np.flatnonzero(chosen.offload).tolist()) == ([1], [2])
+
+
+def test_what_helps_most_is_done_where_nothing_suffices() -> None:
+    chosen = choose_keeping(blocks(*MIDDLE), in_flight=FLIGHTS, limit_bytes=1, policy=both(FAST))
+    assert chosen.recompute.any()
+    assert peak(chosen, FLIGHTS) < peak(blocks(*MIDDLE), FLIGHTS) - 4 * 4000
+
+
+@given(
+    rows=st.lists(st.tuples(st.floats(0.1, 5), st.integers(10, 2000)), min_size=1, max_size=3),
+    missing=st.floats(0, 1),
+    bandwidth=st.sampled_from([50.0, 500.0, 1e6]),
+    may=st.sampled_from([(True, True), (False, True)]),
+)
+def test_a_choice_fits_where_one_does(
+    rows: list[tuple[float, int]], missing: float, bandwidth: float, may: Way
+) -> None:
+    layout = blocks(*rows)
+    calls = range(layout.chain.num_calls)
+    ways = itertools.product(*[[(False, False), (may[0], False), (False, True)] for _ in calls])
+    peaks = {
+        peak(
+            layout.with_recompute([c for c in calls if way[c][0]]).with_offload(
+                [c for c in calls if way[c][1]]
+            ),
+            FLIGHTS,
+        )
+        for way in ways
+    }
+    limit = round(max(peaks) - missing * (max(peaks) - min(peaks)))
+    policy = KeepingPolicy(
+        recompute=may[0], offload=may[1], host=Link(latency_s=0.0, bandwidth_Bps=bandwidth)
+    )
+    chosen = choose_keeping(layout, in_flight=FLIGHTS, limit_bytes=limit, policy=policy)
+    assert peak(chosen, FLIGHTS) <= limit
+
+
+# ---- what leaves ----
+
+SHARED = Profile(costs={"block": UnitCost(forward_s=1.0, backward_s=2.0, saved_bytes=100, input_bytes=40)})
+
+
+def shared_values() -> GraphBuilder:
+    """b and c keep a; c and d keep b; of 100 bytes each."""
+    builder = GraphBuilder()
+    a = builder.unit("a", output_bytes=40)
+    b = builder.unit("b", [a], output_bytes=40, saved_values=[a])
+    c = builder.unit("c", [b, a], output_bytes=40, saved_values=[b, a])
+    builder.unit("d", [b, c], saved_values=[b])
+    return builder
+
+
+def test_a_value_that_several_calls_offload_leaves_once() -> None:
+    layout = lay_out(shared_values().graph(loss=3), (0, 4), (0,), SHARED)
+    assert layout.leaving_bytes().tolist() == [0, 0, 0, 0]
+    everything = layout.with_offload(range(4))
+    assert everything.leaving_bytes().tolist() == [100, 100, 100 - 40, 100 - 40]
+
+
+def test_a_value_that_another_call_keeps_stays() -> None:
+    layout = lay_out(shared_values().graph(loss=3), (0, 4), (0,), SHARED)
+    # Only c offloads: a is kept by b, and b by d.
+    assert layout.with_offload([2]).leaving_bytes().tolist() == [0, 0, 100 - 80, 0]
+
+
+def test_values_of_other_stages_stay() -> None:
+    layout = lay_out(shared_values().graph(loss=3), (0, 2, 4), (0, 1), SHARED).with_offload(range(4))
+    # a and b are sent: their home keeps them, and they are those of another stage for c and d.
+    assert layout.leaving_bytes().tolist() == [100, 100 - 40, 100 - 80, 100 - 40]
+
+
+def test_recomputed_calls_offload_their_inputs() -> None:
+    layout = lay_out(shared_values().graph(loss=3), (0, 4), (0,), SHARED).with_recompute(range(4))
+    # Each keeps an input of 40 bytes; those of c and d have left with b and c.
+    assert layout.with_offload(range(4)).leaving_bytes().tolist() == [40, 40, 0, 0]
+
+
+@pytest.mark.parametrize("horizon", [1, 2])
+def test_stages_have_a_few_units_at_once(horizon: int) -> None:
+    from dataclasses import replace
+
+    layout = replace(blocks(*MIDDLE), horizon=horizon).with_offload(range(1, 7))
+    (cost,) = layout.stage_costs()
+    leaving = layout.leaving_bytes()
+    assert cost.offload_bytes == leaving.sum()
+    assert cost.window_bytes == (horizon + 1) * 1000
+    assert cost.tail_bytes == horizon * 1000

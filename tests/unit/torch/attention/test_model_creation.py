@@ -1,0 +1,570 @@
+"""`sw.model_creation`: models with routed attention compute what plain ones do, and keep no scores."""
+
+import copy
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwright.torch as sw
+from choices import combinations_of
+from shardwright.errors import UsageError
+from shardwright.torch.attention.kernels import Choice
+from shardwright.torch.attention.table import attention_table, kernels_of
+from six_models import SIX, build
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
+
+# These two know no other attention, so that nobody has to choose it; the others take PyTorch's by default.
+ONLY_EAGER = ("GPT-J", "GPT-Neo")
+LENGTH = 24
+
+
+@pytest.fixture(autouse=True)
+def _in_float64(monkeypatch):
+    """Some models compute scores or a softmax in float32, whatever their type: here it is their type."""
+    transformers.logging.set_verbosity_error()
+
+    def finfo(dtype: torch.dtype) -> Any:
+        """GPT-Neo's scores are float32 where it writes their lowest number."""
+        return torch.finfo(torch.float32)
+
+    for name in (
+        "gptj.modeling_gptj",
+        "gpt_neo.modeling_gpt_neo",
+        "gpt_neox.modeling_gpt_neox",
+        "codegen.modeling_codegen",
+    ):
+        module = __import__(f"transformers.models.{name}", fromlist=["torch"])
+        names = {key: value for key, value in vars(torch).items() if key != "float32"}
+        names |= {"float32": torch.float64, "finfo": finfo}
+        monkeypatch.setattr(module, "torch", SimpleNamespace(**names))
+
+
+def eager(name: str, **more: Any) -> Any:
+    chosen = {} if name in ONLY_EAGER else {"attn_implementation": "eager"}
+    torch.manual_seed(0)
+    return build(name, **chosen, **more).double()
+
+
+def routed(name: str, *, flash_attention: bool | None = True, **more: Any) -> Any:
+    torch.manual_seed(0)
+    with sw.model_creation(flash_attention=flash_attention):
+        return build(name, **more).double()
+
+
+def tokens(length: int = LENGTH, samples: int = 3) -> Tensor:
+    return torch.randint(3, 96, (samples, length), generator=torch.Generator().manual_seed(1))
+
+
+def padding(*, left: bool) -> Tensor:
+    mask = torch.ones(3, LENGTH, dtype=torch.long)
+    mask[1, slice(None, 7) if left else slice(-7, None)] = 0
+    return mask
+
+
+def pairs(*, allowed: Tensor) -> Tensor:
+    """(3, 1, Q, K), as a script may pass it: numbers that are added to the scores."""
+    lowest = torch.finfo(torch.float64).min
+    return torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, lowest).expand(3, 1, -1, -1)
+
+
+MASKS = {
+    "none": None,
+    "right": padding(left=False),
+    "left": padding(left=True),
+    "pairs": pairs(allowed=torch.rand(1, 1, LENGTH, LENGTH).tril() + torch.eye(LENGTH) > 0.3),
+}
+
+
+def outcome(model: Any, mask: Tensor | None, **more: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Loss over the positions that are no padding, their logits, gradients."""
+    ids = tokens()
+    kept = torch.ones_like(ids) if mask is None or mask.dim() == 4 else mask
+    result = model(ids, attention_mask=mask, labels=ids.masked_fill(kept == 0, -100), **more)
+    result.loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return result.loss.detach(), result.logits[kept == 1].detach(), gradients
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    loss, logits, gradients = found
+    torch.testing.assert_close(loss, wanted[0], rtol=0, atol=1e-6)  # transformers: in float32
+    torch.testing.assert_close(logits, wanted[1], rtol=0, atol=1e-12)
+    assert len(gradients) == len(wanted[2])
+    for one, other in zip(gradients, wanted[2], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-9)  # from logits that were cast to float32
+
+
+MASKS["numbers"] = MASKS["pairs"] + torch.linspace(-2, 2, LENGTH, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", SIX)
+def test_results_are_those_of_eager_attention(name, mask):
+    plain, fused = eager(name), routed(name)
+    assert list(plain.state_dict()) == list(fused.state_dict())
+    assert repr(plain) == repr(fused)
+    fused.load_state_dict(plain.state_dict())
+    assert_same(outcome(fused, MASKS[mask]), outcome(plain, MASKS[mask]))
+    assert all(choice.kernel in ("flash", "blockwise") for choice in kernels_of(fused).values())
+    assert len(kernels_of(fused)) == 4
+
+
+@pytest.mark.parametrize("name", ["GPT-J", "GPT-NeoX", "GPT-Neo"])
+def test_gradients_without_the_loss_are_exact(name):
+    gradients = []
+    for model in (eager(name), routed(name)):
+        hidden = model.base_model(tokens(), attention_mask=padding(left=False)).last_hidden_state
+        (hidden * torch.linspace(-1, 1, hidden.numel(), dtype=torch.float64).view_as(hidden)).sum().backward()
+        gradients.append([p.grad for p in model.base_model.parameters() if p.grad is not None])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-11)
+
+
+def test_without_the_fixture_scores_of_gptj_are_wider(monkeypatch):
+    """Plain GPT-J rounds the scores of a float64 model to float32; routed, it does not."""
+    monkeypatch.undo()
+    plain, fused = eager("GPT-J"), routed("GPT-J")
+    difference = (plain(tokens()).logits - fused(tokens()).logits).abs().max().item()
+    assert 1e-12 < difference < 1e-6
+
+
+@pytest.mark.parametrize("name", SIX)
+def test_in_bfloat16_it_is_as_close_to_the_truth_as_eager_attention(name):
+    truth = eager(name).base_model(tokens()).last_hidden_state
+    errors = [
+        (model.bfloat16().base_model(tokens()).last_hidden_state.double() - truth).norm() / truth.norm()
+        for model in (eager(name), routed(name))
+    ]
+    assert errors[1] < max(1.3 * errors[0], 0.02)
+
+
+def kept_bytes(model: Any, length: int) -> int:
+    """What a forward keeps, without parameters and buffers."""
+    own = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+    kept: dict[int, tuple[int, Tensor]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
+        result = model.base_model(tokens(length, 1))
+    del result
+    return sum(num_bytes for num_bytes, _ in kept.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "dropout"),
+    combinations_of(list(SIX), [0.0, 0.1], kept=[("GPT-2", 0.0), ("BERT", 0.1), ("GPT-NeoX", 0.1)]),
+)
+def test_kept_bytes_grow_linearly(name, dropout):
+    fused = routed(name, positions=2048, dropout=dropout).float().train()
+    short, long = kept_bytes(fused, 128), kept_bytes(fused, 2048)
+    assert long / short < 16.3
+    plain = eager(name, positions=2048, dropout=dropout).float().train()
+    assert kept_bytes(plain, 1024) / kept_bytes(plain, 128) > 11
+
+
+def test_a_padding_mask_is_kept_once_and_not_by_each_layer():
+    fused = routed("BERT", positions=512).train()
+    mask = torch.ones(1, 512, dtype=torch.long)
+    mask[0, 400:] = 0
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.shape[-2:] == (512, 512):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
+        result = fused.base_model(tokens(512, 1), attention_mask=mask)
+    assert sum(kept.values()) <= 512 * 512
+    del result
+
+
+@pytest.mark.parametrize("name", SIX)
+def test_dropout_keeps_the_mean_and_is_the_same_for_a_seed(name):
+    """Attention alone drops: the mean over many draws is near the result without."""
+    fused = routed(name)
+    for module in fused.modules():
+        of_attention = isinstance(getattr(module, "attention_dropout", None), float)
+        if of_attention:
+            module.attention_dropout = 0.3
+    for path, module in fused.named_modules():
+        if isinstance(module, nn.Dropout) and path.rpartition(".")[2] in ("attn_dropout", "dropout"):
+            module.p = 0.3 if "self.dropout" in path or "attn_dropout" in path else 0.0
+    first = kernels_first_layer(fused)
+    hidden = torch.randn(1, LENGTH, 32, dtype=torch.float64)
+    results = []
+    for seed in (1, 1, *range(2, 400)):
+        torch.manual_seed(seed)
+        results.append(first(hidden))
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+    fused.eval()
+    without = first(hidden)
+    mean, spread = torch.stack(results[1:]).mean(0), torch.stack(results[1:]).std(0)
+    assert ((mean - without).abs() < 6 * spread / 399**0.5 + 1e-12).all()
+    assert spread.max() > 0
+
+
+def kernels_first_layer(model: Any) -> Any:
+    """The first layer's attention, as a function of its input."""
+    base = model.base_model
+    if hasattr(base, "encoder"):
+        return lambda hidden: base.encoder.layer[0].attention.self(hidden)[0]
+    positions = torch.arange(LENGTH)[None]
+    if hasattr(base, "layers"):
+        embeddings = base.rotary_emb(torch.zeros(1, dtype=torch.float64), positions)
+        attention = base.layers[0].attention
+        return lambda hidden: attention(hidden, None, position_embeddings=embeddings)[0]
+    attention = base.h[0].attn
+    more = {"position_ids": positions} if type(attention).__name__ == "GPTJAttention" else {}
+    return lambda hidden: attention(hidden, **more)[0]
+
+
+# ---- what a script chooses ----
+
+
+@pytest.mark.parametrize("name", SIX)
+def test_an_explicit_implementation_is_honoured(name):
+    model = routed(name, attn_implementation="eager")
+    model(tokens())
+    assert model.config._attn_implementation == "eager"
+    assert set(kernels_of(model).values()) == {Choice("eager", "attn_implementation='eager'")}
+    assert kept_bytes(model.float(), 64) == kept_bytes(eager(name).float(), 64)
+
+
+@pytest.mark.parametrize("name", SIX)
+def test_false_gives_plain_attention(name):
+    model = routed(name, flash_attention=False, positions=128)
+    assert_same(outcome(model, MASKS["right"]), outcome(eager(name, positions=128), MASKS["right"]))
+    assert set(kernels_of(model).values()) == {Choice("plain", "flash_attention=False")}
+    short, long = (kept_bytes(model.float(), length) for length in (16, 128))
+    assert long > 9 * short
+
+
+def test_none_leaves_models_as_they_are():
+    with sw.model_creation():
+        model = routed("GPT-J", flash_attention=None)
+    model(tokens())
+    assert kernels_of(model) == {}
+
+
+@pytest.mark.parametrize("name", SIX)
+def test_a_config_may_serve_several_models(name):
+    """Plain ones as well, before and after: a model that nobody chose anything for writes its own choice."""
+    plain = build(name)
+    kind = type(plain)
+    with sw.model_creation(flash_attention=False):
+        second = kind(plain.config)
+    with sw.model_creation(flash_attention=True):
+        third = kind(plain.config)
+    last = kind(plain.config)
+    for model in (plain, second, third, last):
+        model(tokens())
+    assert len(kernels_of(third)) == 4
+    assert all(choice.kernel in ("flash", "blockwise") for choice in kernels_of(third).values())
+    assert {choice.kernel for choice in kernels_of(second).values()} == {"plain"}
+    assert kernels_of(plain) == kernels_of(last) == {}
+
+
+def test_a_model_whose_attention_is_not_routed_stays_as_it_is():
+    """CodeGen computes its scores by itself, in a way of its own."""
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4, "vocab_size": 96}
+    results = []
+    for flash_attention in (None, True, False):
+        torch.manual_seed(0)
+        with sw.model_creation(flash_attention=flash_attention):
+            model = transformers.CodeGenForCausalLM(transformers.CodeGenConfig(**sizes)).eval()
+        results.append(model(tokens(), attention_mask=padding(left=False)).logits)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    assert attention_table(model) == ""
+
+
+def test_a_broken_creation_routes_nothing_later():
+    with pytest.raises(RuntimeError, match="stop"), sw.model_creation():
+        raise RuntimeError("stop")
+    model = build("GPT-J")
+    model(tokens())
+    assert kernels_of(model) == {}
+    with pytest.raises(UsageError, match="flash_attention is 1, but"), sw.model_creation(flash_attention=1):
+        pass
+
+
+def test_a_method_of_the_script_is_kept():
+    from transformers.models.gptj.modeling_gptj import GPTJAttention
+
+    class Loud(GPTJAttention):
+        def _attn(self, *args, **kwargs):
+            raise RuntimeError("my own")
+
+    model = build("GPT-J")
+    with sw.model_creation():
+        model.transformer.h[0].attn = Loud(model.config, 0)
+    with pytest.raises(RuntimeError, match="my own"):
+        model(tokens())
+
+
+# ---- weights, caches, copies ----
+
+
+@pytest.mark.parametrize("name", SIX)
+def test_weights_that_are_asked_for_come_from_plain_attention(name, caplog, monkeypatch):
+    from shardwright.torch.attention import weights_wanted
+
+    monkeypatch.setattr(weights_wanted._Said, "already", False)
+    plain, fused = eager(name), routed(name)
+    for mask in (None, padding(left=False)):
+        wanted = plain(tokens(), attention_mask=mask, output_attentions=True)
+        found = fused(tokens(), attention_mask=mask, output_attentions=True)
+        assert len(found.attentions) == len(wanted.attentions) == 4
+        for one, other in zip(found.attentions, wanted.attentions, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    assert set(kernels_of(fused).values()) == {Choice("eager", "its weights are asked for")}
+    assert caplog.text.count("attention weights are asked for") == 1
+    fused(tokens())
+    assert "eager" not in attention_table(fused)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "GPT-J", "GPT-Neo", "GPT-NeoX"])
+def test_generation_with_a_cache(name):
+    plain, fused = eager(name).eval(), routed(name).eval()
+    more = {"max_new_tokens": 12, "do_sample": False, "attention_mask": padding(left=True)}
+    assert torch.equal(plain.generate(tokens(), **more), fused.generate(tokens(), **more))
+
+
+def test_cross_attention():
+    settings = {"add_cross_attention": True}
+    states = torch.randn(3, 9, 32, dtype=torch.float64)
+    mask = torch.ones(3, 9, dtype=torch.long)
+    mask[2, 5:] = 0
+    more = {"encoder_hidden_states": states, "encoder_attention_mask": mask}
+    plain, fused = eager("GPT-2", **settings), routed("GPT-2", **settings)
+    assert_same(outcome(fused, None, **more), outcome(plain, None, **more))
+    assert len(kernels_of(fused)) == 8
+
+
+def test_groups_of_queries_share_keys():
+    results = []
+    for implementation in ("eager", None):
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        config = transformers.LlamaConfig(**sizes, **heads, attn_implementation=implementation)
+        torch.manual_seed(0)
+        with sw.model_creation():
+            model = transformers.LlamaForCausalLM(config)
+        results.append(model.float()(tokens(), attention_mask=padding(left=False)).logits[0])
+    torch.testing.assert_close(*results, rtol=0, atol=1e-5)  # Llama's softmax is in float32
+    assert {choice.kernel for choice in kernels_of(model).values()} == {"blockwise"}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("name", ["GPT-2", "GPT-Neo"])
+def test_copies_are_routed(name, copied):
+    model = routed(name)
+    other = copied(model)
+    assert torch.equal(model(tokens()).logits, other(tokens()).logits)
+    assert kernels_of(other) == kernels_of(model) != {}
+    assert b"shardwright.torch" not in pickle.dumps(model)
+
+
+def test_recomputation_takes_the_same_kernel():
+    gradients = []
+    for recomputes in (False, True):
+        model = routed("GPT-Neo", dropout=0.1).train()
+        if recomputes:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(5)
+        model(tokens(), labels=tokens()).loss.backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert all(torch.equal(*both) for both in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("name", ["BERT", "GPT-J"])
+def test_with_delayed_initialisation(name):
+    torch.manual_seed(0)
+    with sw.delay_param_initialization(), sw.model_creation():
+        model = build(name)
+    sw.init({"run_dir": "off", "profile": "estimated"})
+    try:
+        wrapped = sw.DistributedModel(model)
+
+        @sw.step
+        def train(model, ids):
+            loss = model(ids, labels=ids).loss
+            model.backward(loss)
+            return loss
+
+        found = train(wrapped, tokens()).reduce_mean()
+    finally:
+        sw.shutdown()
+    wanted = eager(name).float()(tokens(), labels=tokens()).loss
+    torch.testing.assert_close(found, wanted.detach(), rtol=0, atol=1e-5)
+    assert len(kernels_of(model)) == 4
+
+
+# ---- the table ----
+
+
+def test_the_table_says_which_kernel_and_why():
+    model = routed("GPT-Neo")
+    model(tokens())
+    assert attention_table(model).splitlines() == [
+        "  transformer.h.0.attn.attention ... transformer.h.2.attn.attention (2)  flash",
+        "  transformer.h.1.attn.attention ... transformer.h.3.attn.attention (2)  blockwise  "
+        "a window of 5 keys",
+    ]
+    assert attention_table(build("GPT-Neo")) == ""
+
+
+def test_the_first_training_step_prints_the_table(capfd):
+    model = routed("BERT", dropout=0.1)
+    sw.init({"run_dir": "off", "profile": "estimated"})
+    try:
+        wrapped = sw.DistributedModel(model)
+
+        @sw.step
+        def train(model, ids):
+            loss = model(ids, labels=ids).loss
+            model.backward(loss)
+            return loss
+
+        for _ in range(2):
+            train(wrapped, tokens())
+    finally:
+        sw.shutdown()
+    printed = "".join(capfd.readouterr())
+    assert printed.count("blockwise  dropout on a CPU") == 1
+
+
+# ---- plain PyTorch ----
+
+
+class CallsAttention(nn.Module):
+    """As many scripts write it."""
+
+    def __init__(self, dropout: float = 0.0):
+        super().__init__()
+        self.packed = nn.Linear(16, 48)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, length, _ = x.shape
+        query, key, value = self.packed(x).view(samples, length, 3, 4, 4).permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        result = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        return result.transpose(1, 2).flatten(2)
+
+
+def encoder(dropout: float = 0.0) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=dropout, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+@pytest.mark.parametrize("make", [CallsAttention, encoder])
+def test_modules_of_pytorch_are_routed(make):
+    torch.manual_seed(0)
+    plain = make(0.0).double()
+    with sw.model_creation():
+        fused = make(0.0).double()
+        dropping = make(0.1)
+    fused.load_state_dict(plain.state_dict())
+    assert repr(fused) == repr(plain)
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    for model in (plain, fused):
+        model(x).square().sum().backward()
+    torch.testing.assert_close(fused(x), plain(x), rtol=0, atol=1e-12)
+    for one, other in zip(fused.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-11)
+    dropping(x.float())
+    assert set(kernels_of(fused).values()) == {Choice("flash")}
+    assert set(kernels_of(dropping).values()) == {Choice("blockwise", "dropout on a CPU")}
+    short, long = (kept_of(dropping, length) for length in (64, 1024))
+    assert long / short < 16.3
+
+
+def kept_of(model: nn.Module, length: int) -> int:
+    own = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    kept: dict[int, tuple[int, Tensor]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
+        result = model(torch.randn(1, length, 16))
+    del result
+    return sum(num_bytes for num_bytes, _ in kept.values())
+
+
+def test_masks_of_an_encoder():
+    torch.manual_seed(0)
+    plain = encoder().double()
+    with sw.model_creation():
+        fused = encoder().double()
+    fused.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    pads = torch.zeros(2, 7, dtype=torch.bool)
+    pads[1, 5:] = True
+    late = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    for masks in (
+        {"src_key_padding_mask": pads},
+        {"mask": late},
+        {"mask": late, "src_key_padding_mask": pads},
+    ):
+        torch.testing.assert_close(fused(x, **masks), plain(x, **masks), rtol=0, atol=1e-12)
+
+
+def test_multihead_attention_with_and_without_weights():
+    torch.manual_seed(0)
+    given = {"kdim": 12, "vdim": 10, "add_bias_kv": True, "add_zero_attn": True}
+    plain = nn.MultiheadAttention(16, 4, **given).double()
+    with sw.model_creation():
+        fused = nn.MultiheadAttention(16, 4, **given).double()
+    with sw.model_creation(flash_attention=False):
+        kept = nn.MultiheadAttention(16, 4, **given).double()
+    for model in (fused, kept):
+        model.load_state_dict(plain.state_dict())
+    query, key, value = (torch.randn(5, 2, size, dtype=torch.float64) for size in (16, 12, 10))
+    result, weights = plain(query, key, value)
+    for model in (fused, kept):
+        torch.testing.assert_close(model(query, key, value, need_weights=False)[0], result)
+    assert fused(query, key, value, need_weights=False)[1] is None
+    assert kernels_of(fused) == {"": Choice("flash")}
+    assert kernels_of(kept) == {"": Choice("plain", "flash_attention=False")}
+    torch.testing.assert_close(fused(query, key, value)[1], weights)
+    assert kernels_of(fused) == {"": Choice("eager", "its weights are asked for")}
+
+
+def test_compiled_models_are_left_to_pytorch():
+    with sw.model_creation():
+        model = CallsAttention().double()
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-12)
+
+
+def test_a_trace_for_accelerators_has_their_fused_kernel():
+    """Dropout of attention makes our own kernel necessary on a CPU, and not where the model will train."""
+    ids = tokens()
+    plain = build("BERT", dropout=0.1)
+    graphs = [
+        sw.trace_model(model, ids, labels=ids, on_accelerators=True)
+        for model in (plain, routed("BERT", dropout=0.1).float())
+    ]
+    costs = [[(node.name, node.flops, node.saved_bytes) for node in graph.nodes] for graph in graphs]
+    assert costs[0] == costs[1]

@@ -1,0 +1,87 @@
+"""The budget for timing goes to each kind of unit once, and then to what leaves most in doubt."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from shardwright.torch.measuring.measure import Timing
+from shardwright.torch.measuring.turns import Share, Turns
+
+
+def timing(seconds=1.0, spread=0.0):
+    return Timing(forward_s=seconds / 3, backward_s=2 * seconds / 3, spread=spread)
+
+
+SHARES = {
+    "block of 8": Share("block", 10.0, 2),
+    "block of 4": Share("block", 10.0, 4),
+    "head of 8": Share("head", 30.0, 2),
+    "head of 4": Share("head", 30.0, 4),
+    "head of 2": Share("head", 30.0, 8),
+    "norm of 8": Share("norm", 0.1, 2),
+}
+
+
+def taken(turns, *, each_s=1.0, timings=None):
+    """The classes that were timed, in order, if each takes so long."""
+    keys, spent_s = [], 0.0
+    while (key := turns.next(spent_s)) is not None:
+        keys.append(key)
+        turns.add(key, (timings or {}).get(key, timing()))
+        spent_s += each_s
+        assert len(keys) < 100
+    return keys
+
+
+def test_each_kind_comes_once_before_any_comes_twice_and_the_dearest_first():
+    keys = taken(Turns(SHARES, budget_s=100.0))
+    assert keys[:3] == ["head of 8", "block of 8", "norm of 8"]
+
+
+def test_then_the_size_that_differs_most_and_nothing_between_two():
+    """What lies between two sizes is interpolated; without spread, nothing is timed twice."""
+    assert taken(Turns(SHARES, budget_s=100.0))[3:] == ["head of 2"]
+
+
+@pytest.mark.parametrize(("budget_s", "number"), [(0.5, 1), (2.0, 2), (3.5, 4)])
+def test_nothing_begins_when_the_budget_is_spent(budget_s, number):
+    assert len(taken(Turns(SHARES, budget_s=budget_s))) == number
+
+
+def test_the_widest_spread_is_timed_again():
+    wide = {"head of 8": timing(spread=0.6), "block of 8": timing(spread=0.02)}
+    keys = Counter(taken(Turns(SHARES, budget_s=100.0), timings=wide))
+    assert keys["head of 8"] > 2
+    assert keys["block of 8"] == keys["head of 2"] == 1
+
+
+def test_a_machine_that_stays_noisy_ends_after_eight_turns_of_each():
+    noisy = {key: timing(spread=2.0) for key in SHARES}
+    assert max(Counter(taken(Turns(SHARES, budget_s=1e9), timings=noisy)).values()) <= 8
+
+
+def test_what_is_remembered_is_not_timed_and_stands_for_its_kind():
+    remembered = {"head of 8": timing(), "block of 8": timing(), "block of 4": timing()}
+    assert taken(Turns(SHARES, 100.0, remembered)) == ["norm of 8", "head of 2"]
+    assert taken(Turns({"head of 8": Share("head", 1.0)}, 100.0, remembered)) == []
+
+
+def test_what_was_inferred_before_is_timed_if_it_leaves_much_in_doubt():
+    surely = {"head of 8": timing(), "block of 8": timing()}
+    shares = {key: SHARES[key] for key in ("head of 8", "block of 8")}
+    for spread, number in ((0.1, 0), (0.5, 1)):
+        guessed = {**surely, "head of 8": replace(timing(spread=spread), inferred=True)}
+        assert len(taken(Turns(shares, 100.0, guessed))) == number
+
+
+def test_what_cannot_be_run_is_tried_once():
+    turns = Turns(SHARES, budget_s=100.0)
+    while (key := turns.next(0.0)) is not None:
+        turns.add(key, None if key.startswith("norm") else timing())
+    assert turns.failed == {"norm of 8"}
+
+
+def test_a_model_without_work_takes_no_turn():
+    assert Turns({}, budget_s=5.0).next(0.0) is None
+    assert Turns({}, budget_s=5.0).doubt_of([]) == 0.0

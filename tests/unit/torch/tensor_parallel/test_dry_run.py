@@ -1,0 +1,106 @@
+"""Fake tensors: a step without data sends what the step sends, and kernels of GPUs have their rules."""
+
+import copy
+
+import pytest
+import torch
+from ranks_in_threads import on_ranks
+from test_traffic import Language, megatron
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shardwright.placement import Cut
+from shardwright.torch.tensor_parallel.divide import divide, settle_gradients, tensor_group
+from shardwright.torch.tensor_parallel.divided_tensor import placement_of, wrap
+from shardwright.torch.tensor_parallel.spec import spec_of
+
+aten = torch.ops.aten
+
+
+class NoRanks:
+    """Collectives that leave everything as it is."""
+
+    def __init__(self, rank, num_ranks):
+        self.rank, self.num_ranks = rank, num_ranks
+
+    def all_reduce(self, data, operation):
+        pass
+
+    def all_gather(self, output, data):
+        pass
+
+    def all_to_all(self, output, data, receives, sends):
+        pass
+
+
+def step(model, ids, placements, group):
+    divide(model, placements, group)
+    model(ids).backward()
+    settle_gradients(model.parameters())
+    return dict(group.traffic.calls), dict(group.traffic.sent_bytes), dict(group.computed_whole)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_step_without_data_sends_what_the_step_sends(num_ranks):
+    torch.manual_seed(0)
+    model = Language(2, fused=True, norm=nn.LayerNorm)
+    placements = megatron(model, num_ranks)
+    ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+    copies = [copy.deepcopy(model) for _ in range(num_ranks)]
+    sent = on_ranks(num_ranks, lambda group: step(copies[group.rank], ids, placements, group))
+    for rank in range(num_ranks):
+        with FakeTensorMode():
+            fake = Language(2, fused=True, norm=nn.LayerNorm)
+            ids_without_data = torch.empty(2, 16, dtype=torch.int64)
+            group = tensor_group(NoRanks(rank, num_ranks))
+            assert step(fake, ids_without_data, placements, group) == sent[rank]
+
+
+def kernels(q, k, v, gradient):
+    """Forward and backward of each fused attention of GPUs."""
+
+    def flash():
+        o = aten._scaled_dot_product_flash_attention.default(q, k, v)
+        return o, aten._scaled_dot_product_flash_attention_backward.default(
+            gradient, q, k, v, *o[:6], 0.0, False, *o[6:8]
+        )
+
+    def efficient():
+        o = aten._scaled_dot_product_efficient_attention.default(q, k, v, None, True)
+        return o, aten._scaled_dot_product_efficient_attention_backward.default(
+            gradient, q, k, v, None, *o, 0.0, [True, True, True, False]
+        )
+
+    def cudnn():
+        o = aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True)
+        return o, aten._scaled_dot_product_cudnn_attention_backward.default(
+            gradient, q, k, v, *o[:2], *o[6:8], None, *o[2:6], 0.0, False
+        )
+
+    def overrideable():
+        o = aten._scaled_dot_product_fused_attention_overrideable.default(q, k, v)
+        return o, aten._scaled_dot_product_fused_attention_overrideable_backward.default(
+            gradient, q, k, v, None, [True, True, True, False], *o[:6], 0.0, False, *o[6:8]
+        )
+
+    return {"flash": flash, "efficient": efficient, "cudnn": cudnn, "overrideable": overrideable}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn", "overrideable"])
+def test_attention_of_gpus_is_divided_without_communication(name, dim):
+    cut = Cut.even(dim, 4, num_ranks=2)
+    shape = torch.Size([4, 4, 16, 32])
+    with FakeTensorMode():
+        group = tensor_group(NoRanks(1, 2))
+
+        def part():
+            local = torch.empty(*shape[:dim], 2, *shape[dim + 1 :], device="cuda", dtype=torch.bfloat16)
+            return wrap(local, spec_of(group, cut, local, shape=shape, strides=(2048, 512, 32, 1)))
+
+        forward, backward = kernels(part(), part(), part(), part())[name]()
+    assert [placement_of(each) for each in forward[:2]] == [cut, cut]
+    assert [placement_of(each) for each in backward[:3]] == [cut, cut, cut]
+    assert all(each.shape == shape for each in backward[:3])
+    assert not group.traffic.calls
+    assert not group.computed_whole

@@ -1,0 +1,211 @@
+"""The search on small modules: which cuts it thinks of, how it weighs them, what it refuses."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks_in_threads import on_ranks
+from test_traffic import Block, Language
+from torch import nn
+
+from choices import some_combinations
+from shardwright.errors import UsageError
+from shardwright.placement import WHOLE, Cut
+from shardwright.torch.tensor_parallel.divide import divide, settle_gradients
+from shardwright.torch.tensor_parallel.divided_tensor import whole
+from shardwright.torch.tensor_parallel.group import Prices
+from shardwright.torch.tensor_parallel.search import Unit, dry_run, find_placements, units_of
+from shardwright.torch.tensor_parallel.search.cut_candidates import cut_candidates
+from shardwright.torch.tensor_parallel.search.flow import Flow
+from shardwright.torch.tensor_parallel.search.no_ranks import group_without_ranks
+from shardwright.torch.tensor_parallel.search.recording import record
+
+WIDTH, HEADS = 24, 4
+
+
+class Fused(nn.Module):
+    """Attention with a fused projection that comes apart in one of several ways."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y, shape = self.qkv(x), (*x.shape[:2], HEADS, WIDTH // HEADS)
+        if self.way == "split":
+            parts = [each.view(shape) for each in y.split(WIDTH, dim=-1)]
+        elif self.way == "chunk":
+            parts = [each.view(shape) for each in y.chunk(3, dim=-1)]
+        elif self.way == "slices":
+            parts = [y[..., a : a + WIDTH].view(shape) for a in range(0, 3 * WIDTH, WIDTH)]
+        elif self.way == "three first":
+            parts = y.view(*x.shape[:2], 3, HEADS, WIDTH // HEADS).unbind(2)
+        else:
+            parts = y.view(*x.shape[:2], HEADS, 3 * WIDTH // HEADS).chunk(3, dim=-1)
+        q, k, v = (each.transpose(1, 2) for each in parts)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).reshape(x.shape))
+
+
+def unit_of(module, tokens=8):
+    return Unit(module, (torch.zeros(2, tokens, WIDTH, requires_grad=True),))
+
+
+IN_THREE = Cut.in_segments(0, [HEADS] * 3, num_ranks=3).times(WIDTH // HEADS)
+
+
+@pytest.mark.parametrize(
+    ("way", "cut"),
+    [
+        ("split", IN_THREE),
+        ("chunk", IN_THREE),
+        ("slices", IN_THREE),
+        ("three first", IN_THREE),
+        ("heads first", Cut.even(0, HEADS, num_ranks=3).times(3 * WIDTH // HEADS)),
+    ],
+)
+def test_segments_and_heads_are_seen_in_the_step(way, cut):
+    """Over 3 ranks, 4 heads of 6: no cut that forgets the segments or the heads is the same."""
+    flow = Flow(record(unit_of(Fused(way))), group_without_ranks(0, 3, Prices()))
+    candidates = cut_candidates(flow, "qkv.weight", 0, 3)
+    assert cut in candidates
+    assert candidates[-1] == Cut.even(0, 3 * WIDTH, num_ranks=3)
+    # With it, attention needs nothing from the other ranks until the rows of the output.
+    rows = Cut.even(1, HEADS, num_ranks=3).times(WIDTH // HEADS)
+    placements = {"qkv.weight": cut, "qkv.bias": cut, "out.weight": rows}
+    traffic = dry_run(unit_of(Fused(way)), placements, rank=0, num_ranks=3).traffic
+    assert traffic.calls == {"all_reduce": 2}
+
+
+# Exchange is dear against work, or cheap: many plans of a step are then tried and priced.
+PRICES = [Prices(), Prices(latency_s=1e-3), Prices(latency_s=1e-9, bandwidth_Bps=1e12)]
+
+
+@pytest.mark.parametrize(("prices", "fused"), some_combinations(PRICES, [True, False]))
+def test_found_placements_are_exact_and_send_what_they_cost(prices, fused):
+    torch.manual_seed(0)
+    model = Language(2, fused=fused, norm=nn.LayerNorm).double()
+    ids = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+    unit = Unit(model, (ids,))
+    found = find_placements(unit, num_ranks=2, prices=prices)
+    planned = dry_run(unit, found.placements, rank=0, num_ranks=2, prices=prices)
+    seconds = planned.traffic.calls.total() * prices.latency_s
+    seconds += planned.traffic.sent_bytes.total() / prices.bandwidth_Bps
+    assert found.price.exchange_s == pytest.approx(seconds, rel=1e-9)
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    model(ids).backward()
+
+    def on_rank(group):
+        group.prices = prices
+        own = copies[group.rank]
+        divide(own, found.placements, group)
+        loss = own(ids)
+        whole(loss)  # what leaves a unit is whole
+        loss.backward()
+        settle_gradients(own.parameters())
+        for name, parameter in own.named_parameters():
+            have, want = whole(parameter.grad), model.get_parameter(name).grad
+            torch.testing.assert_close(have, want, rtol=1e-10, atol=1e-12)
+
+    on_ranks(2, on_rank)
+
+
+def test_small_models_are_divided_however_long_messages_take():
+    """What latency adds to a step counts on both sides: who asks for ranks that share layers gets them."""
+    unit = unit_of(Fused("split"))
+    for latency_s in (20e-6, 1e-3):
+        assert find_placements(unit, num_ranks=2, prices=Prices(latency_s=latency_s)).divided > 0.9
+
+
+def test_columns_then_rows_of_a_block():
+    found = find_placements(
+        Unit(Block(fused=True, norm=nn.LayerNorm), (torch.zeros(2, 16, 32, requires_grad=True),)), num_ranks=2
+    )
+    cut = Cut.in_segments(0, [32] * 3, num_ranks=2)
+    assert found.placements == {
+        "qkv.weight": cut,
+        "qkv.bias": cut,
+        "out.weight": Cut.even(1, 32, num_ranks=2),
+        **{
+            f"{name}.{key}": Cut.even(0, 128, num_ranks=2)
+            for name in ("up", "gate")
+            for key in ("weight", "bias")
+        },
+        "down.weight": Cut.even(1, 128, num_ranks=2),
+    }
+    text = str(found.explanation)
+    assert "from all whole:" in text
+    assert f"qkv.weight (96, 32): {cut}" in text
+    assert f"tried {Cut.even(0, 96, num_ranks=2)}:" in text
+
+
+def test_where_memory_is_short_more_is_divided():
+    """A slow network: for speed the layer stays whole, for memory it is divided."""
+    unit = Unit(nn.Linear(64, 64), (torch.zeros(64, 64, requires_grad=True),))
+    prices = Prices(bandwidth_Bps=1e8)
+    speed = find_placements(unit, num_ranks=2, prices=prices)
+    memory = find_placements(unit, num_ranks=2, prices=prices, optimize="memory")
+    assert not speed.placements
+    assert memory.divided > 0.9
+    # More microbatches to a step: the gradients' settlement weighs less than the work.
+    many = find_placements(unit, num_ranks=2, prices=prices, num_microbatches=64)
+    assert many.whole_price.work_s == pytest.approx(64 * speed.whole_price.work_s)
+
+
+class Model(nn.Module):
+    """Layers of two kinds; the first table is tied to the last matrix."""
+
+    def __init__(self, *, twice=False, unused=False):
+        super().__init__()
+        self.table = nn.Embedding(256, 32)
+        self.layers = nn.ModuleList(Block(fused=index < 2, norm=nn.LayerNorm) for index in range(4))
+        self.head = nn.Linear(32, 256, bias=False)
+        self.head.weight = self.table.weight
+        self.twice, self.unused = twice, unused
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for layer in self.layers[: 3 if self.unused else 4]:
+            x = layer(x)
+        if self.twice:
+            x = self.layers[0](x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+NAMES = [f"layers.{index}" for index in range(4)]
+
+
+def test_units_of_a_kind_are_searched_once():
+    model = Model()
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    units = units_of(model, (ids,), units=NAMES)
+    found = find_placements(units, num_ranks=2)
+    assert [part.units for part in found.explanation.parts] == [[""], NAMES[:2], NAMES[2:]]
+    assert found.of_unit("layers.0") == found.of_unit("layers.1")
+    assert found.of_unit("layers.2") == found.of_unit("layers.3")
+    assert found.of_unit("layers.0") == find_placements(units["layers.0"], num_ranks=2).placements
+    # One name of the tied table is enough, as `divide` has it.
+    assert "table.weight" in found.placements
+    assert "head.weight" not in found.placements
+    assert found.divided == pytest.approx(
+        sum(model.get_parameter(name).numel() for name in found.placements)
+        / sum(each.numel() for each in model.parameters())
+    )
+
+
+def test_units_that_are_called_twice_or_never_are_refused():
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    with pytest.raises(UsageError, match=r"layers\.0 is called twice in a step"):
+        units_of(Model(twice=True), (ids,), units=NAMES)
+    with pytest.raises(UsageError, match=r"\['layers\.3'\] are not called"):
+        units_of(Model(unused=True), (ids,), units=NAMES)
+
+
+def test_what_has_no_large_parameters_stays_whole():
+    found = find_placements(Unit(nn.LayerNorm(32), (torch.zeros(4, 32, requires_grad=True),)), num_ranks=2)
+    assert found.placements == {}
+    assert found.divided == 0
+    assert found.of_unit("") == {}
+    assert WHOLE in found.explanation.placements
