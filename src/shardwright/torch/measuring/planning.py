@@ -102,7 +102,7 @@ class Planner:
                     placement=self._placement(traces[counts[0]].graph),
                     optimizer_factor=_optimizer_factor(context),
                     correction=_correction(context, traces[counts[0]].graph, samples=batch.num_samples or 0),
-                    division=self._division(traces, prices),
+                    division=self._division(traces, prices, previous),
                     previous=previous,
                 )
             )
@@ -147,7 +147,7 @@ class Planner:
             num_stages=most_stages(context.config, pipeline=context.mesh.pipeline, divides=divides),
             divides=divides,
             prepare=self._materialiser.buffers_outside,
-            count_memory=True,
+            count_memory=context.rank == 0,  # which alone plans
             agree_on_end=_first_of_all_ranks if context.mesh.world_size > 1 else None,
         )
 
@@ -175,17 +175,25 @@ class Planner:
             return Fabric(cluster=cluster, mesh=context.mesh).tensor_prices
         return measured_prices(context)
 
-    def _division(self, traces: dict[int, Trace], prices: TensorPrices | None) -> Division | None:
-        """How tensor-parallel ranks share the model; None where there are none."""
+    def _division(
+        self, traces: dict[int, Trace], prices: TensorPrices | None, previous: Plan | None
+    ) -> Division | None:
+        """How tensor-parallel ranks share the model; None where there are none.
+
+        The prices by which the last run decided decide again: those of today are a little different, and the
+        placements that they lead to may be others, with other sums.
+        """
         if prices is None:
             return None
         microbatches, trace = next(iter(traces.items()))
+        last = None if previous is None else previous.tensor
         return division_of(
             self._model,
             trace,
             config=self._context.config,
             mesh=self._context.mesh,
             prices=prices,
+            decided_by=None if last is None else last.prices,
             microbatches=microbatches,
         )
 

@@ -49,6 +49,7 @@ def division_of(
     config: Config,
     mesh: Mesh,
     prices: TensorPrices,
+    decided_by: TensorPrices | None = None,
     microbatches: int = 1,
 ) -> Division:
     """How ranks that share a batch compute the units of a trace, and what that costs them.
@@ -59,6 +60,8 @@ def division_of(
         config: says along which dimension they share it, and what the search is for.
         mesh: says how many they are.
         prices: of what they exchange and compute.
+        decided_by: prices by which an earlier run chose placements, which are then chosen again; by default
+            those of today.
         microbatches: of a step.
 
     Raises:
@@ -75,7 +78,8 @@ def division_of(
     units = dict(_units(model, trace))
     shares_layers = mesh.tensor > 1
     # Who shares a batch wants it divided, however long a latency is.
-    decided_by = prices if shares_layers else prices.model_copy(update={"latency_s": 0.0})
+    if decided_by is None:
+        decided_by = prices if shares_layers else prices.model_copy(update={"latency_s": 0.0})
     own_prices = Prices(**decided_by.model_dump(), sums_wait=not shares_layers)
     kept_whole = _kept_whole(model, graph)
     pinned: dict[str, Placement] = {**pinned_placements(model, num_ranks=degree), **kept_whole}
