@@ -1,4 +1,4 @@
-"""Microbatches and placements stay those of the last run of a script, until it is asked to be planned anew."""
+"""Microbatches and placements stay those of the last run of a script, until a new plan is asked for."""
 
 import json
 
