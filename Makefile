@@ -26,13 +26,16 @@ TENSORFLOW_STAMP := $(TENSORFLOW_VENV)/installed-for-$(PYTHON_VERSION)
 
 DOCS_STAMP := $(VENV)/docs-installed-for-$(PYTHON_VERSION)
 
-.PHONY: help test test-trainer test-tensorflow check sweep demo demo-tensorflow docs dist clean
+.PHONY: help test test-all test-jobs test-compat test-trainer test-tensorflow check sweep demo demo-tensorflow docs dist clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make test    install what the tests need into .venv, check the code, run the tests'
-	@echo 'make test-trainer   the tests of the package smdistributed with the Trainer of transformers 4.28'
-	@echo 'make test-tensorflow   the tests of shardwright.tensorflow'
+	@echo 'make test    install what the tests need into .venv, check the code, run the tests of the library'
+	@echo 'make test-jobs   whole jobs: scripts, launchers, hosts with networks of their own, other trainers'
+	@echo 'make test-compat   the package smdistributed, and scripts written for SageMaker'
+	@echo 'make test-trainer   the same with the Trainer of transformers 4.28'
+	@echo 'make test-tensorflow   shardwright.tensorflow'
+	@echo 'make test-all   all of these'
 	@echo 'make check   lint, types, layers'
 	@echo 'make sweep   the long, exhaustive tests'
 	@echo 'make demo    train a small GPT on two ranks'
@@ -41,9 +44,18 @@ help:
 	@echo 'make dist    wheel and source distribution in dist/, tried in an environment of their own'
 	@echo 'make clean   remove .venv, builds and caches'
 
+PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m 'not sweep'
+
 test: check
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal --doctest-modules -m 'not sweep' \
-	  --ignore src/shardwright/tensorflow --ignore tests/on_tensorflow src tests
+	$(PYTEST) --doctest-modules --ignore src/shardwright/tensorflow src tests/unit tests/ranks
+
+test-all: test test-jobs test-compat test-trainer test-tensorflow
+
+test-jobs: $(STAMP)
+	$(PYTEST) tests/e2e tests/cluster tests/ecosystem
+
+test-compat: $(STAMP)
+	$(PYTEST) tests/compat
 
 test-tensorflow: $(TENSORFLOW_STAMP)
 	$(TENSORFLOW_VENV)/bin/python -m pytest --doctest-modules src/shardwright/tensorflow tests/on_tensorflow
