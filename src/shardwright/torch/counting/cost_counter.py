@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from shardwright.torch._private import FakeTensor, HigherOrderOperator, fake_mode_is_active, storage_key
 from shardwright.torch.counting.operation_work import attention_flops, flops_of, tensors_in, work_of
@@ -196,7 +196,8 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Arguments with tensors without data in the place of those that ranks share: these have data."""
         if not fake_mode_is_active():
             return arguments
-        if not any(each.__class__ is DividedTensor for each in tree_leaves(arguments)):
+        items = arguments.values() if isinstance(arguments, dict) else arguments
+        if not any(each.__class__ is DividedTensor for each in tensors_in(items)):
             return arguments
         return tree_map_only(DividedTensor, self._without_data, arguments)
 

@@ -66,7 +66,7 @@ class NothingLeftBehind:
     def __enter__(self) -> None:
         self.of_model, self._of_script = Snapshot(), Snapshot()
         self._put_back: list[Callable[[], Any]] = []
-        self._caches = _lru_caches()
+        self._caches = [(cache, cache.cache_info().misses) for cache in _lru_caches()]
         self._tensors = TensorContents()
         self._memories: set[int] = set()
         self._array_bytes_left = _MOST_IN_ARRAYS
@@ -149,9 +149,9 @@ class NothingLeftBehind:
         self._of_script.take_out(self._is_left)
         for put_back in self._put_back:
             put_back()
-        for cache in self._caches:
+        for cache, misses in self._caches:
             # The garbage collector sees what is in it: results, and tuples and dictionaries of them.
-            if any(self._stand_ins_in(item) for item in gc.get_referents(cache)):
+            if cache.cache_info().misses != misses and self._stand_ins_in(*gc.get_referents(cache)):
                 cache.cache_clear()
         too_large = self._tensors.restore()
         if too_large is not None and exc_info[0] is None:
@@ -177,7 +177,7 @@ class NothingLeftBehind:
                 self._array_bytes_left -= item.nbytes
                 self._put_back.append(functools.partial(_put_array, item, item.copy()))
         elif kind is _LruCache:
-            self._caches.append(item)
+            self._caches.append((item, item.cache_info().misses))
         elif (put_back := kept_state(item)) is not None:
             self._put_back.append(put_back)
 
@@ -187,9 +187,9 @@ class NothingLeftBehind:
         self.stand_ins += [each for each in found if type(each) is DeferredTensor]
         return bool(found)
 
-    def _stand_ins_in(self, item: Any) -> list[Any]:
-        """Itself, or those in an object or a container that was not there."""
-        found = walk([(item, _STEPS)], skips=self._is_seen)
+    def _stand_ins_in(self, *items: Any) -> list[Any]:
+        """Themselves, or those in objects and containers that were not there."""
+        found = walk([(item, _STEPS) for item in items], skips=self._is_seen)
         return [each for each, _ in found if issubclass(type(each), _STAND_INS)]
 
 
