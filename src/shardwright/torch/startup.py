@@ -13,6 +13,7 @@ from shardwright.torch.loss_scale.grad_scaler import scalers_agree, scaling_note
 from shardwright.torch.measuring.reporting import Reporter
 from shardwright.torch.optimizer.clipping import norm_over_stages
 from shardwright.torch.optimizer.unwrapped_optimizers import refuse_optimizers_inside_steps
+from shardwright.torch.run.brief_errors import be_brief
 from shardwright.torch.run.context import context, is_initialized, set_context
 from shardwright.torch.run.data import samplers_checked, seed_everything
 from shardwright.torch.run.joining import joined
@@ -40,6 +41,7 @@ def init(config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | N
     """
     if is_initialized():
         raise UsageError("init was called before. Call it once; shutdown() ends a run.")
+    be_brief()
     settings, plan = given_settings(config)
     begin(settings, plan)
 
