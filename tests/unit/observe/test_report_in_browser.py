@@ -35,7 +35,9 @@ def browser(capabilities: dict[str, bool]) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = run_folder(tmp_path_factory.mktemp("report") / "run", planned(kind="zb_h1", ranks=3, unit=EVIL))
+    folder = run_folder(
+        tmp_path_factory.mktemp("report") / "run", planned(kind="zb_h1", ranks=3, unit=EVIL), recorded=True
+    )
     return write_report(folder, folder / "report.html")
 
 
@@ -98,9 +100,9 @@ def test_its_figures_are_those_of_the_plan(browser: Any, report: Path) -> None:
         "return [...document.querySelectorAll('[data-part]')].map(e => Number(e.dataset.value))"
     )
     assert sum(parts) == pytest.approx(plan.prediction.step_s, rel=1e-9)
-    # The bars on the plot are the same parts, and the lanes are the ranks.
+    # The bars on the plot are the same parts, in ms or in s, and the lanes are the ranks.
     bars = browser.execute_script("return document.getElementById('plot-waterfall').data[0].x")
-    assert list(bars) == parts
+    assert list(bars) == pytest.approx(parts)
     lanes = browser.execute_script(
         "return [...document.querySelectorAll('#plot-timeline .ytick text, #plot-timeline .y2tick text')]"
         ".map(e => e.textContent)"
