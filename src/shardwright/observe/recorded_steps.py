@@ -2,16 +2,17 @@
 
 ::
 
-    steps      1  2  3  4  5 ... 10  11 ... 20  22  24  26 ...    each is gathered, and replaces another
-    kept             3                                  last      in steps.json
+    steps      1  2  3  4  5  6 ... 90 ... 104 ... 119    each of these is gathered, and replaces another
+    kept             3                             last   in steps.json
 
-Which steps are gathered follows from their numbers alone, so that all ranks gather the same: the first three,
-then each that comes a tenth later than the last one, and the last of all where the run knows how many it
-makes. So a run that is killed leaves two steps, too, and a long one spends nothing on it.
+The first three steps are gathered, and the last of all where the run knows how many it makes. Of the others,
+the first rank asks for one now and then, and says so to all ranks at the end of the step before: nobody
+knows the last step of a run before it is over. So a run that is killed leaves two steps, too.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +31,9 @@ __all__ = ["ChosenSteps", "RankMemoryAfter", "RecordedStep", "StepsFile", "read_
 _EARLY = 3
 """The first step that does nothing but train: the one before still sizes what the first one began."""
 
+_PAUSE_S = 3.0
+"""Between two steps that are asked for: gathering one takes some milliseconds, more on a busy machine."""
+
 _MOST_BYTES = 2**28
 _KINDS = {kind.value: kind for kind in Kind}
 
@@ -39,29 +43,37 @@ class ChosenSteps:
 
     Args:
         total: number of the last step, where the run knows it.
-
-    >>> chosen = ChosenSteps()
-    >>> [number for number in range(1, 30) if chosen.take(number)]
-    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 22, 24, 26, 28]
+        clock: seconds from any fixed point; only the first rank's counts.
     """
 
-    def __init__(self, total: int | None = None) -> None:
+    def __init__(self, total: int | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._total = total
+        self._clock = clock
         self._first: int | None = None
-        self._next = 0
+        self._last = 0
+        self._last_s = 0.0
+        self._asked: int | None = None
 
     def wants(self, number: int) -> bool:
-        """Whether a step will be taken."""
-        return number >= self._next or number == self._total
+        """Whether a step is gathered: the same on all ranks."""
+        early = self._first is None or number - self._first < _EARLY
+        return early or number in (self._total, self._asked)
 
-    def take(self, number: int) -> bool:
-        """Whether this step is taken; called once for each, in order. A run that resumes counts anew."""
-        if not self.wants(number):
-            return False
+    def done(self, number: int) -> None:
+        """A step is over, gathered or not. A run that resumes counts from its first step."""
+        if self.wants(number):
+            self._last, self._last_s = number, self._clock()
         self._first = number if self._first is None else self._first
-        done = number - self._first + 1
-        self._next = number + max(1, done // 10)
-        return True
+
+    def asks_after(self, number: int) -> bool:
+        """Whether the first rank asks for the next step: a tenth and some seconds after the last one."""
+        done = self._last - (self._first or 0) + 1
+        is_far = number + 1 - self._last >= max(1, done // 10)
+        return is_far and self._clock() - self._last_s >= _PAUSE_S
+
+    def asked_after(self, number: int, asked: bool) -> None:
+        """What the first rank has asked for, as all ranks were told at the end of a step."""
+        self._asked = number + 1 if asked else None
 
 
 class RankMemoryAfter(NamedTuple):

@@ -20,7 +20,7 @@ def train(folder):
     import shardwright.torch as sw
 
     settings = {"pipeline_parallel_degree": STAGES, "microbatches": 4, "pipeline": "gpipe", "trace": True}
-    sw.init({**settings, "profile": "estimated", "run_dir": folder, "run_name": "run"})
+    sw.init({**settings, "profile": "estimated", "run_dir": folder, "run_name": "run", "steps": 4})
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid()) for _ in range(2 * STAGES)]
     model = sw.DistributedModel(nn.Sequential(*layers))
     optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))

@@ -93,6 +93,7 @@ class Reporter:
         busy_s: Sequence[float],
         pipeline_s: Sequence[float],
         memory: Sequence[int],
+        records_next: bool,
         skipped: int = 0,
         gradient_error: float | None = None,
         parameter_error: float | None = None,
@@ -105,6 +106,7 @@ class Reporter:
             busy_s: how long each rank has worked.
             pipeline_s: on each rank, from the first action to the last.
             memory: peak bytes of each rank.
+            records_next: the first rank asks to have the next step recorded.
             skipped: how many updates were left out so far.
             gradient_error: what packing gradients has lost, relative to what was packed; None without.
             parameter_error: the same of parameters.
@@ -143,6 +145,7 @@ class Reporter:
             observer.event("model_known", model=type(context.model.get_module()).__name__)
         self._write_down(seconds, memory, samples=step.samples)
         self._recording.step_done(step, number=number, seconds=seconds, observer=observer)
+        self._recording.asked_after(number, records_next)
 
     def close(self) -> None:
         """The run is over."""
@@ -156,6 +159,11 @@ class Reporter:
     def draws_next_step(self) -> bool:
         """Whether the timeline of the step that comes next, or is going on, will be asked for."""
         return self._recording.wants(self.num_steps + 1)
+
+    @property
+    def asks_to_record(self) -> bool:
+        """Whether this rank would have the step after the one that ends recorded; the first rank's counts."""
+        return self._recording.asks_after(self.num_steps + 1)
 
     # ---- inside ----
 

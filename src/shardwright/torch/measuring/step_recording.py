@@ -27,7 +27,7 @@ _TRACED_EVERY = 10
 
 
 class StepRecording:
-    """Records some steps of a run; which ones follows from their numbers, alike on all ranks.
+    """Records some steps of a run, the same ones on all ranks.
 
     Args:
         context: the run.
@@ -50,7 +50,8 @@ class StepRecording:
             seconds: how long it took.
             observer: writes it down.
         """
-        is_chosen, draws = self._chosen.take(number), self._draws(number)
+        is_chosen, draws = self._chosen.wants(number), self._draws(number)
+        self._chosen.done(number)
         if step.schedule is None or observer.folder is None or not (is_chosen or draws):
             return
         events, memory = self._gathered(step)
@@ -58,6 +59,14 @@ class StepRecording:
             observer.recorded(RecordedStep.of(number, seconds, events, memory))
         if draws:
             observer.timeline(events, self._simulated(step), step=number)
+
+    def asks_after(self, number: int) -> bool:
+        """Whether the step after this one is to be recorded, as far as this rank would have it."""
+        return self._chosen.asks_after(number)
+
+    def asked_after(self, number: int, asked: bool) -> None:
+        """What the first rank would have: from now on that holds for all."""
+        self._chosen.asked_after(number, asked)
 
     def _draws(self, number: int) -> bool:
         # The first step plans; the third is the first that an impatient user can look at.
