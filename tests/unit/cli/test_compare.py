@@ -33,6 +33,18 @@ def test_two_runs_as_a_table_and_a_page(capsys, runs):
     assert "What was different" in page
 
 
+def test_long_names_leave_room_for_figures(capsys, runs):
+    name = "a-run-with-a-very-long-name-2026-11-27_06-57-53"
+    (runs / "slow").rename(runs / name)
+    code, out, _ = call(capsys, "compare", name, "fast", "-o", "page.html")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[:2] == [f"first   {name}", "second  fast"]
+    assert lines[2] == "The second run is 2.09 times as fast as the first: 821 ms against 1.72 s a step."
+    assert max(map(len, lines)) <= 80
+    assert name in (runs / "page.html").read_text()
+
+
 def test_as_json(capsys, runs):
     code, out, _ = call(capsys, "compare", "slow", "fast", "--json")
     assert code == 0

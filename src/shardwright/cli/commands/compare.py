@@ -37,9 +37,11 @@ def compare(
     if as_json:
         print_json(comparison.to_dict())
         return
+    if comparison.labels != comparison.names:
+        show_text(align(list(zip(comparison.labels, comparison.names, strict=True))))
     show_text(f"{comparison.verdict}.")
     rows = [row.cells() for row in comparison.rows]
-    show_text(align([["", *map(_short, comparison.names), "change"], *rows]))
+    show_text(align([["", *comparison.labels, "change"], *rows]))
     if comparison.differences:
         show_text("what was different")
         shown = comparison.differences[:_MOST_DIFFERENCES]

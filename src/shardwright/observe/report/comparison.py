@@ -15,7 +15,10 @@ __all__ = ["ComparedRow", "Comparison", "Difference", "compare"]
 _ALIKE = 0.005
 """Steps whose seconds differ by less than this share are called equally fast."""
 
-Unit = Literal["s", "1/s", "bytes", "share", "", "loss"]
+_SHORT = 20
+"""Letters of a name that a column has room for."""
+
+Unit = Literal["s", "1/s", "bytes", "share", "times", "steps", "loss"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,8 @@ class ComparedRow:
 
     @property
     def change(self) -> float | None:
-        """second / first - 1; of shares, second - first; None where one is not known."""
-        if self.first is None or self.second is None:
+        """second / first - 1; of shares, second - first; None where one is not known, and of steps."""
+        if self.first is None or self.second is None or self.unit == "steps":
             return None
         if self.unit == "share":
             return self.second - self.first
@@ -45,9 +48,10 @@ class ComparedRow:
 
     def cells(self) -> list[str]:
         """Name, both figures and the change, as text."""
-        change = "-" if self.change is None else f"{self.change * 100:+.1f} %"
-        if self.unit == "share" and self.change is not None:
-            change = f"{self.change * 100:+.0f} points"
+        change = "-"
+        if self.change is not None:
+            percent = round(self.change * 100, 0 if self.unit == "share" else 1)
+            change = f"{percent:+g} {'points' if self.unit == 'share' else '%'}" if percent else "0"
         return [self.name, self._shown(self.first), self._shown(self.second), change]
 
     def _shown(self, value: float | None) -> str:
@@ -91,6 +95,11 @@ class Comparison:
     differences: tuple[Difference, ...]
 
     @property
+    def labels(self) -> tuple[str, str]:
+        """The names where they are short, as columns and curves are called; else ``first`` and ``second``."""
+        return self.names if max(map(len, self.names)) <= _SHORT else ("first", "second")
+
+    @property
     def verdict(self) -> str:
         """One sentence: which run is faster, and by how much."""
         first, second = (None if each.verdict is None else each.verdict.step_s for each in self.data)
@@ -100,10 +109,11 @@ class Comparison:
             return f"Both are equally fast: {format_seconds(first)} and {format_seconds(second)} a step"
         faster = int(second < first)
         fast_s, slow_s = sorted((first, second))
-        return (
-            f"{self.names[faster]} is {slow_s / fast_s:.2f} times as fast as {self.names[1 - faster]}: "
-            f"{format_seconds(fast_s)} against {format_seconds(slow_s)} a step"
-        )
+        fast, slow = self.labels[faster], self.labels[1 - faster]
+        if self.labels != self.names:
+            fast, slow = f"The {fast} run", f"the {slow}"
+        ratio = f"{fast} is {slow_s / fast_s:.2f} times as fast as {slow}"
+        return f"{ratio}: {format_seconds(fast_s)} against {format_seconds(slow_s)} a step"
 
     def to_dict(self) -> dict[str, Any]:
         """A form that `json` can write."""
@@ -144,11 +154,11 @@ def _rows(first: ReportData, second: ReportData) -> Iterator[ComparedRow]:
     if units[0] == units[1] or None in units:
         unit = next(filter(None, units), "")
         yield ComparedRow(unit, "1/s", *(None if v is None else v.rate for v in verdicts))
-    yield ComparedRow("times one process", "", *(_figure(v.speed_up) if v else None for v in verdicts))
+    yield ComparedRow("times one process", "times", *(_figure(v.speed_up) if v else None for v in verdicts))
     yield ComparedRow("idle", "share", *(None if v is None else v.idle for v in verdicts))
     yield ComparedRow("optimizer's update", "s", *(data.compared[1].measured for data in both))
     yield ComparedRow("peak memory of a rank", "bytes", *(data.compared[2].measured for data in both))
-    yield ComparedRow("steps", "", *(float(len(data.steps)) or None for data in both))
+    yield ComparedRow("steps", "steps", *(float(len(data.steps)) or None for data in both))
     losses = [_losses(data) for data in both]
     common = [step for step in losses[0] if step in losses[1]]
     if common:

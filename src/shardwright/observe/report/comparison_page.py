@@ -36,7 +36,7 @@ def render_comparison(comparison: Comparison, *, library: str) -> str:
 def comparison_charts(comparison: Comparison) -> dict[str, Figure]:
     """The plots for which there is something to show, by name."""
     found: dict[str, Figure] = {}
-    names, both = comparison.names, comparison.data
+    names, both = comparison.labels, comparison.data
     halves: list[Half] = []
     ranks = choose_ranks(max(data.num_ranks for data in both))
     for name, data in zip(names, both, strict=True):
@@ -72,11 +72,16 @@ def comparison_charts(comparison: Comparison) -> dict[str, Figure]:
 
 
 def _head(comparison: Comparison) -> str:
-    first, second = map(escape, comparison.names)
+    first, second = map(escape, comparison.labels)
+    if comparison.labels != comparison.names:
+        called = zip(comparison.labels, map(escape, comparison.names), strict=True)
+        title = "<br>".join(f'<span class="soft">{label}</span> {name}' for label, name in called)
+    else:
+        title = f"{first} and {second}"
     rows = [[escape(cell) for cell in row.cells()] for row in comparison.rows]
     return "\n".join(
         [
-            f"<h1>{first} and {second}</h1>",
+            f"<h1>{title}</h1>",
             f'<div class="top"><div class="verdict" id="verdict">{escape(comparison.verdict)}.</div></div>',
             table(["", first, second, "change"], rows),
         ]
@@ -90,13 +95,13 @@ def _section(title: str, content: str) -> str:
 def _parts(comparison: Comparison, drawn: str) -> str:
     if not comparison.parts:
         return ""
-    first, second = map(escape, comparison.names)
+    first, second = map(escape, comparison.labels)
     return _section("Where the step goes", drawn + parts_table(comparison.parts, (first, second)))
 
 
 def _differences(comparison: Comparison) -> str:
-    first, second = map(escape, comparison.names)
+    first, second = map(escape, comparison.labels)
     if not comparison.differences:
         return _section("What was different", "<p>Nothing that is written down.</p>")
     rows = [[escape(d.what), escape(d.first), escape(d.second)] for d in comparison.differences]
-    return _section("What was different", table(["", first, second], rows, text=(0, 1, 2)))
+    return _section("What was different", table(["", first, second], rows, text=(0, 1, 2), wide=True))

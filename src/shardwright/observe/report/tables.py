@@ -14,6 +14,7 @@ def table(
     worst: int | None = None,
     finer: Collection[int] = (),
     text: Collection[int] = (0,),
+    wide: bool = False,
 ) -> str:
     """A table of cells that are HTML.
 
@@ -23,6 +24,7 @@ def table(
         worst: number of the row that is marked as the worst; None marks none.
         finer: numbers of rows that are details of the ones above.
         text: numbers of the columns with text; the others are figures.
+        wide: a phone shows each row as a block, as it does where there are more than four columns.
     """
     kinds = ["text" if column in text else "figure" for column in range(len(header))]
     head = "".join(f'<th class="{kind}">{cell}</th>' for kind, cell in zip(kinds, header, strict=True))
@@ -34,8 +36,8 @@ def table(
             for kind, name, cell in zip(kinds, header, row, strict=True)
         )
         body.append(f"<tr{mark}>{cells}</tr>")
-    wide = " wide" if len(header) > 4 else ""
-    return f'<table class="rows{wide}"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table>'
+    kind = "rows wide" if wide or len(header) > 4 else "rows"
+    return f'<table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table>'
 
 
 def seconds_of(value: float | None) -> str:
