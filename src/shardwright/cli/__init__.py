@@ -78,6 +78,8 @@ COMMANDS = (
     Command(name="explain", summary="Say what a step is spent on, what limits it, and what would help."),
     Command(name="simulate", summary="Play a plan out with a slow rank, other links or microbatches."),
     Command(name="report", summary="Write what a run or a plan comes to as one HTML file."),
+    Command(name="compare", summary="Compare two runs: a table, and a page with both drawn over each other."),
+    Command(name="watch", summary="Follow a run in the terminal until it ends."),
 )
 
 

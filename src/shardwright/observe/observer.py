@@ -5,6 +5,7 @@
     config_resolved ──► config.json
     plan_made ────────► plan.json, the console
     step_done ────────► metrics.jsonl, the console, trackers
+    recorded ─────────► steps.json
     timeline ─────────► trace.json
     close ────────────► report.html
     event ────────────► events.jsonl
@@ -27,6 +28,7 @@ from shardwright.observe.jsonl import JsonLines
 from shardwright.observe.metrics import MetricsLog, StepRecord, metrics_of
 from shardwright.observe.plan_text import format_plan_briefly
 from shardwright.observe.progress import Progress
+from shardwright.observe.recorded_steps import RecordedStep, StepsFile
 from shardwright.observe.report_at_end import write_at_end
 from shardwright.observe.run_end import RunTotals, format_end
 from shardwright.observe.run_folder import RunFolder, show_path
@@ -97,6 +99,7 @@ class Observer:
         self._metrics: MetricsLog | None = None
         self._events: JsonLines | None = None
         self._tracking: Tracking | None = None
+        self._steps = None if self._written is None else StepsFile(self._written)
         if self._written is not None:
             self._metrics = MetricsLog(self._written.metrics_file, world_size=world_size, wall=wall)
             self._events = JsonLines(self._written.events_file)
@@ -142,6 +145,11 @@ class Observer:
         if self._tracking is not None:
             self._tracking.log(metrics_of(record, world_size=self._world_size), step=record.step)
         self._progress.step_done(record)
+
+    def recorded(self, step: RecordedStep) -> None:
+        """A step was gathered with the times of its actions; an early one and the last stay in the file."""
+        if self._steps is not None:
+            self._steps.add(step)
 
     def timeline(
         self,

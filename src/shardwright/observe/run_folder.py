@@ -8,6 +8,7 @@
       plan.json        the plan in force
       metrics.jsonl    one line a step
       events.jsonl     one line for each thing that happened
+      steps.json       two steps, with the times of all actions
       trace.json       a timeline, for Perfetto
       report.html      all of it on one page; written at the end
       logs/            what each rank printed; the launcher writes it
@@ -126,6 +127,11 @@ class RunFolder:
     def events_file(self) -> Path:
         """One line for each thing that happened."""
         return self.path / "events.jsonl"
+
+    @property
+    def steps_file(self) -> Path:
+        """Two steps, with the times of all actions."""
+        return self.path / "steps.json"
 
     @property
     def trace_file(self) -> Path:

@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from shardwright.observe import RunFolder
+from shardwright.observe.recorded_steps import read_recorded_steps
 from shardwright.testing import run_ranks
 
 MIB = 2**20
@@ -18,17 +20,19 @@ def train(folder):
     import shardwright.torch as sw
 
     settings = {"pipeline_parallel_degree": STAGES, "microbatches": 4, "pipeline": "gpipe", "trace": True}
-    sw.init({**settings, "profile": "estimated", "run_dir": folder, "run_name": "run"})
+    sw.init({**settings, "profile": "estimated", "run_dir": folder, "run_name": "run", "steps": 4})
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid()) for _ in range(2 * STAGES)]
     model = sw.DistributedModel(nn.Sequential(*layers))
+    optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
     @sw.step
     def train_step(model, x):
         model.backward(model(x).square().mean())
 
-    for _ in range(3):
+    for _ in range(4):
         model.zero_grad()
         train_step(model, torch.ones(4 * ROWS, WIDTH))
+        optimizer.step()
     sw.shutdown()
 
 
@@ -47,3 +51,15 @@ def test_every_forward_of_gpipe_adds_what_it_keeps(tmp_path: Path) -> None:
         kept = [later - earlier for earlier, later in pairwise(forwards)]
         assert all(24 * MIB < each < 60 * MIB for each in kept), kept
         assert backwards[-1] < forwards[-1] - 3 * 24 * MIB
+    # Bug: only runs with `trace` left measured times of actions; every run records two steps now.
+    early, last = read_recorded_steps(RunFolder(tmp_path / "run"))
+    assert (early.step, last.step) == (3, 4)
+    for step in (early, last):
+        assert [event.rank for event in step.events] == [0] * 8 + [1] * 8
+        assert max(event.end_s for event in step.events) < step.seconds
+        for rank, after in enumerate(step.memory):
+            # Two layers, each with weight, bias, their gradients and momenta.
+            assert after.state_bytes == 2 * 3 * 4 * (WIDTH * WIDTH + WIDTH)
+            peak = max(event.bytes_in_use for event in step.events if event.rank == rank)
+            # Of four microbatches: two outputs of sigmoids, the input of the second stage, a message each.
+            assert 4 * 24 * MIB < peak - after.in_use_bytes < 4 * 80 * MIB

@@ -39,10 +39,12 @@ def test_help_lists_every_command(capsys):
 
 
 @pytest.mark.parametrize("command", [command.name for command in COMMANDS])
-def test_every_command_has_help_and_a_function(capsys, command):
+def test_every_command_has_help_and_a_function(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = call(capsys, command, "-h")
     assert code == 0
     assert "Usage: shardwright" in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 GROUPS = [command for command in COMMANDS if command.is_group]

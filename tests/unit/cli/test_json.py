@@ -10,7 +10,19 @@ from planned import planned
 
 from cli.calling import call
 
-SENTENCES = {"why", "verdict", "notes", "remark", "problem", "problems", "assumption", "sentences", "source"}
+SENTENCES = {
+    "why",
+    "verdict",
+    "notes",
+    "remark",
+    "problem",
+    "problems",
+    "assumption",
+    "sentences",
+    "source",
+    "next",
+    "text",
+}
 """Keys whose values are for people, beside numbers that say the same."""
 
 NAMES = {"name", "sample"}
@@ -42,6 +54,7 @@ def test_what_is_looked_for():
         "plan diff plan.json plan.json",
         "explain run",
         "report run",
+        "compare run run",
         "show run",
         "runs .",
         "doctor",

@@ -4,15 +4,32 @@ import json
 from pathlib import Path
 
 from observe.plans import measured_as
-from shardwright.observe import MetricsLog, StepRecord, chrome_trace
+from shardwright.observe import MetricsLog, RunFolder, StepRecord, chrome_trace
+from shardwright.observe.recorded_steps import RankMemoryAfter, RecordedStep, StepsFile
 from shardwright.plan import Plan
 from shardwright.planner.explain.plan_replay import base_setting, play
 
 
 def run_folder(
-    path: Path, plan: Plan | None, *, steps: int = 3, trace: bool = True, bytes_in_use: int = 0
+    path: Path,
+    plan: Plan | None,
+    *,
+    steps: int = 3,
+    trace: bool = True,
+    bytes_in_use: int = 0,
+    recorded: bool = False,
 ) -> Path:
-    """A run that measured what its plan predicts, 10 % slower."""
+    """A run that measured what its plan predicts, 10 % slower.
+
+    Args:
+        path: of the folder.
+        plan: that the run followed.
+        steps: that were done.
+        trace: whether there is a ``trace.json`` of step 3.
+        bytes_in_use: at the end of each action.
+        recorded: whether there is a ``steps.json``, of the third step and of the last; its ranks have 1000
+            bytes of state in 1700 bytes in use after a step.
+    """
     (path / "logs").mkdir(parents=True)
     if plan is not None:
         plan.write(path / "plan.json")
@@ -26,15 +43,24 @@ def run_folder(
                 seconds=1.1 * step_s,
                 update_s=0.02 if step > 1 else None,
                 samples=4,
+                tokens=400,
+                work_s=1.5 * step_s,
+                bubble_measured=0.1,
                 loss=5.0 / step,
                 memory_bytes=tuple(4000 + rank for rank in range(world)),
                 memory_limit_bytes=9000,
             )
         )
     log.close()
-    if trace and plan is not None:
-        simulated = play(base_setting(plan)).simulation
-        events = [event._replace(bytes_in_use=bytes_in_use) for event in measured_as(simulated)]
+    if plan is None or plan.prediction is None:
+        return path
+    simulated = play(base_setting(plan)).simulation
+    events = [event._replace(bytes_in_use=bytes_in_use) for event in measured_as(simulated)]
+    if recorded:
+        file, memory = StepsFile(RunFolder(path)), [RankMemoryAfter(1000, 1700)] * plan.mesh.pipeline
+        for step in range(1, steps + 1):
+            file.add(RecordedStep.of(step, 1.1 * step_s, events, memory if bytes_in_use else ()))
+    if trace:
         document = chrome_trace(events, simulation=simulated, info={"step": 3})
         (path / "trace.json").write_text(json.dumps(document))
     return path

@@ -17,6 +17,7 @@ from shardwright.config import Config
 from shardwright.errors import PlanError, UsageError
 from shardwright.observe import (
     Console,
+    JsonLines,
     Observer,
     RunFolder,
     StepRecord,
@@ -27,7 +28,9 @@ from shardwright.observe.explanation import format_explanation
 from shardwright.observe.report import ReportData, gather, render_page, write_report
 from shardwright.observe.report.charts import charts
 from shardwright.observe.report.spans import MOST_LANES
+from shardwright.observe.run_record import RunRecord
 from shardwright.plan import Plan
+from shardwright.quantities import format_seconds
 
 
 def page(data: ReportData) -> str:
@@ -83,15 +86,39 @@ def test_measured_memory_stands_beside_the_predicted_one(tmp_path: Path) -> None
         ]
         assert [at_s for at_s, _ in moments] == pytest.approx([span.end_s for span in work], abs=1e-6)
         assert [num_bytes for _, num_bytes in moments] == [10 * 2**20] * len(work)
-    curves = {curve["name"]: curve for curve in charts(data)["memory"]["data"]}
-    assert list(curves) == ["rank 0", "rank 0, measured", "rank 1", "rank 1, measured"]
-    assert set(curves["rank 1, measured"]["y"]) == {10.0}
-    assert curves["rank 1"]["line"]["color"] == curves["rank 1, measured"]["line"]["color"]
-    assert "Dotted: measured" in page(data)
+    curves = charts(data)["memory"]["data"]
+    assert [(curve["name"], curve["yaxis"]) for curve in curves] == [
+        ("predicted", "y"),
+        ("measured", "y"),
+        ("predicted", "y2"),
+        ("measured", "y2"),
+    ]
+    assert set(curves[3]["y"]) == {10.0}
+    assert [curve["line"]["dash"] for curve in curves[:2]] == ["dash", "solid"]
     bare = gather(run_folder(tmp_path / "bare", planned()))
-    assert "Dotted: measured" not in page(bare)
     assert bare.timeline is not None
     assert bare.timeline.memory == {}
+
+
+def test_memory_is_compared_without_what_is_not_the_trainings(tmp_path: Path) -> None:
+    """Bug: the peak of a whole process, 500 MiB of it Python and libraries, stood beside the prediction."""
+    plan = planned(kind="zb_h1", cores=2)
+    assert plan.prediction is not None
+    data = gather(run_folder(tmp_path / "run", plan, recorded=True, bytes_in_use=5700))
+    for row, memory in zip(data.memory, plan.prediction.memory, strict=True):
+        # 1700 bytes are in use after a step, 1000 of them are of the training.
+        assert row.measured == 5700 - 700
+        assert row.predicted == memory.peak - memory.work
+    peak = data.compared[2]
+    assert (peak.predicted, peak.measured, peak.remark) == (data.memory[0].predicted, 5000, "")
+    html = page(data)
+    assert "The largest process had 3.9 KiB" in html
+    curves = charts(data)["memory"]["data"]
+    assert set(curves[1]["y"]) == {5000 / 2**20}
+    # Of a run that recorded no memory, the two are not compared.
+    unknown = gather(run_folder(tmp_path / "unknown", plan)).compared[2]
+    assert "whole process" in unknown.remark
+    assert unknown.error is None
 
 
 def test_stages_are_told_with_their_measured_times(tmp_path: Path) -> None:
@@ -110,9 +137,128 @@ def test_stages_are_told_with_their_measured_times(tmp_path: Path) -> None:
     assert "forward, measured" not in page(gather(run_folder(tmp_path / "other", plan, trace=False)))
 
 
+def test_the_worst_stage_is_marked(tmp_path: Path) -> None:
+    plan = planned(ranks=3)
+    folder = run_folder(tmp_path / "run", planned(ranks=3, slow_stage=2.0), recorded=True)
+    plan.write(folder / "plan.json")  # which expects all stages to be alike
+    data = gather(folder)
+    marked = re.findall(r'<tr class="worst"><td class="text" data-label="stage">(.*?)</td>', page(data))
+    assert marked == ["2, rank 2"]
+    assert data.verdict is not None
+    assert data.verdict.next.startswith("look at stage 2: it takes 2.0 times its prediction, the others 1.0")
+
+
+def test_the_parts_of_a_step_add_up_in_both_columns(tmp_path: Path) -> None:
+    """Bug: nothing said which part of a step was slower than predicted."""
+    plan = planned(kind="1f1b", ranks=3, slow_stage=1.5, data=2, recompute_s=0.02, crowding=1.25)
+    assert plan.prediction is not None
+    data = gather(run_folder(tmp_path / "run", plan, recorded=True))
+    parts = {part.kind: part for part in data.parts}
+    assert list(parts) == ["forward", "backward", "imbalance", "waiting", "around"]
+    assert sum(part.predicted or 0 for part in data.parts) == pytest.approx(plan.prediction.step_s)
+    assert sum(part.measured or 0 for part in data.parts) == pytest.approx(1.1 * plan.prediction.step_s)
+    # What was measured is the plan played out without crowding, and all of the rest came around it.
+    for kind in ("forward", "backward", "imbalance", "waiting"):
+        assert parts[kind].predicted == pytest.approx(1.25 * (parts[kind].measured or 0), abs=1e-5)
+    worst = re.search(r'<tr class="worst"><td class="text" data-label="part">.*?</span>(\w+)', page(data))
+    assert worst is not None
+    assert worst[1] == "around"
+    assert {part.name for part in parts["around"].finer} >= {"sums over replicas"}
+
+
+def test_the_timeline_is_of_the_most_usual_recorded_step(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", planned(), steps=5, recorded=True, trace=False)
+    data = gather(folder)
+    assert [each.step for each in data.recorded] == [3, 5]
+    assert data.timeline is not None
+    assert data.timeline.step == 5
+    document = json.loads((folder / "steps.json").read_text())
+    document["steps"][1]["seconds"] *= 2
+    (folder / "steps.json").write_text(json.dumps(document))
+    data = gather(folder)
+    assert data.timeline is not None
+    assert data.timeline.step == 3
+    assert data.notes == ()
+    found = charts(data)
+    assert {"timeline@3", "timeline@5"} <= set(found)
+    assert found["timeline"] == found["timeline@3"]
+    html = page(data)
+    assert 'data-plot="timeline@3" aria-pressed="true"' in html
+    assert 'data-plot="timeline@5" aria-pressed="false"' in html
+
+
+def test_both_halves_have_one_axis_and_labels(tmp_path: Path) -> None:
+    figure = charts(gather(run_folder(tmp_path / "run", planned(forward_s=0.001), recorded=True)))["timeline"]
+    assert {trace.get("xaxis", "x") for trace in figure["data"]} == {"x"}
+    assert {trace["yaxis"] for trace in figure["data"]} == {"y", "y2"}
+    work = [trace for trace in figure["data"] if trace["legendgroup"] in ("forward", "backward")]
+    assert all(trace["textposition"] == "inside" for trace in work)
+    assert {text for trace in work for text in trace["text"]} >= {"0F0", "1B3"}
+    assert figure["layout"]["xaxis"]["title"]["text"].startswith("ms ")
+    assert [note["text"] for note in figure["layout"]["annotations"]] == ["predicted", "measured, step 3"]
+
+
+def test_the_verdict(tmp_path: Path) -> None:
+    plan = planned(data=2)
+    assert plan.prediction is not None
+    data = gather(run_folder(tmp_path / "run", plan, recorded=True))
+    verdict = data.verdict
+    assert verdict is not None
+    step_s = plan.prediction.step_s
+    assert verdict.step_s == pytest.approx(1.1 * step_s)
+    assert verdict.rate == pytest.approx(400 / 1.1 / step_s)
+    # Two replicas do the work of two pipelines.
+    assert verdict.speed_up == pytest.approx(2 * 1.5 / 1.1)
+    assert verdict.idle == pytest.approx(0.1)
+    assert verdict.slower == pytest.approx(0.1)
+    text = str(verdict)
+    assert "2.73 times one process, 10 % idle, 10.0 % slower than predicted. Next: " in text
+    assert 'id="verdict"' in page(data)
+    plan.write(tmp_path / "plan.json")
+    alone = gather(tmp_path / "plan.json").verdict
+    assert alone is not None
+    assert str(alone).startswith(f"{format_seconds(step_s)} a step, as predicted, ")
+
+
+@pytest.mark.parametrize(
+    ("plan", "next_step"),
+    [
+        (planned(ranks=4, microbatches=4), "try 8 microbatches: "),
+        (planned(ranks=1, sync_s=0.0), "forward and backward are "),
+        (planned(ranks=2, microbatches=64, slow_stage=3.0, message_bytes=0), "imbalance takes "),
+    ],
+)
+def test_what_to_do_next_about_a_plan(tmp_path: Path, plan: Plan, next_step: str) -> None:
+    plan.write(tmp_path / "plan.json")
+    verdict = gather(tmp_path / "plan.json").verdict
+    assert verdict is not None
+    assert verdict.next.startswith(next_step), verdict.next
+
+
+def test_what_the_run_was(tmp_path: Path) -> None:
+    folder = RunFolder(run_folder(tmp_path / "run", planned()))
+    RunRecord(script="train.py", command="shardwright run -n 2 train.py <x>").ended(folder, 0)
+    events = JsonLines(folder.events_file)
+    facts = {"machine": {"host": "node-1", "cores": "8"}, "versions": {"torch": "2.11.0"}, "commit": "c0ffee"}
+    events.append({"kind": "surroundings", **facts})
+    events.append({"kind": "model_known", "model": "GPTNeoX"})
+    events.close()
+    folder.write("config.json", Config.parse({"microbatches": 4, "run_name": "run"}).to_json())
+    html = page(gather(folder.path))
+    listed = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", html))
+    assert listed["command"] == "shardwright run -n 2 train.py &lt;x&gt;"
+    assert (listed["host"], listed["cores"], listed["versions"]) == ("node-1", "8", "torch 2.11.0")
+    assert (listed["commit"], listed["model"], listed["settings"]) == (
+        "c0ffee",
+        "GPTNeoX",
+        "microbatches = 4",
+    )
+    assert "GPTNeoX of 1.2k parameters" in html
+
+
 def test_the_update_is_told_beside_the_step(tmp_path: Path) -> None:
     html = page(gather(run_folder(tmp_path / "run", planned(update_s=0.016))))
-    assert "optimizer's update" in html
+    assert "The optimizer's update comes on top" in html
     assert 'data-figure="update_predicted" data-value="0.016"' in html
     assert 'data-figure="update_measured" data-value="0.02"' in html
     assert "optimizer's update" in format_explanation(gather(tmp_path / "run"))
@@ -150,8 +296,8 @@ def test_pages_of_small_and_large_plans(tmp_path: Path, ranks: int, conditions: 
 def test_a_run_without_plan_or_trace(tmp_path: Path) -> None:
     data = gather(run_folder(tmp_path / "run", None))
     assert "This run has no plan" in data.notes[0]
-    assert "--set trace=true" in data.notes[1]
-    assert set(charts(data)) == {"stack", "loss", "steps"}
+    assert "No step was recorded" in data.notes[1]
+    assert set(charts(data)) == {"loss", "steps"}
     assert "Over the run" in page(data)
 
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from planned import planned
 
-from choices import in_sweep
 from observe.run_folders import run_folder
-from shardwright.observe.report import write_report
+from shardwright.observe.report import gather, write_comparison, write_report
+from shardwright.observe.report.comparison import compare
 
 EVIL = "<script>document.title='pwned'</script><img src=x onerror=document.title='pwned'>{stage}"
 PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
+DESK = {"width": 1280, "height": 800, "deviceScaleFactor": 1, "mobile": False}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,9 @@ def browser(capabilities: dict[str, bool]) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = run_folder(tmp_path_factory.mktemp("report") / "run", planned(kind="zb_h1", ranks=3, unit=EVIL))
+    folder = run_folder(
+        tmp_path_factory.mktemp("report") / "run", planned(kind="zb_h1", ranks=3, unit=EVIL), recorded=True
+    )
     return write_report(folder, folder / "report.html")
 
 
@@ -47,10 +50,7 @@ def show(browser: Any, report: Path, *, dark: bool = False, phone: bool = False)
         browser.get_log(log)
     scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
-    if phone:
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
-    else:
-        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE if phone else DESK)
     browser.get(report.as_uri())
     WebDriverWait(browser, 60).until(
         lambda driver: driver.execute_script("return document.documentElement.dataset.drawn === 'true'")
@@ -98,9 +98,9 @@ def test_its_figures_are_those_of_the_plan(browser: Any, report: Path) -> None:
         "return [...document.querySelectorAll('[data-part]')].map(e => Number(e.dataset.value))"
     )
     assert sum(parts) == pytest.approx(plan.prediction.step_s, rel=1e-9)
-    # The bars on the plot are the same parts, and the lanes are the ranks.
+    # The bars on the plot are the same parts, in ms or in s, and the lanes are the ranks.
     bars = browser.execute_script("return document.getElementById('plot-waterfall').data[0].x")
-    assert list(bars) == parts
+    assert list(bars) == pytest.approx(parts)
     lanes = browser.execute_script(
         "return [...document.querySelectorAll('#plot-timeline .ytick text, #plot-timeline .y2tick text')]"
         ".map(e => e.textContent)"
@@ -108,17 +108,68 @@ def test_its_figures_are_those_of_the_plan(browser: Any, report: Path) -> None:
     assert sorted(lanes) == sorted(["rank 0", "rank 1", "rank 2"] * 2)
 
 
-@pytest.mark.parametrize("ranks", [in_sweep(3), 512])
-def test_a_phone_scrolls_down_only(browser: Any, tmp_path: Path, ranks: int) -> None:
-    folder = run_folder(tmp_path / "run", planned(ranks=ranks, microbatches=2, unit=EVIL), trace=ranks < 10)
-    show(browser, write_report(folder, folder / "report.html"), phone=True)
+def horizontal_scroll(browser: Any) -> int:
+    """Pixels by which the page is wider than its window."""
     width, inside = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
-    assert inside == PHONE["width"]
-    assert width <= inside
-    plots = browser.execute_script(
-        "return [...document.querySelectorAll('.plot .main-svg')].map(p => p.getBoundingClientRect().right)"
+    return max(0, width - inside)
+
+
+def visible(browser: Any, selector: str) -> bool:
+    """Whether an element lies in the first screen, with its whole width."""
+    left, top, right, inside, high = browser.execute_script(
+        "const box = document.querySelector(arguments[0]).getBoundingClientRect();"
+        "return [box.left, box.top, box.right, document.documentElement.clientWidth, innerHeight]",
+        selector,
     )
-    assert max(plots) <= inside
+    return bool(0 <= left < right <= inside and 0 <= top < high)
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory, report: Path) -> Path:
+    folder = tmp_path_factory.mktemp("comparison")
+    other = run_folder(folder / "other", planned(ranks=2, microbatches=8, unit=EVIL), recorded=True)
+    return write_comparison(compare(gather(report.parent), gather(other)), folder / "compare.html")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("phone", [False, True], ids=["1280", "390"])
+def test_pages_fit_and_answer_first(
+    browser: Any, report: Path, comparison: Path, phone: bool, dark: bool
+) -> None:
+    """The report's tables made a phone scroll sideways, and nothing on it said why a run was slow."""
+    for page in (report, comparison):
+        show(browser, page, dark=dark, phone=phone)
+        assert browser.execute_script("return innerWidth") == (390 if phone else 1280)
+        assert horizontal_scroll(browser) == 0
+        assert visible(browser, "#verdict")
+        assert browser.execute_script("return document.querySelectorAll('.modebar').length") == 0
+        right = browser.execute_script(
+            "return Math.max(...[...document.querySelectorAll('table, .plot .main-svg, .stage')]"
+            ".map(e => e.getBoundingClientRect().right))"
+        )
+        assert right <= (390 if phone else 1280)
+        assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+def test_a_phone_shows_some_of_many_ranks(browser: Any, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", planned(ranks=512, microbatches=2, unit=EVIL), trace=False)
+    show(browser, write_report(folder, folder / "report.html"), phone=True)
+    assert horizontal_scroll(browser) == 0
+
+
+def test_the_recorded_step_is_chosen(browser: Any, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", planned(), steps=5, recorded=True)
+    show(browser, write_report(folder, folder / "report.html"))
+    titles = (
+        "return [...document.querySelectorAll('#plot-timeline .annotation-text')].map(e => e.textContent)"
+    )
+    assert browser.execute_script(titles) == ["predicted", "measured, step 5"]
+    labels = "return [...document.querySelectorAll('#plot-timeline .bartext')].map(e => e.textContent)"
+    assert {"0F0", "1B3"} <= set(browser.execute_script(labels))
+    first, second = browser.find_elements("css selector", "button[data-plot]")
+    first.click()
+    assert browser.execute_script(titles) == ["predicted", "measured, step 3"]
+    assert [first.get_attribute("aria-pressed"), second.get_attribute("aria-pressed")] == ["true", "false"]
 
 
 def test_dark_mode_changes_page_and_plots(browser: Any, report: Path) -> None:

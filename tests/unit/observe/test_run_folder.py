@@ -82,12 +82,13 @@ def test_logs_of_the_user_do_not_make_a_folder_a_run_folder(tmp_path: Path) -> N
 def test_paths_are_those_of_the_documentation(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     files = (folder.config_file, folder.plan_file, folder.metrics_file, folder.trace_file, folder.events_file)
-    assert [path.name for path in (*files, folder.logs_dir)] == [
+    assert [path.name for path in (*files, folder.steps_file, folder.logs_dir)] == [
         "config.json",
         "plan.json",
         "metrics.jsonl",
         "trace.json",
         "events.jsonl",
+        "steps.json",
         "logs",
     ]
     assert list(tmp_path.iterdir()) == []

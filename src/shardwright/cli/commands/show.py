@@ -51,6 +51,7 @@ def _files(folder: RunFolder) -> list[str]:
         folder.plan_file,
         folder.metrics_file,
         folder.events_file,
+        folder.steps_file,
         folder.trace_file,
         folder.report_file,
         folder.logs_dir,

@@ -6,8 +6,18 @@
                                             └─► to_dict, for programs
 """
 
-from shardwright.observe.report.data import Compared, Predicted, ReportData, gather
+from shardwright.observe.report.compared import Compared
+from shardwright.observe.report.data import Predicted, ReportData, gather
 from shardwright.observe.report.page import render_page
-from shardwright.observe.report.write import check_plotly, write_report
+from shardwright.observe.report.write import check_plotly, write_comparison, write_report
 
-__all__ = ["Compared", "Predicted", "ReportData", "check_plotly", "gather", "render_page", "write_report"]
+__all__ = [
+    "Compared",
+    "Predicted",
+    "ReportData",
+    "check_plotly",
+    "gather",
+    "render_page",
+    "write_comparison",
+    "write_report",
+]

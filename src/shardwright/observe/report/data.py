@@ -3,62 +3,38 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from shardwright.errors import UsageError
-from shardwright.mesh import Mesh
 from shardwright.observe.metrics import read_steps
+from shardwright.observe.report.compared import Compared
+from shardwright.observe.report.compared_figures import compare_figures, compare_spent, on_cpus, peaks_by_rank
+from shardwright.observe.report.facts import RunFacts, read_facts
 from shardwright.observe.report.measured import (
     MeasuredTimeline,
     StepMetrics,
     read_metrics,
-    read_timeline,
+    read_recorded,
 )
-from shardwright.observe.report.spans import Span, choose_ranks, seconds_of_stages, simulated_spans, thin
+from shardwright.observe.report.memory_rows import MemoryRow, memory_rows
+from shardwright.observe.report.parts import StepPart, predicted_factor, step_parts
+from shardwright.observe.report.spans import (
+    Span,
+    choose_ranks,
+    scaled,
+    seconds_of_stages,
+    simulated_spans,
+    thin,
+)
+from shardwright.observe.report.verdict import Verdict, judge, typical_step_s
 from shardwright.observe.run_folder import RunFolder
-from shardwright.plan import MemoryPrediction, Plan, Prediction
+from shardwright.plan import MemoryPrediction, Plan
 from shardwright.planner.explain.memory_over_time import RankMemory, memory_over_time
 from shardwright.planner.explain.plan_replay import Replay, base_setting, play
 from shardwright.planner.explain.waterfall import Waterfall, break_down
 from shardwright.printable import printable
 
-__all__ = ["Compared", "Predicted", "ReportData", "gather"]
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """A figure as predicted and as measured; None where it is not known.
-
-    Attributes:
-        name: what it is.
-        predicted: in the unit that the name ends with.
-        measured: in the same.
-        remark: why the two are not to be compared; empty where they are.
-    """
-
-    name: str
-    predicted: float | None
-    measured: float | None
-    remark: str = ""
-
-    @property
-    def error(self) -> float | None:
-        """predicted / measured - 1; None where one is not known, or they are not to be compared."""
-        if self.predicted is None or not self.measured or self.remark:
-            return None
-        return self.predicted / self.measured - 1.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """A form that `json` can write: the unit is in the names of the numbers."""
-        name, _, unit = self.name.removesuffix(")").rpartition(" (")
-        return {
-            "name": name,
-            f"predicted_{unit}": self.predicted,
-            f"measured_{unit}": self.measured,
-            "error": self.error,
-            "remark": self.remark,
-        }
+__all__ = ["Predicted", "ReportData", "gather"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +75,12 @@ class ReportData:
         stage_seconds: measured forward and backward of one microbatch, by stage; empty without a timeline.
         spent: what ranks spend a step on, mean of them, predicted beside measured.
         predicted: what the plan predicts; None where it predicts nothing.
-        timeline: the measured one; None where there is none.
+        timeline: of the recorded step that is most like the others; None where there is none.
+        recorded: the timelines of all recorded steps.
+        parts: of a step, predicted beside measured in the step of `timeline`.
+        memory: peak memory of each pipeline rank, predicted beside measured; empty where nobody looked.
+        verdict: what the run came to, and what to do next; None where nothing is known.
+        facts: what the run was; None for a plan.
         steps: metrics of all steps.
         peak_by_rank: measured peak of each pipeline rank, the largest of its replicas, bytes.
         notes: what is not there, and how to get it.
@@ -115,10 +96,20 @@ class ReportData:
     stage_seconds: Mapping[int, tuple[float, float]]
     predicted: Predicted | None
     timeline: MeasuredTimeline | None
+    recorded: tuple[MeasuredTimeline, ...]
+    parts: tuple[StepPart, ...]
+    memory: tuple[MemoryRow, ...]
+    verdict: Verdict | None
+    facts: RunFacts | None
     steps: tuple[StepMetrics, ...]
     peak_by_rank: tuple[float, ...]
     notes: tuple[str, ...]
     trace_file: str | None
+
+    @property
+    def measures_processes(self) -> bool:
+        """Whether measured peaks are those of whole processes, as on CPUs, and not of a device's memory."""
+        return on_cpus(self.plan)
 
     def to_dict(self) -> dict[str, Any]:
         """A form that `json` can write."""
@@ -132,6 +123,16 @@ class ReportData:
             "spent": [row.to_dict() for row in self.spent],
             "predicted": None,
             "measured_timeline": None if self.timeline is None else asdict(self.timeline),
+            "recorded_steps": [timeline.step for timeline in self.recorded],
+            "parts": [
+                {"kind": p.kind, "predicted_s": p.predicted, "measured_s": p.measured} for p in self.parts
+            ],
+            "memory": [
+                {"rank": m.rank, "predicted_bytes": m.predicted, "measured_bytes": m.measured}
+                for m in self.memory
+            ],
+            "verdict": None if self.verdict is None else {**asdict(self.verdict), "text": str(self.verdict)},
+            "facts": None if self.facts is None else asdict(self.facts),
             "steps": [asdict(step) for step in self.steps],
             "peak_by_rank_bytes": list(self.peak_by_rank),
             "notes": list(self.notes),
@@ -167,7 +168,7 @@ def gather(path: Path) -> ReportData:
             f"there is no {printable(str(path))}. Name a run folder or a plan file; runs: shardwright runs"
         )
     if not path.is_dir():
-        return _put_together(path.stem, Plan.read(path), steps=(), timeline=None, trace_file=None, run=False)
+        return _put_together(path.stem, Plan.read(path), steps=(), recorded=(), trace_file=None, facts=None)
     folder = RunFolder(path.absolute())
     plan = Plan.read(folder.plan_file) if folder.plan_file.exists() else None
     records = read_steps(folder.metrics_file)
@@ -177,14 +178,13 @@ def gather(path: Path) -> ReportData:
             f"{printable(str(path))} holds neither plan.json nor metrics.jsonl: it is no run folder, or the "
             "run ended before its first step. Name another: shardwright runs"
         )
-    timeline = read_timeline(folder.trace_file)
     return _put_together(
         folder.path.name,
         plan,
         steps=steps,
-        timeline=timeline,
+        recorded=read_recorded(folder),
         trace_file=folder.trace_file.name if folder.trace_file.exists() else None,
-        run=True,
+        facts=read_facts(folder),
         left_out=records.left_out,
     )
 
@@ -194,11 +194,13 @@ def _put_together(
     plan: Plan | None,
     *,
     steps: tuple[StepMetrics, ...],
-    timeline: MeasuredTimeline | None,
+    recorded: tuple[MeasuredTimeline, ...],
     trace_file: str | None,
-    run: bool,
+    facts: RunFacts | None,
     left_out: str = "",
 ) -> ReportData:
+    step_s = typical_step_s(steps)
+    timeline = _most_typical(recorded, step_s)
     num_ranks = plan.mesh.pipeline if plan is not None else _num_ranks(timeline)
     replay = None if plan is None or plan.prediction is None else play(base_setting(plan))
     limit_bytes = next((step.limit_bytes for step in reversed(steps) if step.limit_bytes), None)
@@ -206,26 +208,60 @@ def _put_together(
     predicted = None
     if plan is not None and replay is not None:
         predicted = _predicted(plan, replay, ranks, limit_bytes=limit_bytes)
-    spent = _spent(replay, timeline, num_ranks)
+    waterfall = None if predicted is None else predicted.waterfall
+    parts = step_parts(plan, replay, waterfall, timeline, num_ranks=num_ranks)
     stage_seconds = {} if timeline is None else seconds_of_stages(timeline.spans)
-    if timeline is not None:
-        timeline = replace(timeline, spans=thin(timeline.spans, ranks))
-    peaks = _peaks(plan, steps)
+    stages = _stage_ratios(plan, stage_seconds)
+    peaks = peaks_by_rank(plan, steps)
+    memory = memory_rows(_predicted_memory(plan), recorded, num_ranks=num_ranks)
     return ReportData(
         name=name,
         plan=plan,
         ranks=ranks,
         num_ranks=num_ranks,
-        compared=_compared(plan, steps, peaks),
-        spent=spent,
+        compared=compare_figures(plan, steps, peaks, memory),
+        spent=compare_spent(replay, timeline, num_ranks),
         stage_seconds=stage_seconds,
         predicted=predicted,
-        timeline=timeline,
+        timeline=None if timeline is None else _thinned(timeline, ranks),
+        recorded=tuple(_thinned(each, ranks) for each in recorded),
+        parts=parts,
+        memory=memory,
+        verdict=judge(plan, steps, parts, waterfall, stages, step_s=step_s),
+        facts=facts,
         steps=steps,
         peak_by_rank=peaks,
-        notes=(*_notes(plan, steps, timeline, run=run), *filter(None, [left_out])),
+        notes=(*_notes(plan, steps, timeline, run=facts is not None), *filter(None, [left_out])),
         trace_file=trace_file,
     )
+
+
+def _most_typical(recorded: Sequence[MeasuredTimeline], step_s: float | None) -> MeasuredTimeline | None:
+    """The recorded step whose duration is nearest to that of a step; of two alike, the later one."""
+    if not recorded:
+        return None
+    if step_s is None:
+        return recorded[-1]
+    return min(
+        reversed(recorded), key=lambda each: abs((step_s if each.seconds is None else each.seconds) - step_s)
+    )
+
+
+def _thinned(timeline: MeasuredTimeline, ranks: Sequence[int]) -> MeasuredTimeline:
+    return replace(timeline, spans=thin(timeline.spans, ranks))
+
+
+def _stage_ratios(
+    plan: Plan | None, measured: Mapping[int, tuple[float, float]]
+) -> tuple[tuple[int, float], ...]:
+    """(stage, measured / predicted seconds of its work), where both are known."""
+    stages = () if plan is None or plan.prediction is None else plan.prediction.stages
+    found = []
+    for number, stage in enumerate(stages):
+        predicted_s = stage.forward_s + stage.backward_s
+        if number in measured and predicted_s > 0:
+            found.append((number, sum(measured[number]) / predicted_s))
+    return tuple(found)
 
 
 def _predicted(plan: Plan, replay: Replay, ranks: Sequence[int], *, limit_bytes: float | None) -> Predicted:
@@ -233,25 +269,31 @@ def _predicted(plan: Plan, replay: Replay, ranks: Sequence[int], *, limit_bytes:
     conditions = plan.prediction.conditions
     planned_bytes = conditions.memory_limit_bytes if conditions is not None else 0
     memory: tuple[RankMemory, ...] = ()
-    stack = _predicted_memory(plan)
+    stack, factor = _predicted_memory(plan), predicted_factor(replay)
     if stack:
         rows = memory_over_time(replay.simulation, replay.setting.costs, stack)
         memory = tuple(rows[rank] for rank in ranks)
     return Predicted(
         waterfall=break_down(plan),
         update_s=plan.prediction.update_s,
-        step_s=replay.simulation.step_s,
-        idle_s=replay.idle_s,
-        spans=thin(simulated_spans(replay.simulation), ranks),
-        memory=memory,
+        step_s=replay.simulation.step_s * factor,
+        idle_s=tuple(seconds * factor for seconds in replay.idle_s),
+        spans=thin(scaled(simulated_spans(replay.simulation), factor), ranks),
+        memory=tuple(_slower(row, factor) for row in memory),
         stack=stack,
         limit_bytes=planned_bytes or limit_bytes or 0,
     )
 
 
-def _predicted_memory(plan: Plan) -> tuple[MemoryPrediction, ...]:
+def _slower(row: RankMemory, factor: float) -> RankMemory:
+    return replace(row, moments=tuple((at_s * factor, held) for at_s, held in row.moments))
+
+
+def _predicted_memory(plan: Plan | None) -> tuple[MemoryPrediction, ...]:
     """The predicted memory of every pipeline rank; nothing where an edited plan lacks some."""
-    memory = () if plan.prediction is None else plan.prediction.memory
+    if plan is None or plan.prediction is None:
+        return ()
+    memory = plan.prediction.memory
     return memory if len(memory) == plan.mesh.pipeline else ()
 
 
@@ -261,7 +303,7 @@ def _important(plan: Plan | None, replay: Replay | None) -> set[int]:
     if replay is not None:
         busy_s = replay.simulation.busy_s
         found.add(busy_s.index(max(busy_s)))
-    memory = () if plan is None else _predicted_memory(plan)
+    memory = _predicted_memory(plan)
     if memory:
         found.add(max(range(len(memory)), key=lambda rank: memory[rank].peak))
     return found
@@ -269,87 +311,6 @@ def _important(plan: Plan | None, replay: Replay | None) -> set[int]:
 
 def _num_ranks(timeline: MeasuredTimeline | None) -> int:
     return 1 if timeline is None else max(span.rank for span in timeline.spans) + 1
-
-
-def _compared(
-    plan: Plan | None, steps: Sequence[StepMetrics], peaks: Sequence[float]
-) -> tuple[Compared, ...]:
-    prediction = plan.prediction if plan is not None else None
-    # The first step traces and plans.
-    times = [step.step_s for step in (steps[1:] or steps) if step.step_s is not None]
-    updates = [step.update_s for step in steps if step.update_s is not None]
-    memory = prediction.memory if prediction is not None else ()
-    return (
-        Compared(
-            "step time (s)", prediction.step_s if prediction else None, median(times) if times else None
-        ),
-        Compared(
-            "optimizer's update (s)",
-            prediction.update_s or None if prediction else None,
-            median(updates) if updates else None,
-        ),
-        Compared(
-            "peak memory (bytes)",
-            max((part.peak for part in memory), default=None),
-            max(peaks, default=None),
-            _WHOLE_PROCESS if _on_cpus(prediction) else "",
-        ),
-    )
-
-
-_WHOLE_PROCESS = "measured of the whole process: Python and its libraries are a part of it"
-
-
-def _on_cpus(prediction: Prediction | None) -> bool:
-    conditions = None if prediction is None else prediction.conditions
-    return conditions is not None and conditions.cores > 0
-
-
-def _spent(replay: Replay | None, timeline: MeasuredTimeline | None, num_ranks: int) -> tuple[Compared, ...]:
-    """Forward, backward, and the rest of the schedule, in which ranks wait or idle."""
-    predicted = _means(() if replay is None else simulated_spans(replay.simulation), num_ranks)
-    measured = _means(() if timeline is None else timeline.spans, num_ranks)
-    names = ("forward (s)", "backward (s)", "waiting and idle (s)")
-    return tuple(map(Compared, names, predicted, measured))
-
-
-def _means(spans: Sequence[Span], num_ranks: int) -> tuple[float | None, ...]:
-    if not spans:
-        return (None, None, None)
-    sums = {"forward": 0.0, "backward": 0.0}
-    for span in spans:
-        if span.kind in _WORK:
-            sums[_WORK[span.kind]] += (span.end_s - span.start_s) / num_ranks
-    end_s = max((span.end_s for span in spans if span.kind in _WORK), default=0.0)
-    if not end_s:
-        return (None, None, None)  # nothing but waiting was recorded
-    return sums["forward"], sums["backward"], end_s - sum(sums.values())
-
-
-_WORK = {"forward": "forward", "backward": "backward", "input": "backward", "weight": "backward"}
-
-
-def _peaks(plan: Plan | None, steps: Sequence[StepMetrics]) -> tuple[float, ...]:
-    """Measured peak of each pipeline rank: the largest over its replicas and over all steps."""
-    by_rank: Mapping[int, float] = {}
-    for step in steps:
-        by_rank = {r: max(peak, by_rank.get(r, 0.0)) for r, peak in enumerate(step.peak_bytes)} or by_rank
-    if plan is None or len(by_rank) != plan.mesh.world_size:
-        return tuple(by_rank.values())
-    mesh = Mesh.of(
-        world_size=plan.mesh.world_size,
-        pipeline=plan.mesh.pipeline,
-        data=plan.mesh.data,
-        tensor=plan.mesh.tensor,
-        context=plan.mesh.context,
-        expert=plan.mesh.expert,
-        placement=plan.mesh.placement_strategy,
-    )
-    found = [0.0] * plan.mesh.pipeline
-    for rank, peak in by_rank.items():
-        where = mesh.group_rank("pp", rank)
-        found[where] = max(found[where], peak)
-    return tuple(found)
 
 
 def _notes(
@@ -370,8 +331,8 @@ def _notes(
         )
     if run and timeline is None:
         found.append(
-            "No timeline was measured. Set trace to true and run at least 3 steps to get one: "
-            "shardwright run --set trace=true"
+            "No step was recorded, so no timeline was measured: an older version wrote this run, or it ended "
+            "in its first step."
         )
     if run and not steps:
         found.append("No step was done, so nothing was measured.")

@@ -1,4 +1,4 @@
-"""Reads the measurements in a run's folder: the timeline of a step, metrics of all steps."""
+"""Reads the measurements in a run's folder: the timelines of some steps, metrics of all steps."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +11,12 @@ from shardwright.limits import MOST_RANKS
 from shardwright.observe.chrome_trace import HOST_LANE, MEMORY_IN_USE
 from shardwright.observe.metrics import Metric
 from shardwright.observe.recorded import FOREIGN, finite, number_or_none, to_number
-from shardwright.observe.report.spans import Span
+from shardwright.observe.recorded_steps import RecordedStep, read_recorded_steps
+from shardwright.observe.report.spans import WORK, Span, recorded_spans
+from shardwright.observe.run_folder import RunFolder
 from shardwright.printable import printable, shown
 
-__all__ = ["MeasuredTimeline", "StepMetrics", "read_metrics", "read_timeline"]
+__all__ = ["MeasuredTimeline", "StepMetrics", "read_metrics", "read_recorded", "read_timeline"]
 
 _CATEGORIES = {
     "forward": "forward",
@@ -32,17 +34,26 @@ _MOST_BYTES = 2**30  # of a timeline
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTimeline:
-    """The measured half of ``trace.json``.
+    """What all pipeline ranks did in one step, as measured.
 
     Attributes:
         step: which step it is of; None where the file does not say.
         spans: what each pipeline rank did, seconds from the start of the first work.
         memory: of each pipeline rank, (seconds, bytes in use); empty where nobody looked.
+        seconds: that the step took, with what comes before and after the schedule; None if not known.
+        other_bytes: of each pipeline rank, what of these bytes is not the training's; empty if not known.
     """
 
     step: int | None
     spans: tuple[Span, ...]
     memory: Mapping[int, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    seconds: float | None = None
+    other_bytes: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def schedule_s(self) -> float:
+        """From the start of the first work to the end of the last."""
+        return max((span.end_s for span in self.spans if span.kind in WORK), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +64,13 @@ class StepMetrics:
         step: number of the step.
         loss: mean over the batch; None also where it is no number.
         step_s: seconds that the step took.
+        update_s: seconds of the optimizer's update before it.
         peak_bytes: peak memory of each world rank so far.
         limit_bytes: memory that a rank may use.
+        tokens_per_s: of all ranks together.
+        samples_per_s: the same.
+        work_s: seconds that the ranks of a replica worked, added up.
+        bubble: idle share of the ranks' time, 0 to 1.
     """
 
     step: int
@@ -63,6 +79,10 @@ class StepMetrics:
     update_s: float | None
     peak_bytes: tuple[float, ...]
     limit_bytes: float | None
+    tokens_per_s: float | None = None
+    samples_per_s: float | None = None
+    work_s: float | None = None
+    bubble: float | None = None
 
 
 def read_metrics(records: Iterable[Mapping[str, Any]], path: Path) -> tuple[StepMetrics, ...]:
@@ -95,12 +115,44 @@ def read_metrics(records: Iterable[Mapping[str, Any]], path: Path) -> tuple[Step
             update_s=number_or_none(record, Metric.UPDATE, where),
             peak_bytes=tuple(to_number(peak, Metric.MEMORY_BY_RANK, where) * _GIB for peak in peaks),
             limit_bytes=None if limit_gib is None else limit_gib * _GIB,
+            tokens_per_s=number_or_none(record, Metric.TOKENS, where),
+            samples_per_s=number_or_none(record, Metric.SAMPLES, where),
+            work_s=number_or_none(record, Metric.WORK, where),
+            bubble=number_or_none(record, Metric.BUBBLE, where),
         )
     return tuple(found[step] for step in sorted(found))
 
 
+def read_recorded(folder: RunFolder) -> tuple[MeasuredTimeline, ...]:
+    """The steps that a run has recorded; of a run that has none, the one of its trace.
+
+    Raises:
+        UsageError: a file is damaged; the message names the field.
+    """
+    found = [_timeline(step) for step in read_recorded_steps(folder) if step.events]
+    if found:
+        return tuple(found)
+    traced = read_timeline(folder.trace_file)
+    return () if traced is None else (traced,)
+
+
+def _timeline(step: RecordedStep) -> MeasuredTimeline:
+    memory: dict[int, list[tuple[float, float]]] = {}
+    for event in step.events:
+        if event.bytes_in_use:
+            memory.setdefault(event.rank, []).append((event.end_s, event.bytes_in_use))
+    others = {rank: after.other_bytes for rank, after in enumerate(step.memory)}
+    return MeasuredTimeline(
+        step=step.step,
+        spans=recorded_spans(step),
+        memory={rank: tuple(sorted(memory[rank])) for rank in sorted(memory)},
+        seconds=step.seconds,
+        other_bytes={rank: num_bytes for rank, num_bytes in others.items() if num_bytes is not None},
+    )
+
+
 def read_timeline(path: Path) -> MeasuredTimeline | None:
-    """The measured timeline; None where the file is not there or holds none.
+    """The measured timeline of a ``trace.json``; None where the file is not there or holds none.
 
     Raises:
         UsageError: the file is damaged or of something else; the message names the field.

@@ -8,8 +8,13 @@
       plot.style.height = "auto";
     }
   };
-  const plots = JSON.parse(read("figures"));
-  if (Object.keys(plots).length === 0) return;
+  const source = read("figures");
+  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  // Colours that begin with @ are those of the page, which change with the mode of the reader.
+  const themedFigures = () => JSON.parse(source, (key, value) =>
+    key === "color" && typeof value === "string" && value.startsWith("@") ? color(`--${value.slice(1)}`) : value);
+  const names = Object.keys(JSON.parse(source)).filter((name) => !name.includes("@"));
+  if (names.length === 0) return;
   if (!("DecompressionStream" in window)) {
     note("This browser is too old to draw the plot (it has no DecompressionStream). The tables show the figures.");
     return;
@@ -24,8 +29,8 @@
 
   const narrow = window.matchMedia("(max-width: 700px)");
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
-  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const axisNames = (layout) => Object.keys(layout).filter((key) => /^[xy]axis/.test(key));
+  const shown = {};  // the choice for a plot, where there are several
 
   const themed = (layout) => {
     const styled = {
@@ -33,25 +38,37 @@
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
       font: { color: color("--text"), size: narrow.matches ? 11 : 13 },
-      margin: { l: narrow.matches ? 58 : 90, r: 12, t: 32, b: 44 },
+      margin: { l: narrow.matches ? 46 : 80, r: 12, t: layout.annotations || layout.shapes ? 26 : 8, b: 44 },
       // On a phone a finger scrolls the page; with a mouse, dragging zooms in and a double click out again.
       dragmode: narrow.matches ? false : "zoom",
-      modebar: { bgcolor: "rgba(0,0,0,0)", color: color("--soft"), activecolor: color("--text") },
       hoverlabel: { bgcolor: color("--card"), font: { color: color("--text") } },
     };
+    if (narrow.matches && layout.legend) styled.legend = { ...layout.legend, entrywidth: 92 };
     for (const name of axisNames(layout)) {
       styled[name] = { ...layout[name], gridcolor: color("--line"), zerolinecolor: color("--line") };
       styled[name].automargin = true;
+      if (layout[name].title) {
+        styled[name].title = { standoff: 8, ...layout[name].title, font: { size: 12, color: color("--soft") } };
+      }
     }
     return styled;
   };
-  const draw = () => Promise.all(Object.entries(plots).map(([name, figure]) => {
-    const layout = themed({ ...figure.layout, height: figure.height, autosize: true });
-    const options = {
-      responsive: true, displaylogo: false, scrollZoom: false, modeBarButtonsToRemove: ["select2d", "lasso2d"],
-    };
-    return Plotly.react(`plot-${name}`, figure.data, layout, options);
-  }));
+  const draw = () => {
+    const figures = themedFigures();
+    return Promise.all(names.map((name) => {
+      const figure = figures[shown[name] ?? name];
+      const layout = themed({ ...figure.layout, height: figure.height, autosize: true });
+      const options = { responsive: true, displayModeBar: false, scrollZoom: false };
+      return Plotly.react(`plot-${name}`, figure.data, layout, options);
+    }));
+  };
+  for (const button of document.querySelectorAll("button[data-plot]")) {
+    button.addEventListener("click", async () => {
+      shown[button.dataset.plot.split("@")[0]] = button.dataset.plot;
+      for (const other of button.parentElement.children) other.ariaPressed = String(other === button);
+      await draw();
+    });
+  }
   await draw();
   dark.addEventListener("change", draw);
   narrow.addEventListener("change", draw);

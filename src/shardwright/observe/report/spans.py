@@ -2,17 +2,30 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from shardwright.observe.recorded_steps import RecordedStep
 from shardwright.schedule import Kind, Simulation
 
-__all__ = ["MOST_LANES", "Span", "choose_ranks", "seconds_of_stages", "simulated_spans", "thin"]
+__all__ = [
+    "MOST_LANES",
+    "WORK",
+    "Span",
+    "choose_ranks",
+    "recorded_spans",
+    "scaled",
+    "seconds_of_stages",
+    "simulated_spans",
+    "thin",
+]
 
 MOST_LANES = 24
 """Ranks shown one by one; of more, some stand for all."""
 
 _MOST_SPANS = 6000
-_HALVES = {"forward": "forward", "backward": "backward", "input": "backward", "weight": "backward"}
+WORK = {"forward": "forward", "backward": "backward", "input": "backward", "weight": "backward"}
+"""Kinds of spans in which a rank computes, and the half of training that each belongs to."""
+
 _ACTION = re.compile(r"(?P<stage>\d+)(?:F|B|I|W)(?P<microbatch>\d+)")
 _KINDS = {
     Kind.FORWARD: "forward",
@@ -57,12 +70,29 @@ def simulated_spans(simulation: Simulation) -> tuple[Span, ...]:
     return tuple(spans)
 
 
+def recorded_spans(step: RecordedStep) -> tuple[Span, ...]:
+    """What ranks did in a recorded step: waiting first, as a span of its own, and then the work."""
+    spans = []
+    for event in step.events:
+        work_s = event.work_start_s
+        if work_s > event.start_s:
+            spans.append(Span(event.rank, "wait", event.start_s, work_s, f"wait for {event.action}"))
+        kind = _KINDS.get(event.action.kind, "send")
+        spans.append(Span(event.rank, kind, work_s, event.end_s, str(event.action)))
+    return tuple(spans)
+
+
+def scaled(spans: Iterable[Span], factor: float) -> tuple[Span, ...]:
+    """The same spans, all of them longer by a factor."""
+    return tuple(replace(span, start_s=span.start_s * factor, end_s=span.end_s * factor) for span in spans)
+
+
 def seconds_of_stages(spans: Iterable[Span]) -> dict[int, tuple[float, float]]:
     """Forward and backward of one microbatch, by stage: the means over all microbatches of a step."""
     sums: dict[int, dict[str, float]] = {}
     microbatches: dict[int, set[int]] = {}
     for span in spans:
-        half = _HALVES.get(span.kind)
+        half = WORK.get(span.kind)
         named = _ACTION.fullmatch(span.name)
         if half is None or named is None:
             continue

@@ -7,35 +7,29 @@ from collections import ChainMap
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
-from shardwright.comm.encoding.codec import declare
-from shardwright.comm.joining.process_group import tell_all
-from shardwright.costs.own_runtime import ACTION_S
+import torch
+
+from shardwright import __version__
 from shardwright.observe.console import Phase
 from shardwright.observe.metrics import StepRecord
 from shardwright.observe.observer import Observer
 from shardwright.observe.run_choice import BegunRun, begin_run
 from shardwright.observe.run_folder import RunFolder, launched_folder, runs_dir
 from shardwright.observe.run_record import RunState, command_of_script, go_on, saved_step
-from shardwright.observe.timeline import idle_share, measured_events
+from shardwright.observe.surroundings import surroundings
+from shardwright.observe.timeline import idle_share
 from shardwright.observe.trackers import Tracker
 from shardwright.plan import Plan
-from shardwright.planner import stage_costs_of
-from shardwright.planner.machines.fabric import Fabric
-from shardwright.schedule import Action, simulate
 from shardwright.torch.batch.batch_result import BatchResult
 from shardwright.torch.measuring.run_history import RunRecorder, history_of
+from shardwright.torch.measuring.step_recording import StepRecording
 from shardwright.torch.run.context import Context
 from shardwright.torch.run.launch_settings import settings_from
 
 __all__ = ["Reporter"]
 
-declare(Action)
-
 NO_FOLDER = "off"
-_TRACED_EVERY = 10
-"""Steps between two timelines where no interval is set."""
 
 
 class Reporter:
@@ -54,6 +48,8 @@ class Reporter:
         self._recorder: RunRecorder | None = None
         self._begun: BegunRun | None = None
         self._trackers: list[Tracker] = []
+        self._recording = StepRecording(context)
+        self._model_is_unknown = True
         self.num_steps = 0
         self.ends_saved = False
 
@@ -97,6 +93,7 @@ class Reporter:
         busy_s: Sequence[float],
         pipeline_s: Sequence[float],
         memory: Sequence[int],
+        records_next: bool,
         skipped: int = 0,
         gradient_error: float | None = None,
         parameter_error: float | None = None,
@@ -109,6 +106,7 @@ class Reporter:
             busy_s: how long each rank has worked.
             pipeline_s: on each rank, from the first action to the last.
             memory: peak bytes of each rank.
+            records_next: the first rank asks to have the next step recorded.
             skipped: how many updates were left out so far.
             gradient_error: what packing gradients has lost, relative to what was packed; None without.
             parameter_error: the same of parameters.
@@ -142,9 +140,12 @@ class Reporter:
                 parameter_error=parameter_error,
             )
         )
+        if self._model_is_unknown and context.model is not None:
+            self._model_is_unknown = False
+            observer.event("model_known", model=type(context.model.get_module()).__name__)
         self._write_down(seconds, memory, samples=step.samples)
-        if step.schedule is not None and self._draws(number):
-            self._write_timeline(step)
+        self._recording.step_done(step, number=number, seconds=seconds, observer=observer)
+        self._recording.asked_after(number, records_next)
 
     def close(self) -> None:
         """The run is over."""
@@ -157,14 +158,14 @@ class Reporter:
     @property
     def draws_next_step(self) -> bool:
         """Whether the timeline of the step that comes next, or is going on, will be asked for."""
-        return self._draws(self.num_steps + 1)
+        return self._recording.wants(self.num_steps + 1)
+
+    @property
+    def asks_to_record(self) -> bool:
+        """Whether this rank would have the step after the one that ends recorded; the first rank's counts."""
+        return self._recording.asks_after(self.num_steps + 1)
 
     # ---- inside ----
-
-    def _draws(self, number: int) -> bool:
-        # The first step plans; the third is the first that an impatient user can look at.
-        config = self._context.config
-        return config.trace and (number == 3 or number % (config.log_interval or _TRACED_EVERY) == 0)
 
     def _write_down(self, seconds: float, memory: Sequence[int], *, samples: int) -> None:
         """Keeps what the run takes for later predictions, if its own was made from measured costs here."""
@@ -192,6 +193,10 @@ class Reporter:
             prints=context.rank == 0,
         )
         observer.config_resolved(context.config)
+        observer.event(
+            "surroundings",
+            **surroundings(Path(sys.argv[0]), own_version=__version__, device=_device_name(context)),
+        )
         observer.going_on = self._going_on
         observer.track(self._trackers)
         # Scripts that end without shutdown() leave a report, too.
@@ -258,35 +263,10 @@ class Reporter:
         longest = max(pipeline_s[rank] for rank in replica) if len(replica) > 1 else 0.0
         return idle_share([busy_s[rank] for rank in replica], step_s=longest) if longest else None
 
-    def _write_timeline(self, step: BatchResult) -> None:
-        context = self._context
-        assert step.schedule is not None
-        own = (step.row, step.memory, tuple(step.host_copies))
-        gathered: list[Any] = [own]
-        if context.groups.pipeline is not None:
-            gathered = tell_all(own, group=context.groups.pipeline)
-        rows, memory, copies = zip(*gathered, strict=True)
-        # One clock on one host; the ranks of several are aligned by their first action.
-        one_host = context.mesh.world_size == context.local_size
-        starts = [row[0][1] for row in rows]
-        zeros = [min(starts)] * len(rows) if one_host else starts
-        events = measured_events(rows, step_starts=zeros, memory=memory)
-        events += measured_events([[(*copy, 0.0) for copy in row] for row in copies], step_starts=zeros)
-        costs = stage_costs_of(context.plan) if context.plan else None
-        cluster = context.cluster
-        simulation = None
-        if costs and cluster and len(costs) == step.schedule.num_stages:
-            ranks = context.pipeline_ranks
-            simulation = simulate(
-                step.schedule,
-                costs,
-                edges=step.edges,
-                link=lambda a, b: cluster.link(ranks[a], ranks[b]),
-                host=Fabric(cluster=cluster, mesh=context.mesh).host,
-                cores=cluster.cores_per_node,
-                action_overhead_s=ACTION_S,
-            )
-        self.observer.timeline(events, simulation, step=self.num_steps)
+
+def _device_name(context: Context) -> str:
+    """Of a GPU; empty where ranks compute on the processor."""
+    return torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else ""
 
 
 def _device_memory(context: Context) -> int | None:

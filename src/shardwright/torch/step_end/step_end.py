@@ -36,20 +36,22 @@ class Column(IntEnum):
     """The columns of a rank's row; values that may be on a GPU come last.
 
     ``BUSY_S`` and ``PIPELINE_S`` are seconds of work, and from the first action to the last; ``MEMORY`` is in
-    bytes. ``TRAINED`` is a digest of which parameters are trained; from ``NUMBERS`` on come digests of what
-    optimizers have. ``LOSS`` and ``GRADIENTS`` are sums that are finite where everything in them is.
+    bytes. ``RECORDS`` of the first rank is 1 where the next step is to be recorded. ``TRAINED`` is a digest
+    of which parameters are trained; from ``NUMBERS`` on come digests of what optimizers have. ``LOSS`` and
+    ``GRADIENTS`` are sums that are finite where everything in them is.
     """
 
     BUSY_S = 0
     PIPELINE_S = 1
     MEMORY = 2
-    TRAINED = 3
-    NUMBERS = 4
-    COMMON_NUMBERS = 5
-    DEVICE_NUMBERS = 6
-    COMMON_DEVICE_NUMBERS = 7
-    LOSS = 8
-    GRADIENTS = 9
+    RECORDS = 3
+    TRAINED = 4
+    NUMBERS = 5
+    COMMON_NUMBERS = 6
+    DEVICE_NUMBERS = 7
+    COMMON_DEVICE_NUMBERS = 8
+    LOSS = 9
+    GRADIENTS = 10
 
 
 class StepEnd:
@@ -90,7 +92,8 @@ class StepEnd:
         seconds = time.perf_counter() - begun_s
         busy = sum(end - start - waited for _, start, end, waited in run.row)
         device, world = self._context.device, self._context.links.world
-        told = [busy, run.pipeline_s, _memory(), self._model.replicas.digest_of_trained, *plain]
+        asks = reporter.asks_to_record
+        told = [busy, run.pipeline_s, _memory(), asks, self._model.replicas.digest_of_trained, *plain]
         here = torch.tensor(told, dtype=torch.float64, device=device)
         row = torch.cat([here, torch.stack([*on_device, *looked])])
         # On a GPU this is where the host waits for the step.
@@ -103,13 +106,14 @@ class StepEnd:
         )
         problem = problem or self.finiteness.judge(rows[:, Column.LOSS :], losses, step=step)
         problem = problem or self.numbers.judge(rows[:, Column.NUMBERS : Column.LOSS], step=step)
-        busy_s, pipeline_s, memory = rows[:, : Column.TRAINED].unbind(1)
+        busy_s, pipeline_s, memory = rows[:, : Column.RECORDS].unbind(1)
         reporter.step_done(
             run,
             seconds=seconds,
             busy_s=busy_s.tolist(),
             pipeline_s=pipeline_s.tolist(),
             memory=[int(num_bytes) for num_bytes in memory.tolist()],
+            records_next=bool(rows[0, Column.RECORDS]),
             skipped=self.finiteness.num_skipped,
             gradient_error=_lost_in(self._model.replicas.gradient_quantiser),
             parameter_error=_lost_in(self._model.replicas.parameter_quantiser),

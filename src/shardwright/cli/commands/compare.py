@@ -1,0 +1,61 @@
+"""``shardwright compare``: two runs side by side."""
+
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwright.cli.asking.application import AsJson, print_json, say, show_text
+from shardwright.observe.report import gather, write_comparison
+from shardwright.observe.report.comparison import compare as compare_runs
+from shardwright.observe.run_folder import show_path
+from shardwright.text_table import align
+
+__all__ = ["compare"]
+
+_MOST_DIFFERENCES = 12
+_LONGEST = 40
+
+First = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a plan file.")]
+Second = Annotated[Path, typer.Argument(metavar="OTHER_RUN", help="The run to compare it with.")]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="The page. Default: compare-RUN.html in OTHER_RUN."),
+]
+Open = Annotated[bool, typer.Option("--open", help="Open the page in a browser.")]
+
+
+def compare(
+    first: First, second: Second, output: Output = None, show: Open = False, as_json: AsJson = False
+) -> None:
+    """Compare two runs: a table here, and a page with both drawn over each other.
+
+    For example: shardwright compare runs/train runs/train-2
+    """
+    comparison = compare_runs(gather(first), gather(second))
+    if as_json:
+        print_json(comparison.to_dict())
+        return
+    if comparison.labels != comparison.names:
+        show_text(align(list(zip(comparison.labels, comparison.names, strict=True))))
+    show_text(f"{comparison.verdict}.")
+    rows = [row.cells() for row in comparison.rows]
+    show_text(align([["", *comparison.labels, "change"], *rows]))
+    if comparison.differences:
+        show_text("what was different")
+        shown = comparison.differences[:_MOST_DIFFERENCES]
+        for each in shown:
+            show_text(f"  {each.what}: {_short(each.first)} -> {_short(each.second)}")
+        if len(comparison.differences) > len(shown):
+            show_text(f"  and {len(comparison.differences) - len(shown)} more, on the page")
+    place = second if second.is_dir() else second.parent
+    file = output or place / f"compare-{comparison.data[0].name}.html"
+    written = write_comparison(comparison, file)
+    show_text(f"page {show_path(written.absolute())}")
+    if show and not webbrowser.open(written.absolute().as_uri()):
+        say(f"no browser could be opened; open {written} yourself")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

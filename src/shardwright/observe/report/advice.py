@@ -1,0 +1,130 @@
+"""What to do about the speed of a run: one sentence, by rules that anybody can follow.
+
+::
+
+    slower than predicted? ── yes ─► the part of the step that is furthest above its prediction says why
+            │ no
+            ▼
+    the plan limits it ────────────► the change that saves most, if it saves 2 % or more
+            │ nothing saves so much
+            ▼
+    the largest part of the step that is no work says why
+"""
+
+from collections.abc import Sequence
+
+from shardwright.observe.report.compared import worst_of
+from shardwright.observe.report.parts import StepPart
+from shardwright.plan import Plan
+from shardwright.planner.explain.sensitivity import sensitivities
+from shardwright.planner.explain.waterfall import Waterfall
+from shardwright.quantities import format_seconds
+
+__all__ = ["next_step"]
+
+_PARTED = 0.1
+"""So much slower than predicted or more, and the reason for that comes first."""
+
+_ONE_STAGE = 1.25
+"""A stage that takes so many times what the others take, relative to its prediction, stands out."""
+
+_WORTH = 0.02
+_LARGE = 0.1
+_REMEDIES = {
+    "bubble": "a larger batch in more microbatches, or pipeline: zb_v",
+    "imbalance": "fewer stages, or leave the cuts to the planner; nothing, if one unit is that large",
+    "recomputation": "a higher memory_limit if there is room, or shards (sharded_data_parallel_degree)",
+    "communication": "stages on one host (placement_strategy), fewer stages, or larger microbatches",
+    "overhead": "fewer microbatches or fewer ranks: the units are small",
+}
+
+
+def next_step(
+    plan: Plan | None,
+    parts: Sequence[StepPart],
+    waterfall: Waterfall | None,
+    stages: Sequence[tuple[int, float]],
+    *,
+    slower: float | None,
+) -> str:
+    """The sentence.
+
+    Args:
+        plan: that the run followed.
+        parts: of the step, predicted beside measured.
+        waterfall: the finer parts of the prediction.
+        stages: (stage, measured / predicted seconds of its work), where both are known.
+        slower: measured / predicted - 1 of the step.
+    """
+    if plan is None or plan.prediction is None or waterfall is None:
+        return "set plan_one_stage to have runs of one stage predicted, too, and see what limits them"
+    if slower is not None and slower > _PARTED:
+        return _why_slower(plan, parts, stages)
+    return _what_limits(plan, waterfall)
+
+
+def _why_slower(plan: Plan, parts: Sequence[StepPart], stages: Sequence[tuple[int, float]]) -> str:
+    assert plan.prediction is not None
+    if plan.prediction.provenance == "estimated":
+        return (
+            "set profile to measured: the prediction rests on estimates, and times of this machine do better"
+        )
+    worst = worst_of(parts)
+    if worst is None:
+        return "record a step (any run of this version does): nothing tells which part of it is slow"
+    part = parts[worst]
+    assert part.difference is not None
+    more = f"{format_seconds(part.difference)} more than predicted"
+    if part.kind in ("forward", "backward", "imbalance"):
+        return _slow_work(stages, more)
+    if part.kind == "waiting":
+        return (
+            f"look in the timeline for the first action that begins late: ranks wait {more}; "
+            "shardwright probe measures the links"
+        )
+    return (
+        f"look at what goes on around the schedule, which takes {more}: sums over ranks, data, and values "
+        "that the script reads"
+    )
+
+
+def _slow_work(stages: Sequence[tuple[int, float]], more: str) -> str:
+    """All stages are slow alike, or one of them is."""
+    ratios = sorted(ratio for _, ratio in stages)
+    if len(ratios) > 1:
+        stage, ratio = max(stages, key=lambda each: each[1])
+        middle = ratios[(len(ratios) - 1) // 2]
+        if ratio > _ONE_STAGE * middle:
+            return (
+                f"look at stage {stage}: it takes {ratio:.1f} times its prediction, the others {middle:.1f}; "
+                "its host or device is slow, or shared with something"
+            )
+    times = f", {ratios[len(ratios) // 2]:.1f} times what they were timed at" if ratios else ""
+    return (
+        f"see what else runs on the machine (top): units take {more}{times}; if nothing does, "
+        "SHARDWRIGHT_CACHE=off times them again"
+    )
+
+
+def _what_limits(plan: Plan, waterfall: Waterfall) -> str:
+    step_s = waterfall.step_s
+    best = max(
+        (each for each in sensitivities(plan) if "microbatch" in each.name),
+        key=lambda each: each.saved_s,
+        default=None,
+    )
+    if best is not None and step_s and best.saved_s > _WORTH * step_s:
+        return (
+            f"try {best.name}: the same batch in so many parts saves {best.saved_s / step_s * 100:.0f} % by "
+            "prediction, if a microbatch takes time in proportion to its size"
+        )
+    kinds = {kind: waterfall.seconds(kind) for kind in _REMEDIES}  # type: ignore[arg-type]
+    largest = max(kinds, key=lambda kind: kinds[kind])
+    share = kinds[largest] / step_s if step_s else 0.0
+    if share > _LARGE:
+        return f"{largest} takes {share * 100:.0f} % of the step: {_REMEDIES[largest]}"
+    compute = waterfall.seconds("compute") / step_s if step_s else 0.0
+    return (
+        f"forward and backward are {compute * 100:.0f} % of the step, so only faster units or other machines "
+        "help: torch.profiler shows our actions by name, shardwright what-if tries machines"
+    )

@@ -1,0 +1,142 @@
+"""The top of a report: what ran, the verdict, the loss, three figures; and the block of facts at its end."""
+
+from collections.abc import Sequence
+
+from shardwright.observe.progress import format_loss
+from shardwright.observe.report.compared import Compared
+from shardwright.observe.report.data import ReportData
+from shardwright.observe.report.html import escape
+from shardwright.observe.report.tables import difference
+from shardwright.observe.report.verdict import Verdict
+from shardwright.plan import Plan
+from shardwright.quantities import format_bytes, format_count, format_seconds
+
+__all__ = ["facts", "head", "sparkline"]
+
+_WIDTH, _HEIGHT, _MOST_POINTS = 240, 44, 200
+
+
+def head(data: ReportData) -> str:
+    """Name, verdict, sparkline, notes and figures."""
+    lines = [f"<h1>{escape(data.name)}</h1>"]
+    if described := _described(data):
+        lines.append(f'<p class="soft">{escape(described)}</p>')
+    loss = _loss(data)
+    if data.verdict is not None:
+        lines.append(f'<div class="top">{_verdict(data.verdict)}{loss}</div>')
+    lines += [f'<p class="note">{escape(note)}</p>' for note in data.notes]
+    keyed = zip(data.compared, ("step", "update", "memory"), strict=True)
+    known = [(row, key) for row, key in keyed if key != "update" or row.predicted or row.measured]
+    lines.append(f'<div class="cards">{"".join(_card(row, key) for row, key in known)}</div>')
+    return "\n".join(lines)
+
+
+def _described(data: ReportData) -> str:
+    """The model, the ranks and the steps, in one line."""
+    parts = []
+    if data.plan is not None:
+        plan = data.plan
+        model = data.facts.model if data.facts is not None and data.facts.model else "a model"
+        parts.append(f"{model} of {format_count(plan.model.num_parameters)} parameters")
+        mesh = plan.mesh
+        parts.append(f"{mesh.world_size} rank{'s' * (mesh.world_size != 1)}")
+    if data.steps:
+        count = len(data.steps)
+        last = "" if data.steps[-1].step == count else f", the last is number {data.steps[-1].step}"
+        parts.append(f"{count} step{'s' * (count != 1)}{last}")
+    if data.facts is not None:
+        parts += filter(None, (data.facts.state, data.facts.begun))
+    return " · ".join(parts)
+
+
+def _verdict(verdict: Verdict) -> str:
+    first, *others = verdict.figures
+    rest = "".join(f", {escape(figure)}" for figure in others)
+    return (
+        f'<div class="verdict" id="verdict"><p><b>{escape(first)}</b>{rest}.</p>'
+        f"<p><b>Next:</b> {escape(verdict.next)}.</p></div>"
+    )
+
+
+def _loss(data: ReportData) -> str:
+    losses = [step.loss for step in data.steps if step.loss is not None]
+    if not losses:
+        return ""
+    told = f"loss {format_loss(losses[0])}"
+    if len(losses) > 1:
+        told += f" to {format_loss(losses[-1])}"
+    return f'<div class="loss">{sparkline(losses, told)}<span class="soft">{told}</span></div>'
+
+
+def sparkline(values: Sequence[float], label: str) -> str:
+    """A small curve without axes, as SVG; of many values, the mean of each stretch.
+
+    Args:
+        values: in order; at least one.
+        label: what it shows, for those who do not see it.
+    """
+    width = -(-len(values) // _MOST_POINTS)
+    means = [
+        sum(each) / len(each) for each in (values[at : at + width] for at in range(0, len(values), width))
+    ]
+    low, high = min(means), max(means)
+    points = [
+        (
+            4 + (_WIDTH - 8) * (number / (len(means) - 1) if len(means) > 1 else 0.5),
+            4 + (_HEIGHT - 8) * ((high - value) / (high - low) if high > low else 0.5),
+        )
+        for number, value in enumerate(means)
+    ]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    end_x, end_y = points[-1]
+    return (
+        f'<svg class="spark" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}">'
+        f'<polyline points="{line}"/><circle cx="{end_x:.1f}" cy="{end_y:.1f}" r="3"/></svg>'
+    )
+
+
+def _card(row: Compared, key: str) -> str:
+    form = format_bytes if key == "memory" else format_seconds
+    figures = "".join(
+        f'<div><span class="soft">{part}</span><b data-figure="{key}_{part}" data-value="{value!r}">'
+        f"{'unknown' if value is None else form(value)}</b></div>"
+        for part, value in (("predicted", row.predicted), ("measured", row.measured))
+    )
+    apart = "" if row.error is None else difference(row.predicted, row.measured, num_bytes=key == "memory")
+    error = f'<div class="soft">{apart}</div>' if apart else ""
+    if row.remark:
+        error = f'<div class="soft">{escape(row.remark)}</div>'
+    title = {"step": "Step time", "update": "Optimizer's update", "memory": "Peak memory of a rank"}[key]
+    return f'<div class="card"><div class="soft">{title}</div><div class="pair">{figures}</div>{error}</div>'
+
+
+def facts(data: ReportData) -> str:
+    """What the run was, in one block."""
+    rows = [] if data.facts is None else data.facts.rows()
+    if data.plan is not None:
+        rows += _of_plan(data.plan)
+    if not rows:
+        return ""
+    listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in rows)
+    return f'<h2>The run</h2>\n<dl class="facts">{listed}</dl>'
+
+
+def _of_plan(plan: Plan) -> list[tuple[str, str]]:
+    mesh, schedule = plan.mesh, plan.schedule
+    degrees = (
+        f"pipeline {mesh.pipeline} x data {mesh.data}{mesh.shared_title}, placement {mesh.placement_strategy}"
+    )
+    if mesh.shard > 1:
+        degrees += f", each {mesh.shard} replicas share parameters"
+    rows = [
+        ("ranks", f"{mesh.world_size}: {degrees}"),
+        ("schedule", f"{schedule.kind}, {schedule.microbatches} microbatches, {len(plan.stages)} stages"),
+        ("units", f"{len(plan.model.units)}, fingerprint {plan.model.fingerprint}"),
+        ("plan made by", plan.created_by),
+    ]
+    conditions = plan.prediction.conditions if plan.prediction is not None else None
+    if conditions is not None:
+        hosts = len(set(conditions.hosts))
+        cores = f", {conditions.cores} cores" if conditions.cores else ""
+        rows.append(("a replica spans", f"{hosts} host{'s' * (hosts != 1)}{cores}"))
+    return rows

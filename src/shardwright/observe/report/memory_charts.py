@@ -1,0 +1,159 @@
+"""The plots of memory: over a step, and at the peak of each rank."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardwright.observe.report.colors import BAD, MEMORY_COLORS, TEXT, Figure, bars
+from shardwright.observe.report.data import ReportData
+from shardwright.observe.report.timeline_chart import lane, time_axis
+
+__all__ = ["memory_over_step", "memory_stack"]
+
+_MOST_LANES = 8
+_MOST_POINTS = 2000
+_ROW_PX = 84
+_BAR_PX = 26
+_MIB = 2**20
+_LEGEND = {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "traceorder": "normal"}
+
+_Moments = Sequence[tuple[float, float]]
+
+
+def memory_over_step(data: ReportData) -> Figure:
+    """A row for each rank: predicted as an area, measured as a line; of many ranks, those that need most."""
+    predicted, measured = _predicted(data), _measured(data)
+    highest = {
+        rank: max(num_bytes for row in (predicted, measured) for _, num_bytes in row.get(rank, ()))
+        for rank in predicted.keys() | measured.keys()
+    }
+    shown = sorted(sorted(highest, key=lambda rank: (-highest[rank], rank))[:_MOST_LANES])
+    moments = [each for row in (predicted, measured) for rank in shown for each in row.get(rank, ())]
+    scale, unit = time_axis(max((at_s for at_s, _ in moments), default=0.0))
+    traces: list[dict[str, Any]] = []
+    layout: dict[str, Any] = {
+        "xaxis": {"title": {"text": f"{unit} from the first work"}, "rangemode": "tozero"},
+        "legend": _LEGEND,
+        "showlegend": bool(measured),
+    }
+    for index, rank in enumerate(shown):
+        number = "" if index == 0 else str(index + 1)
+        for row, name, style in (
+            (predicted.get(rank), "predicted", {"dash": "dash", "color": MEMORY_COLORS["optimizer"]}),
+            (measured.get(rank), "measured", {"dash": "solid", "color": TEXT}),
+        ):
+            if row:
+                curve = _curve(_fewer(row), f"rank {rank}, {name}", style, scale, unit)
+                curve |= {"yaxis": f"y{number}", "name": name, "legendgroup": name, "showlegend": index == 0}
+                if name == "predicted":
+                    curve |= {"fill": "tozeroy", "fillcolor": "rgba(141,124,201,0.25)"}
+                traces.append(curve)
+        bottom = (len(shown) - 1 - index) / len(shown)
+        layout[f"yaxis{number}"] = {
+            "domain": [bottom, bottom + 0.8 / len(shown)],
+            "title": {"text": f"{lane(rank)}<br>MiB"},
+            "rangemode": "tozero",
+            "fixedrange": True,
+            "nticks": 4,
+        }
+    if len(shown) > 1:
+        layout["xaxis"]["anchor"] = f"y{len(shown)}"
+    return {"data": traces, "layout": layout, "height": 110 + _ROW_PX * max(len(shown), 2)}
+
+
+def _predicted(data: ReportData) -> dict[int, _Moments]:
+    """What lasts and what is kept for backwards; without the batch where what is measured is without it."""
+    if data.predicted is None:
+        return {}
+    others = {} if data.timeline is None else data.timeline.other_bytes
+    found: dict[int, _Moments] = {}
+    for row in data.predicted.memory:
+        lasting_bytes = row.lasting_bytes
+        if row.rank in others:
+            lasting_bytes -= data.predicted.stack[row.rank].batch
+        found[row.rank] = [(at_s, lasting_bytes + held) for at_s, held in row.moments]
+    return found
+
+
+def _measured(data: ReportData) -> dict[int, _Moments]:
+    """What was in use, without what is not the training's where that is known."""
+    timeline = data.timeline
+    if timeline is None:
+        return {}
+    return {
+        rank: [(at_s, in_use - timeline.other_bytes.get(rank, 0)) for at_s, in_use in moments]
+        for rank, moments in timeline.memory.items()
+        if rank in data.ranks
+    }
+
+
+def _curve(moments: _Moments, name: str, line: dict[str, str], scale: float, unit: str) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [at_s * scale for at_s, _ in moments],
+        "y": [num_bytes / _MIB for _, num_bytes in moments],
+        "line": {"shape": "hv", "width": 1.5, **line},
+        "hovertemplate": f"{name}: %{{y:.4g}} MiB at %{{x:.4g}} {unit}<extra></extra>",
+    }
+
+
+def _fewer(moments: _Moments) -> list[tuple[float, float]]:
+    """At most some thousand moments; of each stretch, the one with most bytes."""
+    width = -(-len(moments) // _MOST_POINTS)
+    return [
+        max(moments[at : at + width], key=lambda moment: moment[1]) for at in range(0, len(moments), width)
+    ]
+
+
+def memory_stack(data: ReportData) -> Figure:
+    """The parts of each rank's predicted peak, and what was measured of the same."""
+    stack = data.predicted.stack if data.predicted is not None else ()
+    measured = _peaks(data)
+    ranks = [rank for rank in data.ranks if rank < len(stack) or rank in measured]
+    lanes = [lane(rank) for rank in ranks]
+    traces: list[dict[str, Any]] = []
+    for part, color in MEMORY_COLORS.items():
+        sizes = [getattr(stack[rank], part) / _MIB for rank in ranks] if stack else []
+        if any(sizes):
+            traces.append(
+                {
+                    **bars(lanes, [], sizes, color),
+                    "name": part,
+                    "hovertemplate": f"{part} of %{{y}}: %{{x:.4g}} MiB<extra></extra>",
+                }
+            )
+            del traces[-1]["base"]
+    if measured:
+        known = [rank for rank in ranks if rank in measured]
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": "measured",
+                "y": [lane(rank) for rank in known],
+                "x": [measured[rank] / _MIB for rank in known],
+                "marker": {"symbol": "diamond", "size": 11, "color": TEXT},
+                "hovertemplate": "measured on %{y}: %{x:.4g} MiB<extra></extra>",
+            }
+        )
+    layout: dict[str, Any] = {
+        "barmode": "stack",
+        "xaxis": {"title": {"text": "MiB"}, "rangemode": "tozero"},
+        "yaxis": {"autorange": "reversed", "fixedrange": True, "type": "category"},
+        "legend": _LEGEND,
+    }
+    limit_bytes = data.predicted.limit_bytes if data.predicted is not None else 0
+    highest = max([part.peak for part in stack] + list(measured.values()), default=0)
+    # A limit far above everything would flatten the bars; then only the text says it.
+    if 0 < limit_bytes < 4 * highest:
+        at = {"x0": limit_bytes / _MIB, "x1": limit_bytes / _MIB, "y0": 0, "y1": 1, "yref": "paper"}
+        label = {"text": "limit", "textposition": "end"}
+        layout["shapes"] = [{"type": "line", **at, "line": {"color": BAD, "width": 2}, "label": label}]
+    return {"data": traces, "layout": layout, "height": 120 + _BAR_PX * len(ranks)}
+
+
+def _peaks(data: ReportData) -> dict[int, float]:
+    """Measured peaks that mean what is predicted; nothing where the process around it would be among them."""
+    if data.memory:
+        return {row.rank: row.measured for row in data.memory if row.measured is not None}
+    return dict(enumerate(data.peak_by_rank)) if not data.measures_processes else {}

@@ -1,0 +1,145 @@
+"""What a step is spent on, in parts that can be measured: each as predicted and as measured.
+
+::
+
+    |  forward  |  backward  | imbalance | waiting |  around  |
+    |<- mean of the ranks' work ->|      |         |          |
+    |<----- work of the busiest rank --->|         |          |
+    |<----------- from the first action to the last ->|       |
+    |<------------------------- step ----------------------->|
+
+Both columns are computed alike: one from the replayed plan, one from a recorded step. What is predicted in
+finer parts (bubble, messages, sums over replicas) is listed below the part that it belongs to.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwright.observe.report.measured import MeasuredTimeline
+from shardwright.observe.report.spans import WORK, Span, scaled, simulated_spans
+from shardwright.plan import Plan
+from shardwright.planner.explain.plan_replay import Replay
+from shardwright.planner.explain.waterfall import Part, Waterfall
+
+__all__ = ["MeasuredPartKind", "StepPart", "predicted_factor", "step_parts"]
+
+MeasuredPartKind = Literal["forward", "backward", "imbalance", "waiting", "around"]
+
+_MEANINGS: dict[MeasuredPartKind, str] = {
+    "forward": "Mean of the ranks.",
+    "backward": "Mean of the ranks, with what it recomputes.",
+    "imbalance": "Work of the busiest rank above the mean.",
+    "waiting": "The busiest rank waits for others, or for messages.",
+    "around": "Before the first action and after the last: sums over ranks, the runtime.",
+}
+_BELONGS: dict[str, MeasuredPartKind] = {
+    "forward": "forward",
+    "backward": "backward",
+    "recomputation": "backward",
+    "imbalance": "imbalance",
+    "bubble": "waiting",
+    "copies to the host": "waiting",
+    "messages: latency": "waiting",
+    "messages: bytes": "waiting",
+    "messages: copying": "waiting",
+    "sums of gradients": "around",
+    "sums of tied gradients": "around",
+    "sums over tensor-parallel ranks": "around",
+    "sums over replicas": "around",
+    "before and after the schedule": "around",
+    "not explained": "around",
+    "messages and overheads": "around",
+}
+"""Finer parts of a prediction that lie in one part alone; others are spread over several."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """One part of a step, in seconds; None where it is not known.
+
+    Attributes:
+        kind: which one.
+        predicted: by the plan.
+        measured: in a recorded step.
+        finer: the parts that the prediction has in its place.
+    """
+
+    kind: MeasuredPartKind
+    predicted: float | None
+    measured: float | None
+    finer: tuple[Part, ...] = ()
+
+    @property
+    def meaning(self) -> str:
+        """One sentence."""
+        return _MEANINGS[self.kind]
+
+    @property
+    def difference(self) -> float | None:
+        """measured - predicted."""
+        if self.predicted is None or self.measured is None:
+            return None
+        return self.measured - self.predicted
+
+
+def predicted_factor(replay: Replay) -> float:
+    """By how much the plan expects actions to take longer than alone: crowded hosts, earlier runs."""
+    return replay.setting.crowding * replay.setting.correction
+
+
+def step_parts(
+    plan: Plan | None,
+    replay: Replay | None,
+    waterfall: Waterfall | None,
+    timeline: MeasuredTimeline | None,
+    *,
+    num_ranks: int,
+) -> tuple[StepPart, ...]:
+    """The parts of a step; none where nothing was predicted and nothing recorded.
+
+    Args:
+        plan: that the run followed.
+        replay: of it; None where it predicts nothing.
+        waterfall: the finer parts of its prediction.
+        timeline: a recorded step, with all spans.
+        num_ranks: pipeline ranks.
+    """
+    predicted = measured = None
+    if plan is not None and replay is not None and plan.prediction is not None:
+        spans = scaled(simulated_spans(replay.simulation), predicted_factor(replay))
+        schedule_s = replay.simulation.step_s * predicted_factor(replay)
+        predicted = _seconds(spans, num_ranks, schedule_s, plan.prediction.step_s)
+    if timeline is not None and timeline.schedule_s:
+        step_s = timeline.seconds
+        measured = _seconds(timeline.spans, num_ranks, timeline.schedule_s, step_s)
+    if predicted is None and measured is None:
+        return ()
+    finer = () if waterfall is None else waterfall.parts
+    found = []
+    for kind in _MEANINGS:
+        own = tuple(part for part in finer if _BELONGS.get(part.name) == kind and part.name != kind)
+        predicted_s = None if predicted is None else predicted.get(kind)
+        measured_s = None if measured is None else measured.get(kind)
+        found.append(StepPart(kind, predicted_s, measured_s, own))
+    return tuple(found)
+
+
+def _seconds(
+    spans: Sequence[Span], num_ranks: int, schedule_s: float, step_s: float | None
+) -> dict[MeasuredPartKind, float]:
+    sums = {"forward": 0.0, "backward": 0.0}
+    busy_s = [0.0] * num_ranks
+    for span in spans:
+        if span.kind in WORK and span.rank < num_ranks:
+            sums[WORK[span.kind]] += (span.end_s - span.start_s) / num_ranks
+            busy_s[span.rank] += span.end_s - span.start_s
+    found: dict[MeasuredPartKind, float] = {
+        "forward": sums["forward"],
+        "backward": sums["backward"],
+        "imbalance": max(busy_s) - sum(sums.values()),
+        "waiting": schedule_s - max(busy_s),
+    }
+    if step_s is not None:
+        found["around"] = step_s - schedule_s
+    return found

@@ -1,0 +1,129 @@
+"""The answer on top of a report: how fast the run was, and what to do next.
+
+::
+
+    457 ms a step, 2.2k tok/s, 1.73 times one process, 10 % idle, 4.8 % slower than predicted.
+    Next: ...
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from shardwright.observe.progress import format_rate
+from shardwright.observe.report.advice import next_step
+from shardwright.observe.report.measured import StepMetrics
+from shardwright.observe.report.parts import StepPart
+from shardwright.plan import Plan
+from shardwright.planner.explain.waterfall import Waterfall
+from shardwright.quantities import format_seconds
+
+__all__ = ["Verdict", "judge", "typical_step_s"]
+
+_ALONE = 1.05
+"""Less than this is the speed of one process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a run came to; None where it is not known.
+
+    Attributes:
+        step_s: median seconds of a step; of a plan that has not run, as predicted.
+        measured: whether the run has done a step.
+        rate: tokens or samples a second, all ranks together.
+        rate_unit: which of the two.
+        speed_up: times one process, which would do the work of the ranks one after the other.
+        idle: idle share of the ranks' time, 0 to 1.
+        slower: measured / predicted - 1; negative where the run was faster.
+        next: one sentence: what to do.
+    """
+
+    step_s: float
+    measured: bool
+    rate: float | None
+    rate_unit: str
+    speed_up: float | None
+    idle: float | None
+    slower: float | None
+    next: str
+
+    @property
+    def figures(self) -> tuple[str, ...]:
+        """The parts of the first sentence."""
+        found = [f"{format_seconds(self.step_s)} a step{'' if self.measured else ', as predicted'}"]
+        if self.rate is not None:
+            found.append(f"{format_rate(self.rate)} {self.rate_unit}")
+        if self.speed_up is not None and self.speed_up > _ALONE:
+            found.append(f"{self.speed_up:.2f} times one process")
+        if self.idle is not None:
+            found.append(f"{self.idle:.0%} idle".replace("%", " %"))
+        if self.slower is not None:
+            how = "slower" if self.slower >= 0 else "faster"
+            found.append(f"{abs(self.slower) * 100:.1f} % {how} than predicted")
+        return tuple(found)
+
+    def __str__(self) -> str:
+        """Both sentences."""
+        return f"{', '.join(self.figures)}. Next: {self.next}"
+
+
+def typical_step_s(steps: Sequence[StepMetrics]) -> float | None:
+    """Median seconds of a step, without the first one, which traces and plans; None where none is known."""
+    times = [step.step_s for step in (steps[1:] or steps) if step.step_s is not None]
+    return median(times) if times else None
+
+
+def judge(
+    plan: Plan | None,
+    steps: Sequence[StepMetrics],
+    parts: Sequence[StepPart],
+    waterfall: Waterfall | None,
+    stages: Sequence[tuple[int, float]],
+    *,
+    step_s: float | None,
+) -> Verdict | None:
+    """The verdict on a run or plan; None where neither was anything measured nor predicted.
+
+    Args:
+        plan: that the run followed.
+        steps: metrics of all steps.
+        parts: of the step, predicted beside measured.
+        waterfall: the finer parts of the prediction.
+        stages: (stage, measured / predicted seconds of its work), where both are known.
+        step_s: measured seconds of a step; None where none was done.
+    """
+    prediction = None if plan is None else plan.prediction
+    predicted_s = None if prediction is None else prediction.step_s
+    found_s = step_s if step_s is not None else predicted_s
+    if found_s is None:
+        return None
+    steady = steps[1:] or steps
+    tokens = [step.tokens_per_s for step in steady if step.tokens_per_s is not None]
+    samples = [step.samples_per_s for step in steady if step.samples_per_s is not None]
+    rates = tokens or samples
+    idle = [step.bubble for step in steady if step.bubble is not None]
+    predicted_idle = None if prediction is None or step_s is not None else prediction.bubble
+    slower = None if step_s is None or not predicted_s else step_s / predicted_s - 1.0
+    return Verdict(
+        step_s=found_s,
+        measured=step_s is not None,
+        rate=median(rates) if rates else None,
+        rate_unit="tok/s" if tokens else "samples/s",
+        speed_up=_speed_up(plan, steady, step_s),
+        idle=median(idle) if idle else predicted_idle,
+        slower=slower,
+        next=next_step(plan, parts, waterfall, stages, slower=slower),
+    )
+
+
+def _speed_up(plan: Plan | None, steps: Sequence[StepMetrics], step_s: float | None) -> float | None:
+    """Seconds of work of all ranks over those of the step."""
+    work = [step.work_s for step in steps if step.work_s is not None]
+    if not work or not step_s:
+        return None
+    # The metrics have the work of one pipeline, and those that share its layers or its model do as much.
+    replicas = max((len(step.peak_bytes) for step in steps), default=1) or 1
+    if plan is not None:
+        replicas = max(1, plan.mesh.world_size // plan.mesh.pipeline)
+    return median(work) * replicas / step_s

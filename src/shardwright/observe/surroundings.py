@@ -1,0 +1,107 @@
+"""Where a run happens: host, versions of what it uses, commit of its script. Imports no framework."""
+
+import importlib.metadata
+import os
+import platform
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["commit_of", "surroundings"]
+
+_PACKAGES = (
+    "torch",
+    "tensorflow",
+    "keras",
+    "transformers",
+    "accelerate",
+    "lightning",
+    "numpy",
+)
+_CPU_INFO = Path("/proc/cpuinfo")
+_MOST_BYTES = 2**20
+
+
+def surroundings(script: Path, *, own_version: str, device: str = "") -> dict[str, Any]:
+    """Facts about the process and its machine, for ``events.jsonl``.
+
+    Args:
+        script: what runs; its repository tells the commit.
+        own_version: of this library.
+        device: where this rank computes, as the front end knows it; empty: on the processor.
+    """
+    loaded = {"shardwright": own_version, "python": platform.python_version()}
+    loaded |= {name: importlib.metadata.version(name) for name in _PACKAGES if name in sys.modules}
+    machine = {
+        "host": socket.gethostname(),
+        "device": device or _processor(),
+        "cores": str(len(_usable_cores())),
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+    }
+    return {"machine": machine, "versions": loaded, "commit": commit_of(script.absolute().parent)}
+
+
+def commit_of(folder: Path) -> str:
+    """The commit that the repository around a folder is at; empty where there is none.
+
+    Git's files are read, not asked for: a run does not wait for another program.
+    """
+    for place in (folder, *folder.parents):
+        git = place / ".git"
+        if git.is_dir():
+            return _commit(git, git)
+        if git.is_file():  # a worktree, or a submodule
+            link = _first_line(git).removeprefix("gitdir:").strip()
+            own = (place / link) if link else git
+            common = _first_line(own / "commondir")
+            return _commit(own, (own / common) if common else own)
+    return ""
+
+
+def _commit(own: Path, common: Path) -> str:
+    head = _first_line(own / "HEAD")
+    if not head.startswith("ref:"):
+        return head if _is_hash(head) else ""
+    name = head.removeprefix("ref:").strip()
+    for place in (own, common):
+        if _is_hash(found := _first_line(place / name)):
+            return found
+    for line in _text(common / "packed-refs").splitlines():
+        found, _, ref = line.partition(" ")
+        if ref == name and _is_hash(found):
+            return found
+    return ""
+
+
+def _is_hash(text: str) -> bool:
+    return len(text) in (40, 64) and all(letter in "0123456789abcdef" for letter in text)
+
+
+def _first_line(path: Path) -> str:
+    return _text(path).partition("\n")[0].strip()
+
+
+def _text(path: Path) -> str:
+    """The beginning of a file; empty where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return file.read(_MOST_BYTES).decode(errors="replace")
+    except (OSError, ValueError):
+        return ""
+
+
+def _processor() -> str:
+    """The name of the processor, as Linux has it."""
+    for line in _text(_CPU_INFO).splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _usable_cores() -> set[int]:
+    try:
+        return os.sched_getaffinity(0)
+    except AttributeError:  # not on macOS
+        return set(range(os.cpu_count() or 1))

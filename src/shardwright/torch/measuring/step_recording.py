@@ -1,0 +1,133 @@
+"""Gathers the measured actions of the ranks of a replica, for ``steps.json`` and timelines."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.comm.encoding.codec import declare
+from shardwright.comm.joining.process_group import tell_all
+from shardwright.costs.own_runtime import ACTION_S
+from shardwright.observe.observer import Observer
+from shardwright.observe.recorded_steps import ChosenSteps, RankMemoryAfter, RecordedStep
+from shardwright.observe.timeline import MeasuredEvent, measured_events
+from shardwright.planner import stage_costs_of
+from shardwright.planner.machines.fabric import Fabric
+from shardwright.schedule import Action, Simulation, simulate
+from shardwright.torch.batch.batch_result import BatchResult
+from shardwright.torch.pytorch.memory_in_use import memory_in_use
+from shardwright.torch.run.context import Context
+
+__all__ = ["StepRecording"]
+
+declare(Action)
+
+_TRACED_EVERY = 10
+"""Steps between two timelines where no interval is set."""
+
+
+class StepRecording:
+    """Records some steps of a run, the same ones on all ranks.
+
+    Args:
+        context: the run.
+    """
+
+    def __init__(self, context: Context):
+        self._context = context
+        self._chosen = ChosenSteps(context.config.steps)
+
+    def wants(self, number: int) -> bool:
+        """Whether a step will be asked for the memory in use at the end of each action."""
+        return self._chosen.wants(number) or self._draws(number)
+
+    def step_done(self, step: BatchResult, *, number: int, seconds: float, observer: Observer) -> None:
+        """A training step ended; collective over the ranks of a replica.
+
+        Args:
+            step: what this rank did.
+            number: of the step.
+            seconds: how long it took.
+            observer: writes it down.
+        """
+        is_chosen, draws = self._chosen.wants(number), self._draws(number)
+        self._chosen.done(number)
+        if step.schedule is None or observer.folder is None or not (is_chosen or draws):
+            return
+        events, memory = self._gathered(step)
+        if is_chosen:
+            observer.recorded(RecordedStep.of(number, seconds, events, memory))
+        if draws:
+            observer.timeline(events, self._simulated(step), step=number)
+
+    def asks_after(self, number: int) -> bool:
+        """Whether the step after this one is to be recorded, as far as this rank would have it."""
+        return self._chosen.asks_after(number)
+
+    def asked_after(self, number: int, asked: bool) -> None:
+        """What the first rank would have: from now on that holds for all."""
+        self._chosen.asked_after(number, asked)
+
+    def _draws(self, number: int) -> bool:
+        # The first step plans; the third is the first that an impatient user can look at.
+        config = self._context.config
+        return config.trace and (number == 3 or number % (config.log_interval or _TRACED_EVERY) == 0)
+
+    def _gathered(self, step: BatchResult) -> tuple[list[MeasuredEvent], list[RankMemoryAfter]]:
+        context = self._context
+        after = self._memory_after() if step.memory else RankMemoryAfter()
+        own = (step.row, step.memory, tuple(step.host_copies), tuple(after))
+        gathered: list[Any] = [own]
+        if context.groups.pipeline is not None:
+            gathered = tell_all(own, group=context.groups.pipeline)
+        rows, memory, copies, ends = zip(*gathered, strict=True)
+        # One clock on one host; the ranks of several are aligned by their first action.
+        one_host = context.mesh.world_size == context.local_size
+        starts = [row[0][1] for row in rows]
+        zeros = [min(starts)] * len(rows) if one_host else starts
+        events = measured_events(rows, step_starts=zeros, memory=memory)
+        events += measured_events([[(*copy, 0.0) for copy in row] for row in copies], step_starts=zeros)
+        return events, [RankMemoryAfter(*end) for end in ends]
+
+    def _simulated(self, step: BatchResult) -> Simulation | None:
+        context = self._context
+        assert step.schedule is not None
+        costs = stage_costs_of(context.plan) if context.plan else None
+        cluster = context.cluster
+        if not costs or not cluster or len(costs) != step.schedule.num_stages:
+            return None
+        ranks = context.pipeline_ranks
+        return simulate(
+            step.schedule,
+            costs,
+            edges=step.edges,
+            link=lambda a, b: cluster.link(ranks[a], ranks[b]),
+            host=Fabric(cluster=cluster, mesh=context.mesh).host,
+            cores=cluster.cores_per_node,
+            action_overhead_s=ACTION_S,
+        )
+
+    def _memory_after(self) -> RankMemoryAfter:
+        """What the tensors of the training take on this rank, and all that is in use.
+
+        Nothing is said where replicas share tensors: the rows of this rank are not those of its parameters.
+        """
+        context = self._context
+        if context.model is None or context.mesh.shard > 1 or context.config.shard_optimizer_state:
+            return RankMemoryAfter()
+        storages: dict[int, int] = {}
+        for parameter in context.model.get_module().parameters():
+            _count(parameter, context.device, storages)
+            _count(parameter.grad, context.device, storages)
+        for wrapped in context.optimizers:
+            for state in wrapped.optimizer.state.values():
+                for value in state.values() if isinstance(state, dict) else ():
+                    _count(value, context.device, storages)
+        return RankMemoryAfter(sum(storages.values()), memory_in_use(context.device))
+
+
+def _count(value: object, device: torch.device, storages: dict[int, int]) -> None:
+    """Adds the memory of a tensor that is on the device, each storage once."""
+    if isinstance(value, Tensor) and value.device == device:
+        storage = value.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()

@@ -1,0 +1,76 @@
+"""``shardwright compare``."""
+
+import json
+
+import pytest
+from observe.run_folders import run_folder
+from planned import planned
+
+from cli.calling import call
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_folder(tmp_path / "slow", planned(), recorded=True)
+    run_folder(tmp_path / "fast", planned(microbatches=8, forward_s=0.025), steps=5, recorded=True)
+    return tmp_path
+
+
+def test_two_runs_as_a_table_and_a_page(capsys, runs):
+    pytest.importorskip("plotly")
+    code, out, err = call(capsys, "compare", "slow", "fast")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "fast is 2.09 times as fast as slow: 821 ms against 1.72 s a step."
+    assert lines[1].split() == ["slow", "fast", "change"]
+    assert any(line.startswith("loss at step 3 ") for line in lines)
+    assert any(line.startswith("  plan: schedule.microbatches: 4 -> 8") for line in lines)
+    assert lines[-1] == "page fast/compare-slow.html"
+    assert max(map(len, lines)) <= 80
+    page = (runs / "fast" / "compare-slow.html").read_text()
+    assert "<h1>slow and fast</h1>" in page
+    assert "What was different" in page
+
+
+def test_long_names_leave_room_for_figures(capsys, runs):
+    name = "a-run-with-a-very-long-name-2026-11-27_06-57-53"
+    (runs / "slow").rename(runs / name)
+    code, out, _ = call(capsys, "compare", name, "fast", "-o", "page.html")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[:2] == [f"first   {name}", "second  fast"]
+    assert lines[2] == "The second run is 2.09 times as fast as the first: 821 ms against 1.72 s a step."
+    assert max(map(len, lines)) <= 80
+    assert name in (runs / "page.html").read_text()
+
+
+def test_as_json(capsys, runs):
+    code, out, _ = call(capsys, "compare", "slow", "fast", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["names"] == ["slow", "fast"]
+    figures = {row["name"]: row for row in found["figures"]}
+    assert figures["steps"]["first"] == 3
+    assert figures["steps"]["second"] == 5
+    step = figures["step"]
+    assert step["change"] == pytest.approx(step["second"] / step["first"] - 1)
+    assert [part["kind"] for part in found["parts"]][:2] == ["forward", "backward"]
+    assert found["parts"][0]["first_s"] == pytest.approx(0.4, rel=0.02)
+    assert found["parts"][0]["second_s"] == pytest.approx(0.2, rel=0.02)
+    assert not (runs / "fast" / "compare-slow.html").exists()
+
+
+def test_a_run_with_itself(capsys, runs):
+    code, out, _ = call(capsys, "compare", "slow", "slow", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["names"] == ["slow (1)", "slow (2)"]
+    assert found["verdict"].startswith("Both are equally fast")
+    assert found["differences"] == []
+
+
+def test_what_is_no_run(capsys, runs):
+    code, _, err = call(capsys, "compare", "slow", "fats")
+    assert code == 2
+    assert "there is no fats" in err

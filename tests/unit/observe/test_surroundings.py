@@ -1,0 +1,61 @@
+"""Where a run happens, and the commit of its script."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from shardwright.observe.surroundings import commit_of, surroundings
+
+HASH = "0123456789abcdef0123456789abcdef01234567"
+
+
+def test_the_facts_are_text(tmp_path: Path) -> None:
+    found = surroundings(tmp_path / "train.py", own_version="1.2.3", device="A GPU")
+    assert found["versions"]["shardwright"] == "1.2.3"
+    assert found["machine"]["device"] == "A GPU"
+    assert found["machine"]["cores"] == str(len(os.sched_getaffinity(0)))
+    assert found["commit"] == ""
+    assert surroundings(tmp_path / "train.py", own_version="1")["machine"]["device"]
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_the_commit_is_gits(tmp_path: Path) -> None:
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+    identity = {f"GIT_{who}_{what}": "x" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    environ = {**os.environ, **identity, "GIT_CONFIG_GLOBAL": os.devnull}
+
+    def git(*words: str, folder: Path) -> str:
+        done = subprocess.run(
+            ["git", *words], cwd=folder, env=environ, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    repository, inside = tmp_path / "repository", tmp_path / "repository" / "examples"
+    inside.mkdir(parents=True)
+    git("init", "-q", folder=repository)
+    assert commit_of(inside) == ""  # there is none yet
+    git("commit", "-q", "--allow-empty", "-m", "first", folder=repository)
+    first = git("rev-parse", "HEAD", folder=repository)
+    assert commit_of(inside) == first
+    git("pack-refs", "--all", folder=repository)
+    assert commit_of(inside) == first
+    git("worktree", "add", "-q", "-b", "other", str(tmp_path / "other"), folder=repository)
+    git("commit", "-q", "--allow-empty", "-m", "second", folder=tmp_path / "other")
+    assert commit_of(tmp_path / "other") == git("rev-parse", "HEAD", folder=tmp_path / "other") != first
+    git("checkout", "-q", "--detach", folder=repository)
+    assert commit_of(inside) == first
+
+
+def test_files_that_are_no_repository_say_nothing(tmp_path: Path) -> None:
+    git = tmp_path / ".git"
+    git.mkdir()
+    for head in ("", "ref: refs/heads/../../../../etc/passwd", "ref: refs/heads/main", "<b>", HASH[:39]):
+        (git / "HEAD").write_text(head)
+        assert commit_of(tmp_path) == ""
+    (git / "HEAD").write_text(HASH)
+    assert commit_of(tmp_path) == HASH
