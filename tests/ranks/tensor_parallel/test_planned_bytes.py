@@ -16,6 +16,7 @@ from shardwright.torch.run.context import context
 from shardwright.torch.tensor_parallel.divide import settle_gradients
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 from shardwright.torch.tensor_parallel.group import ProcessGroupCollectives, TensorGroup, Traffic
+from shardwright.torch.tensor_parallel.rules import ring_attention
 
 LAYERS = {"tensor_parallel_degree": 2}
 SEQUENCES = {"context_parallel_degree": 2}
@@ -74,6 +75,20 @@ def test_bytes_are_those_of_the_plan(name, microbatches):
 @pytest.mark.parametrize("settings", [SEQUENCES, BOTH], ids=["sequences", "layers and sequences"])
 def test_bytes_of_shared_sequences_are_those_of_the_plan(name, settings):
     for sent, planned, calls in run_ranks(sent_and_planned, 2, name, 2, settings, timeout_s=120):
+        assert sent == planned > 0, calls
+
+
+def sent_and_planned_in_a_ring():
+    with (
+        mock.patch.object(ring_attention, "LONG_BYTES", 0),
+        mock.patch.object(ring_attention, "_forward", mock.Mock(wraps=ring_attention._forward)) as forward,
+    ):
+        return *sent_and_planned("llama with one key head", 1, SEQUENCES), forward.call_count
+
+
+def test_bytes_of_a_ring_are_those_of_the_plan():
+    for sent, planned, calls, in_a_ring in run_ranks(sent_and_planned_in_a_ring, 2, timeout_s=120):
+        assert in_a_ring >= 4  # two steps of two layers
         assert sent == planned > 0, calls
 
 
