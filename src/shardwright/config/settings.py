@@ -484,12 +484,6 @@ class Config(BaseModel):
                 f"{given} are set, but ranks share a batch in one way: by their layers, its sequences or "
                 "the experts. Set all but one to 1."
             )
-        untried = [name for name in above if name != "tensor_parallel_degree"]
-        if untried and self.offload_activations is True:
-            yield (
-                f"{untried[0]} is {above[untried[0]]}, and offload_activations cannot be used with it "
-                "yet. Set it to false, or recompute (activation_checkpointing)."
-            )
 
 
 def _refuse(problems: Sequence[str], *, source: str = "") -> None:

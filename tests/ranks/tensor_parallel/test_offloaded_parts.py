@@ -3,20 +3,27 @@
 Every storage is offloaded, however small, so that models of a few kilobytes show it.
 """
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
+from test_listed_experts import sparse
+from test_shared_experts import case as of_experts
 from test_shared_layers import CHANGING, RECOMPUTED, SCHEDULES, Recipe, case, language, sgd
+from test_shared_sequences import BOTH
+from test_shared_sequences import case as of_sequences
 from torch import Tensor, nn
-from transparency import Case, differences_by_case
+from transparency import Case, Iteration, differences_by_case
 from zoo import ZOO
 
-from choices import in_every_run
+from choices import in_every_run, in_sweep
 from shardwright.testing import run_ranks
+from shardwright.torch.tensor_parallel.group import ProcessGroupCollectives
 
 OFFLOADS = {"offload_activations": True, "activation_loading_horizon": 1}
 
@@ -69,6 +76,25 @@ def test_stages_and_shards_of_parts() -> None:
     check(language(tied=True, dropout=0.1), cases, num_ranks=4)
 
 
+def test_parts_of_sequences() -> None:
+    stages = {**OFFLOADS, "microbatches": 4, **SCHEDULES["1f1b"]}
+    cases = {
+        "sequences": of_sequences(2, {**OFFLOADS, "pipeline_parallel_degree": 1}, iterations=CHANGING),
+        "stages": of_sequences(2, stages),
+        "layers and sequences": of_sequences(2, {**stages, **BOTH}),
+    }
+    check(language(tied=True, dropout=0.1), cases, num_ranks=4)
+
+
+def test_parts_of_samples_and_experts() -> None:
+    steps = (Iteration(batch_size=7, length=5), Iteration(length=6))
+    cases = {
+        "experts": of_experts(2, OFFLOADS, iterations=steps),
+        "inputs": of_experts(2, {**OFFLOADS, **RECOMPUTED}, iterations=steps),
+    }
+    check(sparse("Mixtral", "DeepSeek"), cases, num_ranks=2)
+
+
 @pytest.mark.parametrize("name", in_every_run(ZOO, ("changes in place", "changes views", "LSTM")))
 def test_models_of_all_kinds(name: str) -> None:
     # Under `torch.utils.checkpoint` in the model's own code, units save nothing for long.
@@ -98,6 +124,27 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
+@contextmanager
+def freed_in_this_thread() -> Iterator[None]:
+    """Holds what the last exchanges sent and received.
+
+    The profiler does not see what a thread of gloo frees, whose reference may be the last.
+    """
+    held: deque[Any] = deque(maxlen=6)
+
+    def hold(run: Any) -> Any:
+        def exchange(self: Any, *tensors: Any) -> None:
+            held.append(tensors)
+            run(self, *tensors)
+
+        return exchange
+
+    names = ("all_reduce", "all_gather", "all_to_all")
+    held_by = {name: hold(getattr(ProcessGroupCollectives, name)) for name in names}
+    with patch.multiple(ProcessGroupCollectives, **held_by):
+        yield
+
+
 def peaks(settings: dict[str, Any]) -> tuple[int, int, list[float]]:
     """The plan's peak of a rank, the measured one of a step with AdamW, and losses."""
     import shardwright.torch as sw
@@ -105,7 +152,9 @@ def peaks(settings: dict[str, Any]) -> tuple[int, int, list[float]]:
 
     sw.init({"run_dir": "off", "profile": "estimated", "microbatches": 2, **settings})
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+    profile = torch.profiler.profile(activities=activities, profile_memory=True)
+    exchanges = "context_parallel_degree" in settings
+    with freed_in_this_thread() if exchanges else nullcontext(), profile as profiler:
         torch.manual_seed(0)
         model = sw.DistributedModel(nn.Sequential(*(Block() for _ in range(8))))
         optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
@@ -134,12 +183,15 @@ def peaks(settings: dict[str, Any]) -> tuple[int, int, list[float]]:
     return plan.prediction.memory[context().pipeline_rank].peak, peak, losses
 
 
-def test_the_peak_is_the_planned_one() -> None:
-    settings = {"tensor_parallel_degree": 2, "activation_checkpointing": "none", "plan_one_stage": True}
+@pytest.mark.parametrize("degree", ["tensor", in_sweep("context")])
+def test_the_peak_is_the_planned_one(degree: str) -> None:
+    shared = {f"{degree}_parallel_degree": 2}
+    settings = {**shared, "activation_checkpointing": "none", "plan_one_stage": True}
     kept = run_ranks(peaks, 2, settings)
     offloaded = run_ranks(peaks, 2, {**settings, **OFFLOADS})
     for (_, whole, losses), (predicted, peak, own_losses) in zip(kept, offloaded, strict=True):
         # Threads of the backward add up in another order.
         assert own_losses == pytest.approx(losses, rel=1e-6)
         assert peak < 0.6 * whole
-        assert predicted == pytest.approx(peak, rel=0.1)
+        # Of small parts of sequences, what is held for the profiler is a tenth.
+        assert predicted == pytest.approx(peak, rel=0.1 if degree == "tensor" else 0.2)

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from language_models import WORDS
+from listed_experts import SparseModel
 from searching import model_of
 
 import shardwright.torch as sw
@@ -15,6 +16,7 @@ from shardwright.torch.run.context import context
 from shardwright.torch.tensor_parallel.divide import settle_gradients
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 from shardwright.torch.tensor_parallel.group import ProcessGroupCollectives, TensorGroup, Traffic
+from shardwright.torch.tensor_parallel.rules import ring_attention
 
 LAYERS = {"tensor_parallel_degree": 2}
 SEQUENCES = {"context_parallel_degree": 2}
@@ -25,15 +27,18 @@ BOTH = {"tensor_parallel_degree": 2, "sequence_parallel": True}
 def sent_and_planned(name, microbatches, settings):
     """Bytes that this rank sends in forwards and backwards of a step, those of the plan, and collectives."""
     sw.init({"run_dir": "off", "microbatches": microbatches, "profile": "estimated", **settings})
-    model = sw.DistributedModel(model_of(name))
+    torch.manual_seed(0)
+    made = SparseModel("Mixtral", "DeepSeek", num_experts=4) if name == "listed" else model_of(name)
+    model = sw.DistributedModel(made)
 
     @sw.step
     def train(model, ids):
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = model(ids, ids) if name == "listed" else model(input_ids=ids, labels=ids).loss
         model.backward(loss)
         return loss
 
-    ids = torch.randint(3, WORDS, (4, 32), generator=torch.Generator().manual_seed(0))
+    words = 50 if name == "listed" else WORDS
+    ids = torch.randint(3, words, (4, 32), generator=torch.Generator().manual_seed(0))
     train(model, ids)
     groups = (each for each in gc.get_objects() if isinstance(each, TensorGroup))
     (group,) = (each for each in groups if isinstance(each.collectives, ProcessGroupCollectives))
@@ -73,8 +78,23 @@ def test_bytes_of_shared_sequences_are_those_of_the_plan(name, settings):
         assert sent == planned > 0, calls
 
 
-def test_bytes_of_shared_experts_are_those_of_the_plan():
-    for sent, planned, calls in run_ranks(sent_and_planned, 2, "mixtral", 1, EXPERTS, timeout_s=120):
+def sent_and_planned_in_a_ring():
+    with (
+        mock.patch.object(ring_attention, "LONG_BYTES", 0),
+        mock.patch.object(ring_attention, "_forward", mock.Mock(wraps=ring_attention._forward)) as forward,
+    ):
+        return *sent_and_planned("llama with one key head", 1, SEQUENCES), forward.call_count
+
+
+def test_bytes_of_a_ring_are_those_of_the_plan():
+    for sent, planned, calls, in_a_ring in run_ranks(sent_and_planned_in_a_ring, 2, timeout_s=120):
+        assert in_a_ring >= 4  # two steps of two layers
+        assert sent == planned > 0, calls
+
+
+@pytest.mark.parametrize("name", ["mixtral", "listed"])
+def test_bytes_of_shared_experts_are_those_of_the_plan(name):
+    for sent, planned, calls in run_ranks(sent_and_planned, 2, name, 1, EXPERTS, timeout_s=120):
         assert sent == planned > 0, calls
 
 

@@ -101,7 +101,8 @@ def test_ranks_share_experts(name):
 @pytest.mark.parametrize("name", in_every_run(EXPERTS, ["olmoe"]))
 def test_three_ranks_share_experts(name):
     recomputed = {"activation_checkpointing": "full"}
-    check(name, {"recomputed": case(3, recomputed, iterations=(Iteration(length=6),) * 2)}, num_ranks=3)
+    steps = case(3, recomputed, iterations=(Iteration(length=6),) * 2, tolerance=TOLERANCES.get(name))
+    check(name, {"recomputed": steps}, num_ranks=3)
 
 
 def test_stages_and_replicas_of_shared_experts():

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transparency import Case, Iteration, Recipe, differences_by_case
 
 from choices import in_every_run
 from shardwright.testing import RanksFailedError, run_ranks
+from shardwright.torch.tensor_parallel.rules import ring_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
 
@@ -103,6 +105,28 @@ def check_model(name: str, cases: Mapping[str, Case], *, num_ranks: int) -> None
     env = {"TRANSFORMERS_VERBOSITY": "error"}
     found = run_ranks(differences_in_64_bits, num_ranks, name, cases, timeout_s=200, env=env)
     assert found == [{}] * num_ranks
+
+
+def differences_in_a_ring(cases: Mapping[str, Case]) -> tuple[dict[str, list[str]], int]:
+    """What differs where all sequences count as long, and how often keys went around in a forward."""
+    kind, config, sizes = MODELS["llama"]
+    one_head = {**sizes, "num_attention_heads": 1, "num_key_value_heads": 1}
+    forward = mock.Mock(wraps=ring_attention._forward)
+    with (
+        mock.patch.object(ring_attention, "LONG_BYTES", 0),
+        mock.patch.object(ring_attention, "_forward", forward),
+        mock.patch.dict(MODELS, {"llama with one head": (kind, config, one_head)}),
+    ):
+        return differences_in_64_bits("llama with one head", cases), forward.call_count
+
+
+def test_long_sequences_go_around_in_a_ring():
+    """Ranks cannot share its head, and need not gather its keys and values."""
+    uneven = (Iteration(length=11),) * 2
+    cases = {"ring": case(3, iterations=uneven), "recomputed": case(3, RECOMPUTED, iterations=uneven)}
+    found = run_ranks(differences_in_a_ring, 3, cases, timeout_s=200)
+    assert [differences for differences, _ in found] == [{}] * 3
+    assert all(count >= 2 * 2 * 2 * 2 for _, count in found)  # cases, steps, microbatches, layers
 
 
 @pytest.mark.parametrize("num_ranks", in_every_run([2, 3], [2]))

@@ -150,7 +150,7 @@ def make_plan(
         limit_bytes=config.memory_limit or cluster.device.memory_bytes,
         memory_weight=config.balance_weight,
         recompute=config.activation_checkpointing,
-        offload=_may_offload(config, cluster, mesh),
+        offload=_may_offload(config, cluster),
         horizon=config.activation_loading_horizon,
         active_microbatches=config.active_microbatches,
         optimizer_factor=optimizer_factor,
@@ -187,16 +187,9 @@ def make_plan(
     return plan.model_copy(update={"why": (*plan.why, *notes)}) if notes else plan
 
 
-def _may_offload(config: Config, cluster: Cluster, mesh: Mesh) -> OffloadPolicy:
+def _may_offload(config: Config, cluster: Cluster) -> OffloadPolicy:
     """As the settings say; where they leave it open, only where it is known what it costs."""
     wanted = config.offload_activations
-    if wanted and mesh.share > mesh.tensor:
-        if wanted is True:
-            raise PlanError(
-                "offload_activations is true, and ranks share sequences or experts, with which it was never "
-                "tried. Set it to false, or take degrees of 1."
-            )
-        return False
     return False if wanted == "auto" and cluster.host is None else wanted
 
 

@@ -42,8 +42,8 @@ from shardwright.torch.replicas.replica_buffers import ReplicaBuffers
 from shardwright.torch.run.context import Context
 from shardwright.torch.tensor_parallel.divide import divide_parameter, tensor_group
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
+from shardwright.torch.tensor_parallel.experts import run_own_experts
 from shardwright.torch.tensor_parallel.group import Prices, TensorGroup
-from shardwright.torch.tensor_parallel.own_experts import run_own_experts
 from shardwright.torch.tracing.batch_statistics import BatchStatistics
 from shardwright.torch.tracing.trace_data import Trace
 

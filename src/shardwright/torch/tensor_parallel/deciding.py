@@ -22,6 +22,7 @@ from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 from shardwright.torch.tensor_parallel.form import Candidate, Form, candidates_of
 from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.grouped_products import grouped_product_without_data
+from shardwright.torch.tensor_parallel.lasting_sums import decided_by_kind
 from shardwright.torch.tensor_parallel.reshaped_in_place import ReshapedInPlace, reshapes_in_place
 from shardwright.torch.tensor_parallel.rules import rule_of
 
@@ -36,6 +37,8 @@ def decide(group: TensorGroup, func: Any, args: tuple[Any, ...], kwargs: Mapping
     for tensor in tensors_of(args, kwargs):
         if isinstance(tensor, DividedTensor) and tensor._spec.group is not group:
             raise UsageError(f"{func} got tensors of two tensor-parallel groups. Gather one: whole(tensor).")
+    if group.routes_tokens and (found := decided_by_kind(group, func, args, kwargs)) is not None:
+        return found
     call = Call(func, args, kwargs, group)
     if reshapes_in_place(call.name):
         return ReshapedInPlace(func, call.name)

@@ -1,5 +1,6 @@
 """The tensor that shows its whole shape, and holds what one rank has of it."""
 
+import functools
 from copy import deepcopy
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ from shardwright.torch.tensor_parallel.spec import Spec, spec_of
 
 __all__ = [
     "DividedTensor",
+    "at_hand",
     "divided",
     "known_sum",
     "local_of",
@@ -272,6 +274,16 @@ def whole(tensor: Tensor) -> Tensor:
     return replaced(
         spec.group, tensor._local, shape=spec.shape, strides=spec.strides, source=spec.placement, target=WHOLE
     )
+
+
+def at_hand(tensor: DividedTensor) -> Tensor:
+    """All elements of a cut tensor, kept for others that need them soon; nobody may write to them.
+
+    All ranks of its group call it.
+    """
+    gathers = tensor._spec.group.gathers
+    gather = functools.partial(whole, tensor)
+    return gather() if gathers is None else gathers.whole(tensor._local, tensor._spec, gather)
 
 
 def placed(tensor: Tensor, cut: Cut, group: TensorGroup) -> DividedTensor:

@@ -132,6 +132,7 @@ class TensorGroup:
             gathered as a last resort, and sums go to where tensors are cut.
         gathers: the last ones, where tensors between units are cut; None: nothing is kept.
         lasting: memories of parameters' parts.
+        routes_tokens: some module of theirs calls experts of a list; see `lasting_sums.py`.
         writes: of memory that copied views stand for: how many views, how many writes (`copied_view.py`).
     """
 
@@ -152,6 +153,7 @@ class TensorGroup:
         self.between: BetweenUnits | None = None
         self.gathers: RecentGathers | None = None
         self.lasting: set[int] = set()
+        self.routes_tokens = False
 
     def shares(self, between: BetweenUnits) -> None:
         """Says where tensors between units are."""
@@ -163,7 +165,9 @@ class TensorGroup:
         """Decides how an operation runs, and keeps the decision under the key."""
         if len(self.decisions) >= _MAX_DECISIONS:
             self.decisions.clear()
-        decision = self.decisions[key] = self._decide(self, func, args, kwargs)
+        decision = self._decide(self, func, args, kwargs)
+        if getattr(decision, "lasts", True):
+            self.decisions[key] = decision
         return decision
 
     def transfer(self, shape: Sequence[int], source: Placement, target: Placement) -> Transfer:

@@ -15,7 +15,7 @@ from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.memory_order import dense_strides, is_dense, put_in_order
 from shardwright.torch.tensor_parallel.spec import local_shape
 
-__all__ = ["own_part", "replaced", "write_part"]
+__all__ = ["all_to_all", "own_part", "replaced", "write_part"]
 
 
 def replaced(
@@ -96,7 +96,7 @@ def _reduce_scatter(group: TensorGroup, data: Tensor, target: Cut) -> Tensor:
     """Each rank gets all ranks' summands of its part, and adds them in the order of the ranks."""
     pieces = [own_part(data, target, rank) for rank in range(group.num_ranks)]
     own = pieces[group.rank]
-    summands = _all_to_all(group, [[piece] for piece in pieces], [own.numel()] * group.num_ranks, data)
+    summands = all_to_all(group, [[piece] for piece in pieces], [own.numel()] * group.num_ranks, data)
     total = data.new_empty_strided(tuple(own.shape), dense_strides(own.shape, data.stride()))
     total.copy_(summands[0].view(own.shape))
     for summand in summands[1:]:
@@ -136,7 +136,7 @@ def _exchange(
     for rank in range(group.num_ranks):
         sent.append([_narrowed(data, here) for here, _ in _blocks(source, target, group.rank, rank)])
         places.append([_narrowed(result, here) for _, here in _blocks(source, target, rank, group.rank)])
-    received = _all_to_all(group, sent, [sum(place.numel() for place in each) for each in places], data)
+    received = all_to_all(group, sent, [sum(place.numel() for place in each) for each in places], data)
     for each, piece in zip(places, received, strict=True):
         numbers = torch.split(piece, [place.numel() for place in each])
         for place, own_numbers in zip(each, numbers, strict=True):
@@ -173,7 +173,7 @@ def _narrowed(data: Tensor, ranges: list[_Range]) -> Tensor:
     return data
 
 
-def _all_to_all(
+def all_to_all(
     group: TensorGroup, sent: Sequence[list[Tensor]], counts: Sequence[int], like: Tensor
 ) -> list[Tensor]:
     """Sends each rank the elements of its tensors, and returns so many elements from each rank."""

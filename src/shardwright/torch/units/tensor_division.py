@@ -24,8 +24,8 @@ from shardwright.planner.chain.division import DividedUnit, Division, Passage
 from shardwright.torch.counting.compiled_modules import calls_compiled, is_compiled
 from shardwright.torch.interception.attribute_inputs import FOUND
 from shardwright.torch.pytorch.module_hooks import has_backward_hooks
+from shardwright.torch.tensor_parallel.experts import cuts_of_experts, reasons_to_stay, run_own_experts
 from shardwright.torch.tensor_parallel.group import Prices
-from shardwright.torch.tensor_parallel.own_experts import cuts_of_experts, run_own_experts
 from shardwright.torch.tensor_parallel.pinned import pinned_placements
 from shardwright.torch.tensor_parallel.search import (
     Phase,
@@ -69,9 +69,9 @@ def division_of(
     """
     graph, degree = trace.graph, mesh.share
     between = BetweenUnits.of_batch(trace.batch_shapes, config.between_units(mesh), num_ranks=degree)
-    experts = cuts_of_experts(model, num_ranks=degree) if mesh.expert > 1 else {}
+    experts = {}
     if mesh.expert > 1:
-        _refuse_without_experts(experts, between, graph.batch_size)
+        experts = _experts(model, trace, between)
         run_own_experts(model)
     elif between.cuts:
         _refuse_without_sequences(trace, between, mesh)
@@ -130,19 +130,27 @@ def division_of(
     )
 
 
-def _refuse_without_experts(experts: Mapping[str, Cut], between: BetweenUnits, samples: int) -> None:
-    degree = between.num_ranks
+def _experts(model: nn.Module, trace: Trace, between: BetweenUnits) -> dict[str, Cut]:
+    """How ranks share the experts of a model: the cuts of parameters, by name."""
+    degree, samples = between.num_ranks, trace.graph.batch_size
+    found = cuts_of_experts(model, num_ranks=degree, units=trace.unit_names)
+    stay = reasons_to_stay(model, num_ranks=degree, units=trace.unit_names)
     asked = f"expert_parallel_degree is {degree}, but"
-    if not experts:
+    if not found:
+        lists = "".join(f" {name} cannot be shared: {reason}." for name, reason in [*stay.items()][:1])
         raise PlanError(
-            f"{asked} the model has no layer of {degree} experts or more whose weights are stacked, as those "
-            "of transformers are. Set it to 1, or tensor_parallel_degree in its place."
+            f"{asked} the model has no layer of {degree} experts or more that ranks can share: in stacked "
+            'weights, as those of transformers 5 are, or in a ModuleList with "expert" in its name or in the '
+            f"name of its class.{lists} Set it to 1, or tensor_parallel_degree in its place."
         )
+    for reason, names in _by_reason(stay).items():
+        _warn(names, reason)
     if not between.lengths:
         raise PlanError(
             f"{asked} a microbatch has {samples} sample{'s' * (samples != 1)}, and each rank takes some. "
             "Use larger batches, fewer microbatches or a smaller degree."
         )
+    return found
 
 
 def _refuse_without_sequences(trace: Trace, between: BetweenUnits, mesh: Mesh) -> None:

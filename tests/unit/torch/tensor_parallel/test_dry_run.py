@@ -104,3 +104,19 @@ def test_attention_of_gpus_is_divided_without_communication(name, dim):
     assert all(each.shape == shape for each in backward[:3])
     assert not group.traffic.calls
     assert not group.computed_whole
+
+
+def test_flash_attention_with_one_head_goes_around_in_a_ring():
+    cut, shape = Cut.even(2, 17, num_ranks=2), torch.Size([4, 1, 17, 32])
+    with FakeTensorMode():
+        group = tensor_group(NoRanks(1, 2))
+
+        def part():
+            local = torch.empty(4, 1, cut.length(1), 32, device="cuda", dtype=torch.bfloat16)
+            return wrap(local, spec_of(group, cut, local, shape=shape, strides=(544, 544, 32, 1)))
+
+        forward, backward = kernels(part(), part(), part(), part())["flash"]()
+    assert [placement_of(each) for each in [*forward[:2], *backward[:3]]] == [cut] * 5
+    assert [each.dtype for each in backward[:3]] == [torch.bfloat16] * 3
+    assert group.traffic.calls == {"all_to_all": 3}
+    assert not group.computed_whole

@@ -1,10 +1,11 @@
 """Fused attention, every kernel: the batch or the heads are cut, or the positions.
 
 Where positions are cut, ranks exchange parts of sequences for heads, and back; or they gather keys and
-values, and attend from their own queries::
+values, and attend from their own queries; or keys and values travel from rank to rank (`ring_attention`)::
 
     q k v: own positions ──all-to-all──► own heads ──► attention ──all-to-all──► own positions
     k v:   own positions ──all-gather──► all ──► attention of own queries
+    k v:   own positions ──► next rank ──► ... ──► attention of own queries to each part in turn
 
 Shapes: B batch, H heads of queries, G heads of keys (a divisor of H), Q and K positions, E and D sizes.
 Queries ``BHQE``, keys ``BGKE``, values ``BGKD``, result ``BHQD``, mask that stretches to ``BHQK``.
@@ -23,6 +24,7 @@ from shardwright.torch.tensor_parallel.call import Call, Input
 from shardwright.torch.tensor_parallel.form import Candidate
 from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.redistribution import replaced
+from shardwright.torch.tensor_parallel.rules import ring_attention
 from shardwright.torch.tensor_parallel.rules.registry import rule
 
 __all__: list[str] = []
@@ -35,6 +37,8 @@ _KERNELS = (
     "_scaled_dot_product_fused_attention_overrideable",
 )
 _OF_CPU = _KERNELS[0]
+# Others pad what they keep for the backward to blocks of positions.
+_IN_A_RING = _KERNELS[:2]
 _BATCH, _HEADS, _POSITIONS = 0, 1, 2
 # Tensor arguments whose dimensions are those of the queries, and of the keys.
 _LIKE_QUERIES = ("query", "grad_out", "grad_out_", "out", "logsumexp")
@@ -61,7 +65,7 @@ def attention(call: Call) -> list[Candidate] | None:
     backward = call.name.endswith("_backward")
     call.flops = (10.0 if backward else 4.0) * batch * heads * length * key.shape[2] * query.shape[3]
     found = [_candidate(call, cut, groups) for cut in cuts if cut.reaches(call.num_ranks)]
-    found += [_by_heads(call, groups), _from_own_queries(call)]
+    found += [_by_heads(call, groups), _from_own_queries(call), _in_a_ring(call)]
     return [each for each in found if each is not None]
 
 
@@ -148,11 +152,27 @@ def _from_own_queries(call: Call) -> Candidate | None:
     def compute(group: TensorGroup, func: Any, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
         return _with_a_mask(call, cut, group, func, args, kwargs)
 
+    # With a mask, a kernel computes what it hides, too.
     found = Candidate(
-        tuple(inputs), outputs, compute=compute if call["is_causal"] else None, share=1 / call.num_ranks
+        tuple(inputs),
+        outputs,
+        compute=compute if call["is_causal"] else None,
+        share=min(1.0, (1 + bool(call["is_causal"])) / call.num_ranks),
     )
     of_keys = _positions(call, _LIKE_KEYS)
     return found if of_keys is None else _with_results(call, found, [None, of_keys, of_keys])
+
+
+def _in_a_ring(call: Call) -> Candidate | None:
+    """Sends keys and values around: where they are long, and where no rank can attend to all of them."""
+    of_queries, of_keys = _positions(call, _LIKE_QUERIES), _positions(call, _LIKE_KEYS)
+    kernel = call.name.removesuffix("_backward")
+    if of_queries is None or of_keys is None or kernel not in _IN_A_RING:
+        return None
+    size = sum(call[name].numel * call[name].dtype.itemsize for name in _LIKE_KEYS)
+    if kernel == _OF_CPU and size < ring_attention.LONG_BYTES:
+        return None
+    return ring_attention.ring(call, of_queries, of_keys, like_queries=_LIKE_QUERIES, like_keys=_LIKE_KEYS)
 
 
 def _with_a_mask(

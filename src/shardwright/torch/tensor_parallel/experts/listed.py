@@ -1,0 +1,235 @@
+"""Runs experts of a list on the ranks that have them.
+
+::
+
+    rank 0, has the expert     x ──gather──► x ──► expert ──────► y, a summand
+    rank 1, has others         x ──gather──► x ──► its shape ───► 0, a summand
+
+The parameters of an expert are all on one rank. The code around the experts stays as it is: it calls each
+expert on all ranks, and gets a sum over the ranks to which one of them has something to add (`routing_code`).
+What an expert gets is whole on all ranks by then, as a rule.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import UsageError
+from shardwright.placement import Cut
+from shardwright.torch.pytorch.tree import flatten
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
+from shardwright.torch.tensor_parallel.experts.class_before import put_before
+from shardwright.torch.tensor_parallel.experts.passages import Entered, entered, summed
+from shardwright.torch.tensor_parallel.experts.routing_code import RoutingCode, routing_paused
+from shardwright.torch.tensor_parallel.experts.without_data import Slot, in_slots, results_without_data
+from shardwright.torch.tensor_parallel.group import TensorGroup
+from shardwright.torch.tensor_parallel.spec import Spec
+
+__all__ = ["cuts_of_listed_experts", "reasons_to_stay", "run_listed_experts"]
+
+
+@dataclass(frozen=True, slots=True)
+class _List:
+    """A list of experts.
+
+    Attributes:
+        name: of the list, in the model.
+        parent: the module that has it; its code calls them.
+        parent_name: of the parent, in the model.
+        experts: by their names in the list.
+    """
+
+    name: str
+    parent: nn.Module
+    parent_name: str
+    experts: Mapping[str, nn.Module]
+
+
+def cuts_of_listed_experts(model: nn.Module, *, num_ranks: int, units: Iterable[str]) -> dict[str, Cut]:
+    """Which rank has which expert: the cuts of parameters, by name.
+
+    Args:
+        model: any module.
+        num_ranks: that share them.
+        units: names of the modules that are placed whole.
+    """
+    found: dict[str, Cut] = {}
+    stay = reasons_to_stay(model, num_ranks=num_ranks, units=units)
+    for each in _lists(model):
+        if each.name in stay:
+            continue
+        owners = Cut.even(0, len(each.experts), num_ranks=num_ranks).bounds()
+        for place, (key, expert) in enumerate(each.experts.items()):
+            owner = next(rank for rank, a, b in owners if a <= place < b)
+            for name, parameter in expert.named_parameters():
+                found[f"{each.name}.{key}.{name}"] = Cut.of(0, [(owner, parameter.shape[0])])
+    return found
+
+
+def reasons_to_stay(model: nn.Module, *, num_ranks: int, units: Iterable[str]) -> dict[str, str]:
+    """Why each rank has all experts of a list, by the name of the list; not of lists that ranks share.
+
+    Args:
+        model: any module.
+        num_ranks: that would share them.
+        units: names of the modules that are placed whole.
+    """
+    units = frozenset(units)
+    times: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        times[id(parameter)] = times.get(id(parameter), 0) + 1
+    reasons = {each.name: _reason_to_stay(each, num_ranks, units, times) for each in _lists(model)}
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def run_listed_experts(model: nn.Module) -> None:
+    """Has experts of lists run on the ranks that have them; whole ones run as they did."""
+    for each in _lists(model):
+        put_before(_CallsExperts, each.parent)
+        for expert in each.experts.values():
+            put_before(_OnOneRank, expert)
+
+
+def _lists(model: nn.Module) -> Iterator[_List]:
+    for parent_name, parent in model.named_modules():
+        for key, child in parent._modules.items():
+            if isinstance(child, nn.ModuleList | nn.ModuleDict) and _has_experts(key, child):
+                name = f"{parent_name}.{key}" if parent_name else key
+                yield _List(name, parent, parent_name, dict(child.named_children()))
+
+
+def _has_experts(key: str, child: nn.Module) -> bool:
+    experts = list(child.children())
+    named = [key, type(child).__name__]
+    return bool(experts) and (
+        any("expert" in name.lower() for name in named)
+        or all("expert" in type(each).__name__.lower() for each in experts)
+    )
+
+
+def _reason_to_stay(one: _List, num_ranks: int, units: frozenset[str], times: Mapping[int, int]) -> str:
+    experts = list(one.experts.values())
+    parameters = [each for expert in experts for each in expert.parameters()]
+    inside = [each for expert in experts for each in expert.modules()]
+    drops = (isinstance(each, nn.modules.dropout._DropoutNd) and each.p > 0 for each in inside)
+    if len(experts) < num_ranks:
+        return f"it has {len(experts)}, and {num_ranks} ranks share them"
+    if not parameters or any(not each.dim() for each in parameters):
+        return "an expert has no parameters, or one without dimensions"
+    if any(next(expert.buffers(), None) is not None for expert in experts):
+        return "its experts have buffers, which all ranks would need"
+    if any(times[id(each)] > 1 for each in parameters):
+        return "experts share parameters with other modules"
+    if any(drops):
+        return "its experts have dropout, and all ranks would have to draw its masks"
+    if not any(unit in ("", one.parent_name) or one.parent_name.startswith(f"{unit}.") for unit in units):
+        return "each expert is a unit of its own: all tokens go to all of them"
+    return ""
+
+
+# ---- the module that calls experts ----
+
+
+class _CallsExperts(nn.Module):
+    """The class of a module that has a list of experts has it as its first base."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's own forward so that what experts give is added up without exchanges."""
+        group = _group_of(self)
+        if group is None:
+            return super().forward(*args, **kwargs)
+        group.routes_tokens = True
+        with RoutingCode(group):
+            return super().forward(*args, **kwargs)
+
+
+def _group_of(parent: nn.Module) -> TensorGroup | None:
+    """The ranks that share experts in a list of a module; None where each has all."""
+    for child in parent._modules.values():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            for expert in child.children():
+                if isinstance(expert, _OnOneRank):
+                    spec = _spec_of(expert)
+                    return None if spec is None else spec.group
+    return None
+
+
+# ---- an expert ----
+
+
+class _OnOneRank(nn.Module):
+    """The class of an expert of a list has it as its first base."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the expert on the rank that has it, and gives sums over the ranks."""
+        spec = _spec_of(self)
+        if spec is None:
+            return super().forward(*args, **kwargs)
+        slots = _slots_of(self)
+        given, structure = flatten((args, kwargs))
+        with routing_paused():
+            inside = entered(given, [slot.parameter for slot in slots])
+            if _owner(spec) == spec.group.rank:
+                own_args, own_kwargs = structure.rebuild(inside.items)
+                with in_slots(slots, inside.parts):
+                    found = super().forward(*own_args, **own_kwargs)
+            else:
+                found = results_without_data(super().forward, inside.items, structure, slots)
+            return _summed(found, inside, spec)
+
+
+def _spec_of(expert: nn.Module) -> Spec | None:
+    """The description of a parameter of an expert that is on one rank; None where the expert is not."""
+    specs = [each._spec if isinstance(each, DividedTensor) else None for each in expert.parameters()]
+    first = specs[0] if specs else None
+    if first is None or any(each is None or _owner(each) != _owner(first) for each in specs):
+        return None
+    return None if _owner(first) is None else first
+
+
+def _owner(spec: Spec) -> int | None:
+    """The rank that has all elements."""
+    cut = spec.placement
+    return cut.runs[0].rank if isinstance(cut, Cut) and len(cut.runs) == 1 else None
+
+
+def _slots_of(expert: nn.Module) -> list[Slot]:
+    return [
+        Slot(module, key, parameter)
+        for module in expert.modules()
+        for key, parameter in module._parameters.items()
+        if isinstance(parameter, DividedTensor)
+    ]
+
+
+def _summed(found: Any, inside: Entered, spec: Spec) -> Any:
+    """Sums over the ranks, to which the one that has the expert adds what that gives.
+
+    Args:
+        found: what it gives; without data on all other ranks, which add nothing.
+        inside: what it was called with.
+        spec: of one of its parameters.
+    """
+    items, structure = flatten(found)
+    places = _places_of_tensors(items)
+    own = [items[each] for each in places]
+    if _owner(spec) != spec.group.rank:
+        own = [torch.zeros(each.shape, dtype=each.dtype, device=spec.device) for each in own]
+    for place, total in zip(places, summed(own, inside, spec.group), strict=True):
+        items[place] = total
+    return structure.rebuild(items)
+
+
+def _places_of_tensors(items: Sequence[Any]) -> list[int]:
+    places = [place for place, each in enumerate(items) if isinstance(each, Tensor)]
+    for place in places:
+        if not items[place].is_floating_point():
+            raise UsageError(
+                f"an expert of a list gives a tensor of {items[place].dtype}, and what experts give is added "
+                "up over the ranks that share them. Have it give floating-point numbers, or set "
+                "expert_parallel_degree to 1."
+            )
+    return places

@@ -1,0 +1,74 @@
+"""Ranks that share experts in lists train a model as one process does, whatever its loop over the experts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from listed_experts import BLOCKS, SparseModel
+from test_shared_experts import case
+from test_shared_layers import WORDS
+from torch import Tensor, nn
+from transparency import EVALUATION, Case, Iteration, Recipe, differences_by_case
+
+from shardwright.testing import run_ranks
+
+
+def sparse(*blocks: str, **options: Any) -> Recipe:
+    def batch(batch_size: int, length: int) -> dict[str, Tensor]:
+        ids = torch.randint(0, WORDS, (batch_size, length))
+        return {"ids_BT": ids, "target": ids.roll(-1, 1)}
+
+    return Recipe(
+        build=lambda: SparseModel(*blocks, **options), batch=batch, loss=lambda model, batch: model(**batch)
+    )
+
+
+def check(recipe: Recipe, cases: Mapping[str, Case], *, num_ranks: int) -> None:
+    found = run_ranks(differences_by_case, num_ranks, recipe, cases, timeout_s=200)
+    assert found == [{}] * num_ranks
+
+
+def test_ranks_share_experts_in_lists():
+    uneven = Iteration(batch_size=7, length=5)
+    steps = case(2, iterations=(uneven, Iteration(length=6), EVALUATION), least_divided=0.5)
+    check(sparse(*BLOCKS), {"three steps": steps}, num_ranks=2)
+
+
+def test_stages_replicas_and_three_ranks_of_listed_experts():
+    steps = (Iteration(length=6),) * 2
+    recomputed = {"pipeline_parallel_degree": 1, "activation_checkpointing": "full"}
+    cases = {
+        "stages": case(2, {"pipeline_parallel_degree": 2, "pipeline": "1f1b"}, least_divided=0.0),
+        "replicas": case(2, recomputed, iterations=steps, least_divided=0.5),
+    }
+    check(sparse("Mixtral", "DeepSeek"), cases, num_ranks=4)
+
+
+def test_an_unedited_model_of_transformers():
+    """Switch Transformers have their experts in a dictionary of modules."""
+    check(switch_transformers(), {"steps": case(2, iterations=(Iteration(length=6),) * 2)}, num_ranks=2)
+
+
+def switch_transformers() -> Recipe:
+    def build() -> nn.Module:
+        import transformers
+
+        sizes = {"d_model": 24, "d_kv": 8, "d_ff": 32, "num_heads": 3, "num_experts": 4}
+        layers = {"num_layers": 1, "num_decoder_layers": 1}
+        sparse_layers = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+        exact = {"dropout_rate": 0.0, "router_jitter_noise": 0.0}
+        config = transformers.SwitchTransformersConfig(
+            **sizes, **layers, **sparse_layers, **exact, vocab_size=WORDS, decoder_start_token_id=0
+        )
+        config.use_cache = False
+        model = transformers.SwitchTransformersForConditionalGeneration(config)
+        for each in model.modules():
+            if type(each).__name__ == "SwitchTransformersTop1Router":
+                each.dtype = torch.float64  # it goes through 32 bits, where another order of summands shows
+        return model
+
+    def batch(batch_size: int, length: int) -> dict[str, Tensor]:
+        ids = torch.randint(3, WORDS, (batch_size, length))
+        return {"input_ids": ids, "labels": ids.roll(1, 1)}
+
+    return Recipe(build=build, batch=batch, loss=lambda model, batch: model(**batch).loss)

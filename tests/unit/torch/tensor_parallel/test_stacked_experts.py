@@ -1,0 +1,89 @@
+"""Experts in stacked weights, on ranks in threads: the cases that few tokens make."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks_in_threads import on_ranks
+from torch import nn
+
+from shardwright.placement import BetweenUnits, Cut
+from shardwright.torch.tensor_parallel.boundary import Boundary
+from shardwright.torch.tensor_parallel.divide import divide, settle_gradients
+from shardwright.torch.tensor_parallel.divided_tensor import divided, whole
+from shardwright.torch.tensor_parallel.experts import cuts_of_experts, run_own_experts
+from shardwright.torch.tensor_parallel.group import Prices
+
+WIDTH, INNER = 6, 5
+
+
+class Stacked(nn.Module):
+    """The experts of transformers 5, by its loop."""
+
+    def __init__(self, num_experts):
+        super().__init__()
+        self.num_experts, self._is_expert_parallel = num_experts, False
+        self.up = nn.Parameter(torch.randn(num_experts, INNER, WIDTH) / 2)
+        self.down = nn.Parameter(torch.randn(num_experts, WIDTH, INNER) / 2)
+
+    def forward(self, hidden, index, weights):
+        found = torch.zeros_like(hidden)
+        for expert in index.unique().tolist():
+            if expert == self.num_experts:
+                continue  # of another rank
+            token, place = torch.where(index == expert)
+            y = F.linear(torch.tanh(F.linear(hidden[token], self.up[expert])), self.down[expert])
+            found.index_add_(0, token, y * weights[token, place, None])
+        return found
+
+
+class Block(nn.Module):
+    def __init__(self, num_experts, taken):
+        super().__init__()
+        self.taken = taken
+        self.gate = nn.Linear(WIDTH, num_experts)
+        self.experts = Stacked(num_experts)
+
+    def forward(self, x):
+        weights, index = self.gate(x).softmax(-1).topk(self.taken)
+        return x + self.experts(x, index, weights)
+
+
+def shared(model, x, num_ranks):
+    """Checks a block whose experts ranks share against one process; gives what each rank sent."""
+    model = model.double()
+    copies = [copy.deepcopy(model) for _ in range(num_ranks)]
+    x = x.double().requires_grad_()
+    wanted = model(x)
+    wanted.square().sum().backward()
+
+    def on_rank(group):
+        own = copies[group.rank]
+        group.prices = Prices(latency_s=0.0, sums_wait=True)
+        boundary = Boundary(group, BetweenUnits(num_ranks, 0, frozenset([len(x)])))
+        divide(own, cuts_of_experts(own, num_ranks=num_ranks, units=[""]), group)
+        run_own_experts(own)
+        given = divided(x.detach(), Cut.even(0, len(x), num_ranks=num_ranks), group).requires_grad_()
+        found = boundary.around(own, own)(given)
+        found.square().sum().backward()
+        traffic = group.traffic
+        settle_gradients(own.parameters())
+        torch.testing.assert_close(whole(found), wanted.detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(whole(given.grad), x.grad, rtol=1e-10, atol=1e-10)
+        for name, parameter in own.named_parameters():
+            want = model.get_parameter(name).grad
+            torch.testing.assert_close(whole(parameter.grad), want, rtol=1e-10, atol=1e-10)
+        return traffic
+
+    return on_ranks(num_ranks, on_rank)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_rank_whose_experts_no_token_takes(num_ranks):
+    """It had no gradients, and no part in the backward of its sum, so that the others waited for it."""
+    torch.manual_seed(0)
+    model = Block(4, taken=1)
+    with torch.no_grad():
+        model.gate.bias.copy_(torch.tensor([9.0, 0.0, 0.0, 0.0]))
+    shared(model, torch.randn(5, WIDTH), num_ranks)
