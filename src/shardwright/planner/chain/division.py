@@ -13,6 +13,7 @@ Seconds follow from those of the whole unit, measured or estimated, for microbat
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from shardwright.costs.own_runtime import DIVIDED_OPERATION_S
 from shardwright.model_graph import ModelGraph, TensorSpec
@@ -59,6 +60,7 @@ class DividedUnit:
         forward, backward: of one microbatch.
         kept_share: of the bytes that the whole unit keeps for its backward.
         settling_calls, settling_bytes: once a step, gradients get the placements of their parameters.
+        inside_share: of the tensors between it and the operations behind it that belong to it.
     """
 
     forward: Passage = field(default_factory=Passage)
@@ -66,6 +68,12 @@ class DividedUnit:
     kept_share: float = 1.0
     settling_calls: int = 0
     settling_bytes: int = 0
+    inside_share: float = 1.0
+
+    @classmethod
+    def of_share(cls, share: float) -> Self:
+        """What computes and keeps a share, and exchanges nothing."""
+        return cls(forward=Passage(share=share), backward=Passage(share=share), kept_share=share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +88,8 @@ class Division:
         cuts: of parameters, by name; each rank has all of the others.
         units: by name; those that are left out are computed whole by every rank.
         operations: between units, by the number of their node.
+        values: shares of tensors between units on the busiest rank, by their number; where they are no matter
+            of `between`.
         whole_modules: of which no rank can have a part, by name, and why.
         between: where tensors between units are; None: every rank has all of them.
     """
@@ -91,6 +101,7 @@ class Division:
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     units: Mapping[str, DividedUnit] = field(default_factory=dict)
     operations: Mapping[int, DividedUnit] = field(default_factory=dict)
+    values: Mapping[int, float] = field(default_factory=dict)
     whole_modules: Mapping[str, str] = field(default_factory=dict)
     between: BetweenUnits | None = None
 
@@ -131,9 +142,14 @@ class Division:
             flops=round(whole.flops * unit.forward.share),
         )
 
-    def between_bytes(self, spec: TensorSpec) -> int:
-        """Bytes of a tensor between units on the rank with most of it."""
-        share = 1.0 if self.between is None else self.between.share(spec.shape)
+    def between_bytes(self, value: int, spec: TensorSpec) -> int:
+        """Bytes of a tensor between units on the rank with most of it.
+
+        Args:
+            value: its number in the graph.
+            spec: of the whole tensor.
+        """
+        share = self.values.get(value, 1.0) if self.between is None else self.between.share(spec.shape)
         return round(spec.num_bytes * share)
 
     def share_of_operation(self, number: int) -> float:

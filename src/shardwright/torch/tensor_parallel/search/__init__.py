@@ -28,12 +28,14 @@ unit.
 """
 
 from shardwright.torch.tensor_parallel.search.dry_run import DryRun, Phase, dry_run, dry_run_of_operation
+from shardwright.torch.tensor_parallel.search.material import Material
 from shardwright.torch.tensor_parallel.search.search import FoundPlacements, WorkShares, find_placements
 from shardwright.torch.tensor_parallel.search.unit import Unit, units_of
 
 __all__ = [
     "DryRun",
     "FoundPlacements",
+    "Material",
     "Phase",
     "Unit",
     "WorkShares",

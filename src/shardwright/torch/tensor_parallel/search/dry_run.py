@@ -52,6 +52,7 @@ class DryRun:
         settling: once a step, gradients get the placements of their parameters.
         kept_bytes: of tensors that the rank keeps from the forward to the backward, parameters apart.
         computed_whole: how often an operation had no rule for its divided inputs, by name.
+        inside: placements of what stays as it is between the unit and what follows it.
     """
 
     forward: Phase = field(default_factory=Phase)
@@ -59,6 +60,7 @@ class DryRun:
     settling: Phase = field(default_factory=Phase)
     kept_bytes: int = 0
     computed_whole: Counter[str] = field(default_factory=Counter)
+    inside: list[Placement] = field(default_factory=list)
 
     @property
     def traffic(self) -> Traffic:
@@ -156,6 +158,7 @@ def _run(unit: Unit, material: Material, placements: Mapping[str, Placement], be
 
     module = copy_of(unit, material, boundary)
     args, kwargs = own_call(unit, material)
+    following = None if unit.following is None else unit.following(material)
     with material.in_use():
         args, kwargs = map_tree(lambda each: _leaf(each, between), (args, kwargs))
         divide(module, placements, group)
@@ -167,11 +170,12 @@ def _run(unit: Unit, material: Material, placements: Mapping[str, Placement], be
 
         with count, torch.autograd.graph.saved_tensors_hooks(kept.note, lambda tensor: tensor):
             call = between.around(module, module) if between.cuts else module
-            step_of(unit, call, args, kwargs, boundary, turn, entering)
+            step_of(following or unit.results, call, args, kwargs, boundary, turn, entering)
         _end(found.backward, group, count)
         settle_gradients(module.parameters())
         _end(found.settling, group, count)
     found.kept_bytes, found.computed_whole = kept.num_bytes, group.computed_whole
+    found.inside = [] if following is None else [placement_of(each) for each in following.inside]
     return found
 
 
