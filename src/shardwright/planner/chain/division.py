@@ -13,7 +13,7 @@ Seconds follow from those of the whole unit, measured or estimated, for microbat
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 from shardwright.costs.own_runtime import DIVIDED_OPERATION_S
 from shardwright.model_graph import ModelGraph, TensorSpec
@@ -40,16 +40,17 @@ class Passage:
     num_bytes: int = 0
     operations: int = 0
 
-    def seconds(self, whole_s: float, prices: TensorPrices, size: float) -> float:
+    def seconds(self, whole_s: float, prices: TensorPrices, size: float, *, operation_s: float) -> float:
         """Seconds of it.
 
         Args:
             whole_s: of the whole unit.
             prices: of what it exchanges.
             size: samples of the microbatch, over those for which it was worked out.
+            operation_s: what an operation on divided tensors takes beyond its own time.
         """
         exchange_s = prices.exchange_s(self.calls, self.num_bytes * size)
-        return whole_s * self.share + exchange_s + self.operations * DIVIDED_OPERATION_S
+        return whole_s * self.share + exchange_s + self.operations * operation_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +93,7 @@ class Division:
             of `between`.
         whole_modules: of which no rank can have a part, by name, and why.
         between: where tensors between units are; None: every rank has all of them.
+        operation_s: what an operation on divided tensors takes beyond its own time.
     """
 
     degree: int
@@ -104,6 +106,7 @@ class Division:
     values: Mapping[int, float] = field(default_factory=dict)
     whole_modules: Mapping[str, str] = field(default_factory=dict)
     between: BetweenUnits | None = None
+    operation_s: float = DIVIDED_OPERATION_S
 
     def plan_of(self, graph: ModelGraph) -> TensorPlan:
         """What a plan says of it."""
@@ -127,10 +130,11 @@ class Division:
 
     def _cost(self, unit: DividedUnit, whole: UnitCost, size: float) -> UnitCost:
         share, kept = unit.backward.share, unit.kept_share
-        apart_s = unit.backward.seconds(0.0, self.prices, size) if whole.backward_s else 0.0
+        given: Any = {"prices": self.prices, "size": size, "operation_s": self.operation_s}
+        apart_s = unit.backward.seconds(0.0, **given) if whole.backward_s else 0.0
         return replace(
             whole,
-            forward_s=unit.forward.seconds(whole.forward_s, self.prices, size),
+            forward_s=unit.forward.seconds(whole.forward_s, **given),
             backward_s=whole.backward_s * share + apart_s,
             weight_s=whole.weight_s * share,
             input_s=None if whole.input_s is None else whole.input_s * share + apart_s,

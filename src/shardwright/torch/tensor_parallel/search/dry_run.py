@@ -27,7 +27,7 @@ from shardwright.torch.tensor_parallel.search.no_ranks import group_without_rank
 from shardwright.torch.tensor_parallel.search.recording import own_call, recorded, step_of
 from shardwright.torch.tensor_parallel.search.unit import Unit, copy_of
 
-__all__ = ["DryRun", "Phase", "dry_run", "dry_run_of_operation"]
+__all__ = ["DividedOperations", "DryRun", "Phase", "dry_run", "dry_run_of_operation"]
 
 
 @dataclass(slots=True)
@@ -68,8 +68,12 @@ class DryRun:
         return self.forward.traffic + self.backward.traffic + self.settling.traffic
 
 
-class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations on divided tensors."""
+class DividedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations on divided tensors.
+
+    Attributes:
+        number: how many there were.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -142,7 +146,7 @@ def dry_run(
 
 def _run(unit: Unit, material: Material, placements: Mapping[str, Placement], between: Boundary) -> DryRun:
     found = DryRun()
-    count = _Count()
+    count = DividedOperations()
     group = between.group
 
     def boundary(tensors: Sequence[Tensor]) -> None:
@@ -204,7 +208,7 @@ def dry_run_of_operation(
         What it sends, and the placements of the leaves of its result; nothing where it cannot run so.
     """
     group = group_without_ranks(rank, num_ranks, prices)
-    boundary, material, found, count = Boundary(group, between), Material(), DryRun(), _Count()
+    boundary, material, found, count = Boundary(group, between), Material(), DryRun(), DividedOperations()
     items, structure = flatten((args, dict(kwargs)))
     try:
         with material.in_use():
@@ -239,7 +243,7 @@ def _ones(tensor: Tensor, group: TensorGroup) -> Tensor:
     return placed(ones, cut, group) if isinstance(cut, Cut) else ones
 
 
-def _end(phase: Phase, group: TensorGroup, count: _Count) -> None:
+def _end(phase: Phase, group: TensorGroup, count: DividedOperations) -> None:
     phase.traffic, group.traffic = group.traffic, Traffic()
     phase.num_divided, count.number = count.number, 0
 
