@@ -13,6 +13,7 @@ Seconds follow from those of the whole unit, measured or estimated, for microbat
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 from shardwright.costs.own_runtime import DIVIDED_OPERATION_S
 from shardwright.model_graph import ModelGraph, TensorSpec
@@ -39,16 +40,17 @@ class Passage:
     num_bytes: int = 0
     operations: int = 0
 
-    def seconds(self, whole_s: float, prices: TensorPrices, size: float) -> float:
+    def seconds(self, whole_s: float, prices: TensorPrices, size: float, *, operation_s: float) -> float:
         """Seconds of it.
 
         Args:
             whole_s: of the whole unit.
             prices: of what it exchanges.
             size: samples of the microbatch, over those for which it was worked out.
+            operation_s: what an operation on divided tensors takes beyond its own time.
         """
         exchange_s = prices.exchange_s(self.calls, self.num_bytes * size)
-        return whole_s * self.share + exchange_s + self.operations * DIVIDED_OPERATION_S
+        return whole_s * self.share + exchange_s + self.operations * operation_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,7 @@ class DividedUnit:
         forward, backward: of one microbatch.
         kept_share: of the bytes that the whole unit keeps for its backward.
         settling_calls, settling_bytes: once a step, gradients get the placements of their parameters.
+        inside_share: of the tensors between it and the operations behind it that belong to it.
     """
 
     forward: Passage = field(default_factory=Passage)
@@ -66,6 +69,12 @@ class DividedUnit:
     kept_share: float = 1.0
     settling_calls: int = 0
     settling_bytes: int = 0
+    inside_share: float = 1.0
+
+    @classmethod
+    def of_share(cls, share: float) -> Self:
+        """What computes and keeps a share, and exchanges nothing."""
+        return cls(forward=Passage(share=share), backward=Passage(share=share), kept_share=share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +89,11 @@ class Division:
         cuts: of parameters, by name; each rank has all of the others.
         units: by name; those that are left out are computed whole by every rank.
         operations: between units, by the number of their node.
+        values: shares of tensors between units on the busiest rank, by their number; where they are no matter
+            of `between`.
         whole_modules: of which no rank can have a part, by name, and why.
         between: where tensors between units are; None: every rank has all of them.
+        operation_s: what an operation on divided tensors takes beyond its own time.
     """
 
     degree: int
@@ -91,8 +103,10 @@ class Division:
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     units: Mapping[str, DividedUnit] = field(default_factory=dict)
     operations: Mapping[int, DividedUnit] = field(default_factory=dict)
+    values: Mapping[int, float] = field(default_factory=dict)
     whole_modules: Mapping[str, str] = field(default_factory=dict)
     between: BetweenUnits | None = None
+    operation_s: float = DIVIDED_OPERATION_S
 
     def plan_of(self, graph: ModelGraph) -> TensorPlan:
         """What a plan says of it."""
@@ -116,10 +130,11 @@ class Division:
 
     def _cost(self, unit: DividedUnit, whole: UnitCost, size: float) -> UnitCost:
         share, kept = unit.backward.share, unit.kept_share
-        apart_s = unit.backward.seconds(0.0, self.prices, size) if whole.backward_s else 0.0
+        given: Any = {"prices": self.prices, "size": size, "operation_s": self.operation_s}
+        apart_s = unit.backward.seconds(0.0, **given) if whole.backward_s else 0.0
         return replace(
             whole,
-            forward_s=unit.forward.seconds(whole.forward_s, self.prices, size),
+            forward_s=unit.forward.seconds(whole.forward_s, **given),
             backward_s=whole.backward_s * share + apart_s,
             weight_s=whole.weight_s * share,
             input_s=None if whole.input_s is None else whole.input_s * share + apart_s,
@@ -131,9 +146,14 @@ class Division:
             flops=round(whole.flops * unit.forward.share),
         )
 
-    def between_bytes(self, spec: TensorSpec) -> int:
-        """Bytes of a tensor between units on the rank with most of it."""
-        share = 1.0 if self.between is None else self.between.share(spec.shape)
+    def between_bytes(self, value: int, spec: TensorSpec) -> int:
+        """Bytes of a tensor between units on the rank with most of it.
+
+        Args:
+            value: its number in the graph.
+            spec: of the whole tensor.
+        """
+        share = self.values.get(value, 1.0) if self.between is None else self.between.share(spec.shape)
         return round(spec.num_bytes * share)
 
     def share_of_operation(self, number: int) -> float:

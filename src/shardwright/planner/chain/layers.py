@@ -115,7 +115,7 @@ def _add(
 
 def _bytes_of(graph: ModelGraph, value: int, division: Division | None) -> int:
     spec = graph.values[value].spec
-    return spec.num_bytes if division is None else division.between_bytes(spec)
+    return spec.num_bytes if division is None else division.between_bytes(value, spec)
 
 
 def _work_around(graph: ModelGraph, node: Node) -> Work:

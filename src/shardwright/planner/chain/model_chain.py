@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import prod
 
 from shardwright.errors import PlanError
-from shardwright.model_graph import ModelGraph, Node, TensorSpec
+from shardwright.model_graph import ModelGraph, Node
 from shardwright.planner.chain.bonds import bonds_of_groups, bonds_of_units
 from shardwright.planner.chain.chain import CallCost, Chain, Flow, ParameterUse, SavedValue
 from shardwright.planner.chain.division import Division
@@ -119,8 +119,8 @@ def _with_operations(
             continue
         share = 1.0 if division is None else division.share_of_operation(number)
         # While a node's backward runs, the gradients of its results and of its inputs are there.
-        around = (graph.values[value].spec for value in (*node.inputs, *node.outputs))
-        gradients = sum(_bytes_of(spec, division) for spec in around if spec.requires_grad)
+        around = (value for value in (*node.inputs, *node.outputs) if graph.values[value].spec.requires_grad)
+        gradients = sum(_bytes_of(graph, value, division) for value in around)
         gradient_bytes[home] = max(gradient_bytes[home], gradients, round(node.work_bytes * share))
         if node.kind == "op":
             glue_bytes[home] += round(node.saved_bytes * share)
@@ -157,9 +157,10 @@ def _call_cost(unit: UnitCost, total: Cost, glue_bytes: int, gradient_bytes: int
     )
 
 
-def _bytes_of(spec: TensorSpec, division: Division | None) -> int:
+def _bytes_of(graph: ModelGraph, value: int, division: Division | None) -> int:
     """Bytes of a tensor between units, on a rank."""
-    return spec.num_bytes if division is None else division.between_bytes(spec)
+    spec = graph.values[value].spec
+    return spec.num_bytes if division is None else division.between_bytes(value, spec)
 
 
 def _flows(graph: ModelGraph, homes: Sequence[int | None], division: Division | None) -> tuple[Flow, ...]:
@@ -180,7 +181,7 @@ def _flows(graph: ModelGraph, homes: Sequence[int | None], division: Division | 
                 if value.spec.requires_grad and reader in contributing and not detached:
                     gradient_targets.add(target)
         if targets:
-            num_bytes = _bytes_of(value.spec, division)
+            num_bytes = _bytes_of(graph, index, division)
             flows.append(
                 Flow(
                     source=source,
@@ -220,7 +221,7 @@ def _saved_values(
         found.append(
             SavedValue(
                 source=source,
-                num_bytes=_bytes_of(value.spec, division),
+                num_bytes=_bytes_of(graph, index, division),
                 savers=tuple(savers.get(index, ())),
                 glue_savers=tuple(glue_savers.get(index, ())),
                 readers=tuple(home_of[r] for r in readers if graph.nodes[r].kind == "unit"),

@@ -300,6 +300,8 @@ def _reads_data(func: Any, args: Any) -> bool:
     return not _READING_TAGS.isdisjoint(func.tags)
 
 
+_BOUNDS = (int, type(None))
+
 _READING_TAGS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 
@@ -366,6 +368,8 @@ def cost_class(func: Any, kind: str, fakes: list[Any]) -> str:
 def _describe(item: Any) -> str:
     if isinstance(item, Tensor):
         return str(spec_of(item))
-    if item is None or isinstance(item, bool | int | float | str):
+    if item is None or isinstance(item, bool | int | float | str | torch.dtype):
+        return repr(item)
+    if isinstance(item, slice) and all(type(each) in _BOUNDS for each in (item.start, item.stop, item.step)):
         return repr(item)
     return type(item).__qualname__

@@ -12,6 +12,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 
 from shardwright.cluster import Cluster
 from shardwright.comm.joining.process_group import tell_all
+from shardwright.costs.own_runtime import DIVIDED_OPERATION_S
 from shardwright.errors import PlanError
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan, TensorPrices
@@ -39,7 +41,7 @@ from shardwright.torch.batch.batch import Batch
 from shardwright.torch.measuring.last_plan import LastPlan
 from shardwright.torch.measuring.profiler import Profiler, ToProfile
 from shardwright.torch.measuring.run_history import history_of
-from shardwright.torch.measuring.tensor_prices import measured_prices
+from shardwright.torch.measuring.tensor_prices import measured_operation_s, measured_prices
 from shardwright.torch.offload.tier_rate import with_tier
 from shardwright.torch.parameters.manual_partition import rank_of
 from shardwright.torch.parameters.materialise import Materialiser
@@ -90,7 +92,7 @@ class Planner:
         context.cluster = cluster = with_tier(context, present_cluster(context))
         with torch.set_grad_enabled(gradients):
             profiles = self._profiles(traces, cluster)
-        prices = self._prices(cluster)
+        prices, operation_s = self._prices(cluster), self._operation_s()
         candidates = {m: (trace.graph, profiles[m]) for m, trace in traces.items()}
         with context.reporter.phase("planning"), _said_of_what_has_no_stage(traces[counts[0]]):
             plan = context.from_first_rank(
@@ -102,7 +104,7 @@ class Planner:
                     placement=self._placement(traces[counts[0]].graph),
                     optimizer_factor=_optimizer_factor(context),
                     correction=_correction(context, traces[counts[0]].graph, samples=batch.num_samples or 0),
-                    division=self._division(traces, prices, previous),
+                    division=self._division(traces, prices, operation_s, previous),
                     previous=previous,
                 )
             )
@@ -175,8 +177,19 @@ class Planner:
             return Fabric(cluster=cluster, mesh=context.mesh).tensor_prices
         return measured_prices(context)
 
+    def _operation_s(self) -> float:
+        """What an operation on divided tensors takes beyond its own time; collective over all ranks."""
+        context = self._context
+        if context.mesh.share == 1 or context.config.profile == "estimated":
+            return DIVIDED_OPERATION_S
+        return measured_operation_s(context)
+
     def _division(
-        self, traces: dict[int, Trace], prices: TensorPrices | None, previous: Plan | None
+        self,
+        traces: dict[int, Trace],
+        prices: TensorPrices | None,
+        operation_s: float,
+        previous: Plan | None,
     ) -> Division | None:
         """How tensor-parallel ranks share the model; None where there are none.
 
@@ -187,7 +200,7 @@ class Planner:
             return None
         microbatches, trace = next(iter(traces.items()))
         last = None if previous is None else previous.tensor
-        return division_of(
+        found = division_of(
             self._model,
             trace,
             config=self._context.config,
@@ -196,6 +209,7 @@ class Planner:
             decided_by=None if last is None else last.prices,
             microbatches=microbatches,
         )
+        return replace(found, operation_s=operation_s)
 
     def _placement(self, graph: ModelGraph) -> dict[str, int]:
         """Pipeline rank of each unit that the user placed, by name."""

@@ -10,14 +10,17 @@ import torch
 import torch.distributed as dist
 
 from shardwright.comm.joining.process_group import tell_all
-from shardwright.placement import WHOLE, PartialSum
+from shardwright.placement import WHOLE, Cut, PartialSum
 from shardwright.plan import TensorPrices
 from shardwright.torch.run.context import Context
 from shardwright.torch.run.machine import seconds_of_products
 from shardwright.torch.tensor_parallel.divide import tensor_group
+from shardwright.torch.tensor_parallel.divided_tensor import divided
+from shardwright.torch.tensor_parallel.group import Prices
 from shardwright.torch.tensor_parallel.redistribution import replaced
+from shardwright.torch.tensor_parallel.search import DividedOperations, group_without_ranks
 
-__all__ = ["measured_prices"]
+__all__ = ["measured_operation_s", "measured_prices"]
 
 _SMALL, _LARGE = 64, 512 * 1024
 """Elements of 4 bytes: little more than a latency, and the activations of a layer."""
@@ -54,6 +57,37 @@ def measured_prices(context: Context) -> TensorPrices:
         flops_per_s=_PRODUCT_FLOPS[device.type] / products_s,
         memory_Bps=2 * moved.nbytes / moved_s,
     )
+
+
+def measured_operation_s(context: Context) -> float:
+    """Seconds that an operation on divided tensors takes beyond its own; collective over all ranks.
+
+    In a step, large products push the code of the dispatch out of the caches, so that it takes several times
+    what it takes in a loop of its own.
+    """
+    group, device = group_without_ranks(0, 2, Prices()), context.device
+    matrix = torch.zeros(512, 512, device=device)
+    whole, weight = torch.ones(4, 8, device=device), torch.ones(8, 8, device=device, requires_grad=True)
+    part = divided(torch.ones(8, 8, device=device), Cut.even(0, 8, num_ranks=2), group)
+    with DividedOperations() as count:
+        _some_operations(part, weight)
+    taken: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(2 * _RUNS):
+        for is_part, tensor in ((True, part), (False, whole)):
+            torch.mm(matrix, matrix)
+            start = time.perf_counter()
+            _some_operations(tensor, weight)
+            taken[is_part].append(time.perf_counter() - start)
+    more_s = statistics.median(taken[True][2:]) - statistics.median(taken[False][2:])
+    return float(statistics.median(tell_all(max(more_s, 0.0) / count.number)))
+
+
+def _some_operations(tensor: torch.Tensor, weight: torch.Tensor) -> None:
+    """Those that a layer is made of, forward and backward, too small for their work to count."""
+    x = torch.relu(torch.mm(tensor, weight))
+    x = x.view(-1, 2, 4).transpose(1, 2).transpose(1, 2).reshape(-1, 8) + 1.0
+    weight.grad = None
+    torch.autograd.backward(x, torch.ones_like(x))
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:

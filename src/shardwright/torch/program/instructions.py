@@ -1,6 +1,7 @@
 """The instructions of a rank, one for each step of a traced step function."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -10,6 +11,7 @@ from shardwright.runtime.assignment import Assignment
 from shardwright.runtime.dataflow import Dataflow, StepFlow
 from shardwright.torch.interception.attribute_inputs import FoundPlace, found_places
 from shardwright.torch.pytorch.slots import Slot
+from shardwright.torch.tracing.divided_tail import DividedTail
 from shardwright.torch.tracing.recorded_step import Step
 from shardwright.torch.tracing.trace_data import Trace
 
@@ -67,6 +69,7 @@ class Instruction:
         recompute: drop its activations, and compute them again in the backward.
         divided: ranks share parameters that it uses, or tensors between units; what it gives others is placed
             as these are (see `Boundary`).
+        stays: positions in the result of tensors that stay as ranks have them, for operations behind a unit.
         offload: move what it keeps for the backward out of the memory of the device meanwhile.
         attributes: of modules inside the unit.
         shapes: (position in the result, value) of tensors whose shape other ranks know from the trace alone.
@@ -83,6 +86,7 @@ class Instruction:
     flow: StepFlow = field(default_factory=StepFlow)
     recompute: bool = False
     divided: bool = False
+    stays: tuple[int, ...] = ()
     offload: bool = False
     attributes: UnitAttributes = _NO_ATTRIBUTES
     shapes: tuple[tuple[int, int], ...] = ()
@@ -90,6 +94,11 @@ class Instruction:
     values: Mapping[int, int] = field(default_factory=dict)
     spoils: tuple[int, ...] = ()
     changes: tuple[int, ...] = ()
+
+    @property
+    def staying(self) -> Iterator[int]:
+        """The values of the tensors that stay."""
+        return (self.values[position] for position in self.stays if position in self.values)
 
 
 def instructions_of(
@@ -101,6 +110,7 @@ def instructions_of(
     kept: KeptOtherwise,
     divided: frozenset[str],
     cuts_between: bool,
+    tails: Mapping[int, DividedTail],
 ) -> list[Instruction]:
     """Makes the instructions, one for each step of a trace.
 
@@ -112,11 +122,31 @@ def instructions_of(
         kept: calls whose activations are not kept as they are.
         divided: names of the parameters of which this rank has a part.
         cuts_between: tensors between units may be cut.
+        tails: operations that compute on parts of what units give, by the nodes of these.
     """
+    divided_nodes, staying = _divided(trace, divided, tails)
+    if cuts_between:
+        divided_nodes = set(range(len(trace.graph.nodes)))
     return [
-        _instruction(trace, step, flow, assignment, rank, kept, divided, cuts_between)
+        _instruction(trace, step, flow, assignment, rank, kept, divided_nodes, staying)
         for step, flow in zip(trace.steps, dataflow.flows, strict=True)
     ]
+
+
+def _divided(
+    trace: Trace, divided: frozenset[str], tails: Mapping[int, DividedTail]
+) -> tuple[set[int], set[int]]:
+    """The nodes whose tensors ranks share, and the values that stay as they have them."""
+    nodes, staying = set[int](), set[int]()
+    for number, node in enumerate(trace.graph.nodes):
+        of_unit = trace.graph.units[node.name].parameters if node.kind == "unit" else ()
+        if divided.isdisjoint((*of_unit, *node.parameters)):
+            continue
+        nodes.add(number)
+        if number in tails:
+            nodes.update(tails[number].nodes)
+            staying.update(tails[number].values)
+    return nodes, staying
 
 
 def _instruction(
@@ -126,8 +156,8 @@ def _instruction(
     assignment: Assignment,
     rank: int,
     kept: KeptOtherwise,
-    divided: frozenset[str],
-    cuts_between: bool,
+    divided: AbstractSet[int],
+    staying: AbstractSet[int],
 ) -> Instruction:
     if step.node is None:
         return Instruction(step=step, place=Place.FREE)
@@ -137,14 +167,14 @@ def _instruction(
     may_choose = node.kind == "unit" and not step.unit.recomputed
     recomputes = may_choose and node.label in kept.recompute and not step.changes
     asked = trace.tensors.shapes_asked
-    of_unit = trace.graph.units[node.name].parameters if node.kind == "unit" else ()
     return Instruction(
         step=step,
         place=Place.HERE if is_here else Place.ELSEWHERE,
         stage=stage,
         flow=flow,
         recompute=recomputes,
-        divided=is_here and (cuts_between or not divided.isdisjoint((*of_unit, *node.parameters))),
+        divided=is_here and step.node in divided,
+        stays=tuple(_staying(step, staying)) if is_here else (),
         offload=may_choose and node.label in kept.offload,
         attributes=_attributes(trace, step, is_here=is_here, recomputes=recomputes),
         shapes=tuple((position, value) for position, value in step.writes if value in asked),
@@ -153,6 +183,13 @@ def _instruction(
         spoils=_spoilt(step, flow),
         changes=_changed(trace, step) if trace.ends else (),
     )
+
+
+def _staying(step: Step, values: AbstractSet[int]) -> Iterator[int]:
+    """Positions in the result of some values, whether the step has made them or gives them back."""
+    given = dict(step.reads)
+    yield from (position for position, value in step.writes if value in values)
+    yield from (position for position, source in step.result.passed if given.get(source) in values)
 
 
 def _attributes(trace: Trace, step: Step, *, is_here: bool, recomputes: bool) -> UnitAttributes:

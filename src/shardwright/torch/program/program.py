@@ -23,6 +23,7 @@ from shardwright.torch.program.instructions import Instruction, KeptOtherwise, i
 from shardwright.torch.program.program_checks import check_trace, pauses_of
 from shardwright.torch.randomness.rng import own_generators
 from shardwright.torch.tensor_parallel.boundary import Boundary
+from shardwright.torch.tracing.divided_tail import divided_tails
 from shardwright.torch.tracing.trace_data import Trace
 
 __all__ = ["FreeOperations", "Program", "build_program", "generators_of"]
@@ -68,6 +69,7 @@ class Program:
         reads_nothing: no rank reads values in such a microbatch, as far as traces tell.
         as_planned: each parameter that the plan has a stage for is used by these stages alone.
         boundary: places what ranks share; None where they share nothing.
+        staying: values of this rank that stay as ranks have them, between a unit and its tail.
     """
 
     trace: Trace
@@ -87,6 +89,7 @@ class Program:
     reads_nothing: bool = False
     as_planned: bool = True
     boundary: Boundary | None = None
+    staying: frozenset[int] = frozenset()
 
     @property
     def draws(self) -> bool:
@@ -148,6 +151,8 @@ def build_program(
     check_trace(trace, homes, home_of, stage_ranks)
     local = tuple(stage for stage, owner in enumerate(stage_ranks) if owner == rank)
     stand_ins = trace.tensors.stand_ins
+    cuts_between = boundary is not None and boundary.cuts
+    tails = {} if boundary is None or cuts_between else divided_tails(trace)
     instructions = instructions_of(
         trace,
         dataflow,
@@ -155,8 +160,10 @@ def build_program(
         rank=rank,
         kept=kept,
         divided=divided,
-        cuts_between=boundary is not None and boundary.cuts,
+        cuts_between=cuts_between,
+        tails=tails,
     )
+    staying = (value for each in instructions for value in each.staying)
     return Program(
         trace=replace(trace, samples={}),  # of use for measuring alone, and with objects of the batch
         instructions=instructions,
@@ -173,6 +180,7 @@ def build_program(
         read_in=_read_in(trace, pauses_of(trace, homes, stage_ranks, rank)),
         free_operations=_free_operations(trace, num_stages=len(local)),
         boundary=boundary,
+        staying=frozenset(staying),
     )
 
 

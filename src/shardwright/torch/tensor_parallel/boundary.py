@@ -6,10 +6,11 @@
     dx, placed ◄─ [                           ] ◄── dy ◄─ placed
 
 Between units a tensor is whole, an ordinary one that every rank of the group has alike; or it is cut along
-the batch or the sequence (`BetweenUnits`).
+the batch or the sequence (`BetweenUnits`); or it stays as the unit has it, for operations that belong to the
+unit (`tracing/divided_tail.py`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -90,7 +91,12 @@ class Boundary:
         return found
 
     def all_placed(
-        self, results: Any, made: dict[int, Tensor] | None = None, *, keeps_cuts: bool = False
+        self,
+        results: Any,
+        made: dict[int, Tensor] | None = None,
+        *,
+        keeps_cuts: bool = False,
+        stays: Collection[int] = (),
     ) -> Any:
         """A tree of results with all divided tensors placed; the tree itself where they are.
 
@@ -98,6 +104,7 @@ class Boundary:
             results: of an operation, or of a module.
             made: id of a tensor that was placed -> what was made of it; added to.
             keeps_cuts: what is cut stays as it is, however it is cut.
+            stays: places of the leaves that stay as they are in any case.
         """
         if results.__class__ is not DividedTensor and isinstance(results, Tensor):
             return results
@@ -107,7 +114,7 @@ class Boundary:
         made = {} if made is None else made
         for place, item in enumerate(items):
             if item.__class__ is DividedTensor:
-                if keeps_cuts and isinstance(item._spec.placement, Cut):
+                if place in stays or (keeps_cuts and isinstance(item._spec.placement, Cut)):
                     continue
                 if id(item) not in made:
                     made[id(item)] = self.placed(item)
@@ -115,7 +122,12 @@ class Boundary:
         return structure.rebuild(items)
 
     def around(
-        self, unit: nn.Module, call: Callable[..., Any], *, attributes: Sequence[tuple[nn.Module, str]] = ()
+        self,
+        unit: nn.Module,
+        call: Callable[..., Any],
+        *,
+        attributes: Sequence[tuple[nn.Module, str]] = (),
+        stays: Collection[int] = (),
     ) -> Callable[..., Any]:
         """Runs a unit so that code outside sees its tensors as they are between units.
 
@@ -123,6 +135,7 @@ class Boundary:
             unit: whose tensors ranks share.
             call: calls it.
             attributes: in which it leaves tensors for code outside: of modules, by name.
+            stays: places of the results that operations take as they are.
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -133,7 +146,7 @@ class Boundary:
                 # way, for nothing, where they are better cut.
                 args, kwargs = map_tree(self._entering, (args, kwargs))
             made: dict[int, Tensor] = {}
-            result = self.all_placed(call(*args, **kwargs), made)
+            result = self.all_placed(call(*args, **kwargs), made, stays=stays)
             for owner, name in attributes:
                 vars(owner)[name] = self.all_placed(vars(owner)[name], made)
             for each in unit.modules():

@@ -11,6 +11,7 @@ or the script has hooked its gradient, or ranks share sequences alone.
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from torch import nn
 
@@ -28,6 +29,8 @@ from shardwright.torch.tensor_parallel.experts import cuts_of_experts, reasons_t
 from shardwright.torch.tensor_parallel.group import Prices
 from shardwright.torch.tensor_parallel.pinned import pinned_placements
 from shardwright.torch.tensor_parallel.search import (
+    DryRun,
+    Material,
     Phase,
     Unit,
     WorkShares,
@@ -35,6 +38,7 @@ from shardwright.torch.tensor_parallel.search import (
     dry_run_of_operation,
     find_placements,
 )
+from shardwright.torch.tracing.divided_tail import DividedTail, TailRun, divided_tails
 from shardwright.torch.tracing.trace_data import Sample, Trace
 
 __all__ = ["division_of"]
@@ -75,7 +79,8 @@ def division_of(
         run_own_experts(model)
     elif between.cuts:
         _refuse_without_sequences(trace, between, mesh)
-    units = dict(_units(model, trace))
+    tails = {} if between.cuts else divided_tails(trace)
+    units = dict(_units(model, trace, tails))
     shares_layers = mesh.tensor > 1
     # Who shares a batch wants it divided, however long a latency is.
     if decided_by is None:
@@ -115,6 +120,11 @@ def division_of(
             of_kind[kind] = _divided(unit, own, shares, own_prices, between)
         divided[name] = of_kind[kind]
     operations = dict(_operations(trace, own_prices, between)) if between.cuts else {}
+    shares_of_values: dict[int, float] = {}
+    for node, tail in tails.items():
+        share = divided.get(graph.nodes[node].name, DividedUnit()).inside_share
+        shares_of_values |= dict.fromkeys(tail.values, share)
+        operations |= dict.fromkeys(tail.nodes, DividedUnit.of_share(share))
     cuts = {name: of_tensor[id(each)] for name, each in model.named_parameters() if id(each) in of_tensor}
     if mesh.tensor > 1:
         _tell(graph, cuts, num_ranks=degree)
@@ -126,6 +136,7 @@ def division_of(
         cuts=cuts,
         units=divided,
         operations=operations,
+        values=shares_of_values,
         between=between if between.cuts else None,
     )
 
@@ -170,11 +181,17 @@ def _refuse_without_sequences(trace: Trace, between: BetweenUnits, mesh: Mesh) -
     )
 
 
-def _units(model: nn.Module, trace: Trace) -> Iterator[tuple[str, Unit]]:
-    """The units that may be divided, each with the arguments of a call of its cost class."""
+def _units(model: nn.Module, trace: Trace, tails: Mapping[int, DividedTail]) -> Iterator[tuple[str, Unit]]:
+    """The units that may be divided, each with the arguments of a call of its cost class.
+
+    Args:
+        model: that was traced.
+        trace: of a microbatch.
+        tails: operations that belong to units, by the nodes of these.
+    """
     seen: set[str] = set()
     whole: dict[str, list[str]] = {}
-    for node in trace.graph.nodes:
+    for number, node in enumerate(trace.graph.nodes):
         if node.kind != "unit" or node.name in seen:
             continue
         seen.add(node.name)
@@ -185,9 +202,15 @@ def _units(model: nn.Module, trace: Trace) -> Iterator[tuple[str, Unit]]:
         if reason := _reason_to_stay(module, kwargs):
             whole.setdefault(reason, []).append(node.name)
         else:
-            yield node.name, Unit(module, args, kwargs)
+            tail = tails.get(number)
+            following = None if tail is None else partial(_run_of, tail, trace)
+            yield node.name, Unit(module, args, kwargs, following=following)
     for reason, names in whole.items():
         _warn(names, reason)
+
+
+def _run_of(tail: DividedTail, trace: Trace, material: Material) -> TailRun:
+    return TailRun(tail, trace, material.like)
 
 
 def _reason_to_stay(module: nn.Module, kwargs: Mapping[str, object]) -> str:
@@ -253,7 +276,14 @@ def _divided(
         kept_share=part.kept_bytes / whole.kept_bytes if whole.kept_bytes else 1.0,
         settling_calls=part.settling.traffic.calls.total(),
         settling_bytes=part.settling.traffic.sent_bytes.total(),
+        inside_share=_share_inside(part, busiest),
     )
+
+
+def _share_inside(found: DryRun, rank: int) -> float:
+    """What a rank has of the tensors between a unit and the operations that belong to it."""
+    shares = [each.length(rank) / each.size if isinstance(each, Cut) else 1.0 for each in found.inside]
+    return max(shares, default=1.0)
 
 
 def _operations(trace: Trace, prices: Prices, between: BetweenUnits) -> Iterator[tuple[int, DividedUnit]]:

@@ -479,7 +479,8 @@ def nll_loss(d):
     n, c = d.sizes(2, least=2)
     target = d.index(c, n)
     target[0] = -100
-    return aten.nll_loss_forward.default, d.tensor(n, c), target, None, d.size(0, 2), -100
+    weight = d.tensor(c).abs() if d.flag() else None
+    return aten.nll_loss_forward.default, d.tensor(n, c), target, weight, d.size(0, 2), -100
 
 
 @case
@@ -490,7 +491,8 @@ def nll_loss_backward(d):
     target[0] = -100
     total = (target != -100).sum().double() if reduction else torch.zeros((), dtype=torch.float64)
     outer = d.tensor(n) if reduction == 0 else d.tensor()
-    return aten.nll_loss_backward.default, outer, d.tensor(n, c), target, None, reduction, -100, total
+    weight = d.tensor(c).abs() if d.flag() else None
+    return aten.nll_loss_backward.default, outer, d.tensor(n, c), target, weight, reduction, -100, total
 
 
 @case

@@ -259,7 +259,7 @@ class Microbatch:
             result = func(*args, **kwargs)
         if boundary is not None:
             with plain_torch():
-                result = boundary.all_placed(result, keeps_cuts=True)
+                result = boundary.all_placed(result, keeps_cuts=boundary.cuts, stays=instruction.stays)
         self.generators.after_step(instruction)
         self.tensors.keep(instruction, result, args, kwargs, copied)
         return self._given(instruction, result, given)

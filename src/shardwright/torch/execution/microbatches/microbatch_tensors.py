@@ -245,7 +245,7 @@ class MicrobatchTensors:
         if keep.hold:
             self.held[keep.value] = tensor
         if keep.send:
-            if self._program.boundary is not None:
+            if self._program.boundary is not None and keep.value not in self._program.staying:
                 with plain_torch():
                     tensor = self._program.boundary.placed(tensor)
             if keep.clone:

@@ -34,7 +34,7 @@ def unit_run(instruction: Instruction, *, boundary: Boundary | None, microbatch:
         call = returning_contents(call, instruction.step.unit.fills, refuse)
     if instruction.divided and boundary is not None:
         left = [(module, key) for module, key, _ in instruction.step.unit.attributes]
-        call = boundary.around(unit, call, attributes=left)
+        call = boundary.around(unit, call, attributes=left, stays=instruction.stays)
     if allowed is not None:
         call = refusing_changes(call, unit, allowed, line=instruction.step.line, microbatch=microbatch)
     if instruction.recompute:

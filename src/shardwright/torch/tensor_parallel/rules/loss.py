@@ -23,15 +23,16 @@ def nll_loss(call: Call) -> list[Candidate] | None:
     scores, target = call.inputs[:2]
     classes = 1 if scores.ndim > 1 else 0
     cut = scores.cut
-    if cut is None or call["weight"] is not None or (cut.dim != classes and cut.dim != 0):
+    if cut is None or (cut.dim != classes and cut.dim != 0):
         return None
     reduction, ignored = call["reduction"], call["ignore_index"]
     is_row = cut.dim != classes
     ndim = target.ndim
 
     def forward(group: TensorGroup, func: Any, args: list[Any], kwargs: Any) -> tuple[Tensor, Tensor]:
-        data, wanted = args[:2]
+        data, wanted, weight = args[:3]
         counts = wanted != ignored
+        weights = None if weight is None else _weights(weight, wanted, counts)
         if is_row:
             picked = counts
             rows = torch.where(counts, wanted, 0)
@@ -41,17 +42,19 @@ def nll_loss(call: Call) -> list[Candidate] | None:
         if data.shape[classes]:
             losses = -data.gather(classes, rows.unsqueeze(classes)).squeeze(classes)
             losses = torch.where(picked, losses, torch.zeros((), dtype=data.dtype, device=data.device))
+            losses = losses if weights is None else losses * weights
         else:
             losses = data.new_zeros(rows.shape)
         if reduction == _NONE:
             return losses, data.new_zeros(())
-        total = counts.sum().to(data.dtype)
+        total = counts.sum().to(data.dtype) if weights is None else weights.sum()
         if is_row:
             total = group.reduce(total)
         loss = losses.sum()
         return (loss / total if reduction == _MEAN else loss), total
 
-    inputs: tuple[Placement, ...] = (cut, cut if is_row else WHOLE)
+    of_target: Placement = cut if is_row else WHOLE
+    inputs: tuple[Placement, ...] = (cut, of_target, *(WHOLE for _ in call.inputs[2:]))
     if reduction == _NONE:
         outputs: tuple[Placement, ...] = (cut.at(0) if is_row else PARTIAL_SUM, WHOLE)
         if ndim == 0:
@@ -67,13 +70,13 @@ def gradient_of_nll_loss(call: Call) -> list[Candidate] | None:
     gradient, scores = call.inputs[:2]
     classes = 1 if scores.ndim > 1 else 0
     cut = scores.cut
-    if cut is None or call["weight"] is not None or (cut.dim != classes and cut.dim != 0):
+    if cut is None or (cut.dim != classes and cut.dim != 0):
         return None
     reduction, ignored = call["reduction"], call["ignore_index"]
     is_row = cut.dim != classes
 
     def backward(group: TensorGroup, func: Any, args: list[Any], kwargs: Any) -> Tensor:
-        outer, data, wanted = args[:3]
+        outer, data, wanted, weight = args[:4]
         total = args[-1]
         rows, picked = (torch.where(wanted != ignored, wanted, 0), wanted != ignored)
         if not is_row:
@@ -83,12 +86,20 @@ def gradient_of_nll_loss(call: Call) -> list[Candidate] | None:
         if not data.shape[classes]:
             return result
         values = -outer / total if reduction == _MEAN else -outer
+        if weight is not None:
+            values = values * _weights(weight, wanted, wanted != ignored)
         values = torch.where(picked, values.expand(rows.shape), torch.zeros_like(values))
         return result.scatter_(classes, rows.unsqueeze(classes), values.unsqueeze(classes))
 
     of_gradient: Placement = cut.at(0) if is_row and gradient.ndim else WHOLE
-    inputs: tuple[Placement, ...] = (of_gradient, cut, cut.at(0) if is_row else WHOLE, WHOLE)
+    of_target = cut.at(0) if is_row else WHOLE
+    inputs: tuple[Placement, ...] = (of_gradient, cut, of_target, *(WHOLE for _ in call.inputs[3:]))
     return [Candidate(inputs, (cut,), compute=backward, share=1 / call.num_ranks)]
+
+
+def _weights(weight: Tensor, wanted: Tensor, counts: Tensor) -> Tensor:
+    """The weight of each target's class; 0 of those that are ignored."""
+    return weight[torch.where(counts, wanted, 0)] * counts
 
 
 _ELEMENTWISE = (

@@ -27,18 +27,29 @@ said to be (`FoundPlacements.kept_whole`): a module that looks at values in a un
 unit.
 """
 
-from shardwright.torch.tensor_parallel.search.dry_run import DryRun, Phase, dry_run, dry_run_of_operation
+from shardwright.torch.tensor_parallel.search.dry_run import (
+    DividedOperations,
+    DryRun,
+    Phase,
+    dry_run,
+    dry_run_of_operation,
+)
+from shardwright.torch.tensor_parallel.search.material import Material
+from shardwright.torch.tensor_parallel.search.no_ranks import group_without_ranks
 from shardwright.torch.tensor_parallel.search.search import FoundPlacements, WorkShares, find_placements
 from shardwright.torch.tensor_parallel.search.unit import Unit, units_of
 
 __all__ = [
+    "DividedOperations",
     "DryRun",
     "FoundPlacements",
+    "Material",
     "Phase",
     "Unit",
     "WorkShares",
     "dry_run",
     "dry_run_of_operation",
     "find_placements",
+    "group_without_ranks",
     "units_of",
 ]

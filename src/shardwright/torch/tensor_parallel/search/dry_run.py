@@ -27,7 +27,7 @@ from shardwright.torch.tensor_parallel.search.no_ranks import group_without_rank
 from shardwright.torch.tensor_parallel.search.recording import own_call, recorded, step_of
 from shardwright.torch.tensor_parallel.search.unit import Unit, copy_of
 
-__all__ = ["DryRun", "Phase", "dry_run", "dry_run_of_operation"]
+__all__ = ["DividedOperations", "DryRun", "Phase", "dry_run", "dry_run_of_operation"]
 
 
 @dataclass(slots=True)
@@ -52,6 +52,7 @@ class DryRun:
         settling: once a step, gradients get the placements of their parameters.
         kept_bytes: of tensors that the rank keeps from the forward to the backward, parameters apart.
         computed_whole: how often an operation had no rule for its divided inputs, by name.
+        inside: placements of what stays as it is between the unit and what follows it.
     """
 
     forward: Phase = field(default_factory=Phase)
@@ -59,6 +60,7 @@ class DryRun:
     settling: Phase = field(default_factory=Phase)
     kept_bytes: int = 0
     computed_whole: Counter[str] = field(default_factory=Counter)
+    inside: list[Placement] = field(default_factory=list)
 
     @property
     def traffic(self) -> Traffic:
@@ -66,8 +68,12 @@ class DryRun:
         return self.forward.traffic + self.backward.traffic + self.settling.traffic
 
 
-class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations on divided tensors."""
+class DividedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations on divided tensors.
+
+    Attributes:
+        number: how many there were.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -140,7 +146,7 @@ def dry_run(
 
 def _run(unit: Unit, material: Material, placements: Mapping[str, Placement], between: Boundary) -> DryRun:
     found = DryRun()
-    count = _Count()
+    count = DividedOperations()
     group = between.group
 
     def boundary(tensors: Sequence[Tensor]) -> None:
@@ -156,6 +162,7 @@ def _run(unit: Unit, material: Material, placements: Mapping[str, Placement], be
 
     module = copy_of(unit, material, boundary)
     args, kwargs = own_call(unit, material)
+    following = None if unit.following is None else unit.following(material)
     with material.in_use():
         args, kwargs = map_tree(lambda each: _leaf(each, between), (args, kwargs))
         divide(module, placements, group)
@@ -167,11 +174,12 @@ def _run(unit: Unit, material: Material, placements: Mapping[str, Placement], be
 
         with count, torch.autograd.graph.saved_tensors_hooks(kept.note, lambda tensor: tensor):
             call = between.around(module, module) if between.cuts else module
-            step_of(unit, call, args, kwargs, boundary, turn, entering)
+            step_of(following or unit.results, call, args, kwargs, boundary, turn, entering)
         _end(found.backward, group, count)
         settle_gradients(module.parameters())
         _end(found.settling, group, count)
     found.kept_bytes, found.computed_whole = kept.num_bytes, group.computed_whole
+    found.inside = [] if following is None else [placement_of(each) for each in following.inside]
     return found
 
 
@@ -200,7 +208,7 @@ def dry_run_of_operation(
         What it sends, and the placements of the leaves of its result; nothing where it cannot run so.
     """
     group = group_without_ranks(rank, num_ranks, prices)
-    boundary, material, found, count = Boundary(group, between), Material(), DryRun(), _Count()
+    boundary, material, found, count = Boundary(group, between), Material(), DryRun(), DividedOperations()
     items, structure = flatten((args, dict(kwargs)))
     try:
         with material.in_use():
@@ -235,7 +243,7 @@ def _ones(tensor: Tensor, group: TensorGroup) -> Tensor:
     return placed(ones, cut, group) if isinstance(cut, Cut) else ones
 
 
-def _end(phase: Phase, group: TensorGroup, count: _Count) -> None:
+def _end(phase: Phase, group: TensorGroup, count: DividedOperations) -> None:
     phase.traffic, group.traffic = group.traffic, Traffic()
     phase.num_divided, count.number = count.number, 0
 

@@ -26,6 +26,7 @@ from shardwright.torch.tensor_parallel.call import name_of, tensors_of
 from shardwright.torch.tensor_parallel.search.material import Material
 from shardwright.torch.tensor_parallel.search.unit import (
     Boundary,
+    Results,
     StandIn,
     Unit,
     copy_of,
@@ -129,7 +130,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def step_of(
-    unit: Unit,
+    results_of_call: Results,
     call: Callable[..., Any],
     args: Any,
     kwargs: Any,
@@ -140,7 +141,7 @@ def step_of(
     """One forward and backward of a unit's module.
 
     Args:
-        unit: says which results matter.
+        results_of_call: says which results matter.
         call: calls a copy of its module.
         args, kwargs: of the call, without data.
         boundary: told of what leaves the unit.
@@ -148,7 +149,7 @@ def step_of(
         entering: called with the gradients of the results; gives them as they enter.
     """
     inputs = [each for each in tensors_in((args, kwargs)) if each.requires_grad]
-    results = list(unit.results(call(*args, **kwargs)))
+    results = list(results_of_call(call(*args, **kwargs)))
     boundary(results)
     if at_backward is not None:
         at_backward()
@@ -209,10 +210,11 @@ def _record(unit: Unit, material: Material, underway: list[_Underway]) -> Record
         recording.entering += [recorder.number(each) for each in tensors]
         return tensors
 
+    results: Results = unit.results if unit.following is None else unit.following(material)
     given = tensors_in((args, kwargs))
     entering([each for each in given if each.requires_grad] or given)  # others every rank has
     with material.in_use(), recorder:
-        step_of(unit, module, args, kwargs, recorder.make_whole, at_backward, entering)
+        step_of(results, module, args, kwargs, recorder.make_whole, at_backward, entering)
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             recording.gradients[name] = recorder.number(parameter.grad)

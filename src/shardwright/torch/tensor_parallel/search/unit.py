@@ -11,7 +11,7 @@ recorded. The rest of the model (embedding, head, loss) is a unit of its own, wi
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from shardwright.torch.tensor_parallel.search.material import Material
 
 __all__ = [
     "Boundary",
+    "Following",
+    "Results",
     "StandIn",
     "Unit",
     "copy_of",
@@ -34,6 +36,22 @@ __all__ = [
 
 Boundary = Callable[[Sequence[Tensor]], None]
 """Told of tensors that must be whole, because they leave a unit or enter one."""
+
+Results = Callable[[Any], Sequence[Tensor]]
+"""Which tensors of what a module returned are used further."""
+
+
+class Following(Protocol):
+    """Operations behind a unit that take its results as ranks have them (see `divided_tail.py`).
+
+    Attributes:
+        inside: the tensors that stay so, once they have run.
+    """
+
+    inside: list[Tensor]
+
+    def __call__(self, result: Any) -> Sequence[Tensor]:
+        """Runs them on what the unit returned; gives what is used further."""
 
 
 def tensors_in(results: Any) -> list[Tensor]:
@@ -51,6 +69,8 @@ class Unit:
         results: which tensors of what the module returns are used further: they must be whole, and get
             gradients. By default all of them.
         stand_ins: for modules within it that are units of their own.
+        following: makes operations behind it that belong to it, of tensors of a material; they take the place
+            of `results`. None: there are none.
         kept_whole: stand-ins for modules within it of which no step can be recorded, by name; the name is
             empty where it is the unit itself.
     """
@@ -58,8 +78,9 @@ class Unit:
     module: nn.Module
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    results: Callable[[Any], Sequence[Tensor]] = tensors_in
+    results: Results = tensors_in
     stand_ins: Mapping[str, "StandIn"] = field(default_factory=dict)
+    following: Callable[[Material], Following] | None = None
     kept_whole: Mapping[str, "StandIn"] = field(default_factory=dict)
 
 
