@@ -15,6 +15,7 @@ __all__ = [
     "layers_told",
     "new_layers_told",
     "stays_without_slots",
+    "steps_per_execution",
     "uses_keras_3",
 ]
 
@@ -33,6 +34,12 @@ def count_batch(model: Any) -> None:
     """Counts a batch of ``fit`` where Keras leaves that to its function of a batch; TensorBoard shows it."""
     if (counter := getattr(model, "_train_counter", None)) is not None:
         counter.assign_add(1)
+
+
+def steps_per_execution(model: Any) -> int:
+    """How many batches Keras wants in one call now; legacy Keras lowers the number where data end."""
+    found = getattr(model, "_steps_per_execution", None)
+    return int(getattr(model, "steps_per_execution", None) or 1) if found is None else int(found)
 
 
 @contextmanager
