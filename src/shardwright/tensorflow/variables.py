@@ -12,9 +12,9 @@ __all__ = ["Variables", "tf_variable", "variables_by_name"]
 
 
 def tf_variable(variable: Any) -> Any:
-    """TensorFlow's own variable behind one of Keras 3; any other thing as it is."""
+    """TensorFlow's own variable behind one of Keras; any other thing as it is."""
     if isinstance(variable, tf.Variable):
-        return variable
+        return _private.without_autocast(variable)
     value = getattr(variable, "value", None)
     return value if isinstance(value, tf.Variable) else variable
 

@@ -42,7 +42,12 @@ from shardwright.tensorflow._private.optimizers import (
     slots_of,
 )
 from shardwright.tensorflow._private.replacing import added, replaced
-from shardwright.tensorflow._private.variables import given_back, given_up, made_without_value
+from shardwright.tensorflow._private.variables import (
+    given_back,
+    given_up,
+    made_without_value,
+    without_autocast,
+)
 
 __all__ = [
     "added",
@@ -79,4 +84,5 @@ __all__ = [
     "steps_per_execution",
     "update_scale",
     "uses_keras_3",
+    "without_autocast",
 ]

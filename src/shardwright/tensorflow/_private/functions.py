@@ -1,10 +1,11 @@
 """Calls of concrete functions, without what TensorFlow does around them."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import context
+from tensorflow.python.eager import context, execute
 
 __all__ = ["direct_call"]
 
@@ -17,22 +18,21 @@ def direct_call(function: Any) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """A concrete function, called eagerly on flat tensors that fit, without gradients.
 
     ``function(*tensors)`` binds arguments to a signature, looks for tapes and packs results, which takes a
-    tenth of a millisecond. `Context.call_function` is what it ends in. Where a rank computes with one thread,
+    tenth of a millisecond. `execute.execute` is what it ends in. Where a rank computes with one thread,
     TensorFlow's executor for a single thread runs the operations in the calling one: others would just wait
     for it, and be woken for each. It takes no loops and conditions.
     """
-    name, captured = function.name, list(function.captured_inputs)
-    count = len(function.outputs)
-    now = context.context()
+    name, captured = function.name.decode(), list(function.captured_inputs)
+    count, now = len(function.outputs), context.context()
     is_single = tf.config.threading.get_intra_op_parallelism_threads() == 1
     in_this_thread = is_single and not _has_control_flow(function.graph.as_graph_def())
+    with tf.experimental.function_executor_type("SINGLE_THREADED_EXECUTOR" if in_this_thread else ""):
+        attrs = tuple(chain(*now.function_call_options.as_attrs().items()))
 
     def call(tensors: Sequence[Any]) -> Sequence[Any]:
         given = [*tensors, *captured]
-        if in_this_thread:
-            with tf.experimental.function_executor_type("SINGLE_THREADED_EXECUTOR"):
-                return list(now.call_function(name, given, count))
-        return list(now.call_function(name, given, count))
+        made: Sequence[Any] = execute.execute(name, num_outputs=count, inputs=given, attrs=attrs, ctx=now)
+        return made
 
     call.holds = function  # type: ignore[attr-defined]
     return call

@@ -9,7 +9,15 @@ from tensorflow.python.ops import resource_variable_ops
 
 from shardwright.errors import UsageError
 
-__all__ = ["given_back", "given_up", "made_without_value"]
+__all__ = ["given_back", "given_up", "made_without_value", "without_autocast"]
+
+
+def without_autocast(variable: Any) -> Any:
+    """TensorFlow's variable inside of legacy Keras' `AutoCastVariable` of mixed precision; any other itself.
+
+    That one is a `tf.Variable`, too, and has neither a handle of its own nor memory.
+    """
+    return variable._variable if type(variable).__name__ == "AutoCastVariable" else variable
 
 
 def made_without_value(shape: Any, options: dict[str, Any]) -> Any:
