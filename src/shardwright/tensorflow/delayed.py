@@ -1,7 +1,9 @@
 """Models whose variables are made on their own rank alone."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -45,9 +47,15 @@ def delayed_initialization() -> Iterator[None]:
         own = _private.made_without_value(
             like.shape, {**options, "dtype": options.get("dtype") or like.dtype}
         )
-        dtype = own.dtype
-        run.variables.delay(own, lambda: tf.cast(make(), dtype), is_tracing=lambda: run.is_tracing)
+        run.variables.delay(own, partial(_first_value, make, own.dtype), is_tracing=lambda: run.is_tracing)
         return own
 
     with tf.variable_creator_scope(create):
         yield
+
+
+def _first_value(make: Callable[[], Any], dtype: Any) -> Any:
+    with warnings.catch_warnings():
+        # Legacy Keras warns of an initializer that is called again: it gives the same, as it has to here.
+        warnings.filterwarnings("ignore", "The initializer .* is unseeded")
+        return tf.cast(make(), dtype)

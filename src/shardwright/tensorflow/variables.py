@@ -107,7 +107,7 @@ class Variables:
             "sw.delayed_initialization(), and gets one on its rank in the first step. Read it after that, "
             "and build the model by model.build(shape), not by a call."
         )
-        _private.given_up(own, is_tracing, refusal, take)
+        _private.given_up(own, lambda: is_tracing() or _private.is_building(), refusal, take)
 
     def make_delayed(self) -> None:
         """Gives the delayed variables that this rank holds their values, in the order of creation."""

@@ -15,6 +15,7 @@ from shardwright.tensorflow._private.graphs import (
 )
 from shardwright.tensorflow._private.keras import (
     count_batch,
+    is_building,
     keras_model_class,
     layers_of,
     layers_told,
@@ -58,6 +59,7 @@ __all__ = [
     "given_up",
     "gradients_told",
     "has_slots",
+    "is_building",
     "is_slot",
     "is_stateful",
     "keras_model_class",

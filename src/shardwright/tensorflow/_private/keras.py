@@ -10,6 +10,7 @@ from shardwright.tensorflow._private.replacing import replaced
 
 __all__ = [
     "count_batch",
+    "is_building",
     "keras_model_class",
     "layers_of",
     "layers_told",
@@ -28,6 +29,12 @@ def uses_keras_3() -> bool:
 def keras_model_class() -> Any:
     """The class of Keras models."""
     return tf.keras.Model
+
+
+def is_building() -> bool:
+    """Whether legacy Keras calls layers on symbols, in a graph that nobody runs, as ``model.build`` does."""
+    name = getattr(tf.compat.v1.get_default_graph(), "name", "")
+    return not uses_keras_3() and name.endswith(("keras_graph", "scratch_graph", "build_graph"))
 
 
 def count_batch(model: Any) -> None:
