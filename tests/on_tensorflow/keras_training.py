@@ -138,7 +138,7 @@ def results(cases, *, legacy=False, ranks=2, steps=2):
         cases: each (model, microbatches, settings, whether the step is called in a ``tf.function``).
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    env = {"TF_USE_LEGACY_KERAS": "1"} if legacy else {}
+    env = {"SHARDWRIGHT_CACHE": "off", **({"TF_USE_LEGACY_KERAS": "1"} if legacy else {})}
     expected = run_ranks(_plain_each, 1, cases, steps, env=env, timeout_s=280)[0]
     found = run_ranks(_over_ranks_each, ranks, cases, steps, env=env, timeout_s=280)
     return expected, {case: [rank.get(case, "not run") for rank in found] for case in cases}

@@ -9,6 +9,7 @@ from keras_training import assert_equal, results
 
 NAMES = ["conv", "again", "unet", "recurrent", "gpt", "clip", "metric", "get_gradients", "perceptron"]
 INTERLEAVED = (("pipeline", "interleaved_1f1b"), ("virtual_stages", 2))
+MEASURED = (("profile", "measured"), ("measure_s", 0.5))
 RECOMPUTED = (("activation_checkpointing", "full"),)
 CASES = (
     *((name, 4, (), False) for name in NAMES),
@@ -19,6 +20,8 @@ CASES = (
     ("gpt", 4, (("pipeline", "zb_h1"),), False),
     ("unet", 4, (("pipeline", "zb_v"), ("virtual_stages", 2)), False),
     ("metric", 7, (), True),
+    ("gpt", 4, MEASURED, False),
+    ("unet", 4, MEASURED, False),
     ("gpt", 4, RECOMPUTED, False),
     ("unet", 4, (*RECOMPUTED, *INTERLEAVED), False),
     ("gpt", 4, (*RECOMPUTED, ("pipeline", "zb_h1")), False),

@@ -49,8 +49,14 @@ def _fitted(ranks, folder):
     found["evaluated"] = model.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)
     found["predicted"] = model.predict(x, batch_size=8, verbose=0)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer="sgd", loss=loss, metrics=["accuracy"])
-    found["again"] = model.fit(x, y, **options).history
+    # Three batches in two calls.
+    model.compile(optimizer="sgd", loss=loss, metrics=["accuracy"], steps_per_execution=2)
+    ends = []
+    counts = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(batch))
+    found["again"] = model.fit(x, y, callbacks=[counts], **options).history
+    found["ends"] = ends
+    found["predicted again"] = model.predict(x, batch_size=8, verbose=0)
+    found["evaluated again"] = model.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)
     found["weights"] = model.get_weights()
     if ranks:
         sw.shutdown()
@@ -103,8 +109,66 @@ def _own_step(ranks):
     return history
 
 
+def _in_half_precision(ranks, initial_scale, largest):
+    """Losses, the scale after each batch, updates, and whether the weights have moved by then.
+
+    Args:
+        initial_scale: of losses.
+        largest: of the inputs: gradients of the first layer are as large.
+    """
+    import tensorflow as tf
+
+    keras, layers = tf.keras, tf.keras.layers
+    if ranks:
+        import shardwright.tensorflow as sw
+
+        sw.init({"pipeline_parallel_degree": ranks, **SETTINGS})
+    keras.utils.set_random_seed(4)
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        model = keras.Sequential(
+            [layers.Dense(16, activation="tanh"), layers.Dense(8), layers.Dense(3, dtype="float32")]
+        )
+        if ranks:
+            model = sw.DistributedModel(model)
+        optimizer = keras.mixed_precision.LossScaleOptimizer(
+            keras.optimizers.SGD(0.1), initial_scale=initial_scale, dynamic_growth_steps=4
+        )
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        x, y = _data(24)
+        scales, moved = [], []
+        before = []
+
+        def note(batch, logs):
+            scale = getattr(optimizer, "dynamic_scale", None)
+            scales.append(float(optimizer.loss_scale if scale is None else scale))
+            weights = model.get_weights()
+            before.append(weights)
+            moved.append([not np.array_equal(*each) for each in zip(weights, before[0], strict=True)])
+
+        history = model.fit(
+            x * largest,
+            y,
+            batch_size=8,
+            epochs=5,
+            shuffle=False,
+            verbose=0,
+            callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=note)],
+        ).history
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+    if ranks:
+        sw.shutdown()
+    return history["loss"], scales, [all(each) for each in moved], int(optimizer.iterations)
+
+
 def _both(ranks, folder):
-    return _fitted(ranks, folder), _own_step(ranks)
+    return (
+        _fitted(ranks, folder),
+        _own_step(ranks),
+        _in_half_precision(ranks, 2.0**10, 1.0),
+        _in_half_precision(ranks, 2.0**17, 1000.0),
+    )
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["keras3", "legacy"])
@@ -119,19 +183,42 @@ def found(request, tmp_path_factory):
 
 
 def test_fit_over_two_ranks_is_fit(found):
-    (expected, _), ranks = found
-    for rank, _ in ranks:
+    (expected, *_), ranks = found
+    for rank, *_ in ranks:
         for name in ("history", "again"):
             assert rank[name].keys() == expected[name].keys()
             for key, values in expected[name].items():
                 assert rank[name][key] == pytest.approx(values, rel=1e-5)
-        assert rank["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-5)
-        np.testing.assert_allclose(rank["predicted"], expected["predicted"], rtol=0, atol=1e-5)
+        assert rank["ends"] == expected["ends"]
+        for name in ("evaluated", "evaluated again"):
+            assert rank[name] == pytest.approx(expected[name], rel=1e-5)
+        for name in ("predicted", "predicted again"):
+            np.testing.assert_allclose(rank[name], expected[name], rtol=0, atol=1e-5)
         for mine, wanted in zip(rank["weights"], expected["weights"], strict=True):
             np.testing.assert_allclose(mine, wanted, rtol=0, atol=1e-5)
 
 
 def test_a_train_step_of_the_users_own(found):
-    (_, expected), ranks = found
-    for _, history in ranks:
+    (_, expected, *_), ranks = found
+    for _, history, *_ in ranks:
         assert history["error"] == pytest.approx(expected["error"], rel=1e-5)
+
+
+def test_a_loss_scale_grows_as_in_one_process(found):
+    (_, _, (losses, scales, _, updates), _), ranks = found
+    assert max(scales) > 2.0**10
+    for _, _, (mine, my_scales, _, my_updates), _ in ranks:
+        assert mine == pytest.approx(losses, rel=2e-2)
+        assert (my_scales, my_updates) == (scales, updates)
+
+
+def test_all_ranks_leave_out_a_step_whose_gradients_are_infinite_on_one(found):
+    """Gradients of the first layer alone, on the first rank, are too large for 16 bits."""
+    _, ranks = found
+    losses, scales, moved, _ = ranks[0][3]
+    assert all(rank[3] == ranks[0][3] for rank in ranks)
+    assert scales[0] == 2.0**16
+    assert min(scales) < scales[0]
+    assert not moved[1]  # the second rank's have not moved either
+    assert moved[-1]
+    assert np.isfinite(losses).all()

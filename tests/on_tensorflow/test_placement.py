@@ -24,11 +24,13 @@ def graph(*operations, outputs, gradients=None, num_bytes=None, local=()):
         arguments=tuple(f"{op.name}:0" for op in made if op.kind == "Placeholder"),
         outputs=tuple(f"{name}:0" for name in outputs),
         gradients={f"{name}:0": variable for name, variable in (gradients or {}).items()},
+        sums={at: SUM for at, name in enumerate(outputs) if name in (gradients or {})},
         local=frozenset(f"{name}:0" for name in local),
     )
 
 
 READ = {"stateful": True}
+SUM = TensorSpec((1,), "float32", 4)
 
 
 def two_layers(*more, outputs=("loss", "dw0", "dw1"), **keywords):
@@ -53,8 +55,8 @@ def two_layers(*more, outputs=("loss", "dw0", "dw1"), **keywords):
     )
 
 
-def routed(step, stages=(0, 1)):
-    placement = place(step, stages, num_stages=2)
+def routed(step, stages=(0, 1), **options):
+    placement = place(step, stages, num_stages=2, **options)
     return placement, routes_of(step, placement)
 
 
@@ -72,6 +74,77 @@ def test_forward_up_and_gradients_down():
     assert placement.owners == {0: 0, 1: 1}
     assert sent(routes, routes.crossings) == {(0, 1): ["h:0"]}
     assert sent(routes, routes.gradients) == {(1, 0): ["dh:0"]}
+    assert routes.stages_of_output == ((1,), (0,), (1,))
+
+
+def test_gradients_of_weights_are_added_where_they_are_made():
+    _, routes = routed(two_layers())
+    assert routes.pieces["backward", 0].sums == (("dw0:0", 1),)
+    assert routes.pieces["backward", 1].sums == (("dw1:0", 2),)
+    assert routes.pieces["backward", 1].gives == ("dh:0",)
+
+
+def test_a_gradient_that_is_returned_twice_is_summed_twice():
+    _, routes = routed(two_layers(outputs=("loss", "dw0", "dw1", "dw1")))
+    assert routes.pieces["backward", 1].sums == (("dw1:0", 2), ("dw1:0", 3))
+
+
+def tied(*, sums=(("g", "AddN", ("dw0", "dhead"), {"in_gradient": True}),), returned="g", **keywords):
+    """The first layer's weight is used again behind the second, as a tied embedding is."""
+    gradient = {"in_gradient": True}
+    return graph(
+        ("x", "Placeholder", (), {}),
+        ("w0", "Handle", (), {}),
+        ("read0", "ReadVariableOp", ("w0",), {"call": 0, **READ}),
+        ("h", "MatMul", ("x", "read0"), {"call": 0}),
+        ("y", "Tanh", ("h",), {"call": 1}),
+        ("z", "MatMul", ("y", "read0"), {"call": 1}),
+        ("loss", "Mean", ("z",), {}),
+        ("dz", "Tile", ("loss",), gradient),
+        ("dproduct", "MatMul", ("y", "dz"), gradient),
+        ("dhead", "Transpose", ("dproduct",), gradient),
+        ("dy", "MatMul", ("dz", "read0"), gradient),
+        ("dh", "TanhGrad", ("y", "dy"), gradient),
+        ("dw0", "UnsortedSegmentSum", ("x", "dh"), gradient),
+        *sums,
+        ("out", "Identity", (returned,), {}),
+        outputs=("loss", "out"),
+        gradients={"out": 0},
+        **{"num_bytes": {"dh": 8, "dw0": 64, "dhead": 64, "dproduct": 64, "g": 64, "out": 64}, **keywords},
+    )
+
+
+def test_stages_sum_their_parts_of_a_tied_gradient():
+    placement, routes = routed(tied(), microbatches=4)
+    assert placement.addends.parts == {"out:0": ("dw0:0", "dhead:0")}
+    assert sent(routes, routes.gradients) == {(1, 0): ["dh:0"]}  # and neither dhead nor dproduct
+    assert routes.pieces["backward", 0].sums == (("dw0:0", 1),)
+    assert routes.pieces["backward", 1].sums == (("dhead:0", 1),)
+    assert routes.stages_of_output == ((1,), (0, 1))
+    assert "g" not in routes.pieces["backward", 0].body | routes.pieces["backward", 1].body
+
+
+def test_a_part_goes_where_that_sends_less_in_all_microbatches():
+    _, routes = routed(tied(), microbatches=16)  # 16 x 8 bytes of dh, or 64 of dw0 once
+    assert sent(routes, routes.gradients) == {}
+    assert routes.pieces["backward", 1].sums == (("dhead:0", 1), ("dw0:0", 1))
+    assert routes.stages_of_output == ((1,), (1,))
+
+
+@pytest.mark.parametrize(
+    ("sums", "returned"),
+    [
+        ((("g", "AddN", ("dw0", "dhead"), {}), ("norm", "L2Loss", ("g",), {})), "g"),  # read elsewhere
+        ((("g", "AddN", ("dw0", "dhead"), {}), ("half", "Mul", ("g", "g"), {})), "half"),
+    ],
+    ids=["read", "scaled"],
+)
+def test_a_tied_gradient_that_is_more_than_a_sum_is_made_whole(sums, returned):
+    named = tuple((name, kind, inputs, {"in_gradient": True}) for name, kind, inputs, _ in sums)
+    placement, routes = routed(tied(sums=named, returned=returned), microbatches=4)
+    assert placement.addends.parts == {}
+    assert len(routes.stages_of_output[1]) == 1
+    assert {"g:0", "half:0"} & {*sent(routes, routes.gradients)[1, 0]}
 
 
 def test_weights_are_read_again_and_not_kept():
@@ -126,13 +199,14 @@ def test_a_recomputed_unit_keeps_what_leaves_it_and_waits_for_its_gradient():
     assert {"h0", "t0", "h1", "t1"} <= piece.body
     assert piece.behind == {"h1": ("dy1",), "h0": ("dy0",)}
     assert again.pieces["forward", 0].gives == ("y0:0", "y1:0")
+    assert piece.sums == (("dw0:0", 1), ("dw1:0", 2))
 
 
 def test_a_backward_in_two():
     _, routes = routed(two_layers())
     assert routes.pieces["inputs", 1].gives == ("dh:0", "dy:0")  # dy is for the weights
-    assert routes.pieces["weights", 1].gives == ("dw1:0",)
-    assert routes.pieces["backward", 1].gives == ("dh:0", "dw1:0")
+    assert routes.pieces["weights", 1].sums == (("dw1:0", 2),)
+    assert routes.pieces["backward", 1].gives == ("dh:0",)
     assert routes.pieces["inputs", 0].gives == ()
 
 

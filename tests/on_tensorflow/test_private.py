@@ -153,3 +153,65 @@ def test_keras_builds_a_model_before_fit_and_the_optimizer_stays_without_slots()
         model._symbolic_build(data_batch=batch)
     assert model.built
     assert not _private.has_slots(model.optimizer)
+
+
+def test_a_concrete_function_can_be_called_without_checks():
+    total = tf.Variable(1.0)
+
+    def function(x):
+        y = tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y * 2.0), (0, x))[1]
+        with tf.control_dependencies([total.assign_add(1.0)]):
+            return [tf.identity(y), x + 1.0]
+
+    concrete = tf.compat.v1.wrap_function(function, [tf.TensorSpec([2])])
+    call = _private.direct_call(concrete)
+    doubled, added = call([tf.constant([1.0, 2.0])])
+    assert doubled.numpy().tolist() == [8.0, 16.0]
+    assert added.numpy().tolist() == [2.0, 3.0]
+    assert float(total) == 2.0
+
+
+def test_a_variable_without_value_has_shape_and_type_and_takes_one():
+    options = {"dtype": tf.float16, "name": "late", "trainable": False, "initial_value": None}
+    variable = _private.made_without_value(tf.TensorShape([2]), options)
+    assert isinstance(variable, tf.Variable)
+    assert (variable.shape, variable.dtype, variable.trainable) == ((2,), tf.float16, False)
+    _private.given_up(variable, lambda: False, "not yet")
+    with pytest.raises(UsageError, match="not yet"):
+        variable.numpy()
+    _private.given_back(variable, tf.ones([2], tf.float16))
+    assert variable.numpy().tolist() == [1.0, 1.0]
+
+
+def test_a_variable_is_made_by_what_a_creator_scope_is_told():
+    told = []
+
+    def create(next_creator, **options):
+        told.append(callable(options["initial_value"]))
+        return next_creator(**options)
+
+    with tf.variable_creator_scope(create):
+        tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(2)])
+    assert told[-2:] == [True, True]  # kernel and bias
+
+
+def scaling_optimizer():
+    return tf.keras.mixed_precision.LossScaleOptimizer(tf.keras.optimizers.SGD(1.0), initial_scale=4.0)
+
+
+def test_an_optimizer_that_scales_losses_asks_whether_gradients_are_finite():
+    optimizer, variable = scaling_optimizer(), tf.keras.Variable(1.0)
+    optimizer.build([variable])
+    with _private.replaced_finite_check(lambda original: lambda gradients: tf.constant(False)):
+        optimizer.apply_gradients([(tf.constant(1.0), variable)])
+    assert float(variable.numpy()) == 1.0
+    assert float(optimizer.dynamic_scale.numpy()) == 2.0
+    assert _private.scaled_optimizer(optimizer) is optimizer.inner_optimizer
+
+
+def test_a_scale_is_made_without_slots():
+    optimizer = scaling_optimizer()
+    with _private.scales_made_early():
+        assert float(optimizer.scale_loss(tf.constant(3.0))) == 12.0
+    assert optimizer.built
+    assert not _private.has_slots(optimizer)

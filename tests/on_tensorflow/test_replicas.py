@@ -65,12 +65,12 @@ def _plain():
     return [np.asarray(v) for v in model.trainable_variables]
 
 
-def _replicated(pipeline, folder, in_function):
+def _replicated(pipeline, folder, in_function, settings):
     import tensorflow as tf
 
     import shardwright.tensorflow as sw
 
-    sw.init({"pipeline_parallel_degree": pipeline, **SETTINGS, "microbatches": 2})
+    sw.init({"pipeline_parallel_degree": pipeline, **SETTINGS, "microbatches": 2, **settings})
     model, loss_of, optimizer = _made(tf, sw.dp_rank())
     model = sw.DistributedModel(model)
     model(tf.zeros([2, 6], tf.int64))
@@ -90,20 +90,37 @@ def _replicated(pipeline, folder, in_function):
     positions = [places[id(variable)] for variable in model.trainable_variables]
     manager = sw.CheckpointManager(tf.train.Checkpoint(model=model, optimizer=optimizer), folder)
     manager.save()
-    model.set_weights([np.zeros_like(each) for each in weights])
+    slots = [np.asarray(each) for each in optimizer.variables]
+    for each in (*model.variables, *optimizer.variables):
+        each.assign(tf.zeros(each.shape, each.dtype))
     manager.restore()
     restored = model.get_weights()
-    replica = sw.dp_rank()
+    for before, after in zip(slots, optimizer.variables, strict=True):
+        np.testing.assert_array_equal(np.asarray(after), before)
+    replica, num_slots = sw.dp_rank(), sum(each.size for each in slots)
     sw.shutdown()
-    return replica, losses, weights, [weights[p] for p in positions], restored
+    return replica, losses, weights, [weights[p] for p in positions], restored, num_slots
 
 
-@pytest.mark.parametrize(("pipeline", "in_function"), [(1, False), (2, True)], ids=["1x2", "2x2"])
-def test_replicas_train_what_one_process_trains(pipeline, in_function, tmp_path):
+WHOLE, SHARED = {}, {"shard_optimizer_state": True}
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "in_function", "settings"),
+    [(1, False, WHOLE), (2, True, WHOLE), (1, False, SHARED), (2, True, SHARED)],
+    ids=["1x2", "2x2", "1x2-shared_slots", "2x2-shared_slots"],
+)
+def test_replicas_train_what_one_process_trains(pipeline, in_function, settings, tmp_path):
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     (expected,) = run_ranks(_plain, 1, timeout_s=60)
-    ranks = run_ranks(_replicated, 2 * pipeline, pipeline, str(tmp_path), in_function, timeout_s=150)
-    for replica, losses, weights, trained, restored in ranks:
+    arguments = pipeline, str(tmp_path), in_function, settings
+    ranks = run_ranks(_replicated, 2 * pipeline, *arguments, timeout_s=150)
+    num_slots = sum(2 * each.size for each in expected)  # Adam has two for each variable, and two numbers
+    of_all = sum(rank[-1] - 2 for rank in ranks)
+    assert of_all == (num_slots if settings else REPLICAS * num_slots)
+    for replica, losses, weights, trained, restored, own_slots in ranks:
+        if settings and pipeline == 1:
+            assert own_slots <= 0.6 * num_slots
         assert losses == next(other[1] for other in ranks if other[0] == replica)
         for mine, first, again in zip(weights, ranks[0][2], restored, strict=True):
             np.testing.assert_array_equal(mine, first)  # running statistics, too

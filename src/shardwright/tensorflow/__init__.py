@@ -9,6 +9,7 @@ except ModuleNotFoundError as error:
 
 from shardwright.comm.backend.registration import register_backend
 from shardwright.tensorflow.checkpoints import CheckpointManager
+from shardwright.tensorflow.delayed import delayed_initialization
 from shardwright.tensorflow.model import DistributedModel
 from shardwright.tensorflow.partition import partition
 from shardwright.tensorflow.startup import init, shutdown
@@ -36,6 +37,7 @@ __all__ = [
     "DistributedModel",
     "StepOutput",
     "barrier",
+    "delayed_initialization",
     "dp_rank",
     "dp_size",
     "get_dp_group",

@@ -161,10 +161,14 @@ class CheckpointManager:
         return str(self.directory / made.name)
 
     def _mine(self) -> dict[str, Any]:
-        """What this rank saves, by name; the first replica saves for all."""
+        """What this rank saves, by name; the first replica saves for all, but for slots that others have."""
         run = self._run
         mine: dict[str, Any] = {}
         if run.data_rank > 0:
+            if run.shared_updates is not None:
+                for name, value in self._objects.items():
+                    if _is_optimizer(value):
+                        mine |= {key: slot for key, (slot, _) in self._of_optimizer(name, value)[0].items()}
             return mine
         first = run.pipeline_rank == 0
         for name, value in self._objects.items():

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,19 +10,23 @@ import tensorflow as tf
 
 from shardwright.errors import UsageError
 from shardwright.planner import stage_costs_of
+from shardwright.runtime.action_loop import MeasuredRow
 from shardwright.runtime.batch_schedules import BatchSchedules
 from shardwright.tensorflow.agreement import Agreement
 from shardwright.tensorflow.batch import Arguments, microbatch_sizes
 from shardwright.tensorflow.exchange import exchange_results, share_variables
 from shardwright.tensorflow.executor import Executor
+from shardwright.tensorflow.gradient_sums import GradientSums
 from shardwright.tensorflow.outputs import Outputs
 from shardwright.tensorflow.planning import Planning
 from shardwright.tensorflow.program import Program
 from shardwright.tensorflow.replicas import Replicas
-from shardwright.tensorflow.results import Results
+from shardwright.tensorflow.results import Results, positions_of
 from shardwright.tensorflow.trace import Trace, trace_step
 from shardwright.tensorflow.variables import Variables, tf_variable
+from shardwright.torch.pytorch.heap import keep_freed_memory
 from shardwright.torch.run.context import Context
+from shardwright.torch.run.cores import OwnCores
 from shardwright.torch.run.failure import first_cause_named
 from shardwright.torch.run.joint_calls import call_together
 
@@ -36,11 +41,28 @@ class Prepared:
         trace: the step function.
         outputs: its outputs.
         program: its pieces.
+        changed: variables that it changes.
     """
 
     trace: Trace
     outputs: Outputs
     program: Program
+    changed: tuple["Changed", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A variable that a step function changes.
+
+    Attributes:
+        variable: TensorFlow's own.
+        holder: pipeline rank that changes it.
+        is_of_model: it belongs to the model; else every rank has it.
+    """
+
+    variable: Any
+    holder: int
+    is_of_model: bool
 
 
 class Engine:
@@ -64,7 +86,7 @@ class Engine:
         self._model = model
         self._replicas = replicas
         self._variables = variables
-        self._planning = Planning(context, model)
+        self._planning = Planning(context, model, GradientSums(), self._lent)
         self._agreement = Agreement(context)
         self._functions: dict[int, Callable[..., Any]] = {}
         self._traces: dict[Hashable, Trace] = {}
@@ -72,6 +94,9 @@ class Engine:
         self._schedules: BatchSchedules | None = None
         self._executor: Executor | None = None
         self._failure = ""
+        self._cores = OwnCores(context)
+        if context.config.keep_freed_memory and context.device.type == "cpu":
+            keep_freed_memory()
 
     def prepare(self, function: Callable[..., Any], arguments: Arguments) -> list[Prepared]:
         """The step function for each microbatch of a batch; collective where it is new.
@@ -87,7 +112,8 @@ class Engine:
             prepared = [replace(known, trace=self._trace(function, arguments, None))]
         else:
             sizes = microbatch_sizes(samples, self._num_microbatches)
-            prepared = [self._of_size(function, arguments, size) for size in sizes]
+            of_size = {size: self._of_size(function, arguments, size) for size in dict.fromkeys(sizes)}
+            prepared = [of_size[size] for size in sizes]
         self._call_hooks()
         return prepared
 
@@ -125,7 +151,8 @@ class Engine:
                     "with batches whose shape is known, and without an input_signature."
                 )
             try:
-                results = self._run(prepared, parts)
+                with self._cores.in_force():
+                    results = self._run(prepared, parts)
             except BaseException as error:
                 self._failure = f"{type(error).__name__}: {error}"
                 if context.watch.blame is not None:
@@ -138,6 +165,14 @@ class Engine:
     def averages_replicas(self) -> bool:
         """Whether gradients come as means over the microbatches of all replicas, and not as sums."""
         return self._replicas is not None
+
+    @property
+    def measured_row(self) -> MeasuredRow:
+        """When this rank did what in the last batch; nothing where one rank has the whole model."""
+        return MeasuredRow() if self._executor is None else self._executor.row
+
+    def _lent(self, variables: Sequence[Any]) -> AbstractContextManager[None]:
+        return self._variables.lent(variables, is_tracing=lambda: self.is_tracing)
 
     def _call_hooks(self) -> None:
         """Calls what waits for the placement; eagerly, also where a ``tf.function`` is being traced."""
@@ -165,27 +200,27 @@ class Engine:
     def _run(self, prepared: Sequence[Prepared], parts: Sequence[Sequence[Any]]) -> Results:
         outputs = prepared[0].outputs
         programs = [each.program for each in prepared]
-        changed = _changed(programs)
+        changed = {id(one.variable): one for each in prepared for one in each.changed}.values()
         if self._executor is None:
             results = _run_whole(prepared, parts)
         else:
             assert self._schedules is not None
             schedule = self._schedules.of_batch(programs, trains=programs[0].routes.trains)
-            results = self._executor.run(programs, schedule, parts, summed=outputs.summed)
+            results = self._executor.run(programs, schedule, parts)
             exchange_results(self._context, programs, results, outputs)
             share_variables(
-                self._context, [each for each in changed if not self._planning.is_of_model(each[0])]
+                self._context, [(each.variable, each.holder) for each in changed if not each.is_of_model]
             )
         if self._replicas is not None:
             self._replicas.average(results, len(parts))
             # Running statistics; whole numbers are counters and seeds, which replicas have for themselves.
             self._replicas.share(
                 [
-                    variable
-                    for variable, holder in changed
-                    if self._planning.is_of_model(variable)
-                    and holder == self._context.pipeline_rank
-                    and variable.dtype.is_floating
+                    each.variable
+                    for each in changed
+                    if each.is_of_model
+                    and each.holder == self._context.pipeline_rank
+                    and each.variable.dtype.is_floating
                 ]
             )
         return results
@@ -236,7 +271,7 @@ class Engine:
         program = planning.program(context.plan, trace)
         outputs = Outputs.of(
             trace,
-            program.graph.gradients,
+            program.graph,
             is_of_model=planning.is_of_model,
             holder=program.holder,
         )
@@ -246,6 +281,7 @@ class Engine:
                 is_tracing=lambda: self.is_tracing,
                 ranks=context.pipeline_ranks,
             )
+        self._variables.make_delayed()
         if self._replicas is not None:
             self._replicas.begin_with(
                 [
@@ -254,7 +290,16 @@ class Engine:
                     if not self._variables.is_remote(variable) and tf_variable(variable).dtype.is_floating
                 ]
             )
-        return Prepared(trace, outputs, program)
+        return Prepared(trace, outputs, program, self._changed(program))
+
+    def _changed(self, program: Program) -> tuple[Changed, ...]:
+        found = []
+        for number in sorted(program.graph.written()):
+            variable = program.trace.variable_of(number)
+            if variable is not None:
+                is_of_model = self._planning.is_of_model(variable)
+                found.append(Changed(variable, program.holder(number), is_of_model))
+        return tuple(found)
 
     def _trace(self, function: Callable[..., Any], arguments: Arguments, size: int | None) -> Trace:
         key = self._key(function, arguments, size)
@@ -280,17 +325,6 @@ class Engine:
         return id(function), arguments.key, specs
 
 
-def _changed(programs: Sequence[Program]) -> list[tuple[Any, int]]:
-    """Variables that a batch changes, each with the pipeline rank that does."""
-    found: dict[int, tuple[Any, int]] = {}
-    for program in {id(program): program for program in programs}.values():
-        for number in sorted(program.graph.written()):
-            variable = program.trace.variable_of(number)
-            if variable is not None:
-                found[id(variable)] = variable, program.holder(number)
-    return list(found.values())
-
-
 def _dense(value: Any) -> Any:
     return tf.convert_to_tensor(value) if isinstance(value, tf.IndexedSlices) else value
 
@@ -298,7 +332,7 @@ def _dense(value: Any) -> Any:
 def _run_whole(prepared: Sequence[Prepared], parts: Sequence[Sequence[Any]]) -> Results:
     """Runs the microbatches one after the other where one rank has the whole model."""
     names = [each.trace.outputs for each in prepared]
-    results = Results(names, summed=prepared[0].outputs.summed)
+    results = Results([positions_of(each) for each in names], summed=prepared[0].outputs.sums)
     for microbatch, (each, part) in enumerate(zip(prepared, parts, strict=True)):
         made = tf.nest.flatten(each.trace.function(*part), expand_composites=True)
         made = [tensor for tensor in made if tensor is not None]

@@ -1,8 +1,10 @@
 """Brings what a step made to the ranks that need it: outputs, gradients, variables that all ranks have."""
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
+import tensorflow as tf
 import torch
 
 from shardwright.comm.encoding.tensor_bytes import bytes_of
@@ -32,7 +34,7 @@ def exchange_results(
             (microbatch, position)
             for microbatch, program in enumerate(programs)
             for position in outputs.shared
-            if program.rank_of_output(position) == owner
+            if owner in program.ranks_of_output(position)
         ]
         if not places:
             continue
@@ -64,21 +66,24 @@ def share_variables(context: Context, variables: Sequence[tuple[Any, int]]) -> N
 def _move_gradients(
     context: Context, programs: Sequence[Program], results: Results, outputs: Outputs
 ) -> None:
-    """Sends gradients that another rank than the holder of their variable has made.
+    """Sends gradients that other ranks than the holder of their variable have made, or parts of their sums.
 
-    So it is where the norm of all gradients is taken inside the step function: the first stage clips.
+    So it is with tied weights, and where the norm of all gradients is taken inside the step function: the
+    first stage clips.
     """
     transport, rank, first = context.links.transport, context.pipeline_rank, programs[0]
     assert transport is not None
     arriving = []
     for position, holder in outputs.holders.items():
-        owner = first.rank_of_output(position)
-        if owner == holder:
-            continue
-        microbatches = [None] if position in outputs.summed else list(range(len(programs)))
-        for microbatch in microbatches:
-            spec = programs[microbatch or 0].graph.specs[first.graph.outputs[position]]
-            store = results.sums if microbatch is None else results.kept[microbatch]
+        microbatches = [None] if position in outputs.sums else list(range(len(programs)))
+        for owner, microbatch in product(first.ranks_of_output(position), microbatches):
+            if owner == holder:
+                continue
+            if microbatch is None:
+                spec, store = outputs.sums[position], results.sums
+            else:
+                program = programs[microbatch]
+                spec, store = program.graph.specs[program.graph.outputs[position]], results.kept[microbatch]
             if rank == owner:
                 transport.send(to_torch(store.pop(position)), holder)
             elif rank == holder:
@@ -86,7 +91,8 @@ def _move_gradients(
                 receipt = transport.post_receive(spec.shape, owner, dtype=dtype, device=context.device)
                 arriving.append((store, position, receipt))
     for store, position, receipt in arriving:
-        store[position] = to_tensorflow(receipt.wait())
+        arrived = to_tensorflow(receipt.wait())
+        store[position] = tf.add(store[position], arrived) if position in store else arrived
     transport.flush()
 
 

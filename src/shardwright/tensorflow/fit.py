@@ -13,7 +13,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from shardwright.errors import UsageError
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.keras_run import KerasRun, keras_run
 from shardwright.tensorflow.step import step
@@ -26,10 +25,8 @@ Logs = dict[str, Any]
 def train_function(model: Any) -> Callable[[Iterator[Any]], Logs]:
     """Trains on the next batch of an iterator; gives the metrics.
 
-    Raises:
-        UsageError: the optimizer scales losses, or Keras is to make several steps in one call.
+    With ``steps_per_execution`` it takes as many batches, and gives the metrics after the last.
     """
-    _refuse_what_is_missing(model)
     run = keras_run()
     targets: list[tuple[Any, list[Any]]] = []
 
@@ -43,38 +40,41 @@ def train_function(model: Any) -> Callable[[Iterator[Any]], Logs]:
 
     apply = tf.function(lambda gradients: _apply(targets, gradients), autograph=False)
 
-    def train(iterator: Iterator[Any]) -> Logs:
-        data = _next(iterator)
+    def train(data: Any) -> Logs:
         gradients, logs = one_step(data, _weight_of_a_sample(run, one_step, data))
         apply([[None if each is None else each.reduce_mean() for each in group] for group in gradients])
         _private.count_batch(model)
         return _logs(model, logs)
 
-    return train
+    return _several(model, train)
 
 
 def test_function(model: Any) -> Callable[[Iterator[Any]], Logs]:
-    """Evaluates the next batch of an iterator; gives the metrics."""
-    _refuse_what_is_missing(model)
+    """Evaluates the next batch of an iterator, or the next few; gives the metrics."""
 
     @step
     def one_step(data: Any) -> Any:
         return _numbers(model.test_step(data))
 
-    return lambda iterator: _logs(model, one_step(_next(iterator)))
+    return _several(model, lambda data: _logs(model, one_step(data)))
 
 
 def predict_function(model: Any) -> Callable[[Any], Any]:
-    """The outputs of the model for the next batch of an iterator."""
-    _refuse_what_is_missing(model)
+    """The outputs of the model for the next batch of an iterator, or the next few."""
 
     @step
     def one_step(data: Any) -> Any:
         return model.predict_step(data)
 
+    def rows(batch: Any) -> Any:
+        return tf.nest.map_structure(lambda output: output.merge(), one_step(batch))
+
     def predict(batches: Any) -> Any:
-        outputs = one_step(batches[0] if isinstance(batches, (list, tuple)) else _next(batches))
-        return tf.nest.map_structure(lambda output: output.merge(), outputs)
+        if isinstance(batches, (list, tuple)):  # Keras 3 takes them from the iterator itself
+            found = [rows(batch) for batch in batches]
+        else:
+            found = _each_of_next(model, batches, rows)
+        return tf.nest.map_structure(lambda *each: tf.concat(each, 0), *found)
 
     return predict
 
@@ -86,19 +86,21 @@ def averaged_over_replicas(run: KerasRun, logs: Logs) -> Logs:
     return dict(zip(logs, run.means_over_replicas([float(each) for each in logs.values()]), strict=True))
 
 
-def _refuse_what_is_missing(model: Any) -> None:
-    steps = getattr(model, "steps_per_execution", None) or getattr(model, "_steps_per_execution", None) or 1
-    if int(steps) != 1:
-        raise UsageError(
-            f"steps_per_execution is {int(steps)}, and a pipeline takes one batch at a time. Leave it out of "
-            "model.compile; raise the batch size instead."
-        )
-    optimizer = getattr(model, "optimizer", None)
-    if hasattr(optimizer, "inner_optimizer"):
-        raise UsageError(
-            "model.fit with an optimizer that scales losses (mixed_float16) is not available over stages. "
-            'Use tf.keras.mixed_precision.set_global_policy("mixed_bfloat16"), which needs no scale.'
-        )
+def _several(model: Any, one: Callable[[Any], Logs]) -> Callable[[Iterator[Any]], Logs]:
+    """As many batches as Keras asks for in one call: callbacks are called after the last."""
+    return lambda iterator: _each_of_next(model, iterator, one)[-1]
+
+
+def _each_of_next(model: Any, iterator: Iterator[Any], one: Callable[[Any], Any]) -> list[Any]:
+    """What each of the next batches gives; the data may end behind the first."""
+    found = [one(_next(iterator))]
+    for _ in range(_private.steps_per_execution(model) - 1):
+        try:
+            data = _next(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            break
+        found.append(one(data))
+    return found
 
 
 def _next(iterator: Iterator[Any]) -> Any:

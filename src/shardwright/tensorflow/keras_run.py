@@ -7,6 +7,7 @@ from typing import Any
 from shardwright.errors import UsageError
 from shardwright.tensorflow.engine import Engine
 from shardwright.tensorflow.replicas import Replicas
+from shardwright.tensorflow.shared_updates import SharedUpdates
 from shardwright.tensorflow.variables import Variables
 from shardwright.torch.run.context import Context, context
 
@@ -24,6 +25,7 @@ class KerasRun(Context):
             the end of the batch; None where it is refused.
         averages_replicas: the library keeps replicas alike; else the script does.
         after_placement: called when the first step has placed the layers, and before it runs them.
+        shared_updates: replicas update a part of the variables each; None: all of them.
     """
 
     __slots__ = (
@@ -34,6 +36,7 @@ class KerasRun(Context):
         "aside",
         "averages_replicas",
         "is_applying",
+        "shared_updates",
         "slots_to_load",
         "variables",
     )
@@ -47,6 +50,7 @@ class KerasRun(Context):
         self.aside: list[tuple[Any, list[Any], list[Any]]] | None = None
         self._replicas: Replicas | None = None
         self.after_placement: list[Callable[[], Any]] = []
+        self.shared_updates: SharedUpdates | None = None
         self._keras_model: Any = None
         self._engine: Engine | None = None
 
@@ -61,6 +65,8 @@ class KerasRun(Context):
         self._keras_model = model
         if self.mesh.data > 1 and self.averages_replicas:
             self._replicas = Replicas(self)
+        if self.mesh.data > 1 and self.config.shard_optimizer_state:
+            self.shared_updates = SharedUpdates(self)
         self._engine = Engine(self, model, self.variables, self._replicas)
         self._engine.after_placement = self.after_placement
 
@@ -88,6 +94,11 @@ class KerasRun(Context):
             yield aside
         finally:
             self.aside = None
+
+    def pairs_to_update(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        """The pairs of gradients and variables that this rank updates."""
+        here = self.variables.pairs_here(pairs)
+        return here if self.shared_updates is None else self.shared_updates.mine(here)
 
     def means_over_replicas(self, numbers: Sequence[float]) -> list[float]:
         """Numbers of this replica as means over all; collective over the ranks with the same stages."""

@@ -15,7 +15,7 @@ from shardwright.tensorflow.keras_run import KerasRun
 from shardwright.tensorflow.turns import call_in_turn
 from shardwright.tensorflow.variables import tf_variable
 
-__all__ = ["optimizers_over_stages"]
+__all__ = ["apply_nothing", "applying", "load_slots", "optimizers_over_stages", "put_aside"]
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def optimizers_over_stages(run: KerasRun) -> Iterator[None]:
         for owner in _private.optimizer_bases():
             if not hasattr(owner, "get_gradients"):
                 stack.enter_context(_private.added(owner, "get_gradients", _get_gradients))
-        if run.mesh.pipeline > 1:
+        if run.mesh.pipeline > 1 or run.config.shard_optimizer_state:
             stack.enter_context(_private.replaced_global_norm(partial(_norm_over_stages, run)))
         yield
 
@@ -40,13 +40,11 @@ def _apply_of_pairs(run: KerasRun, original: Any) -> Any:
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         pairs = list(grads_and_vars)
         if run.is_tracing:
-            return _put_aside(run, self, pairs)
-        here = run.variables.pairs_here(pairs)
-        _load_slots(run, self, [pair for pair in here if pair[0] is not None])
-        if pairs and not here:
-            return _apply_nothing(run, self)
-        with _applying(run):
-            return original(self, here, *args, **kwargs)
+            return put_aside(run, self, pairs)
+        with _update_of(run, self, pairs) as mine:
+            if pairs and not mine:
+                return apply_nothing(run, self)
+            return original(self, mine, *args, **kwargs)
 
     return apply_gradients
 
@@ -59,27 +57,38 @@ def _apply_of_grads(run: KerasRun, original: Any) -> Any:
             return original(self, grads)
         pairs = list(zip(grads, trainable_variables, strict=True))
         if run.is_tracing:
-            return _put_aside(run, self, pairs)
-        here = run.variables.pairs_here(pairs)
-        _load_slots(run, self, here)
-        if pairs and not here:
-            return _apply_nothing(run, self)
-        with _applying(run):
-            return original(self, [gradient for gradient, _ in here], [variable for _, variable in here])
+            return put_aside(run, self, pairs)
+        with _update_of(run, self, pairs) as mine:
+            if pairs and not mine:
+                return apply_nothing(run, self)
+            return original(self, [gradient for gradient, _ in mine], [variable for _, variable in mine])
 
     return apply
 
 
-def _apply_nothing(run: KerasRun, optimizer: Any) -> Any:
+@contextmanager
+def _update_of(
+    run: KerasRun, optimizer: Any, pairs: Sequence[tuple[Any, Any]]
+) -> Iterator[list[tuple[Any, Any]]]:
+    """The pairs that this rank updates; afterwards the values that other replicas have made."""
+    mine = run.pairs_to_update(pairs)
+    load_slots(run, optimizer, [pair for pair in mine if pair[0] is not None])
+    with applying(run):
+        yield mine
+    if run.shared_updates is not None:
+        here = run.variables.pairs_here(pairs)
+        run.shared_updates.bring([variable for gradient, variable in here if gradient is not None])
+
+
+def apply_nothing(run: KerasRun, optimizer: Any) -> Any:
     """An update on a rank that holds none of the variables: it counts, and joins the others' norm."""
     if getattr(optimizer, "global_clipnorm", None) is not None:
-        with _applying(run):
-            tf.linalg.global_norm([None])
+        tf.linalg.global_norm([None])
     return optimizer.iterations.assign_add(1)
 
 
 @contextmanager
-def _applying(run: KerasRun) -> Iterator[None]:
+def applying(run: KerasRun) -> Iterator[None]:
     """Tells norms inside of an optimizer, which has this rank's gradients alone."""
     before, run.is_applying = run.is_applying, True
     try:
@@ -88,14 +97,14 @@ def _applying(run: KerasRun) -> Iterator[None]:
         run.is_applying = before
 
 
-def _load_slots(run: KerasRun, optimizer: Any, here: Sequence[tuple[Any, Any]]) -> None:
+def load_slots(run: KerasRun, optimizer: Any, here: Sequence[tuple[Any, Any]]) -> None:
     """Makes the slots that were restored before the optimizer has made its own."""
     load = run.slots_to_load.pop(id(optimizer), None)
     if load is not None and here:
-        load(optimizer, [variable for _, variable in here])
+        load(_private.scaled_optimizer(optimizer), [variable for _, variable in here])
 
 
-def _put_aside(run: KerasRun, optimizer: Any, pairs: Sequence[tuple[Any, Any]]) -> Any:
+def put_aside(run: KerasRun, optimizer: Any, pairs: Sequence[tuple[Any, Any]]) -> Any:
     """Keeps gradients of a step function that is traced until the batch has ended.
 
     Raises:
@@ -133,15 +142,29 @@ def _norm_over_stages(run: KerasRun, original: Any) -> Any:
             return original(t_list, *args, **kwargs)
         is_of_stages = run.is_applying or len(here) < len(t_list)
         mine = original(here, *args, **kwargs) if here else tf.zeros([])
-        (norm,) = call_in_turn(lambda each: [_over_stages(run, is_of_stages, each)], [mine], [mine.dtype])
+        is_part = run.is_applying and run.shared_updates is not None
+        (norm,) = call_in_turn(
+            lambda each: [_over_stages(run, is_of_stages, is_part, each)], [mine], [mine.dtype]
+        )
         norm.set_shape([])
         return norm
 
     return global_norm
 
 
-def _over_stages(run: KerasRun, is_of_stages: bool, mine: Any) -> Any:
-    assert run.links.replica is not None
+def _over_stages(run: KerasRun, is_of_stages: bool, is_part: bool, mine: Any) -> Any:
+    """The norm over all ranks.
+
+    Args:
+        run: of the script.
+        is_of_stages: this rank has its own variables' gradients alone.
+        is_part: it has those alone that its replica updates.
+        mine: its norm.
+    """
     row = torch.tensor([float(mine) ** 2, float(is_of_stages)], dtype=torch.float64)
-    squared, of_stages = run.links.replica.gather(row, Purpose.NORM).T
+    if is_part:
+        assert run.shared_updates is not None
+        run.shared_updates.sum_over_replicas(row[:1])
+    rows = row[None] if run.links.replica is None else run.links.replica.gather(row, Purpose.NORM)
+    squared, of_stages = rows.T
     return tf.constant(float(squared.sum().sqrt()), mine.dtype) if of_stages.any() else mine

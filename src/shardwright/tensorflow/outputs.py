@@ -7,7 +7,9 @@ from typing import Any
 import tensorflow as tf
 
 from shardwright.errors import TraceError
+from shardwright.model_graph import TensorSpec
 from shardwright.tensorflow.results import Results
+from shardwright.tensorflow.step_graph import StepGraph
 from shardwright.tensorflow.step_output import GradientOutput, StepOutput
 from shardwright.tensorflow.trace import Trace
 
@@ -37,21 +39,21 @@ class Outputs:
         leaves: in the order of `tf.nest`.
         structure: what the step function returned.
         holders: position of each tensor of a gradient -> pipeline rank that holds the variable.
-        summed: positions of gradients that are summed over the microbatches.
+        sums: position of a gradient that is summed over the microbatches -> shape and type.
         shared: positions of what every rank gets.
     """
 
     leaves: tuple[Leaf, ...]
     structure: Any
     holders: Mapping[int, int]
-    summed: frozenset[int]
+    sums: Mapping[int, TensorSpec]
     shared: tuple[int, ...]
 
     @classmethod
     def of(
         cls,
         trace: Trace,
-        gradients: Mapping[str, int],
+        graph: StepGraph,
         *,
         is_of_model: Callable[[Any], bool],
         holder: Callable[[int], int],
@@ -60,7 +62,7 @@ class Outputs:
 
         Args:
             trace: the step function.
-            gradients: output -> number of the variable whose gradient it is.
+            graph: the same as plain data.
             is_of_model: whether a variable belongs to the model.
             holder: number of a variable -> pipeline rank that holds it.
 
@@ -69,7 +71,6 @@ class Outputs:
         """
         names, leaves = trace.outputs, []
         holders: dict[int, int] = {}
-        summed: set[int] = set()
         position = 0
         for example in tf.nest.flatten(trace.function.structured_outputs):
             if example is None:
@@ -78,7 +79,7 @@ class Outputs:
             count = len(tf.nest.flatten(example, expand_composites=True))
             positions = tuple(range(position, position + count))
             position += count
-            number = gradients.get(names[positions[0]])
+            number = graph.gradients.get(names[positions[0]])
             variable = None if number is None else trace.variable_of(number)
             if variable is None or not is_of_model(variable):
                 leaves.append(Leaf(positions, example))
@@ -86,8 +87,6 @@ class Outputs:
             assert number is not None
             leaves.append(Leaf(positions, example, variable.handle))
             holders.update(dict.fromkeys(positions, holder(number)))
-            if count == 1:
-                summed.update(positions)
         shared = tuple(each for each in range(len(names)) if each not in holders)
         for each in shared:
             tensor = trace.function.outputs[each]
@@ -97,7 +96,7 @@ class Outputs:
                     f"{tensor.shape}, which cannot be sent to the other ranks. Return numbers in a shape "
                     "that follows from the batch's."
                 )
-        return cls(tuple(leaves), trace.function.structured_outputs, holders, frozenset(summed), shared)
+        return cls(tuple(leaves), trace.function.structured_outputs, holders, graph.sums, shared)
 
     # ---- back to the caller ----
 
@@ -107,7 +106,7 @@ class Outputs:
         for leaf in self.leaves:
             if leaf.example is None or not self._is_here(leaf, rank):
                 continue
-            if leaf.positions[0] in self.summed:
+            if leaf.positions[0] in self.sums:
                 found.append(results.sums[leaf.positions[0]])
                 continue
             for microbatch in range(num_microbatches):
@@ -125,7 +124,7 @@ class Outputs:
         for leaf in self.leaves:
             if leaf.example is None or not self._is_here(leaf, rank):
                 continue
-            if leaf.positions[0] in self.summed:
+            if leaf.positions[0] in self.sums:
                 found.append(sizes[0][leaf.positions[0]])
                 continue
             for outputs in sizes:
@@ -148,7 +147,7 @@ class Outputs:
                 packed.append(None)
             elif not self._is_here(leaf, rank):
                 packed.append(GradientOutput(None, num_microbatches))
-            elif leaf.positions[0] in self.summed:
+            elif leaf.positions[0] in self.sums:
                 packed.append(GradientOutput(next(given), num_microbatches, is_mean=are_means))
             else:
                 parts = [

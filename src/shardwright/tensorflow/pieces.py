@@ -1,12 +1,15 @@
 """Builds the pieces of a step as concrete functions."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 
+from shardwright.model_graph import TensorSpec
+from shardwright.tensorflow import _private
+from shardwright.tensorflow.gradient_sums import GradientSums
 from shardwright.tensorflow.routes import Part, Piece
 from shardwright.tensorflow.trace import Trace
 
@@ -20,16 +23,12 @@ class BuiltPiece:
     Attributes:
         feeds: names of the tensors that it takes, in the order of its arguments.
         gives: names of those that it returns.
+        run: runs it on the tensors that it takes; gives those that it returns.
     """
 
     feeds: tuple[str, ...]
     gives: tuple[str, ...]
-    _function: Callable[..., Any]
-
-    def __call__(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Runs it; gives what it has made."""
-        made = self._function(*(tensors[name] for name in self.feeds))
-        return dict(zip(self.gives, made, strict=False))
+    run: Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class Pieces:
@@ -38,9 +37,19 @@ class Pieces:
     Args:
         trace: the step function.
         pieces: (part, stage) -> piece.
+        specs: of the gradients that are summed, by position of the output.
+        sums: what the pieces add them to.
     """
 
-    def __init__(self, trace: Trace, pieces: Mapping[tuple[Part, int], Piece]):
+    def __init__(
+        self,
+        trace: Trace,
+        pieces: Mapping[tuple[Part, int], Piece],
+        specs: Mapping[int, TensorSpec],
+        sums: GradientSums,
+    ):
+        self.sums = sums
+        self.specs = specs
         self._trace = trace
         self._pieces = pieces
         self._builder: PieceBuilder | None = None
@@ -51,21 +60,36 @@ class Pieces:
         key = part, stage
         if key not in self._built:
             if self._builder is None:
-                self._builder = PieceBuilder(self._trace)
+                self._builder = PieceBuilder(self._trace, self.specs, self.sums)
             self._built[key] = self._builder.build(self._pieces[key])
         return self._built[key]
+
+    def body(self, key: tuple[Part, int]) -> frozenset[str]:
+        """Names of the operations of a piece."""
+        return self._pieces[key].body
+
+    def summed(self, keys: Iterable[tuple[Part, int]]) -> list[int]:
+        """Positions of the outputs whose sums these pieces add to."""
+        return sorted({position for key in keys for _, position in self._pieces[key].sums})
 
 
 class PieceBuilder:
     """Builds pieces of one trace.
+
+    Args:
+        trace: the step function.
+        specs: of the gradients that are summed, by position of the output.
+        sums: what the pieces add them to.
 
     Operations are copied from the trace's graph, with the control edges between them. So writes and random
     numbers of a piece keep the order of the trace. (Pruning the traced function, as `wrap_function` can,
     would lose it.)
     """
 
-    def __init__(self, trace: Trace):
+    def __init__(self, trace: Trace, specs: Mapping[int, TensorSpec], sums: GradientSums):
         self._trace = trace
+        self._specs = specs
+        self._sums = sums
         graph = trace.function.graph
         definition = graph.as_graph_def(add_shapes=False)
         self._nodes = {node.name: node for node in definition.node}
@@ -75,15 +99,17 @@ class PieceBuilder:
 
     def build(self, piece: Piece) -> BuiltPiece | None:
         """Builds a piece; None where there is nothing to run."""
-        if not piece.gives and not piece.effects:
+        if not piece.gives and not piece.effects and not piece.sums:
             return None
         captured = self._captured(piece)
         definition = self._definition(piece, set(captured))
+        # Before `wrap_function`, which takes variables that are made inside for its own.
+        sums = [(name, self._sums.variable(at, self._specs[at])) for name, at in piece.sums]
         specs = [tf.TensorSpec(self._tensors[n].shape, self._tensors[n].dtype) for n in piece.feeds]
         function = tf.compat.v1.wrap_function(
-            lambda *given: self._import(piece, definition, captured, given), specs
+            lambda *given: self._import(piece, definition, captured, sums, given), specs
         )
-        return BuiltPiece(piece.feeds, piece.gives, function)
+        return BuiltPiece(piece.feeds, piece.gives, _private.direct_call(function))
 
     def _captured(self, piece: Piece) -> list[str]:
         """Names of the placeholders of variables and constants that a piece needs."""
@@ -113,12 +139,20 @@ class PieceBuilder:
             node.input.extend(f"^{before}" for before in piece.behind.get(name, ()))
         return definition
 
-    def _import(self, piece: Piece, definition: Any, captured: Sequence[str], given: Sequence[Any]) -> Any:
+    def _import(
+        self,
+        piece: Piece,
+        definition: Any,
+        captured: Sequence[str],
+        sums: Sequence[tuple[str, Any]],
+        given: Sequence[Any],
+    ) -> Any:
         graph = tf.compat.v1.get_default_graph()
         replaced = dict(zip(piece.feeds, given, strict=True))
         for name in captured:
             replaced[name] = graph.capture(self._trace.captures[name])
-        inside = [name for name in piece.gives if name not in replaced]
+        inside = [name for name in (*piece.gives, *dict(piece.sums)) if name not in replaced]
+        inside = list(dict.fromkeys(inside))
         wanted = [*inside, *piece.effects]
         used = {_tensor_name(i) for node in definition.node for i in node.input if i[0] != "^"}
         found = tf.graph_util.import_graph_def(
@@ -127,9 +161,13 @@ class PieceBuilder:
             return_elements=wanted,
             name="",
         )
-        made = dict(zip(inside, found, strict=False))
-        with tf.control_dependencies(found[len(inside) :]):
-            results = [tf.identity(made.get(name, replaced.get(name))) for name in piece.gives]
+        made = {**replaced, **dict(zip(inside, found, strict=False))}
+        added = [
+            tf.raw_ops.AssignAddVariableOp(resource=graph.capture(variable.handle), value=made[name])
+            for name, variable in sums
+        ]
+        with tf.control_dependencies([*found[len(inside) :], *added]):
+            results = [tf.identity(made[name]) for name in piece.gives]
             # A function without results would not be run.
             return results or [tf.zeros([])]
 

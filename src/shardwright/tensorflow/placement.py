@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shardwright.errors import TraceError
+from shardwright.tensorflow.addends import Addends, taken_apart
 from shardwright.tensorflow.step_graph import READS, Operation, StepGraph
 
 __all__ = ["Phase", "Place", "Placement", "place"]
@@ -51,6 +52,7 @@ class Placement:
         owners: number of a variable -> stage that holds it.
         read_again: reads of variables that a backward repeats, so that no value is kept for it.
         recomputed: name of an operation that a backward repeats -> its unit call.
+        addends: gradients that each stage sums its own part of.
     """
 
     num_stages: int
@@ -58,6 +60,7 @@ class Placement:
     owners: Mapping[int, int]
     read_again: frozenset[str]
     recomputed: Mapping[str, int] = field(default_factory=dict)
+    addends: Addends = field(default_factory=Addends)
 
 
 def place(
@@ -67,6 +70,7 @@ def place(
     num_stages: int,
     held: Mapping[int, int] | None = None,
     recompute: Set[int] = frozenset(),
+    microbatches: int = 1,
 ) -> Placement:
     """Places all operations.
 
@@ -76,6 +80,7 @@ def place(
         num_stages: of the pipeline.
         held: variables whose stage is known, as an earlier step function has placed them.
         recompute: unit calls of which a backward keeps the inputs and results alone, and repeats the rest.
+        microbatches: of a batch: what crosses in each counts as often.
 
     Raises:
         TraceError: an operation changes a variable of an earlier stage by what a later one makes.
@@ -93,10 +98,12 @@ def place(
         owners = found
     placer = _Placer(graph, stage_of_call, num_stages, owners=owners, is_draft=False)
     placer.place_all()
-    placer.pull_down()
+    backward = {name: each.stage for name, each in placer.places.items() if each.phase == "backward"}
+    addends = taken_apart(graph, backward, placer.owners)
+    placer.pull_down(addends, microbatches)
     again = frozenset(placer.read_again)
     recomputed = _recomputed(graph, placer.places, recompute)
-    return Placement(num_stages, placer.places, placer.owners, again, recomputed)
+    return Placement(num_stages, placer.places, placer.owners, again, recomputed, addends)
 
 
 def _owners_by_unit(graph: StepGraph, stage_of_call: Sequence[int]) -> dict[int, int]:
@@ -274,30 +281,50 @@ class _Placer:
 
     # ---- afterwards ----
 
-    def pull_down(self) -> None:
-        """Moves backward operations to the earlier stage that alone uses them, if that sends no more."""
+    def pull_down(self, addends: Addends, microbatches: int) -> None:
+        """Moves backward operations to the earlier stage that alone uses them, if that sends no more.
+
+        Args:
+            addends: their sums are sent once a batch.
+            microbatches: of a batch.
+        """
         uses: defaultdict[str, set[int]] = defaultdict(set)
+        summed: set[str] = set()
         for tensor in self._graph.outputs:
             variable = self._graph.gradients.get(tensor)
             if variable is not None and variable in self.owners:
-                uses[self._maker[tensor]].add(self.owners[variable])
+                for part in addends.parts.get(tensor, (tensor,)):
+                    uses[self._maker[part]].add(self.owners[variable])
+                summed.update(self._maker[part] for part in addends.parts.get(tensor, ()))
         for operation in reversed(self._graph.operations):
             here = self.places[operation.name]
-            if here.phase != "backward":
+            if here.phase != "backward" or operation.name in addends.left_out:
                 continue
             wanted = max(uses[operation.name], default=here.stage)
-            if wanted < here.stage and not operation.stateful and self._can_move(operation, wanted, uses):
+            times = microbatches if operation.name in summed else 1
+            can_move = wanted < here.stage and not operation.stateful
+            if can_move and self._can_move(operation, wanted, uses, times=times):
                 here = self.places[operation.name] = Place("backward", wanted)
             for tensor in operation.inputs:
                 uses[self._maker[tensor]].add(here.stage)
 
-    def _can_move(self, operation: Operation, stage: int, uses: Mapping[str, set[int]]) -> bool:
+    def _can_move(
+        self, operation: Operation, stage: int, uses: Mapping[str, set[int]], *, times: int
+    ) -> bool:
+        """Whether an operation may go to an earlier stage.
+
+        Args:
+            operation: of a backward.
+            stage: the earlier one.
+            uses: stages that use each operation.
+            times: how often its inputs would be sent, for one time that its results are.
+        """
         forward, backward = self._inputs(operation)
         if not all(stage in self._there[tensor] for tensor in forward):
             return False
         if any(self.owners[variable] != stage for variable in self._graph.variables_of(operation)):
             return False
-        sent_instead = sum(self._bytes(tensor) for tensor in backward)
+        sent_instead = times * sum(self._bytes(tensor) for tensor in backward)
         if sent_instead <= sum(self._bytes(tensor) for tensor in operation.outputs):
             return True
         return all(stage in uses[self._maker[tensor]] for tensor in backward)

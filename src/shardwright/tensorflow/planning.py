@@ -1,25 +1,34 @@
 """Plans a run from its first batch: traces, describes the model, places units and variables."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import tensorflow as tf
+
+from shardwright.cluster import Cluster
 from shardwright.config import Config
 from shardwright.errors import PlanError, TraceError
 from shardwright.model_graph import ModelGraph, TensorSpec
 from shardwright.plan import Plan, stage_of_label
 from shardwright.planner import estimate_profile, make_plan, microbatch_counts
+from shardwright.profile import Profile
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.batch import Arguments, microbatch_sizes
 from shardwright.tensorflow.cost import ModelVariable, model_graph
+from shardwright.tensorflow.gradient_sums import GradientSums
 from shardwright.tensorflow.partition import rank_of
 from shardwright.tensorflow.pieces import Pieces
 from shardwright.tensorflow.placement import place
 from shardwright.tensorflow.program import Program
 from shardwright.tensorflow.routes import routes_of
 from shardwright.tensorflow.trace import Trace
+from shardwright.tensorflow.unit_timing import TimedStep
 from shardwright.tensorflow.units import UnitCalls, choose_units, layer_names
 from shardwright.tensorflow.variables import tf_variable, variables_by_name
+from shardwright.torch.measuring.cost_cache import CostCache
+from shardwright.torch.measuring.profiler import Profiler, ToProfile
 from shardwright.torch.run.context import Context
 from shardwright.torch.run.machine import present_cluster
 
@@ -33,10 +42,14 @@ class Planning:
     Attributes:
         context: the run.
         model: the wrapped model.
+        sums: of gradients, that all pieces add to.
+        lent: gives variables values for a while that have none yet.
     """
 
     context: Context
     model: Any
+    sums: GradientSums
+    lent: Callable[[Sequence[Any]], AbstractContextManager[None]]
     _names: dict[int, str] = field(default_factory=dict)
     # Variables that have a home: their handle's id -> stage of the plan.
     _homes: dict[int, int] = field(default_factory=dict)
@@ -65,26 +78,46 @@ class Planning:
         counts = microbatch_counts(samples, config=context.config, pipeline=context.mesh.pipeline)
         sizes = {m: microbatch_sizes(samples, m)[0] for m in counts}
         with context.reporter.phase("tracing the model"):
-            graphs = {m: self._described(trace(size), size) for m, size in sizes.items()}
+            steps = {m: self._described(trace(size), size) for m, size in sizes.items()}
         context.cluster = cluster = present_cluster(context)
+        profiles = self._profiles(steps, cluster)
         with context.reporter.phase("planning"):
             return context.from_first_rank(
                 lambda: make_plan(
-                    {
-                        m: (graph, estimate_profile(graph, device=cluster.device))
-                        for m, graph in graphs.items()
-                    },
+                    {m: (step.graph, profiles[m]) for m, step in steps.items()},
                     cluster=cluster,
                     # What memory may require in the planner's choice, this front end cannot do yet.
                     config=Config.merge(context.config, {"offload_activations": False}),
                     mesh=context.mesh,
-                    placement=self._placement(graphs[counts[0]]),
+                    placement=self._placement(steps[counts[0]].graph),
                 )
             )
 
+    def _profiles(self, steps: Mapping[int, TimedStep], cluster: Cluster) -> dict[int, Profile]:
+        """Costs for each number of microbatches; collective over all ranks."""
+        context, device = self.context, cluster.device
+        estimated = {m: estimate_profile(step.graph, device=device) for m, step in steps.items()}
+        # With one stage there is nothing to balance.
+        if context.config.profile == "estimated" or context.mesh.pipeline == 1:
+            return estimated
+        assert context.reporter is not None
+        profiler = Profiler(
+            context,
+            time_class=TimedStep.timing,
+            cache=CostCache(context, framework=f"tensorflow {tf.__version__}"),
+            units_alone=True,
+        )
+        with context.reporter.phase("measuring units") as phase:
+            sizes = [ToProfile(m, step, estimated[m]) for m, step in steps.items()]
+            measured = profiler.measure(sizes, budget_s=context.config.measure_s, phase=phase)
+        return {
+            m: Profile(costs={**profile.costs, **measured}, device=device.name)
+            for m, profile in estimated.items()
+        }
+
     def check(self, plan: Plan, trace: Trace, size: int) -> None:
         """Refuses a plan that was made for another model, or another number of ranks."""
-        plan.check(self._described(trace, size), world_size=self.context.mesh.world_size)
+        plan.check(self._described(trace, size).graph, world_size=self.context.mesh.world_size)
         if any(stage.offload for stage in plan.stages):
             raise PlanError(
                 "the plan has units under offload, which TensorFlow cannot do in this version. Make it anew "
@@ -98,7 +131,7 @@ class Planning:
             TraceError: the step cannot be cut like this.
         """
         units = self._units(trace)
-        graph = trace.step_graph(units)
+        graph = trace.step_graph(units, is_of_model=self.is_of_model)
         numbers = {id(handle): number for number, handle in enumerate(trace.variables)}
         held = {numbers[each]: stage for each, stage in self._homes.items() if each in numbers}
         again = {label for stage in plan.stages for label in stage.recompute}
@@ -108,6 +141,7 @@ class Planning:
             num_stages=len(plan.stages),
             held=held,
             recompute={call for call, label in enumerate(units.labels) if label in again},
+            microbatches=plan.schedule.microbatches,
         )
         ours = self._model_handles()
         for number, stage in placement.owners.items():
@@ -120,7 +154,7 @@ class Planning:
             graph=graph,
             placement=placement,
             routes=routes,
-            pieces=Pieces(trace, routes.pieces),
+            pieces=Pieces(trace, routes.pieces, graph.sums, self.sums),
             stage_ranks=plan.stage_ranks,
             rank=self.context.pipeline_rank,
         )
@@ -169,11 +203,12 @@ class Planning:
             stages.append(stage if stage is not None else (stages[-1] if stages else 0))
         return stages
 
-    def _described(self, trace: Trace, size: int) -> ModelGraph:
+    def _described(self, trace: Trace, size: int) -> TimedStep:
         units = self._units(trace)
         named = self._named_variables()
-        return model_graph(
-            trace.step_graph(units),
+        step = trace.step_graph(units, is_of_model=self.is_of_model)
+        graph = model_graph(
+            step,
             units.labels,
             [type(layer).__name__ for layer in units.layers],
             {
@@ -184,6 +219,7 @@ class Planning:
             parameters=list(named.values()),
             batch_size=size,
         )
+        return TimedStep(trace, step, graph, units.labels, self.lent)
 
     def _named_variables(self) -> dict[int, ModelVariable]:
         """The variables of the model by the id of their handle, under names that are unique."""

@@ -1,7 +1,7 @@
 """The program of a step function on one rank: its pieces, and the results that it keeps."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shardwright.runtime.crossings import Crossing, Crossings
 from shardwright.tensorflow.pieces import BuiltPiece, Pieces
@@ -10,7 +10,20 @@ from shardwright.tensorflow.routes import Part, Routes
 from shardwright.tensorflow.step_graph import StepGraph
 from shardwright.tensorflow.trace import Trace
 
-__all__ = ["Program"]
+__all__ = ["Program", "Work"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one action of a stage does.
+
+    Attributes:
+        arriving: what it takes in from other ranks, in the order of their stages, each with its name.
+        piece: that it runs; None where there is nothing to run.
+    """
+
+    arriving: tuple[tuple[Crossing, str], ...]
+    piece: BuiltPiece | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,6 +48,7 @@ class Program:
     rank: int
     pieces: Pieces
     _again: "Program | None" = None
+    _work: dict[tuple[Part, int], Work] = field(default_factory=dict)
 
     @property
     def crossings(self) -> Crossings:
@@ -56,10 +70,6 @@ class Program:
         """No stage copies activations to the host."""
         return frozenset()
 
-    def piece(self, part: Part, stage: int) -> BuiltPiece | None:
-        """A piece of this rank, built when it is first asked for; None where there is nothing to run."""
-        return self.pieces.built(part, stage)
-
     @property
     def constants(self) -> frozenset[str]:
         """The tensors from other ranks that are alike in all microbatches."""
@@ -74,11 +84,18 @@ class Program:
                 pair: tuple(each for each in group if each.value not in self.routes.constants)
                 for pair, group in self.routes.crossings.items()
             }
-            self._again = replace(self, routes=replace(self.routes, crossings=crossings))
+            self._again = replace(self, routes=replace(self.routes, crossings=crossings), _work={})
         return self._again
 
-    def arriving(self, part: Part, stage: int) -> tuple[Crossing, ...]:
-        """What a piece takes in from other ranks, in the order of their stages."""
+    def work(self, part: Part, stage: int) -> Work:
+        """What an action does; made when it is first asked for."""
+        key = part, stage
+        if key not in self._work:
+            arriving = tuple((crossing, self.name_of(crossing)) for crossing in self._arriving(part, stage))
+            self._work[key] = Work(arriving, self.pieces.built(part, stage))
+        return self._work[key]
+
+    def _arriving(self, part: Part, stage: int) -> tuple[Crossing, ...]:
         routes = self.routes.gradients if part in ("backward", "inputs") else self.routes.crossings
         if part == "weights":
             return ()
@@ -93,9 +110,9 @@ class Program:
         """The tensor that crosses."""
         return self.routes.tensors[crossing.value]
 
-    def rank_of_output(self, position: int) -> int:
-        """The pipeline rank that makes an output of the step function."""
-        return self.stage_ranks[self.routes.stage_of_output[position]]
+    def ranks_of_output(self, position: int) -> list[int]:
+        """The pipeline ranks that make an output of the step function, or a part of its sum."""
+        return sorted({self.stage_ranks[stage] for stage in self.routes.stages_of_output[position]})
 
     def holder(self, variable: int) -> int:
         """The pipeline rank that holds a variable."""

@@ -1,11 +1,14 @@
-"""Collects what a step function returns: gradients are summed as they come, all else is kept."""
+"""Collects what a step function returns: gradients are summed as they come, all else is kept.
 
-from collections.abc import Sequence
+Over stages, pieces add to the sums themselves: see `gradient_sums`.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["Results"]
+__all__ = ["Results", "positions_of"]
 
 
 class Results:
@@ -15,15 +18,21 @@ class Results:
     for each microbatch. Microbatches end their backwards in order, so the sum has the order of a plain loop.
 
     Args:
-        names: of the tensors that the step function returns, for each microbatch.
+        positions: of the outputs in each microbatch: see `positions_of`.
         summed: positions of those that are gradients, in one tensor each.
+
+    Attributes:
+        sums: by position.
+        kept: what is not summed, of each microbatch by position.
     """
 
-    def __init__(self, names: Sequence[Sequence[str]], *, summed: frozenset[int]):
-        self._positions = [_positions(each) for each in names]
+    def __init__(
+        self, positions: Sequence[Mapping[str, Sequence[int]]], *, summed: Collection[int] = frozenset()
+    ):
+        self._positions = positions
         self._summed = summed
         self.sums: dict[int, Any] = {}
-        self.kept: list[dict[int, Any]] = [{} for _ in names]
+        self.kept: list[dict[int, Any]] = [{} for _ in positions]
 
     def take(self, microbatch: int, name: str, tensor: Any) -> None:
         """Takes a tensor that a piece has made, if it is returned."""
@@ -36,9 +45,15 @@ class Results:
                 self.sums[position] = tensor
 
 
-def _positions(names: Sequence[str]) -> dict[str, list[int]]:
-    """Where each tensor is returned: one may be returned twice."""
+def positions_of(names: Sequence[str], *, without: Collection[int] = frozenset()) -> dict[str, list[int]]:
+    """Where each tensor is returned: one may be returned twice.
+
+    Args:
+        names: of the tensors that a step function returns.
+        without: positions that are left out.
+    """
     found: dict[str, list[int]] = {}
     for position, name in enumerate(names):
-        found.setdefault(name, []).append(position)
+        if position not in without:
+            found.setdefault(name, []).append(position)
     return found

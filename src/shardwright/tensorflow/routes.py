@@ -30,6 +30,8 @@ class Piece:
         feeds: tensors that it takes in: arguments of the step function, and what other pieces make.
         gives: tensors that other pieces, other ranks or the caller take.
         effects: names of operations that are run for what they do.
+        sums: gradients that it makes, each with the position of the output whose sum over the microbatches
+            it adds to.
         behind: name of an operation that repeats a forward -> those of the backward that it waits for.
     """
 
@@ -39,6 +41,7 @@ class Piece:
     feeds: tuple[str, ...]
     gives: tuple[str, ...]
     effects: tuple[str, ...]
+    sums: tuple[tuple[str, int], ...] = ()
     behind: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -51,7 +54,7 @@ class Routes:
         crossings: what forwards send: (source, target) -> tensors.
         gradients: what backwards send: (source, target) -> tensors.
         tensors: name of each tensor that crosses, by the number that `Crossing.value` has.
-        stage_of_output: stage that makes each output.
+        stages_of_output: stages that make each output, or a part of its sum.
         trains: some piece is a backward.
         constants: numbers of those tensors that are alike in all microbatches, such as weights that another
             stage uses: forwards send them once in a batch.
@@ -61,7 +64,7 @@ class Routes:
     crossings: Crossings
     gradients: Crossings
     tensors: tuple[str, ...]
-    stage_of_output: tuple[int, ...]
+    stages_of_output: tuple[tuple[int, ...], ...]
     trains: bool
     constants: frozenset[int] = frozenset()
 
@@ -86,8 +89,15 @@ class _Cut:
         self._own: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
         for operation in graph.operations:
             place = placement.places[operation.name]
-            if place.phase in ("forward", "backward"):
+            if place.phase in ("forward", "backward") and operation.name not in placement.addends.left_out:
                 self._own[place.phase, place.stage].add(operation.name)
+        parts = placement.addends.parts
+        self._parts = [parts.get(name, (name,)) for name in graph.outputs]
+        self._sums: defaultdict[str, list[int]] = defaultdict(list)
+        for position in sorted(graph.sums):
+            for tensor in self._parts[position]:
+                self._sums[tensor].append(position)
+        self._kept = {name for position, name in enumerate(graph.outputs) if position not in graph.sums}
         self._free_outputs = [
             name for name in graph.outputs if placement.places[self._maker[name].name].phase == "free"
         ]
@@ -106,9 +116,8 @@ class _Cut:
             sets["inputs", stage] = inputs
             sets["weights", stage] = whole - inputs
         bodies = {key: self._feeds(own, key[1]) for key, own in sets.items()}
-        outputs = set(self._graph.outputs)
         wanted = {
-            is_split: outputs.union(*(feeds for key, (_, feeds) in bodies.items() if key[0] in parts))
+            is_split: self._kept.union(*(feeds for key, (_, feeds) in bodies.items() if key[0] in parts))
             for is_split, parts in (
                 (False, ("forward", "backward")),
                 (True, ("forward", "inputs", "weights")),
@@ -124,8 +133,9 @@ class _Cut:
             crossings=self._numbered(crossings, numbers),
             gradients=self._numbered(gradients, numbers),
             tensors=tuple(numbers),
-            stage_of_output=tuple(
-                self._placement.places[self._maker[name].name].stage for name in self._graph.outputs
+            stages_of_output=tuple(
+                tuple(sorted({self._placement.places[self._maker[part].name].stage for part in parts}))
+                for parts in self._parts
             ),
             trains=any(key[0] == "backward" and own for key, own in self._own.items()),
             constants=self._constants({number: tensor for tensor, number in numbers.items()}),
@@ -231,11 +241,13 @@ class _Cut:
         wanted: set[str],
     ) -> Piece:
         part, stage = key
-        gives = {t for name in own for t in self._operations[name].outputs if t in wanted}
+        made = {tensor for name in own for tensor in self._operations[name].outputs}
+        gives = made & wanted
         if key == ("forward", 0):  # what every rank could compute comes from the first
             more_body, more_feeds = self._feeds({self._maker[t].name for t in self._free_outputs}, stage)
             body, feeds = body | more_body, sorted({*feeds, *more_feeds})
-            gives.update(self._free_outputs)
+            gives |= self._kept.intersection(self._free_outputs)
+            made.update(self._free_outputs)
         return Piece(
             part=part,
             stage=stage,
@@ -243,6 +255,7 @@ class _Cut:
             feeds=tuple(feeds),
             gives=tuple(sorted(gives)),
             effects=tuple(name for name in self._operations if name in own and self._has_effect(name)),
+            sums=tuple((tensor, at) for tensor in sorted(made) for at in self._sums.get(tensor, ())),
             behind={} if part == "forward" else self._behind(own, body),
         )
 

@@ -7,7 +7,6 @@
     gradients that came in ─▶ backward piece ─▶ sent back, and gradients of this stage's variables
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,24 +27,26 @@ class Store:
 
     Attributes:
         arguments: of the step function.
-        tensors: what pieces made, and other ranks sent.
-        uses: how many pieces and messages will still take each of them.
+        uses: how many pieces and messages will still take each of the others.
         constants: names of those that are alike in all microbatches of the program.
         shared: the constants, in one dictionary for all these microbatches.
+        tensors: what pieces made, and other ranks sent.
     """
 
     arguments: dict[str, Any]
-    tensors: dict[str, Any] = field(default_factory=dict)
-    uses: Counter[str] = field(default_factory=Counter)
+    uses: dict[str, int]
     constants: frozenset[str] = frozenset()
     shared: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Any] = field(default_factory=dict)
 
     def take(self, name: str) -> Any:
         """A tensor; it is let go of with its last use."""
+        if name in self.arguments:
+            return self.arguments[name]
         if name not in self.tensors and name in self.shared:
             return self.shared[name]
         self.uses[name] -= 1
-        return self.tensors[name] if self.uses[name] > 0 else self.tensors.pop(name)
+        return self.tensors[name] if self.uses[name] else self.tensors.pop(name)
 
     def take_in(self, name: str, tensor: Any) -> None:
         """Keeps a tensor that another rank has sent."""
@@ -56,7 +57,7 @@ class Store:
 
     def keep(self, name: str, tensor: Any) -> None:
         """Keeps a tensor, if it has a use."""
-        if self.uses[name] > 0:
+        if self.uses.get(name):
             self.tensors[name] = tensor
 
 
@@ -113,16 +114,13 @@ class PieceStage:
     def _run(self, part: Part, microbatch: int) -> None:
         program, store = self.programs[microbatch], self.stores[microbatch]
         back = part != "forward"
-        for crossing in program.arriving(part, self.number):
-            arrived = self.messages.receive(microbatch, crossing, is_gradient=back)
-            store.take_in(program.name_of(crossing), arrived)
-        piece = program.piece(part, self.number)
+        work = program.work(part, self.number)
+        for crossing, name in work.arriving:
+            store.take_in(name, self.messages.receive(microbatch, crossing, is_gradient=back))
+        piece = work.piece
         if piece is None:
             return
-        given = {
-            name: store.arguments[name] if name in store.arguments else store.take(name)
-            for name in piece.feeds
-        }
-        for name, tensor in piece(given).items():
+        made = piece.run([store.take(name) for name in piece.feeds])
+        for name, tensor in zip(piece.gives, made, strict=False):
             self.results.take(microbatch, name, tensor)
             store.keep(name, tensor)

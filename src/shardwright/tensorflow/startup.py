@@ -12,6 +12,7 @@ from shardwright.config import Config
 from shardwright.errors import UsageError
 from shardwright.plan import Plan
 from shardwright.tensorflow.keras_run import KerasRun
+from shardwright.tensorflow.loss_scales import loss_scales_over_stages
 from shardwright.tensorflow.optimizer import optimizers_over_stages
 from shardwright.torch.measuring.reporting import Reporter
 from shardwright.torch.run.context import is_initialized, set_context
@@ -49,6 +50,7 @@ def init(config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | N
     prepare(made)
     made.reporter = Reporter(made)
     made.cleanup.enter_context(optimizers_over_stages(made))
+    made.cleanup.enter_context(loss_scales_over_stages(made))
     set_context(made)
     if settings.seed is not None:
         tf.keras.utils.set_random_seed(settings.seed)
@@ -87,7 +89,6 @@ def refuse_what_is_missing(run: KerasRun) -> None:
         "expert_parallel_degree": run.mesh.expert > 1,
         "offload_activations": run.config.offload_activations is True,
         "sharded_data_parallel_degree": run.mesh.shard > 1,
-        "shard_optimizer_state": run.config.shard_optimizer_state,
         "bf16": run.config.bf16,
         "fp16": run.config.fp16,
         "batch_statistics": run.config.batch_statistics == "batch",

@@ -55,6 +55,8 @@ class StepGraph:
         arguments: names of the tensors that are given to the step function.
         outputs: names of the tensors that it returns.
         gradients: output -> number of the variable whose gradient it is.
+        sums: position of an output that is summed over the microbatches, as it is the whole gradient of a
+            variable of the model -> shape and type of the sum.
         local: tensors that stay in their process: of types without bytes, such as lists of tensors and text.
         line_of: name of an operation -> the line of the user's code that made it.
     """
@@ -65,6 +67,7 @@ class StepGraph:
     arguments: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     gradients: Mapping[str, int] = field(default_factory=dict)
+    sums: Mapping[int, TensorSpec] = field(default_factory=dict)
     local: frozenset[str] = frozenset()
     line_of: Callable[[str], str] = unknown_line
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import tensorflow as tf
@@ -44,8 +45,13 @@ class Trace:
         handle = self.variables[number]
         return next((v for v in self.function.graph.variables if v.handle is handle), None)
 
-    def step_graph(self, units: UnitCalls) -> StepGraph:
-        """The graph as plain data, with the given layers as units."""
+    def step_graph(self, units: UnitCalls, *, is_of_model: Callable[[Any], bool]) -> StepGraph:
+        """The graph as plain data.
+
+        Args:
+            units: the layers that are units.
+            is_of_model: whether a variable belongs to the model.
+        """
         graph = self.function.graph
         operations = _in_order(graph.get_operations())
         numbers = {id(handle): number for number, handle in enumerate(self.variables)}
@@ -62,7 +68,8 @@ class Trace:
             },
             arguments=tuple(t.name for t in self.function.inputs if t.name not in self.captures),
             outputs=tuple(self.outputs),
-            gradients=self._gradients(numbers),
+            gradients=(gradients := self._gradients(numbers)),
+            sums=self._sums(gradients, is_of_model),
             local=frozenset(tensor.name for tensor in tensors if tensor.dtype in _WITHOUT_BYTES),
             line_of=lambda name: _private.line_of(by_name[name]),
         )
@@ -87,6 +94,26 @@ class Trace:
             variable = self._variable_behind(tensor)
             if variable is not None and id(variable.handle) in numbers:
                 found[tensor.name] = numbers[id(variable.handle)]
+        return found
+
+    def _sums(
+        self, gradients: Mapping[str, int], is_of_model: Callable[[Any], bool]
+    ) -> dict[int, TensorSpec]:
+        """The outputs that are whole gradients: one dense tensor in the variable's shape."""
+        found: dict[int, TensorSpec] = {}
+        position = 0
+        for example in tf.nest.flatten(self.function.structured_outputs):
+            if example is None:
+                continue
+            count = len(tf.nest.flatten(example, expand_composites=True))
+            tensor = self.function.outputs[position]
+            number = gradients.get(tensor.name)
+            variable = None if number is None else self.variable_of(number)
+            is_whole = count == 1 and variable is not None and tensor.shape.is_compatible_with(variable.shape)
+            if is_whole and is_of_model(variable):
+                own, dtype = spec_of(variable), tensor.dtype
+                found[position] = TensorSpec(own.shape, dtype.name, prod(own.shape) * dtype.size)
+            position += count
         return found
 
     def _variable_behind(self, tensor: Any) -> Any:

@@ -12,9 +12,9 @@ __all__ = ["Variables", "tf_variable", "variables_by_name"]
 
 
 def tf_variable(variable: Any) -> Any:
-    """TensorFlow's own variable behind one of Keras 3; any other thing as it is."""
+    """TensorFlow's own variable behind one of Keras; any other thing as it is."""
     if isinstance(variable, tf.Variable):
-        return variable
+        return _private.without_autocast(variable)
     value = getattr(variable, "value", None)
     return value if isinstance(value, tf.Variable) else variable
 
@@ -49,6 +49,7 @@ class Variables:
         self._rank = rank
         self._remote: dict[int, Any] = {}  # held, so that no id is used again
         self._holders: dict[int, int] = {}
+        self._delayed: dict[int, tuple[Any, Callable[[], Any]]] = {}
 
     def is_remote(self, variable: Any) -> bool:
         """Whether another rank holds a variable."""
@@ -74,6 +75,9 @@ class Variables:
             if holder == self._rank or id(own) in self._remote:
                 continue
             self._remote[id(own)] = own
+            if id(own) in self._delayed:
+                del self._delayed[id(own)]
+                _private.given_back(own, None)
             name = getattr(variable, "path", None) or own.name
             shape = tuple(own.shape.as_list())
             refusal = (
@@ -82,6 +86,47 @@ class Variables:
                 "model.get_weights() on all ranks."
             )
             _private.given_up(own, is_tracing, refusal)
+
+    # ---- variables that are made when they have a rank ----
+
+    def delay(self, own: Any, make: Callable[[], Any], *, is_tracing: Callable[[], bool]) -> None:
+        """Notes a variable that was made without a value.
+
+        Args:
+            own: TensorFlow's variable.
+            make: makes its first value.
+            is_tracing: as for `give_up`.
+        """
+
+        def take(value: Any) -> None:
+            self._delayed[id(own)] = own, lambda: value
+
+        self._delayed[id(own)] = own, make
+        refusal = (
+            f"{own.name} of shape {tuple(own.shape.as_list())} has no value yet: it was made under "
+            "sw.delayed_initialization(), and gets one on its rank in the first step. Read it after that, "
+            "and build the model by model.build(shape), not by a call."
+        )
+        _private.given_up(own, lambda: is_tracing() or _private.is_building(), refusal, take)
+
+    def make_delayed(self) -> None:
+        """Gives the delayed variables that this rank holds their values, in the order of creation."""
+        for own, make in self._delayed.values():
+            with tf.init_scope():
+                _private.given_back(own, make())
+        self._delayed.clear()
+
+    @contextmanager
+    def lent(self, variables: Iterable[Any], *, is_tracing: Callable[[], bool]) -> Iterator[None]:
+        """While it lasts, those of these variables have values that are delayed."""
+        found = [self._delayed[id(own)] for own in variables if id(own) in self._delayed]
+        try:
+            for own, make in found:
+                _private.given_back(own, make())
+            yield
+        finally:
+            for own, make in found:
+                self.delay(own, make, is_tracing=is_tracing)
 
     def pairs_here(self, pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         """The pairs of gradients and variables without those of other ranks."""

@@ -20,7 +20,17 @@ from shardwright.comm.messages.bucketed_sums import sums_over
 from shardwright.errors import UsageError
 from shardwright.torch.run.context import context, is_initialized
 
-__all__ = ["DataRanks", "data_ranks", "have_joined", "join", "leave"]
+__all__ = [
+    "DataRanks",
+    "data_ranks",
+    "have_joined",
+    "join",
+    "leave",
+    "local_rank",
+    "local_size",
+    "rank",
+    "size",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,3 +168,26 @@ def data_ranks() -> DataRanks:
     if _Joined.ranks is None:
         raise UsageError("the ranks have not joined. Call init() of this library first, once on every rank.")
     return _Joined.ranks
+
+
+# ---- what every interface has under these names ----
+
+
+def rank() -> int:
+    """This rank, from 0; beside ``smp.init`` among the replicas."""
+    return data_ranks().rank
+
+
+def size() -> int:
+    """Number of ranks; beside ``smp.init`` of replicas."""
+    return data_ranks().size
+
+
+def local_rank() -> int:
+    """This rank on its host, from 0."""
+    return data_ranks().local_rank
+
+
+def local_size() -> int:
+    """Ranks on this host."""
+    return data_ranks().local_size

@@ -3,6 +3,7 @@
 from typing import Any
 
 from smdistributed.dataparallel import data_ranks as _ranks
+from smdistributed.dataparallel.data_ranks import local_rank, local_size, rank, size
 
 __all__ = [
     "allgather_object",
@@ -45,26 +46,6 @@ def shutdown() -> None:
 def is_initialized() -> bool:
     """Whether the ranks have joined."""
     return _ranks.have_joined()
-
-
-def rank() -> int:
-    """This rank, from 0; beside ``smp.init`` among the replicas."""
-    return _ranks.data_ranks().rank
-
-
-def size() -> int:
-    """Number of ranks; beside ``smp.init`` of replicas."""
-    return _ranks.data_ranks().size
-
-
-def local_rank() -> int:
-    """This rank on its host, from 0."""
-    return _ranks.data_ranks().local_rank
-
-
-def local_size() -> int:
-    """Ranks on this host."""
-    return _ranks.data_ranks().local_size
 
 
 def cross_size() -> int:

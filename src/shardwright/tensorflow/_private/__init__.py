@@ -4,6 +4,7 @@ Tried with TensorFlow 2.21, Keras 3.15 and tf_keras 2.21. `tests/on_tensorflow/t
 for each: a new version that changes one of them fails there.
 """
 
+from shardwright.tensorflow._private.functions import direct_call
 from shardwright.tensorflow._private.graphs import (
     functions_inlined,
     gradients_told,
@@ -14,12 +15,21 @@ from shardwright.tensorflow._private.graphs import (
 )
 from shardwright.tensorflow._private.keras import (
     count_batch,
+    is_building,
     keras_model_class,
     layers_of,
     layers_told,
     new_layers_told,
     stays_without_slots,
+    steps_per_execution,
     uses_keras_3,
+)
+from shardwright.tensorflow._private.loss_scales import (
+    loss_scale_classes,
+    replaced_finite_check,
+    scaled_optimizer,
+    scales_made_early,
+    update_scale,
 )
 from shardwright.tensorflow._private.optimizers import (
     has_slots,
@@ -33,22 +43,31 @@ from shardwright.tensorflow._private.optimizers import (
     slots_of,
 )
 from shardwright.tensorflow._private.replacing import added, replaced
-from shardwright.tensorflow._private.variables import given_back, given_up
+from shardwright.tensorflow._private.variables import (
+    given_back,
+    given_up,
+    made_without_value,
+    without_autocast,
+)
 
 __all__ = [
     "added",
     "count_batch",
+    "direct_call",
     "functions_inlined",
     "given_back",
     "given_up",
     "gradients_told",
     "has_slots",
+    "is_building",
     "is_slot",
     "is_stateful",
     "keras_model_class",
     "layers_of",
     "layers_told",
     "line_of",
+    "loss_scale_classes",
+    "made_without_value",
     "make_slots",
     "new_layers_told",
     "operations_told",
@@ -58,8 +77,14 @@ __all__ = [
     "optimizer_variables",
     "outside_of_functions",
     "replaced",
+    "replaced_finite_check",
     "replaced_global_norm",
+    "scaled_optimizer",
+    "scales_made_early",
     "slots_of",
     "stays_without_slots",
+    "steps_per_execution",
+    "update_scale",
     "uses_keras_3",
+    "without_autocast",
 ]

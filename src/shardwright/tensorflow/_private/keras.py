@@ -10,11 +10,13 @@ from shardwright.tensorflow._private.replacing import replaced
 
 __all__ = [
     "count_batch",
+    "is_building",
     "keras_model_class",
     "layers_of",
     "layers_told",
     "new_layers_told",
     "stays_without_slots",
+    "steps_per_execution",
     "uses_keras_3",
 ]
 
@@ -29,10 +31,22 @@ def keras_model_class() -> Any:
     return tf.keras.Model
 
 
+def is_building() -> bool:
+    """Whether legacy Keras calls layers on symbols, in a graph that nobody runs, as ``model.build`` does."""
+    name = getattr(tf.compat.v1.get_default_graph(), "name", "")
+    return not uses_keras_3() and name.endswith(("keras_graph", "scratch_graph", "build_graph"))
+
+
 def count_batch(model: Any) -> None:
     """Counts a batch of ``fit`` where Keras leaves that to its function of a batch; TensorBoard shows it."""
     if (counter := getattr(model, "_train_counter", None)) is not None:
         counter.assign_add(1)
+
+
+def steps_per_execution(model: Any) -> int:
+    """How many batches Keras wants in one call now; legacy Keras lowers the number where data end."""
+    found = getattr(model, "_steps_per_execution", None)
+    return int(getattr(model, "steps_per_execution", None) or 1) if found is None else int(found)
 
 
 @contextmanager

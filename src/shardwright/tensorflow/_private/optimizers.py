@@ -8,6 +8,7 @@ import tensorflow as tf
 from tensorflow.python.ops import clip_ops
 
 from shardwright.tensorflow._private.keras import uses_keras_3
+from shardwright.tensorflow._private.loss_scales import scaled_optimizer
 from shardwright.tensorflow._private.replacing import replaced
 
 __all__ = [
@@ -61,14 +62,23 @@ def replaced_global_norm(make: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def optimizer_variables(optimizer: Any) -> list[Any]:
-    """All variables of an optimizer; those of `OptimizerV2` make their counter late, and have a method."""
+    """All variables of an optimizer; those of `OptimizerV2` make their counter late, and have a method.
+
+    Legacy Keras does not count the loss scale among them.
+    """
     assert optimizer.iterations is not None
     found = optimizer.variables
-    return list(found() if callable(found) and not isinstance(found, list) else found)
+    found = list(found() if callable(found) and not isinstance(found, list) else found)
+    scale: Any = getattr(optimizer, "_loss_scale", None)
+    if hasattr(scale, "current_loss_scale"):
+        known = {id(each) for each in found}
+        found += [each for each in (scale.current_loss_scale, scale.counter) if id(each) not in known]
+    return found
 
 
 def has_slots(optimizer: Any) -> bool:
     """Whether an optimizer has made its slots: it does so in its first update."""
+    optimizer = scaled_optimizer(optimizer)
     if hasattr(optimizer, "get_slot_names"):
         return bool(optimizer.get_slot_names())
     return bool(getattr(optimizer, "built", None) or getattr(optimizer, "_built", False))
@@ -76,6 +86,7 @@ def has_slots(optimizer: Any) -> bool:
 
 def make_slots(optimizer: Any, variables: list[Any]) -> None:
     """Has an optimizer make its slots for these variables."""
+    optimizer = scaled_optimizer(optimizer)
     if hasattr(optimizer, "get_slot_names"):
         optimizer._create_all_weights(variables)
     else:
@@ -87,6 +98,7 @@ def slots_of(optimizer: Any, variable: Any) -> dict[str, Any]:
 
     Optimizers keep lists of slots, in the order of the variables that they were built for: `_momentums`, ...
     """
+    optimizer = scaled_optimizer(optimizer)
     if hasattr(optimizer, "get_slot_names"):
         names = optimizer.get_slot_names()
         slots = optimizer._slots.get(optimizer_v2_key(variable), {})
@@ -104,6 +116,7 @@ def slots_of(optimizer: Any, variable: Any) -> dict[str, Any]:
 
 def is_slot(optimizer: Any, variable: Any) -> bool:
     """Whether a variable of an optimizer is a slot."""
+    optimizer = scaled_optimizer(optimizer)
     if hasattr(optimizer, "get_slot_names"):
         return any(variable is slot for slots in optimizer._slots.values() for slot in slots.values())
     return any(variable is slot for slots in _slot_lists(optimizer).values() for slot in slots)

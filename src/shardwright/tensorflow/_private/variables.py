@@ -5,13 +5,39 @@ from functools import cache
 from typing import Any, cast
 
 import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
 
 from shardwright.errors import UsageError
 
-__all__ = ["given_back", "given_up"]
+__all__ = ["given_back", "given_up", "made_without_value", "without_autocast"]
 
 
-def given_up(variable: Any, is_allowed: Callable[[], bool], refusal: str) -> None:
+def without_autocast(variable: Any) -> Any:
+    """TensorFlow's variable inside of legacy Keras' `AutoCastVariable` of mixed precision; any other itself.
+
+    That one is a `tf.Variable`, too, and has neither a handle of its own nor memory.
+    """
+    return variable._variable if type(variable).__name__ == "AutoCastVariable" else variable
+
+
+def made_without_value(shape: Any, options: dict[str, Any]) -> Any:
+    """A variable that gets its value later, and no memory until then.
+
+    Args:
+        shape: of the value.
+        options: what `tf.variable_creator_scope` is told of the variable.
+    """
+    names = "trainable", "dtype", "name", "constraint", "synchronization", "aggregation"
+    given = {name: options[name] for name in names if options.get(name) is not None}
+    return resource_variable_ops.UninitializedVariable(shape=shape, **given)
+
+
+def given_up(
+    variable: Any,
+    is_allowed: Callable[[], bool],
+    refusal: str,
+    take: Callable[[Any], None] | None = None,
+) -> None:
     """Frees a variable's memory, and makes checkpoints leave it out: another rank holds it.
 
     A value without elements takes its place. (`DestroyResourceOp` does nothing while Python has the handle.)
@@ -21,27 +47,29 @@ def given_up(variable: Any, is_allowed: Callable[[], bool], refusal: str) -> Non
     Args:
         variable: TensorFlow's own.
         is_allowed: whether it may be read and changed now, as in a step function that is being traced.
-        refusal: text of the error of other reads. Other changes are left to the rank that holds it.
+        refusal: text of the error of other reads.
+        take: called with a value that it is given; None: all changes are left to the rank that holds it.
     """
     with tf.init_scope():
         empty = tf.zeros([0], variable.dtype)
         tf.raw_ops.AssignVariableOp(resource=variable.handle, value=empty, validate_shape=False)
-    variable._shardwright_guard = is_allowed, refusal
+    variable._shardwright_guard = is_allowed, refusal, take
     variable.__class__ = _guarded_class(cast(Any, type(variable)))
 
 
 def given_back(variable: Any, value: Any) -> None:
-    """Takes back `given_up`: the variable has a value here again."""
+    """Takes back `given_up`: the variable has a value here again; with None it will get one."""
     variable.__class__ = type(variable).__mro__[1]
     del variable._shardwright_guard
-    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value, validate_shape=False)
+    if value is not None:
+        tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value, validate_shape=False)
 
 
 @cache
 def _guarded_class(own: Any) -> Any:
     def read(name: str) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            is_allowed, refusal = self._shardwright_guard
+            is_allowed, refusal, _ = self._shardwright_guard
             if not is_allowed():
                 raise UsageError(refusal)
             return getattr(super(guarded, self), name)(*args, **kwargs)
@@ -49,9 +77,15 @@ def _guarded_class(own: Any) -> Any:
         return method
 
     def change(name: str) -> Any:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            is_allowed, _ = self._shardwright_guard
-            return getattr(super(guarded, self), name)(*args, **kwargs) if is_allowed() else self
+        def method(self: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            is_allowed, refusal, take = self._shardwright_guard
+            if is_allowed():
+                return getattr(super(guarded, self), name)(value, *args, **kwargs)
+            if take is not None and name != "assign":
+                raise UsageError(refusal)
+            if take is not None:
+                take(value)
+            return self
 
         return method
 

@@ -34,15 +34,21 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwright"
 
 
-def machine_key(context: Context) -> str:
-    """The same for machines on which units cost the same: device, versions, ranks and cores of a host."""
-    described = [
+def machine_key(context: Context, *, framework: str = "") -> str:
+    """The same for machines on which units cost the same: device, versions, ranks and cores of a host.
+
+    Args:
+        context: of a run on the machine.
+        framework: that runs the units, with its version, beside PyTorch.
+    """
+    described: list[Any] = [
         _FORMAT,
         device_name(context.device),
         torch.__version__,
         torch.get_num_threads(),
         context.local_size,
         cores_of_host(),
+        *([framework] if framework else []),
     ]
     return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
 
@@ -52,11 +58,12 @@ class CostCache:
 
     Args:
         context: of the run, whose machine is meant.
+        framework: as for `machine_key`.
     """
 
-    def __init__(self, context: Context):
+    def __init__(self, context: Context, *, framework: str = ""):
         self._off = os.environ.get("SHARDWRIGHT_CACHE") == "off"
-        self._file = cache_folder() / "profile" / f"{machine_key(context)}.json"
+        self._file = cache_folder() / "profile" / f"{machine_key(context, framework=framework)}.json"
 
     def read(self) -> dict[str, Timing]:
         """Timings by cost class; none where there is no file, or one that cannot be read."""

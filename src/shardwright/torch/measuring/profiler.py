@@ -5,13 +5,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shardwright.comm.encoding.codec import declare
 from shardwright.comm.joining.process_group import tell_all, tell_from
+from shardwright.model_graph import ModelGraph
 from shardwright.observe.console import Phase
 from shardwright.profile import Profile, UnitCost
 from shardwright.quantities import format_seconds
@@ -24,9 +25,8 @@ from shardwright.torch.randomness.rng import get_state, set_state
 from shardwright.torch.run.context import Context
 from shardwright.torch.run.cores import OwnCores
 from shardwright.torch.run.machine import cores_of_host
-from shardwright.torch.tracing.trace_data import Trace
 
-__all__ = ["Profiler", "ToProfile", "typical"]
+__all__ = ["Profiler", "ToProfile", "Traced", "typical"]
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,14 @@ _SPREAD_OF_INFERRED, _SPREAD_BETWEEN = 0.5, 0.1
 declare(Timing)
 
 
+class Traced(Protocol):
+    """A trace, of any framework."""
+
+    @property
+    def graph(self) -> ModelGraph:
+        """What it computes."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToProfile:
     """One size of microbatches.
@@ -56,17 +64,34 @@ class ToProfile:
     """
 
     microbatches: int
-    trace: Trace
+    trace: Traced
     estimated: Profile
 
 
 class Profiler:
-    """Measures the cost classes of traces; collective over all ranks."""
+    """Measures the cost classes of traces; collective over all ranks.
 
-    def __init__(self, context: Context):
+    Args:
+        context: the run.
+        time_class: times a class of a trace, given its key, and whether ranks take turns on the cores; None:
+            as PyTorch runs it.
+        cache: of what earlier runs have measured; None: PyTorch's.
+        units_alone: classes of operations between units are left to the estimates.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        time_class: Callable[[Any, str, bool], Timing] | None = None,
+        cache: CostCache | None = None,
+        units_alone: bool = False,
+    ):
         self._context = context
         self._cores = OwnCores(context)
-        self._cache = CostCache(context)
+        self._cache = CostCache(context) if cache is None else cache
+        self._units_alone = units_alone
+        self._time_class = self._time_on_copies if time_class is None else time_class
 
     def measure(self, sizes: Sequence[ToProfile], *, budget_s: float, phase: Phase) -> dict[str, UnitCost]:
         """Costs of the classes that take time, by cost class; the same on every rank.
@@ -79,7 +104,7 @@ class Profiler:
             budget_s: seconds that timing may take. What earlier runs have timed takes none of them.
             phase: is told how far it is.
         """
-        classes = _classes_worth_timing([size.trace for size in sizes])
+        classes = _classes_worth_timing([size.trace for size in sizes], units_alone=self._units_alone)
         known, outdated = self._known(classes)
         remembered = {key: known[key] for key in classes if key in known}
         turns = Turns(_shares(sizes, classes), budget_s, remembered)
@@ -98,7 +123,10 @@ class Profiler:
             self._cache.add({**{key: _as_timing(cost) for key, cost in inferred.items()}, **fresh}, to=known)
         return {**costs, **inferred}
 
-    def _known(self, classes: Mapping[str, Trace]) -> tuple[dict[str, Timing], dict[str, Timing]]:
+    def _time_on_copies(self, trace: Any, key: str, share_cores: bool) -> Timing:
+        return measure_class(trace.samples[key], device=self._context.device, share_cores=share_cores)
+
+    def _known(self, classes: Mapping[str, Traced]) -> tuple[dict[str, Timing], dict[str, Timing]]:
         """The costs that earlier runs have measured, the same on every rank: those that hold, and others.
 
         One class is timed again. Where it takes another time now, no cost holds: the machine was busy then,
@@ -125,14 +153,14 @@ class Profiler:
         )
         return {}, {key: known[key].slower(now_s / then_s) for key in shared}
 
-    def _take_turns(self, turns: Turns, classes: Mapping[str, Trace], phase: Phase) -> None:
+    def _take_turns(self, turns: Turns, classes: Mapping[str, Traced], phase: Phase) -> None:
         """Times one class after the other, on all ranks in the same order, for as long as it is worth it."""
         begin_s = time.perf_counter()
         while (key := turns.next(max(self._gathered(time.perf_counter() - begin_s)))) is not None:
             phase.update(len(turns.timed), total=len(classes) - len(turns.remembered))
             turns.add(key, self._measure_together(classes[key], key))
 
-    def _measure_together(self, trace: Trace, key: str) -> Timing | None:
+    def _measure_together(self, trace: Traced, key: str) -> Timing | None:
         """Times one class on all ranks of a host at once; None where no rank can run it."""
         context = self._context
         share_cores = (
@@ -145,15 +173,16 @@ class Profiler:
         generators = get_state(context.device)
         try:
             with self._cores.in_force(), python_random_kept():
-                mine = measure_class(trace.samples[key], device=context.device, share_cores=share_cores)
+                mine = self._time_class(trace, key, share_cores)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
         finally:
             set_state(generators, context.device)
         found = _mean(self._gathered(mine))
         if found is None and context.rank == 0:
-            name = next(node.name for node in trace.graph.nodes if node.cost_class == key)
-            unit = f"{name} ({type(trace.samples[key].func).__name__})"
+            node = next(node for node in trace.graph.nodes if node.cost_class == key)
+            kind = trace.graph.units[node.name].class_name if node.kind == "unit" else node.name
+            unit = f"{node.name} ({kind})"
             log.warning("%s cannot be run on random data (%s): its cost is estimated", unit, failure)
         return found
 
@@ -162,18 +191,19 @@ class Profiler:
         return tell_all(mine) if self._context.mesh.world_size > 1 else [mine]
 
 
-def _classes_worth_timing(traces: Sequence[Trace]) -> dict[str, Trace]:
+def _classes_worth_timing(traces: Sequence[Traced], *, units_alone: bool) -> dict[str, Traced]:
     """Units, and operations on much data, with a trace that has a sample of each."""
-    found: dict[str, Trace] = {}
+    found: dict[str, Traced] = {}
     for trace in traces:
         for node in trace.graph.nodes:
             num_bytes = sum(trace.graph.values[v].spec.num_bytes for v in (*node.inputs, *node.outputs))
-            if node.kind == "unit" or (node.outputs and num_bytes >= _SMALL_BYTES):
+            is_large = node.outputs and num_bytes >= _SMALL_BYTES and not units_alone
+            if node.kind == "unit" or is_large:
                 found.setdefault(node.cost_class, trace)
     return found
 
 
-def _shares(sizes: Sequence[ToProfile], classes: Mapping[str, Trace]) -> dict[str, Share]:
+def _shares(sizes: Sequence[ToProfile], classes: Mapping[str, Traced]) -> dict[str, Share]:
     """What each class has of a step, as estimated. Units of one name are of one kind at all sizes."""
     kinds: dict[str, tuple[str, int]] = {}
     seconds: dict[str, float] = dict.fromkeys(classes, 0.0)

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from shardwright.errors import UsageError
 from smdistributed.dataparallel import data_ranks as _ranks
+from smdistributed.dataparallel.data_ranks import local_rank, local_size, rank, size
 from smdistributed.dataparallel.tensorflow import collectives as _collectives
 from smdistributed.dataparallel.tensorflow import gradients as _gradients
 from smdistributed.dataparallel.tensorflow.collectives import Reduction as ReduceOp
@@ -60,26 +61,6 @@ def init() -> None:
 def shutdown() -> None:
     """Leaves the other ranks."""
     _ranks.leave()
-
-
-def rank() -> int:
-    """This rank, from 0."""
-    return _ranks.data_ranks().rank
-
-
-def size() -> int:
-    """Number of ranks."""
-    return _ranks.data_ranks().size
-
-
-def local_rank() -> int:
-    """This rank on its host, from 0."""
-    return _ranks.data_ranks().local_rank
-
-
-def local_size() -> int:
-    """Ranks on this host."""
-    return _ranks.data_ranks().local_size
 
 
 def allreduce(
@@ -184,10 +165,7 @@ def DistributedGradientTape(  # noqa: N802
         op: of `ReduceOp`.
     """
     return _gradients.distributed_tape(
-        gradtape,
-        lambda each: _collectives.reduced_each(
-            each, op, compression=compression, sparse_as_dense=sparse_as_dense
-        ),
+        gradtape, _gradients.over_ranks(op, compression=compression, sparse_as_dense=sparse_as_dense)
     )
 
 
@@ -213,8 +191,5 @@ def DistributedOptimizer(  # noqa: N802
         op: of `ReduceOp`.
     """
     return _gradients.distributed_optimizer(
-        optimizer,
-        lambda each: _collectives.reduced_each(
-            each, op, compression=compression, sparse_as_dense=sparse_as_dense
-        ),
+        optimizer, _gradients.over_ranks(op, compression=compression, sparse_as_dense=sparse_as_dense)
     )

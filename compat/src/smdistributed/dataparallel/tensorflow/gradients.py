@@ -7,10 +7,20 @@ import tensorflow as tf
 
 from shardwright.errors import UsageError
 from shardwright.tensorflow import _private
+from smdistributed.dataparallel.tensorflow.collectives import Reduction, reduced_each
 
-__all__ = ["distributed_optimizer", "distributed_tape"]
+__all__ = ["distributed_optimizer", "distributed_tape", "over_ranks"]
 
 Average = Callable[[Sequence[Any]], list[Any]]
+
+
+def over_ranks(reduction: Reduction, *, compression: Any, sparse_as_dense: bool) -> Average:
+    """What makes the gradients of all ranks of a list; arguments as for `reduced_each`."""
+
+    def average(gradients: Sequence[Any]) -> list[Any]:
+        return reduced_each(gradients, reduction, compression=compression, sparse_as_dense=sparse_as_dense)
+
+    return average
 
 
 def distributed_tape(tape: Any, average: Average) -> Any:

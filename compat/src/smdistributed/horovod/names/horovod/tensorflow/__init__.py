@@ -4,7 +4,7 @@ Beside ``smp.init({"horovod": True, ...})`` the ranks are the replicas: gradient
 ranks of the pipeline hold are None, or are left out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from shardwright.errors import UsageError
@@ -120,13 +120,6 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, inplace: bool 
     _collectives.broadcast_variables(list(variables), root_rank)
 
 
-def _averages(compression: Any, op: Any, sparse_as_dense: bool) -> Callable[[Sequence[Any]], list[Any]]:
-    reduction = _operation(None, op)
-    return lambda each: _collectives.reduced_each(
-        each, reduction, compression=compression, sparse_as_dense=sparse_as_dense
-    )
-
-
 def DistributedGradientTape(  # noqa: N802
     gradtape: Any,
     device_dense: str = "",
@@ -145,7 +138,10 @@ def DistributedGradientTape(  # noqa: N802
         sparse_as_dense: rows of gradients become dense tensors.
         op: `Average` by default.
     """
-    return _gradients.distributed_tape(gradtape, _averages(compression, op, sparse_as_dense))
+    average = _gradients.over_ranks(
+        _operation(None, op), compression=compression, sparse_as_dense=sparse_as_dense
+    )
+    return _gradients.distributed_tape(gradtape, average)
 
 
 def DistributedOptimizer(  # noqa: N802
@@ -178,4 +174,7 @@ def DistributedOptimizer(  # noqa: N802
             f"backward_passes_per_step is {backward_passes_per_step}, and only 1 is there. Add gradients up "
             "in the script, and apply them every so often."
         )
-    return _gradients.distributed_optimizer(optimizer, _averages(compression, op, sparse_as_dense))
+    average = _gradients.over_ranks(
+        _operation(None, op), compression=compression, sparse_as_dense=sparse_as_dense
+    )
+    return _gradients.distributed_optimizer(optimizer, average)
