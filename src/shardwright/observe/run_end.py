@@ -104,10 +104,12 @@ def format_end(
     predicted_s = plan.prediction.step_s if plan is not None and plan.prediction is not None else 0.0
     measured_s = totals.step_s
     step = f"step {format_seconds(measured_s)}"
-    if predicted_s > 0 and measured_s > 0:
+    if totals.steps == 1:
+        step += ", which traced and planned"
+    if predicted_s > 0 and measured_s > 0 and totals.steps > 1:
         step += f", predicted {format_seconds(predicted_s)} ({predicted_s / measured_s - 1:+.0%})"
     lines = [" | ".join([*parts, step])]
-    if predicted_s > 0 and measured_s > 0 and plan is not None:
+    if predicted_s > 0 and measured_s > 0 and plan is not None and totals.steps > 1:
         lines += _why_they_part(totals, plan, measured_s / predicted_s)
     if further:
         lines.append("  " + "; ".join(further))

@@ -38,7 +38,14 @@ def test_one_line_where_all_went_as_predicted() -> None:
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    assert format_end(totals(2.0), None, replicas=1) == "done: 1 step | 4.00 samples/s | step 2.00 s"
+    assert format_end(totals(2.0, 1.0), None, replicas=1) == "done: 2 steps | 8.00 samples/s | step 1.00 s"
+
+
+def test_a_first_step_is_not_compared() -> None:
+    """It traces and plans: "the step took 1116.7 times its prediction" said nothing."""
+    assert format_end(totals(2.0), predicting(0.01), replicas=1) == (
+        "done: 1 step | 4.00 samples/s | step 2.00 s, which traced and planned"
+    )
 
 
 def test_a_resumed_run_names_its_last_step() -> None:
