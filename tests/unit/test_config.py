@@ -283,7 +283,7 @@ def test_degrees_that_do_not_fit_the_world(settings: dict[str, Any], world_size:
     with pytest.raises(ConfigError) as caught:
         Config.parse(settings).resolve_world(world_size)
     assert str(caught.value).startswith(equation)
-    assert str(caught.value).endswith("choose degrees that divide 4: 1, 2, 4.")
+    assert str(caught.value).endswith("choose degrees whose product divides 4, each one of 1, 2, 4.")
 
 
 def test_degrees_of_a_single_rank() -> None:

@@ -91,6 +91,17 @@ def test_a_traceback_is_held_back_and_shown_if_the_worker_lives_on(stage, clock)
     assert stage.shown() == "[rank 1] after\n"
 
 
+def test_an_error_that_nobody_caught_is_held_back_until_the_worker_has_had_time_to_end(stage, clock):
+    """On a busy machine the end takes more than five seconds, and each rank's traceback was shown twice."""
+    stage.write("[rank1]: Traceback (most recent call last):\n[rank1]: ValueError: boom\n")
+    clock.now_s += 59.9
+    stage.tee.release_if_due()
+    assert stage.shown() == ""
+    clock.now_s += 0.1
+    stage.tee.release_if_due()
+    assert stage.shown().splitlines()[-1] == "[rank 1] [rank1]: ValueError: boom"
+
+
 def test_a_traceback_of_a_worker_that_died_is_left_to_the_report(stage):
     stage.write("Traceback (most recent call last):\nValueError: boom\n")
     stage.tee.discard_held()

@@ -4,7 +4,7 @@ import re
 
 from shardwright.launch.processes.folding import CHAIN, fold
 
-__all__ = ["begins_last_words", "last_words"]
+__all__ = ["begins_last_words", "is_uncaught", "last_words"]
 
 _TRACEBACK = "Traceback (most recent call last):"
 _FATAL = "Fatal Python error:"
@@ -23,6 +23,11 @@ _NUM_LINES_WITHOUT_TRACEBACK = 5
 def begins_last_words(line: str) -> bool:
     """Says whether a line of stderr begins a traceback or a report of Python's fault handler."""
     return _RANK_PREFIX.sub("", line).startswith((_TRACEBACK, _FATAL))
+
+
+def is_uncaught(line: str) -> bool:
+    """Says whether torch.distributed has put the rank before a line: it does so for errors nobody caught."""
+    return _RANK_PREFIX.match(line) is not None
 
 
 def last_words(stderr: str) -> str:

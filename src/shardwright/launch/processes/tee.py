@@ -5,13 +5,15 @@ import shutil
 import time
 from typing import BinaryIO
 
-from shardwright.launch.processes.last_words import begins_last_words
+from shardwright.launch.processes.last_words import begins_last_words, is_uncaught
 
 __all__ = ["Tee"]
 
 _CHUNK_BYTES = 2**16
 _TAIL_BYTES = 2**16
 _HOLD_BACK_S = 5.0
+_HOLD_BACK_UNCAUGHT_S = 60.0
+"""The worker is about to end, which takes seconds on a busy machine."""
 _CLEAR_LINE = b"\r\x1b[K"
 
 
@@ -19,8 +21,9 @@ class Tee:
     """Copies the output of a pipe to a log and, with a prefix, to the console.
 
     Lines go to the console whole, so that those of different ranks do not mix. A traceback is held back
-    for five seconds: if the worker dies of it, the launcher's report shows it, once and in its place. What
-    ends with a carriage return, as the states of a progress bar, is shown on a terminal until the next line.
+    for five seconds, or a minute where nobody has caught the error: if the worker dies of it, the launcher's
+    report shows it, once and in its place. What ends with a carriage return, as the states of a progress bar,
+    is shown on a terminal until the next line.
 
     Args:
         pipe_fd: where the worker writes to.
@@ -43,7 +46,7 @@ class Tee:
         self._is_terminal = os.isatty(console_fd)
         self._partial = b""
         self._held: list[bytes] = []
-        self._held_since_s: float | None = None
+        self._held_until_s: float | None = None
         self._tail = b""
 
     @property
@@ -54,7 +57,7 @@ class Tee:
     @property
     def release_at_s(self) -> float | None:
         """The time at which lines that are held back are due (`time.monotonic`)."""
-        return None if self._held_since_s is None else self._held_since_s + _HOLD_BACK_S
+        return self._held_until_s
 
     def copy(self) -> bool:
         """Copies what there is now; returns whether there was anything."""
@@ -93,7 +96,7 @@ class Tee:
     def discard_held(self) -> None:
         """Forgets the lines held back, which will be shown elsewhere."""
         self._held.clear()
-        self._held_since_s = None
+        self._held_until_s = None
 
     def finish(self) -> None:
         """Copies the rest, including a last line without an end."""
@@ -104,13 +107,11 @@ class Tee:
             self._partial = b""
 
     def _show(self, line: bytes) -> None:
-        if (
-            self._holds_back
-            and self._held_since_s is None
-            and begins_last_words(line.decode(errors="replace"))
-        ):
-            self._held_since_s = time.monotonic()
-        if self._held_since_s is not None:
+        text = line.decode(errors="replace")
+        if self._holds_back and self._held_until_s is None and begins_last_words(text):
+            wait_s = _HOLD_BACK_UNCAUGHT_S if is_uncaught(text) else _HOLD_BACK_S
+            self._held_until_s = time.monotonic() + wait_s
+        if self._held_until_s is not None:
             self._held.append(line)
         else:
             self._write(line)
