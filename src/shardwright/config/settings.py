@@ -435,7 +435,9 @@ class Config(BaseModel):
         product = prod(degree or 1 for degree in degrees.values())
         start = f"a multiple of {product}" if None in degrees.values() else f"{product}"
         divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
-        choice = f"degrees whose product divides {world_size}, each one of {divisors}" if world_size > 1 else "1 for all degrees"
+        choice = "1 for all degrees"
+        if world_size > 1:
+            choice = f"degrees whose product divides {world_size}, each one of {divisors}"
         return f"{left} != WORLD_SIZE({world_size}). Start {start} ranks, or choose {choice}."
 
     def _given(self) -> dict[str, Any]:
