@@ -25,8 +25,8 @@ def charts(data: ReportData) -> dict[str, Figure]:
     found = {}
     if data.predicted is not None or data.timeline is not None:
         found["timeline"] = _timeline(data, data.timeline)
-        if len(data.recorded) > 1:
-            found |= {f"timeline@{each.step}": _timeline(data, each) for each in data.recorded}
+        others = [each for each in data.recorded if each != data.timeline]
+        found |= {f"timeline@{each.step}": _timeline(data, each) for each in others}
     if data.parts:
         found["waterfall"] = parts_chart(data.parts)
     if (data.predicted is not None and data.predicted.memory) or (data.timeline and data.timeline.memory):

@@ -43,8 +43,8 @@ def timeline(data: ReportData, plots: Mapping[str, Figure]) -> str:
         )
     if len(data.recorded) > 1 and data.timeline is not None:
         buttons = "".join(
-            f'<button type="button" data-plot="timeline@{each.step}" '
-            f'aria-pressed="{"true" if each.step == data.timeline.step else "false"}">'
+            f'<button type="button" data-plot="timeline{"" if each == data.timeline else f"@{each.step}"}" '
+            f'aria-pressed="{"true" if each == data.timeline else "false"}">'
             f"step {each.step}, {seconds_of(each.seconds)}</button>"
             for each in data.recorded
         )
