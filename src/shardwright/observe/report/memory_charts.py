@@ -132,7 +132,12 @@ def memory_stack(data: ReportData) -> Figure:
                 "name": "measured",
                 "y": [lane(rank) for rank in known],
                 "x": [measured[rank] / _MIB for rank in known],
-                "marker": {"symbol": "diamond", "size": 11, "color": TEXT},
+                "marker": {
+                    "symbol": "diamond",
+                    "size": 11,
+                    "color": TEXT,
+                    "line": {"width": 1.5, "color": "@back"},
+                },
                 "hovertemplate": "measured on %{y}: %{x:.4g} MiB<extra></extra>",
             }
         )
