@@ -26,8 +26,8 @@ from shardwright.observe import (
 )
 from shardwright.observe.explanation import format_explanation
 from shardwright.observe.report import ReportData, gather, render_page, write_report
-from shardwright.observe.report.charts import charts
-from shardwright.observe.report.spans import MOST_LANES
+from shardwright.observe.report.drawn.charts import charts
+from shardwright.observe.report.gathered.spans import MOST_LANES
 from shardwright.observe.run_record import RunRecord
 from shardwright.plan import Plan
 from shardwright.quantities import format_seconds

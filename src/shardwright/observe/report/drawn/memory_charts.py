@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from shardwright.observe.report.colors import BAD, MEMORY_COLORS, TEXT, Figure, bars
-from shardwright.observe.report.data import ReportData
-from shardwright.observe.report.timeline_chart import lane, time_axis
+from shardwright.observe.report.drawn.colors import BAD, MEMORY_COLORS, TEXT, Figure, bars
+from shardwright.observe.report.drawn.timeline_chart import lane, time_axis
+from shardwright.observe.report.gathered.data import ReportData
 
 __all__ = ["memory_over_step", "memory_stack"]
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from shardwright.observe.report.colors import PART_COLORS, Figure
-from shardwright.observe.report.compared import worst_of
-from shardwright.observe.report.data import ReportData
+from shardwright.observe.report.drawn.colors import PART_COLORS, Figure
+from shardwright.observe.report.gathered.compared import worst_of
+from shardwright.observe.report.gathered.data import ReportData
+from shardwright.observe.report.gathered.parts import StepPart
 from shardwright.observe.report.html import escape
-from shardwright.observe.report.parts import StepPart
-from shardwright.observe.report.tables import bytes_of, difference, seconds_of, table
+from shardwright.observe.report.pages.tables import bytes_of, difference, seconds_of, table
 from shardwright.plan import Plan
 from shardwright.quantities import format_bytes, format_seconds
 

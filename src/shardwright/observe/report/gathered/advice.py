@@ -13,8 +13,8 @@
 
 from collections.abc import Sequence
 
-from shardwright.observe.report.compared import worst_of
-from shardwright.observe.report.parts import StepPart
+from shardwright.observe.report.gathered.compared import worst_of
+from shardwright.observe.report.gathered.parts import StepPart
 from shardwright.plan import Plan
 from shardwright.planner.explain.sensitivity import sensitivities
 from shardwright.planner.explain.waterfall import Waterfall

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from shardwright.observe.report.colors import PART_COLORS, TEXT, Figure, bars
-from shardwright.observe.report.data import ReportData
-from shardwright.observe.report.measured import MeasuredTimeline
-from shardwright.observe.report.memory_charts import memory_over_step, memory_stack
-from shardwright.observe.report.parts import StepPart
-from shardwright.observe.report.timeline_chart import Half, time_axis, timeline_chart
+from shardwright.observe.report.drawn.colors import PART_COLORS, TEXT, Figure, bars
+from shardwright.observe.report.drawn.memory_charts import memory_over_step, memory_stack
+from shardwright.observe.report.drawn.timeline_chart import Half, time_axis, timeline_chart
+from shardwright.observe.report.gathered.data import ReportData
+from shardwright.observe.report.gathered.measured import MeasuredTimeline
+from shardwright.observe.report.gathered.parts import StepPart
 
 __all__ = ["Figure", "charts", "line_chart", "measured_half", "parts_chart"]
 
