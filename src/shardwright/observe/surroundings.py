@@ -32,7 +32,7 @@ def surroundings(script: Path, *, own_version: str, device: str = "") -> dict[st
         device: where this rank computes, as the front end knows it; empty: on the processor.
     """
     loaded = {"shardwright": own_version, "python": platform.python_version()}
-    loaded |= {name: importlib.metadata.version(name) for name in _PACKAGES if name in sys.modules}
+    loaded |= {name: found for name in _PACKAGES if (found := _version(name)) is not None}
     machine = {
         "host": socket.gethostname(),
         "device": device or _processor(),
@@ -40,6 +40,18 @@ def surroundings(script: Path, *, own_version: str, device: str = "") -> dict[st
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
     }
     return {"machine": machine, "versions": loaded, "commit": commit_of(script.absolute().parent)}
+
+
+def _version(package: str) -> str | None:
+    """Of a package that is loaded; None for others, and for one that does not tell."""
+    module = sys.modules.get(package)
+    if module is None:
+        return None
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # such as tensorflow of the package tensorflow-cpu
+        found = getattr(module, "__version__", None)
+        return found if isinstance(found, str) else None
 
 
 def commit_of(folder: Path) -> str:

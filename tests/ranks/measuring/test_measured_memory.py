@@ -9,6 +9,7 @@ from torch import nn
 
 from shardwright.observe import RunFolder
 from shardwright.observe.recorded_steps import read_recorded_steps
+from shardwright.observe.report.gathered.facts import read_facts
 from shardwright.testing import run_ranks
 
 MIB = 2**20
@@ -54,6 +55,10 @@ def test_every_forward_of_gpipe_adds_what_it_keeps(tmp_path: Path) -> None:
     # Bug: only runs with `trace` left measured times of actions; every run records two steps now.
     early, last = read_recorded_steps(RunFolder(tmp_path / "run"))
     assert (early.step, last.step) == (3, 4)
+    facts = read_facts(RunFolder(tmp_path / "run"))
+    assert facts.model == "Sequential"
+    assert facts.versions["torch"] == torch.__version__
+    assert facts.settings["steps"] == "4"
     for step in (early, last):
         assert [event.rank for event in step.events] == [0] * 8 + [1] * 8
         assert max(event.end_s for event in step.events) < step.seconds

@@ -10,7 +10,7 @@ from planned import planned
 
 from observe.run_folders import run_folder
 from shardwright.observe.report import gather, write_comparison, write_report
-from shardwright.observe.report.comparison import compare
+from shardwright.observe.report.gathered.comparison import compare
 
 EVIL = "<script>document.title='pwned'</script><img src=x onerror=document.title='pwned'>{stage}"
 PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}

@@ -4,7 +4,10 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -21,6 +24,24 @@ def test_the_facts_are_text(tmp_path: Path) -> None:
     assert found["commit"] == ""
     assert surroundings(tmp_path / "train.py", own_version="1")["machine"]["device"]
     assert json.loads(json.dumps(found)) == found
+
+
+def test_packages_without_metadata_tell_their_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tensorflow is a module of the package tensorflow-cpu, too."""
+    telling, silent = ModuleType("accelerate"), ModuleType("lightning")
+    telling.__version__ = "1.2"  # type: ignore[attr-defined]
+
+    def unknown(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", unknown)
+    monkeypatch.setitem(sys.modules, "accelerate", telling)
+    monkeypatch.setitem(sys.modules, "lightning", silent)
+    versions = surroundings(tmp_path / "train.py", own_version="1")["versions"]
+    assert versions["accelerate"] == "1.2"
+    assert "lightning" not in versions
 
 
 def test_the_commit_is_gits(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from shardwright.cli.asking.application import AsJson, print_json, say, show_text
 from shardwright.observe.report import gather, write_comparison
-from shardwright.observe.report.comparison import compare as compare_runs
+from shardwright.observe.report.gathered.comparison import compare as compare_runs
 from shardwright.observe.run_folder import show_path
 from shardwright.text_table import align
 

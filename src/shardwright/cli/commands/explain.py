@@ -7,7 +7,7 @@ import typer
 
 from shardwright.cli.asking.application import AsJson, print_json, show_text
 from shardwright.observe.explanation import explanation_document, format_explanation
-from shardwright.observe.report.data import gather
+from shardwright.observe.report.gathered.data import gather
 
 __all__ = ["explain"]
 

@@ -1,14 +1,15 @@
-"""One HTML file for a run or a plan: gathered, drawn, written.
+"""One HTML file for a run or a plan, or for two of them: gathered, drawn, written.
 
 ::
 
-    run folder or plan file ─► gather ─► ReportData ─► render_page ─► report.html
-                                            └─► to_dict, for programs
+    run folder or plan file ─► gathered/ ─► ReportData ─► drawn/ ─► pages/ ─► report.html
+                                               │
+                                               └─► to_dict, for programs
 """
 
-from shardwright.observe.report.compared import Compared
-from shardwright.observe.report.data import Predicted, ReportData, gather
-from shardwright.observe.report.page import render_page
+from shardwright.observe.report.gathered.compared import Compared
+from shardwright.observe.report.gathered.data import Predicted, ReportData, gather
+from shardwright.observe.report.pages.page import render_page
 from shardwright.observe.report.write import check_plotly, write_comparison, write_report
 
 __all__ = [

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from shardwright.errors import UsageError
 from shardwright.files import replace_file
-from shardwright.observe.report.comparison import Comparison
-from shardwright.observe.report.comparison_page import render_comparison
-from shardwright.observe.report.data import gather
-from shardwright.observe.report.page import render_page
+from shardwright.observe.report.gathered.comparison import Comparison
+from shardwright.observe.report.gathered.data import gather
+from shardwright.observe.report.pages.comparison_page import render_comparison
+from shardwright.observe.report.pages.page import render_page
 from shardwright.printable import printable
 
 __all__ = ["INSTALL", "check_plotly", "packed_library", "write_comparison", "write_report"]

@@ -1,8 +1,9 @@
 """Gathers the measured actions of the ranks of a replica, for ``steps.json`` and timelines."""
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardwright.comm.encoding.codec import declare
@@ -17,6 +18,7 @@ from shardwright.schedule import Action, Simulation, simulate
 from shardwright.torch.batch.batch_result import BatchResult
 from shardwright.torch.pytorch.memory_in_use import memory_in_use
 from shardwright.torch.run.context import Context
+from shardwright.torch.run.roles import WrappedModel
 
 __all__ = ["StepRecording"]
 
@@ -83,7 +85,7 @@ class StepRecording:
         rows, memory, copies, ends = zip(*gathered, strict=True)
         # One clock on one host; the ranks of several are aligned by their first action.
         one_host = context.mesh.world_size == context.local_size
-        starts = [row[0][1] for row in rows]
+        starts = [row[0][1] if row else math.inf for row in rows]
         zeros = [min(starts)] * len(rows) if one_host else starts
         events = measured_events(rows, step_starts=zeros, memory=memory)
         events += measured_events([[(*copy, 0.0) for copy in row] for row in copies], step_starts=zeros)
@@ -116,18 +118,19 @@ class StepRecording:
         if context.model is None or context.mesh.shard > 1 or context.config.shard_optimizer_state:
             return RankMemoryAfter()
         storages: dict[int, int] = {}
-        for parameter in context.model.get_module().parameters():
-            _count(parameter, context.device, storages)
-            _count(parameter.grad, context.device, storages)
-        for wrapped in context.optimizers:
-            for state in wrapped.optimizer.state.values():
-                for value in state.values() if isinstance(state, dict) else ():
-                    _count(value, context.device, storages)
+        try:
+            for tensor in self._state(context.model):
+                if isinstance(tensor, Tensor) and tensor.device == context.device:
+                    storage = tensor.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+        except (RuntimeError, ValueError):  # a tensor without memory of its own: of a subclass, or a lazy one
+            return RankMemoryAfter()
         return RankMemoryAfter(sum(storages.values()), memory_in_use(context.device))
 
-
-def _count(value: object, device: torch.device, storages: dict[int, int]) -> None:
-    """Adds the memory of a tensor that is on the device, each storage once."""
-    if isinstance(value, Tensor) and value.device == device:
-        storage = value.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
+    def _state(self, model: WrappedModel) -> Iterator[object]:
+        """Parameters, gradients, and what optimizers keep."""
+        for parameter in model.get_module().parameters():
+            yield from (parameter, parameter.grad)
+        for wrapped in self._context.optimizers:
+            for state in wrapped.optimizer.state.values():
+                yield from state.values() if isinstance(state, dict) else ()

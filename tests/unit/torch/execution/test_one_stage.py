@@ -16,7 +16,9 @@ import shardwright.torch as sw
 from shardwright.cluster import Cluster, Device, Link
 from shardwright.config import Config
 from shardwright.errors import StalePlanError
+from shardwright.observe import RunFolder
 from shardwright.observe.chrome_trace import MEMORY_IN_USE
+from shardwright.observe.recorded_steps import read_recorded_steps
 from shardwright.plan import Plan
 from shardwright.torch.units.dry_run import plan_model
 
@@ -149,6 +151,21 @@ def test_the_timeline_of_a_loop(tmp_path: Path) -> None:
     looked = [event for event in events if event["name"] == MEMORY_IN_USE]
     assert len(looked) == 4
     assert all(event["args"]["bytes"] > 2**20 for event in looked)
+
+
+def test_sparse_gradients_are_recorded_without_memory(tmp_path: Path) -> None:
+    """They have no storage that could be counted; the step is recorded all the same."""
+    sw.init({"microbatches": 2, "run_dir": str(tmp_path), "run_name": "one", "report": False})
+    model = sw.DistributedModel(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1)))
+
+    @sw.step
+    def step(model: Any, x: Tensor) -> None:
+        model.backward(model(x).square().mean())
+
+    for _ in range(3):
+        step(model, torch.arange(8))
+    (recorded,) = read_recorded_steps(RunFolder(tmp_path / "one"))
+    assert (recorded.step, len(recorded.events), recorded.memory) == (3, 4, ())
 
 
 def test_a_limit_that_nothing_keeps_to_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 
 from shardwright import __version__
-from shardwright.observe.report.charts import charts
-from shardwright.observe.report.colors import Figure
-from shardwright.observe.report.data import ReportData
-from shardwright.observe.report.head import facts, head
+from shardwright.observe.report.drawn.charts import charts
+from shardwright.observe.report.drawn.colors import Figure
+from shardwright.observe.report.gathered.data import ReportData
 from shardwright.observe.report.html import escape
-from shardwright.observe.report.sections import alternatives, memory, metrics, parts, reasons, timeline
-from shardwright.observe.report.stage_map import stage_map, stage_table
+from shardwright.observe.report.pages.head import facts, head
+from shardwright.observe.report.pages.sections import alternatives, memory, metrics, parts, reasons, timeline
+from shardwright.observe.report.pages.stage_map import stage_map, stage_table
 
 __all__ = ["page_of", "render_page"]
 
@@ -84,4 +84,4 @@ def page_of(title: str, sections: Sequence[str], plots: Mapping[str, Figure], *,
 
 
 def _asset(name: str) -> str:
-    return files("shardwright.observe.report").joinpath(name).read_text(encoding="utf-8")
+    return files("shardwright.observe.report.pages").joinpath(name).read_text(encoding="utf-8")

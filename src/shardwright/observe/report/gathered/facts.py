@@ -65,7 +65,8 @@ def read_facts(folder: RunFolder) -> RunFacts:
     return RunFacts(
         model=_text(surroundings.get("model")),
         command="" if record is None else record.command or " ".join((record.script, *record.arguments)),
-        state="" if record is None else record.state,
+        # A run writes its report before its launcher writes how it ended.
+        state="" if record is None or record.state == "running" else record.state,
         begun=datetime.fromtimestamp(begun_s, UTC).strftime("%Y-%m-%d %H:%M UTC") if begun_s else "",
         machine=_texts(surroundings.get("machine")),
         versions=_texts(surroundings.get("versions")),

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from shardwright.observe.report.colors import BAD, MEMORY_COLORS, TEXT, Figure, bars
-from shardwright.observe.report.data import ReportData
-from shardwright.observe.report.timeline_chart import lane, time_axis
+from shardwright.observe.report.drawn.colors import BAD, MEMORY_COLORS, TEXT, Figure, bars
+from shardwright.observe.report.drawn.timeline_chart import lane, time_axis
+from shardwright.observe.report.gathered.data import ReportData
 
 __all__ = ["memory_over_step", "memory_stack"]
 
@@ -132,7 +132,12 @@ def memory_stack(data: ReportData) -> Figure:
                 "name": "measured",
                 "y": [lane(rank) for rank in known],
                 "x": [measured[rank] / _MIB for rank in known],
-                "marker": {"symbol": "diamond", "size": 11, "color": TEXT},
+                "marker": {
+                    "symbol": "diamond",
+                    "size": 11,
+                    "color": TEXT,
+                    "line": {"width": 1.5, "color": "@back"},
+                },
                 "hovertemplate": "measured on %{y}: %{x:.4g} MiB<extra></extra>",
             }
         )

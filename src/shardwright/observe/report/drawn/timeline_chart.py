@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shardwright.observe.report.colors import KIND_COLORS, KIND_NAMES, LABEL_COLORS, Figure, bars
+from shardwright.observe.report.drawn.colors import KIND_COLORS, KIND_NAMES, LABEL_COLORS, Figure, bars
+from shardwright.observe.report.gathered.spans import WORK, Span
 from shardwright.observe.report.html import escape
-from shardwright.observe.report.spans import WORK, Span
 
 __all__ = ["Half", "lane", "time_axis", "timeline_chart"]
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwright.observe.report.measured import MeasuredTimeline
-from shardwright.observe.report.spans import WORK, Span, scaled, simulated_spans
+from shardwright.observe.report.gathered.measured import MeasuredTimeline
+from shardwright.observe.report.gathered.spans import WORK, Span, scaled, simulated_spans
 from shardwright.plan import Plan
 from shardwright.planner.explain.plan_replay import Replay
 from shardwright.planner.explain.waterfall import Part, Waterfall

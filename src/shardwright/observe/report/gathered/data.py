@@ -7,18 +7,23 @@ from typing import Any
 
 from shardwright.errors import UsageError
 from shardwright.observe.metrics import read_steps
-from shardwright.observe.report.compared import Compared
-from shardwright.observe.report.compared_figures import compare_figures, compare_spent, on_cpus, peaks_by_rank
-from shardwright.observe.report.facts import RunFacts, read_facts
-from shardwright.observe.report.measured import (
+from shardwright.observe.report.gathered.compared import Compared
+from shardwright.observe.report.gathered.compared_figures import (
+    compare_figures,
+    compare_spent,
+    on_cpus,
+    peaks_by_rank,
+)
+from shardwright.observe.report.gathered.facts import RunFacts, read_facts
+from shardwright.observe.report.gathered.measured import (
     MeasuredTimeline,
     StepMetrics,
     read_metrics,
     read_recorded,
 )
-from shardwright.observe.report.memory_rows import MemoryRow, memory_rows
-from shardwright.observe.report.parts import StepPart, predicted_factor, step_parts
-from shardwright.observe.report.spans import (
+from shardwright.observe.report.gathered.memory_rows import MemoryRow, memory_rows
+from shardwright.observe.report.gathered.parts import StepPart, predicted_factor, step_parts
+from shardwright.observe.report.gathered.spans import (
     Span,
     choose_ranks,
     scaled,
@@ -26,7 +31,7 @@ from shardwright.observe.report.spans import (
     simulated_spans,
     thin,
 )
-from shardwright.observe.report.verdict import Verdict, judge, typical_step_s
+from shardwright.observe.report.gathered.verdict import Verdict, judge, typical_step_s
 from shardwright.observe.run_folder import RunFolder
 from shardwright.plan import MemoryPrediction, Plan
 from shardwright.planner.explain.memory_over_time import RankMemory, memory_over_time

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from shardwright.mesh import Mesh
-from shardwright.observe.report.compared import Compared
-from shardwright.observe.report.measured import MeasuredTimeline, StepMetrics
-from shardwright.observe.report.memory_rows import MemoryRow
-from shardwright.observe.report.spans import WORK, Span, simulated_spans
-from shardwright.observe.report.verdict import typical_step_s
+from shardwright.observe.report.gathered.compared import Compared
+from shardwright.observe.report.gathered.measured import MeasuredTimeline, StepMetrics
+from shardwright.observe.report.gathered.memory_rows import MemoryRow
+from shardwright.observe.report.gathered.spans import WORK, Span, simulated_spans
+from shardwright.observe.report.gathered.verdict import typical_step_s
 from shardwright.plan import Plan
 from shardwright.planner.explain.plan_replay import Replay
 

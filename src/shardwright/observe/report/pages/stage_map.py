@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from shardwright.observe.report.compared import Compared, worst_of
-from shardwright.observe.report.data import ReportData
+from shardwright.observe.report.gathered.compared import Compared, worst_of
+from shardwright.observe.report.gathered.data import ReportData
 from shardwright.observe.report.html import escape
-from shardwright.observe.report.tables import difference, seconds_of, table
+from shardwright.observe.report.pages.tables import difference, seconds_of, table
 from shardwright.plan import Plan, StagePlan
 from shardwright.quantities import format_bytes
 

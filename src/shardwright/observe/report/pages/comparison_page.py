@@ -1,14 +1,14 @@
 """The page of two runs, drawn over each other."""
 
-from shardwright.observe.report.charts import line_chart, measured_half, parts_chart
-from shardwright.observe.report.colors import Figure
-from shardwright.observe.report.comparison import Comparison
+from shardwright.observe.report.drawn.charts import line_chart, measured_half, parts_chart
+from shardwright.observe.report.drawn.colors import Figure
+from shardwright.observe.report.drawn.timeline_chart import Half, time_axis, timeline_chart
+from shardwright.observe.report.gathered.comparison import Comparison
+from shardwright.observe.report.gathered.spans import choose_ranks, thin
 from shardwright.observe.report.html import escape
-from shardwright.observe.report.page import page_of
-from shardwright.observe.report.sections import parts_table, plot
-from shardwright.observe.report.spans import choose_ranks, thin
-from shardwright.observe.report.tables import table
-from shardwright.observe.report.timeline_chart import Half, time_axis, timeline_chart
+from shardwright.observe.report.pages.page import page_of
+from shardwright.observe.report.pages.sections import parts_table, plot
+from shardwright.observe.report.pages.tables import table
 
 __all__ = ["comparison_charts", "render_comparison"]
 

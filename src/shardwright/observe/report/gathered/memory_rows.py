@@ -13,7 +13,7 @@ without them.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwright.observe.report.measured import MeasuredTimeline
+from shardwright.observe.report.gathered.measured import MeasuredTimeline
 from shardwright.plan import MemoryPrediction
 
 __all__ = ["MemoryRow", "memory_rows"]

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from shardwright.observe.report.colors import PART_COLORS, Figure
-from shardwright.observe.report.compared import worst_of
-from shardwright.observe.report.data import ReportData
+from shardwright.observe.report.drawn.colors import PART_COLORS, Figure
+from shardwright.observe.report.gathered.compared import worst_of
+from shardwright.observe.report.gathered.data import ReportData
+from shardwright.observe.report.gathered.parts import StepPart
 from shardwright.observe.report.html import escape
-from shardwright.observe.report.parts import StepPart
-from shardwright.observe.report.tables import bytes_of, difference, seconds_of, table
+from shardwright.observe.report.pages.tables import bytes_of, difference, seconds_of, table
 from shardwright.plan import Plan
 from shardwright.quantities import format_bytes, format_seconds
 
@@ -43,8 +43,8 @@ def timeline(data: ReportData, plots: Mapping[str, Figure]) -> str:
         )
     if len(data.recorded) > 1 and data.timeline is not None:
         buttons = "".join(
-            f'<button type="button" data-plot="timeline@{each.step}" '
-            f'aria-pressed="{"true" if each.step == data.timeline.step else "false"}">'
+            f'<button type="button" data-plot="timeline{"" if each == data.timeline else f"@{each.step}"}" '
+            f'aria-pressed="{"true" if each == data.timeline else "false"}">'
             f"step {each.step}, {seconds_of(each.seconds)}</button>"
             for each in data.recorded
         )

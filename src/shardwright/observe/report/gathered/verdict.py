@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from shardwright.observe.progress import format_rate
-from shardwright.observe.report.advice import next_step
-from shardwright.observe.report.measured import StepMetrics
-from shardwright.observe.report.parts import StepPart
+from shardwright.observe.report.gathered.advice import next_step
+from shardwright.observe.report.gathered.measured import StepMetrics
+from shardwright.observe.report.gathered.parts import StepPart
 from shardwright.plan import Plan
 from shardwright.planner.explain.waterfall import Waterfall
 from shardwright.quantities import format_seconds

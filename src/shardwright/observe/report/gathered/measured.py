@@ -12,7 +12,7 @@ from shardwright.observe.chrome_trace import HOST_LANE, MEMORY_IN_USE
 from shardwright.observe.metrics import Metric
 from shardwright.observe.recorded import FOREIGN, finite, number_or_none, to_number
 from shardwright.observe.recorded_steps import RecordedStep, read_recorded_steps
-from shardwright.observe.report.spans import WORK, Span, recorded_spans
+from shardwright.observe.report.gathered.spans import WORK, Span, recorded_spans
 from shardwright.observe.run_folder import RunFolder
 from shardwright.printable import printable, shown
 

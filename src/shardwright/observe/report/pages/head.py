@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from shardwright.observe.progress import format_loss
-from shardwright.observe.report.compared import Compared
-from shardwright.observe.report.data import ReportData
+from shardwright.observe.report.gathered.compared import Compared
+from shardwright.observe.report.gathered.data import ReportData
+from shardwright.observe.report.gathered.verdict import Verdict
 from shardwright.observe.report.html import escape
-from shardwright.observe.report.tables import difference
-from shardwright.observe.report.verdict import Verdict
+from shardwright.observe.report.pages.tables import difference
 from shardwright.plan import Plan
 from shardwright.quantities import format_bytes, format_count, format_seconds
 

@@ -13,8 +13,8 @@
 
 from collections.abc import Sequence
 
-from shardwright.observe.report.compared import worst_of
-from shardwright.observe.report.parts import StepPart
+from shardwright.observe.report.gathered.compared import worst_of
+from shardwright.observe.report.gathered.parts import StepPart
 from shardwright.plan import Plan
 from shardwright.planner.explain.sensitivity import sensitivities
 from shardwright.planner.explain.waterfall import Waterfall
@@ -108,8 +108,14 @@ def _slow_work(stages: Sequence[tuple[int, float]], more: str) -> str:
 
 def _what_limits(plan: Plan, waterfall: Waterfall) -> str:
     step_s = waterfall.step_s
+    # The planner has timed what it has rejected: a rule of proportion must not contradict it.
+    rejected = {each.microbatches for each in plan.alternatives}
     best = max(
-        (each for each in sensitivities(plan) if "microbatch" in each.name),
+        (
+            each
+            for each in sensitivities(plan)
+            if "microbatch" in each.name and int(each.name.split()[0]) not in rejected
+        ),
         key=lambda each: each.saved_s,
         default=None,
     )

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from shardwright.observe.report.colors import PART_COLORS, TEXT, Figure, bars
-from shardwright.observe.report.data import ReportData
-from shardwright.observe.report.measured import MeasuredTimeline
-from shardwright.observe.report.memory_charts import memory_over_step, memory_stack
-from shardwright.observe.report.parts import StepPart
-from shardwright.observe.report.timeline_chart import Half, time_axis, timeline_chart
+from shardwright.observe.report.drawn.colors import PART_COLORS, TEXT, Figure, bars
+from shardwright.observe.report.drawn.memory_charts import memory_over_step, memory_stack
+from shardwright.observe.report.drawn.timeline_chart import Half, time_axis, timeline_chart
+from shardwright.observe.report.gathered.data import ReportData
+from shardwright.observe.report.gathered.measured import MeasuredTimeline
+from shardwright.observe.report.gathered.parts import StepPart
 
 __all__ = ["Figure", "charts", "line_chart", "measured_half", "parts_chart"]
 
@@ -25,8 +25,8 @@ def charts(data: ReportData) -> dict[str, Figure]:
     found = {}
     if data.predicted is not None or data.timeline is not None:
         found["timeline"] = _timeline(data, data.timeline)
-        if len(data.recorded) > 1:
-            found |= {f"timeline@{each.step}": _timeline(data, each) for each in data.recorded}
+        others = [each for each in data.recorded if each != data.timeline]
+        found |= {f"timeline@{each.step}": _timeline(data, each) for each in others}
     if data.parts:
         found["waterfall"] = parts_chart(data.parts)
     if (data.predicted is not None and data.predicted.memory) or (data.timeline and data.timeline.memory):
