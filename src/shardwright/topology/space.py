@@ -62,13 +62,8 @@ def _grids(task: Task) -> Iterator[dict[str, NDArray[np.float64]]]:
         data, rest = divmod(ranks, tensor * pipeline * context)
         if rest or data == 0 or task.batch % data or not _pinned(task, "data", data):
             continue
-        offloads = [
-            kind
-            for kind in _offloads(task)
-            if not (
-                task.only_what_runs and does_not_run_together(tensor=tensor, context=context, offload=kind)
-            )
-        ]
+        if task.only_what_runs and does_not_run_together(tensor=tensor, context=context):
+            continue
         each = task.batch // data
         sizes = _chosen(task, "microbatch", [b for b in divisors(each) if b <= _LARGEST_MICROBATCH])
         batches = [(b, each // b) for b in sizes if _pinned(task, "microbatches", each // b)]
@@ -78,7 +73,7 @@ def _grids(task: Task) -> Iterator[dict[str, NDArray[np.float64]]]:
             _shards(task, data),
             _chosen(task, "expert", _expert_degrees(task, data * context)),
             _recomputations(task),
-            offloads,
+            _offloads(task),
             _placements(task, pipeline, data),
         ]
         if all(rows):

@@ -53,12 +53,10 @@ def does_not_run(name: str, value: float) -> bool:
     return name in NOT_RUN_YET and value > 1
 
 
-def does_not_run_together(*, tensor: float, context: float, offload: float) -> str:
+def does_not_run_together(*, tensor: float, context: float) -> str:
     """Which options the runtime does not have together, at these values; empty where it has them all."""
     if tensor > 1 and context > 1:
         return "tensor and context parallelism together"
-    if offload == Offload.ACTIVATIONS and context > 1:
-        return "offload of activations beside context parallelism"
     return ""
 
 

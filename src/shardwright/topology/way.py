@@ -138,7 +138,7 @@ class Way:
         """Parts of it that this version's runtime does not have."""
         o = self.options
         found = [text for name, text in NOT_RUN_YET.items() if does_not_run(name, getattr(o, name))]
-        together = does_not_run_together(tensor=o.tensor, context=o.context, offload=o.offload)
+        together = does_not_run_together(tensor=o.tensor, context=o.context)
         if together:
             found.append(together)
         kind = Sharded(int(o.sharded))

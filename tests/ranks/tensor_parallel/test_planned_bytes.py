@@ -21,6 +21,7 @@ from shardwright.torch.tensor_parallel.rules import ring_attention
 LAYERS = {"tensor_parallel_degree": 2}
 SEQUENCES = {"context_parallel_degree": 2}
 EXPERTS = {"expert_parallel_degree": 2}
+MORE_EXPERTS = {"expert_parallel_degree": 4}
 BOTH = {"tensor_parallel_degree": 2, "sequence_parallel": True}
 
 
@@ -96,6 +97,13 @@ def test_bytes_of_a_ring_are_those_of_the_plan():
 def test_bytes_of_shared_experts_are_those_of_the_plan(name):
     for sent, planned, calls in run_ranks(sent_and_planned, 2, name, 1, EXPERTS, timeout_s=120):
         assert sent == planned > 0, calls
+
+
+def test_bytes_of_exchanged_tokens_are_planned_for_even_routes():
+    """Random weights route evenly, but for some tokens."""
+    for sent, planned, calls in run_ranks(sent_and_planned, 4, "mixtral", 1, MORE_EXPERTS, timeout_s=120):
+        assert calls["all_to_all"] >= 7 * 2
+        assert sent == pytest.approx(planned, rel=0.15)
 
 
 def kept_and_planned(settings):

@@ -132,6 +132,7 @@ class TensorGroup:
             gathered as a last resort, and sums go to where tensors are cut.
         gathers: the last ones, where tensors between units are cut; None: nothing is kept.
         lasting: memories of parameters' parts.
+        is_alone: the other ranks are not there: a search, or a dry run.
         routes_tokens: some module of theirs calls experts of a list; see `lasting_sums.py`.
         writes: of memory that copied views stand for: how many views, how many writes (`copied_view.py`).
     """
@@ -153,6 +154,7 @@ class TensorGroup:
         self.between: BetweenUnits | None = None
         self.gathers: RecentGathers | None = None
         self.lasting: set[int] = set()
+        self.is_alone = False
         self.routes_tokens = False
 
     def shares(self, between: BetweenUnits) -> None:

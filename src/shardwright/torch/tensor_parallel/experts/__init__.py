@@ -1,12 +1,9 @@
 """Experts of a model, of which each rank has some.
 
-=========== ============================================================================================
-file        experts
-=========== ============================================================================================
-stacked     in one tensor each for all weights of a kind: transformers 5
-listed      modules of a list, in a loop: transformers 4, code of DeepSeek and Mistral, most own models
-routing     what the code around such a loop makes: zeros to add to, and the routes
-=========== ============================================================================================
+- `stacked`: all weights of a kind in one tensor, as in transformers 5. Tokens are gathered, or go to the
+  ranks of their experts (`exchange`).
+- `listed`: modules of a list, in a loop, as in transformers 4, the code of DeepSeek and Mistral, and most
+  models of one's own. `routing_code` runs the code around the loop.
 """
 
 from collections.abc import Iterable

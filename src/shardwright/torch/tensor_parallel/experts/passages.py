@@ -6,6 +6,8 @@ function        forward                            backward
 `entered`       all of tensors, and this rank's    a summand of the gradients of tensors, and
                 parts of parameters                those of the parts, placed like these
 `summed`        summands                           all of the gradients
+`own_part`      this rank's part of a tensor       its gradient, placed like the tensor
+`placed_like`   a tensor of which this is a part   this rank's part of its gradient
 =============== ================================== =========================================
 
 All ranks have to go through a backward alike, and a rank may find nothing to compute: no token takes its
@@ -24,13 +26,14 @@ from shardwright.torch.tensor_parallel.divided_tensor import (
     DividedTensor,
     at_hand,
     local_of,
+    placed,
     whole,
     wrap,
 )
 from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.spec import Spec, spec_of
 
-__all__ = ["Entered", "entered", "summand", "summed"]
+__all__ = ["Entered", "entered", "own_part", "placed_like", "summand", "summed"]
 
 
 class Entered(NamedTuple):
@@ -87,6 +90,18 @@ def summand(data: Tensor, group: TensorGroup) -> DividedTensor:
     return wrap(data, spec_of(group, PARTIAL_SUM, data, shape=data.shape, strides=data.stride()))
 
 
+def own_part(tensor: DividedTensor) -> Tensor:
+    """This rank's part of a cut tensor, as an ordinary one."""
+    part: Tensor = _OwnPart.apply(tensor)  # type: ignore[no-untyped-call]
+    return part
+
+
+def placed_like(part: Tensor, other: DividedTensor) -> DividedTensor:
+    """The tensor of which ranks have parts, placed as another one of its shape."""
+    tensor: DividedTensor = _PlacedLike.apply(part, other._spec)  # type: ignore[no-untyped-call]
+    return tensor
+
+
 def _has_gradient(item: Any) -> bool:
     return isinstance(item, Tensor) and item.is_floating_point()
 
@@ -117,6 +132,29 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         return None, *(None if each is None else whole(each) for each in gradients)
+
+
+class _OwnPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DividedTensor) -> Tensor:
+        ctx.spec = tensor._spec
+        return local_of(tensor).detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _placed_as(ctx.spec, gradients[0].contiguous())
+
+
+class _PlacedLike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, spec: Spec) -> Tensor:
+        ctx.spec = spec
+        return _placed_as(spec, part.detach().clone())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        spec = ctx.spec
+        return placed(gradients[0], spec.placement, spec.group)._local, None
 
 
 def _all_of(tensor: Tensor) -> Tensor:

@@ -6,19 +6,22 @@
 
 All ranks route their own tokens, and gather tokens and routes. Each computes what its experts make of all
 tokens: routes to experts of other ranks point behind its last one, where code of transformers expects them.
-What leaves the module is a sum over the ranks.
+What leaves the module is a sum over the ranks. Where most tokens have no expert on most ranks, each goes to
+the ranks of its experts instead (`exchange`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.placement import Cut
-from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, placement_of
 from shardwright.torch.tensor_parallel.experts.class_before import put_before
-from shardwright.torch.tensor_parallel.experts.passages import entered, summed
+from shardwright.torch.tensor_parallel.experts.exchange import Exchange, exchange_pays
+from shardwright.torch.tensor_parallel.experts.passages import entered, own_part, placed_like, summed
+from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.spec import Spec
 
 __all__ = ["cuts_of_stacked_experts", "run_stacked_experts"]
@@ -38,33 +41,85 @@ class _OwnExperts(nn.Module):
             index: the experts of each token, (T, K).
             weights: of their results, (T, K).
         """
-        own = self._parameters.items()
-        shared: dict[str, Any] = {n: p for n, p in own if isinstance(p, DividedTensor)}
+        all_own = self._parameters.items()
+        shared: dict[str, Any] = {n: p for n, p in all_own if isinstance(p, DividedTensor)}
         if not shared:
             return super().forward(hidden, index, weights)  # type: ignore[no-any-return]
         spec: Spec = next(iter(shared.values()))._spec
-        cut, group = spec.placement, spec.group
-        assert isinstance(cut, Cut)
-        first = cut.intervals(group.rank)[0][0]
-        num_own = cut.length(group.rank)
-        given = entered([hidden, index, weights], list(shared.values()))
-        tokens, own_index, of_tokens = given.items
-        own_index = own_index - first
-        is_own = (own_index >= 0) & (own_index < num_own)
-        own_index = torch.where(is_own, own_index, num_own)
-        of_tokens = torch.where(is_own, of_tokens, torch.zeros_like(of_tokens))
-        own_state = {"num_experts": num_own, _SKIPS: True}
+        own = _Own(spec.placement, spec.group, list(shared))  # type: ignore[arg-type]
+        parameters = list(shared.values())
+        if _are_cut_alike(hidden, index, weights) and own.exchanges(index.shape[1]):
+            return self._exchanged(own, parameters, hidden, index, weights)  # type: ignore[arg-type]
+        given = entered([hidden, index, weights], parameters)
+        (total,) = summed([self._of_own(own, given.parts, *given.items)], given, spec.group)
+        return total
+
+    def _exchanged(
+        self,
+        own: "_Own",
+        parameters: Sequence[DividedTensor],
+        hidden: DividedTensor,
+        index: DividedTensor,
+        weights: DividedTensor,
+    ) -> Tensor:
+        """The same where each token goes to the ranks of its experts, and back."""
+        tokens = hidden._spec.placement
+        assert isinstance(tokens, Cut)
+        given = entered([], parameters)
+        exchange = Exchange(local_of(index), own.cut, tokens, own.group)
+        (received, of_received), zero = exchange.sent(own_part(hidden), own_part(weights))
+        routes = exchange.there(local_of(index))
+        if len(received):
+            found = self._of_own(own, given.parts, received, routes, of_received)
+        else:
+            found = torch.zeros_like(received)  # kernels may want some token
+        found = found + given.zero.to(found.dtype) + zero.to(found.dtype)
+        return placed_like(exchange.returned(found), hidden)
+
+    def _of_own(
+        self, own: "_Own", parts: Sequence[Tensor], tokens: Tensor, index: Tensor, weights: Tensor
+    ) -> Tensor:
+        """What this rank's experts make of tokens; nothing for routes to others."""
+        own_index = index - own.first
+        is_own = (own_index >= 0) & (own_index < own.number)
+        own_index = torch.where(is_own, own_index, own.number)
+        weights = torch.where(is_own, weights, torch.zeros_like(weights))
+        own_state = {"num_experts": own.number, _SKIPS: True}
         kept = dict(self._parameters), {name: vars(self)[name] for name in own_state}
         try:
-            for name, part in zip(shared, given.parts, strict=True):
+            for name, part in zip(own.names, parts, strict=True):
                 self._parameters[name] = part  # type: ignore[assignment]
             vars(self).update(own_state)
-            found = super().forward(tokens, own_index, of_tokens)
+            return super().forward(tokens, own_index, weights)  # type: ignore[no-any-return]
         finally:
             self._parameters.update(kept[0])
             vars(self).update(kept[1])
-        (total,) = summed([found], given, group)
-        return total
+
+
+class _Own:
+    """The experts that this rank has.
+
+    Attributes:
+        cut: which ranks have which.
+        group: the ranks.
+        names: of the weights.
+        first, number: of this rank's experts.
+    """
+
+    def __init__(self, cut: Cut, group: TensorGroup, names: Sequence[str]):
+        self.cut, self.group, self.names = cut, group, names
+        self.first, self.number = cut.intervals(group.rank)[0][0], cut.length(group.rank)
+
+    def exchanges(self, num_routes: int) -> bool:
+        """Whether tokens go to the ranks of their experts."""
+        return exchange_pays(num_routes, self.cut, self.group.num_ranks)
+
+
+def _are_cut_alike(*tensors: Tensor) -> bool:
+    """Whether each rank has the same rows of some tensors."""
+    first, *others = (placement_of(each) for each in tensors)
+    in_rows = isinstance(first, Cut) and first.dim == 0 and tensors[0].is_contiguous()
+    return in_rows and all(each == first for each in others)
 
 
 def cuts_of_stacked_experts(model: nn.Module, *, num_ranks: int) -> dict[str, Cut]:

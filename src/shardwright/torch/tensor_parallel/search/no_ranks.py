@@ -29,4 +29,6 @@ class _NoRanks:
 
 def group_without_ranks(rank: int, num_ranks: int, prices: Prices) -> TensorGroup:
     """A group of one process that decides, and counts what it would send, as a rank of so many."""
-    return TensorGroup(_NoRanks(rank, num_ranks), decide, prices=prices)
+    group = TensorGroup(_NoRanks(rank, num_ranks), decide, prices=prices)
+    group.is_alone = True
+    return group
