@@ -61,11 +61,13 @@ def sent_and_planned(name, microbatches, settings):
     return found
 
 
-# Not T5: the gradients of what its encoder gives are added up over the decoder's layers before they are
-# summed over ranks, and the plan counts a sum for each of them.
+# T5: the gradients of its position biases, and of what its encoder gives, are added up over layers before
+# they are placed.
 @pytest.mark.parametrize(
     ("name", "microbatches"),
-    combinations_of(["llama", "gpt2", "bert", "gpt_neox"], [1, 2], kept=[("llama", 2), ("gpt2", 1)]),
+    combinations_of(
+        ["llama", "gpt2", "bert", "gpt_neox", "t5"], [1, 2], kept=[("llama", 2), ("gpt2", 1), ("t5", 1)]
+    ),
 )
 def test_bytes_are_those_of_the_plan(name, microbatches):
     for sent, planned, calls in run_ranks(sent_and_planned, 2, name, microbatches, LAYERS, timeout_s=120):

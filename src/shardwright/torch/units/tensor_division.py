@@ -11,6 +11,8 @@ or the script has hooked its gradient, or ranks share sequences alone.
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from functools import partial
 
 from torch import nn
@@ -108,17 +110,20 @@ def division_of(
         for name, placement in found.placements.items()
         if isinstance(placement, Cut)
     }
-    of_kind: dict[str, DividedUnit] = {}
+    # Stages have tensors of their own.
+    shared = _shared(trace, model, of_tensor.keys()) if mesh.pipeline == 1 and not between.cuts else {}
+    of_kind: dict[tuple[str, frozenset[int]], DividedUnit] = {}
     divided: dict[str, DividedUnit] = {}
     for name, unit in units.items():
         kind = found.kind_of[name]
-        if kind not in of_kind:
+        unit = replace(unit, shared=shared.get(name, frozenset()))
+        if (kind, unit.shared) not in of_kind:
             named = unit.module.named_parameters()
             own = {key: of_tensor[id(each)] for key, each in named if id(each) in of_tensor}
             # The search sees experts' operations one by one, and not that each rank runs its own.
             shares = found.shares[kind] if mesh.expert == 1 else WorkShares(1 / degree, 1 / degree)
-            of_kind[kind] = _divided(unit, own, shares, own_prices, between)
-        divided[name] = of_kind[kind]
+            of_kind[kind, unit.shared] = _divided(unit, own, shares, own_prices, between)
+        divided[name] = of_kind[kind, unit.shared]
     operations = dict(_operations(trace, own_prices, between)) if between.cuts else {}
     shares_of_values: dict[int, float] = {}
     for node, tail in tails.items():
@@ -207,6 +212,26 @@ def _units(model: nn.Module, trace: Trace, tails: Mapping[int, DividedTail]) -> 
             yield node.name, Unit(module, args, kwargs, following=following)
     for reason, names in whole.items():
         _warn(names, reason)
+
+
+def _shared(trace: Trace, model: nn.Module, divided: AbstractSet[int]) -> dict[str, frozenset[int]]:
+    """Places of arguments that an earlier unit has taken, too: gradients are added up, and placed once.
+
+    Args:
+        trace: of a microbatch.
+        model: that was traced.
+        divided: ids of the parameters that are cut; other units place nothing.
+    """
+    found: dict[str, frozenset[int]] = {}
+    taken: set[int] = set()
+    for step in trace.steps:
+        node = None if step.node is None else trace.graph.nodes[step.node]
+        if node is None or node.kind != "unit" or node.name in found:
+            continue
+        if any(id(each) in divided for each in model.get_submodule(node.name).parameters()):
+            found[node.name] = frozenset(position for position, value in step.reads if value in taken)
+            taken.update(value for _, value in step.reads)
+    return found
 
 
 def _run_of(tail: DividedTail, trace: Trace, material: Material) -> TailRun:

@@ -174,7 +174,7 @@ def _run(unit: Unit, material: Material, placements: Mapping[str, Placement], be
 
         with count, torch.autograd.graph.saved_tensors_hooks(kept.note, lambda tensor: tensor):
             call = between.around(module, module) if between.cuts else module
-            step_of(following or unit.results, call, args, kwargs, boundary, turn, entering)
+            step_of(following or unit.results, call, args, kwargs, boundary, turn, entering, unit.shared)
         _end(found.backward, group, count)
         settle_gradients(module.parameters())
         _end(found.settling, group, count)

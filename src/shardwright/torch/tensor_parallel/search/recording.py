@@ -11,7 +11,7 @@ Code that fails otherwise may leave PyTorch's dispatcher, where divided tensors 
 is kept whole.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.torch._private import FAKE_FAILURES, memory_of
-from shardwright.torch.pytorch.tree import map_tree
+from shardwright.torch.pytorch.tree import leaves, map_tree
 from shardwright.torch.tensor_parallel.call import name_of, tensors_of
 from shardwright.torch.tensor_parallel.search.material import Material
 from shardwright.torch.tensor_parallel.search.unit import (
@@ -137,6 +137,7 @@ def step_of(
     boundary: Boundary,
     at_backward: Callable[[], None] | None = None,
     entering: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None,
+    shared: Container[int] = (),
 ) -> None:
     """One forward and backward of a unit's module.
 
@@ -147,8 +148,10 @@ def step_of(
         boundary: told of what leaves the unit.
         at_backward: called between forward and backward.
         entering: called with the gradients of the results; gives them as they enter.
+        shared: places of arguments whose gradients leave as they are.
     """
-    inputs = [each for each in tensors_in((args, kwargs)) if each.requires_grad]
+    items = [item for place, item in enumerate(leaves((args, kwargs))) if place not in shared]
+    inputs = [each for each in items if isinstance(each, Tensor) and each.requires_grad]
     results = list(results_of_call(call(*args, **kwargs)))
     boundary(results)
     if at_backward is not None:

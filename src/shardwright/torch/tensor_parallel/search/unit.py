@@ -71,6 +71,8 @@ class Unit:
         stand_ins: for modules within it that are units of their own.
         following: makes operations behind it that belong to it, of tensors of a material; they take the place
             of `results`. None: there are none.
+        shared: places, among the leaves of the call, of tensors whose gradients are placed once for several
+            units, and not by this one.
         kept_whole: stand-ins for modules within it of which no step can be recorded, by name; the name is
             empty where it is the unit itself.
     """
@@ -81,6 +83,7 @@ class Unit:
     results: Results = tensors_in
     stand_ins: Mapping[str, "StandIn"] = field(default_factory=dict)
     following: Callable[[Material], Following] | None = None
+    shared: frozenset[int] = frozenset()
     kept_whole: Mapping[str, "StandIn"] = field(default_factory=dict)
 
 
