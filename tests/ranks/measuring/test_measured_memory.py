@@ -68,3 +68,27 @@ def test_every_forward_of_gpipe_adds_what_it_keeps(tmp_path: Path) -> None:
             peak = max(event.bytes_in_use for event in step.events if event.rank == rank)
             # Of four microbatches: two outputs of sigmoids, the input of the second stage, a message each.
             assert 4 * 24 * MIB < peak - after.in_use_bytes < 4 * 80 * MIB
+
+
+def train_divided(folder):
+    import shardwright.torch as sw
+
+    settings = {"tensor_parallel_degree": 2, "microbatches": 2, "profile": "estimated", "report": False}
+    sw.init({**settings, "run_dir": folder, "run_name": "run"})
+    model = sw.DistributedModel(nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64)))
+
+    @sw.step
+    def train_step(model, x):
+        model.backward(model(x).square().mean())
+
+    for _ in range(3):
+        train_step(model, torch.ones(8, 64))
+    sw.shutdown()
+
+
+def test_a_rank_that_shares_layers_counts_its_own_part(tmp_path: Path) -> None:
+    run_ranks(train_divided, 2, str(tmp_path))
+    (step,) = read_recorded_steps(RunFolder(tmp_path / "run"))
+    whole = 2 * 4 * (2 * 64 * 512 + 512 + 64)  # parameters and gradients
+    (after,) = step.memory
+    assert 0.49 * whole < after.state_bytes < 0.52 * whole

@@ -19,6 +19,7 @@ from shardwright.torch.batch.batch_result import BatchResult
 from shardwright.torch.pytorch.memory_in_use import memory_in_use
 from shardwright.torch.run.context import Context
 from shardwright.torch.run.roles import WrappedModel
+from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
 __all__ = ["StepRecording"]
 
@@ -121,7 +122,7 @@ class StepRecording:
         try:
             for tensor in self._state(context.model):
                 if isinstance(tensor, Tensor) and tensor.device == context.device:
-                    storage = tensor.untyped_storage()
+                    storage = local_of(tensor).untyped_storage()
                     storages[storage.data_ptr()] = storage.nbytes()
         except (RuntimeError, ValueError):  # a tensor without memory of its own: of a subclass, or a lazy one
             return RankMemoryAfter()
