@@ -7,6 +7,7 @@ import torch
 from listed_experts import BLOCKS, SparseModel
 from test_shared_experts import case
 from test_shared_layers import WORDS
+from test_shared_sequences import clip_norm
 from torch import Tensor, nn
 from transparency import EVALUATION, Case, Iteration, Recipe, differences_by_case
 
@@ -34,12 +35,18 @@ def test_ranks_share_experts_in_lists():
     check(sparse(*BLOCKS), {"three steps": steps}, num_ranks=2)
 
 
-def test_stages_replicas_and_three_ranks_of_listed_experts():
+def test_stages_replicas_and_shards_of_listed_experts():
     steps = (Iteration(length=6),) * 2
     recomputed = {"pipeline_parallel_degree": 1, "activation_checkpointing": "full"}
+    shards = {
+        "pipeline_parallel_degree": 1,
+        "sharded_data_parallel_degree": 2,
+        "sdp_param_persistence_threshold": 20,
+    }
     cases = {
         "stages": case(2, {"pipeline_parallel_degree": 2, "pipeline": "1f1b"}, least_divided=0.0),
         "replicas": case(2, recomputed, iterations=steps, least_divided=0.5),
+        "shards": case(2, shards, iterations=steps, clip=clip_norm, least_divided=0.0),
     }
     check(sparse("Mixtral", "DeepSeek"), cases, num_ranks=4)
 
