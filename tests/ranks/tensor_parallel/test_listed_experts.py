@@ -1,8 +1,10 @@
 """Ranks that share experts in lists train a model as one process does, whatever its loop over the experts."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from listed_experts import BLOCKS, SparseModel
 from test_shared_experts import case
@@ -49,6 +51,43 @@ def test_stages_replicas_and_shards_of_listed_experts():
         "shards": case(2, shards, iterations=steps, clip=clip_norm, least_divided=0.0),
     }
     check(sparse("Mixtral", "DeepSeek"), cases, num_ranks=4)
+
+
+def losses(settings: Mapping[str, Any], folder: Path, steps: int) -> list[float]:
+    """Losses of steps with AdamW, from the newest checkpoint of the folder on; the last one is saved."""
+    import shardwright.torch as sw
+
+    sw.init({"run_dir": "off", "profile": "estimated", "microbatches": 2, **settings})
+    torch.manual_seed(0)
+    model = sw.DistributedModel(SparseModel("Mixtral", "Switch").double())
+    optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    checkpoints = sw.Checkpoints(folder, every=2)
+    first = checkpoints.resume()
+
+    @sw.step
+    def train(model: Any, ids: Tensor) -> Tensor:
+        loss: Tensor = model(ids, ids.roll(-1, 1))
+        model.backward(loss)
+        return loss
+
+    found = []
+    for step in range(first, first + steps):
+        ids = torch.randint(0, WORDS, (4, 6), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        found.append(train(model, ids).reduce_mean().item())
+        optimizer.step()
+        checkpoints.step_done(step + 1)
+    checkpoints.wait()
+    return found
+
+
+def test_other_ranks_go_on_from_a_checkpoint(tmp_path: Path):
+    shared = {"expert_parallel_degree": 2}
+    plain = run_ranks(losses, 1, {}, tmp_path / "plain", 6)[0]
+    before = run_ranks(losses, 2, shared, tmp_path / "shared", 2)[0]
+    alone = run_ranks(losses, 1, {}, tmp_path / "shared", 2)[0]
+    after = run_ranks(losses, 2, shared, tmp_path / "shared", 2)[0]
+    assert [*before, *alone, *after] == pytest.approx(plain, rel=1e-9)
 
 
 def test_an_unedited_model_of_transformers():
