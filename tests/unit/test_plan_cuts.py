@@ -122,3 +122,16 @@ def test_other_cuts_are_another_decision():
         Change("mesh.tensor", "2", "1"),
         Change("tensor.cuts.h.*.weight", "cut 0 (r0:3 r1:3)", "unset"),
     )
+
+
+def test_experts_of_all_layers_have_one_line():
+    shapes = {f"h.{h}.experts.{e}.w.weight": (4, 2) for h in range(12) for e in range(3)}
+    of_rank = [Cut.of(0, [(rank, 4)]) for rank in (0, 1, 1)]
+    cuts = {name: of_rank[int(name.split(".")[3])] for name in shapes}
+    record = cuts_by_pattern(cuts, list(shapes))
+    assert record == {f"h.*.experts.{e}.w.weight": of_rank[e] for e in range(3)}
+    assert cuts_by_name(record, shapes) == cuts
+    odd = {**cuts, "h.7.experts.1.w.weight": of_rank[0]}
+    assert cuts_by_name(cuts_by_pattern(odd, list(shapes)), shapes) == odd
+    del odd["h.0.experts.0.w.weight"]
+    assert cuts_by_name(cuts_by_pattern(odd, list(shapes)), shapes) == odd

@@ -8,12 +8,13 @@
       "head.weight": "cut 0 (r0:50128 r1:50129)"
     }
 
-A ``*`` stands for one number. A parameter has the cut of its own name, else that of the one pattern that fits
-it; without either, each rank has all of it.
+A ``*`` stands for one number. A parameter has the cut of its own name, else that of the pattern that has its
+last number (of an expert: ``h.*.experts.3.w1.weight``), else that of the one with a ``*`` for all numbers;
+without any, each rank has all of it.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import PlainSerializer, PlainValidator
@@ -47,6 +48,16 @@ def pattern_of(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
+def _pattern_with_last_number(name: str) -> str:
+    """The pattern of parameters of one expert, in all layers.
+
+    >>> _pattern_with_last_number("h.11.experts.3.w1.weight")
+    'h.*.experts.3.w1.weight'
+    """
+    *_, last = [0, *(each.start() for each in _NUMBER.finditer(name))]
+    return pattern_of(name[:last]) + name[last:]
+
+
 def cuts_by_pattern(cuts: Mapping[str, Cut], names: Sequence[str]) -> dict[str, Cut]:
     """The shortest record of cuts, in the order of the parameters.
 
@@ -54,18 +65,32 @@ def cuts_by_pattern(cuts: Mapping[str, Cut], names: Sequence[str]) -> dict[str, 
         cuts: of parameters, by name.
         names: of all parameters of the model: one that is whole needs the others of its pattern by name.
     """
-    alike: dict[str, list[str]] = {}
-    for name in names:
-        alike.setdefault(pattern_of(name), []).append(name)
     found: dict[str, Cut] = {}
-    for pattern, members in alike.items():
-        of_members = [cuts.get(name) for name in members]
-        first = of_members[0]
-        if first is not None and all(each == first for each in of_members):
-            found[pattern if len(members) > 1 else members[0]] = first
-        else:
-            found |= {name: cuts[name] for name in members if name in cuts}
+    for pattern, members in _grouped(names, pattern_of).items():
+        cut = _common(cuts, members)
+        if cut is not None:
+            found[pattern if len(members) > 1 else members[0]] = cut
+            continue
+        for closer, fewer in _grouped(members, _pattern_with_last_number).items():
+            cut = _common(cuts, fewer)
+            if cut is not None:
+                found[closer if len(fewer) > 1 else fewer[0]] = cut
+            else:
+                found |= {name: cuts[name] for name in fewer if name in cuts}
     return found
+
+
+def _grouped(names: Sequence[str], key: Callable[[str], str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(key(name), []).append(name)
+    return found
+
+
+def _common(cuts: Mapping[str, Cut], names: Sequence[str]) -> Cut | None:
+    """The cut that all of some parameters have; None where they differ, or one is whole."""
+    first = cuts.get(names[0])
+    return first if all(cuts.get(name) == first for name in names) else None
 
 
 def cuts_by_name(record: Mapping[str, Cut], shapes: Mapping[str, Sequence[int]]) -> dict[str, Cut]:
@@ -81,7 +106,7 @@ def cuts_by_name(record: Mapping[str, Cut], shapes: Mapping[str, Sequence[int]])
     unused = set(record)
     found: dict[str, Cut] = {}
     for name, shape in shapes.items():
-        for key in (name, pattern_of(name)):
+        for key in (name, _pattern_with_last_number(name), pattern_of(name)):
             if key in record:
                 unused.discard(key)
                 found.setdefault(name, record[key])

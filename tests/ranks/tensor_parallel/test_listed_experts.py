@@ -1,12 +1,15 @@
 """Ranks that share experts in lists train a model as one process does, whatever its loop over the experts."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from listed_experts import BLOCKS, SparseModel
 from test_shared_experts import case
 from test_shared_layers import WORDS
+from test_shared_sequences import clip_norm
 from torch import Tensor, nn
 from transparency import EVALUATION, Case, Iteration, Recipe, differences_by_case
 
@@ -34,14 +37,57 @@ def test_ranks_share_experts_in_lists():
     check(sparse(*BLOCKS), {"three steps": steps}, num_ranks=2)
 
 
-def test_stages_replicas_and_three_ranks_of_listed_experts():
+def test_stages_replicas_and_shards_of_listed_experts():
     steps = (Iteration(length=6),) * 2
     recomputed = {"pipeline_parallel_degree": 1, "activation_checkpointing": "full"}
+    shards = {
+        "pipeline_parallel_degree": 1,
+        "sharded_data_parallel_degree": 2,
+        "sdp_param_persistence_threshold": 20,
+    }
     cases = {
         "stages": case(2, {"pipeline_parallel_degree": 2, "pipeline": "1f1b"}, least_divided=0.0),
         "replicas": case(2, recomputed, iterations=steps, least_divided=0.5),
+        "shards": case(2, shards, iterations=steps, clip=clip_norm, least_divided=0.0),
     }
     check(sparse("Mixtral", "DeepSeek"), cases, num_ranks=4)
+
+
+def losses(settings: Mapping[str, Any], folder: Path, steps: int) -> list[float]:
+    """Losses of steps with AdamW, from the newest checkpoint of the folder on; the last one is saved."""
+    import shardwright.torch as sw
+
+    sw.init({"run_dir": "off", "profile": "estimated", "microbatches": 2, **settings})
+    torch.manual_seed(0)
+    model = sw.DistributedModel(SparseModel("Mixtral", "Switch").double())
+    optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    checkpoints = sw.Checkpoints(folder, every=2)
+    first = checkpoints.resume()
+
+    @sw.step
+    def train(model: Any, ids: Tensor) -> Tensor:
+        loss: Tensor = model(ids, ids.roll(-1, 1))
+        model.backward(loss)
+        return loss
+
+    found = []
+    for step in range(first, first + steps):
+        ids = torch.randint(0, WORDS, (4, 6), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        found.append(train(model, ids).reduce_mean().item())
+        optimizer.step()
+        checkpoints.step_done(step + 1)
+    checkpoints.wait()
+    return found
+
+
+def test_other_ranks_go_on_from_a_checkpoint(tmp_path: Path):
+    shared = {"expert_parallel_degree": 2}
+    plain = run_ranks(losses, 1, {}, tmp_path / "plain", 6)[0]
+    before = run_ranks(losses, 2, shared, tmp_path / "shared", 2)[0]
+    alone = run_ranks(losses, 1, {}, tmp_path / "shared", 2)[0]
+    after = run_ranks(losses, 2, shared, tmp_path / "shared", 2)[0]
+    assert [*before, *alone, *after] == pytest.approx(plain, rel=1e-9)
 
 
 def test_an_unedited_model_of_transformers():

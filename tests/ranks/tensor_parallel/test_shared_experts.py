@@ -114,11 +114,18 @@ def test_stages_and_replicas_of_shared_experts():
     check("mixtral", cases, num_ranks=4)
 
 
+class Dropping(LanguageModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)) for _ in range(2))
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
         (LanguageModel, "expert_parallel_degree is 2, but the model has no layer of 2 experts or more"),
         (None, "expert_parallel_degree is 2, but a microbatch has 1 sample, and each rank takes some"),
+        (Dropping, "experts cannot be shared: its experts have dropout"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(model, message):
