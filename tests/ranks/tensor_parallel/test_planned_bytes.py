@@ -20,6 +20,7 @@ LAYERS = {"tensor_parallel_degree": 2}
 SEQUENCES = {"context_parallel_degree": 2}
 EXPERTS = {"expert_parallel_degree": 2}
 BOTH = {"tensor_parallel_degree": 2, "sequence_parallel": True}
+CHOSEN = {"tensor_parallel_degree": 2, "sequence_parallel": "auto"}
 
 
 def sent_and_planned(name, microbatches, settings):
@@ -72,6 +73,11 @@ def test_bytes_are_those_of_the_plan(name, microbatches):
 @pytest.mark.parametrize("settings", [SEQUENCES, BOTH], ids=["sequences", "layers and sequences"])
 def test_bytes_of_shared_sequences_are_those_of_the_plan(name, settings):
     for sent, planned, calls in run_ranks(sent_and_planned, 2, name, 2, settings, timeout_s=120):
+        assert sent == planned > 0, calls
+
+
+def test_bytes_are_those_of_the_plan_whether_the_planner_cuts_sequences_or_not():
+    for sent, planned, calls in run_ranks(sent_and_planned, 2, "llama", 2, CHOSEN, timeout_s=120):
         assert sent == planned > 0, calls
 
 
