@@ -82,10 +82,10 @@ class Config(BaseModel):
         description="Ranks that share the experts of every layer, and the samples of a batch; 1: no expert "
         "parallelism.",
     )
-    sequence_parallel: bool = Field(
+    sequence_parallel: bool | Literal["auto"] = Field(
         False,
         description="Tensor-parallel ranks cut tensors between layers along the sequence, too: norms and "
-        "residuals are divided.",
+        'residuals are divided; "auto": where the predicted step is shorter so, or fits in memory.',
     )
     sequence_dim: Annotated[Whole, Field(ge=0, le=MOST_DIMS)] = Field(
         1, description="The dimension of tensors along which sequences are cut, from 0."
@@ -370,7 +370,7 @@ class Config(BaseModel):
 
     def between_units(self, mesh: Mesh) -> int | None:
         """The dimension along which ranks that share a batch cut the tensors between units; None: none."""
-        if mesh.context > 1 or (mesh.tensor > 1 and self.sequence_parallel):
+        if mesh.context > 1 or (mesh.tensor > 1 and self.sequence_parallel is True):
             return self.sequence_dim
         return 0 if mesh.expert > 1 else None
 

@@ -23,6 +23,7 @@ SEQUENCES = {"context_parallel_degree": 2}
 EXPERTS = {"expert_parallel_degree": 2}
 MORE_EXPERTS = {"expert_parallel_degree": 4}
 BOTH = {"tensor_parallel_degree": 2, "sequence_parallel": True}
+CHOSEN = {"tensor_parallel_degree": 2, "sequence_parallel": "auto"}
 
 
 def sent_and_planned(name, microbatches, settings):
@@ -92,6 +93,11 @@ def sent_and_planned_in_a_ring():
 def test_bytes_of_a_ring_are_those_of_the_plan():
     for sent, planned, calls, in_a_ring in run_ranks(sent_and_planned_in_a_ring, 2, timeout_s=120):
         assert in_a_ring >= 4  # two steps of two layers
+        assert sent == planned > 0, calls
+
+
+def test_bytes_are_those_of_the_plan_whether_the_planner_cuts_sequences_or_not():
+    for sent, planned, calls in run_ranks(sent_and_planned, 2, "llama", 2, CHOSEN, timeout_s=120):
         assert sent == planned > 0, calls
 
 

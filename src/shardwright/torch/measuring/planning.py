@@ -21,6 +21,7 @@ from torch import nn
 
 from shardwright.cluster import Cluster
 from shardwright.comm.joining.process_group import tell_all
+from shardwright.config import Config
 from shardwright.costs.own_runtime import DIVIDED_OPERATION_S
 from shardwright.errors import PlanError
 from shardwright.model_graph import ModelGraph
@@ -38,6 +39,7 @@ from shardwright.planner.chain.division import Division
 from shardwright.planner.machines.fabric import Fabric
 from shardwright.profile import Profile, UnitCost
 from shardwright.torch.batch.batch import Batch
+from shardwright.torch.measuring.cut_sequences import with_or_without_sequences
 from shardwright.torch.measuring.last_plan import LastPlan
 from shardwright.torch.measuring.profiler import Profiler, ToProfile
 from shardwright.torch.measuring.run_history import history_of
@@ -96,15 +98,21 @@ class Planner:
         candidates = {m: (trace.graph, profiles[m]) for m, trace in traces.items()}
         with context.reporter.phase("planning"), _said_of_what_has_no_stage(traces[counts[0]]):
             plan = context.from_first_rank(
-                lambda: make_plan(
-                    candidates,
-                    cluster=cluster,
-                    config=context.config,
-                    mesh=context.mesh,
-                    placement=self._placement(traces[counts[0]].graph),
-                    optimizer_factor=_optimizer_factor(context),
-                    correction=_correction(context, traces[counts[0]].graph, samples=batch.num_samples or 0),
-                    division=self._division(traces, prices, operation_s, previous),
+                lambda: with_or_without_sequences(
+                    context.config,
+                    lambda config: make_plan(
+                        candidates,
+                        cluster=cluster,
+                        config=config,
+                        mesh=context.mesh,
+                        placement=self._placement(traces[counts[0]].graph),
+                        optimizer_factor=_optimizer_factor(context),
+                        correction=_correction(
+                            context, traces[counts[0]].graph, samples=batch.num_samples or 0
+                        ),
+                        division=self._division(traces, prices, operation_s, config, previous),
+                        previous=previous,
+                    ),
                     previous=previous,
                 )
             )
@@ -189,6 +197,7 @@ class Planner:
         traces: dict[int, Trace],
         prices: TensorPrices | None,
         operation_s: float,
+        config: Config,
         previous: Plan | None,
     ) -> Division | None:
         """How tensor-parallel ranks share the model; None where there are none.
@@ -203,7 +212,7 @@ class Planner:
         found = division_of(
             self._model,
             trace,
-            config=self._context.config,
+            config=config,
             mesh=self._context.mesh,
             prices=prices,
             decided_by=None if last is None else last.prices,

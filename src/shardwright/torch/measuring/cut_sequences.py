@@ -1,0 +1,60 @@
+"""Chooses whether tensor-parallel ranks cut the tensors between layers along the sequence, too.
+
+Divided norms and residuals are worth their collectives, twice as many, where latencies are small; and ranks
+keep their part of what is between layers alone, which may be what fits in memory.
+"""
+
+import contextlib
+from collections.abc import Callable
+
+from shardwright.config import Config
+from shardwright.errors import InfeasiblePlanError, PlanError
+from shardwright.plan import Plan
+from shardwright.quantities import format_seconds
+
+__all__ = ["with_or_without_sequences"]
+
+
+def with_or_without_sequences(
+    config: Config, plan_with: Callable[[Config], Plan], *, previous: Plan | None = None
+) -> Plan:
+    """The plan with the shorter predicted step, if the settings leave the choice; else that of the settings.
+
+    Args:
+        config: the settings.
+        plan_with: makes a plan for settings that say it.
+        previous: the plan of the last run, which has chosen already: its choice stays, as sums depend on it.
+
+    Raises:
+        PlanError: neither can be planned; the error is that of whole sequences.
+    """
+    if config.sequence_parallel != "auto" or config.tensor_parallel_degree == 1:
+        return plan_with(config)
+    if previous is not None and previous.tensor is not None:
+        kept = previous.tensor.between_units is not None
+        with contextlib.suppress(PlanError):  # another machine, or less memory
+            return plan_with(config.model_copy(update={"sequence_parallel": kept}))
+    too_large: InfeasiblePlanError | None = None
+    whole: Plan | None = None
+    try:
+        whole = plan_with(config.model_copy(update={"sequence_parallel": False}))
+    except InfeasiblePlanError as error:
+        too_large = error
+    try:
+        cut = plan_with(config.model_copy(update={"sequence_parallel": True}))
+    except PlanError:  # no tensor between layers has a sequence, or even its parts do not fit
+        if whole is None:
+            assert too_large is not None
+            raise too_large from None
+        return whole
+    if whole is None:
+        return _said(cut, "Sequences are cut: whole tensors between layers do not fit.")
+    cut_s, whole_s = (each.prediction.step_s if each.prediction else 0.0 for each in (cut, whole))
+    seconds = f"{format_seconds(cut_s)} a step, and {format_seconds(whole_s)} with whole ones."
+    if cut_s < whole_s:
+        return _said(cut, f"Sequences are cut between layers: {seconds}")
+    return _said(whole, f"Sequences stay whole between layers: cut ones take {seconds}")
+
+
+def _said(plan: Plan, line: str) -> Plan:
+    return plan.model_copy(update={"why": (*plan.why, line)})
