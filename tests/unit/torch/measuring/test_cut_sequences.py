@@ -14,7 +14,7 @@ class FakePlan(SimpleNamespace):
         return FakePlan(**{**vars(self), **update})
 
 
-def chosen(setting, *, whole, cut, tensor=2):
+def chosen(setting, *, whole, cut, tensor=2, last=None):
     """Whether the plan has cut sequences, why, and which settings were asked for; errors stand for plans."""
     asked = []
 
@@ -27,7 +27,8 @@ def chosen(setting, *, whole, cut, tensor=2):
         return FakePlan(is_cut=is_cut, why=("first",), prediction=SimpleNamespace(step_s=outcome))
 
     config = Config(sequence_parallel=setting, tensor_parallel_degree=tensor)
-    plan = with_or_without_sequences(config, plan_with)
+    between = None if last is None else SimpleNamespace(tensor=SimpleNamespace(between_units=last["between"]))
+    plan = with_or_without_sequences(config, plan_with, previous=between)
     return plan.is_cut, plan.why[1:], asked
 
 
@@ -57,3 +58,11 @@ def test_what_fits_wins():
 def test_what_is_set_is_done(setting):
     assert chosen(setting, whole=1.0, cut=2.0) == (setting, (), [setting])
     assert chosen("auto", whole=1.0, cut=0.5, tensor=1) == (False, (), ["auto"])
+
+
+def test_what_the_last_run_chose_stays_where_it_fits():
+    """Two predictions that are nearly equal would take turns, and so would the last bits of losses."""
+    assert chosen("auto", whole=2.0, cut=1.0, last={"between": None}) == (False, (), [False])
+    assert chosen("auto", whole=1.0, cut=2.0, last={"between": 1}) == (True, (), [True])
+    large = InfeasiblePlanError("too large")
+    assert chosen("auto", whole=1.0, cut=large, last={"between": 1})[0] is False
