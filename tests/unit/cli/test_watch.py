@@ -23,7 +23,7 @@ def run(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.mark.parametrize("words", [["runs/first"], []])
+@pytest.mark.parametrize("words", [["runs/first"], ["first"], []])
 def test_a_run_that_has_ended_prints_its_state(capsys, run, words):
     code, out, err = call(capsys, "watch", *words)
     assert (code, err) == (0, "")
@@ -37,6 +37,7 @@ def test_a_run_that_has_ended_prints_its_state(capsys, run, words):
     ("words", "message"),
     [
         (["runs/frist"], "there is no run folder runs/frist. List them: shardwright runs runs"),
+        (["frist"], "there is no run folder frist. List them: shardwright runs\n"),
         (["runs/first/plan.json"], "Give the run folder: shardwright watch runs/first"),
     ],
 )

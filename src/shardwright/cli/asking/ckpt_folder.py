@@ -5,6 +5,7 @@ from pathlib import Path
 from shardwright.checkpoint.commits import COMMITTED
 from shardwright.checkpoint.folder import CheckpointFolder, refuse_one_checkpoint
 from shardwright.checkpoint.manifest import MANIFEST
+from shardwright.cli.asking.run_path import run_path
 from shardwright.errors import UsageError
 
 __all__ = ["checkpoint_folder", "folder_of", "named_checkpoint"]
@@ -12,6 +13,7 @@ __all__ = ["checkpoint_folder", "folder_of", "named_checkpoint"]
 
 def folder_of(path: Path) -> Path:
     """The folder of checkpoints in that of a run, or the folder itself."""
+    path = run_path(path) or path
     inside = path / "checkpoints"
     return inside if inside.is_dir() else path
 

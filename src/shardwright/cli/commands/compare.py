@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.asking.application import AsJson, print_json, say, show_text
+from shardwright.cli.asking.run_path import run_path
 from shardwright.observe.report import gather, write_comparison
 from shardwright.observe.report.gathered.comparison import compare as compare_runs
 from shardwright.observe.run_folder import show_path
@@ -17,8 +18,12 @@ __all__ = ["compare"]
 _MOST_DIFFERENCES = 12
 _LONGEST = 40
 
-First = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a plan file.")]
-Second = Annotated[Path, typer.Argument(metavar="OTHER_RUN", help="The run to compare it with.")]
+First = Annotated[
+    Path, typer.Argument(metavar="RUN", callback=run_path, help="A run, by name or folder, or a plan file.")
+]
+Second = Annotated[
+    Path, typer.Argument(metavar="OTHER_RUN", callback=run_path, help="The run to compare it with.")
+]
 Output = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="FILE", help="The page. Default: compare-RUN.html in OTHER_RUN."),

@@ -6,12 +6,18 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.asking.application import AsJson, print_json, show_text
+from shardwright.cli.asking.run_path import run_path
 from shardwright.observe.explanation import explanation_document, format_explanation
 from shardwright.observe.report.gathered.data import gather
 
 __all__ = ["explain"]
 
-PlanOrRun = Annotated[Path, typer.Argument(metavar="PLAN_OR_RUN", help="A plan file, or a run folder.")]
+PlanOrRun = Annotated[
+    Path,
+    typer.Argument(
+        metavar="PLAN_OR_RUN", callback=run_path, help="A plan file, or a run, by name or folder."
+    ),
+]
 
 
 def explain(plan_or_run: PlanOrRun, as_json: AsJson = False) -> None:

@@ -7,12 +7,18 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.asking.application import AsJson, print_json, say, show_text
+from shardwright.cli.asking.run_path import run_path
 from shardwright.observe.report import gather, write_report
 from shardwright.observe.run_folder import RunFolder
 
 __all__ = ["report"]
 
-RunOrPlan = Annotated[Path, typer.Argument(metavar="RUN_OR_PLAN", help="A run folder, or a plan file.")]
+RunOrPlan = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN_OR_PLAN", callback=run_path, help="A run, by name or folder, or a plan file."
+    ),
+]
 Output = Annotated[
     Path | None,
     typer.Option(

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.asking.application import AsJson, print_json, show_text
+from shardwright.cli.asking.run_path import listing, run_path
 from shardwright.cli.showing.summary_document import summary_document
 from shardwright.errors import UsageError
 from shardwright.observe.jsonl import read_json_lines
@@ -17,7 +18,7 @@ from shardwright.printable import printable
 
 __all__ = ["show"]
 
-Folder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder, for example runs/first.")]
+Folder = Annotated[Path, typer.Argument(metavar="RUN", callback=run_path, help="A run, by name or folder.")]
 
 
 def show(folder: Folder, as_json: AsJson = False) -> None:
@@ -28,7 +29,7 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
     if folder.is_file():
         raise UsageError(f"{folder} is a file. Give the run folder: shardwright show {folder.parent}")
     if not folder.is_dir():
-        raise UsageError(f"there is no run folder {folder}. List them: shardwright runs {folder.parent}")
+        raise UsageError(f"there is no run folder {folder}. List them: {listing(folder.parent)}")
     found = RunFolder(folder.absolute())
     summary = summarize(found)
     plan = Plan.read(found.plan_file) if found.plan_file.exists() else None

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.asking.application import say, show_text
+from shardwright.cli.asking.run_path import listing, run_path
 from shardwright.errors import UsageError
 from shardwright.observe.console import Console
 from shardwright.observe.following import Follower, newest_run
@@ -24,7 +25,10 @@ _PAUSE_S = 0.25
 Run = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[RUN]", help="A run folder. Default: the newest run in runs/.", show_default=False
+        metavar="[RUN]",
+        callback=run_path,
+        help="A run, by name or folder. Default: the newest in runs/.",
+        show_default=False,
     ),
 ]
 
@@ -62,7 +66,7 @@ def _folder(run: Path | None) -> RunFolder:
     if run.is_file():
         raise UsageError(f"{run} is a file. Give the run folder: shardwright watch {run.parent}")
     if not run.is_dir():
-        raise UsageError(f"there is no run folder {run}. List them: shardwright runs {run.parent}")
+        raise UsageError(f"there is no run folder {run}. List them: {listing(run.parent)}")
     return RunFolder(run.absolute())
 
 
