@@ -20,6 +20,13 @@ class Mlp(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
+class DroppingMlp(Mlp):
+    """With dropout, as Switch Transformers have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.dropout(F.silu(self.w1(x)) * self.w3(x), 0.2, self.training))
+
+
 class Mixtral(nn.Module):
     """The block of transformers 4: masks, and `index_add_`; gives the logits of its router, too."""
 
@@ -113,7 +120,7 @@ class Switch(nn.Module):
     def __init__(self, num_experts: int) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, num_experts, bias=False)
-        self.experts = nn.ModuleDict({f"expert_{i}": Mlp() for i in range(num_experts)})
+        self.experts = nn.ModuleDict({f"expert_{i}": DroppingMlp() for i in range(num_experts)})
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.router(hidden_states)

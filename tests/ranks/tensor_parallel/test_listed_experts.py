@@ -50,7 +50,7 @@ def test_stages_replicas_and_shards_of_listed_experts():
         "replicas": case(2, recomputed, iterations=steps, least_divided=0.5),
         "shards": case(2, shards, iterations=steps, clip=clip_norm, least_divided=0.0),
     }
-    check(sparse("Mixtral", "DeepSeek"), cases, num_ranks=4)
+    check(sparse("Mixtral", "Switch"), cases, num_ranks=4)
 
 
 def losses(settings: Mapping[str, Any], folder: Path, steps: int) -> list[float]:
@@ -59,7 +59,7 @@ def losses(settings: Mapping[str, Any], folder: Path, steps: int) -> list[float]
 
     sw.init({"run_dir": "off", "profile": "estimated", "microbatches": 2, **settings})
     torch.manual_seed(0)
-    model = sw.DistributedModel(SparseModel("Mixtral", "Switch").double())
+    model = sw.DistributedModel(SparseModel("Mixtral", "Qwen").double())
     optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     checkpoints = sw.Checkpoints(folder, every=2)
     first = checkpoints.resume()
@@ -102,9 +102,9 @@ def switch_transformers() -> Recipe:
         sizes = {"d_model": 24, "d_kv": 8, "d_ff": 32, "num_heads": 3, "num_experts": 4}
         layers = {"num_layers": 1, "num_decoder_layers": 1}
         sparse_layers = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
-        exact = {"dropout_rate": 0.0, "router_jitter_noise": 0.0}
+        noise = {"dropout_rate": 0.1, "router_jitter_noise": 0.0}
         config = transformers.SwitchTransformersConfig(
-            **sizes, **layers, **sparse_layers, **exact, vocab_size=WORDS, decoder_start_token_id=0
+            **sizes, **layers, **sparse_layers, **noise, vocab_size=WORDS, decoder_start_token_id=0
         )
         config.use_cache = False
         model = transformers.SwitchTransformersForConditionalGeneration(config)

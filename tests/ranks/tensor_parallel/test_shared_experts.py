@@ -114,10 +114,10 @@ def test_stages_and_replicas_of_shared_experts():
     check("mixtral", cases, num_ranks=4)
 
 
-class Dropping(LanguageModel):
+class Normalising(LanguageModel):
     def __init__(self) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)) for _ in range(2))
+        self.experts = nn.ModuleList(nn.BatchNorm1d(2) for _ in range(2))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ class Dropping(LanguageModel):
     [
         (LanguageModel, "expert_parallel_degree is 2, but the model has no layer of 2 experts or more"),
         (None, "expert_parallel_degree is 2, but a microbatch has 1 sample, and each rank takes some"),
-        (Dropping, "experts cannot be shared: its experts have dropout"),
+        (Normalising, "experts cannot be shared: its experts have buffers"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(model, message):

@@ -186,11 +186,9 @@ def test_what_stays_whole_is_told():
     tied = listed(Expert(), Expert(), Expert())
     tied.experts[1].up = tied.experts[0].up = shared_layer.up
     with_buffer.register_buffer("count", torch.zeros(1))
-    drops = nn.Sequential(Expert(), nn.Dropout(0.1))
     assert reasons(listed(Expert())) == {"experts": "it has 1, and 2 ranks share them"}
     assert "share parameters" in reasons(tied)["experts"]
     assert "buffers" in reasons(listed(Expert(), with_buffer))["experts"]
-    assert "dropout" in reasons(listed(Expert(), drops))["experts"]
     outside = nn.Sequential(listed(Expert(), Expert()))
     units = ["0.gate", "0.experts.0", "0.experts.1"]
     assert "a unit of its own" in reasons(outside, units=units)["0.experts"]
@@ -211,7 +209,6 @@ def test_lists_of_other_modules_are_none_of_experts():
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Drops, "an expert of a list draws random numbers"),
         (Pairs, "an expert of a list gives a tensor of torch.int64"),
         (Looks, "an expert of a list does not run on tensors without data"),
     ],

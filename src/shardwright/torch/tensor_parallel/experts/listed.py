@@ -113,8 +113,6 @@ def _has_experts(key: str, child: nn.Module) -> bool:
 def _reason_to_stay(one: _List, num_ranks: int, units: frozenset[str], times: Mapping[int, int]) -> str:
     experts = list(one.experts.values())
     parameters = [each for expert in experts for each in expert.parameters()]
-    inside = [each for expert in experts for each in expert.modules()]
-    drops = (isinstance(each, nn.modules.dropout._DropoutNd) and each.p > 0 for each in inside)
     if len(experts) < num_ranks:
         return f"it has {len(experts)}, and {num_ranks} ranks share them"
     if not parameters or any(not each.dim() for each in parameters):
@@ -123,8 +121,6 @@ def _reason_to_stay(one: _List, num_ranks: int, units: frozenset[str], times: Ma
         return "its experts have buffers, which all ranks would need"
     if any(times[id(each)] > 1 for each in parameters):
         return "experts share parameters with other modules"
-    if any(drops):
-        return "its experts have dropout, and all ranks would have to draw its masks"
     if not any(unit in ("", one.parent_name) or one.parent_name.startswith(f"{unit}.") for unit in units):
         return "each expert is a unit of its own: all tokens go to all of them"
     return ""
