@@ -41,13 +41,18 @@ def softmax(call: Call) -> list[Candidate]:
     def forward(group: TensorGroup, func: Any, args: list[Any], kwargs: Any) -> Tensor:
         data, _, to_float = args
         dtype = torch.float32 if to_float else data.dtype
+        kernel = _by_kernel(data, dim) if is_log and data.dtype == dtype else None
+        if kernel is not None:
+            result, own = kernel
+            return result.add_(own - _over_ranks(group, own, torch.ones_like(own)))
         own, own_total = _maximum_and_total(_wide(data), dim)
-        most = group.reduce(own.clone(), "max")
-        total = group.reduce(own_total.mul_((own - most).exp_()))
+        level = _over_ranks(group, own, own_total)
         result = torch.empty_like(data, dtype=dtype)
-        for piece, block, greatest, sums in _in_blocks(dim, result, data, most, total):
-            shifted = _wide(block) - greatest
-            piece.copy_(shifted.sub_(sums.log()) if is_log else shifted.exp_().div_(sums))
+        for piece, block, sums in _in_blocks(dim, result, data, level):
+            shifted = torch.sub(_wide(block), sums, out=_room(piece))
+            shifted = shifted if is_log else shifted.exp_()
+            if shifted is not piece:
+                piece.copy_(shifted)
         return result
 
     def backward(group: TensorGroup, func: Any, args: list[Any], kwargs: Any) -> Tensor:
@@ -59,11 +64,13 @@ def softmax(call: Call) -> list[Candidate]:
         total = group.reduce(total)
         result = torch.empty_like(output, dtype=dtype)
         for piece, outer, block, sums in _in_blocks(dim, result, gradient, output, total):
-            wide = _wide(outer)
             if is_log:
-                piece.copy_(torch.addcmul(wide, _wide(block).exp(), sums, value=-1))
+                found = torch.exp(_wide(block), out=_room(piece)).mul_(sums)
+                found = torch.sub(_wide(outer), found, out=found)
             else:
-                piece.copy_((wide - sums).mul_(_wide(block)))
+                found = torch.sub(_wide(outer), sums, out=_room(piece)).mul_(_wide(block))
+            if found is not piece:
+                piece.copy_(found)
         return result
 
     for cut in cuts:
@@ -76,6 +83,32 @@ def softmax(call: Call) -> list[Candidate]:
             )
         )
     return found
+
+
+def _over_ranks(group: TensorGroup, level: Tensor, total: Tensor) -> Tensor:
+    """The logarithm of the sum of exponentials over all ranks, of which each has ``total * exp(level)``."""
+    most = group.reduce(level.clone(), "max")
+    return group.reduce((level - most).exp_().mul_(total)).log_().add_(most)
+
+
+def _by_kernel(data: Tensor, dim: int) -> tuple[Tensor, Tensor] | None:
+    """The logarithm of the softmax of a rank's part by itself, and that of its sum of exponentials.
+
+    PyTorch's kernel goes through memory once. None where it has no sum: nothing is there, or all is masked.
+    """
+    if not _is_here(data) or not data.numel() or data.dtype.itemsize < 4:
+        return None
+    most = data.amax(dim, keepdim=True)
+    if not bool(most.isfinite().all()):
+        return None
+    result = torch.log_softmax(data, dim)
+    # The greatest entry is there without a difference of large numbers.
+    return result, most - result.amax(dim, keepdim=True)
+
+
+def _is_here(data: Tensor) -> bool:
+    """Whether a tensor has data that Python may look at without waiting."""
+    return type(data) is Tensor and data.device.type == "cpu"
 
 
 def _maximum_and_total(data: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -102,13 +135,18 @@ def _in_blocks(dim: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """
     first = tensors[0]
     rows = first.shape[0] if first.dim() > 1 and dim != 0 else 1
-    has_data = type(first) is Tensor and first.device.type == "cpu"
-    if rows == 1 or not has_data or first.numel() <= _BLOCK:
+    if rows == 1 or not _is_here(first) or first.numel() <= _BLOCK:
         yield tensors
         return
     step = max(1, _BLOCK * rows // first.numel())
     for start in range(0, rows, step):
         yield tuple(each[start : start + step] for each in tensors)
+
+
+def _room(piece: Tensor) -> Tensor:
+    """Where a block of a result is computed: in its place, if that is wide enough."""
+    wide = _wide_type(piece)
+    return piece if piece.dtype == wide else torch.empty_like(piece, dtype=wide)
 
 
 def _wide(data: Tensor) -> Tensor:
