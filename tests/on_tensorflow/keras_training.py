@@ -173,8 +173,9 @@ def assert_equal(expected, found, *, tolerance=0.0):
         assert not isinstance(rank, str), rank
     for rank_losses, rank_gradients, rank_predictions, rank_state, rank_metric in found:
         np.testing.assert_allclose(rank_losses, losses, rtol=tolerance, atol=0)
+        # Pieces fuse other operations than the whole: a U-Net's predictions are off by 1e-6, or a bit more.
         np.testing.assert_allclose(
-            rank_predictions, predictions, rtol=0, atol=tolerance * np.abs(predictions).max()
+            rank_predictions, predictions, rtol=0, atol=2 * tolerance * np.abs(predictions).max()
         )
         assert rank_metric == metric or abs(rank_metric - metric) <= tolerance * abs(metric)
         for step, (mine, theirs) in enumerate(zip(rank_gradients, gradients, strict=True)):
