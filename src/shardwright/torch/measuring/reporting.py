@@ -16,7 +16,7 @@ from shardwright.observe.metrics import StepRecord
 from shardwright.observe.observer import Observer
 from shardwright.observe.run_choice import BegunRun, begin_run
 from shardwright.observe.run_folder import RunFolder, launched_folder, runs_dir
-from shardwright.observe.run_record import RunState, command_of_script, go_on, saved_step
+from shardwright.observe.run_record import RunState, command_of_script, go_on, read_record, saved_step
 from shardwright.observe.surroundings import surroundings
 from shardwright.observe.timeline import idle_share
 from shardwright.observe.trackers import Tracker
@@ -244,8 +244,11 @@ class Reporter:
         saved = None if folder is None or self._state() != "finished" else saved_step(folder)
         if folder is None or saved is None:
             return ""
-        by = f"run_name {folder.path.name}" if self._begun is not None else "shardwright run --resume"
-        return f"saved {saved}; for more steps: {by}"
+        if self._begun is not None:
+            return f"saved {saved}; for more steps: run_name {folder.path.name}"
+        record = read_record(folder)
+        command = "shardwright run" if record is None else record.command
+        return f"saved {saved}; for more steps: {command.replace(' run', ' run --resume', 1)}"
 
     def _write_end(self, state: RunState) -> None:
         """Writes how the run ended, and says how to go on with one that ended early: on the first rank."""
