@@ -24,6 +24,7 @@ class Layer:
         product_moved: numbers that products read and write, half of them, parameters apart.
         collectives: of the ranks that share the layer, in a forward and backward; 0 where one has all of it.
         sent: numbers that one of them sends meanwhile.
+        dispatch_s: seconds that Python takes for their operations, whatever the samples.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Layer:
     product_moved: float = 0.0
     collectives: float = 0.0
     sent: float = 0.0
+    dispatch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

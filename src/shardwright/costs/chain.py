@@ -347,7 +347,8 @@ def _exchange_seconds(
     calls = group.of_ranks(np.array(chain.column("collectives"), dtype=float))
     sent = group.of_ranks(np.array(chain.column("sent"), dtype=float)) * width
     samples = np.asarray(group.options.microbatch, dtype=float)
-    found: Floats = np.multiply.outer(latency, calls) + np.multiply.outer(samples / rate, sent)
+    dispatch = group.of_ranks(np.array(chain.column("dispatch_s"), dtype=float))
+    found: Floats = np.multiply.outer(latency, calls) + np.multiply.outer(samples / rate, sent) + dispatch
     return found
 
 

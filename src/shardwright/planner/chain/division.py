@@ -199,6 +199,11 @@ class Division:
         unit = self.units.get(name, _WHOLE)
         return unit.forward.calls + unit.backward.calls
 
+    def dispatch_s(self, name: str) -> float:
+        """What Python takes for the operations of a unit on divided tensors, forward and backward."""
+        unit = self.units.get(name, _WHOLE)
+        return (unit.forward.operations + unit.backward.operations) * self.operation_s
+
     def shares(self, name: str) -> tuple[float, float]:
         """What is left of a unit's work, and of the bytes that it keeps, on the busiest rank."""
         unit = self.units.get(name, _WHOLE)

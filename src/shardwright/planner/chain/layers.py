@@ -73,6 +73,7 @@ def chain_of(graph: ModelGraph, *, name: str, division: Division | None = None) 
                 inputs=inputs * per_sample,
                 crossing=crossing[number] * per_sample,
                 collectives=0 if division is None else division.collectives(name_of_unit),
+                dispatch_s=0.0 if division is None else division.dispatch_s(name_of_unit),
                 sent=0.0
                 if division is None
                 else division.sent_bytes(name_of_unit, graph.batch_size) * per_sample,

@@ -351,9 +351,8 @@ def _work_s(call: Call, candidate: Candidate) -> float:
     elif call.is_view:
         return 0.0
     else:
-        read = sum(one.numel * one.dtype.itemsize for one in call.inputs)
-        written = sum(each.numel() * each.element_size() for each in call.outputs if each is not None)
-        time_s = (read + written) / prices.memory_Bps
+        moved = sum(each.numel() * each.element_size() for each in call.outputs if each is not None)
+        time_s = moved / prices.memory_Bps
     if candidate.share == 1:
         return time_s
     cuts = (each for each in (*candidate.inputs, *candidate.outputs) if isinstance(each, Cut) and each.size)
