@@ -17,6 +17,7 @@ from typing import Any
 
 from shardwright.comm.identity.environment import detect
 from shardwright.errors import LaunchError
+from shardwright.observe.secrets import HIDDEN, may_be_secret
 from shardwright.quantities import format_bytes
 
 __all__ = ["Findings", "examine"]
@@ -49,7 +50,6 @@ _PREFIXES = (
     "MASTER_",
 )
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "JOB_COMPLETION_INDEX")
-_SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 _FEW_FILES = 4096
 _LITTLE_SHARED = 64 * 2**20
 _LITTLE_DISK = 2**30
@@ -244,7 +244,7 @@ def _ranks(environ: Mapping[str, str]) -> str:
 def _variables(environ: Mapping[str, str]) -> list[tuple[str, str]]:
     """The environment variables that runs read, without possible secrets."""
     return [
-        (name, "(not shown)" if any(word in name for word in _SECRETS) else value)
+        (name, HIDDEN if may_be_secret(name) else value)
         for name, value in sorted(environ.items())
         if name.startswith(_PREFIXES) or name in _NAMES
     ]

@@ -249,7 +249,8 @@ def _is_alive(lock: Path) -> bool:
     try:
         if not stat.S_ISREG(lock.stat().st_mode):
             return False
-        holder = _HOLDER.fullmatch(lock.read_bytes()[:300].decode(errors="replace").strip())
+        with lock.open("rb") as file:
+            holder = _HOLDER.fullmatch(file.read(300).decode(errors="replace").strip())
     except OSError:
         return False
     if holder is None:

@@ -197,12 +197,16 @@ def _document(step: RecordedStep) -> dict[str, Any]:
     return {"step": step.step, "seconds": step.seconds, "ranks": ranks}
 
 
+_ROUNDING_US = 1.0  # each of the three numbers is rounded to a tenth
+
+
 def _read_step(step: _Step, file: UserFile) -> RecordedStep:
     events = []
     for number, rank in enumerate(step.ranks):
         for name, start_us, end_us, waited_us, in_use in rank.actions:
             action = _action(name)
-            if action is None or not 0 <= start_us <= end_us < float("inf") or waited_us < 0:
+            in_order = 0 <= start_us <= end_us < float("inf")
+            if action is None or not in_order or not 0 <= waited_us <= end_us - start_us + _ROUNDING_US:
                 raise UsageError(
                     f"{file}: step {step.step}, rank {number} has the action "
                     f"{[name, start_us, end_us, waited_us]}, but it must be a name such as 0F3, with start, "

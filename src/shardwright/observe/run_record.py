@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -23,6 +23,7 @@ RunState = Literal["running", "finished", "saved", "stopped", "failed"]
 """``running`` stays where a run was killed; ``saved``: a signal came, and the run saved and ended."""
 
 _NAME = "run.json"
+_LATEST_S = 253_402_300_799  # the end of the year 9999
 _FIRST_SIGNAL = 128
 
 
@@ -49,7 +50,7 @@ class RunRecord(Record):
     named: bool = False
     state: RunState = "running"
     exit_code: int | None = None
-    begun_s: float = 0.0
+    begun_s: Annotated[float, Field(ge=0, le=_LATEST_S)] = 0.0
 
     def is_repeated_by(self, other: "RunRecord") -> bool:
         """Whether the other is the same script with the same arguments and settings, on any ranks."""

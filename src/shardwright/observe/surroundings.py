@@ -95,8 +95,10 @@ def _first_line(path: Path) -> str:
 
 
 def _text(path: Path) -> str:
-    """The beginning of a file; empty where it cannot be read."""
+    """The beginning of a regular file; empty where it cannot be read."""
     try:
+        if not path.is_file():
+            return ""
         with path.open("rb") as file:
             return file.read(_MOST_BYTES).decode(errors="replace")
     except (OSError, ValueError):

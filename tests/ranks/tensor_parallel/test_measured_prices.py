@@ -1,5 +1,8 @@
 """What ranks measure before a plan is made: how long an operation on divided tensors takes."""
 
+import torch
+from torch import nn
+
 import shardwright.torch as sw
 from shardwright.testing import run_ranks
 from shardwright.torch.measuring.tensor_prices import measured_operation_s
@@ -17,3 +20,28 @@ def test_all_ranks_take_one_price_of_an_operation():
     first, second = run_ranks(measured, 2, timeout_s=60)
     # Python's own time: no machine is so fast, or so busy, that it were outside of this.
     assert 1e-6 < first == second < 5e-3
+
+
+def evaluated_first() -> list[float]:
+    sw.init({"run_dir": "off", "tensor_parallel_degree": 2, "microbatches": 1, "measure_s": 0.2})
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    x = torch.ones(4, 64)
+    expected = plain(x).square().mean().item()
+    model = sw.DistributedModel(plain)
+
+    @sw.step
+    def evaluate(model, x):
+        return model(x).square().mean()
+
+    losses = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            losses.append(evaluate(model, x).reduce_mean().item() / expected)
+    return losses
+
+
+def test_the_first_step_may_be_an_evaluation():
+    """The prices are those of a training step: measuring them needs gradients, where the script has none."""
+    for losses in run_ranks(evaluated_first, 2, timeout_s=120):
+        assert all(abs(ratio - 1) < 1e-5 for ratio in losses)

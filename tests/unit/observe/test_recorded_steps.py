@@ -109,6 +109,7 @@ def test_the_first_work_begins_at_zero() -> None:
         ({"actions": [["0X0", 0, 1, 0, 0]]}, r"rank 0 has the action \['0X0'"),
         ({"actions": [["0F", 0, 1, 0, 0]]}, r"must be a name such as 0F3"),
         ({"actions": [["0F0", 2, 1, 0, 0]]}, r"rank 0 has the action \['0F0', 2"),
+        ({"actions": [["0F0", 0, 5, 1e9, 0]]}, r"rank 0 has the action \['0F0', 0"),
         ({"actions": [["0F0", 0, 1]]}, r"actions"),
         ({"seconds": "long"}, "seconds"),
     ],

@@ -65,7 +65,14 @@ def measured_operation_s(context: Context) -> float:
     In a step, large products push the code of the dispatch out of the caches, so that it takes several times
     what it takes in a loop of its own.
     """
-    group, device = group_without_ranks(0, 2, Prices()), context.device
+    with torch.inference_mode(False), torch.enable_grad():  # the first step may be an evaluation
+        operation_s = _operation_s(context.device)
+    return float(statistics.median(tell_all(operation_s)))
+
+
+def _operation_s(device: torch.device) -> float:
+    """The same on this rank."""
+    group = group_without_ranks(0, 2, Prices())
     matrix = torch.zeros(512, 512, device=device)
     whole, weight = torch.ones(4, 8, device=device), torch.ones(8, 8, device=device, requires_grad=True)
     part = divided(torch.ones(8, 8, device=device), Cut.even(0, 8, num_ranks=2), group)
@@ -79,7 +86,7 @@ def measured_operation_s(context: Context) -> float:
             _some_operations(tensor, weight)
             taken[is_part].append(time.perf_counter() - start)
     more_s = statistics.median(taken[True][2:]) - statistics.median(taken[False][2:])
-    return float(statistics.median(tell_all(max(more_s, 0.0) / count.number)))
+    return float(max(more_s, 0.0) / count.number)
 
 
 def _some_operations(tensor: torch.Tensor, weight: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ def be_brief() -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-        if isinstance(error, ShardwrightError):
+        if isinstance(error, ShardwrightError) and error.__cause__ is None:
             sys.stderr.write(f"[rank {rank}] {_line_of(frames)}{kind.__name__}: {error}\n")
         else:
             sys.__excepthook__(kind, error, frames)

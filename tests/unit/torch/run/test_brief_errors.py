@@ -32,6 +32,14 @@ def test_another_rank_prints_a_line(monkeypatch, capsys):
     assert "Traceback" in printed(ValueError("of the script"), capsys)
 
 
+def test_an_error_with_a_cause_is_printed_with_it(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    be_brief()
+    error = ConfigError("cannot be read")
+    error.__cause__ = OSError("disk")
+    assert "OSError: disk" in printed(error, capsys)
+
+
 @pytest.mark.parametrize("variables", [{"RANK": "0"}, {"RANK": "1", "SHARDWRIGHT_RUN_DIR": "runs/a"}])
 def test_the_first_rank_and_those_of_our_launcher_print_all(monkeypatch, capsys, variables):
     for name, value in variables.items():

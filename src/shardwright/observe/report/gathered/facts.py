@@ -11,6 +11,7 @@ from shardwright.files import UserFile
 from shardwright.observe.jsonl import read_json_lines
 from shardwright.observe.run_folder import RunFolder
 from shardwright.observe.run_record import read_record
+from shardwright.observe.secrets import without_secrets
 
 __all__ = ["RunFacts", "read_facts"]
 
@@ -62,9 +63,10 @@ def read_facts(folder: RunFolder) -> RunFacts:
     record = read_record(folder)
     surroundings = _events(folder)
     begun_s = 0.0 if record is None else record.begun_s
+    command = "" if record is None else record.command or " ".join((record.script, *record.arguments))
     return RunFacts(
         model=_text(surroundings.get("model")),
-        command="" if record is None else record.command or " ".join((record.script, *record.arguments)),
+        command=without_secrets(command),
         # A run writes its report before its launcher writes how it ended.
         state="" if record is None or record.state == "running" else record.state,
         begun=datetime.fromtimestamp(begun_s, UTC).strftime("%Y-%m-%d %H:%M UTC") if begun_s else "",
