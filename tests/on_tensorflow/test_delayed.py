@@ -23,7 +23,19 @@ def _elements(variables):
 
 def _layers(tf):
     L = tf.keras.layers
-    return [tf.keras.Input((WIDTH,)), *(L.Dense(WIDTH, activation="tanh") for _ in range(3)), L.Dense(WIDTH)]
+
+    class Residual(L.Layer):
+        """Keras 3 calls it on symbols, to find out what it would give."""
+
+        def __init__(self):
+            super().__init__()
+            self.dense = L.Dense(WIDTH, activation="tanh")
+
+        def call(self, x):
+            return x + self.dense(x)
+
+    dense = (L.Dense(WIDTH, activation="tanh") for _ in range(2))
+    return [tf.keras.Input((WIDTH,)), *dense, Residual(), L.Dense(WIDTH)]
 
 
 def _message(function):

@@ -105,7 +105,7 @@ class Variables:
         refusal = (
             f"{own.name} of shape {tuple(own.shape.as_list())} has no value yet: it was made under "
             "sw.delayed_initialization(), and gets one on its rank in the first step. Read it after that, "
-            "and build the model by model.build(shape), not by a call."
+            "and build the model by model(tf.keras.Input(shape)), which needs no values."
         )
         _private.given_up(own, lambda: is_tracing() or _private.is_building(), refusal, take)
 

@@ -32,9 +32,14 @@ def keras_model_class() -> Any:
 
 
 def is_building() -> bool:
-    """Whether legacy Keras calls layers on symbols, in a graph that nobody runs, as ``model.build`` does."""
+    """Whether Keras calls layers on symbols, in a graph that nobody runs.
+
+    Legacy Keras does so for ``model.build``, Keras 3 to find out what a layer of one's own would give.
+    """
     name = getattr(tf.compat.v1.get_default_graph(), "name", "")
-    return not uses_keras_3() and name.endswith(("keras_graph", "scratch_graph", "build_graph"))
+    if uses_keras_3():
+        return name.startswith("scratch_graph")
+    return name.endswith(("keras_graph", "scratch_graph", "build_graph"))
 
 
 def count_batch(model: Any) -> None:
