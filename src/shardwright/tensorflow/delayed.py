@@ -22,8 +22,9 @@ def delayed_initialization() -> Iterator[None]:
     """Large variables that are made inside get their values in the first step, on their own rank alone.
 
     So a model starts that is larger than the memory of a rank. Its layers must be built inside: functional
-    models are, and others are by ``model(tf.keras.Input(shape))``. Values are those that they would have had. A value
-    that a variable is given before the first step, as by ``load_weights``, is kept in memory until then.
+    models are, and others are by ``model(tf.keras.Input(shape))``. Values are those that they would have had.
+    A value that a variable is given before the first step, as by ``load_weights``, is kept in memory until
+    then.
 
     Raises:
         UsageError: `sw.init` was not called.
