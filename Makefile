@@ -44,10 +44,13 @@ help:
 	@echo 'make dist    wheel and source distribution in dist/, tried in an environment of their own'
 	@echo 'make clean   remove .venv, builds and caches'
 
+# Folders of tests that other targets run.
+ELSEWHERE := e2e cluster ecosystem compat compat_trainer on_tensorflow
+
 PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m 'not sweep'
 
 test: check
-	$(PYTEST) --doctest-modules --ignore src/shardwright/tensorflow src tests/unit tests/ranks
+	$(PYTEST) --doctest-modules --ignore src/shardwright/tensorflow $(patsubst %,--ignore tests/%,$(ELSEWHERE)) src tests
 
 test-all: test test-jobs test-compat test-trainer test-tensorflow
 

@@ -157,7 +157,7 @@ class Planner:
             num_stages=most_stages(context.config, pipeline=context.mesh.pipeline, divides=divides),
             divides=divides,
             prepare=self._materialiser.buffers_outside,
-            count_memory=context.rank == 0,  # which alone plans
+            count_memory=True,
             agree_on_end=_first_of_all_ranks if context.mesh.world_size > 1 else None,
         )
 

@@ -10,7 +10,6 @@ from shardwright.torch._private import num_hooks_registered
 from shardwright.torch.counting.cost_counter import Watch, cost_class
 from shardwright.torch.counting.hook_effects import HookEffects
 from shardwright.torch.pytorch.autocast import autocast_state
-from shardwright.torch.randomness.python_random import python_random_kept
 from shardwright.torch.tracing.calls.traced_call import TracedCall
 from shardwright.torch.tracing.calls.working_memory import WorkingMemory, working_memory
 from shardwright.torch.tracing.trace_data import Sample
@@ -75,8 +74,7 @@ class CallSamples:
             before = num_hooks_registered()
             self.counts = True
             try:
-                # Where ranks draw together, not all of them count.
-                with self._values.fake_mode, python_random_kept():
+                with self._values.fake_mode:
                     self._memory[key] = working_memory(
                         call.func,
                         call.fakes,
