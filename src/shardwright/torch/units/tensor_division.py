@@ -10,6 +10,7 @@ or the script has hooked its gradient, or ranks share sequences alone.
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -88,18 +89,13 @@ def division_of(
     if decided_by is None:
         decided_by = prices if shares_layers else prices.model_copy(update={"latency_s": 0.0})
     own_prices = Prices(**decided_by.model_dump(), sums_wait=not shares_layers)
-    kept_whole = _kept_whole(model, graph)
-    pinned: dict[str, Placement] = {**pinned_placements(model, num_ranks=degree), **kept_whole}
-    if not shares_layers:
-        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        pinned = {name: WHOLE if name in kept_whole else experts.get(name, WHOLE) for name in names}
     found = find_placements(
         units,
         num_ranks=degree,
         prices=own_prices,
         optimize=config.goal_of_division,
         num_microbatches=microbatches,
-        pinned=pinned,
+        pinned=_pinned(model, graph, mesh, experts),
         between=between,
     )
     for reason, names in _by_reason(found.kept_whole).items():
@@ -112,18 +108,10 @@ def division_of(
     }
     # Stages have tensors of their own.
     shared = _shared(trace, model, of_tensor.keys()) if mesh.pipeline == 1 and not between.cuts else {}
-    of_kind: dict[tuple[str, frozenset[int]], DividedUnit] = {}
-    divided: dict[str, DividedUnit] = {}
-    for name, unit in units.items():
-        kind = found.kind_of[name]
-        unit = replace(unit, shared=shared.get(name, frozenset()))
-        if (kind, unit.shared) not in of_kind:
-            named = unit.module.named_parameters()
-            own = {key: of_tensor[id(each)] for key, each in named if id(each) in of_tensor}
-            # The search sees experts' operations one by one, and not that each rank runs its own.
-            shares = found.shares[kind] if mesh.expert == 1 else WorkShares(1 / degree, 1 / degree)
-            of_kind[kind, unit.shared] = _divided(unit, own, shares, own_prices, between)
-        divided[name] = of_kind[kind, unit.shared]
+    units = {name: replace(unit, shared=shared.get(name, frozenset())) for name, unit in units.items()}
+    # The search sees experts' operations one by one, and not that each rank runs its own.
+    shares = found.shares if mesh.expert == 1 else defaultdict(lambda: WorkShares(1 / degree, 1 / degree))
+    divided = _divided_units(units, found.kind_of, shares, of_tensor, own_prices, between)
     operations = dict(_operations(trace, own_prices, between)) if between.cuts else {}
     shares_of_values: dict[int, float] = {}
     for node, tail in tails.items():
@@ -144,6 +132,46 @@ def division_of(
         values=shares_of_values,
         between=between if between.cuts else None,
     )
+
+
+def _pinned(
+    model: nn.Module, graph: ModelGraph, mesh: Mesh, experts: Mapping[str, Cut]
+) -> dict[str, Placement]:
+    """Placements that the search may not choose: of what must stay whole, and of what somebody has placed."""
+    kept_whole = _kept_whole(model, graph)
+    if mesh.tensor > 1:
+        return {**pinned_placements(model, num_ranks=mesh.share), **kept_whole}
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return {name: WHOLE if name in kept_whole else experts.get(name, WHOLE) for name in names}
+
+
+def _divided_units(
+    units: Mapping[str, Unit],
+    kind_of: Mapping[str, str],
+    shares: Mapping[str, WorkShares],
+    of_tensor: Mapping[int, Cut],
+    prices: Prices,
+    between: BetweenUnits,
+) -> dict[str, DividedUnit]:
+    """What units cost the busiest rank; of each kind one is run.
+
+    Args:
+        units: by name.
+        kind_of: their kinds.
+        shares: of the work of a kind.
+        of_tensor: cuts of parameters, by `id`.
+        prices, between: see `_divided`.
+    """
+    of_kind: dict[tuple[str, frozenset[int]], DividedUnit] = {}
+    divided: dict[str, DividedUnit] = {}
+    for name, unit in units.items():
+        kind = kind_of[name], unit.shared
+        if kind not in of_kind:
+            named = unit.module.named_parameters()
+            own = {key: of_tensor[id(each)] for key, each in named if id(each) in of_tensor}
+            of_kind[kind] = _divided(unit, own, shares[kind[0]], prices, between)
+        divided[name] = of_kind[kind]
+    return divided
 
 
 def _experts(model: nn.Module, trace: Trace, between: BetweenUnits) -> dict[str, Cut]:
