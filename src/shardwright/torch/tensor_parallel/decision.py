@@ -11,6 +11,7 @@ from shardwright.placement import WHOLE, Cut, PartialSum, Placement, Whole
 from shardwright.torch._private import memory_of
 from shardwright.torch.tensor_parallel.call import Call, map_tensors, tensors_of
 from shardwright.torch.tensor_parallel.copied_view import CopiedView, count_write, overwrite
+from shardwright.torch.tensor_parallel.direct_call import direct_call
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, settled, wrap
 from shardwright.torch.tensor_parallel.form import Candidate
 from shardwright.torch.tensor_parallel.memory_order import in_order, put_in_order
@@ -233,7 +234,7 @@ class FastDecision:
     __slots__ = ("_func", "_group", "_is_view", "_replaced", "_spec", "_writes")
 
     def __init__(self, slow: Decision, spec: Spec | None, replaced_arguments: list[tuple[int, Any]]):
-        self._func = slow.func
+        self._func = direct_call(slow.func)
         self._group = slow._group
         self._replaced = replaced_arguments
         self._spec = spec
