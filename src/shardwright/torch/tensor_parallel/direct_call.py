@@ -1,8 +1,7 @@
 """Calls an operator on this rank's parts by the shortest way.
 
-`torch.ops.aten.mm.default(x, y)` takes its arguments apart by the operator's schema each time; `x.mm(y)` has a
-parser that was compiled for it, and runs the same kernel. In a loop that saves 1 us of 3. Between products,
-which push code out of the caches, it saves 20 us and more of 65 (`benchmarks/tensor_dispatch.py`).
+`torch.ops.aten.mm.default(x, y)` takes its arguments apart by the operator's schema each time; `x.mm(y)` has
+a parser that was compiled for it, and runs the same kernel.
 """
 
 from collections.abc import Callable
@@ -18,8 +17,8 @@ _SAME_ARGUMENTS = """
 add.Tensor add_.Tensor addcdiv_.default addcmul_.default addmm.default bmm.default clone.default cos.default
 detach.default div.Tensor div_.Tensor exp.default expand.default lerp_.Scalar masked_fill.Scalar mean.dim
 mm.default mul.Tensor mul_.Tensor neg.default permute.default pow.Tensor_Scalar relu.default rsqrt.default
-select.int sigmoid.default sin.default sqrt.default squeeze.dim sub.Tensor sub_.Tensor sum.dim_IntList t.default
-tanh.default transpose.int unsqueeze.default view.default
+select.int sigmoid.default sin.default sqrt.default squeeze.dim sub.Tensor sub_.Tensor sum.dim_IntList
+t.default tanh.default transpose.int unsqueeze.default view.default
 """.split()
 
 

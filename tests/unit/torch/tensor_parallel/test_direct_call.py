@@ -58,7 +58,8 @@ def test_a_method_calls_its_operator_alone_with_the_same_arguments(func):
     ((called, args, kwargs),) = seen.calls
     # The one exception is what a view is called where nobody asks whether it is one.
     assert called is (ATEN.view.default if func is ATEN._unsafe_view.default else func)
-    assert len(args) == len(given) and not kwargs
+    assert not kwargs
+    assert len(args) == len(given)
     for mine, theirs in zip(given, args, strict=True):
         assert mine is theirs if isinstance(mine, torch.Tensor) else mine == theirs
     torch.testing.assert_close(result, wanted, rtol=0, atol=0)
