@@ -140,8 +140,10 @@ def test_files_of_version_1_are_read() -> None:
     """Their memory has no unit in its names."""
     plan = with_prediction()
     document = json.loads(plan.to_json())
-    memory, *_ = document["prediction"]["memory"]
-    document["prediction"]["memory"] = [{name.removesuffix("_bytes"): size for name, size in memory.items()}]
+    document["prediction"]["memory"] = [
+        {name.removesuffix("_bytes"): size for name, size in memory.items()}
+        for memory in document["prediction"]["memory"]
+    ]
     document["plan_version"] = 1
     assert Plan.parse(json.dumps(document)) == plan
     document["prediction"]["memory"] = [3]

@@ -213,7 +213,8 @@ def _memory(best: Option) -> str:
     memory = best.memory[neediest]
     limit = best.workload.demands.limit_bytes
     bound = f"of {format_bytes(limit)}" if limit else "(no limit is known)"
-    return f"Peak memory (rank {neediest}): {format_bytes(memory.peak_bytes)} {bound}: {describe_memory(memory)}."
+    peak = format_bytes(memory.peak_bytes)
+    return f"Peak memory (rank {neediest}): {peak} {bound}: {describe_memory(memory)}."
 
 
 def _recomputation(best: Option) -> list[str]:
