@@ -142,7 +142,7 @@ def kept_and_planned(settings):
     parameters = {local_of(each).untyped_storage().data_ptr() for each in model.local_parameters()}
     found = sum(size for memory, size in kept.items() if memory not in parameters)
     plan = context().plan  # one rank alone has none
-    planned = plan.prediction.memory[0].activations if plan is not None else 0
+    planned = plan.prediction.memory[0].activations_bytes if plan is not None else 0
     sw.shutdown()
     return found, planned
 
