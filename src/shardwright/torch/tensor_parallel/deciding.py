@@ -15,9 +15,9 @@ from torch import Tensor
 
 from shardwright.errors import UsageError
 from shardwright.placement import PARTIAL_SUM, WHOLE, PartialSum, Whole
-from shardwright.torch._private import new_fake_mode
+from shardwright.torch._private import is_composite, new_fake_mode
 from shardwright.torch.tensor_parallel.call import Call, Input, map_tensors, tensors_of
-from shardwright.torch.tensor_parallel.decision import Decision, returned_arguments
+from shardwright.torch.tensor_parallel.decision import Composed, Decision, returned_arguments
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 from shardwright.torch.tensor_parallel.form import Candidate, Form, candidates_of
 from shardwright.torch.tensor_parallel.group import TensorGroup
@@ -35,8 +35,10 @@ _LAST_RESORT = 1000
 def decide(group: TensorGroup, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """How an operation with these arguments runs. Their values do not count, only what the key has."""
     for tensor in tensors_of(args, kwargs):
-        if isinstance(tensor, DividedTensor) and tensor._spec.group is not group:
+        if isinstance(tensor, DividedTensor) and tensor._spec.group not in (group, group.inner):
             raise UsageError(f"{func} got tensors of two tensor-parallel groups. Gather one: whole(tensor).")
+    if group.is_inner and rule_of(func) is None and is_composite(func):
+        return Composed(func)  # no autograd above has taken it apart: an outer group's rule has called it
     if group.routes_tokens and (found := decided_by_kind(group, func, args, kwargs)) is not None:
         return found
     call = Call(func, args, kwargs, group)

@@ -11,13 +11,22 @@ from shardwright.placement import WHOLE, Cut, PartialSum, Placement, Whole
 from shardwright.torch._private import memory_of
 from shardwright.torch.tensor_parallel.call import Call, map_tensors, tensors_of
 from shardwright.torch.tensor_parallel.copied_view import CopiedView, count_write, overwrite
-from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, settled, wrap
+from shardwright.torch.tensor_parallel.divided_tensor import (
+    DividedTensor,
+    is_nested,
+    part_in,
+    placement_in,
+    placement_of,
+    settled,
+    wrap,
+)
 from shardwright.torch.tensor_parallel.form import Candidate
 from shardwright.torch.tensor_parallel.memory_order import in_order, put_in_order
+from shardwright.torch.tensor_parallel.nesting import agreed_placement
 from shardwright.torch.tensor_parallel.redistribution import replaced
 from shardwright.torch.tensor_parallel.spec import Spec, local_shape, spec_of
 
-__all__ = ["Decision", "FastDecision", "returned_arguments"]
+__all__ = ["Composed", "Decision", "FastDecision", "returned_arguments"]
 
 
 class Decision:
@@ -40,6 +49,7 @@ class Decision:
         self._is_view = call.is_view
         self._returned = returned_arguments(self.func)
         self._names = [argument.name for argument in self.func._schema.arguments]
+        self._call = call if self._group.inner is not None else None
         changed = {} if candidate.arguments is None else dict(candidate.arguments(self._group.rank))
         self._replaced = [(self._names.index(name), value) for name, value in changed.items()]
         self._num_positional = len(args)
@@ -48,6 +58,9 @@ class Decision:
         self._is_gathered = is_divided and not has_rule and set(candidate.inputs) == {WHOLE}
         # A view for the script, for which the base is gathered or exchanged.
         self._copies_base = self._is_view and bool(call.inputs) and self._is_moved(0)
+        # Ranks of the group would have parts of the results that their inner groups place in different ways.
+        self._is_gathered_inside = False
+        self._instead: Decision | None = None
         # After the first run: descriptions of the results, and which of them must be put in order.
         self._specs: list[Spec | None] | None = None
         self._unordered: list[bool] = []
@@ -57,6 +70,8 @@ class Decision:
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs the operation; all ranks of the group do so."""
+        if self._instead is not None:
+            return self._instead.run(args, kwargs)
         tensors = list(tensors_of(args, kwargs))
         for tensor in tensors:
             if isinstance(tensor, DividedTensor) and tensor._spec.copied:
@@ -69,7 +84,14 @@ class Decision:
             self._wrote(index, tensors[index], parts[index])
         flat = list(results) if isinstance(results, list | tuple) else [results]
         if self._specs is None:
+            if self._group.inner is not None and not self._is_agreed(flat, tensors):
+                if self._is_view and not self._copies_base:
+                    return self._as_whole(args, kwargs, tensors)
+                self._is_gathered_inside = True
+            flat = self._as_agreed(flat)
             self._describe(flat, tensors)
+        else:
+            flat = self._as_agreed(flat)
         wrapped = [self._wrapped(each, index, args, kwargs, tensors) for index, each in enumerate(flat)]
         return type(results)(wrapped) if isinstance(results, list | tuple) else wrapped[0]
 
@@ -77,16 +99,15 @@ class Decision:
 
     def _part(self, tensor: Tensor, target: Placement) -> Tensor:
         """What this rank has of an argument in the placement that the candidate wants."""
-        source: Placement = WHOLE
-        if isinstance(tensor, DividedTensor):
-            source = tensor._spec.placement
+        source = placement_in(tensor, self._group)
+        if self._shares(tensor):
             needs_sum = isinstance(source, PartialSum) and isinstance(target, Whole)
             if needs_sum and not self._written and not self._is_view:
-                return settled(tensor)
+                return settled(tensor)  # type: ignore[arg-type]
         moved = functools.partial(
             replaced,
             self._group,
-            local_of(tensor),
+            part_in(tensor, self._group),
             shape=tensor.shape,
             strides=tensor.stride(),
             source=source,
@@ -102,13 +123,18 @@ class Decision:
             )
             return part
         is_gathered = isinstance(source, Cut) and isinstance(target, Whole)
-        if is_gathered and self._group.gathers is not None and not self._written and not self._is_view:
-            return self._group.gathers.whole(tensor._local, tensor._spec, moved)  # type: ignore[attr-defined]
+        is_kept = self._group.gathers is not None and not is_nested(tensor)
+        if is_gathered and is_kept and not self._written and not self._is_view:
+            return self._group.gathers.whole(tensor._local, tensor._spec, moved)  # type: ignore[attr-defined, union-attr]
         return moved()
+
+    def _shares(self, tensor: Any) -> bool:
+        """Whether a tensor is one of the group, not of its inner group."""
+        return isinstance(tensor, DividedTensor) and tensor._spec.group is self._group
 
     def _goes_to_its_place(self, tensor: Tensor, target: Placement) -> bool:
         """Whether a sum is scattered to the ranks for all further uses."""
-        if not isinstance(tensor, DividedTensor) or self._group.between is None:
+        if not isinstance(tensor, DividedTensor) or not self._shares(tensor) or self._group.between is None:
             return False
         is_scattered = tensor._spec.is_pending and isinstance(target, Cut)
         return is_scattered and not (tensor._seen or self._written or self._is_view or tensor._spec.copied)
@@ -135,11 +161,43 @@ class Decision:
                     f"{self.func} would resize its output from {tuple(tensor.shape)} to {tuple(part.shape)}, "
                     f"which {self._group.num_ranks} ranks share. Give it an output of the right shape."
                 )
-            overwrite(tensor, part)
-        elif isinstance(tensor, DividedTensor):
+            overwrite(tensor, part, self._group)
+        elif self._shares(tensor):
+            assert isinstance(tensor, DividedTensor)
             count_write(self._group, part)
             if tensor._spec.copied:
                 tensor._copy.write_back()
+
+    # ---- parts of results that inner groups share ----
+
+    def _is_agreed(self, flat: list[Any], tensors: list[Tensor]) -> bool:
+        """Whether all ranks of the group have their parts of the results placed alike: see `nesting.py`.
+
+        Ranks have made the same decisions so far, so that all of them ask, once for each decision.
+        """
+        group, own = self._group, []
+        if not any(
+            is_nested(each) or not self._shares(each) for each in tensors if isinstance(each, DividedTensor)
+        ):
+            return True
+        for index, (result, outer) in enumerate(zip(flat, self.candidate.outputs, strict=False)):
+            is_argument = index < len(self._returned) and self._returned[index] is not None
+            if isinstance(result, Tensor) and not is_argument:
+                inner = agreed_placement(placement_of(result), outer, group.num_ranks)
+                own.append((type(result) is DividedTensor, inner))
+        return not own or group.agrees(repr(own), tensors[0].device)
+
+    def _as_agreed(self, flat: list[Any]) -> list[Any]:
+        if not self._is_gathered_inside:
+            return flat
+        return [each.gathered() if isinstance(each, DividedTensor) else each for each in flat]
+
+    def _as_whole(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Any:
+        """Runs a view so that every rank has all of it, now and from now on."""
+        assert self._call is not None
+        whole = Candidate((WHOLE,) * len(tensors), (WHOLE,) * len(self._outputs))
+        self._instead = Decision(self._call, whole, args, has_rule=True)
+        return self._instead.run(args, kwargs)
 
     # ---- the results ----
 
@@ -163,6 +221,8 @@ class Decision:
         if self._is_view:
             base: Any = tensors[0]
             tensor._seen = base._seen = True
+            if is_nested(base):
+                base._local._seen = True
             if self._copies_base:
                 replay = functools.partial(_view_of, self.func, args[1:], kwargs, index)
                 tensor._copy = CopiedView(base, replay, result, spec)
@@ -173,8 +233,8 @@ class Decision:
     def _describe(self, flat: list[Any], tensors: list[Tensor]) -> None:
         """Describes the results, after the first run."""
         base = tensors[0] if tensors and self._is_view else None
-        if isinstance(base, DividedTensor) and not self._copies_base:
-            memory = memory_of(local_of(base))
+        if self._shares(base) and not self._copies_base and not is_nested(base):  # type: ignore[arg-type]
+            memory = memory_of(base._local)  # type: ignore[union-attr]
             if any(memory_of(each) != memory for each in flat):
                 raise RuntimeError(f"{self.func} copied a part of {base._spec}, of which others have a view")
         self._specs = []
@@ -182,7 +242,7 @@ class Decision:
             meta = self._outputs[index] if index < len(self._outputs) else None
             spec = None
             is_unordered = False
-            if meta is not None and (isinstance(base, DividedTensor) or self._is_divided(index)):
+            if meta is not None and (self._shares(base) or self._is_divided(index)):
                 is_unordered = base is None and not in_order(result, meta.shape, meta.stride())
                 part = put_in_order(result, meta.stride()) if is_unordered else result
                 spec = self._spec(part, index, meta, base)
@@ -208,7 +268,7 @@ class Decision:
             shape=meta.shape,
             strides=meta.stride(),
             offset=int(meta.storage_offset()),
-            copied=self._copies_base or (isinstance(base, DividedTensor) and base._spec.copied),
+            copied=self._copies_base or (self._shares(base) and base._spec.copied),  # type: ignore[union-attr]
         )
 
     def _short_way(self, tensors: list[Tensor]) -> "FastDecision | None":
@@ -222,9 +282,23 @@ class Decision:
         is_copied = any(isinstance(each, DividedTensor) and each._spec.copied for each in tensors)
         if not (one_result and as_they_are and positional and writes_itself) or is_copied:
             return None
-        if any(self._unordered) or self._is_gathered:
+        if any(self._unordered) or self._is_gathered or self._is_gathered_inside:
             return None
-        return FastDecision(self, self._specs[0], self._replaced)  # type: ignore[index]
+        kind = FastDecision if self._group.inner is None else NestedFastDecision
+        return kind(self, self._specs[0], self._replaced)  # type: ignore[index]
+
+
+class Composed:
+    """Runs an operation as those that it is made of, each by its own rule."""
+
+    fast = None
+
+    def __init__(self, func: Any):
+        self._func = func
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs them; all ranks of the group do so."""
+        return self._func.decompose(*args, **kwargs)
 
 
 class FastDecision:
@@ -249,6 +323,30 @@ class FastDecision:
         if self._writes:
             if self._group.writes or self._group.sums or self._group.gathers:
                 count_write(self._group, own[0])
+            return args[0]
+        if self._spec is None:
+            return result
+        tensor = wrap(result, self._spec)
+        if self._is_view:
+            tensor._seen = args[0]._seen = True
+        return tensor
+
+
+class NestedFastDecision(FastDecision):
+    """The same where tensors of the inner group may be among the arguments: they stay as they are."""
+
+    __slots__ = ()
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the operation; all ranks of the group do so."""
+        group = self._group
+        own = [part_in(item, group) if item.__class__ is DividedTensor else item for item in args]
+        for place, value in self._replaced:
+            own[place] = value
+        result = self._func(*own, **kwargs)
+        if self._writes:
+            if args[0].__class__ is DividedTensor:
+                count_write(group, own[0])
             return args[0]
         if self._spec is None:
             return result
