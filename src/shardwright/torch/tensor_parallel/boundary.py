@@ -144,12 +144,12 @@ class Boundary:
         made = {} if made is None else made
         for place, item in enumerate(items):
             if item.__class__ is DividedTensor:
-                is_kept = keeps_cuts and isinstance(placement_in(item, self.group), Cut)
-                if place in stays or (is_kept and self.group.inner is None):
+                cut = placement_in(item, self.group)
+                target = cut if keeps_cuts and isinstance(cut, Cut) else None
+                if place in stays or (target is not None and self.group.inner is None):
                     continue
                 if id(item) not in made:
-                    target = item._spec.placement if is_kept else self.placement(item)
-                    made[id(item)] = self.placed_at(item, target)
+                    made[id(item)] = self.placed_at(item, target or self.placement(item))
                 items[place] = made[id(item)]
         return structure.rebuild(items)
 

@@ -23,6 +23,7 @@ from shardwright.torch.tensor_parallel.form import Candidate, Form, candidates_o
 from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.grouped_products import grouped_product_without_data
 from shardwright.torch.tensor_parallel.lasting_sums import decided_by_kind
+from shardwright.torch.tensor_parallel.nested_decision import NestedDecision
 from shardwright.torch.tensor_parallel.reshaped_in_place import ReshapedInPlace, reshapes_in_place
 from shardwright.torch.tensor_parallel.rules import rule_of
 
@@ -46,7 +47,8 @@ def decide(group: TensorGroup, func: Any, args: tuple[Any, ...], kwargs: Mapping
         return ReshapedInPlace(func, call.name)
     call.outputs = _outputs_without_data(func, args, kwargs)
     chosen, has_rule = choose(call)
-    return Decision(call, chosen, args, has_rule=has_rule)
+    kind = Decision if group.inner is None else NestedDecision
+    return kind(call, chosen, args, has_rule=has_rule)
 
 
 def choose(call: Call) -> tuple[Candidate, bool]:

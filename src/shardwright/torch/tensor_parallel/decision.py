@@ -16,13 +16,11 @@ from shardwright.torch.tensor_parallel.divided_tensor import (
     is_nested,
     part_in,
     placement_in,
-    placement_of,
     settled,
     wrap,
 )
 from shardwright.torch.tensor_parallel.form import Candidate
 from shardwright.torch.tensor_parallel.memory_order import in_order, put_in_order
-from shardwright.torch.tensor_parallel.nesting import agreed_placement
 from shardwright.torch.tensor_parallel.redistribution import replaced
 from shardwright.torch.tensor_parallel.spec import Spec, local_shape, spec_of
 
@@ -49,7 +47,6 @@ class Decision:
         self._is_view = call.is_view
         self._returned = returned_arguments(self.func)
         self._names = [argument.name for argument in self.func._schema.arguments]
-        self._call = call if self._group.inner is not None else None
         changed = {} if candidate.arguments is None else dict(candidate.arguments(self._group.rank))
         self._replaced = [(self._names.index(name), value) for name, value in changed.items()]
         self._num_positional = len(args)
@@ -58,9 +55,6 @@ class Decision:
         self._is_gathered = is_divided and not has_rule and set(candidate.inputs) == {WHOLE}
         # A view for the script, for which the base is gathered or exchanged.
         self._copies_base = self._is_view and bool(call.inputs) and self._is_moved(0)
-        # Ranks of the group would have parts of the results that their inner groups place in different ways.
-        self._is_gathered_inside = False
-        self._instead: Decision | None = None
         # After the first run: descriptions of the results, and which of them must be put in order.
         self._specs: list[Spec | None] | None = None
         self._unordered: list[bool] = []
@@ -70,8 +64,6 @@ class Decision:
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs the operation; all ranks of the group do so."""
-        if self._instead is not None:
-            return self._instead.run(args, kwargs)
         tensors = list(tensors_of(args, kwargs))
         for tensor in tensors:
             if isinstance(tensor, DividedTensor) and tensor._spec.copied:
@@ -83,15 +75,9 @@ class Decision:
         for index in self._written:
             self._wrote(index, tensors[index], parts[index])
         flat = list(results) if isinstance(results, list | tuple) else [results]
+        flat = self._agreed(flat, tensors)
         if self._specs is None:
-            if self._group.inner is not None and not self._is_agreed(flat, tensors):
-                if self._is_view and not self._copies_base:
-                    return self._as_whole(args, kwargs, tensors)
-                self._is_gathered_inside = True
-            flat = self._as_agreed(flat)
             self._describe(flat, tensors)
-        else:
-            flat = self._as_agreed(flat)
         wrapped = [self._wrapped(each, index, args, kwargs, tensors) for index, each in enumerate(flat)]
         return type(results)(wrapped) if isinstance(results, list | tuple) else wrapped[0]
 
@@ -168,38 +154,11 @@ class Decision:
             if tensor._spec.copied:
                 tensor._copy.write_back()
 
-    # ---- parts of results that inner groups share ----
-
-    def _is_agreed(self, flat: list[Any], tensors: list[Tensor]) -> bool:
-        """Whether all ranks of the group have their parts of the results placed alike: see `nesting.py`.
-
-        Ranks have made the same decisions so far, so that all of them ask, once for each decision.
-        """
-        group, own = self._group, []
-        if not any(
-            is_nested(each) or not self._shares(each) for each in tensors if isinstance(each, DividedTensor)
-        ):
-            return True
-        for index, (result, outer) in enumerate(zip(flat, self.candidate.outputs, strict=False)):
-            is_argument = index < len(self._returned) and self._returned[index] is not None
-            if isinstance(result, Tensor) and not is_argument:
-                inner = agreed_placement(placement_of(result), outer, group.num_ranks)
-                own.append((type(result) is DividedTensor, inner))
-        return not own or group.agrees(repr(own), tensors[0].device)
-
-    def _as_agreed(self, flat: list[Any]) -> list[Any]:
-        if not self._is_gathered_inside:
-            return flat
-        return [each.gathered() if isinstance(each, DividedTensor) else each for each in flat]
-
-    def _as_whole(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Any:
-        """Runs a view so that every rank has all of it, now and from now on."""
-        assert self._call is not None
-        whole = Candidate((WHOLE,) * len(tensors), (WHOLE,) * len(self._outputs))
-        self._instead = Decision(self._call, whole, args, has_rule=True)
-        return self._instead.run(args, kwargs)
-
     # ---- the results ----
+
+    def _agreed(self, flat: list[Any], tensors: list[Tensor]) -> list[Any]:
+        """The results as all ranks have them; see `NestedDecision`."""
+        return flat
 
     def _wrapped(
         self,
@@ -236,7 +195,7 @@ class Decision:
         if self._shares(base) and not self._copies_base and not is_nested(base):  # type: ignore[arg-type]
             memory = memory_of(base._local)  # type: ignore[union-attr]
             if any(memory_of(each) != memory for each in flat):
-                raise RuntimeError(f"{self.func} copied a part of {base._spec}, of which others have a view")
+                raise RuntimeError(f"{self.func} copied a part of {base!r}, of which others have a view")
         self._specs = []
         for index, result in enumerate(flat):
             meta = self._outputs[index] if index < len(self._outputs) else None
@@ -282,10 +241,13 @@ class Decision:
         is_copied = any(isinstance(each, DividedTensor) and each._spec.copied for each in tensors)
         if not (one_result and as_they_are and positional and writes_itself) or is_copied:
             return None
-        if any(self._unordered) or self._is_gathered or self._is_gathered_inside:
+        if any(self._unordered) or self._is_gathered:
             return None
-        kind = FastDecision if self._group.inner is None else NestedFastDecision
-        return kind(self, self._specs[0], self._replaced)  # type: ignore[index]
+        return self._fast_kind(self, self._specs[0], self._replaced)  # type: ignore[index]
+
+    @property
+    def _fast_kind(self) -> "type[FastDecision]":
+        return FastDecision
 
 
 class Composed:
@@ -323,30 +285,6 @@ class FastDecision:
         if self._writes:
             if self._group.writes or self._group.sums or self._group.gathers:
                 count_write(self._group, own[0])
-            return args[0]
-        if self._spec is None:
-            return result
-        tensor = wrap(result, self._spec)
-        if self._is_view:
-            tensor._seen = args[0]._seen = True
-        return tensor
-
-
-class NestedFastDecision(FastDecision):
-    """The same where tensors of the inner group may be among the arguments: they stay as they are."""
-
-    __slots__ = ()
-
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the operation; all ranks of the group do so."""
-        group = self._group
-        own = [part_in(item, group) if item.__class__ is DividedTensor else item for item in args]
-        for place, value in self._replaced:
-            own[place] = value
-        result = self._func(*own, **kwargs)
-        if self._writes:
-            if args[0].__class__ is DividedTensor:
-                count_write(group, own[0])
             return args[0]
         if self._spec is None:
             return result

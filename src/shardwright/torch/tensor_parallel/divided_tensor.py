@@ -33,6 +33,7 @@ __all__ = [
     "placement_in",
     "placement_of",
     "settled",
+    "specs_of",
     "whole",
     "wrap",
 ]
@@ -292,6 +293,14 @@ def is_nested(tensor: Tensor) -> bool:
     return tensor.__class__ is DividedTensor and tensor._local.__class__ is DividedTensor
 
 
+def specs_of(tensor: Tensor) -> tuple[Spec, ...]:
+    """The descriptions of a tensor and of this rank's part of it, as far as ranks share those."""
+    found: tuple[Spec, ...] = ()
+    while isinstance(tensor, DividedTensor):
+        found, tensor = (*found, tensor._spec), tensor._local
+    return found
+
+
 def _is_in(tensor: Tensor, group: TensorGroup) -> bool:
     return tensor.__class__ is DividedTensor and tensor._spec.group is group
 
@@ -308,7 +317,7 @@ def part_in(tensor: Tensor, group: TensorGroup) -> Tensor:
 
 def cut_inside(part: Tensor) -> Spec | None:
     """How an inner group cuts a rank's part of a tensor; None where it does not."""
-    return part._spec if part.__class__ is DividedTensor and part._spec.is_cut else None  # type: ignore[attr-defined]
+    return part._spec if isinstance(part, DividedTensor) and part._spec.is_cut else None
 
 
 def part_like(tensor: Tensor, spec: Spec | None) -> Tensor:
