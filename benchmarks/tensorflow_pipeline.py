@@ -36,7 +36,7 @@ from shardwright.testing import run_ranks
 from shardwright.text_table import align
 
 VOCABULARY, MICROBATCHES, RANKS = 512, 8, 2
-_WARM_UP = 2
+WARM_UP = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,10 +120,10 @@ def timed(train: Callable[[Any, Any], Any], size: Size) -> tuple[float, float, l
 
     ids, labels = map(tf.constant, batches(size))
     losses, seconds, of_cores = [], [], []
-    for number in range(_WARM_UP + size.steps):
+    for number in range(WARM_UP + size.steps):
         begun_s, used_s = time.perf_counter(), time.process_time()
         losses.append(float(train(ids, labels)))
-        if number >= _WARM_UP:
+        if number >= WARM_UP:
             seconds.append(time.perf_counter() - begun_s)
             of_cores.append(time.process_time() - used_s)
     return statistics.median(seconds), statistics.median(of_cores), losses
@@ -210,12 +210,12 @@ def taken_by_the_runtime(size: Size, microbatches: int) -> float:
     step = sw.step(step_of(model))
     ids, labels = map(tf.constant, batches(size))
     seconds = []
-    for number in range(_WARM_UP + size.steps):
+    for number in range(WARM_UP + size.steps):
         in_functions_s = 0.0
         begun_s = time.thread_time()
         step(ids, labels)
         whole_s = time.thread_time() - begun_s
-        if number >= _WARM_UP:
+        if number >= WARM_UP:
             count = len(keras_run().engine().measured_row.events)
             seconds.append((whole_s - in_functions_s) / count)
     sw.shutdown()

@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 from keras_features import SETTINGS
 
+from shardwright.observe.jsonl import read_json_lines
+from shardwright.observe.report.gathered.data import gather
+from shardwright.observe.report.gathered.spans import WORK
 from shardwright.testing import run_ranks
 
 
@@ -90,7 +93,7 @@ class _WithStep:
         return Model()
 
 
-def _own_step(ranks):
+def _own_step(ranks, folder):
     import tensorflow as tf
 
     tf.keras.utils.set_random_seed(4)
@@ -98,12 +101,13 @@ def _own_step(ranks):
     if ranks:
         import shardwright.tensorflow as sw
 
-        sw.init({"pipeline_parallel_degree": ranks, **SETTINGS})
+        sw.init({"pipeline_parallel_degree": ranks, **SETTINGS, "run_dir": f"{folder}/runs"})
         base = sw.DistributedModel
     model = _WithStep(base, tf)
     model.compile(optimizer="sgd")
     x, _ = _data(24)
     history = model.fit(x, x[:, :3], batch_size=8, epochs=2, shuffle=False, verbose=0).history
+    model.predict(x, batch_size=8, verbose=0)  # no step of the training
     if ranks:
         sw.shutdown()
     return history
@@ -165,7 +169,7 @@ def _in_half_precision(ranks, initial_scale, largest):
 def _both(ranks, folder):
     return (
         _fitted(ranks, folder),
-        _own_step(ranks),
+        _own_step(ranks, folder),
         _in_half_precision(ranks, 2.0**10, 1.0),
         _in_half_precision(ranks, 2.0**17, 1000.0),
     )
@@ -179,11 +183,11 @@ def found(request, tmp_path_factory):
     (expected,) = run_ranks(_both, 1, 0, str(folder / "plain"), env=env, timeout_s=150)
     ranks = run_ranks(_both, 2, 2, str(folder), env=env, timeout_s=150)
     assert os.path.exists(folder / "best.weights.h5")
-    return expected, ranks
+    return expected, ranks, next((folder / "runs").iterdir())
 
 
 def test_fit_over_two_ranks_is_fit(found):
-    (expected, *_), ranks = found
+    (expected, *_), ranks, _ = found
     for rank, *_ in ranks:
         for name in ("history", "again"):
             assert rank[name].keys() == expected[name].keys()
@@ -199,13 +203,29 @@ def test_fit_over_two_ranks_is_fit(found):
 
 
 def test_a_train_step_of_the_users_own(found):
-    (_, expected, *_), ranks = found
+    (_, expected, *_), ranks, _ = found
     for _, history, *_ in ranks:
         assert history["error"] == pytest.approx(expected["error"], rel=1e-5)
 
 
+def test_the_run_folder_has_every_training_step_and_the_actions_of_one(found):
+    (_, expected, *_), _, folder = found
+    data = gather(folder)
+    assert [step.step for step in data.steps] == [1, 2, 3, 4, 5, 6]
+    losses = [step["train/loss"] for step in read_json_lines(folder / "metrics.jsonl")]
+    # What fit tells are those of the last step of each epoch.
+    assert losses[2::3] == pytest.approx(expected["error"], rel=1e-5)
+    (timeline,) = data.recorded
+    assert timeline.step == 3
+    names = {(span.rank, span.name) for span in timeline.spans if span.kind in WORK}
+    assert names == {(rank, f"{rank}{kind}{m}") for rank in range(2) for kind in "FB" for m in range(4)}
+    step_time = next(row for row in data.compared if row.name.startswith("step time"))
+    assert step_time.error is not None
+    assert data.facts.model == "Model"
+
+
 def test_a_loss_scale_grows_as_in_one_process(found):
-    (_, _, (losses, scales, _, updates), _), ranks = found
+    (_, _, (losses, scales, _, updates), _), ranks, _ = found
     assert max(scales) > 2.0**10
     for _, _, (mine, my_scales, _, my_updates), _ in ranks:
         assert mine == pytest.approx(losses, rel=2e-2)
@@ -214,7 +234,7 @@ def test_a_loss_scale_grows_as_in_one_process(found):
 
 def test_all_ranks_leave_out_a_step_whose_gradients_are_infinite_on_one(found):
     """Gradients of the first layer alone, on the first rank, are too large for 16 bits."""
-    _, ranks = found
+    _, ranks, _ = found
     losses, scales, moved, _ = ranks[0][3]
     assert all(rank[3] == ranks[0][3] for rank in ranks)
     assert scales[0] == 2.0**16

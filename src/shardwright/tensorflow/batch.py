@@ -48,6 +48,15 @@ class Arguments:
             )
         return next(iter(sizes.values()), None)
 
+    @property
+    def num_tokens(self) -> int | None:
+        """Entries of the first tensor that is cut; None if that is not a matrix of whole numbers."""
+        first = next((t for t, cut in zip(self.tensors, self.split, strict=True) if cut), None)
+        if first is None or first.shape.rank != 2 or first.dtype not in (tf.int32, tf.int64):
+            return None
+        known: int | None = first.shape.num_elements()
+        return known
+
     def with_tensors(self, tensors: Sequence[Any]) -> "Arguments":
         """The same call with other tensors."""
         return replace(self, tensors=list(tensors))

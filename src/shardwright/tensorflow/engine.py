@@ -1,5 +1,6 @@
 """Runs step functions over the stages of a replica."""
 
+import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -12,6 +13,7 @@ from shardwright.errors import UsageError
 from shardwright.planner import stage_costs_of
 from shardwright.runtime.action_loop import MeasuredRow
 from shardwright.runtime.batch_schedules import BatchSchedules
+from shardwright.schedule import Schedule
 from shardwright.tensorflow.agreement import Agreement
 from shardwright.tensorflow.batch import Arguments, microbatch_sizes
 from shardwright.tensorflow.exchange import exchange_results, share_variables
@@ -20,8 +22,10 @@ from shardwright.tensorflow.gradient_sums import GradientSums
 from shardwright.tensorflow.outputs import Outputs
 from shardwright.tensorflow.planning import Planning
 from shardwright.tensorflow.program import Program
+from shardwright.tensorflow.recorder import Recorder
 from shardwright.tensorflow.replicas import Replicas
 from shardwright.tensorflow.results import Results, positions_of
+from shardwright.tensorflow.step_end import StepEnd
 from shardwright.tensorflow.trace import Trace, trace_step
 from shardwright.tensorflow.variables import Variables, tf_variable
 from shardwright.torch.pytorch.heap import keep_freed_memory
@@ -76,11 +80,13 @@ class Engine:
 
     Attributes:
         is_tracing: a step function is being traced.
+        recorder: notes of that trace; None where none is going on.
         after_placement: called when the first step has placed the layers, and before it runs them.
     """
 
     def __init__(self, context: Context, model: Any, variables: Variables, replicas: Replicas | None = None):
         self.is_tracing = False
+        self.recorder: Recorder | None = None
         self.after_placement: list[Callable[[], Any]] = []
         self._context = context
         self._model = model
@@ -95,6 +101,7 @@ class Engine:
         self._executor: Executor | None = None
         self._failure = ""
         self._cores = OwnCores(context)
+        self._step_end = StepEnd(context)
         if context.config.keep_freed_memory and context.device.type == "cpu":
             keep_freed_memory()
 
@@ -135,7 +142,7 @@ class Engine:
                 "an earlier step failed in its middle on this rank, and ranks have messages under way that "
                 f"nobody will take. Restart the script from a checkpoint. The failure was {self._failure}"
             )
-        context = self._context
+        context, begun_s = self._context, time.perf_counter()
         name = f"the step function {getattr(function, '__qualname__', function)}"
         with first_cause_named(context), call_together(name, range(context.mesh.world_size)):
             arguments = self._agreement.on_batch(arguments)
@@ -152,12 +159,21 @@ class Engine:
                 )
             try:
                 with self._cores.in_force():
-                    results = self._run(prepared, parts)
+                    results, schedule = self._run(prepared, parts)
             except BaseException as error:
                 self._failure = f"{type(error).__name__}: {error}"
                 if context.watch.blame is not None:
                     context.watch.blame.stop()
                 raise
+            if prepared[0].program.routes.trains:
+                self._step_end.come(
+                    arguments,
+                    losses=_losses(prepared, results),
+                    programs=[each.program for each in prepared],
+                    schedule=schedule,
+                    row=self.measured_row,
+                    begun_s=begun_s,
+                )
         outputs = prepared[0].outputs
         return outputs.flat(results, len(parts), rank=context.pipeline_rank), prepared
 
@@ -197,16 +213,21 @@ class Engine:
 
     # ---- a batch ----
 
-    def _run(self, prepared: Sequence[Prepared], parts: Sequence[Sequence[Any]]) -> Results:
+    def _run(
+        self, prepared: Sequence[Prepared], parts: Sequence[Sequence[Any]]
+    ) -> tuple[Results, Schedule | None]:
         outputs = prepared[0].outputs
         programs = [each.program for each in prepared]
         changed = {id(one.variable): one for each in prepared for one in each.changed}.values()
+        schedule: Schedule | None = None
         if self._executor is None:
             results = _run_whole(prepared, parts)
         else:
             assert self._schedules is not None
-            schedule = self._schedules.of_batch(programs, trains=programs[0].routes.trains)
-            results = self._executor.run(programs, schedule, parts)
+            trains = programs[0].routes.trains
+            schedule = self._schedules.of_batch(programs, trains=trains)
+            watches = trains and self._step_end.watches_memory
+            results = self._executor.run(programs, schedule, parts, watch_memory=watches)
             exchange_results(self._context, programs, results, outputs)
             share_variables(
                 self._context, [(each.variable, each.holder) for each in changed if not each.is_of_model]
@@ -223,7 +244,7 @@ class Engine:
                     and each.variable.dtype.is_floating
                 ]
             )
-        return results
+        return results, schedule
 
     # ---- before it ----
 
@@ -254,6 +275,8 @@ class Engine:
             planning.check(context.plan, trace(size), size)
         assert context.reporter is not None
         context.reporter.plan_made(context.plan)
+        own = getattr(self._model, "wrapped", self._model)
+        context.reporter.observer.event("model_known", model=type(own).__name__)
         self._schedules = BatchSchedules(context.plan.schedule, stage_costs_of(context.plan))
         if context.mesh.pipeline > 1:
             assert context.links.transport is not None
@@ -312,11 +335,12 @@ class Engine:
                 return result if self._replicas is None else tf.nest.map_structure(_dense, result)
 
             name = getattr(function, "__qualname__", "the step function")
-            self.is_tracing = True
+            self.is_tracing, self.recorder = True, Recorder()
             try:
-                self._traces[key] = trace_step(flat, arguments.specs(size), name=name)
+                specs = arguments.specs(size)
+                self._traces[key] = trace_step(flat, specs, name=name, recorder=self.recorder)
             finally:
-                self.is_tracing = False
+                self.is_tracing, self.recorder = False, None
         return self._traces[key]
 
     def _key(self, function: Callable[..., Any], arguments: Arguments, size: int | None) -> Hashable:
@@ -327,6 +351,14 @@ class Engine:
 
 def _dense(value: Any) -> Any:
     return tf.convert_to_tensor(value) if isinstance(value, tf.IndexedSlices) else value
+
+
+def _losses(prepared: Sequence[Prepared], results: Results) -> list[Any]:
+    """The loss of each microbatch; none where the step function returns none to all ranks."""
+    position = prepared[0].trace.loss
+    if position is None or position not in prepared[0].outputs.shared:
+        return []
+    return [tf.reduce_mean(kept[position]) for kept in results.kept]
 
 
 def _run_whole(prepared: Sequence[Prepared], parts: Sequence[Sequence[Any]]) -> Results:

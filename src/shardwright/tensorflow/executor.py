@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from shardwright.tensorflow.program import Program
 from shardwright.tensorflow.results import Results, positions_of
 from shardwright.tensorflow.routes import Part
 from shardwright.tensorflow.stage import PieceStage, Store
+from shardwright.torch.pytorch.memory_in_use import memory_in_use
 
 __all__ = ["Executor"]
 
@@ -64,13 +66,21 @@ class Executor:
         self._device = device
         self._courses: dict[tuple[int, ...], _Course] = {}
 
-    def run(self, programs: Sequence[Program], schedule: Schedule, parts: Sequence[Sequence[Any]]) -> Results:
+    def run(
+        self,
+        programs: Sequence[Program],
+        schedule: Schedule,
+        parts: Sequence[Sequence[Any]],
+        *,
+        watch_memory: bool = False,
+    ) -> Results:
         """Runs all microbatches.
 
         Args:
             programs: of each microbatch.
             schedule: of the batch.
             parts: arguments of each microbatch.
+            watch_memory: ask for the memory in use at the end of each action.
         """
         course = self._course(programs, schedule)
         programs = course.programs
@@ -95,7 +105,8 @@ class Executor:
             if owner == rank
         }
         pieces.sums.begin(course.summed, pieces.specs)
-        self.row = run_actions(schedule, rank, stages, messages)
+        in_use = partial(memory_in_use, self._device) if watch_memory else None
+        self.row = run_actions(schedule, rank, stages, messages, bytes_in_use=in_use)
         self._transport.flush()
         results.sums.update(pieces.sums.taken(course.summed, pieces.specs))
         return results

@@ -35,13 +35,15 @@ def train_function(model: Any) -> Callable[[Iterator[Any]], Logs]:
         with run.gradients_put_aside() as aside:
             logs = model.train_step(data)
         _note_targets(targets, aside)
+        loss = _loss(run, model.optimizer)
         weight = None if per_sample is None else per_sample * _num_samples(data)
-        return [[_scaled(each, weight) for each in gradients] for _, gradients, _ in aside], _numbers(logs)
+        scaled = [[_scaled(each, weight) for each in gradients] for _, gradients, _ in aside]
+        return scaled, _numbers(logs), loss
 
     apply = tf.function(lambda gradients: _apply(targets, gradients), autograph=False)
 
     def train(data: Any) -> Logs:
-        gradients, logs = one_step(data, _weight_of_a_sample(run, one_step, data))
+        gradients, logs, _ = one_step(data, _weight_of_a_sample(run, one_step, data))
         apply([[None if each is None else each.reduce_mean() for each in group] for group in gradients])
         _private.count_batch(model)
         return _logs(model, logs)
@@ -140,6 +142,17 @@ def _note_targets(
     targets: list[tuple[Any, list[Any]]], aside: list[tuple[Any, list[Any], list[Any]]]
 ) -> None:
     targets[:] = [(optimizer, variables) for optimizer, _, variables in aside]
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def _loss(run: KerasRun, optimizer: Any) -> Any:
+    """The loss of the microbatch that is traced; None where it is unknown, or scaled for 16 bits.
+
+    The run's record has it. What ``train_step`` gives as the loss is a mean over the epoch so far.
+    """
+    recorder = run.engine().recorder
+    scales = isinstance(optimizer, tuple(kind for kind, _ in _private.loss_scale_classes()))
+    return None if recorder is None or scales else recorder.target
 
 
 def _apply(targets: list[tuple[Any, list[Any]]], gradients: list[list[Any]]) -> None:

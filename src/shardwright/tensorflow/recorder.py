@@ -53,6 +53,7 @@ class Recorder:
         calls: all calls of layers, in order.
         hidden: layers that were called in a graph inside this one, where they cannot have stages.
         gradients: name of a tensor -> TensorFlow's variable whose gradient it is.
+        target: the tensor whose gradients were asked for last; None before, and where they are several.
     """
 
     def __init__(self) -> None:
@@ -86,6 +87,7 @@ class Recorder:
         self.calls: list[LayerCall] = []
         self.gradients: dict[str, Any] = {}
         self.hidden: list[Any] = []
+        self.target: Any = None
         self._call: LayerCall | None = None
         self._depth = 0
 
@@ -108,7 +110,11 @@ class Recorder:
         assert self._call is not None
         self._call = self._call.around
 
-    def _begin_gradient(self) -> None:
+    def _begin_gradient(self, target: Any) -> None:
+        if self._depth == 0 and self._graph is not None:
+            flat = tf.nest.flatten(target)
+            is_one = len(flat) == 1 and getattr(flat[0], "graph", None) is self._graph
+            self.target = flat[0] if is_one else None
         self._depth += 1
 
     def _end_gradient(self, gradients: Any, sources: Any) -> None:

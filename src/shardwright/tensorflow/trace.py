@@ -40,6 +40,15 @@ class Trace:
         """Names of the tensors that the step function returns."""
         return [tensor.name for tensor in self.function.outputs]
 
+    @property
+    def loss(self) -> int | None:
+        """Position of the output whose gradients the step function asks for; None where none is."""
+        if self.recorder.target is None:
+            return None
+        target = _unnamed(self.recorder.target).name
+        outputs = self.function.outputs
+        return next((at for at, each in enumerate(outputs) if _unnamed(each).name == target), None)
+
     def variable_of(self, number: int) -> Any:
         """TensorFlow's variable with a number; None for another resource, such as a table."""
         handle = self.variables[number]
@@ -138,18 +147,25 @@ _SCALINGS = frozenset("Identity Mul RealDiv Div DivNoNan Cast ClipByValue CheckN
 _MOST_SCALINGS = 16
 
 
-def trace_step(function: Callable[..., Any], specs: Sequence[Any], *, name: str = "step") -> Trace:
+def trace_step(
+    function: Callable[..., Any],
+    specs: Sequence[Any],
+    *,
+    name: str = "step",
+    recorder: Recorder | None = None,
+) -> Trace:
     """Traces a function of flat tensors.
 
     Args:
         function: called with one symbolic tensor for each spec.
         specs: shapes and types of a microbatch.
         name: of the step function, for errors.
+        recorder: that notes what is traced; None: a new one.
 
     Raises:
         TraceError: TensorFlow cannot trace it.
     """
-    recorder = Recorder()
+    recorder = Recorder() if recorder is None else recorder
 
     # AutoGraph converts this and what it calls, as under tf.function, so it cannot have a `finally`.
     def run(*tensors: Any) -> Any:
@@ -165,6 +181,13 @@ def trace_step(function: Callable[..., Any], specs: Sequence[Any], *, name: str 
     if not traced.outputs:
         raise TraceError(f"{name} returns no tensor, so nothing of it reaches the script. Return the loss.")
     return Trace(traced, recorder, captures, tuple(handles.values()))
+
+
+def _unnamed(tensor: Any) -> Any:
+    """The tensor behind copies under other names, as a function makes them of what it returns."""
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor
 
 
 def spec_of(tensor: Any) -> TensorSpec:

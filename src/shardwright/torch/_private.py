@@ -73,6 +73,7 @@ __all__ = [
     "norms_of",
     "num_hooks_registered",
     "outside_of_functions",
+    "packed_call",
     "parameters_to_clip",
     "pop_function_mode",
     "push_function_mode",
@@ -112,6 +113,12 @@ _CODE_OF_CUSTOM_BACKWARD = tuple(
 )
 # Makes a tensor of a class without memory: shape, strides, type and device.
 new_wrapper: Any = torch.Tensor._make_wrapper_subclass
+
+
+def packed_call(func: Any) -> Callable[..., Any]:
+    """What calls an operator, without the method in Python around it."""
+    call: Callable[..., Any] = func._op
+    return call
 
 
 def change_shape_only(func: Any, args: Sequence[Any], kwargs: Any) -> None:

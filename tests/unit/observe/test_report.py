@@ -233,6 +233,15 @@ def test_what_to_do_next_about_a_plan(tmp_path: Path, plan: Plan, next_step: str
     assert verdict.next.startswith(next_step), verdict.next
 
 
+def test_a_run_whose_steps_suggest_another_plan_is_to_be_begun_anew(tmp_path: Path) -> None:
+    folder = RunFolder(run_folder(tmp_path / "run", planned()))
+    planned(forward_s=0.05).write(folder.next_plan_file)
+    verdict = gather(folder.path).verdict
+    assert verdict is not None
+    assert verdict.next.startswith("begin a new run: ")
+    assert "next_plan.json" in verdict.next
+
+
 def test_the_planner_is_not_contradicted(tmp_path: Path) -> None:
     """Bug: "try 4 microbatches" for a plan whose planner had timed these, and found them 1.3 % slower."""
     plan = planned(ranks=4, microbatches=4)

@@ -1,6 +1,6 @@
 """Tracing of TensorFlow's function graphs: who makes an operation, for which gradient, at which line."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,8 +47,8 @@ def operations_told(tell: Callable[[Any, Any], None]) -> Iterator[None]:
 
 
 @contextmanager
-def gradients_told(begin: Callable[[], None], end: Callable[[Any, Any], None]) -> Iterator[None]:
-    """Calls ``begin()`` and ``end(gradients, sources)`` around the making of gradients.
+def gradients_told(begin: Callable[[Any], None], end: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Calls ``begin(target)`` and ``end(gradients, sources)`` around the making of gradients.
 
     `gradients_util._GradientsHelper` is behind `tf.gradients` and the gradients of loops;
     `GradientTape.gradient` is public, but nobody is told of its calls. ``end(None, None)`` follows an error.
@@ -58,12 +58,10 @@ def gradients_told(begin: Callable[[], None], end: Callable[[Any, Any], None]) -
         def make(original: Any) -> Any:
             def asked(*args: Any, **kwargs: Any) -> Any:
                 result = sources = None
-                begin()
+                begin(_given(args, kwargs, position - 1, "ys", "target"))
                 try:
                     result = original(*args, **kwargs)
-                    names = "xs", "sources"
-                    given = next((kwargs[name] for name in names if name in kwargs), None)
-                    sources = given if given is not None else args[position]
+                    sources = _given(args, kwargs, position, "xs", "sources")
                 finally:
                     end(result, sources)
                 return result
@@ -77,6 +75,12 @@ def gradients_told(begin: Callable[[], None], end: Callable[[Any, Any], None]) -
         replaced(tf.GradientTape, "gradient", around(2)),
     ):
         yield
+
+
+def _given(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, *names: str) -> Any:
+    """An argument of a call, by one of its names or by its position."""
+    found = next((kwargs[name] for name in names if name in kwargs), None)
+    return found if found is not None else args[position]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Measures the memory that this process uses now."""
+"""Measures the memory that this process uses now, and the most that it has used."""
 
 import ctypes
 import functools
@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["memory_in_use"]
+from shardwright.comm.identity.devices_in_use import uses_gpus
+
+__all__ = ["memory_in_use", "peak_memory"]
 
 
 class _Mallinfo(ctypes.Structure):
@@ -34,6 +36,18 @@ def memory_in_use(device: torch.device) -> int:
         return 0
     info = mallinfo()
     return int(info.uordblks) + int(info.hblkhd)
+
+
+def peak_memory() -> int:
+    """The most bytes so far: of the GPU where there is one, else of the resident set; 0: not known."""
+    if uses_gpus():
+        return torch.cuda.max_memory_allocated()
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 @functools.cache

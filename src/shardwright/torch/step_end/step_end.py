@@ -10,20 +10,19 @@ All ranks see the same rows, so they report, continue or stop alike, before any 
 """
 
 import math
-import sys
 import time
 from enum import IntEnum
 
 import torch
 
 from shardwright.comm.collectives.block_quantiser import BlockQuantiser
-from shardwright.comm.identity.devices_in_use import uses_gpus
 from shardwright.comm.identity.purpose import Purpose
 from shardwright.errors import ShardwrightError
 from shardwright.torch.attention.table import attention_table
 from shardwright.torch.batch.batch_result import BatchResult
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.measuring.reporting import Reporter
+from shardwright.torch.pytorch.memory_in_use import peak_memory
 from shardwright.torch.run.context import Context
 from shardwright.torch.step_end.finiteness import Finiteness
 from shardwright.torch.step_end.frozen_alike import frozen_otherwise
@@ -93,7 +92,7 @@ class StepEnd:
         busy = sum(end - start - waited for _, start, end, waited in run.row)
         device, world = self._context.device, self._context.links.world
         asks = reporter.asks_to_record
-        told = [busy, run.pipeline_s, _memory(), asks, self._model.replicas.digest_of_trained, *plain]
+        told = [busy, run.pipeline_s, peak_memory(), asks, self._model.replicas.digest_of_trained, *plain]
         here = torch.tensor(told, dtype=torch.float64, device=device)
         row = torch.cat([here, torch.stack([*on_device, *looked])])
         # On a GPU this is where the host waits for the step.
@@ -122,18 +121,6 @@ class StepEnd:
             self._context.watch.whereabouts.steps = reporter.num_steps
         if problem is not None:
             raise problem
-
-
-def _memory() -> int:
-    """Peak memory of this process: of the GPU where there is one, else the resident set."""
-    if uses_gpus():
-        return torch.cuda.max_memory_allocated()
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _lost_in(quantiser: BlockQuantiser | None) -> float | None:

@@ -11,6 +11,7 @@ from shardwright.placement import WHOLE, Cut, PartialSum, Placement, Whole
 from shardwright.torch._private import memory_of
 from shardwright.torch.tensor_parallel.call import Call, map_tensors, tensors_of
 from shardwright.torch.tensor_parallel.copied_view import CopiedView, count_write, overwrite
+from shardwright.torch.tensor_parallel.direct_call import direct_call
 from shardwright.torch.tensor_parallel.divided_tensor import (
     DividedTensor,
     is_nested,
@@ -40,6 +41,7 @@ class Decision:
         """Args: has_rule: the operation's rule knows a way for these arguments."""
         self.func, self.name, self.candidate = call.func, call.name, candidate
         self.fast: FastDecision | None = None
+        self._call = direct_call(self.func)
         self._group = call.group
         self._placements = tuple(one.placement for one in call.inputs)
         self._outputs = call.outputs
@@ -136,7 +138,7 @@ class Decision:
             else:
                 own_kwargs[self._names[place]] = value
         if self.candidate.compute is None:
-            return self.func(*own_args, **own_kwargs)
+            return self._call(*own_args, **own_kwargs)
         return self.candidate.compute(self._group, self.func, own_args, own_kwargs)
 
     def _wrote(self, index: int, tensor: Tensor, part: Tensor) -> None:
@@ -266,10 +268,10 @@ class Composed:
 class FastDecision:
     """A decision for an operation that runs on the parts as they are, with one result."""
 
-    __slots__ = ("_func", "_group", "_is_view", "_replaced", "_spec", "_writes")
+    __slots__ = ("_call", "_group", "_is_view", "_replaced", "_spec", "_writes")
 
     def __init__(self, slow: Decision, spec: Spec | None, replaced_arguments: list[tuple[int, Any]]):
-        self._func = slow.func
+        self._call = slow._call
         self._group = slow._group
         self._replaced = replaced_arguments
         self._spec = spec
@@ -281,7 +283,7 @@ class FastDecision:
         own = [item._local if item.__class__ is DividedTensor else item for item in args]
         for place, value in self._replaced:
             own[place] = value
-        result = self._func(*own, **kwargs)
+        result = self._call(*own, **kwargs)
         if self._writes:
             if self._group.writes or self._group.sums or self._group.gathers:
                 count_write(self._group, own[0])
