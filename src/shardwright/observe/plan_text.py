@@ -102,7 +102,8 @@ def _memory(ranks: tuple[MemoryPrediction, ...]) -> str:
     parts = ("parameters", "gradients", "optimizer", "activations", "work", "peak")
     rows: list[Sequence[str]] = [("rank", *parts[:-1], "sum")]
     rows += [
-        (str(rank), *(format_bytes(getattr(row, part)) for part in parts)) for rank, row in enumerate(ranks)
+        (str(rank), *(format_bytes(getattr(row, f"{part}_bytes")) for part in parts))
+        for rank, row in enumerate(ranks)
     ]
     return align(rows)
 

@@ -72,7 +72,7 @@ def sent_and_planned(name, microbatches, settings):
 @pytest.mark.parametrize(
     ("name", "microbatches"),
     combinations_of(
-        ["llama", "gpt2", "bert", "gpt_neox", "t5"], [1, 2], kept=[("llama", 2), ("gpt2", 1), ("t5", 1)]
+        ["llama", "gpt2", "bert", "gpt_neox", "t5"], [1, 2], kept=[("llama", 2)]
     ),
 )
 def test_bytes_are_those_of_the_plan(name, microbatches):
@@ -80,7 +80,7 @@ def test_bytes_are_those_of_the_plan(name, microbatches):
         assert sent == planned > 0, calls
 
 
-@pytest.mark.parametrize("name", in_every_run(["llama", "gpt2", "bert", "gpt_neox"], ["llama", "gpt2"]))
+@pytest.mark.parametrize("name", in_every_run(["llama", "gpt2", "bert", "gpt_neox"], ["llama"]))
 @pytest.mark.parametrize("settings", [SEQUENCES, BOTH], ids=["sequences", "layers and sequences"])
 def test_bytes_of_shared_sequences_are_those_of_the_plan(name, settings):
     for sent, planned, calls in run_ranks(sent_and_planned, 2, name, 2, settings, timeout_s=120):
@@ -163,7 +163,7 @@ def kept_and_planned(settings):
     parameters = {local_of(each).untyped_storage().data_ptr() for each in model.local_parameters()}
     found = sum(size for memory, size in kept.items() if memory not in parameters)
     plan = context().plan  # one rank alone has none
-    planned = plan.prediction.memory[0].activations if plan is not None else 0
+    planned = plan.prediction.memory[0].activations_bytes if plan is not None else 0
     sw.shutdown()
     return found, planned
 

@@ -39,9 +39,9 @@ from shardwright.planner import (
 )
 from shardwright.planner.chain.division import Division
 from shardwright.planner.machines.fabric import Fabric
+from shardwright.planner.search.cut_sequences import with_or_without_sequences
 from shardwright.profile import Profile, UnitCost
 from shardwright.torch.batch.batch import Batch
-from shardwright.torch.measuring.cut_sequences import with_or_without_sequences
 from shardwright.torch.measuring.last_plan import LastPlan
 from shardwright.torch.measuring.plan_review import PlanReview
 from shardwright.torch.measuring.profiler import Profiler, ToProfile, shares_cores

@@ -39,7 +39,7 @@ class NestedDecision(Decision):
     def __init__(self, call: Call, candidate: Candidate, args: tuple[Any, ...], *, has_rule: bool):
         """Args: see `Decision`."""
         super().__init__(call, candidate, args, has_rule=has_rule)
-        self._decided = call
+        self._operation = call
         self._instead: Decision | None = None
         # Tensors whose parts the operation may add up over the inner group, in their place.
         self._pending: list[int] = []
@@ -59,7 +59,7 @@ class NestedDecision(Decision):
             return super().run(args, kwargs)
         except _DisagreeError:
             candidate = Candidate((WHOLE,) * len(tensors), (WHOLE,) * len(self._outputs))
-            self._instead = Decision(self._decided, candidate, args, has_rule=True)
+            self._instead = Decision(self._operation, candidate, args, has_rule=True)
             return self._instead.run(args, kwargs)
 
     def _agreed(self, flat: list[Any], tensors: list[Tensor]) -> list[Any]:

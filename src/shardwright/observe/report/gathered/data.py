@@ -144,10 +144,7 @@ class ReportData:
             "trace_file": self.trace_file,
         }
         if self.predicted is not None:
-            stack = [
-                {f"{part}_bytes": value for part, value in memory.model_dump().items()}
-                for memory in self.predicted.stack
-            ]
+            stack = [memory.model_dump() for memory in self.predicted.stack]
             document["predicted"] = {
                 "waterfall": asdict(self.predicted.waterfall),
                 "update_s": self.predicted.update_s,
@@ -312,7 +309,7 @@ def _important(plan: Plan | None, replay: Replay | None) -> set[int]:
         found.add(busy_s.index(max(busy_s)))
     memory = _predicted_memory(plan)
     if memory:
-        found.add(max(range(len(memory)), key=lambda rank: memory[rank].peak))
+        found.add(max(range(len(memory)), key=lambda rank: memory[rank].peak_bytes))
     return found
 
 
