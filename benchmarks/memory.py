@@ -165,9 +165,9 @@ def _measure(task: Task, settings: dict[str, Any]) -> Footprint:
         task=task.name,
         settings=", ".join([f"{dist.get_world_size()} ranks", *map(str, list(settings.values())[2:])]),
         rank=rank,
-        predicted_saved=predicted.activations,
+        predicted_saved=predicted.activations_bytes,
         saved=ledger.peak,
-        predicted_peak=predicted.peak,
+        predicted_peak=predicted.peak_bytes,
         live=allocator.peak + shared,
     )
 

@@ -178,7 +178,7 @@ def _measured(setup: Setup, offload: bool, batch: int, timed: bool) -> Found:
         offload=offload,
         batch=batch,
         rank=rank,
-        predicted_bytes=predicted.memory[rank].peak,
+        predicted_bytes=predicted.memory[rank].peak_bytes,
         bytes=allocator.peak + shared,
         predicted_s=predicted.step_s,
         seconds=statistics.median(taken_s) if timed else 0.0,

@@ -88,7 +88,7 @@ def predicted_and_used_bytes(task: str, settings: Mapping[str, Any]) -> tuple[in
     assert run.plan.prediction is not None
     shared = 0 if run.links.local_peers is None else run.links.local_peers.num_bytes
     shared += sum(_shared_part(parameter) for parameter in model.local_parameters())
-    return run.plan.prediction.memory[run.pipeline_rank].peak, live.peak + shared
+    return run.plan.prediction.memory[run.pipeline_rank].peak_bytes, live.peak + shared
 
 
 def _shared_part(parameter: Tensor) -> int:

@@ -193,7 +193,7 @@ def _dispatch(options: argparse.Namespace) -> Section:
     from tensor_dispatch import LIMIT_US, measure
 
     found = measure()
-    rows = [["us an operation", "forward", "and backward"]]
+    rows = [["us an operation", "forward", "and backward", "forward between products"]]
     rows += [[name, *(f"{value:.1f}" for value in each.values())] for name, each in found.items()]
     above = found["divided tensor"]["forward_us"] - found["plain"]["forward_us"]
     return {"dispatch": rows}, [

@@ -106,7 +106,13 @@ def _predicted(draft: Plan) -> Plan:
     assert draft.prediction is not None
     replay = play(base_setting(draft))
     memory = tuple(
-        MemoryPrediction(parameters=800, gradients=800, optimizer=1600, activations=peak, work=50)
+        MemoryPrediction(
+            parameters_bytes=800,
+            gradients_bytes=800,
+            optimizer_bytes=1600,
+            activations_bytes=peak,
+            work_bytes=50,
+        )
         for peak in replay.simulation.peak_bytes
     )
     bubble = min(1.0, max(0.0, replay.simulation.bubble))

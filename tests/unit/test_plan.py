@@ -39,7 +39,9 @@ def make_plan(**changes: Any) -> Plan:
 
 def with_prediction() -> Plan:
     stage = StagePrediction(forward_s=0.1, backward_s=0.2, parameter_bytes=800)
-    memory = MemoryPrediction(parameters=800, gradients=800, optimizer=1600, activations=100)
+    memory = MemoryPrediction(
+        parameters_bytes=800, gradients_bytes=800, optimizer_bytes=1600, activations_bytes=100
+    )
     return make_plan(
         prediction=Prediction(
             step_s=1.5, bubble=0.2, stages=(stage, stage), memory=(memory, memory), provenance="measured"
@@ -85,7 +87,7 @@ def test_what_it_knows() -> None:
     assert plan.mesh.world_size == 4
     assert stage_of_label(plan) == {"embed": 0, "h.0": 0, "h.1": 1, "head": 1}
     assert plan.prediction is not None
-    assert plan.prediction.memory[0].peak == 3300
+    assert plan.prediction.memory[0].peak_bytes == 3300
 
 
 def test_table() -> None:
@@ -128,10 +130,26 @@ def test_not_an_object(text: str) -> None:
     assert "but a plan is a JSON object" in refusal(text)
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 3, "1", None, True])
 def test_other_version(version: Any) -> None:
     with pytest.raises(StalePlanError, match=f"has plan_version {version!r}, but shardwright"):
         Plan.parse(edited(plan_version=version))
+
+
+def test_files_of_version_1_are_read() -> None:
+    """Their memory has no unit in its names."""
+    plan = with_prediction()
+    document = json.loads(plan.to_json())
+    document["prediction"]["memory"] = [
+        {name.removesuffix("_bytes"): size for name, size in memory.items()}
+        for memory in document["prediction"]["memory"]
+    ]
+    document["plan_version"] = 1
+    assert Plan.parse(json.dumps(document)) == plan
+    document["prediction"]["memory"] = [3]
+    assert "prediction.memory.0" in refusal(json.dumps(document))
+    document["prediction"] = None
+    assert Plan.parse(json.dumps(document)).prediction is None
 
 
 def test_missing_file(tmp_path: Path) -> None:

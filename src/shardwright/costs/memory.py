@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardwright.costs.inputs import Numbers, Offload, Options, Recompute, ScheduleKind, Sharded
+from shardwright.costs.inputs import Columns, Numbers, Offload, Options, Recompute, ScheduleKind, Sharded
 from shardwright.costs.kept import kept_bytes, tokens_of, whole_block_bytes
 from shardwright.costs.shape import Shape
 
@@ -50,7 +50,7 @@ FP32 = Precision(4, 4, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankBytes:
+class RankBytes(Columns):
     """Memory of a rank at its peak; all attributes but `host` together are the peak.
 
     Attributes:

@@ -93,7 +93,7 @@ def _memory(predicted: Predicted) -> str:
 
 
 def _sizes(memory: MemoryPrediction) -> list[str]:
-    return [format_bytes(getattr(memory, part)) for part in _PARTS]
+    return [format_bytes(getattr(memory, f"{part}_bytes")) for part in _PARTS]
 
 
 def _sensitivities(found: Sequence[Sensitivity]) -> str:

@@ -26,6 +26,7 @@ from shardwright.observe.chrome_trace import chrome_trace
 from shardwright.observe.console import Console, Phase
 from shardwright.observe.jsonl import JsonLines
 from shardwright.observe.metrics import MetricsLog, StepRecord, metrics_of
+from shardwright.observe.next_plan import NextPlan
 from shardwright.observe.plan_text import format_plan_briefly
 from shardwright.observe.progress import Progress
 from shardwright.observe.recorded_steps import RecordedStep, StepsFile
@@ -199,14 +200,17 @@ class Observer:
         """Announces something that may take longer than 2 s; see `Console.phase`."""
         return self.console.phase(text)
 
-    def close(self, *, ended: str = "done") -> None:
+    def close(self, *, ended: str = "done", next_plan: NextPlan | None = None) -> None:
         """Writes the report, says what the run came to, and closes all files; may be called twice.
 
         Args:
             ended: in a word, such as ``failed``.
+            next_plan: that the next run will get, if it is another one.
         """
         self._progress.flush()
         written = self._written if self._totals.steps and not self._closed else None
+        if written is not None:
+            self._say_next_plan(written, next_plan)
         if self._report and written is not None:
             write_at_end(written, plan=self._plan, console=self.console, event=self.event)
         if self._totals.steps and not self._closed:
@@ -216,7 +220,14 @@ class Observer:
                 further.append(going_on)
             replicas = self._world_size // max(1, len(self._pipeline_ranks))
             self.console.line(
-                format_end(self._totals, self._plan, replicas=replicas, ended=ended, further=further)
+                format_end(
+                    self._totals,
+                    self._plan,
+                    replicas=replicas,
+                    ended=ended,
+                    next_plan=next_plan,
+                    further=further,
+                )
             )
         self._closed = True
         for file in (self._tracking, self._metrics, self._events):
@@ -231,6 +242,14 @@ class Observer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _say_next_plan(self, written: RunFolder, next_plan: NextPlan | None) -> None:
+        """Writes the plan of the next run beside that of this one; none stays from an earlier part of it."""
+        if next_plan is None:
+            written.next_plan_file.unlink(missing_ok=True)
+            return
+        written.write(written.next_plan_file.name, next_plan.plan.to_json())
+        self.event("next_plan", text=next_plan.text)
 
     def _tracker_failed(self, message: str) -> None:
         self.event("tracker_failed", message=message)

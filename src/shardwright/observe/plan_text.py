@@ -91,7 +91,9 @@ def _model(plan: Plan) -> str:
         lines.append(f"  {printable(name)} is held by stages {', '.join(map(str, stages))}")
     if plan.tensor is not None:
         if plan.tensor.between_units is not None:
-            lines.append(f"  tensors between units are cut along dimension {plan.tensor.between_units}")
+            again = ", and again over the tensor axis" if plan.tensor.cut_again else ""
+            dim = plan.tensor.between_units
+            lines.append(f"  tensors between units are cut along dimension {dim}{again}")
         lines += [f"  {printable(name)}: {cut}" for name, cut in plan.tensor.cuts.items()]
     return "\n".join([*lines, f"  made by {plan.created_by}"])
 
@@ -100,7 +102,8 @@ def _memory(ranks: tuple[MemoryPrediction, ...]) -> str:
     parts = ("parameters", "gradients", "optimizer", "activations", "work", "peak")
     rows: list[Sequence[str]] = [("rank", *parts[:-1], "sum")]
     rows += [
-        (str(rank), *(format_bytes(getattr(row, part)) for part in parts)) for rank, row in enumerate(ranks)
+        (str(rank), *(format_bytes(getattr(row, f"{part}_bytes")) for part in parts))
+        for rank, row in enumerate(ranks)
     ]
     return align(rows)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from shardwright.observe.metrics import StepRecord
+from shardwright.observe.next_plan import NextPlan
 from shardwright.observe.progress import format_loss, format_rate
 from shardwright.plan import Plan
 from shardwright.quantities import format_seconds
@@ -81,6 +82,7 @@ def format_end(
     *,
     replicas: int,
     ended: str = "done",
+    next_plan: NextPlan | None = None,
     further: Sequence[str] = (),
 ) -> str:
     """The lines at the end of a run.
@@ -90,6 +92,7 @@ def format_end(
         plan: that it followed.
         replicas: of the model, and ranks that share layers.
         ended: in a word, such as ``stopped``.
+        next_plan: that the next run will get, if it is another one.
         further: where its report is, and how to go on.
     """
     steps = f"{totals.steps} step{'s' * (totals.steps != 1)}"
@@ -111,6 +114,8 @@ def format_end(
     lines = [" | ".join([*parts, step])]
     if predicted_s > 0 and measured_s > 0 and plan is not None and totals.steps > 1:
         lines += _why_they_part(totals, plan, measured_s / predicted_s)
+    if next_plan is not None:
+        lines.append(f"  {next_plan.text}; a new run takes that")
     if further:
         lines.append("  " + "; ".join(further))
     return "\n".join(lines)

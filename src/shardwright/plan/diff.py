@@ -129,8 +129,8 @@ def _predictions(first: Plan, second: Plan) -> Iterator[Change]:
     if a.bubble != b.bubble:
         yield Change("bubble", f"{a.bubble:.1%}", f"{b.bubble:.1%}")
     for rank, (x, y) in enumerate(zip(a.memory, b.memory, strict=False)):
-        if x.peak != y.peak:
-            yield Change(f"memory of rank {rank}", format_bytes(x.peak), format_bytes(y.peak))
+        if x.peak_bytes != y.peak_bytes:
+            yield Change(f"memory of rank {rank}", format_bytes(x.peak_bytes), format_bytes(y.peak_bytes))
     if a.provenance != b.provenance:
         yield Change("times of units", a.provenance, b.provenance)
 

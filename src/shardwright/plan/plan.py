@@ -25,6 +25,7 @@ from shardwright.model_graph import ModelGraph
 from shardwright.placement import Cut
 from shardwright.plan.decision import MeshPlan, SchedulePlan, StagePlan
 from shardwright.plan.identity import ModelIdentity, difference_of_units
+from shardwright.plan.older_versions import brought_up
 from shardwright.plan.parameter_cuts import cuts_by_name
 from shardwright.plan.prediction import Prediction
 from shardwright.plan.rivals import Alternative, Trial
@@ -36,7 +37,7 @@ from shardwright.text_table import align
 
 __all__ = ["PLAN_VERSION", "Plan", "stage_of_label"]
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 class Plan(Record):
@@ -58,7 +59,7 @@ class Plan(Record):
         trials: plans that were run for some steps before this one was chosen, itself first.
     """
 
-    plan_version: Literal[1] = 1
+    plan_version: Literal[2] = 2
     created_by: str = f"shardwright {__version__}"
     model: ModelIdentity
     mesh: MeshPlan
@@ -118,16 +119,22 @@ class Plan(Record):
                 f"mesh is {mesh.title}, but tensor, which says how ranks share a batch and parameters, is "
                 f"{'there' if self.tensor else 'missing'}"
             )
-        if self.tensor is not None and self.tensor.between_units is None and mesh.tensor == 1:
+        is_cut = mesh.tensor == 1 or mesh.context > 1
+        if self.tensor is not None and self.tensor.between_units is None and is_cut:
             raise ValueError(
                 f"mesh is {mesh.title}, but tensor.between_units, the dimension along which ranks share a "
                 "batch, is missing"
             )
+        if self.tensor is not None and self.tensor.cut_again and (mesh.context == 1 or mesh.tensor == 1):
+            raise ValueError(
+                f"mesh is {mesh.title}, but tensor.cut_again is true: tensor ranks cut the parts of context "
+                "ranks, and there must be both. Remove tensor.cut_again"
+            )
         for name, cut in self.tensor.cuts.items() if self.tensor else ():
-            if any(run.rank >= degree for run in cut.runs):
+            if any(run.rank >= mesh.parts for run in cut.runs):
                 raise ValueError(
-                    f"tensor.cuts.{name} is {cut}, but {degree} ranks share layers: they run from 0 to "
-                    f"{degree - 1}"
+                    f"tensor.cuts.{name} is {cut}, but {mesh.parts} ranks share layers: they run from 0 to "
+                    f"{mesh.parts - 1}"
                 )
 
     def _check_conditions(self) -> None:
@@ -184,10 +191,11 @@ class Plan(Record):
             raise PlanError(f"{source} {error.predicate}.{advice}") from None
         if not isinstance(document, dict):
             raise PlanError(f"{source} holds {shown(document)}, but a plan is a JSON object.")
+        document = brought_up(document)
         version = document.get("plan_version")
         if version != PLAN_VERSION or isinstance(version, bool):
             raise StalePlanError(
-                f"{source} has plan_version {shown(version)}, but shardwright {__version__} reads "
+                f"{source} has plan_version {shown(version)}, but shardwright {__version__} reads 1 to "
                 f"{PLAN_VERSION}. Make the plan anew with this version."
             )
         try:

@@ -66,20 +66,29 @@ class StagePrediction(CostRecord):
 
 
 class MemoryPrediction(Record):
-    """Predicted peak memory of one pipeline rank, in bytes."""
+    """Predicted peak memory of one pipeline rank.
 
-    parameters: NonNegativeInt
-    gradients: NonNegativeInt
-    optimizer: NonNegativeInt
-    activations: NonNegativeInt
-    batch: NonNegativeInt = 0
-    work: NonNegativeInt = 0
+    Attributes:
+        parameters_bytes: of its parameters and buffers.
+        gradients_bytes: of their gradients.
+        optimizer_bytes: of what the optimizer keeps.
+        activations_bytes: of what all microbatches in flight keep, at most.
+        batch_bytes: of the tensors of a batch.
+        work_bytes: of temporaries and messages.
+    """
+
+    parameters_bytes: NonNegativeInt
+    gradients_bytes: NonNegativeInt
+    optimizer_bytes: NonNegativeInt
+    activations_bytes: NonNegativeInt
+    batch_bytes: NonNegativeInt = 0
+    work_bytes: NonNegativeInt = 0
 
     @property
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         """Sum of all parts."""
-        state = self.parameters + self.gradients + self.optimizer
-        return state + self.activations + self.batch + self.work
+        state = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+        return state + self.activations_bytes + self.batch_bytes + self.work_bytes
 
 
 class Prediction(Record):

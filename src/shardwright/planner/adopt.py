@@ -49,7 +49,7 @@ def overruled_settings(plan: Plan, config: Config) -> Iterator[str]:
             f"{units} units keep."
         )
     if config.memory_limit is not None and plan.prediction is not None:
-        peak = max(memory.peak for memory in plan.prediction.memory)
+        peak = max(memory.peak_bytes for memory in plan.prediction.memory)
         if peak > config.memory_limit:
             yield (
                 f"memory_limit is {format_bytes(config.memory_limit)}, but the plan is predicted to need "

@@ -1,8 +1,13 @@
-"""Prices ways to train, in seconds and bytes, for a transformer or a chain of layers."""
+"""Prices ways to train, in seconds and bytes, for a transformer or a chain of layers.
 
-from collections.abc import Mapping
-from dataclasses import replace
+Millions of ways of a transformer are priced block by block: what the formulas have in their hands then stays
+in the caches of a core.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
 from types import MappingProxyType
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +32,11 @@ from shardwright.topology.task import Task
 
 __all__ = ["bytes_of", "fits", "memory_of", "mixed_of", "seconds_of"]
 
+_Prices = TypeVar("_Prices", StepSeconds, RankBytes)
+
+_ROWS_OF_BLOCK = 2**14
+"""A column of so many numbers takes 128 KiB."""
+
 
 def seconds_of(
     task: Task, ways: Options, *, faster: Mapping[str, float] = MappingProxyType({})
@@ -43,7 +53,7 @@ def seconds_of(
     rates, reached = _raised(task.rates, faster), task.calibration.efficiencies
     if isinstance(task.model, LayerChain):
         return chain_seconds(task.model, ways, rates, reached, width=task.width)
-    return step_seconds(task.shape, ways, rates, reached)
+    return _together([step_seconds(task.shape, block, rates, reached) for block in _blocks(ways)])
 
 
 def bytes_of(task: Task, ways: Options) -> RankBytes:
@@ -60,7 +70,9 @@ def memory_of(task: Task, ways: Options) -> tuple[RankBytes, NDArray[np.float64]
     if isinstance(task.model, LayerChain):
         found = chain_bytes(task.model, ways, precision=task.precision, width=task.width)
         return found, limit
-    return rank_bytes(task.shape, ways, precision=task.precision), limit
+    apart, place = _apart_in_memory(ways)
+    found = _together([rank_bytes(task.shape, each, precision=task.precision) for each in _blocks(apart)])
+    return found if place is None else found.take(place), limit
 
 
 def mixed_of(task: Task, ways: Options, *, faster: Mapping[str, float] = MappingProxyType({})) -> MixedPrices:
@@ -90,13 +102,60 @@ def fits(task: Task, ways: Options) -> NDArray[np.bool_]:
         task: what is asked for.
         ways: options as columns.
     """
-    if task.kinds and not isinstance(task.model, LayerChain):
-        found = mixed_fit(task.shape, ways, task.kinds, precision=task.precision)
-    else:
+    if isinstance(task.model, LayerChain):
         num_bytes, limit = memory_of(task, ways)
         found = np.atleast_1d(num_bytes.total <= limit)
+    elif task.kinds:
+        found = mixed_fit(task.shape, ways, task.kinds, precision=task.precision)
+    else:
+        shape, precision = task.shape, task.precision
+        apart, place = _apart_in_memory(ways)
+        totals = (rank_bytes(shape, block, precision=precision).total for block in _blocks(apart))
+        found = np.concatenate([np.atleast_1d(total <= task.memory_bytes) for total in totals])
+        found = found if place is None else found[place]
     offload = np.broadcast_to(ways.offload, found.shape)
     on_host = np.flatnonzero(found & (offload != Offload.NOTHING))
     if task.host_bytes and len(on_host):
         found[on_host] = bytes_of(task, ways.take(on_host)).host <= task.host_bytes
     return found
+
+
+def _apart_in_memory(ways: Options) -> tuple[Options, NDArray[np.intp] | None]:
+    """Ways without those that differ from the one before in the order of ranks alone: these take as much.
+
+    Returns these, and for each of all ways its place among them; None where that is its own.
+    """
+    if not np.ndim(ways.placement) or len(ways.placement) < 2:
+        return ways, None
+    columns = [getattr(ways, name) for name in Options.names() if name != "placement"]
+    same = np.ones(len(ways.placement) - 1, dtype=bool)
+    for column in columns:
+        if np.ndim(column) and column.strides[0]:
+            same &= column[1:] == column[:-1]
+    if not same.any():
+        return ways, None
+    first = np.concatenate([[True], ~same])
+    return ways.take(np.flatnonzero(first)), np.cumsum(first) - 1
+
+
+def _blocks(ways: Options) -> Iterator[Options]:
+    """Ways as columns, some thousands at a time; what is one number stays so."""
+    columns = {name: getattr(ways, name) for name in Options.names()}
+    number = max(len(column) if np.ndim(column) else 1 for column in columns.values())
+    if number <= _ROWS_OF_BLOCK:
+        yield ways
+        return
+    for start in range(0, number, _ROWS_OF_BLOCK):
+        rows = slice(start, start + _ROWS_OF_BLOCK)
+        yield Options(**{name: c[rows] if np.ndim(c) else c for name, c in columns.items()})
+
+
+def _together(blocks: list[_Prices]) -> _Prices:
+    """The prices of all blocks; what does not depend on the ways is one number in each of them."""
+    first = blocks[0]
+    if len(blocks) == 1:
+        return first
+    columns = {field.name: [getattr(block, field.name) for block in blocks] for field in fields(first)}
+    return type(first)(
+        **{name: np.concatenate(parts) if np.ndim(parts[0]) else parts[0] for name, parts in columns.items()}
+    )

@@ -6,7 +6,7 @@ parallelism without sequence parallelism, selective recomputation beside fused a
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from shardwright.catalogue import LayerChain
 from shardwright.costs import Gathers, Offload, Options, Placement, Recompute, ScheduleKind, Sharded
 from shardwright.errors import ConfigError
-from shardwright.topology.task import NOT_RUN_YET, Task, does_not_run, does_not_run_together, runs_shards
+from shardwright.topology.task import NOT_RUN_YET, Task, does_not_run, runs_shards
 
 __all__ = ["NAMES", "all_ways", "divisors"]
 
@@ -34,13 +34,17 @@ def all_ways(task: Task) -> Options:
         ConfigError: a pin is unknown, out of range, or contradicts the machines or another one.
     """
     _check_pins(task)
-    columns: dict[str, list[NDArray[np.float64]]] = {name: [] for name in NAMES}
-    for grid in _grids(task):
-        for name, column in grid.items():
-            columns[name].append(column)
-    if not columns["tensor"]:
+    grids = [grid for grid in _grids(task) if grid.number]
+    if not grids:
         raise ConfigError(_contradiction(task))
-    return Options(**{name: np.concatenate(parts) for name, parts in columns.items()})
+    numbers = [grid.number for grid in grids]
+    columns = {name: np.concatenate([grid.columns[name] for grid in grids]) for name in grids[0].columns}
+    for name in grids[0].of_mesh:
+        columns[name] = np.repeat([float(grid.of_mesh[name]) for grid in grids], numbers)
+    for name, value in _same_for_all(task).items():
+        # One number in memory, however many rows show it.
+        columns[name] = np.broadcast_to(np.float64(value), (sum(numbers),))
+    return Options(**columns)
 
 
 def divisors(number: int) -> list[int]:
@@ -53,16 +57,41 @@ def divisors(number: int) -> list[int]:
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
-def _grids(task: Task) -> Iterator[dict[str, NDArray[np.float64]]]:
-    """For each mesh, columns of all that is left to choose."""
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """The ways of one mesh.
+
+    Attributes:
+        number: of them.
+        of_mesh: options that are the same for all of them.
+        columns: the others.
+    """
+
+    number: int
+    of_mesh: dict[str, int]
+    columns: dict[str, NDArray[np.float64]]
+
+
+def _same_for_all(task: Task) -> dict[str, float]:
+    """Options that are the same for all ways."""
+    pins = task.pins
+    return {
+        "flash": pins.get("flash", 1),
+        "hierarchical": pins.get("hierarchical", int(Gathers.FASTER)),
+        "kept_layers": pins.get("kept_layers", 0),
+        "whole_layers": pins.get("whole_layers", 0),
+        "width": task.width,
+    }
+
+
+def _grids(task: Task) -> Iterator[_Grid]:
+    """For each mesh, all that is left to choose."""
     ranks = task.machines.num_ranks
     for tensor, pipeline, context in itertools.product(
         _tensor_degrees(task), _pipeline_degrees(task), _context_degrees(task)
     ):
         data, rest = divmod(ranks, tensor * pipeline * context)
         if rest or data == 0 or task.batch % data or not _pinned(task, "data", data):
-            continue
-        if task.only_what_runs and does_not_run_together(tensor=tensor, context=context):
             continue
         each = task.batch // data
         sizes = _chosen(task, "microbatch", [b for b in divisors(each) if b <= _LARGEST_MICROBATCH])
@@ -80,43 +109,36 @@ def _grids(task: Task) -> Iterator[dict[str, NDArray[np.float64]]]:
             yield _grid(task, (tensor, pipeline, context, data), rows)
 
 
-def _grid(
-    task: Task, mesh: tuple[int, int, int, int], rows: Sequence[Sequence[Any]]
-) -> dict[str, NDArray[np.float64]]:
-    index = np.meshgrid(*(np.arange(len(row)) for row in rows), indexing="ij")
-    batches, schedules, shards, experts, recomputations, offloads, placements = (
-        np.array(row, dtype=float)[numbers.ravel()] for row, numbers in zip(rows, index, strict=True)
-    )
-    microbatch, microbatches = batches.T
-    schedule, virtual = schedules.T
-    shard, sharded = shards.T
+def _grid(task: Task, mesh: tuple[int, int, int, int], rows: Sequence[Sequence[Any]]) -> _Grid:
     tensor, pipeline, context, data = mesh
+    batches, schedules, *others = (np.array(row, dtype=float) for row in rows)
+    batch, schedule = (numbers.ravel() for numbers in _combinations(batches, schedules))
+    (microbatch, microbatches), (kind, virtual) = batches[batch].T, schedules[schedule].T
     # Interleaving takes its microbatches in rounds of as many as there are ranks.
-    fits = (schedule != ScheduleKind.INTERLEAVED) | (microbatches % pipeline == 0)
-    same = np.ones(int(fits.sum()))
-    pins = task.pins
-    return {
-        "tensor": tensor * same,
-        "pipeline": pipeline * same,
-        "virtual": virtual[fits],
-        "data": data * same,
-        "shard": shard[fits],
-        "sharded": sharded[fits],
-        "context": context * same,
-        "expert": experts[fits],
-        "microbatch": microbatch[fits],
-        "microbatches": microbatches[fits],
-        "schedule": schedule[fits],
-        "recompute": recomputations[fits],
-        "offload": offloads[fits],
-        "sequence_parallel": pins.get("sequence_parallel", int(tensor > 1)) * same,
-        "flash": pins.get("flash", 1) * same,
-        "hierarchical": pins.get("hierarchical", int(Gathers.FASTER)) * same,
-        "kept_layers": pins.get("kept_layers", 0) * same,
-        "whole_layers": pins.get("whole_layers", 0) * same,
-        "placement": placements[fits],
-        "width": task.width * same,
-    }
+    fits = (kind != ScheduleKind.INTERLEAVED) | (microbatches % pipeline == 0)
+    inner = [row[numbers.ravel()] for row, numbers in zip(others, _combinations(*others), strict=True)]
+    (shard, sharded), expert, recompute, offload, placement = inner[0].T, *inner[1:]
+    num_outer, num_inner = int(fits.sum()), len(placement)
+    outer = {"microbatch": microbatch, "microbatches": microbatches, "schedule": kind, "virtual": virtual}
+    each = {"shard": shard, "sharded": sharded, "expert": expert, "recompute": recompute}
+    each |= {"offload": offload, "placement": placement}
+    return _Grid(
+        number=num_outer * num_inner,
+        of_mesh={
+            "tensor": tensor,
+            "pipeline": pipeline,
+            "data": data,
+            "context": context,
+            "sequence_parallel": task.pins.get("sequence_parallel", int(tensor > 1)),
+        },
+        columns={name: np.repeat(column[fits], num_inner) for name, column in outer.items()}
+        | {name: np.tile(column, num_outer) for name, column in each.items()},
+    )
+
+
+def _combinations(*rows: NDArray[np.float64]) -> Sequence[NDArray[np.intp]]:
+    """Positions in each row, for all combinations of their entries; those of the last change fastest."""
+    return np.meshgrid(*(np.arange(len(row)) for row in rows), indexing="ij")
 
 
 def _tensor_degrees(task: Task) -> list[int]:
@@ -255,4 +277,4 @@ def _contradiction(task: Task) -> str:
 
 
 def _any_way(task: Task, pins: dict[str, int]) -> bool:
-    return any(len(grid["tensor"]) for grid in _grids(replace(task, pins=pins)))
+    return any(grid.number for grid in _grids(replace(task, pins=pins)))

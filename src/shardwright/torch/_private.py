@@ -61,6 +61,7 @@ __all__ = [
     "gradient_transform_active",
     "has_storage",
     "hooks_of_every_module",
+    "is_composite",
     "is_profiled",
     "make_wrapper",
     "memory_of",
@@ -72,6 +73,7 @@ __all__ = [
     "norms_of",
     "num_hooks_registered",
     "outside_of_functions",
+    "packed_call",
     "parameters_to_clip",
     "pop_function_mode",
     "push_function_mode",
@@ -113,6 +115,12 @@ _CODE_OF_CUSTOM_BACKWARD = tuple(
 new_wrapper: Any = torch.Tensor._make_wrapper_subclass
 
 
+def packed_call(func: Any) -> Callable[..., Any]:
+    """What calls an operator, without the method in Python around it."""
+    call: Callable[..., Any] = func._op
+    return call
+
+
 def change_shape_only(func: Any, args: Sequence[Any], kwargs: Any) -> None:
     """Runs an operator that changes a shape in place on what a subclass shows, without its parts."""
     with torch._C._DisableTorchDispatch():
@@ -122,6 +130,11 @@ def change_shape_only(func: Any, args: Sequence[Any], kwargs: Any) -> None:
 def memory_of(tensor: torch.Tensor) -> int:
     """Identifies the memory of a tensor, while it lives; unlike the address, that of an empty one, too."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def is_composite(func: Any) -> bool:
+    """Whether an operator is made of others: autograd takes it apart, and so does its `decompose`."""
+    return bool(func._can_decompose())
 
 
 def newest_node() -> int:

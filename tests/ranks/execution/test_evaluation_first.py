@@ -44,7 +44,7 @@ def evaluate_and_train(
     plan = context().plan
     assert plan is not None
     seconds = [stage.backward_s for stage in plan.prediction.stages]
-    activations = [memory.activations for memory in plan.prediction.memory]
+    activations = [memory.activations_bytes for memory in plan.prediction.memory]
     return seconds, activations, losses
 
 

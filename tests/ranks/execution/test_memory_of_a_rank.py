@@ -144,7 +144,7 @@ def peak_of_a_step(settings):
     own = [stage for stage in plan.stages if stage.rank == rank]
     keeping_less = sum(len(stage.recompute) for stage in own), sum(len(stage.offload) for stage in own)
     shared = 0 if context().links.local_peers is None else context().links.local_peers.num_bytes
-    return plan.prediction.memory[rank].peak, peak + shared, keeping_less, losses
+    return plan.prediction.memory[rank].peak_bytes, peak + shared, keeping_less, losses
 
 
 @pytest.mark.parametrize(

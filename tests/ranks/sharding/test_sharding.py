@@ -359,7 +359,7 @@ def state_bytes(settings, ranks_per_host):
         found[2] += model.replicas.updated_parts.num_bytes
     plan = context().plan
     memory = None if plan is None else plan.prediction.memory[sw.pp_rank()]
-    return found, memory and (memory.parameters, memory.gradients, memory.optimizer)
+    return found, memory and (memory.parameters_bytes, memory.gradients_bytes, memory.optimizer_bytes)
 
 
 @pytest.mark.parametrize("degree", [2, in_sweep(4)])

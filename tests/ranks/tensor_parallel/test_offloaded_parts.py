@@ -180,7 +180,7 @@ def peaks(settings: dict[str, Any]) -> tuple[int, int, list[float]]:
             peak = max(peak, alive)
     plan = context().plan
     assert plan is not None
-    return plan.prediction.memory[context().pipeline_rank].peak, peak, losses
+    return plan.prediction.memory[context().pipeline_rank].peak_bytes, peak, losses
 
 
 @pytest.mark.parametrize("degree", ["tensor", in_sweep("context")])

@@ -107,7 +107,7 @@ def test_a_model_that_this_machine_could_not_hold(capsys, tmp_path):
     plan = Plan.parse(out)
     assert plan.prediction is not None
     assert sum(stage.parameter_bytes for stage in plan.prediction.stages) > 16 * 2**40
-    assert max(memory.peak for memory in plan.prediction.memory) < 4 * 2**40
+    assert max(memory.peak_bytes for memory in plan.prediction.memory) < 4 * 2**40
 
 
 def test_what_does_not_fit_ends_with_3(capsys, tmp_path):

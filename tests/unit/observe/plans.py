@@ -16,7 +16,9 @@ from shardwright.schedule import Simulation, build_schedule, simulate, unit_cost
 
 def two_stage_plan() -> Plan:
     stage = StagePrediction(forward_s=0.1, backward_s=0.2, saved_bytes=100, parameter_bytes=2048)
-    memory = MemoryPrediction(parameters=800, gradients=800, optimizer=1600, activations=100)
+    memory = MemoryPrediction(
+        parameters_bytes=800, gradients_bytes=800, optimizer_bytes=1600, activations_bytes=100
+    )
     return Plan(
         model=ModelIdentity(fingerprint="f", num_parameters=10, units=("embed", "head")),
         mesh=MeshPlan(pipeline=2, data=2),

@@ -46,7 +46,7 @@ def test_a_run_is_compared_with_its_plan(tmp_path: Path) -> None:
     assert step.error == pytest.approx(1 / 1.1 - 1)
     assert (update.predicted, update.measured) == (0.016, 0.02)
     assert update.error == pytest.approx(-0.2)
-    assert memory.predicted == max(part.peak for part in plan.prediction.memory)
+    assert memory.predicted == max(part.peak_bytes for part in plan.prediction.memory)
     assert memory.measured == pytest.approx(4003)
     # Placement DPT: world ranks 0 and 2 are pipeline rank 0 of the two replicas.
     assert data.peak_by_rank == (pytest.approx(4002), pytest.approx(4003))
@@ -108,7 +108,7 @@ def test_memory_is_compared_without_what_is_not_the_trainings(tmp_path: Path) ->
     for row, memory in zip(data.memory, plan.prediction.memory, strict=True):
         # 1700 bytes are in use after a step, 1000 of them are of the training.
         assert row.measured == 5700 - 700
-        assert row.predicted == memory.peak - memory.work
+        assert row.predicted == memory.peak_bytes - memory.work_bytes
     peak = data.compared[2]
     assert (peak.predicted, peak.measured, peak.remark) == (data.memory[0].predicted, 5000, "")
     html = page(data)
@@ -231,6 +231,15 @@ def test_what_to_do_next_about_a_plan(tmp_path: Path, plan: Plan, next_step: str
     verdict = gather(tmp_path / "plan.json").verdict
     assert verdict is not None
     assert verdict.next.startswith(next_step), verdict.next
+
+
+def test_a_run_whose_steps_suggest_another_plan_is_to_be_begun_anew(tmp_path: Path) -> None:
+    folder = RunFolder(run_folder(tmp_path / "run", planned()))
+    planned(forward_s=0.05).write(folder.next_plan_file)
+    verdict = gather(folder.path).verdict
+    assert verdict is not None
+    assert verdict.next.startswith("begin a new run: ")
+    assert "next_plan.json" in verdict.next
 
 
 def test_the_planner_is_not_contradicted(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_its_figures_are_those_of_the_plan(browser: Any, report: Path) -> None:
     )
     assert shown["step_predicted"] == plan.prediction.step_s
     assert shown["step_measured"] == 1.1 * plan.prediction.step_s
-    assert shown["memory_predicted"] == max(part.peak for part in plan.prediction.memory)
+    assert shown["memory_predicted"] == max(part.peak_bytes for part in plan.prediction.memory)
     parts = browser.execute_script(
         "return [...document.querySelectorAll('[data-part]')].map(e => Number(e.dataset.value))"
     )

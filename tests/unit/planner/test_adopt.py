@@ -85,4 +85,4 @@ def test_the_schedule_of_the_file_is_the_one_that_was_simulated(kind: str) -> No
     assert plan.prediction is not None
     overhead_s = Fabric(cluster=instant, mesh=mesh).step_overhead_s
     assert again.step_s + overhead_s == pytest.approx(plan.prediction.step_s)
-    assert again.peak_bytes == tuple(memory.activations for memory in plan.prediction.memory)
+    assert again.peak_bytes == tuple(memory.activations_bytes for memory in plan.prediction.memory)

@@ -71,6 +71,16 @@ def test_the_plan_of_the_last_run_stays_within_the_error() -> None:
     assert (STAYS in again.why) == ([s.units for s in anew.stages] != [s.units for s in before.stages])
 
 
+def test_the_plan_of_the_last_run_stays_where_its_own_cuts_could_be_better() -> None:
+    """Moving the cuts of the best options took the last plan from among them, so it never stayed."""
+    before = plan(candidates(4, head_s=3.0), pipeline="1f1b")
+    now = candidates(4, head_s=2.0, blocks=4)
+    assert first_units(plan(now, pipeline="1f1b")) != first_units(before)
+    again = plan(now, previous=before, pipeline="1f1b")
+    assert first_units(again) == first_units(before)
+    assert STAYS in again.why
+
+
 def test_the_plan_of_the_last_run_goes_where_another_is_much_faster() -> None:
     before = plan(candidates(4))
     after = plan(candidates(4, head_s=8.0), previous=before)

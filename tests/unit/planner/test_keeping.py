@@ -38,7 +38,7 @@ def peak(layout: Layout, flights: list[int], rank: int = 0) -> int:
         activations[owner] += flight * cost.saved_bytes
         windows[owner] = max(windows[owner], cost.window_bytes + cost.tail_bytes * (flight > 1))
     both = [sum(each) for each in zip(activations, windows, strict=True)]
-    return rank_memory(layout, activation_bytes=both)[rank].peak
+    return rank_memory(layout, activation_bytes=both)[rank].peak_bytes
 
 
 def choose(layout: Layout, missing: int, policy: KeepingPolicy) -> list[Way]:

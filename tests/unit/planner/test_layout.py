@@ -136,12 +136,16 @@ def test_in_flight_lasts_until_the_weights_are_done() -> None:
 def test_memory_adds_up() -> None:
     layout = lay_out(chain_graph(2), (0, 2, 4), (0, 1), profile_of(work_bytes=64)).with_recompute([1])
     first, second = rank_memory(layout, activation_bytes=(500, 600), optimizer_factor=2.0)
-    assert (first.parameters, first.gradients, first.optimizer) == (800, 800, 1600)
+    assert (first.parameters_bytes, first.gradients_bytes, first.optimizer_bytes) == (800, 800, 1600)
     # Recomputed without the 1000 bytes behind it; one gradient that came in (40) stays, one is on its way;
     # and two values that leave.
-    assert (first.activations, first.work, first.peak) == (500, 960 + 80 + 2 * 40 + 2 * 40, 4900)
+    assert (first.activations_bytes, first.work_bytes, first.peak_bytes) == (
+        500,
+        960 + 80 + 2 * 40 + 2 * 40,
+        4900,
+    )
     # A value that comes in, and two gradients that leave.
-    assert (second.work, second.peak) == (80 + 40 + 2 * 40, 4000)
+    assert (second.work_bytes, second.peak_bytes) == (80 + 40 + 2 * 40, 4000)
 
 
 def test_a_rank_has_shared_memory_for_each_that_it_sends_to() -> None:
@@ -161,7 +165,7 @@ def test_an_update_may_take_more_than_a_step() -> None:
     layout = lay_out(builder.graph(loss=builder.unit("a", parameters=[table])), (0, 1), (0,))
     (adam,) = rank_memory(layout, activation_bytes=(100,))
     (sgd,) = rank_memory(layout, activation_bytes=(100,), optimizer_factor=1.0)
-    assert (adam.peak, sgd.work) == (4000 + 2000, 40)
+    assert (adam.peak_bytes, sgd.work_bytes) == (4000 + 2000, 40)
 
 
 def test_temporaries_count_when_they_are_there() -> None:
@@ -188,7 +192,7 @@ def test_frozen_parameters_have_no_gradient() -> None:
     frozen = builder.parameter("frozen", 100, requires_grad=False)
     layout = lay_out(builder.graph(loss=builder.unit("a", parameters=[frozen])), (0, 1), (0,))
     (memory,) = rank_memory(layout, activation_bytes=(0,))
-    assert (memory.parameters, memory.gradients, memory.optimizer) == (100, 0, 0)
+    assert (memory.parameters_bytes, memory.gradients_bytes, memory.optimizer_bytes) == (100, 0, 0)
 
 
 def recompute_profile(rows: list[tuple[float, int]]) -> Profile:
@@ -205,7 +209,7 @@ def peak(layout: Layout, flights: list[int], rank: int) -> int:
     activations = [0] * layout.num_ranks
     for cost, flight, owner in zip(layout.stage_costs(), flights, layout.ranks, strict=True):
         activations[owner] += flight * cost.saved_bytes
-    return rank_memory(layout, activation_bytes=activations)[rank].peak
+    return rank_memory(layout, activation_bytes=activations)[rank].peak_bytes
 
 
 @given(

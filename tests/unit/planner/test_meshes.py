@@ -17,7 +17,7 @@ from shardwright.planner import best_of_meshes, meshes
 
 
 def plan_of(mesh, step_s):
-    memory = MemoryPrediction(parameters=1, gradients=1, optimizer=2, activations=1)
+    memory = MemoryPrediction(parameters_bytes=1, gradients_bytes=1, optimizer_bytes=2, activations_bytes=1)
     return Plan(
         model=ModelIdentity(fingerprint="f", num_parameters=1, units=("a",)),
         mesh=MeshPlan(pipeline=mesh.pipeline, data=mesh.data, shard=mesh.shard),

@@ -113,7 +113,7 @@ def test_active_microbatches_bound_memory() -> None:
     assert free.prediction is not None
     assert bound.prediction is not None
     assert bound.schedule.active_microbatches == 2
-    assert bound.prediction.memory[0].activations * 4 == free.prediction.memory[0].activations
+    assert bound.prediction.memory[0].activations_bytes * 4 == free.prediction.memory[0].activations_bytes
 
 
 @given(
@@ -156,7 +156,7 @@ def test_recomputation_only_where_memory_requires_it() -> None:
     assert any(stage.recompute for stage in tight.stages)
     assert any("recomputed in the backward" in reason for reason in tight.why)
     assert tight.prediction is not None
-    assert max(memory.peak for memory in tight.prediction.memory) <= 4 * 4 * 400 + 14_000
+    assert max(memory.peak_bytes for memory in tight.prediction.memory) <= 4 * 4 * 400 + 14_000
 
 
 def test_recomputation_everywhere() -> None:
@@ -179,7 +179,9 @@ def test_memory_weight_evens_out_memory() -> None:
     assert len(units(lean)[0]) < len(units(fast)[0])
     assert fast.prediction is not None
     assert lean.prediction is not None
-    assert max(m.peak for m in lean.prediction.memory) < max(m.peak for m in fast.prediction.memory)
+    assert max(m.peak_bytes for m in lean.prediction.memory) < max(
+        m.peak_bytes for m in fast.prediction.memory
+    )
 
 
 def test_device_memory_is_the_default_limit() -> None:
@@ -390,7 +392,7 @@ def test_infeasible_names_offload_where_it_would_do() -> None:
     }
     free = plan(options, 2, **pins)
     assert free.prediction is not None
-    pins["memory_limit"] = int(0.7 * max(each.peak for each in free.prediction.memory))
+    pins["memory_limit"] = int(0.7 * max(each.peak_bytes for each in free.prediction.memory))
     with pytest.raises(InfeasiblePlanError, match='set offload_activations to "auto"'):
         plan(options, 2, **pins)
     assert any(stage.offload for stage in plan(options, 2, **pins, offload_activations="auto").stages)

@@ -32,7 +32,7 @@ def plan(**config: Any) -> Plan:
 
 def peak(found: Plan) -> int:
     assert found.prediction is not None
-    return max(memory.peak for memory in found.prediction.memory)
+    return max(memory.peak_bytes for memory in found.prediction.memory)
 
 
 def test_gradients_are_reduced_in_every_microbatch_where_memory_requires_it() -> None:

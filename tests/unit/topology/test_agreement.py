@@ -88,7 +88,7 @@ def planned(name, machines, dtype, *, pipeline, data, microbatches):
     found = plan.prediction
     step_s = found.step_s + found.update_s
     interval = step_s / (1 + found.error), step_s * (1 + found.error)
-    return step_s, interval, [memory.peak for memory in found.memory]
+    return step_s, interval, [memory.peak_bytes for memory in found.memory]
 
 
 def searched(model, machines, dtype, *, pipeline, data, microbatches):

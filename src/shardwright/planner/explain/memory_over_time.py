@@ -57,7 +57,11 @@ def memory_over_time(
         changes[event.rank] += zip((event.start_s, event.end_s), both, strict=True)
     moments = [_held(each) for each in changes]
     return tuple(
-        RankMemory(rank, part.parameters + part.gradients + part.optimizer + part.batch, tuple(row))
+        RankMemory(
+            rank,
+            part.parameters_bytes + part.gradients_bytes + part.optimizer_bytes + part.batch_bytes,
+            tuple(row),
+        )
         for rank, (part, row) in enumerate(zip(memory, moments, strict=True))
     )
 

@@ -90,12 +90,12 @@ def rank_memory(
     work = work_bytes(layout) if work is None else work
     return tuple(
         MemoryPrediction(
-            parameters=state.parameters,
-            gradients=state.gradients,
-            optimizer=round(state.optimized * optimizer_factor),
-            activations=int(activations),
-            batch=batch_bytes * (1 if rank == 0 else 2),
-            work=max(temporary, update - int(activations)),
+            parameters_bytes=state.parameters,
+            gradients_bytes=state.gradients,
+            optimizer_bytes=round(state.optimized * optimizer_factor),
+            activations_bytes=int(activations),
+            batch_bytes=batch_bytes * (1 if rank == 0 else 2),
+            work_bytes=max(temporary, update - int(activations)),
         )
         for rank, (state, activations, temporary, update) in enumerate(
             zip(

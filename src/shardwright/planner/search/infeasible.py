@@ -21,7 +21,7 @@ _MOST_RANKS = 64
 def infeasible(options: Sequence[Option], *, config: Config) -> InfeasiblePlanError:
     """The error that tells what came closest and what would help."""
     best = min(options, key=lambda option: (option.overflow_bytes, option.step_s))
-    neediest = max(range(len(best.memory)), key=lambda rank: best.memory[rank].peak)
+    neediest = max(range(len(best.memory)), key=lambda rank: best.memory[rank].peak_bytes)
     limit = best.workload.demands.limit_bytes
     lines = [
         f"nothing fits in {format_bytes(limit)} a rank. The closest of {len(options)} combinations tried "

@@ -276,7 +276,7 @@ class Draft:
             windows[rank] = max(windows[rank], cost.window_bytes + cost.tail_bytes * (flight > 1))
         activations = [sum(both) for both in zip(activations, windows, strict=True)]
         memory = self._memory(layout, activations)
-        return max(part.peak for part in memory) - demands.limit_bytes
+        return max(part.peak_bytes for part in memory) - demands.limit_bytes
 
     def work_out(self) -> "Option":
         """Builds and simulates the schedule; chooses recomputation anew if that changes what is in flight."""
@@ -395,7 +395,7 @@ class Option:
     @property
     def peak_bytes(self) -> int:
         """Memory of the rank that needs most."""
-        return max(memory.peak for memory in self.memory)
+        return max(memory.peak_bytes for memory in self.memory)
 
     @property
     def overflow_bytes(self) -> int:

@@ -162,12 +162,12 @@ def alternatives(best: Option, *, others: Sequence[Option]) -> tuple[Alternative
 def describe_memory(memory: MemoryPrediction) -> str:
     """The parts of a peak, largest first: ``1.2 GiB activations, 400 MiB parameters``."""
     parts = {
-        "parameters": memory.parameters,
-        "gradients": memory.gradients,
-        "optimizer state": memory.optimizer,
-        "activations": memory.activations,
-        "batch": memory.batch,
-        "work": memory.work,
+        "parameters": memory.parameters_bytes,
+        "gradients": memory.gradients_bytes,
+        "optimizer state": memory.optimizer_bytes,
+        "activations": memory.activations_bytes,
+        "batch": memory.batch_bytes,
+        "work": memory.work_bytes,
     }
     ordered = sorted(parts.items(), key=lambda part: -part[1])
     return ", ".join(f"{format_bytes(size)} {name}" for name, size in ordered if size)
@@ -209,11 +209,12 @@ def _balance(best: Option) -> str:
 
 
 def _memory(best: Option) -> str:
-    neediest = max(range(len(best.memory)), key=lambda rank: best.memory[rank].peak)
+    neediest = max(range(len(best.memory)), key=lambda rank: best.memory[rank].peak_bytes)
     memory = best.memory[neediest]
     limit = best.workload.demands.limit_bytes
     bound = f"of {format_bytes(limit)}" if limit else "(no limit is known)"
-    return f"Peak memory (rank {neediest}): {format_bytes(memory.peak)} {bound}: {describe_memory(memory)}."
+    peak = format_bytes(memory.peak_bytes)
+    return f"Peak memory (rank {neediest}): {peak} {bound}: {describe_memory(memory)}."
 
 
 def _recomputation(best: Option) -> list[str]:
@@ -277,7 +278,7 @@ def _ties(best: Option) -> list[str]:
 
 def _verdict(option: Option, best: Option) -> str:
     if not option.fits:
-        neediest = max(range(len(option.memory)), key=lambda rank: option.memory[rank].peak)
+        neediest = max(range(len(option.memory)), key=lambda rank: option.memory[rank].peak_bytes)
         return (
             f"does not fit: rank {neediest} needs {format_bytes(option.peak_bytes)}, "
             f"{format_bytes(option.overflow_bytes)} too much"

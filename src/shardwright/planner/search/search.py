@@ -170,7 +170,7 @@ def make_plan(
     else:
         raise infeasible(options, config=config)
     if config.auto_partition and demands.memory_weight == 0:
-        options = _on_boundaries(_refined(options))
+        options = _on_boundaries(_refined(options, previous))
     near_tie = 1.0 + error_of_comparison(candidates[m] for m in counts)
     fitting = [option for option in options if option.fits]
     best, *_ = rank(fitting, memory_weight=demands.memory_weight, near_tie=near_tie)
@@ -341,11 +341,16 @@ def _promising(drafts: Sequence[Draft], previous: Plan | None) -> list[Draft]:
     return affordable
 
 
-def _refined(options: Sequence[Option]) -> list[Option]:
-    """The options, the best few of them with their cuts moved to where the simulated step is shortest."""
+def _refined(options: Sequence[Option], previous: Plan | None) -> list[Option]:
+    """The options, the best few of them with their cuts moved to where the simulated step is shortest.
+
+    The previous plan stays among them as it was: to replace it takes more than a shorter step.
+    """
     best = rank([option for option in options if option.fits], memory_weight=0.0)[:_NUM_REFINED]
     better = {id(option): refine(option, max_actions=_MOST_ACTIONS // 4) for option in best}
-    return [better.get(id(option), option) for option in options]
+    moved = [better.get(id(option), option) for option in options]
+    kept = [option for option in best if is_of(previous, option) and better[id(option)] is not option]
+    return [*moved, *kept]
 
 
 def _on_boundaries(options: Sequence[Option]) -> list[Option]:

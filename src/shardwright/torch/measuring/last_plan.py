@@ -2,6 +2,7 @@
 
 The number of microbatches changes results: random masks, batch statistics, the weights of unequal
 microbatches. So it stays what it was, as long as script, model, batch, ranks, machine and settings do.
+Beside the plan stand the factors by which its units took longer in steps than planned (`PlanReview`).
 """
 
 import hashlib
@@ -9,13 +10,14 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import nn
 
 from shardwright.cluster.host_memory import host_memory_bytes
-from shardwright.errors import ShardwrightError
-from shardwright.files import replace_file
+from shardwright.errors import ShardwrightError, UsageError
+from shardwright.files import UserFile, replace_file
 from shardwright.plan import Plan
 from shardwright.torch.measuring.cost_cache import cache_folder, machine_key
 from shardwright.torch.run.context import Context
@@ -26,6 +28,8 @@ log = logging.getLogger(__name__)
 
 _KEPT = 200
 """Plans of one machine; those that were used last."""
+
+_MOST_FACTOR = 1e6
 
 
 class LastPlan:
@@ -39,9 +43,10 @@ class LastPlan:
 
     def __init__(self, context: Context, model: nn.Module, *, samples: int):
         self._context = context
-        folder = cache_folder() / "plans" / machine_key(context)
         off = os.environ.get("SHARDWRIGHT_CACHE") == "off"
-        self._file = None if off else folder / f"{self._key(model, samples)}.json"
+        name = Path(machine_key(context)) / f"{self._key(model, samples)}.json"
+        self._file = None if off else cache_folder() / "plans" / name
+        self._factors_file = None if off else cache_folder() / "units" / name
 
     def read(self) -> Plan | None:
         """The plan; None where there was no such run, or its file cannot be read. On the first rank."""
@@ -57,17 +62,33 @@ class LastPlan:
 
     def write(self, plan: Plan) -> None:
         """Keeps a plan for the next run. On the first rank."""
-        file = self._file
-        if file is None:
-            return
+        if self._file is not None:
+            _keep(self._file, plan.to_json(), what="the plan")
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the next run will know of this one."""
+        return self._file is not None
+
+    def read_factors(self) -> dict[str, float]:
+        """Factors on the seconds of unit calls, by label; none where no run has written any."""
+        file = self._factors_file
+        if file is None or not file.is_file():
+            return {}
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(file, plan.to_json())
-            by_age = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
-            for old in by_age[:-_KEPT]:
-                old.unlink(missing_ok=True)
-        except OSError as error:
-            log.warning("the plan cannot be kept for the next run in %s: %s", file, error)
+            found = UserFile(file, what="factors of units", error=UsageError).read_json()
+            factors = {str(label): float(factor) for label, factor in found.items()}
+        except (ShardwrightError, TypeError, AttributeError, ValueError) as error:
+            log.info("factors of units are not used: %s", error)
+            return {}
+        usable = all(1 / _MOST_FACTOR <= factor <= _MOST_FACTOR for factor in factors.values())
+        return factors if usable else {}
+
+    def write_factors(self, factors: Mapping[str, float]) -> None:
+        """Keeps factors on the seconds of unit calls for the next run. On the first rank."""
+        if self._factors_file is not None:
+            text = json.dumps({label: round(factor, 4) for label, factor in factors.items()}, indent=1)
+            _keep(self._factors_file, text, what="the times of units")
 
     def _key(self, model: nn.Module, samples: int) -> str:
         config, mesh = self._context.config, self._context.mesh
@@ -83,3 +104,15 @@ class LastPlan:
             {name: repr(value) for name, value in config.pins.items()},
         ]
         return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
+
+
+def _keep(file: Path, text: str, *, what: str) -> None:
+    """Writes a file of the cache, and removes those that were not used for longest."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(file, text)
+        by_age = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        for old in by_age[:-_KEPT]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s cannot be kept for the next run in %s: %s", what, file, error)

@@ -9,6 +9,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from shardwright.mesh import Mesh
 from shardwright.plan import Plan, TensorPrices
 from shardwright.planner import (
     Candidates,
+    Correction,
     PastRun,
     RunKind,
     correction_of,
@@ -32,6 +34,7 @@ from shardwright.planner import (
 from shardwright.planner.chain.division import Division
 from shardwright.planner.machines.fabric import Fabric
 from shardwright.planner.search.closed_forms import expected_in_turn, expected_seconds
+from shardwright.planner.search.cut_sequences import with_or_without_sequences
 from shardwright.profile import Profile, UnitCost
 from shardwright.torch.batch.batch import Arguments, Batch
 from shardwright.torch.measuring.profiler import Profiler, ToProfile
@@ -54,7 +57,7 @@ class MeasuredModel:
     Attributes:
         candidates: what the planner takes, for each number of pipeline ranks, and whether ranks share layers.
         divide: says how the tensor-parallel ranks of a grid share the model, in units for so many pipeline
-            ranks.
+            ranks, by such settings.
         costs: what was measured, by cost class.
         cluster: the present machines.
         past_runs: on them, by which predictions are corrected.
@@ -62,7 +65,7 @@ class MeasuredModel:
     """
 
     candidates: Mapping[tuple[int, bool], Candidates]
-    divide: Callable[[Mesh, int], Division]
+    divide: Callable[[Mesh, int, Config], Division]
     costs: Mapping[str, UnitCost]
     cluster: Cluster
     past_runs: Sequence[PastRun] = ()
@@ -97,7 +100,9 @@ class MeasuredModel:
             config=config,
             samples=self.samples,
             profile=profile,
-            divisions={mesh.share: self.divide(mesh, longest.pipeline) for mesh in grids if mesh.share > 1},
+            divisions={
+                mesh.share: self.divide(mesh, longest.pipeline, config) for mesh in grids if mesh.share > 1
+            },
         )
 
     def _plans(
@@ -111,16 +116,20 @@ class MeasuredModel:
                 self.past_runs, kind, model=one[number][0].model_fingerprint, samples=self.samples
             )
             try:
-                yield make_plan(
-                    one,
-                    cluster=self.cluster,
-                    config=config,
-                    mesh=mesh,
-                    correction=correction,
-                    division=self.divide(mesh, mesh.pipeline) if mesh.share > 1 else None,
-                )
+                plan_with = partial(self._plan, one, mesh, correction)
+                yield with_or_without_sequences(config, plan_with, tensor=mesh.tensor)
             except PlanError as error:
                 failures.append(error)
+
+    def _plan(self, candidates: Candidates, mesh: Mesh, correction: Correction, config: Config) -> Plan:
+        return make_plan(
+            candidates,
+            cluster=self.cluster,
+            config=config,
+            mesh=mesh,
+            correction=correction,
+            division=self.divide(mesh, mesh.pipeline, config) if mesh.share > 1 else None,
+        )
 
 
 def _units_of(mesh: Mesh) -> tuple[int, bool]:
@@ -168,7 +177,7 @@ def measure_model(
     history = history_of(run)
     return MeasuredModel(
         candidates={kind: _candidates(traces[kind], costs, cluster) for kind in kinds},
-        divide=_Divisions(model, traces, cluster, config),
+        divide=_Divisions(model, traces, cluster),
         costs=costs,
         cluster=cluster,
         past_runs=() if history is None else history.read(),
@@ -208,25 +217,24 @@ class _Divisions:
         model: nn.Module,
         traces: Mapping[tuple[int, bool], Mapping[int, Trace]],
         cluster: Cluster,
-        config: Config,
     ):
-        self._model, self._cluster, self._config = model, cluster, config
+        self._model, self._cluster = model, cluster
         self._traces = {
             pipeline: next(iter(of_counts.items()))
             for (pipeline, divides), of_counts in traces.items()
             if divides
         }
-        self._found: dict[tuple[int, int, int, TensorPrices], Division] = {}
+        self._found: dict[tuple[int, int, int, TensorPrices, object], Division] = {}
 
-    def __call__(self, mesh: Mesh, pipeline: int) -> Division:
+    def __call__(self, mesh: Mesh, pipeline: int, config: Config) -> Division:
         prices = Fabric(cluster=self._cluster, mesh=mesh).tensor_prices
-        key = pipeline, mesh.share, mesh.context, prices
+        key = pipeline, mesh.share, mesh.context, prices, config.sequence_parallel
         if key not in self._found:
             microbatches, trace = self._traces[pipeline]
             self._found[key] = division_of(
                 self._model,
                 trace,
-                config=self._config,
+                config=config,
                 mesh=mesh,
                 prices=prices,
                 microbatches=microbatches,

@@ -10,7 +10,7 @@
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,8 +28,10 @@ from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan, TensorPrices
 from shardwright.planner import (
     NO_CORRECTION,
+    Candidates,
     Correction,
     RunKind,
+    corrected_profile,
     correction_of,
     estimate_profile,
     make_plan,
@@ -37,11 +39,12 @@ from shardwright.planner import (
 )
 from shardwright.planner.chain.division import Division
 from shardwright.planner.machines.fabric import Fabric
+from shardwright.planner.search.cut_sequences import with_or_without_sequences
 from shardwright.profile import Profile, UnitCost
 from shardwright.torch.batch.batch import Batch
-from shardwright.torch.measuring.cut_sequences import with_or_without_sequences
 from shardwright.torch.measuring.last_plan import LastPlan
-from shardwright.torch.measuring.profiler import Profiler, ToProfile
+from shardwright.torch.measuring.plan_review import PlanReview
+from shardwright.torch.measuring.profiler import Profiler, ToProfile, shares_cores
 from shardwright.torch.measuring.run_history import history_of
 from shardwright.torch.measuring.tensor_prices import measured_operation_s, measured_prices
 from shardwright.torch.offload.tier_rate import with_tier
@@ -92,24 +95,32 @@ class Planner:
             if traces is None:
                 traces = trace_all()
         context.cluster = cluster = with_tier(context, present_cluster(context))
+        factors = context.from_first_rank(last.read_factors)
         with torch.set_grad_enabled(gradients):
-            profiles = self._profiles(traces, cluster)
+            profiles = {
+                m: corrected_profile(profile, traces[m].graph, factors)
+                for m, profile in self._profiles(traces, cluster).items()
+            }
         prices, operation_s = self._prices(cluster), self._operation_s()
         candidates = {m: (trace.graph, profiles[m]) for m, trace in traces.items()}
+        correction = NO_CORRECTION
+        if context.rank == 0:
+            correction = _correction(context, traces[counts[0]].graph, samples=batch.num_samples or 0)
+        plan_with = partial(
+            make_plan,
+            cluster=cluster,
+            mesh=context.mesh,
+            placement=self._placement(traces[counts[0]].graph),
+            optimizer_factor=_optimizer_factor(context),
+            correction=correction,
+        )
         with context.reporter.phase("planning"), _said_of_what_has_no_stage(traces[counts[0]]):
             plan = context.from_first_rank(
                 lambda: with_or_without_sequences(
                     context.config,
-                    lambda config: make_plan(
+                    lambda config: plan_with(
                         candidates,
-                        cluster=cluster,
                         config=config,
-                        mesh=context.mesh,
-                        placement=self._placement(traces[counts[0]].graph),
-                        optimizer_factor=_optimizer_factor(context),
-                        correction=_correction(
-                            context, traces[counts[0]].graph, samples=batch.num_samples or 0
-                        ),
                         division=self._division(traces, prices, operation_s, config, previous),
                         previous=previous,
                     ),
@@ -118,6 +129,7 @@ class Planner:
             )
         if context.rank == 0:
             last.write(plan)
+            self._review(plan, candidates, last, factors, plan_with)
         as_it_runs = gradients == torch.is_grad_enabled()
         return plan, traces[plan.schedule.microbatches] if as_it_runs else None
 
@@ -219,6 +231,39 @@ class Planner:
             microbatches=microbatches,
         )
         return replace(found, operation_s=operation_s)
+
+    def _review(
+        self,
+        plan: Plan,
+        candidates: Candidates,
+        last: LastPlan,
+        factors: Mapping[str, float],
+        plan_with: Callable[..., Plan],
+    ) -> None:
+        """Has recorded steps compared with the plan, where they tell what units take; on the first rank.
+
+        The times of actions on GPUs are those at which the host issued work. Those of ranks that take turns
+        on cores, exchange parts of layers or run on several hosts are not those of their units alone.
+        """
+        context = self._context
+        one_host = context.local_size == context.mesh.world_size
+        alone = context.device.type == "cpu" and not shares_cores(context) and context.mesh.share == 1
+        if not (last.is_kept and one_host and alone and len(plan.stages) > 1):
+            return
+        graph, profile = candidates[plan.schedule.microbatches]
+        assert context.reporter is not None
+        context.reporter.reviewed_by(
+            PlanReview(
+                graph=graph,
+                profile=profile,
+                plan=plan,
+                before=factors,
+                plan_with=lambda corrected: plan_with(
+                    {plan.schedule.microbatches: (graph, corrected)}, config=context.config, previous=plan
+                ),
+                keep=last.write_factors,
+            )
+        )
 
     def _placement(self, graph: ModelGraph) -> dict[str, int]:
         """Pipeline rank of each unit that the user placed, by name."""

@@ -26,7 +26,7 @@ from shardwright.torch.run.context import Context
 from shardwright.torch.run.cores import OwnCores
 from shardwright.torch.run.machine import cores_of_host
 
-__all__ = ["Profiler", "ToProfile", "Traced", "typical"]
+__all__ = ["Profiler", "ToProfile", "Traced", "shares_cores", "typical"]
 
 log = logging.getLogger(__name__)
 
@@ -163,9 +163,7 @@ class Profiler:
     def _measure_together(self, trace: Traced, key: str) -> Timing | None:
         """Times one class on all ranks of a host at once; None where no rank can run it."""
         context = self._context
-        share_cores = (
-            context.device.type == "cpu" and context.local_size * torch.get_num_threads() > cores_of_host()
-        )
+        share_cores = shares_cores(context)
         mine: Timing | None = None
         failure = ""
         if context.mesh.world_size > 1:
@@ -189,6 +187,11 @@ class Profiler:
     def _gathered(self, mine: T) -> list[T]:
         """The timings of every rank."""
         return tell_all(mine) if self._context.mesh.world_size > 1 else [mine]
+
+
+def shares_cores(context: Context) -> bool:
+    """Whether ranks compute on the cores of a host, and take turns there."""
+    return context.device.type == "cpu" and context.local_size * torch.get_num_threads() > cores_of_host()
 
 
 def _classes_worth_timing(traces: Sequence[Traced], *, units_alone: bool) -> dict[str, Traced]:

@@ -26,6 +26,7 @@ from shardwright.torch.measuring.run_history import RunRecorder, history_of
 from shardwright.torch.measuring.step_recording import StepRecording
 from shardwright.torch.run.context import Context
 from shardwright.torch.run.launch_settings import settings_from
+from shardwright.torch.run.roles import ReviewsPlan
 
 __all__ = ["Reporter"]
 
@@ -49,6 +50,7 @@ class Reporter:
         self._begun: BegunRun | None = None
         self._trackers: list[Tracker] = []
         self._recording = StepRecording(context)
+        self._review: ReviewsPlan | None = None
         self._model_is_unknown = True
         self.num_steps = 0
         self.ends_saved = False
@@ -79,6 +81,10 @@ class Reporter:
     def plan_made(self, plan: Plan) -> None:
         """The plan is in force; collective."""
         self.observer.plan_made(plan)
+
+    def reviewed_by(self, review: ReviewsPlan) -> None:
+        """Recorded steps are compared with the plan; on the first rank."""
+        self._review = review
 
     def attention_known(self, table: str) -> None:
         """The first training step has shown what computes the attention of each layer; collective."""
@@ -144,14 +150,19 @@ class Reporter:
             self._model_is_unknown = False
             observer.event("model_known", model=type(context.model.get_module()).__name__)
         self._write_down(seconds, memory, samples=step.samples)
-        self._recording.step_done(step, number=number, seconds=seconds, observer=observer)
+        events = self._recording.step_done(step, number=number, seconds=seconds, observer=observer)
+        if self._review is not None and events:
+            self._review.step_recorded(events)
         self._recording.asked_after(number, records_next)
 
     def close(self) -> None:
         """The run is over."""
         if self._observer is not None:
             state = self._state()
-            self._observer.close(ended={"finished": "done", "saved": "stopped"}.get(state, state))
+            next_plan = self._review.next_plan() if self._review is not None and state != "failed" else None
+            self._observer.close(
+                ended={"finished": "done", "saved": "stopped"}.get(state, state), next_plan=next_plan
+            )
             self._write_end(state)
             atexit.unregister(self.close)
 

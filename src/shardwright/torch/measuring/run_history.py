@@ -172,7 +172,7 @@ def past_run(
         predicted_s=prediction.step_s / prediction.correction,
         measured_s=step_s,
         steps=steps,
-        predicted_bytes=max((rank.peak for rank in prediction.memory), default=0),
+        predicted_bytes=max((rank.peak_bytes for rank in prediction.memory), default=0),
         measured_bytes=measured_bytes,
         when=f"{now:%Y-%m-%d %H:%M UTC}",
     )

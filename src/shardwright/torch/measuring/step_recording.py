@@ -1,7 +1,7 @@
 """Gathers the measured actions of the ranks of a replica, for ``steps.json`` and timelines."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -44,8 +44,12 @@ class StepRecording:
         """Whether a step will be asked for the memory in use at the end of each action."""
         return self._chosen.wants(number) or self._draws(number)
 
-    def step_done(self, step: BatchResult, *, number: int, seconds: float, observer: Observer) -> None:
+    def step_done(
+        self, step: BatchResult, *, number: int, seconds: float, observer: Observer
+    ) -> Sequence[MeasuredEvent]:
         """A training step ended; collective over the ranks of a replica.
+
+        Returns its actions on all ranks, if it was chosen to be recorded; else nothing.
 
         Args:
             step: what this rank did.
@@ -56,12 +60,13 @@ class StepRecording:
         is_chosen, draws = self._chosen.wants(number), self._draws(number)
         self._chosen.done(number)
         if step.schedule is None or observer.folder is None or not (is_chosen or draws):
-            return
+            return ()
         events, memory = self._gathered(step)
         if is_chosen:
             observer.recorded(RecordedStep.of(number, seconds, events, memory))
         if draws:
             observer.timeline(events, self._simulated(step), step=number)
+        return events if is_chosen else ()
 
     def asks_after(self, number: int) -> bool:
         """Whether the step after this one is to be recorded, as far as this rank would have it."""

@@ -26,6 +26,7 @@ from shardwright.planner.chain.division import Division
 from shardwright.planner.chain.profile_file import MeasuredProfile
 from shardwright.planner.machines.fabric import Fabric
 from shardwright.planner.search.closed_forms import expected_in_turn, expected_seconds
+from shardwright.planner.search.cut_sequences import with_or_without_sequences
 from shardwright.profile import Profile
 from shardwright.quantities import format_bytes
 from shardwright.torch.batch.batch import Arguments, Batch
@@ -173,20 +174,25 @@ class OfflinePlanner:
         self._loss = loss
         self._candidates: dict[tuple[int, bool], Candidates] = {}
         self._traces: dict[tuple[int, bool], Trace] = {}
-        self._divisions: dict[tuple[int, int, int, TensorPrices], Division] = {}
+        self._divisions: dict[tuple[int, int, int, TensorPrices, object], Division] = {}
 
     def plan(self, mesh: Mesh) -> Plan:
         """The plan for one grid."""
+        return with_or_without_sequences(
+            self._config, lambda config: self._plan(mesh, config), tensor=mesh.tensor
+        )
+
+    def _plan(self, mesh: Mesh, config: Config) -> Plan:
         units = mesh.pipeline, mesh.share > 1
         if units not in self._candidates:
             self._candidates[units] = self._traced(*units)
         plan = make_plan(
             self._candidates[units],
             cluster=self._cluster,
-            config=self._config,
+            config=config,
             mesh=mesh,
             optimizer_factor=_ADAM if low_precision(self._config) is None else _ADAM + 1,
-            division=self._division(mesh, pipeline=mesh.pipeline) if mesh.share > 1 else None,
+            division=self._division(mesh, config, pipeline=mesh.pipeline) if mesh.share > 1 else None,
         )
         notes = self._assumptions(mesh)
         return plan.model_copy(update={"why": (*plan.why, *notes)}) if notes else plan
@@ -210,18 +216,20 @@ class OfflinePlanner:
             config=self._config,
             samples=self._num_samples,
             profile=self._profile(graph),
-            divisions={t: self._division(mesh, pipeline=longest) for t, mesh in of_degrees.items()},
+            divisions={
+                t: self._division(mesh, self._config, pipeline=longest) for t, mesh in of_degrees.items()
+            },
         )
 
-    def _division(self, mesh: Mesh, *, pipeline: int) -> Division:
+    def _division(self, mesh: Mesh, config: Config, *, pipeline: int) -> Division:
         """How the tensor-parallel ranks of a grid share the model, in units for so many pipeline ranks."""
         prices = Fabric(cluster=self._cluster, mesh=mesh).tensor_prices
-        key = pipeline, mesh.share, mesh.context, prices
+        key = pipeline, mesh.share, mesh.context, prices, config.sequence_parallel
         if key not in self._divisions:
             self._divisions[key] = division_of(
                 self._model,
                 self._traces[pipeline, True],
-                config=self._config,
+                config=config,
                 mesh=mesh,
                 prices=prices,
                 microbatches=self._counts(pipeline)[0],

@@ -28,7 +28,11 @@ def plan_of(step_s, *, correction=1.0):
             step_s=step_s,
             bubble=0.0,
             stages=(StagePrediction(forward_s=1.0, backward_s=1.0),) * 2,
-            memory=(MemoryPrediction(parameters=1, gradients=1, optimizer=2, activations=1),),
+            memory=(
+                MemoryPrediction(
+                    parameters_bytes=1, gradients_bytes=1, optimizer_bytes=2, activations_bytes=1
+                ),
+            ),
             provenance="measured",
             correction=correction,
         ),

@@ -111,6 +111,29 @@ def test_a_plan_keeps_what_is_pinned():
     assert plan.prediction.provenance == "estimated"
 
 
+class Normed(nn.Module):
+    """A layer with a norm, which ranks share where they cut sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.narrow(torch.relu(self.wide(self.norm(x))))
+
+
+def test_sequences_are_cut_or_not_as_the_run_would_choose():
+    """`plan make` took "auto" for false."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(Normed() for _ in range(4)))
+        x = torch.empty(8, 128, 64)
+    config = Config.parse({"tensor_parallel_degree": 2, "sequence_parallel": "auto"})
+    plan = plan_model(model, x, config=config, world_size=2, cluster=cluster())
+    assert plan.tensor is not None
+    (said,) = (line for line in plan.why if line.startswith("Sequences "))
+    assert (plan.tensor.between_units is not None) == said.startswith("Sequences are cut")
+
+
 def test_what_cannot_be_planned_is_refused():
     model, x = on_meta()
     with pytest.raises(PlanError, match="a batch of a replica has 8 samples, but microbatches is 16"):

@@ -69,7 +69,7 @@ def _predicted(data: ReportData) -> dict[int, _Moments]:
     for row in data.predicted.memory:
         lasting_bytes = row.lasting_bytes
         if row.rank in others:
-            lasting_bytes -= data.predicted.stack[row.rank].batch
+            lasting_bytes -= data.predicted.stack[row.rank].batch_bytes
         found[row.rank] = [(at_s, lasting_bytes + held) for at_s, held in row.moments]
     return found
 
@@ -113,7 +113,7 @@ def memory_stack(data: ReportData) -> Figure:
     lanes = [lane(rank) for rank in ranks]
     traces: list[dict[str, Any]] = []
     for part, color in MEMORY_COLORS.items():
-        sizes = [getattr(stack[rank], part) / _MIB for rank in ranks] if stack else []
+        sizes = [getattr(stack[rank], f"{part}_bytes") / _MIB for rank in ranks] if stack else []
         if any(sizes):
             traces.append(
                 {
@@ -148,7 +148,7 @@ def memory_stack(data: ReportData) -> Figure:
         "legend": _LEGEND,
     }
     limit_bytes = data.predicted.limit_bytes if data.predicted is not None else 0
-    highest = max([part.peak for part in stack] + list(measured.values()), default=0)
+    highest = max([part.peak_bytes for part in stack] + list(measured.values()), default=0)
     # A limit far above everything would flatten the bars; then only the text says it.
     if 0 < limit_bytes < 4 * highest:
         at = {"x0": limit_bytes / _MIB, "x1": limit_bytes / _MIB, "y0": 0, "y1": 1, "yref": "paper"}

@@ -2,6 +2,8 @@
 
 ::
 
+    does a new run get another plan? ── yes ─► begin one
+            │ no
     slower than predicted? ── yes ─► the part of the step that is furthest above its prediction says why
             │ no
             ▼
@@ -46,6 +48,7 @@ def next_step(
     stages: Sequence[tuple[int, float]],
     *,
     slower: float | None,
+    next_plan: Plan | None = None,
 ) -> str:
     """The sentence.
 
@@ -55,7 +58,13 @@ def next_step(
         waterfall: the finer parts of the prediction.
         stages: (stage, measured / predicted seconds of its work), where both are known.
         slower: measured / predicted - 1 of the step.
+        next_plan: that a new run will get, if it is another one.
     """
+    if next_plan is not None and next_plan.prediction is not None:
+        return (
+            "begin a new run: at the seconds that stages took in this one, the planner takes the plan in "
+            f"next_plan.json, predicted at {format_seconds(next_plan.prediction.step_s)} a step"
+        )
     if plan is None or plan.prediction is None or waterfall is None:
         return "set plan_one_stage to have runs of one stage predicted, too, and see what limits them"
     if slower is not None and slower > _PARTED:

@@ -43,7 +43,7 @@ def _peak_memory(plan: Plan | None, peaks: Sequence[float], rows: Sequence[Memor
     """What a device has allocated, or what a step has in use without the process around it."""
     name = "peak memory (bytes)"
     memory = () if plan is None or plan.prediction is None else plan.prediction.memory
-    predicted = max((part.peak for part in memory), default=None)
+    predicted = max((part.peak_bytes for part in memory), default=None)
     if not on_cpus(plan):
         return Compared(name, predicted, max(peaks, default=None))
     known = [row for row in rows if row.measured is not None]

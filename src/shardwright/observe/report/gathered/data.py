@@ -144,10 +144,7 @@ class ReportData:
             "trace_file": self.trace_file,
         }
         if self.predicted is not None:
-            stack = [
-                {f"{part}_bytes": value for part, value in memory.model_dump().items()}
-                for memory in self.predicted.stack
-            ]
+            stack = [memory.model_dump() for memory in self.predicted.stack]
             document["predicted"] = {
                 "waterfall": asdict(self.predicted.waterfall),
                 "update_s": self.predicted.update_s,
@@ -191,6 +188,7 @@ def gather(path: Path) -> ReportData:
         trace_file=folder.trace_file.name if folder.trace_file.exists() else None,
         facts=read_facts(folder),
         left_out=records.left_out,
+        next_plan=Plan.read(folder.next_plan_file) if folder.next_plan_file.exists() else None,
     )
 
 
@@ -203,6 +201,7 @@ def _put_together(
     trace_file: str | None,
     facts: RunFacts | None,
     left_out: str = "",
+    next_plan: Plan | None = None,
 ) -> ReportData:
     step_s = typical_step_s(steps)
     timeline = _most_typical(recorded, step_s)
@@ -232,7 +231,7 @@ def _put_together(
         recorded=tuple(_thinned(each, ranks) for each in recorded),
         parts=parts,
         memory=memory,
-        verdict=judge(plan, steps, parts, waterfall, stages, step_s=step_s),
+        verdict=judge(plan, steps, parts, waterfall, stages, step_s=step_s, next_plan=next_plan),
         facts=facts,
         steps=steps,
         peak_by_rank=peaks,
@@ -310,7 +309,7 @@ def _important(plan: Plan | None, replay: Replay | None) -> set[int]:
         found.add(busy_s.index(max(busy_s)))
     memory = _predicted_memory(plan)
     if memory:
-        found.add(max(range(len(memory)), key=lambda rank: memory[rank].peak))
+        found.add(max(range(len(memory)), key=lambda rank: memory[rank].peak_bytes))
     return found
 
 

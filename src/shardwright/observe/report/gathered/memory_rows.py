@@ -66,4 +66,6 @@ def memory_rows(
 
 
 def _at_ends(memory: MemoryPrediction) -> float:
-    return memory.parameters + memory.gradients + memory.optimizer + memory.activations
+    return (
+        memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes + memory.activations_bytes
+    )

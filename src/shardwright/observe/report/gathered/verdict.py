@@ -82,6 +82,7 @@ def judge(
     stages: Sequence[tuple[int, float]],
     *,
     step_s: float | None,
+    next_plan: Plan | None = None,
 ) -> Verdict | None:
     """The verdict on a run or plan; None where neither was anything measured nor predicted.
 
@@ -92,6 +93,7 @@ def judge(
         waterfall: the finer parts of the prediction.
         stages: (stage, measured / predicted seconds of its work), where both are known.
         step_s: measured seconds of a step; None where none was done.
+        next_plan: that a new run will get, if it is another one.
     """
     prediction = None if plan is None else plan.prediction
     predicted_s = None if prediction is None else prediction.step_s
@@ -113,7 +115,7 @@ def judge(
         speed_up=_speed_up(plan, steady, step_s),
         idle=median(idle) if idle else predicted_idle,
         slower=slower,
-        next=next_step(plan, parts, waterfall, stages, slower=slower),
+        next=next_step(plan, parts, waterfall, stages, slower=slower, next_plan=next_plan),
     )
 
 

@@ -16,22 +16,29 @@ __all__ = ["with_or_without_sequences"]
 
 
 def with_or_without_sequences(
-    config: Config, plan_with: Callable[[Config], Plan], *, previous: Plan | None = None
+    config: Config,
+    plan_with: Callable[[Config], Plan],
+    *,
+    tensor: int | None = None,
+    previous: Plan | None = None,
 ) -> Plan:
     """The plan with the shorter predicted step, if the settings leave the choice; else that of the settings.
 
     Args:
         config: the settings.
         plan_with: makes a plan for settings that say it.
+        tensor: ranks that share layers; None: as many as the settings say.
         previous: the plan of the last run, which has chosen already: its choice stays, as sums depend on it.
 
     Raises:
         PlanError: neither can be planned; the error is that of whole sequences.
     """
-    if config.sequence_parallel != "auto" or config.tensor_parallel_degree == 1:
+    tensor = config.tensor_parallel_degree if tensor is None else tensor
+    if config.sequence_parallel != "auto" or tensor == 1:
         return plan_with(config)
     if previous is not None and previous.tensor is not None:
-        kept = previous.tensor.between_units is not None
+        again = config.context_parallel_degree > 1
+        kept = previous.tensor.cut_again if again else previous.tensor.between_units is not None
         with contextlib.suppress(PlanError):  # another machine, or less memory
             return plan_with(config.model_copy(update={"sequence_parallel": kept}))
     too_large: InfeasiblePlanError | None = None

@@ -1,0 +1,95 @@
+"""The recorded steps of a run, compared with its plan."""
+
+from typing import Any
+
+import pytest
+from graphs import GraphBuilder, profile_of
+from planner.machines import machines
+
+from shardwright.config import Config
+from shardwright.mesh import Mesh
+from shardwright.observe.timeline import MeasuredEvent
+from shardwright.plan import Plan
+from shardwright.planner import make_plan
+from shardwright.profile import Profile
+from shardwright.schedule import Action, Kind
+from shardwright.torch.measuring.plan_review import PlanReview
+
+
+def chain(num_units: int = 8) -> Any:
+    builder = GraphBuilder()
+    value = builder.unit("u.0", cost_class="first")
+    for number in range(1, num_units):
+        value = builder.unit(f"u.{number}", [value], cost_class="other")
+    return builder.graph(value)
+
+
+GRAPH = chain()
+COSTS = profile_of({"first": (0.1, 0.2), "other": (0.1, 0.2)})
+
+
+def plan_with(profile: Profile, previous: Plan | None = None) -> Plan:
+    return make_plan(
+        {4: (GRAPH, profile)},
+        cluster=machines(),
+        config=Config.parse({"pipeline": "1f1b"}),
+        mesh=Mesh.of(world_size=2, pipeline=2),
+        previous=previous,
+    )
+
+
+def step(*stage_s: float) -> list[MeasuredEvent]:
+    """Four microbatches, with a message that is no work, and waiting before each action."""
+    found = []
+    for stage, seconds in enumerate(stage_s):
+        for number in range(4):
+            found += [
+                MeasuredEvent(stage, Action(Kind.FORWARD, stage, number), 0.0, 1.0 + seconds / 3, 1.0),
+                MeasuredEvent(stage, Action(Kind.BACKWARD, stage, number), 0.0, 2 * seconds / 3),
+                MeasuredEvent(stage, Action(Kind.SEND_F, stage, number), 0.0, 9.0),
+            ]
+    return found
+
+
+@pytest.fixture
+def kept() -> list[dict[str, float]]:
+    return []
+
+
+@pytest.fixture
+def review(kept: list[dict[str, float]]) -> PlanReview:
+    first = plan_with(COSTS)
+    return PlanReview(
+        graph=GRAPH,
+        profile=COSTS,
+        plan=first,
+        before={"u.0": 2.0},
+        plan_with=lambda profile: plan_with(profile, first),
+        keep=lambda factors: kept.append(dict(factors)),
+    )
+
+
+def test_steps_as_planned_change_nothing(review: PlanReview, kept: list[dict[str, float]]) -> None:
+    for seconds in (9.0, 5.0, 1.2, 1.2):  # the first two trace and warm up
+        review.step_recorded(step(seconds, 1.2))
+    assert review.next_plan() is None
+    assert kept == []
+
+
+def test_a_slow_stage_gives_the_next_run_other_cuts(
+    review: PlanReview, kept: list[dict[str, float]]
+) -> None:
+    for _ in range(4):
+        review.step_recorded(step(3.0, 1.0))
+    found = review.next_plan()
+    assert found is not None
+    assert len(found.plan.stages[0].units) < len(review.plan.stages[0].units)
+    assert "1f1b with cuts before u." in found.text
+    assert len(kept) == 1  # the same steps are not written down again
+    assert kept[0]["u.0"] > 2 * kept[0]["u.1"]
+
+
+def test_one_disturbed_step_does_not_count(review: PlanReview) -> None:
+    for seconds in (1.2, 1.2, 1.2, 1.2, 9.0):
+        review.step_recorded(step(seconds, 1.2))
+    assert review.next_plan() is None
