@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import shardwright.torch as sw
 from shardwright.comm.identity.launch_environment import LaunchEnvironment
+from shardwright.errors import UsageError
 from shardwright.torch.run import joining as joining_module
 from shardwright.torch.run.context import context
 
@@ -80,3 +82,20 @@ def test_a_launched_script_may_want_no_run_folder(
         pass
     assert len(list((tmp_path / "run").glob("config.json"))) == files
     assert not (tmp_path / "mine").exists()
+
+
+def test_settings_by_keyword_are_refused_with_the_line_to_write():
+    """It was Python's TypeError."""
+    with pytest.raises(
+        UsageError, match=r'sw\.init has no option microbatches: .* Write sw\.init\(\{"microbatches": 4\}\)'
+    ):
+        sw.init(microbatches=4)
+
+
+def test_an_optimizer_with_a_closure_is_told_where_it_works():
+    """A step without one was Python's TypeError, and one with it was refused."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = sw.DistributedOptimizer(torch.optim.LBFGS([parameter]))
+    with pytest.raises(UsageError, match="LBFGS computes the loss several times"):
+        optimizer.step()
+    sw.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1)).step()
