@@ -208,6 +208,8 @@ class BetweenUnits:
         num_ranks: that share them.
         dim: along which they are cut; None: every rank has all of them.
         lengths: of that dimension, of tensors that are cut; all others are whole.
+        inner_ranks: that share each part in turn (`torch/tensor_parallel/nesting.py`).
+        cuts_again: those ranks cut each part along the dimension, too.
 
     Example:
         >>> from shardwright.placement import BetweenUnits
@@ -219,20 +221,42 @@ class BetweenUnits:
     num_ranks: int
     dim: int | None = None
     lengths: frozenset[int] = frozenset()
+    inner_ranks: int = 1
+    cuts_again: bool = False
 
     @classmethod
-    def of_batch(cls, shapes: Iterable[Sequence[int]], dim: int | None, *, num_ranks: int) -> Self:
+    def of_batch(
+        cls,
+        shapes: Iterable[Sequence[int]],
+        dim: int | None,
+        *,
+        num_ranks: int,
+        inner_ranks: int = 1,
+        cuts_again: bool = False,
+    ) -> Self:
         """Cuts what is as long along a dimension as some tensor of the batch, and has a slice for each rank.
 
         Args:
             shapes: of the tensors of a microbatch.
             dim: the dimension; None: nothing is cut.
             num_ranks: that share the tensors.
+            inner_ranks, cuts_again: see the attributes.
         """
         if dim is None:
-            return cls(num_ranks)
+            return cls(num_ranks, inner_ranks=inner_ranks)
         lengths = frozenset(shape[dim] for shape in shapes if len(shape) > dim)
-        return cls(num_ranks, dim, frozenset(length for length in lengths if length >= num_ranks))
+        fitting = frozenset(length for length in lengths if length >= num_ranks)
+        return cls(num_ranks, dim, fitting, inner_ranks, cuts_again)
+
+    @property
+    def inside(self) -> "BetweenUnits":
+        """Where the parts of tensors that are cut are, among the ranks that share each part."""
+        if self.dim is None or not self.cuts_again:
+            return BetweenUnits(self.inner_ranks)
+        cuts = (Cut.even(self.dim, length, num_ranks=self.num_ranks) for length in self.lengths)
+        lengths = {cut.length(rank) for cut in cuts for rank in range(self.num_ranks)}
+        fitting = frozenset(length for length in lengths if length >= self.inner_ranks)
+        return BetweenUnits(self.inner_ranks, self.dim, fitting)
 
     @property
     def cuts(self) -> bool:
@@ -250,4 +274,9 @@ class BetweenUnits:
         cut = self.placement(shape)
         if isinstance(cut, Whole):
             return 1.0
-        return max(cut.length(rank) for rank in range(self.num_ranks)) / cut.size
+        most = max(cut.length(rank) for rank in range(self.num_ranks))
+        if not self.cuts_again:
+            return most / cut.size
+        assert self.dim is not None
+        part = (*shape[: self.dim], most, *shape[self.dim + 1 :])
+        return most / cut.size * self.inside.share(part)

@@ -480,11 +480,11 @@ class Config(BaseModel):
     def _contradictions_of_sharing(self) -> Iterator[str]:
         """What cannot be, of ranks that share a batch."""
         above = {f"{name}_parallel_degree": degree for name, degree in self._shared.items() if degree > 1}
-        if len(above) > 1:
+        if len(above) > 1 and self.expert_parallel_degree > 1:
             given = " and ".join(f"{name} {degree}" for name, degree in above.items())
             yield (
-                f"{given} are set, but ranks share a batch in one way: by their layers, its sequences or "
-                "the experts. Set all but one to 1."
+                f"{given} are set, but ranks that share the experts share neither layers nor sequences, too. "
+                "Set expert_parallel_degree to 1, or the others; tensor and context degrees go together."
             )
 
 

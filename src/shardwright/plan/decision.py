@@ -48,9 +48,12 @@ class MeshPlan(Record):
             )
         if self.data % self.shard:
             raise ValueError(f"shard is {self.shard}, but it must divide data, which is {self.data}")
-        shared = {"tensor": self.tensor, "context": self.context, "expert": self.expert}
-        if len(several := [name for name, degree in shared.items() if degree > 1]) > 1:
-            raise ValueError(f"{' and '.join(several)} are above 1, but ranks share a batch in one way")
+        shared = {"tensor": self.tensor, "context": self.context}
+        if self.expert > 1 and (several := [name for name, degree in shared.items() if degree > 1]):
+            raise ValueError(
+                f"expert and {' and '.join(several)} are above 1, but ranks that share experts share "
+                "nothing else"
+            )
         return self
 
     @property
@@ -62,6 +65,11 @@ class MeshPlan(Record):
     def share(self) -> int:
         """Ranks that share a batch, and work on it together (see `Mesh.share`)."""
         return self.tensor * self.context * self.expert
+
+    @property
+    def parts(self) -> int:
+        """Ranks that have different parts of the parameters of a stage: of its layers, or the experts."""
+        return self.tensor * self.expert
 
     @property
     def title(self) -> str:

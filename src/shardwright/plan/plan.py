@@ -119,16 +119,22 @@ class Plan(Record):
                 f"mesh is {mesh.title}, but tensor, which says how ranks share a batch and parameters, is "
                 f"{'there' if self.tensor else 'missing'}"
             )
-        if self.tensor is not None and self.tensor.between_units is None and mesh.tensor == 1:
+        is_cut = mesh.tensor == 1 or mesh.context > 1
+        if self.tensor is not None and self.tensor.between_units is None and is_cut:
             raise ValueError(
                 f"mesh is {mesh.title}, but tensor.between_units, the dimension along which ranks share a "
                 "batch, is missing"
             )
+        if self.tensor is not None and self.tensor.cut_again and (mesh.context == 1 or mesh.tensor == 1):
+            raise ValueError(
+                f"mesh is {mesh.title}, but tensor.cut_again is true: tensor ranks cut the parts of context "
+                "ranks, and there must be both. Remove tensor.cut_again"
+            )
         for name, cut in self.tensor.cuts.items() if self.tensor else ():
-            if any(run.rank >= degree for run in cut.runs):
+            if any(run.rank >= mesh.parts for run in cut.runs):
                 raise ValueError(
-                    f"tensor.cuts.{name} is {cut}, but {degree} ranks share layers: they run from 0 to "
-                    f"{degree - 1}"
+                    f"tensor.cuts.{name} is {cut}, but {mesh.parts} ranks share layers: they run from 0 to "
+                    f"{mesh.parts - 1}"
                 )
 
     def _check_conditions(self) -> None:

@@ -45,11 +45,14 @@ class TensorPlan(Record):
             others.
         between_units: the dimension along which tensors between units are cut: 0 the batch, 1 the sequence.
             None, and left out of files, where every rank has all of them.
+        cut_again: the tensor ranks cut each context rank's part of them along the dimension, too; left out of
+            files where they do not.
     """
 
     prices: TensorPrices
     cuts: dict[str, CutText] = Field(default_factory=dict)
     between_units: Annotated[int, Field(ge=0, le=MOST_DIMS)] | None = None
+    cut_again: bool = False
 
     @classmethod
     def of(
@@ -59,20 +62,24 @@ class TensorPlan(Record):
         prices: TensorPrices,
         *,
         between_units: int | None = None,
+        cut_again: bool = False,
     ) -> Self:
         """The plan with these cuts.
 
         Args:
             cuts: by the names of parameters.
             names: of all parameters of the model.
-            prices, between_units: see above.
+            prices, between_units, cut_again: see above.
         """
-        return cls(prices=prices, cuts=cuts_by_pattern(cuts, names), between_units=between_units)
+        by_pattern = cuts_by_pattern(cuts, names)
+        return cls(prices=prices, cuts=by_pattern, between_units=between_units, cut_again=cut_again)
 
     @model_serializer(mode="wrap")
     def _without_whole(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves `between_units` out where it is None: versions that do not know it read such files."""
+        """Leaves out how tensors are cut where they are not: versions that do not know it read such files."""
         found: dict[str, Any] = serialize(self)
         if found.get("between_units") is None:
             found.pop("between_units", None)
+        if not found.get("cut_again"):
+            found.pop("cut_again", None)
         return found

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from shardwright.catalogue import LayerChain
 from shardwright.costs import Gathers, Offload, Options, Placement, Recompute, ScheduleKind, Sharded
 from shardwright.errors import ConfigError
-from shardwright.topology.task import NOT_RUN_YET, Task, does_not_run, does_not_run_together, runs_shards
+from shardwright.topology.task import NOT_RUN_YET, Task, does_not_run, runs_shards
 
 __all__ = ["NAMES", "all_ways", "divisors"]
 
@@ -92,8 +92,6 @@ def _grids(task: Task) -> Iterator[_Grid]:
     ):
         data, rest = divmod(ranks, tensor * pipeline * context)
         if rest or data == 0 or task.batch % data or not _pinned(task, "data", data):
-            continue
-        if task.only_what_runs and does_not_run_together(tensor=tensor, context=context):
             continue
         each = task.batch // data
         sizes = _chosen(task, "microbatch", [b for b in divisors(each) if b <= _LARGEST_MICROBATCH])

@@ -30,7 +30,6 @@ __all__ = [
     "NOT_RUN_YET",
     "Task",
     "does_not_run",
-    "does_not_run_together",
     "runs_shards",
 ]
 
@@ -51,13 +50,6 @@ def does_not_run(name: str, value: float) -> bool:
     if name == "offload":
         return value == Offload.OPTIMIZER
     return name in NOT_RUN_YET and value > 1
-
-
-def does_not_run_together(*, tensor: float, context: float) -> str:
-    """Which options the runtime does not have together, at these values; empty where it has them all."""
-    if tensor > 1 and context > 1:
-        return "tensor and context parallelism together"
-    return ""
 
 
 def runs_shards(kind: Sharded, *, shard: float, data: float) -> bool:

@@ -17,7 +17,7 @@ from shardwright.costs import (
 )
 from shardwright.quantities import format_bytes, format_seconds
 from shardwright.topology.pricing import memory_of, mixed_of, seconds_of
-from shardwright.topology.task import NOT_RUN_YET, Task, does_not_run, does_not_run_together, runs_shards
+from shardwright.topology.task import NOT_RUN_YET, Task, does_not_run, runs_shards
 
 __all__ = ["PARTS", "ZERO", "Way", "describe", "way_of"]
 
@@ -138,9 +138,6 @@ class Way:
         """Parts of it that this version's runtime does not have."""
         o = self.options
         found = [text for name, text in NOT_RUN_YET.items() if does_not_run(name, getattr(o, name))]
-        together = does_not_run_together(tensor=o.tensor, context=o.context)
-        if together:
-            found.append(together)
         kind = Sharded(int(o.sharded))
         if not runs_shards(kind, shard=o.shard, data=o.data):
             found.append(f"{ZERO[kind]} over {int(o.shard)} of {int(o.data)} replicas")

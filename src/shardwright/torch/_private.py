@@ -61,6 +61,7 @@ __all__ = [
     "gradient_transform_active",
     "has_storage",
     "hooks_of_every_module",
+    "is_composite",
     "is_profiled",
     "make_wrapper",
     "memory_of",
@@ -129,6 +130,11 @@ def change_shape_only(func: Any, args: Sequence[Any], kwargs: Any) -> None:
 def memory_of(tensor: torch.Tensor) -> int:
     """Identifies the memory of a tensor, while it lives; unlike the address, that of an empty one, too."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def is_composite(func: Any) -> bool:
+    """Whether an operator is made of others: autograd takes it apart, and so does its `decompose`."""
+    return bool(func._can_decompose())
 
 
 def newest_node() -> int:

@@ -234,7 +234,7 @@ def by_microbatch(result: Any) -> list[Any]:
     [
         in_sweep(2, {"pipeline": "1f1b"}),
         in_sweep(2, {"pipeline": "interleaved_1f1b", "virtual_stages": 2}),
-        (2, {"pipeline": "zb_h1"}),
+        in_sweep(2, {"pipeline": "zb_h1"}),
         in_sweep(2, {"pipeline": "zb_v"}),
         in_sweep(2, {"pipeline": "gpipe"}),
         in_sweep(3, {"pipeline": "1f1b"}),

@@ -190,7 +190,9 @@ def test_compiled_functions_inside_units_are_compiled_once():
     assert run_ranks(job, 2) == [1, 1]
 
 
-@pytest.mark.parametrize("how", ["the model", in_sweep("in place"), "modules", "a decorated method"])
+@pytest.mark.parametrize(
+    "how", ["the model", in_sweep("in place"), in_sweep("modules"), "a decorated method"]
+)
 def test_compiled_modules(how):
     """They were refused. Units are compiled in the first step, under names without `_orig_mod`."""
 

@@ -211,7 +211,7 @@ TABLES = (
 
 
 @pytest.mark.parametrize(
-    "kind", in_every_run(TABLES, [Table, TableInABuffer, TableInAnObject, TableBehindLruCache])
+    "kind", in_every_run(TABLES, [TableInABuffer, TableBehindLruCache])
 )
 def test_a_table_is_computed_once_and_found_by_later_microbatches(check, kind):
     number = TABLES.index(kind) % 3

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from sharded import QUIET, Net, batches, loss_of
 from torch import Tensor
 
+from choices import in_sweep
 from shardwright.testing import run_ranks
 
 STEPS = 12
@@ -167,10 +168,10 @@ EVERY = list(range(1, STEPS))
         (asks_on_one_rank, [1, 3, 7, 11]),
         pytest.param(asks_for_its_type, EVERY, marks=pytest.mark.sweep),
         pytest.param(asks_for_its_type_first, EVERY, marks=pytest.mark.sweep),
-        (divides, [1, 6]),
+        in_sweep(divides, [1, 6]),
         pytest.param(catches_everything, EVERY, marks=pytest.mark.sweep),
         pytest.param(ignores_an_array, [1], marks=pytest.mark.sweep),
-        (reads_an_array_on_one_rank, [0, *EVERY]),
+        in_sweep(reads_an_array_on_one_rank, [0, *EVERY]),
     ],
     ids=lambda item: getattr(item, "__name__", None),
 )

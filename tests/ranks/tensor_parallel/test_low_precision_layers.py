@@ -99,7 +99,7 @@ def adafactor(model: nn.Module) -> torch.optim.Optimizer:
         (torch.bfloat16, TENSOR, 2),
         in_sweep(torch.float16, {**TENSOR, **RECOMPUTED, "pipeline_parallel_degree": 2}, 4),
         in_sweep(torch.bfloat16, {**TENSOR, "shard_optimizer_state": True}, 4),
-        (torch.float16, {**TENSOR, **SHARDED}, 4),
+        in_sweep(torch.float16, {**TENSOR, **SHARDED}, 4),
         in_sweep(torch.bfloat16, {**TENSOR, "data_parallel_degree": 2}, 4),
         in_sweep(torch.bfloat16, {**TENSOR, **SHARDED, "pipeline_parallel_degree": 2}, 8),
         in_sweep(torch.float16, TENSOR, 2),

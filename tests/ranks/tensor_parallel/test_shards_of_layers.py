@@ -38,7 +38,6 @@ def test_some_parts_are_whole_on_replicas():
     """Lists of gradients have shared rows, parts and ordinary tensors side by side."""
     settings = {**DEGREE_2, "sdp_param_persistence_threshold": 1500}
     cases = {
-        "norm": case(2, settings, clip=clip_norm),
         "values": case(2, {**settings, **RECOMPUTED}, clip=clip_values, iterations=CHANGING),
         "by the optimizer's state": case(2, {**settings, "shard_optimizer_state": True}, clip=clip_values),
     }
@@ -68,6 +67,7 @@ def test_two_levels():
     check(language(), cases, num_ranks=8)
 
 
+@pytest.mark.sweep
 def test_parts_of_uneven_size():
     """Buckets of gradients are alike on ranks with unlike parts; a part may have fewer rows than ranks."""
     cases = {"three steps": case(3, DEGREE_2, clip=clip_norm)}
@@ -79,7 +79,9 @@ def differences_on_hosts(recipe: Recipe, cases: dict[str, Case], ranks_per_host:
     return differences_by_case(recipe, cases)
 
 
-@pytest.mark.parametrize(("ranks_per_host", "more"), [(2, {}), in_sweep(1, {"ddp_dist_backend": "gloo"})])
+@pytest.mark.parametrize(
+    ("ranks_per_host", "more"), [in_sweep(2, {}), in_sweep(1, {"ddp_dist_backend": "gloo"})]
+)
 def test_rows_of_parts_on_other_hosts(ranks_per_host, more):
     cases = {
         "three steps": case(2, {**DEGREE_2, **more}, clip=clip_norm),

@@ -246,8 +246,10 @@ def test_layers_and_sequences_are_divided_by_settings():
     sequences = search(replace(task, only_what_runs=True, pins={"context": 2})).best
     assert sequences.settings["context_parallel_degree"] == 2
     assert "tensor_parallel_degree" not in sequences.settings
-    both = search(replace(task, pins={"tensor": 2, "context": 2})).best
-    assert "tensor and context parallelism together" in both.not_run_yet
+    both = search(replace(task, only_what_runs=True, pins={"tensor": 2, "context": 2})).best
+    assert both.not_run_yet == []
+    degrees = (both.settings[f"{name}_parallel_degree"] for name in ("tensor", "context"))
+    assert [*degrees, both.settings["sequence_parallel"]] == [2, 2, True]
 
 
 @pytest.mark.parametrize(

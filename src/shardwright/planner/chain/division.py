@@ -112,7 +112,9 @@ class Division:
         """What a plan says of it."""
         names = [name for name, each in graph.parameters.items() if not each.is_buffer]
         dim = None if self.between is None else self.between.dim
-        return TensorPlan.of(self.cuts, names, self.decided_by or self.prices, between_units=dim)
+        again = self.between is not None and self.between.cuts_again
+        prices = self.decided_by or self.prices
+        return TensorPlan.of(self.cuts, names, prices, between_units=dim, cut_again=again)
 
     def profile(self, graph: ModelGraph, whole: Profile) -> Profile:
         """The costs of a graph's units on the busiest rank."""
@@ -162,7 +164,10 @@ class Division:
 
     @property
     def _share_between(self) -> float:
-        return 1.0 if self.between is None else 1 / self.degree
+        if self.between is None:
+            return 1.0
+        again = self.between.inner_ranks if self.between.cuts_again else 1
+        return 1 / (self.between.num_ranks * again)
 
     def settling_s(self, name: str) -> float:
         """Seconds of settling the gradients of a unit, once a step."""

@@ -37,7 +37,8 @@ def with_or_without_sequences(
     if config.sequence_parallel != "auto" or tensor == 1:
         return plan_with(config)
     if previous is not None and previous.tensor is not None:
-        kept = previous.tensor.between_units is not None
+        again = config.context_parallel_degree > 1
+        kept = previous.tensor.cut_again if again else previous.tensor.between_units is not None
         with contextlib.suppress(PlanError):  # another machine, or less memory
             return plan_with(config.model_copy(update={"sequence_parallel": kept}))
     too_large: InfeasiblePlanError | None = None

@@ -197,7 +197,8 @@ class _Turns:
         run = script_run()
         mesh, data_rank = run.mesh, run.data_rank
         group, place = divmod(data_rank, mesh.shard)
-        self._tensor_rank, self._tensor = run.tensor_rank, mesh.share
+        self._whole = run.tensor_rank, mesh.share
+        self._divided = run.copy_rank, mesh.context
         self._replicas = {
             _Have.ALL: (data_rank, mesh.data),
             _Have.SAME_ROWS: (group, mesh.data // mesh.shard),
@@ -215,8 +216,8 @@ class _Turns:
             divided: the ranks that share layers have different ones.
         """
         mine, count = self._replicas[have]
-        if not divided:
-            mine, count = mine * self._tensor + self._tensor_rank, count * self._tensor
+        place, num_places = self._divided if divided else self._whole
+        mine, count = mine * num_places + place, count * num_places
         loads = self._loads.setdefault((have, divided), [0] * count)
         chosen = loads.index(min(loads))
         loads[chosen] += numel + 1  # so that empty ones take turns, too

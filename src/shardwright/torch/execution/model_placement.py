@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import UsageError
 from shardwright.placement import Cut
-from shardwright.plan import Plan
+from shardwright.plan import MeshPlan, Plan, TensorPlan
 from shardwright.planner import offloaded_bytes, stage_costs_of
 from shardwright.runtime.assignment import assign
 from shardwright.runtime.batch_schedules import BatchSchedules
@@ -221,8 +222,7 @@ class ModelPlacement:
         if plan.mesh.expert > 1:
             run_own_experts(module)
         if plan.tensor is not None:
-            prices = Prices(**plan.tensor.prices.model_dump(), sums_wait=plan.mesh.tensor == 1)
-            self._tensor_group = tensor_group(context.groups.tensor, prices=prices)
+            self._tensor_group = _tensor_group(context, plan.mesh, plan.tensor)
         divide = {id(parameters[n]): partial(self._share_and_divide, n, cuts[n]) for n in divided}
         with large_blocks_given_back(then_kept=context.config.keep_freed_memory) if divide else nullcontext():
             self._materialiser.named(held - waiting, units, then=divide)
@@ -273,7 +273,7 @@ class ModelPlacement:
         assert isinstance(parameter, nn.Parameter)
         assert self._tensor_group is not None
         _refuse_hooks(name, parameter)
-        divide_parameter(parameter, cut, self._tensor_group)
+        divide_parameter(parameter, cut, self._tensor_group.inner or self._tensor_group)
 
     def _recomputed(self, plan: Plan, trace: Trace, marked: set[int]) -> frozenset[str]:
         """Labels of the calls that are recomputed: by the plan, or as a module around them asks for."""
@@ -307,6 +307,17 @@ class _Held(NamedTuple):
     divided: frozenset[str]
     reducer: GradientReducer | None
     is_unchanged: bool
+
+
+def _tensor_group(context: Context, mesh: MeshPlan, plan: TensorPlan) -> TensorGroup:
+    """The ranks that share a batch; those that share sequences, with those that share layers within."""
+    groups = context.groups
+    prices = Prices(**plan.prices.model_dump(), sums_wait=mesh.tensor == 1 or mesh.context > 1)
+    if groups.layers is None:
+        return tensor_group(groups.tensor, prices=prices)
+    made = tensor_group(groups.sequences, prices=prices)
+    made.holds(tensor_group(groups.layers, prices=replace(prices, sums_wait=False)))
+    return made
 
 
 def _unit_names(plan: Plan) -> list[str]:

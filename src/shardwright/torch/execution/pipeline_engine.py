@@ -262,8 +262,9 @@ class PipelineEngine:
             placed.replica_buffers.agree()
         if placed.tensor_group is not None:
             placed.tensor_group.sums.forget_dead()
-            if placed.tensor_group.gathers is not None:
-                placed.tensor_group.gathers.clear()
+            if placed.tensor_group.inner is not None:
+                placed.tensor_group.inner.sums.forget_dead()
+            placed.tensor_group.forget_gathered()
         return returned, train
 
     def _compute(self, executor: Executor, batch: RankBatch) -> list[Returned]:

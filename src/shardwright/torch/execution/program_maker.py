@@ -301,8 +301,13 @@ class ProgramMaker:
         """Places the tensors between units; None where each rank has a batch of its own."""
         if self._group is None or plan.tensor is None:
             return None
-        dim, num_ranks = plan.tensor.between_units, self._group.num_ranks
-        between = BetweenUnits.of_batch(trace.batch_shapes, dim, num_ranks=num_ranks)
+        between = BetweenUnits.of_batch(
+            trace.batch_shapes,
+            plan.tensor.between_units,
+            num_ranks=self._group.num_ranks,
+            inner_ranks=1 if self._group.inner is None else self._group.inner.num_ranks,
+            cuts_again=plan.tensor.cut_again,
+        )
         return Boundary(self._group, between)
 
 

@@ -18,7 +18,7 @@ from shardwright.errors import UsageError
 from shardwright.torch._private import storage_key
 from shardwright.torch.offload.tier import Copy, Tier
 from shardwright.torch.pytorch.kept_tensor import refuse_changed, version_of
-from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, wrap
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, specs_of, wrap
 from shardwright.torch.tensor_parallel.spec import Spec
 
 __all__ = ["SavedStorage", "SavedView"]
@@ -28,14 +28,14 @@ class _Layout(NamedTuple):
     """How a tensor lies in its storage; of one that ranks share, how this rank's part does.
 
     Attributes:
-        spec: of a tensor that ranks share; None for any other.
+        specs: of a tensor that ranks share, and of its part where ranks share that, too; of any other, none.
     """
 
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-    spec: Spec | None
+    specs: tuple[Spec, ...]
 
 
 class SavedStorage:
@@ -190,15 +190,17 @@ class SavedView:
         Raises:
             RuntimeError: in the words of PyTorch.
         """
-        spec = self._layout.spec
-        refuse_changed(self._ghost, self._version, shape=(self._layout if spec is None else spec).shape)
+        outermost = next(iter(self._layout.specs), self._layout)
+        refuse_changed(self._ghost, self._version, shape=outermost.shape)
 
     def get(self) -> Tensor:
         """The tensor, for the backward; its storage has arrived."""
         memory, layout = self.storage.get(), self._layout
         tensor = torch.empty(0, dtype=layout.dtype, device=memory.device)
         tensor = tensor.set_(memory.untyped_storage(), layout.offset, layout.shape, layout.stride)
-        return tensor if layout.spec is None else wrap(tensor, layout.spec)
+        for spec in reversed(layout.specs):
+            tensor = wrap(tensor, spec)
+        return tensor
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -208,15 +210,15 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _layout_of(tensor: Tensor) -> _Layout:
-    local, spec = local_of(tensor), tensor._spec if isinstance(tensor, DividedTensor) else None
-    return _Layout(int(local.storage_offset()), local.shape, local.stride(), local.dtype, spec)
+    local = local_of(tensor)
+    return _Layout(int(local.storage_offset()), local.shape, local.stride(), local.dtype, specs_of(tensor))
 
 
 def _ghost(tensor: Tensor) -> Tensor:
     """A tensor without memory whose changes in place are counted together with those of another."""
     ghost = tensor.detach()
     if isinstance(ghost, DividedTensor):
-        ghost._local = ghost._local.new_empty(0)
+        ghost._local = local_of(ghost).new_empty(0)
     else:
         ghost.data = tensor.new_empty(0)
     return ghost

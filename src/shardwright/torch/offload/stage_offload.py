@@ -36,7 +36,7 @@ from shardwright.torch._private import (
 from shardwright.torch.offload.saved_storage import SavedStorage, SavedView
 from shardwright.torch.offload.tier import Copy, Tier
 from shardwright.torch.pytorch.kept_tensor import KeptTensor, version_of
-from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, known_sum, local_of
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, known_sum, local_of, specs_of
 
 __all__ = ["Leaving", "StageOffload"]
 
@@ -307,7 +307,8 @@ class _Unit:
                 packed = self._outer[0](tensor)
                 if not isinstance(packed, KeptTensor):
                     return _Outer(packed, self._outer[1])
-            if isinstance(tensor, DividedTensor) and tensor._spec.is_pending and not self.is_handed_over:
+            is_pending = any(spec.is_pending for spec in specs_of(tensor))
+            if isinstance(tensor, DividedTensor) and is_pending and not self.is_handed_over:
                 self._unsettled.append(_Unsettled(tensor))
                 return self._unsettled[-1]
             return self._packed(tensor)
@@ -333,10 +334,9 @@ class _Unit:
         # A view of a parameter (weight.t()) is as little an activation as the parameter.
         if type(tensor) not in (Tensor, DividedTensor) or isinstance(tensor._base, nn.Parameter):
             return False
-        if isinstance(tensor, DividedTensor):
-            if tensor._spec.is_pending or tensor._spec.copied:
-                return False
-            tensor = tensor._local
+        if any(spec.is_pending or spec.copied for spec in specs_of(tensor)):
+            return False
+        tensor = local_of(tensor)
         if not has_storage(tensor) or tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
             return False
         return tensor.untyped_storage().nbytes() >= self._stage.least_bytes

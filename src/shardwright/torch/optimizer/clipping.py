@@ -123,7 +123,9 @@ def _norm(gradients: list[Tensor], norm_type: float, *, asked: Sequence[Tensor])
     if model is not None and model.partitioned:
         elsewhere = {id(parameter.grad) for parameter in model.counted_elsewhere()}
         counted = [gradient for gradient in gradients if id(gradient) not in elsewhere]
-    if current.tensor_rank:  # the first along the tensor axis counts what all of them have
+    if current.copy_rank:  # the first of those with the same parts counts them
+        counted = []
+    elif current.part_rank:  # the first along the tensor axis counts what all of them have
         counted = [gradient for gradient in counted if _is_divided(gradient)]
     cut = [gradient for gradient in counted if own_part(gradient) is not gradient]
     others = [gradient for gradient in counted if own_part(gradient) is gradient]

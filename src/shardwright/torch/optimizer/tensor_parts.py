@@ -61,7 +61,7 @@ def parts_entry(cuts: Mapping[Any, Any]) -> dict[str, Any]:
         cuts: as texts, by the names or numbers of what is cut.
     """
     run = context()
-    return {"rank": run.tensor_rank, "ranks": run.mesh.share, "cuts": cuts}
+    return {"rank": run.part_rank, "ranks": run.num_parts, "cuts": cuts}
 
 
 def with_cuts(state: Mapping[str, Any], parts: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def with_cuts(state: Mapping[str, Any], parts: Mapping[str, Any] | None) -> dict
     """
     if not parts:
         return dict(state)
-    here = (context().tensor_rank, context().mesh.share) if is_initialized() else (0, 1)
+    here = (context().part_rank, context().num_parts) if is_initialized() else (0, 1)
     there = (parts["rank"], parts["ranks"])
     if here != there:
         raise UsageError(
@@ -114,6 +114,6 @@ def _placed(value: Any, parameter: nn.Parameter) -> Any:
     if isinstance(value, _Part):
         group = parameter._spec.group if isinstance(parameter, DividedTensor) else None
         if group is None:
-            group = tensor_group(context().groups.tensor)
+            group = tensor_group(context().groups.parts)
         return placed_again(value.local.to(parameter.device), value.cut, parameter, group)
     return placed_like(value, parameter) if isinstance(value, Tensor) else value

@@ -25,6 +25,8 @@ declare(Plan)
 
 _T = TypeVar("_T")
 
+_PARTS: Axes = ("ep", "tp")
+
 
 @dataclass(slots=True)
 class Context:
@@ -76,8 +78,23 @@ class Context:
 
     @property
     def tensor_rank(self) -> int:
-        """Position among the ranks that share every layer of this stage, from 0."""
+        """Position among the ranks that share a batch, from 0."""
         return self.mesh.group_rank("share", self.rank)
+
+    @property
+    def part_rank(self) -> int:
+        """Position among the ranks with other parts of this stage's parameters, from 0."""
+        return self.mesh.group_rank(_PARTS, self.rank)
+
+    @property
+    def num_parts(self) -> int:
+        """Ranks that have different parts of this stage's parameters: of its layers, or the experts."""
+        return self.mesh.group_size(_PARTS)
+
+    @property
+    def copy_rank(self) -> int:
+        """Position among the ranks that share a batch and have this rank's parts of parameters, from 0."""
+        return self.mesh.group_rank("cp", self.rank)
 
     @property
     def is_first_holder(self) -> bool:

@@ -21,7 +21,10 @@ class ProcessGroups:
     Attributes:
         model: ranks that share this replica.
         pipeline: those of them with its other stages, at the same place along the tensor axis.
-        tensor: ranks that share every layer of this stage.
+        tensor: ranks that share a batch, and work on it together.
+        layers: those of them that share the same sequences, each with other parts of layers; None where no
+            ranks share both.
+        sequences: those of them with the same parts of layers; likewise.
         data: ranks that hold the same part of the model, one in each replica.
         shard: those of them that share its parameters.
         replica: those of them that have the same part of its parameters.
@@ -31,10 +34,17 @@ class ProcessGroups:
     model: dist.ProcessGroup | None = None
     pipeline: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
+    layers: dist.ProcessGroup | None = None
+    sequences: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
     shard: dist.ProcessGroup | None = None
     replica: dist.ProcessGroup | None = None
     alone: dist.ProcessGroup | None = None
+
+    @property
+    def parts(self) -> dist.ProcessGroup | None:
+        """Ranks that have different parts of the parameters of this stage, where some are divided."""
+        return self.tensor if self.layers is None else self.layers
 
 
 @dataclass(slots=True)

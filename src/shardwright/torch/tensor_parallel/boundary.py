@@ -17,12 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.placement import BetweenUnits, Cut, Placement, Whole
+from shardwright.placement import WHOLE, BetweenUnits, Cut, Placement, Whole
 from shardwright.torch.pytorch.layout import Order
 from shardwright.torch.pytorch.tree import flatten, leaves, map_tree
 from shardwright.torch.tensor_parallel.divided_tensor import (
     DividedTensor,
+    local_of,
+    part_in,
     placed,
+    placement_in,
     placement_of,
     settled,
     whole,
@@ -38,7 +41,11 @@ class _Placed(torch.autograd.Function):
     """A tensor in another placement, with history. Its gradient is that of the tensor, wherever it is."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, target: Whole | Cut, group: TensorGroup) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, target: Whole | Cut, inside: Whole | Cut, group: TensorGroup
+    ) -> Tensor:
+        if group.inner is not None:
+            return _placed_twice(tensor, target, inside, group)
         if isinstance(target, Cut):
             return placed(tensor, target, group)
         assert isinstance(tensor, DividedTensor)
@@ -51,7 +58,7 @@ class _Placed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None, None
+        return gradients[0], None, None, None
 
 
 class Boundary:
@@ -67,7 +74,10 @@ class Boundary:
     def __init__(self, group: TensorGroup, between: BetweenUnits | None = None):
         self.group = group
         self._between = between or BetweenUnits(group.num_ranks)
+        self._inside = self._between.inside
         group.shares(self._between)
+        if group.inner is not None:
+            group.inner.shares(self._inside)
 
     @property
     def cuts(self) -> bool:
@@ -78,16 +88,36 @@ class Boundary:
         """Where a tensor is, between units."""
         return self._between.placement(tensor.shape)
 
+    def placement_inside(self, target: Whole | Cut, shape: Sequence[int]) -> Whole | Cut:
+        """Where this rank's part of a tensor is, between units, among the ranks that share each part.
+
+        Args:
+            target: where the tensor is.
+            shape: of it.
+        """
+        if isinstance(target, Whole):
+            return WHOLE
+        return self._inside.placement(local_shape(tuple(shape), target, self.group.rank))
+
     # ---- with history ----
 
     def placed(self, tensor: Tensor) -> Tensor:
         """A tensor as it is between units."""
-        target = self.placement(tensor)
+        return self.placed_at(tensor, self.placement(tensor))
+
+    def placed_at(self, tensor: Tensor, target: Whole | Cut) -> Tensor:
+        """A tensor with this placement; parts that ranks share in turn are as they are between units."""
+        inside = self.placement_inside(target, tensor.shape)
+        if self.group.inner is not None:
+            if _is_placed_twice(tensor, target, inside, self.group):
+                return tensor
+            both: Tensor = _Placed.apply(tensor, target, inside, self.group)  # type: ignore[no-untyped-call]
+            return both
         is_divided = tensor.__class__ is DividedTensor
         # A settled sum is all there, but no ordinary tensor.
         if placement_of(tensor) == target and is_divided == isinstance(target, Cut):
             return tensor
-        found: Tensor = _Placed.apply(tensor, target, self.group)  # type: ignore[no-untyped-call]
+        found: Tensor = _Placed.apply(tensor, target, inside, self.group)  # type: ignore[no-untyped-call]
         return found
 
     def all_placed(
@@ -114,10 +144,12 @@ class Boundary:
         made = {} if made is None else made
         for place, item in enumerate(items):
             if item.__class__ is DividedTensor:
-                if place in stays or (keeps_cuts and isinstance(item._spec.placement, Cut)):
+                cut = placement_in(item, self.group)
+                target = cut if keeps_cuts and isinstance(cut, Cut) else None
+                if place in stays or (target is not None and self.group.inner is None):
                     continue
                 if id(item) not in made:
-                    made[id(item)] = self.placed(item)
+                    made[id(item)] = self.placed_at(item, target or self.placement(item))
                 items[place] = made[id(item)]
         return structure.rebuild(items)
 
@@ -153,9 +185,8 @@ class Boundary:
                 for name, buffer in each._buffers.items():
                     if buffer.__class__ is DividedTensor:
                         each._buffers[name] = whole(buffer)
-            if self.group.gathers is not None:
-                # Only the last unit's would be there in the backward, and each counts on what it costs alone.
-                self.group.gathers.clear()
+            # Only the last unit's would be there in the backward, and each counts on what it costs alone.
+            self.group.forget_gathered()
             return result
 
         return run
@@ -169,7 +200,11 @@ class Boundary:
         for item in leaves(arguments):
             # The gradient of a parameter is settled once a step.
             if isinstance(item, Tensor) and item.requires_grad and not isinstance(item, nn.Parameter):
-                hook = partial(_gradient_placed, placement_of(item), self.group)
+                target = placement_in(item, self.group)
+                inside: Placement = WHOLE
+                if self.group.inner is not None:
+                    inside = placement_in(part_in(item, self.group), self.group.inner)
+                hook = partial(_gradient_placed, target, inside, self.group)
                 item.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _entering(self, item: Any) -> Any:
@@ -182,14 +217,24 @@ class Boundary:
     def part_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Sizes of what this rank has of a tensor of these sizes; None: all."""
         target = self._between.placement(shape)
-        return local_shape(shape, target, self.group.rank) if isinstance(target, Cut) else None
+        if isinstance(target, Whole):
+            return None
+        part = local_shape(shape, target, self.group.rank)
+        return self._part_inside(part, self.placement_inside(target, shape))
+
+    def _part_inside(self, shape: tuple[int, ...], inside: Whole | Cut) -> tuple[int, ...]:
+        inner = self.group.inner
+        return shape if inner is None else local_shape(shape, inside, inner.rank)
 
     def part(self, tensor: Tensor) -> Tensor:
         """What this rank has of a tensor."""
         target = self.placement(tensor)
         if isinstance(target, Whole):
             return whole(tensor)
-        return placed(tensor, target, self.group)._local
+        if self.group.inner is None:
+            return placed(tensor, target, self.group)._local
+        inside = self.placement_inside(target, tensor.shape)
+        return local_of(_placed_twice(tensor, target, inside, self.group))
 
     def joined(self, part: Tensor, shape: Sequence[int], order: Order | None = None) -> Tensor:
         """The tensor of which this rank has a part.
@@ -203,14 +248,52 @@ class Boundary:
         if isinstance(target, Whole):
             return part
         strides = _strides(shape, order)
+        inside, inner = self.placement_inside(target, shape), self.group.inner
+        if inner is not None and isinstance(inside, Cut):
+            size = local_shape(tuple(shape), target, self.group.rank)
+            own = spec_of(inner, inside, part, shape=torch.Size(size), strides=_strides(size, order))
+            part = wrap(part, own)
         spec = spec_of(self.group, target, part, shape=torch.Size(shape), strides=strides)
         return wrap(part, spec)
 
 
-def _gradient_placed(target: Placement, group: TensorGroup, gradient: Tensor) -> Tensor | None:
+def _gradient_placed(
+    target: Placement, inside: Placement, group: TensorGroup, gradient: Tensor
+) -> Tensor | None:
+    if group.inner is not None:
+        # What is pending goes to where the tensor is; what is a sum already is whole.
+        wanted, own = (each if isinstance(each, Cut) else WHOLE for each in (target, inside))
+        if _is_placed_twice(gradient, wanted, own, group):
+            return None
+        return _placed_twice(gradient, wanted, own, group)
     if isinstance(target, Cut):
         return None if placement_of(gradient) == target else placed(gradient, target, group)
     return whole(gradient) if gradient.__class__ is DividedTensor else None
+
+
+def _is_placed_twice(tensor: Tensor, target: Whole | Cut, inside: Whole | Cut, group: TensorGroup) -> bool:
+    if isinstance(target, Whole):
+        return tensor.__class__ is not DividedTensor
+    part = part_in(tensor, group)
+    is_inside = placement_of(part) == inside and (part.__class__ is DividedTensor) == isinstance(inside, Cut)
+    return placement_in(tensor, group) == target and is_inside
+
+
+def _placed_twice(tensor: Tensor, target: Whole | Cut, inside: Whole | Cut, group: TensorGroup) -> Tensor:
+    """A tensor cut over a group, each part over its inner group; without history."""
+    assert group.inner is not None
+    if isinstance(target, Whole):
+        return whole(tensor).detach()
+    found = placed(tensor, target, group)
+    part = found._local
+    if isinstance(inside, Cut):
+        part = placed(part, inside, group.inner)
+    elif part.__class__ is DividedTensor:
+        part = whole(part)
+    if part is found._local:
+        return found
+    spec = found._spec
+    return wrap(part, spec_of(group, target, part, shape=spec.shape, strides=spec.strides))
 
 
 def _strides(shape: Sequence[int], order: Order | None) -> tuple[int, ...]:

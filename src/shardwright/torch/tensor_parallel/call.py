@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.placement import Cut, PartialSum, Placement
+from shardwright.placement import WHOLE, Cut, PartialSum, Placement
 from shardwright.torch._private import memory_of
-from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, placement_of
+from shardwright.torch.tensor_parallel.divided_tensor import (
+    DividedTensor,
+    is_nested,
+    part_in,
+    placement_in,
+    placement_of,
+)
 from shardwright.torch.tensor_parallel.group import TensorGroup
 
 __all__ = ["Call", "Input", "map_tensors", "name_of", "tensors_of"]
@@ -26,6 +32,7 @@ class Input:
         placement: where its elements are.
         is_known: all elements are at hand: its sum was taken already, or it was gathered just now.
         lasts: it is a part of a parameter, or a view of one.
+        inside: where the elements of a rank's part are among the ranks of an inner group.
     """
 
     index: int
@@ -35,6 +42,7 @@ class Input:
     placement: Placement
     is_known: bool = False
     lasts: bool = False
+    inside: Placement = WHOLE
 
     @property
     def ndim(self) -> int:
@@ -104,7 +112,7 @@ class Call:
             self.written |= {one.index for one in undeclared if isinstance(one, Input)}
 
     def _input(self, tensor: Tensor) -> Input:
-        placement = placement_of(tensor)
+        placement = placement_in(tensor, self.group)
         one = Input(
             len(self.inputs),
             tuple(tensor.shape),
@@ -112,13 +120,18 @@ class Call:
             tensor.dtype,
             placement,
             self._is_known(tensor),
-            bool(self.group.lasting) and memory_of(local_of(tensor)) in self.group.lasting,
+            self._lasts(tensor),
+            WHOLE if self.group.inner is None else placement_of(part_in(tensor, self.group)),
         )
         self.inputs.append(one)
         return one
 
+    def _lasts(self, tensor: Tensor) -> bool:
+        lasting = self.group.lasting
+        return bool(lasting) and memory_of(part_in(tensor, self.group)) in lasting
+
     def _is_known(self, tensor: Tensor) -> bool:
-        if not isinstance(tensor, DividedTensor):
+        if not isinstance(tensor, DividedTensor) or tensor._spec.group is not self.group or is_nested(tensor):
             return False
         if tensor._spec.is_pending:
             return self.group.sums.knows(tensor._local)

@@ -18,7 +18,12 @@ from torch import Tensor
 
 from shardwright.placement import WHOLE, Cut, PartialSum
 from shardwright.torch._private import memory_of
-from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, whole
+from shardwright.torch.tensor_parallel.divided_tensor import (
+    DividedTensor,
+    all_parts,
+    local_of,
+    part_in,
+)
 from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.redistribution import own_part, replaced
 from shardwright.torch.tensor_parallel.spec import Spec
@@ -40,7 +45,7 @@ class CopiedView:
         self.base, self.local, self.spec = base, local, spec
         self._replay = replay
         self._writes = spec.group.writes
-        self._memory = memory_of(base._local)
+        self._memory = memory_of(local_of(base))
         watched = self._writes.setdefault(self._memory, [0, 0])
         watched[0] += 1
         self._seen = watched[1]
@@ -58,7 +63,7 @@ class CopiedView:
         count = self._writes[self._memory][1]
         if self._seen != count:
             self._seen = count
-            view = self._replay(whole(self.base))
+            view = self._replay(all_parts(self.base))
             self.local.copy_(_placed(view, self.spec))
             count_write(self.spec.group, self.local)
 
@@ -73,9 +78,9 @@ class CopiedView:
             source=spec.placement,
             target=WHOLE,
         )
-        base = whole(self.base)
+        base = all_parts(self.base)
         self._replay(base).copy_(values)
-        overwrite(self.base, base)
+        overwrite(self.base, base, spec.group)
         self._seen = self._writes[self._memory][1]
 
 
@@ -85,10 +90,16 @@ def _placed(view: Tensor, spec: Spec) -> Tensor:
     )
 
 
-def overwrite(tensor: Tensor, values: Tensor) -> None:
-    """Gives a tensor new values, which every rank has, in the memory and the placement that it has."""
-    local = local_of(tensor)
-    if isinstance(tensor, DividedTensor):
+def overwrite(tensor: Tensor, values: Tensor, group: TensorGroup) -> None:
+    """Gives a tensor new values, which every rank has, in the memory and the placement that it has.
+
+    Args:
+        tensor: of the group; any other one, all ranks of the group have.
+        values: of the same shape.
+        group: the ranks.
+    """
+    local = part_in(tensor, group)
+    if isinstance(tensor, DividedTensor) and tensor._spec.group is group:
         spec = tensor._spec
         if isinstance(spec.placement, Cut):
             values = own_part(values, spec.placement, spec.group.rank)
@@ -103,7 +114,7 @@ def overwrite(tensor: Tensor, values: Tensor) -> None:
 
 def count_write(group: TensorGroup, local: Tensor) -> None:
     """Notes that memory was written; copies of views of it, and its sum, are stale now."""
-    memory = memory_of(local)
+    memory = memory_of(local_of(local))
     group.sums.written(memory)
     if group.gathers:
         group.gathers.written(memory)

@@ -15,14 +15,15 @@ from torch import Tensor
 
 from shardwright.errors import UsageError
 from shardwright.placement import PARTIAL_SUM, WHOLE, PartialSum, Whole
-from shardwright.torch._private import new_fake_mode
+from shardwright.torch._private import is_composite, new_fake_mode
 from shardwright.torch.tensor_parallel.call import Call, Input, map_tensors, tensors_of
-from shardwright.torch.tensor_parallel.decision import Decision, returned_arguments
+from shardwright.torch.tensor_parallel.decision import Composed, Decision, returned_arguments
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 from shardwright.torch.tensor_parallel.form import Candidate, Form, candidates_of
 from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.grouped_products import grouped_product_without_data
 from shardwright.torch.tensor_parallel.lasting_sums import decided_by_kind
+from shardwright.torch.tensor_parallel.nested_decision import NestedDecision
 from shardwright.torch.tensor_parallel.reshaped_in_place import ReshapedInPlace, reshapes_in_place
 from shardwright.torch.tensor_parallel.rules import rule_of
 
@@ -35,8 +36,10 @@ _LAST_RESORT = 1000
 def decide(group: TensorGroup, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """How an operation with these arguments runs. Their values do not count, only what the key has."""
     for tensor in tensors_of(args, kwargs):
-        if isinstance(tensor, DividedTensor) and tensor._spec.group is not group:
+        if isinstance(tensor, DividedTensor) and tensor._spec.group not in (group, group.inner):
             raise UsageError(f"{func} got tensors of two tensor-parallel groups. Gather one: whole(tensor).")
+    if group.is_inner and rule_of(func) is None and is_composite(func):
+        return Composed(func)  # no autograd above has taken it apart: an outer group's rule has called it
     if group.routes_tokens and (found := decided_by_kind(group, func, args, kwargs)) is not None:
         return found
     call = Call(func, args, kwargs, group)
@@ -44,7 +47,8 @@ def decide(group: TensorGroup, func: Any, args: tuple[Any, ...], kwargs: Mapping
         return ReshapedInPlace(func, call.name)
     call.outputs = _outputs_without_data(func, args, kwargs)
     chosen, has_rule = choose(call)
-    return Decision(call, chosen, args, has_rule=has_rule)
+    kind = Decision if group.inner is None else NestedDecision
+    return kind(call, chosen, args, has_rule=has_rule)
 
 
 def choose(call: Call) -> tuple[Candidate, bool]:

@@ -12,13 +12,20 @@ from shardwright.torch._private import memory_of
 from shardwright.torch.tensor_parallel.call import Call, map_tensors, tensors_of
 from shardwright.torch.tensor_parallel.copied_view import CopiedView, count_write, overwrite
 from shardwright.torch.tensor_parallel.direct_call import direct_call
-from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, settled, wrap
+from shardwright.torch.tensor_parallel.divided_tensor import (
+    DividedTensor,
+    is_nested,
+    part_in,
+    placement_in,
+    settled,
+    wrap,
+)
 from shardwright.torch.tensor_parallel.form import Candidate
 from shardwright.torch.tensor_parallel.memory_order import in_order, put_in_order
 from shardwright.torch.tensor_parallel.redistribution import replaced
 from shardwright.torch.tensor_parallel.spec import Spec, local_shape, spec_of
 
-__all__ = ["Decision", "FastDecision", "returned_arguments"]
+__all__ = ["Composed", "Decision", "FastDecision", "returned_arguments"]
 
 
 class Decision:
@@ -70,6 +77,7 @@ class Decision:
         for index in self._written:
             self._wrote(index, tensors[index], parts[index])
         flat = list(results) if isinstance(results, list | tuple) else [results]
+        flat = self._agreed(flat, tensors)
         if self._specs is None:
             self._describe(flat, tensors)
         wrapped = [self._wrapped(each, index, args, kwargs, tensors) for index, each in enumerate(flat)]
@@ -79,16 +87,15 @@ class Decision:
 
     def _part(self, tensor: Tensor, target: Placement) -> Tensor:
         """What this rank has of an argument in the placement that the candidate wants."""
-        source: Placement = WHOLE
-        if isinstance(tensor, DividedTensor):
-            source = tensor._spec.placement
+        source = placement_in(tensor, self._group)
+        if self._shares(tensor):
             needs_sum = isinstance(source, PartialSum) and isinstance(target, Whole)
             if needs_sum and not self._written and not self._is_view:
-                return settled(tensor)
+                return settled(tensor)  # type: ignore[arg-type]
         moved = functools.partial(
             replaced,
             self._group,
-            local_of(tensor),
+            part_in(tensor, self._group),
             shape=tensor.shape,
             strides=tensor.stride(),
             source=source,
@@ -104,13 +111,18 @@ class Decision:
             )
             return part
         is_gathered = isinstance(source, Cut) and isinstance(target, Whole)
-        if is_gathered and self._group.gathers is not None and not self._written and not self._is_view:
-            return self._group.gathers.whole(tensor._local, tensor._spec, moved)  # type: ignore[attr-defined]
+        is_kept = self._group.gathers is not None and not is_nested(tensor)
+        if is_gathered and is_kept and not self._written and not self._is_view:
+            return self._group.gathers.whole(tensor._local, tensor._spec, moved)  # type: ignore[attr-defined, union-attr]
         return moved()
+
+    def _shares(self, tensor: Any) -> bool:
+        """Whether a tensor is one of the group, not of its inner group."""
+        return isinstance(tensor, DividedTensor) and tensor._spec.group is self._group
 
     def _goes_to_its_place(self, tensor: Tensor, target: Placement) -> bool:
         """Whether a sum is scattered to the ranks for all further uses."""
-        if not isinstance(tensor, DividedTensor) or self._group.between is None:
+        if not isinstance(tensor, DividedTensor) or not self._shares(tensor) or self._group.between is None:
             return False
         is_scattered = tensor._spec.is_pending and isinstance(target, Cut)
         return is_scattered and not (tensor._seen or self._written or self._is_view or tensor._spec.copied)
@@ -137,13 +149,18 @@ class Decision:
                     f"{self.func} would resize its output from {tuple(tensor.shape)} to {tuple(part.shape)}, "
                     f"which {self._group.num_ranks} ranks share. Give it an output of the right shape."
                 )
-            overwrite(tensor, part)
-        elif isinstance(tensor, DividedTensor):
+            overwrite(tensor, part, self._group)
+        elif self._shares(tensor):
+            assert isinstance(tensor, DividedTensor)
             count_write(self._group, part)
             if tensor._spec.copied:
                 tensor._copy.write_back()
 
     # ---- the results ----
+
+    def _agreed(self, flat: list[Any], tensors: list[Tensor]) -> list[Any]:
+        """The results as all ranks have them; see `NestedDecision`."""
+        return flat
 
     def _wrapped(
         self,
@@ -165,6 +182,8 @@ class Decision:
         if self._is_view:
             base: Any = tensors[0]
             tensor._seen = base._seen = True
+            if is_nested(base):
+                base._local._seen = True
             if self._copies_base:
                 replay = functools.partial(_view_of, self.func, args[1:], kwargs, index)
                 tensor._copy = CopiedView(base, replay, result, spec)
@@ -175,16 +194,16 @@ class Decision:
     def _describe(self, flat: list[Any], tensors: list[Tensor]) -> None:
         """Describes the results, after the first run."""
         base = tensors[0] if tensors and self._is_view else None
-        if isinstance(base, DividedTensor) and not self._copies_base:
-            memory = memory_of(local_of(base))
+        if self._shares(base) and not self._copies_base and not is_nested(base):  # type: ignore[arg-type]
+            memory = memory_of(base._local)  # type: ignore[union-attr]
             if any(memory_of(each) != memory for each in flat):
-                raise RuntimeError(f"{self.func} copied a part of {base._spec}, of which others have a view")
+                raise RuntimeError(f"{self.func} copied a part of {base!r}, of which others have a view")
         self._specs = []
         for index, result in enumerate(flat):
             meta = self._outputs[index] if index < len(self._outputs) else None
             spec = None
             is_unordered = False
-            if meta is not None and (isinstance(base, DividedTensor) or self._is_divided(index)):
+            if meta is not None and (self._shares(base) or self._is_divided(index)):
                 is_unordered = base is None and not in_order(result, meta.shape, meta.stride())
                 part = put_in_order(result, meta.stride()) if is_unordered else result
                 spec = self._spec(part, index, meta, base)
@@ -210,7 +229,7 @@ class Decision:
             shape=meta.shape,
             strides=meta.stride(),
             offset=int(meta.storage_offset()),
-            copied=self._copies_base or (isinstance(base, DividedTensor) and base._spec.copied),
+            copied=self._copies_base or (self._shares(base) and base._spec.copied),  # type: ignore[union-attr]
         )
 
     def _short_way(self, tensors: list[Tensor]) -> "FastDecision | None":
@@ -226,7 +245,24 @@ class Decision:
             return None
         if any(self._unordered) or self._is_gathered:
             return None
-        return FastDecision(self, self._specs[0], self._replaced)  # type: ignore[index]
+        return self._fast_kind(self, self._specs[0], self._replaced)  # type: ignore[index]
+
+    @property
+    def _fast_kind(self) -> "type[FastDecision]":
+        return FastDecision
+
+
+class Composed:
+    """Runs an operation as those that it is made of, each by its own rule."""
+
+    fast = None
+
+    def __init__(self, func: Any):
+        self._func = func
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs them; all ranks of the group do so."""
+        return self._func.decompose(*args, **kwargs)
 
 
 class FastDecision:

@@ -10,7 +10,14 @@ from shardwright.errors import UsageError
 from shardwright.placement import WHOLE, Cut, PartialSum, Placement, Whole
 from shardwright.torch._private import memory_of, put_in_place
 from shardwright.torch.tensor_parallel.deciding import decide
-from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, divided, whole, wrap
+from shardwright.torch.tensor_parallel.divided_tensor import (
+    DividedTensor,
+    all_parts,
+    divided,
+    local_of,
+    whole,
+    wrap,
+)
 from shardwright.torch.tensor_parallel.group import Collectives, Prices, ProcessGroupCollectives, TensorGroup
 from shardwright.torch.tensor_parallel.memory_order import put_in_order
 from shardwright.torch.tensor_parallel.parts import pieces
@@ -239,6 +246,8 @@ def settle_gradients(parameters: Iterable[Tensor]) -> None:
     up together. All ranks of the group call it with the same parameters.
     """
     pending: dict[tuple[TensorGroup, torch.dtype], list[Tensor]] = {}
+    parameters = list(parameters)
+    _settle_outer(parameters)
     for parameter in parameters:
         gradient = parameter.grad
         target = parameter._spec.placement if isinstance(parameter, DividedTensor) else WHOLE
@@ -254,6 +263,36 @@ def settle_gradients(parameters: Iterable[Tensor]) -> None:
             parameter.grad = divided(gradient, parameter._spec.placement, parameter._spec.group)
     for (group, _), together in pending.items():
         _settle_together(group, together)
+
+
+def _settle_outer(parameters: Iterable[Tensor]) -> None:
+    """Settles what is pending over an outer group: gradients become those of its inner group's tensors.
+
+    All ranks of the outer group first have their summands placed as the parameter is.
+    """
+    pending: dict[tuple[TensorGroup, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if not isinstance(gradient, DividedTensor) or gradient._spec.group.inner is None:
+            continue
+        spec = gradient._spec
+        if not spec.is_pending:
+            parameter.grad = all_parts(gradient)
+            continue
+        summand = gradient._local
+        if isinstance(parameter, DividedTensor):
+            summand = part_as(summand, parameter._spec)
+        elif isinstance(summand, DividedTensor) and not summand._spec.is_pending:
+            summand = whole(summand)
+        pending.setdefault((spec.group, spec.dtype), []).append((parameter, summand))
+    for (group, _), together in pending.items():
+        summands = [local_of(summand) for _, summand in together]
+        total = group.reduce(torch.cat([each.reshape(-1) for each in summands]))
+        sums = torch.split(total, [each.numel() for each in summands])
+        for (parameter, summand), own in zip(together, sums, strict=True):
+            gradient = torch.empty_like(local_of(summand)).copy_(own.view(local_of(summand).shape))
+            like = next((each for each in (parameter, summand) if isinstance(each, DividedTensor)), None)
+            parameter.grad = gradient if like is None else divided_alike(gradient, like)
 
 
 def _settle_together(group: TensorGroup, parameters: list[Tensor]) -> None:

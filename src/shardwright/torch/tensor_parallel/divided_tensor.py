@@ -1,6 +1,7 @@
 """The tensor that shows its whole shape, and holds what one rank has of it."""
 
 import functools
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any, NoReturn
 
@@ -12,18 +13,27 @@ from shardwright.placement import WHOLE, Cut, Placement, Whole
 from shardwright.torch._private import disabled_torch_function, new_wrapper
 from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.memory_order import dense_strides, is_dense
-from shardwright.torch.tensor_parallel.redistribution import replaced
-from shardwright.torch.tensor_parallel.spec import Spec, spec_of
+from shardwright.torch.tensor_parallel.nesting import moved_parts
+from shardwright.torch.tensor_parallel.redistribution import narrowed, replaced
+from shardwright.torch.tensor_parallel.spec import Spec, local_shape, spec_of
 
 __all__ = [
     "DividedTensor",
+    "all_parts",
     "at_hand",
+    "cut_alike",
+    "cut_inside",
     "divided",
+    "is_nested",
     "known_sum",
     "local_of",
+    "part_in",
+    "part_like",
     "placed",
+    "placement_in",
     "placement_of",
     "settled",
+    "specs_of",
     "whole",
     "wrap",
 ]
@@ -62,12 +72,18 @@ class DividedTensor(torch.Tensor):
             kind = item.__class__
             if kind is DividedTensor:
                 spec = item._spec
-                group = spec.group
+                own = spec.group
+                if group is None or own.inner is not None:
+                    group = own
+                local = item._local
+                if local.__class__ is DividedTensor:
+                    key += (spec, local._spec)
+                    continue
                 if spec.is_pending:
-                    is_known = bool(group.sums) and group.sums.knows(item._local)
+                    is_known = bool(own.sums) and own.sums.knows(local)
                 else:
-                    gathers = group.gathers
-                    is_known = bool(gathers) and spec.is_cut and gathers.knows(item._local, spec)
+                    gathers = own.gathers
+                    is_known = bool(gathers) and spec.is_cut and gathers.knows(local, spec)
                 key.append(spec.with_whole if is_known else spec)
             elif kind is int or item is None:
                 key.append(item)
@@ -78,8 +94,8 @@ class DividedTensor(torch.Tensor):
                 key += (name, _entry(item))
         else:
             kwargs = {}
-        if group is None:
-            group = _group_in((args, tuple(kwargs.values())))
+        if group is None or group.is_inner:
+            group = _group_in((args, tuple(kwargs.values())), group)
         decision = group.decisions.get(tuple(key))
         if decision is None:
             decision = group.decide(func, args, kwargs, tuple(key))
@@ -87,6 +103,44 @@ class DividedTensor(torch.Tensor):
             return group.verification.run(decision, func, args, kwargs)
         fast = decision.fast
         return decision.run(args, kwargs) if fast is None else fast.run(args, kwargs)
+
+    # ---- the part of a tensor that other ranks share, too ----
+
+    def gathered(self) -> Tensor:
+        """A copy of all elements of this part, without history. All ranks that share it call it."""
+        return whole(self).clone()
+
+    def replaced_in(
+        self,
+        group: TensorGroup,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        source: Placement,
+        target: Placement,
+    ) -> Tensor:
+        """What this rank has of a tensor in another placement, of which this is its part: see `replaced`.
+
+        Only parts of this part travel: to the rank that has the same place in its own inner group.
+        """
+        spec = self._spec
+        if spec.copied:
+            self._copy.refresh()
+        inner = spec.group
+        move = moved_parts(spec.placement, source, target, rank=inner.rank, num_ranks=group.num_ranks)
+        if move is None:
+            return replaced(group, whole(self), shape=shape, strides=strides, source=source, target=target)
+        if isinstance(source, Whole) and isinstance(target, Cut):
+            return narrowed(group, self, shape, strides, target)
+        own_shape = local_shape(tuple(shape), move.whole, inner.rank)
+        own_strides = dense_strides(own_shape, strides) if is_dense(shape, strides) else strides
+        part = replaced(
+            group, self._local, shape=own_shape, strides=own_strides, source=move.source, target=move.target
+        )
+        size = torch.Size(local_shape(tuple(shape), target, group.rank))
+        return wrap(
+            part,
+            spec_of(inner, move.after, part, shape=size, strides=tuple(dense_strides(size, strides))),
+        )
 
     # ---- what leaves the dispatcher ----
 
@@ -166,7 +220,8 @@ class DividedTensor(torch.Tensor):
 def _entry(item: Any) -> Any:
     """What an argument adds to the key of a decision."""
     if item.__class__ is DividedTensor:
-        return item._spec
+        local = item._local
+        return (item._spec, local._spec) if local.__class__ is DividedTensor else item._spec
     if isinstance(item, Tensor):
         return item.shape, item.stride(), item.dtype
     if item is True or item is False:
@@ -180,13 +235,15 @@ def _entry(item: Any) -> Any:
     return item
 
 
-def _group_in(items: Any) -> TensorGroup:
+def _group_in(items: Any, found: TensorGroup | None) -> TensorGroup:
+    """The group of the tensors among some items; where some are parts of others' group, that one."""
     for item in items:
         if item.__class__ is DividedTensor:
-            return item._spec.group
-        if isinstance(item, list | tuple) and (found := _group_in(item)) is not None:
-            return found
-    return None  # type: ignore[return-value]
+            own = item._spec.group
+            found = own if found is None or own.inner is not None else found
+        elif isinstance(item, list | tuple):
+            found = _group_in(item, found)
+    return found  # type: ignore[return-value]
 
 
 def wrap(local: Tensor, spec: Spec) -> DividedTensor:
@@ -225,8 +282,63 @@ def placement_of(tensor: Tensor) -> Placement:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor."""
-    return tensor._local if isinstance(tensor, DividedTensor) else tensor
+    """What this rank has of a tensor; where other ranks share that, too, what it has of that."""
+    while isinstance(tensor, DividedTensor):
+        tensor = tensor._local
+    return tensor
+
+
+def is_nested(tensor: Tensor) -> bool:
+    """Whether other ranks share this rank's part of a tensor, too."""
+    return tensor.__class__ is DividedTensor and tensor._local.__class__ is DividedTensor
+
+
+def specs_of(tensor: Tensor) -> tuple[Spec, ...]:
+    """The descriptions of a tensor and of this rank's part of it, as far as ranks share those."""
+    found: tuple[Spec, ...] = ()
+    while isinstance(tensor, DividedTensor):
+        found, tensor = (*found, tensor._spec), tensor._local
+    return found
+
+
+def _is_in(tensor: Tensor, group: TensorGroup) -> bool:
+    return tensor.__class__ is DividedTensor and tensor._spec.group is group
+
+
+def placement_in(tensor: Tensor, group: TensorGroup) -> Placement:
+    """Where a tensor's elements are among the ranks of a group; those of any other tensor are everywhere."""
+    return tensor._spec.placement if _is_in(tensor, group) else WHOLE  # type: ignore[attr-defined]
+
+
+def part_in(tensor: Tensor, group: TensorGroup) -> Tensor:
+    """What this rank has of a tensor of a group; any other tensor, also one of its inner group, as it is."""
+    return tensor._local if _is_in(tensor, group) else tensor  # type: ignore[attr-defined]
+
+
+def cut_inside(part: Tensor) -> Spec | None:
+    """How an inner group cuts a rank's part of a tensor; None where it does not."""
+    return part._spec if isinstance(part, DividedTensor) and part._spec.is_cut else None
+
+
+def part_like(tensor: Tensor, spec: Spec | None) -> Tensor:
+    """This rank's part of a tensor cut as another one is; all elements where that is not cut."""
+    if spec is None:
+        return whole(tensor)
+    assert isinstance(spec.placement, Cut)
+    return placed(tensor, spec.placement, spec.group)._local
+
+
+def cut_alike(part: Tensor, spec: Spec, shape: Sequence[int]) -> DividedTensor:
+    """A tensor of which this rank has a part, cut as another one is.
+
+    Args:
+        part: dense, in the order of its dimensions.
+        spec: of the other.
+        shape: of the tensor.
+    """
+    size = torch.Size(shape)
+    strides = tuple(dense_strides(size, torch.empty(size, device="meta").stride()))
+    return wrap(part, spec_of(spec.group, spec.placement, part, shape=size, strides=strides))
 
 
 def settled(tensor: DividedTensor) -> Tensor:
@@ -243,6 +355,8 @@ def settled(tensor: DividedTensor) -> Tensor:
             target=WHOLE,
         )
 
+    if tensor._seen and is_nested(tensor):
+        return summed(tensor._local)
     if tensor._seen:
         return spec.group.sums.total(tensor._local, summed)
     # Nothing else sees this memory, so the sum may take its place.
@@ -256,16 +370,23 @@ def settled(tensor: DividedTensor) -> Tensor:
 def known_sum(tensor: DividedTensor) -> DividedTensor:
     """Of a partial sum that ranks have added up, the sum; any other tensor as it is. Nobody exchanges."""
     spec = tensor._spec
-    total = spec.group.sums.known(tensor._local) if spec.is_pending else None
+    is_pending = spec.is_pending and not is_nested(tensor)
+    total = spec.group.sums.known(tensor._local) if is_pending else None
     if total is None:
         return tensor
     return wrap(total, spec_of(spec.group, WHOLE, total, shape=spec.shape, strides=spec.strides))
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All elements of a tensor, without history. All ranks of its group call it."""
+    """All elements of a tensor, without history. All ranks of its group, and of an inner one, call it."""
     if not isinstance(tensor, DividedTensor):
         return tensor.detach()
+    data = all_parts(tensor)
+    return whole(data) if data.__class__ is DividedTensor else data
+
+
+def all_parts(tensor: DividedTensor) -> Tensor:
+    """All elements of a tensor as an inner group shares them. All ranks of its group call it."""
     spec = tensor._spec
     if spec.copied:
         tensor._copy.refresh()
@@ -281,7 +402,7 @@ def at_hand(tensor: DividedTensor) -> Tensor:
 
     All ranks of its group call it.
     """
-    gathers = tensor._spec.group.gathers
+    gathers = None if is_nested(tensor) else tensor._spec.group.gathers
     gather = functools.partial(whole, tensor)
     return gather() if gathers is None else gathers.whole(tensor._local, tensor._spec, gather)
 
@@ -294,8 +415,9 @@ def placed(tensor: Tensor, cut: Cut, group: TensorGroup) -> DividedTensor:
         cut: of the result.
         group: the ranks that share it.
     """
-    if not isinstance(tensor, DividedTensor):
+    if not _is_in(tensor, group):
         return divided(tensor.detach(), cut, group)
+    assert isinstance(tensor, DividedTensor)
     spec = tensor._spec
     if spec.copied:
         tensor._copy.refresh()
@@ -304,7 +426,7 @@ def placed(tensor: Tensor, cut: Cut, group: TensorGroup) -> DividedTensor:
         return tensor
     if isinstance(source, Whole):
         return divided(tensor._local.detach(), cut, group)
-    if spec.is_pending and group.sums.knows(tensor._local):
+    if spec.is_pending and not is_nested(tensor) and group.sums.knows(tensor._local):
         return divided(settled(tensor).detach(), cut, group)
     shape, strides = spec.shape, spec.strides
     if not is_dense(shape, strides):

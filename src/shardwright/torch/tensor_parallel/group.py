@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -135,6 +136,9 @@ class TensorGroup:
         is_alone: the other ranks are not there: a search, or a dry run.
         routes_tokens: some module of theirs calls experts of a list; see `lasting_sums.py`.
         writes: of memory that copied views stand for: how many views, how many writes (`copied_view.py`).
+        inner: the ranks that share each rank's parts in turn (`nesting.py`); None where each part is one
+            rank's own.
+        is_inner: it is the inner group of another one.
     """
 
     def __init__(self, collectives: Collectives, decide: Decide, *, prices: Prices | None = None):
@@ -156,12 +160,33 @@ class TensorGroup:
         self.lasting: set[int] = set()
         self.is_alone = False
         self.routes_tokens = False
+        self.inner: TensorGroup | None = None
+        self.is_inner = False
+
+    def holds(self, inner: "TensorGroup") -> None:
+        """Has each part be shared in turn: the ranks of a grid, this group along one axis of it."""
+        self.inner, inner.is_inner = inner, True
 
     def shares(self, between: BetweenUnits) -> None:
         """Says where tensors between units are."""
         if between.cuts:
             self.between = between
             self.gathers = self.gathers or RecentGathers()
+
+    def forget_gathered(self) -> None:
+        """Lets go of what was gathered last."""
+        for group in (self, self.inner):
+            if group is not None and group.gathers is not None:
+                group.gathers.clear()
+
+    def agrees(self, text: str, device: torch.device) -> bool:
+        """Whether all ranks have the same text; collective, and none of a step's traffic."""
+        if self.is_alone:
+            return True
+        own = torch.tensor([crc32(text.encode())], dtype=torch.int64, device=device)
+        all_of_them = own.new_empty(self.num_ranks)
+        self.collectives.all_gather(all_of_them, own)
+        return bool((all_of_them == own).all())
 
     def decide(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Any) -> Any:
         """Decides how an operation runs, and keeps the decision under the key."""
@@ -196,6 +221,8 @@ class TensorGroup:
         """
         if self.num_ranks == 1:
             return data
+        if getattr(data, "_spec", None) is not None:  # a part that other ranks share
+            data = data.gathered()  # type: ignore[attr-defined]
         elements = 2 * (self.num_ranks - 1) * data.numel() // self.num_ranks
         self.traffic.count(Transfer("all_reduce", elements), data.element_size())
         data = data.contiguous()

@@ -15,7 +15,7 @@ from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.memory_order import dense_strides, is_dense, put_in_order
 from shardwright.torch.tensor_parallel.spec import local_shape
 
-__all__ = ["all_to_all", "own_part", "replaced", "write_part"]
+__all__ = ["all_to_all", "narrowed", "own_part", "replaced", "write_part"]
 
 
 def replaced(
@@ -41,14 +41,12 @@ def replaced(
     """
     if source == target:
         return data
+    if getattr(data, "_spec", None) is not None:  # a part that other ranks share
+        return data.replaced_in(group, shape, strides, source, target)  # type: ignore[attr-defined, no-any-return]
     group.traffic.count(group.transfer(shape, source, target), data.element_size())
     match source, target:
         case Whole(), Cut():
-            # Kernels may take tensors that they made themselves for dense, without a look at the strides.
-            part = own_part(data, target, group.rank)
-            if is_dense(shape, strides) and not is_dense(part.shape, part.stride()):
-                part = put_in_order(part, strides)
-            return part
+            return narrowed(group, data, shape, strides, target)
         case Whole(), PartialSum():
             return data if group.rank == 0 else torch.zeros_like(data)
         case Cut(), PartialSum():
@@ -64,6 +62,17 @@ def replaced(
         case Cut(), Cut():
             return _exchange(group, data, shape, strides, source, target)
     raise TypeError(f"{source!r} or {target!r} is no placement")
+
+
+def narrowed(
+    group: TensorGroup, data: Tensor, shape: Sequence[int], strides: Sequence[int], target: Cut
+) -> Tensor:
+    """This rank's part of a tensor that every rank has."""
+    part = own_part(data, target, group.rank)
+    # Kernels may take tensors that they made themselves for dense, without a look at the strides.
+    if is_dense(shape, strides) and not is_dense(part.shape, part.stride()):
+        part = put_in_order(part, strides)
+    return part
 
 
 def own_part(whole: Tensor, cut: Cut, rank: int) -> Tensor:

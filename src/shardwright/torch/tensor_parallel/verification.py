@@ -15,7 +15,7 @@ from shardwright.errors import VerificationError
 from shardwright.torch._private import newest_node, running_node
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.tensor_parallel.call import Call, map_tensors, tensors_of
-from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, whole
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, whole
 from shardwright.torch.tensor_parallel.group import TensorGroup, Traffic
 from shardwright.torch.tensor_parallel.spec import local_shape
 
@@ -116,8 +116,8 @@ class Verification:
         if isinstance(found, DividedTensor):
             spec = found._spec
             expected = local_shape(tuple(spec.shape), spec.placement, spec.group.rank)
-            if tuple(local_of(found).shape) != expected:
-                return f"a part of {tuple(local_of(found).shape)} instead of {expected}"
+            if tuple(found._local.shape) != expected:
+                return f"a part of {tuple(found._local.shape)} instead of {expected}"
         values = whole(found)
         if not values.numel() or values.is_sparse:
             return ""

@@ -67,7 +67,11 @@ class Recording:
         self.end = EndFinder(values, recorder, at=request.ends_at, may_read=request.may_read)
         self.hidden = HiddenInputs(values)
         self.samples = CallSamples(
-            values, count_memory=request.count_memory, watch=self.hidden, hooks=request.hooks
+            values,
+            request.memory,
+            count_memory=request.count_memory,
+            watch=self.hidden,
+            hooks=request.hooks,
         )
         self.python_draws = DrawsOfPython(lambda: recorder.position)
         self.draws = TracedDraws(request.device, user_line)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from shardwright.torch.counting.hook_effects import HookEffects
 from shardwright.torch.interception.step_code import ReadingStep
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.python_state.watched_numbers import NumberReads
+from shardwright.torch.tracing.calls.working_memory import WorkingMemory
 
 __all__ = ["TraceRequest"]
 
@@ -30,6 +31,7 @@ class TraceRequest:
         numbers: watches the numbers among the arguments.
         ends_at: see `EndFinder`.
         units_may_change: modules that raise `DeferredReadError` are kept whole, and another trace is tried.
+        memory: cost class -> temporary memory. Of several runs for one trace, the first counts.
     """
 
     unit_map: UnitMap
@@ -42,6 +44,7 @@ class TraceRequest:
     numbers: NumberReads | None = None
     ends_at: float = math.inf
     units_may_change: bool = False
+    memory: dict[str, WorkingMemory] = field(default_factory=dict)
 
     @property
     def may_read(self) -> bool:

@@ -75,7 +75,7 @@ def division_of(
         PlanError: they are to share sequences, and no tensor between units has any.
     """
     graph, degree = trace.graph, mesh.share
-    between = BetweenUnits.of_batch(trace.batch_shapes, config.between_units(mesh), num_ranks=degree)
+    between, searched = _between(trace, config, mesh)
     experts = {}
     if mesh.expert > 1:
         experts = _experts(model, trace, between)
@@ -89,14 +89,15 @@ def division_of(
     if decided_by is None:
         decided_by = prices if shares_layers else prices.model_copy(update={"latency_s": 0.0})
     own_prices = Prices(**decided_by.model_dump(), sums_wait=not shares_layers)
+    # Each context rank has a part of the work, and of what ranks exchange that share layers.
     found = find_placements(
         units,
-        num_ranks=degree,
-        prices=own_prices,
+        num_ranks=searched.num_ranks,
+        prices=_for_a_part(own_prices, mesh.context) if shares_layers else own_prices,
         optimize=config.goal_of_division,
         num_microbatches=microbatches,
         pinned=_pinned(model, graph, mesh, experts),
-        between=between,
+        between=searched,
     )
     for reason, names in _by_reason(found.kept_whole).items():
         _warn(names, f"its code does not run on tensors without data ({reason})")
@@ -109,8 +110,12 @@ def division_of(
     # Stages have tensors of their own.
     shared = _shared(trace, model, of_tensor.keys()) if mesh.pipeline == 1 and not between.cuts else {}
     units = {name: replace(unit, shared=shared.get(name, frozenset())) for name, unit in units.items()}
-    # The search sees experts' operations one by one, and not that each rank runs its own.
-    shares = found.shares if mesh.expert == 1 else defaultdict(lambda: WorkShares(1 / degree, 1 / degree))
+    shares = found.shares
+    if mesh.expert > 1:
+        # The search sees experts' operations one by one, and not that each rank runs its own.
+        shares = defaultdict(lambda: WorkShares(1 / degree, 1 / degree))
+    elif between.inner_ranks > 1:
+        shares = _of_a_part(shares, units, own_prices, between)
     divided = _divided_units(units, found.kind_of, shares, of_tensor, own_prices, between)
     operations = dict(_operations(trace, own_prices, between)) if between.cuts else {}
     shares_of_values: dict[int, float] = {}
@@ -120,7 +125,7 @@ def division_of(
         operations |= dict.fromkeys(tail.nodes, DividedUnit.of_share(share))
     cuts = {name: of_tensor[id(each)] for name, each in model.named_parameters() if id(each) in of_tensor}
     if mesh.tensor > 1:
-        _tell(graph, cuts, num_ranks=degree)
+        _tell(graph, cuts, num_ranks=mesh.tensor)
     return Division(
         degree=degree,
         samples=graph.batch_size,
@@ -134,13 +139,67 @@ def division_of(
     )
 
 
+def _between(trace: Trace, config: Config, mesh: Mesh) -> tuple[BetweenUnits, BetweenUnits]:
+    """Where tensors between units are, and where they are for the search of how ranks share layers."""
+    dim = config.between_units(mesh)
+    shapes = trace.batch_shapes
+    if mesh.context == 1 or mesh.tensor == 1:
+        found = BetweenUnits.of_batch(shapes, dim, num_ranks=mesh.share)
+        return found, found
+    again = config.sequence_parallel is True
+    both = BetweenUnits.of_batch(
+        shapes, dim, num_ranks=mesh.context, inner_ranks=mesh.tensor, cuts_again=again
+    )
+    return both, BetweenUnits.of_batch(shapes, dim if again else None, num_ranks=mesh.tensor)
+
+
+def _of_a_part(
+    shares: Mapping[str, WorkShares], units: Mapping[str, Unit], prices: Prices, between: BetweenUnits
+) -> dict[str, WorkShares]:
+    """Shares of the work of units, for the context rank with most of it.
+
+    Args:
+        shares: of a tensor rank with whole sequences, by the first unit of each kind.
+        units: by name.
+        prices: of the ranks.
+        between: says who has which part of a sequence.
+    """
+    names = (
+        f"{unit}.{name}" if unit else name
+        for unit, each in units.items()
+        for name, _ in each.module.named_parameters()
+    )
+    found = find_placements(
+        units,
+        num_ranks=between.num_ranks,
+        prices=prices,
+        pinned=dict.fromkeys(names, WHOLE),
+        between=replace(between, inner_ranks=1, cuts_again=False),
+    )
+    of_parts = {name: found.shares[found.kind_of[name]] for name in shares}
+    return {
+        name: WorkShares(each.forward * of_parts[name].forward, each.backward * of_parts[name].backward)
+        for name, each in shares.items()
+    }
+
+
+def _for_a_part(prices: Prices, num_parts: int) -> Prices:
+    """Prices of a whole sequence, where each rank works on a part of it."""
+    return replace(
+        prices,
+        bandwidth_Bps=prices.bandwidth_Bps * num_parts,
+        flops_per_s=prices.flops_per_s * num_parts,
+        memory_Bps=prices.memory_Bps * num_parts,
+    )
+
+
 def _pinned(
     model: nn.Module, graph: ModelGraph, mesh: Mesh, experts: Mapping[str, Cut]
 ) -> dict[str, Placement]:
     """Placements that the search may not choose: of what must stay whole, and of what somebody has placed."""
     kept_whole = _kept_whole(model, graph)
     if mesh.tensor > 1:
-        return {**pinned_placements(model, num_ranks=mesh.share), **kept_whole}
+        return {**pinned_placements(model, num_ranks=mesh.tensor), **kept_whole}
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     return {name: WHOLE if name in kept_whole else experts.get(name, WHOLE) for name in names}
 
@@ -317,10 +376,14 @@ def _divided(
     """What a unit costs the busiest rank of the group, with these cuts of its parameters."""
     if not own and not between.cuts:
         return DividedUnit()
-    degree = between.num_ranks
+    inner, is_grid = between.inner_ranks, between.inner_ranks > 1
+    degree = between.num_ranks * inner
     # Of a batch, or a sequence, the last ones have more.
     order = 1 if between.cuts else -1
-    busiest = max(range(degree), key=lambda r: (sum(cut.length(r) for cut in own.values()), order * r))
+    of_cuts = range(inner if is_grid else degree)
+    busiest = max(of_cuts, key=lambda r: (sum(cut.length(r) for cut in own.values()), order * r))
+    if is_grid:
+        busiest += (between.num_ranks - 1) * inner
     whole = dry_run(unit, {}, rank=0, num_ranks=degree, prices=prices)
     part = dry_run(unit, own, rank=busiest, num_ranks=degree, prices=prices, between=between)
     return DividedUnit(
@@ -385,11 +448,20 @@ def _operation(
     if not cuts:
         return DividedUnit(), []
     last = between.num_ranks - 1
+    num_ranks = between.num_ranks * between.inner_ranks
     args, kwargs = sample.structure.rebuild(sample.leaves)
     part, placements = dry_run_of_operation(
-        sample.func, args, kwargs, cuts, rank=last, num_ranks=last + 1, prices=prices, between=between
+        sample.func,
+        args,
+        kwargs,
+        cuts,
+        rank=num_ranks - 1,
+        num_ranks=num_ranks,
+        prices=prices,
+        between=between,
     )
     share = min(cut.length(last) / cut.size for cut in cuts.values())
+    share /= between.inner_ranks if between.cuts_again else 1
     return (
         DividedUnit(
             forward=_passage(part.forward, share),

@@ -65,15 +65,37 @@ _POOLS: dict[int, ThreadPoolExecutor] = {}
 def on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Calls ``function(group, *args)`` on each rank of a new group; returns the results by rank."""
     meeting = _Meeting(num_ranks)
+    return _on_threads(
+        num_ranks,
+        [meeting],
+        lambda rank: function(tensor_group(ThreadCollectives(rank, num_ranks, meeting)), *args),
+    )
+
+
+def on_grid(num_outer: int, num_inner: int, function: Callable[..., Any]) -> list[Any]:
+    """The same on a grid: each rank of the group has an inner group, of ranks that share its parts."""
+    rows = [_Meeting(num_inner) for _ in range(num_outer)]
+    columns = [_Meeting(num_outer) for _ in range(num_inner)]
+
+    def run(rank):
+        place, own = divmod(rank, num_inner)
+        group = tensor_group(ThreadCollectives(place, num_outer, columns[own]))
+        group.holds(tensor_group(ThreadCollectives(own, num_inner, rows[place])))
+        return function(group)
+
+    return _on_threads(num_outer * num_inner, [*rows, *columns], run)
+
+
+def _on_threads(num_ranks: int, meetings: list[_Meeting], call: Callable[[int], Any]) -> list[Any]:
     if num_ranks not in _POOLS:
         _POOLS[num_ranks] = ThreadPoolExecutor(num_ranks)
 
     def run(rank):
-        group = tensor_group(ThreadCollectives(rank, num_ranks, meeting))
         try:
-            return function(group, *args)
+            return call(rank)
         except BaseException:
-            meeting.barrier.abort()
+            for meeting in meetings:
+                meeting.barrier.abort()
             raise
 
     futures = [_POOLS[num_ranks].submit(run, rank) for rank in range(num_ranks)]

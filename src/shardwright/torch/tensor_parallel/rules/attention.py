@@ -86,6 +86,15 @@ def _by_heads(call: Call, groups: int) -> Candidate | None:
     cut = Cut.even(_HEADS, heads // groups, num_ranks=num_ranks).times(groups)
     if not cut.reaches(num_ranks):
         cut = Cut.even(_HEADS, heads, num_ranks=num_ranks)
+    inside = [one.inside for one in (call["query"], call["key"]) if isinstance(one.inside, Cut)]
+    shared = [each for each in inside if each.dim == _HEADS]
+    if shared:
+        # Each rank takes its share of the heads that each rank of its inner group has.
+        of_keys_inside = shared[-1] if len(shared) == 2 else None
+        if of_keys_inside is None or any(run.length % num_ranks for run in of_keys_inside.runs):
+            return None
+        segments = [run.length for run in of_keys_inside.runs]
+        cut = Cut.in_segments(_HEADS, segments, num_ranks=num_ranks).times(groups)
     inner = _candidate(call, cut, groups) if cut.reaches(num_ranks) else None
     if inner is None:
         return None

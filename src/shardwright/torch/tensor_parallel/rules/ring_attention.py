@@ -28,6 +28,7 @@ from torch import Tensor
 
 from shardwright.placement import WHOLE, Cut, Placement
 from shardwright.torch.tensor_parallel.call import Call, Input
+from shardwright.torch.tensor_parallel.divided_tensor import cut_alike, cut_inside, part_like, whole
 from shardwright.torch.tensor_parallel.form import Candidate
 from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.redistribution import all_to_all
@@ -92,6 +93,7 @@ class _Kernel:
     """A kernel with this rank's arguments, for any block of keys."""
 
     def __init__(self, func: Any, args: list[Any], kwargs: Mapping[str, Any], *, causal: bool):
+        args = [_with_all_positions(each) for each in args]
         self._func, self._args, self._kwargs, self._causal = func, args, kwargs, causal
         self._places = {argument.name: place for place, argument in enumerate(func._schema.arguments)}
 
@@ -147,7 +149,7 @@ def _backward(kernel: _Kernel, cut: Cut, group: TensorGroup) -> tuple[Any, ...]:
             of_block = [torch.zeros_like(each) for each in block]
         # Somebody else has computed with this rank's block meanwhile.
         asker = (rank + step) % num_ranks
-        summands = _exchanged(group, of_block, to=owner, source=asker, shapes=[each.shape for each in own])
+        summands = _exchanged(group, of_block, own, to=owner, source=asker)
         total[1:3] = [one + other for one, other in zip(total[1:3], summands, strict=True)]
     return tuple(total)
 
@@ -161,18 +163,48 @@ def _travelling(block: list[Tensor], cut: Cut, group: TensorGroup) -> Iterator[t
         owner = (rank - step) % num_ranks
         shapes = [local_shape(shape, cut, owner) for shape in wholes]
         neighbours = (rank + 1) % num_ranks, (rank - 1) % num_ranks
-        block = _exchanged(group, block, to=neighbours[0], source=neighbours[1], shapes=shapes)
+        block = _exchanged(group, block, block, to=neighbours[0], source=neighbours[1], shapes=shapes)
         yield owner, block
 
 
 def _exchanged(
-    group: TensorGroup, sent: Sequence[Tensor], *, to: int, source: int, shapes: Sequence[Sequence[int]]
+    group: TensorGroup,
+    sent: Sequence[Tensor],
+    like: Sequence[Tensor],
+    *,
+    to: int,
+    source: int,
+    shapes: Sequence[Sequence[int]] | None = None,
 ) -> list[Tensor]:
-    """Sends tensors of one type to a rank, and receives some of these shapes from another."""
-    sizes = [prod(shape) for shape in shapes]
-    pieces = [list(sent) if rank == to else [] for rank in range(group.num_ranks)]
+    """Sends tensors of one type to a rank, and receives some from another.
+
+    Args:
+        group: the ranks.
+        sent: what goes.
+        like: where an inner group shares one of these, it shares what is sent and what comes in the same way.
+        to, source: the ranks.
+        shapes: of what comes; by default those of `like`.
+    """
+    shapes = [each.shape for each in like] if shapes is None else shapes
+    specs = [cut_inside(each) for each in like]
+    parts = [part_like(each, spec) for each, spec in zip(sent, specs, strict=True)]
+    own_shapes = [
+        tuple(shape) if spec is None else local_shape(tuple(shape), spec.placement, spec.group.rank)
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]
+    sizes = [prod(shape) for shape in own_shapes]
+    pieces = [parts if rank == to else [] for rank in range(group.num_ranks)]
     counts = [sum(sizes) if rank == source else 0 for rank in range(group.num_ranks)]
-    group.traffic.count(Transfer("all_to_all", sum(each.numel() for each in sent)), sent[0].element_size())
-    received = all_to_all(group, pieces, counts, sent[0])[source]
-    parts = torch.split(received, sizes)
-    return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
+    group.traffic.count(Transfer("all_to_all", sum(each.numel() for each in parts)), parts[0].element_size())
+    received = torch.split(all_to_all(group, pieces, counts, parts[0])[source], sizes)
+    found = [part.view(shape) for part, shape in zip(received, own_shapes, strict=True)]
+    return [
+        part if spec is None else cut_alike(part, spec, shape)
+        for part, spec, shape in zip(found, specs, shapes, strict=True)
+    ]
+
+
+def _with_all_positions(argument: Any) -> Any:
+    """An argument of which an inner group does not cut the positions: blocks of them travel."""
+    spec = cut_inside(argument) if isinstance(argument, Tensor) else None
+    return whole(argument) if spec is not None and spec.placement.dim == _POSITIONS else argument  # type: ignore[union-attr]

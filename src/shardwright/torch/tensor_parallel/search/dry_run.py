@@ -16,14 +16,13 @@ from shardwright.torch.tensor_parallel.boundary import Boundary
 from shardwright.torch.tensor_parallel.divide import divide, settle_gradients
 from shardwright.torch.tensor_parallel.divided_tensor import (
     DividedTensor,
+    is_nested,
     local_of,
-    placed,
     placement_of,
-    whole,
 )
 from shardwright.torch.tensor_parallel.group import Prices, TensorGroup, Traffic
 from shardwright.torch.tensor_parallel.search.material import Material
-from shardwright.torch.tensor_parallel.search.no_ranks import group_without_ranks
+from shardwright.torch.tensor_parallel.search.no_ranks import groups_without_ranks
 from shardwright.torch.tensor_parallel.search.recording import own_call, recorded, step_of
 from shardwright.torch.tensor_parallel.search.unit import Unit, copy_of
 
@@ -108,6 +107,8 @@ class _Kept:
         for tensor in self._tensors:
             local = local_of(tensor)
             sizes[memory_of(local)] = local.untyped_storage().nbytes()
+            while is_nested(tensor):
+                tensor = tensor._local  # type: ignore[attr-defined]
             total = tensor._spec.group.sums.known(local) if isinstance(tensor, DividedTensor) else None
             if total is not None:  # it is there as long as the partial sum
                 sizes[memory_of(total)] = total.untyped_storage().nbytes()
@@ -129,18 +130,19 @@ def dry_run(
     Args:
         unit: a call.
         placements: of its parameters, by name.
-        rank, num_ranks: who runs it.
+        rank, num_ranks: who runs it, of all that share a batch.
         prices: by which operations are decided.
         between: where the tensors are that enter and leave it; None: all are whole.
     """
-    group = group_without_ranks(rank, num_ranks, prices or Prices())
+    prices = prices or Prices()
+    group = groups_without_ranks(rank, num_ranks, prices, between)
     try:
         return _run(unit, Material(), placements, Boundary(group, between))
     except Exception:
         unit, recording = recorded(unit)
         if "" in unit.kept_whole:
             return DryRun()
-        group = group_without_ranks(rank, num_ranks, group.prices)
+        group = groups_without_ranks(rank, num_ranks, prices, between)
         return _run(unit, recording.material, placements, Boundary(group, between))
 
 
@@ -151,11 +153,7 @@ def _run(unit: Unit, material: Material, placements: Mapping[str, Placement], be
 
     def boundary(tensors: Sequence[Tensor]) -> None:
         for each in tensors:
-            target = between.placement(each)
-            if isinstance(target, Cut):
-                placed(each, target, group)
-            else:
-                whole(each)
+            between.part(each)
 
     def entering(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [_leaf(each.requires_grad_(), between) for each in tensors]
@@ -165,7 +163,7 @@ def _run(unit: Unit, material: Material, placements: Mapping[str, Placement], be
     following = None if unit.following is None else unit.following(material)
     with material.in_use():
         args, kwargs = map_tree(lambda each: _leaf(each, between), (args, kwargs))
-        divide(module, placements, group)
+        divide(module, placements, group.inner or group)
         kept = _Kept([*module.parameters(), *module.buffers()])
 
         def turn() -> None:
@@ -179,6 +177,8 @@ def _run(unit: Unit, material: Material, placements: Mapping[str, Placement], be
         settle_gradients(module.parameters())
         _end(found.settling, group, count)
     found.kept_bytes, found.computed_whole = kept.num_bytes, group.computed_whole
+    if group.inner is not None:
+        found.computed_whole = found.computed_whole + group.inner.computed_whole
     found.inside = [] if following is None else [placement_of(each) for each in following.inside]
     return found
 
@@ -207,15 +207,14 @@ def dry_run_of_operation(
     Returns:
         What it sends, and the placements of the leaves of its result; nothing where it cannot run so.
     """
-    group = group_without_ranks(rank, num_ranks, prices)
+    group = groups_without_ranks(rank, num_ranks, prices, between)
     boundary, material, found, count = Boundary(group, between), Material(), DryRun(), DividedOperations()
     items, structure = flatten((args, dict(kwargs)))
     try:
         with material.in_use():
             items = [material.like(each) if isinstance(each, Tensor) else each for each in items]
             for place, cut in cuts.items():
-                made = placed(items[place], cut, group)
-                items[place] = made.requires_grad_(items[place].requires_grad)
+                items[place] = _cut_leaf(items[place], cut, boundary)
             own_args, own_kwargs = structure.rebuild(items)
             with count:
                 boundary.watch_gradients((own_args, own_kwargs))
@@ -226,7 +225,7 @@ def dry_run_of_operation(
                 results = leaves(result)
                 roots = [each for each in results if isinstance(each, Tensor) and each.requires_grad]
                 if roots:
-                    torch.autograd.backward(roots, [_ones(each, group) for each in roots])
+                    torch.autograd.backward(roots, [_ones(each, boundary) for each in roots])
             _end(found.backward, group, count)
     except Exception:
         return DryRun(), []
@@ -237,14 +236,16 @@ def _view_of_leaf(item: Any) -> Any:
     return item[...] if isinstance(item, Tensor) and item.requires_grad else item
 
 
-def _ones(tensor: Tensor, group: TensorGroup) -> Tensor:
+def _ones(tensor: Tensor, between: Boundary) -> Tensor:
     ones = torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     cut = placement_of(tensor)
-    return placed(ones, cut, group) if isinstance(cut, Cut) else ones
+    return _cut_leaf(ones, cut, between) if isinstance(cut, Cut) else ones
 
 
 def _end(phase: Phase, group: TensorGroup, count: DividedOperations) -> None:
     phase.traffic, group.traffic = group.traffic, Traffic()
+    if group.inner is not None:
+        phase.traffic, group.inner.traffic = phase.traffic + group.inner.traffic, Traffic()
     phase.num_divided, count.number = count.number, 0
 
 
@@ -253,6 +254,9 @@ def _leaf(item: Any, between: Boundary) -> Any:
     if not isinstance(item, Tensor) or isinstance(item, nn.Parameter) or not item.requires_grad:
         return item  # most likely a mask or a table, which every rank has
     target = between.placement(item)
-    if isinstance(target, Cut):
-        return placed(item, target, between.group).requires_grad_(item.requires_grad)
-    return item
+    return _cut_leaf(item, target, between) if isinstance(target, Cut) else item
+
+
+def _cut_leaf(tensor: Tensor, cut: Cut, between: Boundary) -> Tensor:
+    with torch.no_grad():
+        return between.placed_at(tensor, cut).detach().requires_grad_(tensor.requires_grad)

@@ -1,14 +1,16 @@
 """Ranks that are not there: a search and a dry run send nothing."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor
 
+from shardwright.placement import BetweenUnits
 from shardwright.torch.tensor_parallel.deciding import decide
 from shardwright.torch.tensor_parallel.group import Prices, TensorGroup
 
-__all__ = ["group_without_ranks"]
+__all__ = ["group_without_ranks", "groups_without_ranks"]
 
 
 class _NoRanks:
@@ -25,6 +27,24 @@ class _NoRanks:
 
     def all_to_all(self, output: Tensor, data: Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
         output.zero_()
+
+
+def groups_without_ranks(
+    rank: int, num_ranks: int, prices: Prices, between: BetweenUnits | None
+) -> TensorGroup:
+    """The same for the ranks that share a batch: where they share it in two ways, both groups.
+
+    Args:
+        rank, num_ranks: who it is, of all that share a batch.
+        prices: by which they decide.
+        between: says which of them share each part of what they cut; None: nothing is cut.
+    """
+    if between is None or between.inner_ranks == 1:
+        return group_without_ranks(rank, num_ranks, prices)
+    place, own = divmod(rank, between.inner_ranks)
+    group = group_without_ranks(place, between.num_ranks, replace(prices, sums_wait=True))
+    group.holds(group_without_ranks(own, between.inner_ranks, replace(prices, sums_wait=False)))
+    return group
 
 
 def group_without_ranks(rank: int, num_ranks: int, prices: Prices) -> TensorGroup:

@@ -23,6 +23,7 @@ class CallSamples:
 
     Args:
         values: of the trace.
+        memory: cost class -> temporary memory, as far as it is known; what is counted is added.
         count_memory: find out what calls need for a moment.
         watch: is shown what calls make that run to be counted.
         hooks: knows which hooks of modules change something.
@@ -33,7 +34,15 @@ class CallSamples:
         num_hooks: hooks that counting has registered, which are none of the step function's.
     """
 
-    def __init__(self, values: TracedValues, *, count_memory: bool, watch: Watch, hooks: HookEffects):
+    def __init__(
+        self,
+        values: TracedValues,
+        memory: dict[str, WorkingMemory],
+        *,
+        count_memory: bool,
+        watch: Watch,
+        hooks: HookEffects,
+    ):
         self.samples: dict[str, Sample] = {}
         self.counts = False
         self.num_hooks = 0
@@ -41,7 +50,7 @@ class CallSamples:
         self._count_memory = count_memory
         self._watch = watch
         self._hooks = hooks
-        self._memory: dict[str, WorkingMemory] = {}
+        self._memory = memory
 
     def cost_class(self, call: TracedCall, kind: str, kept: list[Any] | None = None) -> str:
         """The cost class of a call, whose arguments are kept if it is the first.

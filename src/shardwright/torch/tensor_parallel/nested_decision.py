@@ -1,0 +1,143 @@
+"""How an operation runs on tensors whose parts other ranks share in turn: see `nesting.py`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from shardwright.placement import WHOLE
+from shardwright.torch.tensor_parallel.call import Call, tensors_of
+from shardwright.torch.tensor_parallel.copied_view import count_write
+from shardwright.torch.tensor_parallel.decision import Decision, FastDecision
+from shardwright.torch.tensor_parallel.divided_tensor import (
+    DividedTensor,
+    part_in,
+    placement_of,
+    whole,
+    wrap,
+)
+from shardwright.torch.tensor_parallel.form import Candidate
+from shardwright.torch.tensor_parallel.group import TensorGroup
+from shardwright.torch.tensor_parallel.nesting import agreed_placement
+from shardwright.torch.tensor_parallel.spec import spec_of
+
+__all__ = ["NestedDecision"]
+
+
+class _DisagreeError(Exception):
+    """Ranks of the group have views of their parts that their inner groups place in different ways."""
+
+
+class NestedDecision(Decision):
+    """A decision of a group whose ranks share their parts with an inner group.
+
+    The first run compares what the ranks of the group have: they must have all parts placed alike. Parts of
+    equal shapes are. Where they are not, as may be at the end of an uneven sequence, the inner groups gather
+    what the operation gives, now and from now on; and of a view, the group gathers what it is a view of.
+    """
+
+    def __init__(self, call: Call, candidate: Candidate, args: tuple[Any, ...], *, has_rule: bool):
+        """Args: see `Decision`."""
+        super().__init__(call, candidate, args, has_rule=has_rule)
+        self._operation = call
+        self._instead: Decision | None = None
+        # Tensors whose parts the operation may add up over the inner group, in their place.
+        self._pending: list[int] = []
+        self._gathers = False
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the operation; all ranks of both groups do so."""
+        if self._instead is not None:
+            return self._instead.run(args, kwargs)
+        tensors = list(tensors_of(args, kwargs))
+        if self._gathers:
+            self._gather_pending(tensors)
+        elif self._specs is None:
+            pending = (index for index, each in enumerate(tensors) if _is_pending(each, self._group))
+            self._pending = [index for index in pending if index not in self._written]
+        try:
+            return super().run(args, kwargs)
+        except _DisagreeError:
+            candidate = Candidate((WHOLE,) * len(tensors), (WHOLE,) * len(self._outputs))
+            self._instead = Decision(self._operation, candidate, args, has_rule=True)
+            return self._instead.run(args, kwargs)
+
+    def _agreed(self, flat: list[Any], tensors: list[Tensor]) -> list[Any]:
+        if self._specs is None and not self._agree(flat, tensors):
+            if self._is_view and not self._copies_base:
+                raise _DisagreeError
+            self._gathers = True
+            self._gather_pending(tensors)
+        if not self._gathers:
+            return flat
+        return [each.gathered() if self._is_new(index, each) else each for index, each in enumerate(flat)]
+
+    def _agree(self, flat: list[Any], tensors: list[Tensor]) -> bool:
+        """Whether all ranks of the group have the results, and the tensors afterwards, placed alike.
+
+        They have made the same decisions so far, so that all of them ask, once for each decision.
+        """
+        group = self._group
+        if not any(isinstance(part_in(each, group), DividedTensor) for each in tensors):
+            return True
+        outputs, num_ranks = self.candidate.outputs, group.num_ranks
+        found = [
+            f"{index}: {agreed_placement(placement_of(each), outputs[index], num_ranks)}"
+            for index, each in enumerate(flat)
+            if self._is_new(index, each)
+        ]
+        found += [str(placement_of(part_in(tensors[index], group))) for index in self._pending]
+        return group.agrees(repr(found), tensors[0].device)
+
+    def _is_new(self, index: int, result: Any) -> bool:
+        is_argument = index < len(self._returned) and self._returned[index] is not None
+        return isinstance(result, DividedTensor) and not is_argument
+
+    def _gather_pending(self, tensors: list[Tensor]) -> None:
+        for index in self._pending:
+            part = part_in(tensors[index], self._group)
+            # Nothing adds up in its place what others see.
+            if isinstance(part, DividedTensor) and not (part._seen or tensors[index]._seen):  # type: ignore[attr-defined]
+                spec, data = part._spec, whole(part)
+                part._local = data
+                part._spec = spec_of(
+                    spec.group, WHOLE, data, shape=spec.shape, strides=spec.strides, offset=spec.offset
+                )
+
+    def _short_way(self, tensors: list[Tensor]) -> "FastDecision | None":
+        return None if self._gathers else super()._short_way(tensors)
+
+    @property
+    def _fast_kind(self) -> type[FastDecision]:
+        return NestedFastDecision
+
+
+class NestedFastDecision(FastDecision):
+    """The same where tensors of the inner group may be among the arguments: they stay as they are."""
+
+    __slots__ = ()
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the operation; all ranks of both groups do so."""
+        group = self._group
+        own = [part_in(item, group) if item.__class__ is DividedTensor else item for item in args]
+        for place, value in self._replaced:
+            own[place] = value
+        result = self._call(*own, **kwargs)
+        if self._writes:
+            if args[0].__class__ is DividedTensor:
+                count_write(group, own[0])
+            return args[0]
+        if self._spec is None:
+            return result
+        tensor = wrap(result, self._spec)
+        if self._is_view:
+            tensor._seen = args[0]._seen = True
+            if own[0].__class__ is DividedTensor:
+                own[0]._seen = True
+        return tensor
+
+
+def _is_pending(tensor: Tensor, group: TensorGroup) -> bool:
+    part = part_in(tensor, group)
+    return isinstance(part, DividedTensor) and part._spec.is_pending

@@ -1,0 +1,122 @@
+"""Ranks in a grid: those of a column share a tensor, those of a row share each part of it.
+
+A `DividedTensor` may hold, as this rank's part, another one. The outer one's group shares sequences, say, and
+the inner one's group shares layers::
+
+    hidden states (B, S, H) of 2 x 2 ranks     outer: S cut over columns    inner: H cut over rows
+
+                    inner rank 0      inner rank 1
+    outer rank 0    S first, H first  S first, H last
+    outer rank 1    S last,  H first  S last,  H last
+
+Each level decides by its own rules: the outer one by the whole shape, and what it runs on its parts is an
+operation of the inner one. Parameters are tensors of the inner group alone, whole for the outer one, so that
+optimizers, checkpoints and clipping see what they see without an outer group.
+
+When the outer group changes a placement, each rank exchanges its own elements with the ranks that have its
+place in their inner groups. That needs the same inner placement on all ranks of the outer group. They have
+it: results of equal shapes are placed alike, and a decision's first run compares them (`Decision`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardwright.placement import Cut, Placement
+
+__all__ = ["MovedParts", "agreed_placement", "moved_parts"]
+
+
+@dataclass(frozen=True, slots=True)
+class MovedParts:
+    """A change of an outer placement, as one rank of an inner group sees it.
+
+    Attributes:
+        source, target: of all the elements that ranks with its place have.
+        whole: how the inner group shares the tensor where the outer one does not cut it.
+        after: how the inner group shares the new part.
+    """
+
+    source: Placement
+    target: Placement
+    whole: Placement
+    after: Placement
+
+
+def moved_parts(
+    inner: Placement, source: Placement, target: Placement, *, rank: int, num_ranks: int
+) -> MovedParts | None:
+    """What a change of an outer placement is for the elements of one rank.
+
+    Args:
+        inner: placement of the part.
+        source, target: of the tensor.
+        rank: this rank in the inner group.
+        num_ranks: of the outer group.
+
+    Returns:
+        None where ranks of the outer group would have parts that are placed in different ways: the part has
+        to be whole first.
+
+    >>> heads, positions = Cut.even(1, 8, num_ranks=2), Cut.even(2, 6, num_ranks=2)
+    >>> move = moved_parts(heads, positions, Cut.in_segments(1, [4, 4], num_ranks=2), rank=0, num_ranks=2)
+    >>> print(move.target, move.after)
+    cut 1 (r0:2 r1:2) cut 1 (r0:2 r1:2)
+    >>> moved_parts(heads, positions, heads, rank=0, num_ranks=2) is None
+    True
+    """
+    if not isinstance(inner, Cut):
+        return MovedParts(source, target, inner, inner)
+    dim, whole = inner.dim, inner
+    if isinstance(source, Cut) and source.dim == dim:
+        if len({source.length(each) for each in range(num_ranks)}) > 1:
+            return None
+        shared = list(_of_parts(source, inner))
+        whole = Cut.of(dim, ((own, length) for _, own, length in shared))
+        source = Cut.of(dim, ((outer, length) for outer, own, length in shared if own == rank))
+    after = whole
+    if isinstance(target, Cut) and target.dim == dim:
+        shared = list(_common(target, whole))
+        parts = [
+            Cut.of(dim, ((own, length) for outer, own, length in shared if outer == each))
+            for each in range(num_ranks)
+        ]
+        if len(set(parts)) > 1:
+            return None
+        after = parts[0]
+        target = Cut.of(dim, ((outer, length) for outer, own, length in shared if own == rank))
+    return MovedParts(source, target, whole, after)
+
+
+def agreed_placement(inner: Placement, outer: Placement, num_ranks: int) -> str:
+    """What the ranks of an outer group must have in common of the placements of their parts.
+
+    Args:
+        inner: of this rank's part.
+        outer: of the tensor.
+        num_ranks: of the outer group.
+    """
+    if isinstance(inner, Cut) and isinstance(outer, Cut) and inner.dim == outer.dim:
+        lengths = {outer.length(rank) for rank in range(num_ranks)}
+        return str(inner) if len(lengths) == 1 else f"cut {inner.dim}"
+    return str(inner)
+
+
+def _common(outer: Cut, inner: Cut) -> Iterator[tuple[int, int, int]]:
+    """Runs ``(outer rank, inner rank, length)`` of two cuts of one dimension."""
+    for a, start, stop in outer.bounds():
+        for b, first, last in inner.bounds():
+            length = min(stop, last) - max(start, first)
+            if length > 0:
+                yield a, b, length
+
+
+def _of_parts(outer: Cut, inner: Cut) -> Iterator[tuple[int, int, int]]:
+    """Runs as `_common` gives them, of a cut and of that of each of its parts."""
+    taken: dict[int, int] = {}
+    for rank, length in outer.runs:
+        start = taken.get(rank, 0)
+        taken[rank] = start + length
+        for owner, first, last in inner.bounds():
+            common = min(start + length, last) - max(start, first)
+            if common > 0:
+                yield rank, owner, common

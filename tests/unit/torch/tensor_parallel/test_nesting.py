@@ -1,0 +1,112 @@
+"""Parts of a tensor that other ranks share in turn: each operation gives what the whole one gives."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_calls import CASES, Draw, parts_of
+from ranks_in_threads import on_grid
+from test_rules import _compare, _copy, _gathered, _same
+from torch import Tensor
+
+from shardwright.placement import Cut, Placement, Whole
+from shardwright.torch.tensor_parallel.call import map_tensors, tensors_of
+from shardwright.torch.tensor_parallel.divided_tensor import is_nested, placed, whole, wrap
+from shardwright.torch.tensor_parallel.redistribution import replaced
+from shardwright.torch.tensor_parallel.spec import spec_of
+
+OUTER = INNER = 2
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32))
+def test_operation_on_parts_of_parts_is_the_whole_operation(name, seed):
+    check(name, seed)
+
+
+class Parts:
+    """What each rank of the grid has of a tensor."""
+
+    def __init__(self, tensor: Tensor, outer: Placement, draw: Draw):
+        self.tensor, self.outer = tensor, outer
+        self.parts = parts_of(tensor, outer, OUTER, draw)
+        inside = draw.placement(self.parts[0], INNER)
+        self.inside = [inside] * OUTER
+        if isinstance(inside, Cut) and len({part.shape[inside.dim] for part in self.parts}) > 1:
+            lengths = [part.shape[inside.dim] for part in self.parts]
+            self.inside = [Cut.even(inside.dim, length, num_ranks=INNER) for length in lengths]
+        self.own = [
+            parts_of(part, each, INNER, draw) for part, each in zip(self.parts, self.inside, strict=True)
+        ]
+
+    def on(self, group):
+        place, inner = group.rank, group.inner
+        part, inside = self.parts[place], self.inside[place]
+        own = self.own[place][inner.rank].clone()
+        if not isinstance(inside, Whole):
+            own = wrap(own, spec_of(inner, inside, own, shape=part.shape, strides=part.stride()))
+        if isinstance(self.outer, Whole):
+            return own
+        spec = spec_of(group, self.outer, own, shape=self.tensor.shape, strides=self.tensor.stride())
+        return wrap(own, spec)
+
+    def __str__(self) -> str:
+        return f"{tuple(self.tensor.shape)} {self.tensor.stride()} {self.outer}, {self.inside[0]}"
+
+
+def check(name, seed):
+    draw = Draw(seed)
+    func, args, kwargs = CASES[name](draw)
+    tensors = list(tensors_of(args, kwargs))
+    placements = draw.placements(tensors, OUTER)
+    parts = [Parts(each, to, draw) for each, to in zip(tensors, placements, strict=True)]
+    what = f"{func} {[str(each) for each in parts]}"
+    copies = iter([_copy(each) for each in tensors])
+    whole_args = [map_tensors(lambda _: next(copies), value) for value in args]
+    whole_kwargs = {key: map_tensors(lambda _: next(copies), value) for key, value in kwargs.items()}
+    wanted = func(*whole_args, **whole_kwargs)
+    after = list(tensors_of(tuple(whole_args), whole_kwargs))
+
+    def on_rank(group):
+        own = [each.on(group) for each in parts]
+        given = iter(own)
+        own_args = [map_tensors(lambda _: next(given), value) for value in args]
+        own_kwargs = {key: map_tensors(lambda _: next(given), value) for key, value in kwargs.items()}
+        for key, value in kwargs.items():
+            if isinstance(value, torch.Generator):
+                own_kwargs[key] = torch.Generator().manual_seed(value.initial_seed())
+        found = func(*own_args, **own_kwargs)
+        return _gathered(found), [whole(each) for each in own]
+
+    for found, inputs in on_grid(OUTER, INNER, on_rank):
+        _compare(found, wanted, what)
+        for have, want in zip(inputs, after, strict=True):
+            _same(have, want, f"{what}: an input afterwards")
+
+
+def test_heads_that_ranks_share_are_exchanged_for_positions_without_a_gather():
+    """Each rank exchanges its own heads alone, with the ranks that have the same place in their groups."""
+    heads, positions = Cut.even(1, 4, num_ranks=INNER), Cut.even(2, 6, num_ranks=OUTER)
+    target = Cut.in_segments(1, [2, 2], num_ranks=OUTER)
+    data = torch.arange(2 * 4 * 6 * 3.0).view(2, 4, 6, 3)
+
+    def on_rank(group):
+        tensor = placed(data, positions, group)
+        part = placed(tensor._local, heads, group.inner)
+        given = {"shape": data.shape, "strides": data.stride()}
+        moved = replaced(group, part, source=positions, target=target, **given)
+        spec = spec_of(group, target, moved, **given)
+        assert moved._spec.placement == Cut.even(1, 2, num_ranks=INNER)
+        back = replaced(group, moved, source=target, target=positions, **given)
+        assert back._spec.placement == heads
+        traffic = group.traffic.sent_bytes.total(), group.inner.traffic.calls.total()
+        return traffic, is_nested(wrap(moved, spec)), whole(wrap(moved, spec)), whole(back), whole(part)
+
+    for (sent, gathers), nested, found, back, part in on_grid(OUTER, INNER, on_rank):
+        # A quarter of the tensor is this rank's; it sends half of that, and again.
+        assert sent == data.nbytes // 4
+        assert gathers == 0
+        assert nested
+        torch.testing.assert_close(found, data)
+        torch.testing.assert_close(back, part)
