@@ -103,6 +103,7 @@ clean:
 	find src compat tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(STAMP): pyproject.toml compat/pyproject.toml constraints.txt
+	@test -n '$(PYTHON_VERSION)' || { echo '$(PYTHON) does not run. Name another: make test PYTHON=python3.12' >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo '$(PYTHON) is Python $(PYTHON_VERSION); 3.11 or newer is needed: make test PYTHON=python3.12'; exit 1; }
 	$(BIN)/python -c 'import pip, sys; sys.exit("%d.%d" % sys.version_info[:2] != "$(PYTHON_VERSION)")' 2>/dev/null || \

@@ -225,14 +225,15 @@ class Plan(Record):
         if graph.labels != self.model.units:
             difference = difference_of_units(graph.labels, self.model.units)
             raise StalePlanError(
-                f"the plan was made for a model with other units: {difference}. Make the plan anew."
+                f"the plan was made for a model with other units: {difference}. Make the plan anew, or start "
+                "without it."
             )
         if graph.model_fingerprint != self.model.fingerprint:
             raise StalePlanError(
                 f"the plan was made for a model with fingerprint {self.model.fingerprint} and "
                 f"{self.model.num_parameters} parameters, but this one has {graph.model_fingerprint} and "
                 f"{graph.num_parameters}: other parameters, or other shapes, types or ties of them. "
-                "Make the plan anew."
+                "Make the plan anew, or start without it."
             )
 
     def check_world(self, world_size: int) -> None:

@@ -9,6 +9,7 @@ import tensorflow as tf
 import torch
 
 from shardwright.config import Config
+from shardwright.config.misplaced import refuse_misplaced
 from shardwright.errors import UsageError
 from shardwright.plan import Plan
 from shardwright.tensorflow.keras_run import KerasRun
@@ -27,7 +28,9 @@ __all__ = ["init", "shutdown"]
 _FEWEST_THREADS = 2
 
 
-def init(config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | None" = None) -> None:
+def init(
+    config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | None" = None, **others: Any
+) -> None:
     """Starts a run; call it first, once, on every rank, before any operation of TensorFlow.
 
     Finds the ranks from the environment (torchrun, Slurm, MPI, ... or a single process), joins them, and
@@ -37,10 +40,11 @@ def init(config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | N
         config: settings, or a plan, or the path of a plan file.
 
     Raises:
-        UsageError: it was called before.
+        UsageError: it was called before, or got settings by keyword.
         ConfigError: a setting is unknown, out of range or contradicts another.
         PlanError: the plan file cannot be used.
     """
+    refuse_misplaced("sw.init", others, takes=("config",))
     if is_initialized():
         raise UsageError("init was called before. Call it once; shutdown() ends a run.")
     settings, plan = given_settings(config)

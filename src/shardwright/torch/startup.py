@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwright.config import Config
+from shardwright.config.misplaced import refuse_misplaced
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.observe.trackers import Tracker
 from shardwright.plan import Plan
@@ -25,7 +26,9 @@ from shardwright.torch.script_run import ScriptRun
 __all__ = ["add_tracker", "begin", "init", "shutdown"]
 
 
-def init(config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | None" = None) -> None:
+def init(
+    config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | None" = None, **others: Any
+) -> None:
     """Starts a run; call it first, once, on every rank.
 
     Finds the ranks from the environment (torchrun, Slurm, MPI, ... or a single process), joins them, and
@@ -35,10 +38,11 @@ def init(config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | N
         config: settings, or a plan, or the path of a plan file.
 
     Raises:
-        UsageError: it was called before.
+        UsageError: it was called before, or got settings by keyword.
         ConfigError: a setting is unknown, out of range or contradicts another.
         PlanError: the plan file cannot be used.
     """
+    refuse_misplaced("sw.init", others, takes=("config",))
     if is_initialized():
         raise UsageError("init was called before. Call it once; shutdown() ends a run.")
     be_brief()

@@ -74,7 +74,8 @@ def check_fits(
     if problems:
         shown = "\n  ".join(problems[: _MOST_NAMES + 2])
         raise CheckpointError(
-            f"{saved.path} is of another model:\n  {shown}\nBuild the model as it was when it was saved."
+            f"{saved.path} is of another model:\n  {shown}\nBuild the model as it was when it was saved, "
+            "load the names that match by resume(strict=False), or begin a new run (shardwright run --fresh)."
         )
 
 

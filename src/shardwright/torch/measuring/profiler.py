@@ -157,7 +157,8 @@ class Profiler:
         """Times one class after the other, on all ranks in the same order, for as long as it is worth it."""
         begin_s = time.perf_counter()
         while (key := turns.next(max(self._gathered(time.perf_counter() - begin_s)))) is not None:
-            phase.update(len(turns.timed), total=len(classes) - len(turns.remembered))
+            known = sum(not timing.inferred for timing in turns.remembered.values())
+            phase.update(len(turns.timed), total=len(classes) - known)
             turns.add(key, self._measure_together(classes[key], key))
 
     def _measure_together(self, trace: Traced, key: str) -> Timing | None:

@@ -120,6 +120,12 @@ class DistributedOptimizer(Optimizer):
         """Updates the parameters of this rank. A closure is not supported: run the step function before."""
         if closure is not None:
             raise UsageError("a closure cannot be pipelined. Run the step function, then optimizer.step().")
+        if _needs_closure(self.optimizer):
+            raise UsageError(
+                f"{type(self.optimizer).__name__} computes the loss several times for one update, by a "
+                "closure, and DistributedOptimizer takes none. Over replicas alone, leave it unwrapped; over "
+                "stages, take an optimizer whose step() needs no closure, such as torch.optim.AdamW."
+            )
         refuse_inside_step("optimizer.step() is called", _REMEDY)
         if leaves_update_out():
             return None
@@ -441,3 +447,9 @@ def _options_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _brief(names: list[str]) -> str:
     return f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `step` cannot be called without one, as that of LBFGS."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

@@ -98,7 +98,7 @@ def _meet_all(made: Context, environment: LaunchEnvironment) -> None:
     assert made.watch.blame is not None
     made.watch.blame.begin()  # before any rank can wait for this one, and finds a note of an earlier run
     refuse_mixed_versions(tell_all)
-    _refuse_mixed_degrees(made.mesh)
+    _refuse_mixed_settings(made.mesh, made.config)
     leave_groups_in_doubt()
     if made.device.type == "cpu" and made.config.shared_memory:
         made.links.local_peers = connect_local_peers(
@@ -162,19 +162,34 @@ def _check_backend(wanted: str, device: torch.device) -> None:
         )
 
 
-def _refuse_mixed_degrees(mesh: Mesh) -> None:
-    """Refuses ranks that lay each other out in different ways; collective over all ranks.
+_OF_A_RANK = frozenset({"memory_limit", "report"})
+"""Settings that may differ from rank to rank: that of the first one counts."""
+
+
+def _refuse_mixed_settings(mesh: Mesh, config: Config) -> None:
+    """Refuses ranks that lay each other out in different ways, or plan by others; collective over all ranks.
 
     Raises:
         ConfigError: they do; on all of them.
     """
-    told = tell_all(f"{mesh.title}, shard {mesh.shard}, placement {mesh.placement}")
-    other = next((rank for rank, each in enumerate(told) if each != told[0]), None)
-    if other is not None:
+    degrees = f"{mesh.title}, shard {mesh.shard}, placement {mesh.placement}"
+    pins = {name: repr(value) for name, value in config.pins.items() if name not in _OF_A_RANK}
+    told: list[tuple[str, dict[str, str]]] = tell_all((degrees, pins))
+    rank = next((rank for rank, each in enumerate(told) if each != told[0]), None)
+    if rank is None:
+        return
+    (first, settings), (other, others) = told[0], told[rank]
+    if first != other:
         raise ConfigError(
-            f"the ranks have different degrees: rank 0 has {told[0]}, and rank {other} has {told[other]}. "
+            f"the ranks have different degrees: rank 0 has {first}, and rank {rank} has {other}. "
             "Give sw.init the same settings on every rank."
         )
+    name = min(name for name in {*settings, *others} if settings.get(name) != others.get(name))
+    values = (each.get(name, "its default") for each in (settings, others))
+    raise ConfigError(
+        f"the ranks have different settings: {name} is {next(values)} on rank 0, and {next(values)} on rank "
+        f"{rank}. Give sw.init the same settings on every rank."
+    )
 
 
 def _own_backend(config: Config, device: torch.device) -> str | None:

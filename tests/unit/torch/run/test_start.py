@@ -1,13 +1,18 @@
 """What `init` says and does before there are ranks."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import shardwright.torch as sw
 from shardwright.comm.identity.launch_environment import LaunchEnvironment
+from shardwright.config import Config
+from shardwright.errors import ConfigError, UsageError
+from shardwright.mesh import Mesh
 from shardwright.torch.run import joining as joining_module
 from shardwright.torch.run.context import context
 
@@ -80,3 +85,45 @@ def test_a_launched_script_may_want_no_run_folder(
         pass
     assert len(list((tmp_path / "run").glob("config.json"))) == files
     assert not (tmp_path / "mine").exists()
+
+
+def test_settings_by_keyword_are_refused_with_the_line_to_write():
+    """It was Python's TypeError."""
+    with pytest.raises(
+        UsageError, match=r'sw\.init has no option microbatches: .* Write sw\.init\(\{"microbatches": 4\}\)'
+    ):
+        sw.init(microbatches=4)
+
+
+def test_an_optimizer_with_a_closure_is_told_where_it_works():
+    """A step without one was Python's TypeError, and one with it was refused."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = sw.DistributedOptimizer(torch.optim.LBFGS([parameter]))
+    with pytest.raises(UsageError, match="LBFGS computes the loss several times"):
+        optimizer.step()
+    sw.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1)).step()
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "says"),
+    [
+        ({"microbatches": 2}, {"microbatches": 4}, "microbatches is 2 on rank 0, and 4 on rank 1"),
+        ({}, {"pipeline": "gpipe"}, "pipeline is its default on rank 0, and 'gpipe' on rank 1"),
+        ({}, {"shard_optimizer_state": True}, "shard_optimizer_state is its default"),
+        ({"memory_limit": 2**30}, {"seed": 1}, ""),
+    ],
+)
+def test_ranks_with_other_settings_are_refused(
+    monkeypatch: pytest.MonkeyPatch, own: dict[str, Any], others: dict[str, Any], says: str
+) -> None:
+    """It was a KeyError in the first step, on one of them."""
+    mesh, told = Mesh.of(world_size=2, pipeline=2), []
+
+    def gather(mine: Any) -> list[Any]:
+        told.append(mine)
+        return told if len(told) == 2 else [mine, mine]
+
+    monkeypatch.setattr(joining_module, "tell_all", gather)
+    joining_module._refuse_mixed_settings(mesh, Config.parse(own))
+    with pytest.raises(ConfigError, match=says) if says else nullcontext():
+        joining_module._refuse_mixed_settings(mesh, Config.parse(others))
