@@ -96,6 +96,9 @@ class DividedTensor(torch.Tensor):
             kwargs = {}
         if group is None or group.is_inner:
             group = _group_in((args, tuple(kwargs.values())), group)
+        if group.inner is not None:
+            # What an inner group has at hand differs from rank to rank, and decides nothing here.
+            key = [_without_what_is_at_hand_inside(entry) for entry in key]
         decision = group.decisions.get(tuple(key))
         if decision is None:
             decision = group.decide(func, args, kwargs, tuple(key))
@@ -233,6 +236,11 @@ def _entry(item: Any) -> Any:
     if isinstance(item, complex | torch.Generator | torch.Tag):
         return _OTHER
     return item
+
+
+def _without_what_is_at_hand_inside(entry: Any) -> Any:
+    is_at_hand = entry.__class__ is tuple and len(entry) == 2 and isinstance(entry[0], Spec)
+    return entry[0] if is_at_hand and entry[0].group.is_inner else entry
 
 
 def _group_in(items: Any, found: TensorGroup | None) -> TensorGroup:

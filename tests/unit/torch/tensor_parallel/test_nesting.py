@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwright.placement import BetweenUnits, Cut, Placement, Whole
 from shardwright.torch.tensor_parallel.boundary import Boundary
 from shardwright.torch.tensor_parallel.call import map_tensors, tensors_of
-from shardwright.torch.tensor_parallel.divided_tensor import is_nested, placed, whole, wrap
+from shardwright.torch.tensor_parallel.divided_tensor import at_hand, is_nested, placed, whole, wrap
 from shardwright.torch.tensor_parallel.redistribution import replaced
 from shardwright.torch.tensor_parallel.spec import spec_of
 
@@ -154,3 +154,24 @@ def test_what_one_rank_cannot_tell_apart_no_other_rank_can(length):
     for found in on_grid(OUTER, INNER, on_rank):
         for each in found:
             torch.testing.assert_close(each, 2 * data[:, :-1])
+
+
+def test_what_one_inner_group_has_at_hand_makes_no_decision_of_the_outer_group_new():
+    """One rank decided anew, and waited for the others, which did not."""
+    between = BetweenUnits.of_batch([(2, 12)], 1, num_ranks=OUTER, inner_ranks=INNER, cuts_again=True)
+    data, weight = torch.arange(2.0 * 12 * 4).view(2, 12, 4), torch.arange(16.0).view(4, 4)
+
+    def on_rank(group):
+        boundary = Boundary(group, between)
+        x = boundary.placed(data.clone())
+        own = placed(weight, Cut.even(0, 4, num_ranks=INNER), group.inner)
+        group.forget_gathered()
+        first = x @ own
+        group.forget_gathered()
+        if group.rank == 0:
+            at_hand(own)
+        return whole(first), whole(x @ own)
+
+    for found in on_grid(OUTER, INNER, on_rank):
+        for each in found:
+            torch.testing.assert_close(each, data @ weight)
