@@ -61,7 +61,7 @@ test-compat: $(STAMP)
 	$(PYTEST) tests/compat
 
 test-tensorflow: $(TENSORFLOW_STAMP)
-	$(TENSORFLOW_VENV)/bin/python -m pytest --doctest-modules src/shardwright/tensorflow tests/on_tensorflow
+	$(TENSORFLOW_VENV)/bin/python -m pytest -m 'not sweep' --doctest-modules src/shardwright/tensorflow tests/on_tensorflow
 
 ifeq ($(PYTHON_VERSION),3.11)
 test-trainer: $(TRAINER_STAMP)
@@ -77,8 +77,9 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-sweep: $(STAMP)
+sweep: $(STAMP) $(TENSORFLOW_STAMP)
 	$(BIN)/python -m pytest -m sweep tests
+	$(TENSORFLOW_VENV)/bin/python -m pytest -m sweep tests/on_tensorflow
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -138,4 +139,5 @@ $(TENSORFLOW_STAMP): $(STAMP) tests/on_tensorflow/constraints.txt
 	  -c constraints.txt -c tests/on_tensorflow/constraints.txt tensorflow-cpu
 	$(TENSORFLOW_VENV)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps \
 	  -c tests/on_tensorflow/constraints.txt tf_keras
+	$(TENSORFLOW_VENV)/bin/python -m smdistributed.horovod install
 	@touch $@

@@ -18,7 +18,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from check import Check, lines
+from check import Check
 from machine import circumstances
 from shardwright.testing import run_ranks
 from shardwright.text_table import align
@@ -169,6 +169,51 @@ _CONTESTANTS = {
 }
 
 
+_Turn = Mapping[str, Mapping[str, float]]
+
+
+def one_turn(size: Size) -> _Turn:
+    """Each contestant once."""
+    turn = {}
+    for name, (contestant, ranks) in _CONTESTANTS.items():
+        found = run_ranks(contestant, ranks, size, MICROBATCHES, timeout_s=600)
+        turn[name] = {
+            "step_s": max(rank[0] for rank in found),
+            "cores_s": sum(rank[1] for rank in found),
+            "last_loss": found[0][2][-1],
+        }
+    return turn
+
+
+def speedups(turns: Sequence[_Turn], framework: str) -> list[float]:
+    """One process against two ranks, in each turn."""
+    sides = f"{framework}, one process", f"{framework}, two ranks"
+    return [turn[sides[0]]["step_s"] / turn[sides[1]]["step_s"] for turn in turns]
+
+
+def table(turns: Sequence[_Turn]) -> str:
+    """Median, least and most of each figure."""
+    figures = {
+        f"{name}, {what} (ms)": [turn[name][key] * 1e3 for turn in turns]
+        for key, what in (("step_s", "a step"), ("cores_s", "time of cores"))
+        for name in _CONTESTANTS
+    }
+    figures |= {f"speed-up, {framework}": speedups(turns, framework) for framework in ("Keras", "PyTorch")}
+    rows = [["", "median", "least", "most"]]
+    for name, values in figures.items():
+        digits = 1 if name.endswith("(ms)") else 3
+        rows.append([name, *(f"{f(values):.{digits}f}" for f in (statistics.median, min, max))])
+    return align(rows)
+
+
+def refuse_other_parameters(size: Size) -> None:
+    """Ends where the two models differ in size."""
+    (in_keras,) = run_ranks(keras_parameters, 1, size, timeout_s=100)
+    in_torch = sum(parameter.numel() for parameter in Gpt(size).parameters())
+    if in_keras != in_torch:
+        sys.exit(f"the models differ: {in_keras} parameters in Keras, {in_torch} in PyTorch")
+
+
 def main() -> int:
     """Measures, prints, and with ``--check`` fails where the target is missed."""
     parser = argparse.ArgumentParser(
@@ -183,44 +228,14 @@ def main() -> int:
     size = QUICK if options.quick else Size(num_blocks=options.blocks, turns=options.turns)
     about = circumstances()
     print("\n".join(f"{key}: {value}" for key, value in about.items()), flush=True)
-    (in_keras,) = run_ranks(keras_parameters, 1, size, timeout_s=100)
-    in_torch = sum(parameter.numel() for parameter in Gpt(size).parameters())
-    if in_keras != in_torch:
-        sys.exit(f"the models differ: {in_keras} parameters in Keras, {in_torch} in PyTorch")
-    turns: list[dict[str, dict[str, float]]] = []
+    refuse_other_parameters(size)
+    turns: list[_Turn] = []
     for number in range(size.turns):
         print(f"... turn {number + 1} of {size.turns}", file=sys.stderr, flush=True)
-        turn = {}
-        for name, (contestant, ranks) in _CONTESTANTS.items():
-            found = run_ranks(contestant, ranks, size, MICROBATCHES, timeout_s=600)
-            turn[name] = {
-                "step_s": max(rank[0] for rank in found),
-                "cores_s": sum(rank[1] for rank in found),
-                "last_loss": found[0][2][-1],
-            }
-        turns.append(turn)
-    speedups = {
-        framework: [
-            turn[f"{framework}, one process"]["step_s"] / turn[f"{framework}, two ranks"]["step_s"]
-            for turn in turns
-        ]
-        for framework in ("Keras", "PyTorch")
-    }
-    ratios = [keras / torch for keras, torch in zip(speedups["Keras"], speedups["PyTorch"], strict=True)]
-    rows = [["", "median", "least", "most"]]
-    for key, what in (("step_s", "a step"), ("cores_s", "time of cores")):
-        for name in _CONTESTANTS:
-            values = [turn[name][key] * 1e3 for turn in turns]
-            rows.append(
-                [f"{name}, {what} (ms)", *(f"{f(values):.1f}" for f in (statistics.median, min, max))]
-            )
-    for name, values in (
-        ("speed-up, Keras", speedups["Keras"]),
-        ("speed-up, PyTorch", speedups["PyTorch"]),
-        ("Keras' / PyTorch's", ratios),
-    ):
-        rows.append([name, *(f"{f(values):.3f}" for f in (statistics.median, min, max))])
-    print(f"\n{align(rows)}\n\n{in_keras:,} parameters in both")
+        turns.append(one_turn(size))
+    pairs = zip(speedups(turns, "Keras"), speedups(turns, "PyTorch"), strict=True)
+    ratios = [in_keras / in_torch for in_keras, in_torch in pairs]
+    print(f"\n{table(turns)}")
     check = Check(
         section="A",
         what="speed-up of two ranks, Keras' / PyTorch's",
@@ -228,8 +243,7 @@ def main() -> int:
         target=0.95,
         at_least=True,
     )
-    if options.check or not options.quick:
-        print("\n".join(lines([check])))
+    print(f"\n{check.line()}")
     if options.json is not None:
         found = {**about, "size": dataclasses.asdict(size), "turns": turns, "ratios": ratios}
         options.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -11,21 +11,27 @@ NAMES = ["conv", "again", "unet", "recurrent", "gpt", "clip", "metric", "get_gra
 INTERLEAVED = (("pipeline", "interleaved_1f1b"), ("virtual_stages", 2))
 MEASURED = (("profile", "measured"), ("measure_s", 0.5))
 RECOMPUTED = (("activation_checkpointing", "full"),)
+# Each kind of model, schedule, measuring and recomputation once.
 CASES = (
     *((name, 4, (), False) for name in NAMES),
     ("unet", 7, (("pipeline", "gpipe"),), True),
     ("gpt", 4, INTERLEAVED, True),
-    ("unet", 4, INTERLEAVED, False),
-    ("gpt", 1, (), True),
-    ("gpt", 4, (("pipeline", "zb_h1"),), False),
     ("unet", 4, (("pipeline", "zb_v"), ("virtual_stages", 2)), False),
     ("metric", 7, (), True),
     ("gpt", 4, MEASURED, False),
+    ("unet", 4, (*RECOMPUTED, *INTERLEAVED), False),
+)
+FURTHER = (
+    ("unet", 4, INTERLEAVED, False),
+    ("gpt", 1, (), True),
+    ("gpt", 4, (("pipeline", "zb_h1"),), False),
     ("unet", 4, MEASURED, False),
     ("gpt", 4, RECOMPUTED, False),
-    ("unet", 4, (*RECOMPUTED, *INTERLEAVED), False),
     ("gpt", 4, (*RECOMPUTED, ("pipeline", "zb_h1")), False),
 )
+# With legacy Keras as well: each kind of model, and of the rest what goes through its own code.
+WITH_LEGACY = (*CASES[: len(NAMES)], ("gpt", 4, INTERLEAVED, True), ("metric", 7, (), True))
+REST = tuple(case for case in (*CASES, *FURTHER) if case not in WITH_LEGACY)
 TOLERANCE = 1e-6
 
 
@@ -35,8 +41,28 @@ def _name(case):
     return "-".join(words)
 
 
-@pytest.mark.parametrize("legacy", [False, True], ids=["keras3", "legacy"])
-@pytest.mark.parametrize("case", CASES, ids=_name)
-def test_two_ranks_give_what_a_plain_script_gives(case, legacy):
-    expected, found = results(CASES, legacy=legacy)
+def _assert_equal(case, cases, *, legacy=False):
+    expected, found = results(cases, legacy=legacy)
     assert_equal(expected[case[:2]], found[case], tolerance=TOLERANCE)
+
+
+@pytest.mark.parametrize("case", CASES, ids=_name)
+def test_two_ranks_give_what_a_plain_script_gives(case):
+    _assert_equal(case, CASES)
+
+
+@pytest.mark.parametrize("case", WITH_LEGACY, ids=_name)
+def test_two_ranks_of_legacy_keras_give_what_a_plain_script_gives(case):
+    _assert_equal(case, WITH_LEGACY, legacy=True)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", FURTHER, ids=_name)
+def test_further_schedules(case):
+    _assert_equal(case, FURTHER)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", REST, ids=_name)
+def test_the_rest_with_legacy_keras(case):
+    _assert_equal(case, REST, legacy=True)

@@ -1,88 +1,109 @@
 """A model whose parameters and slots are larger than what a rank may use trains over two ranks."""
 
-import resource
+import signal
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import numpy as np
+import pytest
 from keras_features import SETTINGS
 
 from shardwright.testing import run_ranks, run_ranks_outcomes
 
-WIDTH, LAYERS, STEPS = 1536, 8, 2
-NUM_PARAMETERS = LAYERS * WIDTH * (WIDTH + 1)
-STATE_BYTES = 3 * 4 * NUM_PARAMETERS  # Adam has two numbers for each parameter
-LIMIT_BYTES = int(0.95 * STATE_BYTES)
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+WIDTH, LAYERS, STEPS, MICROBATCHES = 1536, 24, 2, 2
+BY_HAND = {"auto_partition": False, "default_partition": 1}
+STATE_BYTES = 3 * 4 * LAYERS * WIDTH * (WIDTH + 1)  # Adam has two numbers for each parameter
+LIMIT_BYTES = int(0.98 * STATE_BYTES)
 
 
-def _limit_memory():
-    """Lets this process take `LIMIT_BYTES` more than it has, TensorFlow's threads and all libraries included.
+def _limit_memory(folders):
+    """From now on this process may touch `LIMIT_BYTES` of memory, besides what it has."""
+    import torch.distributed as dist
 
-    The kernel counts what is private and may be written (``RLIMIT_DATA``), and refuses more.
-    """
-    import tensorflow as tf
+    from memory_limit import join
 
-    tf.matmul(tf.ones([8, 8]), tf.ones([8, 8])).numpy()  # now its threads have their stacks
-    status = Path("/proc/self/status").read_text()
-    (has_kib,) = (int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData"))
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (1024 * has_kib + LIMIT_BYTES, hard))
+    if folders:
+        join(Path(folders[dist.get_rank()]))
 
 
-def _model(tf):
-    dense = [tf.keras.layers.Dense(WIDTH, activation="tanh") for _ in range(LAYERS)]
+def _model(tf, first_half=nullcontext):
+    with first_half():
+        dense = [tf.keras.layers.Dense(WIDTH, activation="tanh") for _ in range(LAYERS // 2)]
+    dense += [tf.keras.layers.Dense(WIDTH, activation="tanh") for _ in range(LAYERS // 2)]
     return tf.keras.Sequential([tf.keras.Input((WIDTH,)), *dense])
 
 
-def _trained(model, tf, step, mean):
+def _trained(model, tf, step, total):
     optimizer = tf.keras.optimizers.Adam(1e-3)
     x = tf.constant(np.random.RandomState(0).rand(4, WIDTH), tf.float32)
     losses = []
     for _ in range(STEPS):
         gradients, loss = step(x)
-        optimizer.apply_gradients(zip(map(mean, gradients), model.trainable_variables, strict=True))
-        del gradients
-        losses.append(float(mean(loss)))
+        optimizer.apply_gradients(zip(map(total, gradients), model.trainable_variables, strict=True))
+        del gradients  # the next ones have their place
+        losses.append(float(total(loss)))
     return losses
 
 
-def _step_of(model, tf):
+def _step_of(model, tf, microbatches):
     def step(x):
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((model(x) - x) ** 2)
+            loss = tf.reduce_mean((model(x) - x) ** 2) / microbatches
         return tape.gradient(loss, model.trainable_variables), loss
 
     return step
 
 
-def _in_one_process(is_limited):
+def _in_one_process(folders):
     import tensorflow as tf
 
-    if is_limited:
-        _limit_memory()
+    _limit_memory(folders)
     tf.keras.utils.set_random_seed(6)
     model = _model(tf)
-    return _trained(model, tf, tf.function(_step_of(model, tf)), lambda each: each)
+    return _trained(model, tf, tf.function(_step_of(model, tf, 1)), lambda each: each)
 
 
-def _over_two_ranks():
+def _over_two_ranks(folders):
     import tensorflow as tf
 
     import shardwright.tensorflow as sw
 
-    sw.init({"pipeline_parallel_degree": 2, **SETTINGS, "microbatches": 2})
-    _limit_memory()
+    _limit_memory(folders)
+    sw.init(
+        {
+            "pipeline_parallel_degree": 2,
+            **SETTINGS,
+            "microbatches": MICROBATCHES,
+            "pipeline": "1f1b",
+            **BY_HAND,
+        }
+    )
     tf.keras.utils.set_random_seed(6)
     with sw.delayed_initialization():
-        model = _model(tf)
+        model = _model(tf, lambda: sw.partition(0))
     model = sw.DistributedModel(model)
-    losses = _trained(model, tf, sw.step(_step_of(model, tf)), lambda each: each.reduce_mean())
+    losses = _trained(model, tf, sw.step(_step_of(model, tf, MICROBATCHES)), lambda each: each.reduce_sum())
     sw.shutdown()
     return losses
 
 
-def test_a_model_larger_than_the_limit_of_a_rank_trains():
-    (expected,) = run_ranks(_in_one_process, 1, False, timeout_s=100)
-    (alone,) = run_ranks_outcomes(_in_one_process, 1, True, timeout_s=100)
-    assert "OOM when allocating" in alone.error
-    for losses in run_ranks(_over_two_ranks, 2, timeout_s=100):
-        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+@pytest.mark.sweep
+def test_a_model_larger_than_the_limit_of_a_rank_trains(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from memory_limit import MemoryLimit, missing_for_memory_limits
+
+    if missing := missing_for_memory_limits():
+        pytest.skip(missing)
+    (expected,) = run_ranks(_in_one_process, 1, (), timeout_s=100)
+    with ExitStack() as stack:
+        limits = [stack.enter_context(MemoryLimit(LIMIT_BYTES)) for _ in range(3)]
+        folders = [str(limit.folder) for limit in limits]
+        (alone,) = run_ranks_outcomes(_in_one_process, 1, folders[2:], timeout_s=100)
+        assert alone.exit_code == -signal.SIGKILL
+        assert limits[2].num_killed == 1
+        for losses in run_ranks(_over_two_ranks, 2, folders, timeout_s=100):
+            np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        peaks = [limit.peak_bytes for limit in limits[:2]]
+    assert all(0 < peak <= LIMIT_BYTES for peak in peaks)
+    print(f"of {LIMIT_BYTES / 2**20:.0f} MiB each rank has used", *(f"{p / 2**20:.0f}" for p in peaks))

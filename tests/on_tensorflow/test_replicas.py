@@ -1,6 +1,6 @@
 """Replicas with batches of their own train the model that one process trains with all batches."""
 
-import os
+import functools
 
 import numpy as np
 import pytest
@@ -102,6 +102,11 @@ def _replicated(pipeline, folder, in_function, settings):
     return replica, losses, weights, [weights[p] for p in positions], restored, num_slots
 
 
+@functools.cache
+def _trained_by_one_process():
+    return run_ranks(_plain, 1, timeout_s=60)[0]
+
+
 WHOLE, SHARED = {}, {"shard_optimizer_state": True}
 
 
@@ -111,8 +116,7 @@ WHOLE, SHARED = {}, {"shard_optimizer_state": True}
     ids=["1x2", "2x2", "1x2-shared_slots", "2x2-shared_slots"],
 )
 def test_replicas_train_what_one_process_trains(pipeline, in_function, settings, tmp_path):
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    (expected,) = run_ranks(_plain, 1, timeout_s=60)
+    expected = _trained_by_one_process()
     arguments = pipeline, str(tmp_path), in_function, settings
     ranks = run_ranks(_replicated, 2 * pipeline, *arguments, timeout_s=150)
     num_slots = sum(2 * each.size for each in expected)  # Adam has two for each variable, and two numbers

@@ -192,6 +192,10 @@ def test_features_of_later_versions_that_are_off(settings: dict[str, Any]) -> No
             {"auto_partition": False, "default_partition": 0, "virtual_stages": 1},
             "virtual_stages is 1, but auto_partition is false",
         ),
+        (
+            {"tensor_parallel_degree": 2, "context_parallel_degree": 2, "expert_parallel_degree": 2},
+            "context_parallel_degree 2 and expert_parallel_degree 2 and tensor_parallel_degree 2",
+        ),
     ],
 )
 def test_contradictions(settings: dict[str, Any], text: str) -> None:
@@ -284,6 +288,12 @@ def test_degrees_that_do_not_fit_the_world(settings: dict[str, Any], world_size:
         Config.parse(settings).resolve_world(world_size)
     assert str(caught.value).startswith(equation)
     assert str(caught.value).endswith("choose degrees whose product divides 4, each one of 1, 2, 4.")
+
+
+def test_tensor_and_context_degrees_go_together() -> None:
+    mesh = Config.parse({"tensor_parallel_degree": 2, "context_parallel_degree": 2}).resolve_world(8)
+    assert (mesh.pipeline, mesh.context, mesh.tensor) == (2, 2, 2)
+    assert mesh.group("tp", 0) == (0, 1)
 
 
 def test_degrees_of_a_single_rank() -> None:

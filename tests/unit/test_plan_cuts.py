@@ -115,6 +115,23 @@ def test_a_degree_and_what_it_is_for_come_together():
     assert "mesh is pipeline(2) * data(2), but tensor, which says how ranks share a batch" in told
 
 
+def test_a_plan_with_tensor_and_context_degrees():
+    """Parts of parameters are those of the tensor ranks; files name what is cut again where it is."""
+    mesh = {"pipeline": 2, "tensor": 2, "context": 2}
+    tensor = TensorPlan(prices=PRICES, cuts={"w": ROWS}, between_units=1, cut_again=True)
+    plan = make_plan(mesh=MeshPlan(**mesh), tensor=tensor)
+    assert Plan.parse(plan.to_json()) == plan
+    assert (plan.mesh.share, plan.mesh.parts) == (4, 2)
+    shared = {"prices": PRICES.model_dump(), "cuts": {"w": "cut 0 (r0:3 r3:3)"}, "between_units": 1}
+    assert "but 2 ranks share layers" in refusal(edited(mesh=mesh, tensor=shared))
+    alone = {"prices": PRICES.model_dump(), "between_units": 1, "cut_again": True}
+    assert "tensor.cut_again is true" in refusal(edited(mesh={**mesh, "context": 1}, tensor=alone))
+    whole = {"prices": PRICES.model_dump()}
+    assert "tensor.between_units, the dimension" in refusal(edited(mesh=mesh, tensor=whole))
+    expert = {"pipeline": 2, "tensor": 2, "expert": 2}
+    assert "expert and tensor are above 1" in refusal(edited(mesh=expert, tensor=shared))
+
+
 def test_other_cuts_are_another_decision():
     plan, other = tensor_plan({"h.*.weight": ROWS}, data=2), make_plan(mesh=MeshPlan(pipeline=2, data=4))
     assert diff_plans(plan, other).decision == (

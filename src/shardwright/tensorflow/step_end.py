@@ -6,7 +6,6 @@ kept in ``steps.json``, are gathered for a few steps alone: see `shardwright.obs
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -43,7 +42,7 @@ class StepEnd:
         self,
         arguments: Arguments,
         *,
-        losses: Sequence[Any],
+        losses: Sequence[float],
         programs: Sequence[Program],
         schedule: Schedule | None,
         row: MeasuredRow,
@@ -62,13 +61,13 @@ class StepEnd:
         reporter, world = self._reporter, self._context.links.world
         result = BatchResult(
             results=[],
-            losses=[torch.tensor([float(loss) for loss in losses])] if losses else [],
+            losses=[torch.tensor(losses)] if losses else [],
             samples=arguments.num_samples or 0,
             tokens=arguments.num_tokens,
             row=row.events,
             memory=row.memory,
             schedule=schedule,
-            edges=() if schedule is None else merged_edges(programs),
+            edges=merged_edges(programs) if self.watches_memory and schedule is not None else (),
         )
         seconds = time.perf_counter() - begun_s
         busy_s = sum(end - start - waited for _, start, end, waited in result.row)

@@ -10,7 +10,7 @@ from listed_experts import SparseModel
 from searching import model_of
 
 import shardwright.torch as sw
-from choices import combinations_of, in_every_run
+from choices import combinations_of, in_every_run, in_sweep
 from shardwright.testing import run_ranks
 from shardwright.torch.run.context import context
 from shardwright.torch.tensor_parallel.divide import settle_gradients
@@ -87,8 +87,14 @@ def test_bytes_of_shared_sequences_are_those_of_the_plan(name, settings):
         assert sent == planned > 0, calls
 
 
-@pytest.mark.parametrize("name", in_every_run(["llama", "gpt2", "bert"], ["llama"]))
-@pytest.mark.parametrize("settings", [GRID, {**GRID, **BOTH}], ids=["grid", "grid of sequences"])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llama", {**GRID, **BOTH}),
+        *(in_sweep(name, settings) for name in ("gpt2", "bert") for settings in (GRID, {**GRID, **BOTH})),
+        in_sweep("llama", GRID),
+    ],
+)
 def test_bytes_of_layers_of_shared_sequences_are_those_of_the_plan(name, settings):
     """The ranks with the last part of a sequence send most, and the plan has what they send."""
     found = run_ranks(sent_and_planned, 4, name, 2, settings, timeout_s=200)

@@ -265,7 +265,6 @@ def test_layers_and_sequences_are_divided_by_settings():
         ({"pins": {"tensors": 4}}, "'tensors' is no option of a topology"),
         ({"pins": {"tensor": 0}}, "tensor is 0, but it must be at least 1"),
         ({"pins": {"expert": 2}, "only_what_runs": True}, "does not run expert parallelism"),
-        ({"pins": {"tensor": 2, "context": 2}, "only_what_runs": True}, "has tensor=2 and context=2"),
         ({"batch": 0}, "batch is 0, but it must be from 1 to"),
         ({"batch": 10**12}, "batch is 1000000000000"),
         ({"sequence": -5}, "sequence is -5"),

@@ -228,7 +228,8 @@ _READERS = {
 
 def name_of(func: Callable[..., Any]) -> str:
     """A readable name: ``add``, ``__getitem__``, ``shape``."""
-    name = getattr(func, "__name__", str(func))
+    # Without a name it is an object, such as a module, whose `__repr__` is the script's own code.
+    name = getattr(func, "__name__", type(func).__name__)
     if name in ("__get__", "__set__"):
         return getattr(getattr(func, "__self__", None), "__name__", name)
     return str(name)

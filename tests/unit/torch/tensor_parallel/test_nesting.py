@@ -19,7 +19,7 @@ OUTER = INNER = 2
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32))
 def test_operation_on_parts_of_parts_is_the_whole_operation(name, seed):
     check(name, seed)

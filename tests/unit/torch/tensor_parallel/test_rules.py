@@ -8,8 +8,9 @@ from random_calls import CASES, Draw, parts_of
 from ranks_in_threads import on_ranks
 from torch import Tensor
 
+from shardwright.placement import Cut
 from shardwright.torch.tensor_parallel.call import map_tensors, tensors_of
-from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, whole, wrap
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, placed, whole, wrap
 from shardwright.torch.tensor_parallel.spec import spec_of
 
 
@@ -132,3 +133,17 @@ def _same(found, wanted, what):
     torch.testing.assert_close(
         found, wanted, rtol=1e-9, atol=1e-9, equal_nan=True, msg=lambda m: f"{what}\n{m}"
     )
+
+
+def test_attention_from_own_queries_to_keys_of_another_length():
+    """The logarithms of sums lie as the queries do, not as the keys."""
+    q, k, v = (torch.randn(1, 1, length, 4, dtype=torch.float64) for length in (2, 3, 3))
+    func = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    of_queries, of_keys = Cut.of(2, [(1, 1), (0, 1)]), Cut.even(2, 3, num_ranks=2)
+    wanted = func(q, k, v)
+
+    def on_rank(group):
+        return [whole(each) for each in func(placed(q, of_queries, group), k, placed(v, of_keys, group))]
+
+    for found in on_ranks(2, on_rank):
+        _compare(found, wanted, "attention")

@@ -169,7 +169,9 @@ def _from_own_queries(call: Call) -> Candidate | None:
         share=min(1.0, (1 + bool(call["is_causal"])) / call.num_ranks),
     )
     of_keys = _positions(call, _LIKE_KEYS)
-    return found if of_keys is None else _with_results(call, found, [None, of_keys, of_keys])
+    if of_keys is None or not call.name.endswith("_backward"):
+        return found
+    return _with_results(call, found, [None, of_keys, of_keys])
 
 
 def _in_a_ring(call: Call) -> Candidate | None:
