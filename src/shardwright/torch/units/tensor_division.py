@@ -106,12 +106,7 @@ def division_of(
         shared_arguments(trace, model, of_tensor.keys()) if mesh.pipeline == 1 and not between.cuts else {}
     )
     units = {name: replace(unit, shared=shared.get(name, frozenset())) for name, unit in units.items()}
-    shares = found.shares
-    if mesh.expert > 1:
-        # The search sees experts' operations one by one, and not that each rank runs its own.
-        shares = defaultdict(lambda: WorkShares(1 / degree, 1 / degree))
-    elif between.inner_ranks > 1:
-        shares = _of_a_part(shares, units, own_prices, between)
+    shares = _shares_of_work(found.shares, units, own_prices, between, mesh)
     divided = divided_units(units, found.kind_of, shares, of_tensor, own_prices, between)
     operations = dict(divided_operations(trace, own_prices, between)) if between.cuts else {}
     shares_of_values: dict[int, float] = {}
@@ -147,6 +142,20 @@ def _between(trace: Trace, config: Config, mesh: Mesh) -> tuple[BetweenUnits, Be
         shapes, dim, num_ranks=mesh.context, inner_ranks=mesh.tensor, cuts_again=again
     )
     return both, BetweenUnits.of_batch(shapes, dim if again else None, num_ranks=mesh.tensor)
+
+
+def _shares_of_work(
+    shares: Mapping[str, WorkShares],
+    units: Mapping[str, Unit],
+    prices: Prices,
+    between: BetweenUnits,
+    mesh: Mesh,
+) -> Mapping[str, WorkShares]:
+    """Shares of the work of units, by the first unit of each kind; those of the search on a grid of ranks."""
+    if mesh.expert > 1:
+        # The search sees experts' operations one by one, and not that each rank runs its own.
+        return defaultdict(lambda: WorkShares(1 / mesh.share, 1 / mesh.share))
+    return _of_a_part(shares, units, prices, between) if between.inner_ranks > 1 else shares
 
 
 def _of_a_part(
