@@ -254,9 +254,9 @@ class BetweenUnits:
         if self.dim is None or not self.cuts_again:
             return BetweenUnits(self.inner_ranks)
         cuts = (Cut.even(self.dim, length, num_ranks=self.num_ranks) for length in self.lengths)
-        lengths = {cut.length(rank) for cut in cuts for rank in range(self.num_ranks)}
-        fitting = frozenset(length for length in lengths if length >= self.inner_ranks)
-        return BetweenUnits(self.inner_ranks, self.dim, fitting)
+        parts = ({cut.length(rank) for rank in range(self.num_ranks)} for cut in cuts)
+        fitting = [lengths for lengths in parts if min(lengths) >= self.inner_ranks]
+        return BetweenUnits(self.inner_ranks, self.dim, frozenset().union(*fitting))
 
     @property
     def cuts(self) -> bool:

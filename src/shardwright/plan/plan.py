@@ -189,6 +189,16 @@ class Plan(Record):
         except DocumentError as error:
             advice = " It may be cut off: make it anew." if error.is_other_text else ""
             raise PlanError(f"{source} {error.predicate}.{advice}") from None
+        return cls.of_document(document, source=source)
+
+    @classmethod
+    def of_document(cls, document: Any, *, source: str = "plan") -> "Plan":
+        """The plan of a JSON document, of this version of the format or an older one.
+
+        Raises:
+            StalePlanError: it has another format version.
+            PlanError: it has unknown or missing fields, or contradicts itself; all are named.
+        """
         if not isinstance(document, dict):
             raise PlanError(f"{source} holds {shown(document)}, but a plan is a JSON object.")
         document = brought_up(document)

@@ -7,6 +7,7 @@ from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -64,6 +65,51 @@ def test_a_resumed_run_is_the_uninterrupted_one(case: str, tmp_path: Path) -> No
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 assert torch.equal(final[name], value), name
+
+
+def test_a_plan_of_format_1_in_a_checkpoint_is_followed(tmp_path: Path) -> None:
+    """It was refused as damage, though files of that format are read."""
+
+    def resumed() -> Any:
+        import shardwright.torch as sw
+        from shardwright.checkpoint.saved import SavedCheckpoint
+        from shardwright.torch.checkpoints.writer import PLAN
+        from shardwright.torch.run.context import context
+
+        read = SavedCheckpoint.document
+
+        def as_written_before(saved: SavedCheckpoint, name: str) -> Any:
+            found = read(saved, name)
+            if name == PLAN:
+                found["plan_version"] = 1
+                for memory in found["prediction"]["memory"]:
+                    for part in list(memory):
+                        memory[part.removesuffix("_bytes")] = memory.pop(part)
+            return found
+
+        sw.init({**QUIET, "plan_one_stage": True})
+        model = sw.DistributedModel(torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(2))))
+        checkpoints = sw.Checkpoints(tmp_path, every=1)
+
+        @sw.step
+        def train(model: Any, x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            model.backward(loss)
+            return loss
+
+        with mock.patch.object(SavedCheckpoint, "document", as_written_before):
+            step = checkpoints.resume()
+        followed = context().plan
+        train(model, torch.ones(8, 4))
+        checkpoints.step_done(step + 1)
+        checkpoints.wait()
+        return step, followed
+
+    ((first, none),) = run_ranks(resumed, 1)
+    assert (first, none) == (0, None)
+    ((first, followed),) = run_ranks(resumed, 1)
+    assert first == 1
+    assert followed.plan_version == 2
 
 
 def two_optimizers(folder: Path, first: int, until: int) -> tuple[list[float], dict[str, Any]]:

@@ -309,9 +309,9 @@ class Resumed:
             log.info("the plan of the checkpoint is not followed: buffers had other shapes when it was made")
             return
         try:
-            plan = Plan.model_validate(self._saved.document(PLAN))
-        except ValueError as error:
-            raise CorruptCheckpointError(f"{self._saved.path / PLAN} is no plan: {error}") from error
+            plan = Plan.of_document(self._saved.document(PLAN), source=str(self._saved.path / PLAN))
+        except PlanError as error:
+            raise CorruptCheckpointError(str(error)) from error
         mesh = context.mesh
         theirs = plan.mesh
         same = (theirs.pipeline, theirs.data, theirs.shard, theirs.placement_strategy) == (

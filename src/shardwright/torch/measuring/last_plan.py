@@ -87,7 +87,7 @@ class LastPlan:
     def write_factors(self, factors: Mapping[str, float]) -> None:
         """Keeps factors on the seconds of unit calls for the next run. On the first rank."""
         if self._factors_file is not None:
-            text = json.dumps({label: round(factor, 4) for label, factor in factors.items()}, indent=1)
+            text = json.dumps({label: float(f"{factor:.4g}") for label, factor in factors.items()}, indent=1)
             _keep(self._factors_file, text, what="the times of units")
 
     def _key(self, model: nn.Module, samples: int) -> str:

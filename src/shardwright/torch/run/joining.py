@@ -163,7 +163,10 @@ def _check_backend(wanted: str, device: torch.device) -> None:
 
 
 _OF_A_RANK = frozenset({"memory_limit", "report"})
-"""Settings that may differ from rank to rank: that of the first one counts."""
+"""Settings of plans that may differ from rank to rank: that of the first one counts."""
+
+_OF_RECORDED_STEPS = ("steps", "trace", "log_interval")
+"""Settings that say in which steps the ranks of a pipeline exchange what they measured."""
 
 
 def _refuse_mixed_settings(mesh: Mesh, config: Config) -> None:
@@ -173,7 +176,10 @@ def _refuse_mixed_settings(mesh: Mesh, config: Config) -> None:
         ConfigError: they do; on all of them.
     """
     degrees = f"{mesh.title}, shard {mesh.shard}, placement {mesh.placement}"
-    pins = {name: repr(value) for name, value in config.pins.items() if name not in _OF_A_RANK}
+    given = {name: value for name, value in config.pins.items() if name not in _OF_A_RANK}
+    if mesh.pipeline > 1:
+        given |= {name: value for name in _OF_RECORDED_STEPS if (value := getattr(config, name))}
+    pins = {name: repr(value) for name, value in given.items()}
     told: list[tuple[str, dict[str, str]]] = tell_all((degrees, pins))
     rank = next((rank for rank, each in enumerate(told) if each != told[0]), None)
     if rank is None:

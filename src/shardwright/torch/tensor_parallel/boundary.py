@@ -91,13 +91,22 @@ class Boundary:
     def placement_inside(self, target: Whole | Cut, shape: Sequence[int]) -> Whole | Cut:
         """Where this rank's part of a tensor is, between units, among the ranks that share each part.
 
+        All ranks of the group have their parts cut, or none has. Parts may differ in length: those of
+        ``logits[:, :-1]`` do where those of the logits do not.
+
         Args:
             target: where the tensor is.
             shape: of it.
         """
-        if isinstance(target, Whole):
+        inside = self._inside
+        if isinstance(target, Whole) or inside.dim is None:
             return WHOLE
-        return self._inside.placement(local_shape(tuple(shape), target, self.group.rank))
+        if target.dim != inside.dim:
+            return inside.placement(shape)
+        lengths = [target.length(rank) for rank in range(self.group.num_ranks)]
+        if min(lengths) < inside.num_ranks:
+            return WHOLE
+        return Cut.even(inside.dim, lengths[self.group.rank], num_ranks=inside.num_ranks)
 
     # ---- with history ----
 

@@ -80,9 +80,11 @@ class NestedDecision(Decision):
         group = self._group
         if not any(isinstance(part_in(each, group), DividedTensor) for each in tensors):
             return True
-        outputs, num_ranks = self.candidate.outputs, group.num_ranks
+        assert group.inner is not None
+        sizes = {"num_ranks": group.num_ranks, "inner_ranks": group.inner.num_ranks}
+        outputs = self.candidate.outputs
         found = [
-            f"{index}: {agreed_placement(placement_of(each), outputs[index], num_ranks)}"
+            f"{index}: {agreed_placement(placement_of(each), outputs[index], **sizes)}"
             for index, each in enumerate(flat)
             if self._is_new(index, each)
         ]

@@ -87,18 +87,23 @@ def moved_parts(
     return MovedParts(source, target, whole, after)
 
 
-def agreed_placement(inner: Placement, outer: Placement, num_ranks: int) -> str:
+def agreed_placement(inner: Placement, outer: Placement, *, num_ranks: int, inner_ranks: int) -> str:
     """What the ranks of an outer group must have in common of the placements of their parts.
+
+    Parts of equal lengths are placed alike to the last element. Others along the dimension that both cut are
+    cut evenly, each by its own length. So two tensors that one rank cannot tell apart, no other rank can: a
+    decision that is new to one is new to all, and all of them ask.
 
     Args:
         inner: of this rank's part.
         outer: of the tensor.
-        num_ranks: of the outer group.
+        num_ranks, inner_ranks: of the groups.
     """
-    if isinstance(inner, Cut) and isinstance(outer, Cut) and inner.dim == outer.dim:
-        lengths = {outer.length(rank) for rank in range(num_ranks)}
-        return str(inner) if len(lengths) == 1 else f"cut {inner.dim}"
-    return str(inner)
+    if not (isinstance(inner, Cut) and isinstance(outer, Cut) and inner.dim == outer.dim):
+        return str(inner)
+    is_even = inner == Cut.even(inner.dim, inner.size, num_ranks=inner_ranks)
+    is_uneven_outside = len({outer.length(rank) for rank in range(num_ranks)}) > 1
+    return f"cut {inner.dim}" if is_uneven_outside and is_even else str(inner)
 
 
 def _common(outer: Cut, inner: Cut) -> Iterator[tuple[int, int, int]]:

@@ -1,8 +1,11 @@
 """The recorded steps of a run, compared with its plan."""
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from graphs import GraphBuilder, profile_of
 from planner.machines import machines
 
@@ -13,6 +16,7 @@ from shardwright.plan import Plan
 from shardwright.planner import make_plan
 from shardwright.profile import Profile
 from shardwright.schedule import Action, Kind
+from shardwright.torch.measuring.last_plan import LastPlan
 from shardwright.torch.measuring.plan_review import PlanReview
 
 
@@ -93,3 +97,14 @@ def test_one_disturbed_step_does_not_count(review: PlanReview) -> None:
     for seconds in (1.2, 1.2, 1.2, 1.2, 9.0):
         review.step_recorded(step(seconds, 1.2))
     assert review.next_plan() is None
+
+
+def test_factors_are_kept_however_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product of two runs became 0 where a unit is far cheaper than planned, and no factor was used."""
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))
+    run: Any = SimpleNamespace(
+        device=torch.device("cpu"), local_size=2, config=Config(), mesh=Mesh.of(world_size=2, pipeline=2)
+    )
+    last = LastPlan(run, torch.nn.Linear(2, 2), samples=4)
+    last.write_factors({"u.0": 1.23456e-5, "u.1": 2.0})
+    assert last.read_factors() == {"u.0": 1.235e-5, "u.1": 2.0}

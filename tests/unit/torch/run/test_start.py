@@ -110,13 +110,15 @@ def test_an_optimizer_with_a_closure_is_told_where_it_works():
         ({"microbatches": 2}, {"microbatches": 4}, "microbatches is 2 on rank 0, and 4 on rank 1"),
         ({}, {"pipeline": "gpipe"}, "pipeline is its default on rank 0, and 'gpipe' on rank 1"),
         ({}, {"shard_optimizer_state": True}, "shard_optimizer_state is its default"),
+        ({"steps": 6}, {"steps": 7}, "steps is 6 on rank 0, and 7 on rank 1"),
+        ({"trace": True}, {}, "trace is True on rank 0, and its default on rank 1"),
         ({"memory_limit": 2**30}, {"seed": 1}, ""),
     ],
 )
 def test_ranks_with_other_settings_are_refused(
     monkeypatch: pytest.MonkeyPatch, own: dict[str, Any], others: dict[str, Any], says: str
 ) -> None:
-    """It was a KeyError in the first step, on one of them."""
+    """It was a KeyError in the first step, on one of them; or a rank that waited for what none sent."""
     mesh, told = Mesh.of(world_size=2, pipeline=2), []
 
     def gather(mine: Any) -> list[Any]:

@@ -9,7 +9,8 @@ from ranks_in_threads import on_grid
 from test_rules import _compare, _copy, _gathered, _same
 from torch import Tensor
 
-from shardwright.placement import Cut, Placement, Whole
+from shardwright.placement import BetweenUnits, Cut, Placement, Whole
+from shardwright.torch.tensor_parallel.boundary import Boundary
 from shardwright.torch.tensor_parallel.call import map_tensors, tensors_of
 from shardwright.torch.tensor_parallel.divided_tensor import is_nested, placed, whole, wrap
 from shardwright.torch.tensor_parallel.redistribution import replaced
@@ -23,6 +24,11 @@ OUTER = INNER = 2
 @given(seed=st.integers(0, 2**32))
 def test_operation_on_parts_of_parts_is_the_whole_operation(name, seed):
     check(name, seed)
+
+
+def test_running_statistics_that_an_inner_group_cuts_are_put_together_alike():
+    """Ranks of the outer group took other parts of them, which the inner group had placed in other ways."""
+    check("batch_norm", 894420468)
 
 
 class Parts:
@@ -110,3 +116,41 @@ def test_heads_that_ranks_share_are_exchanged_for_positions_without_a_gather():
         assert nested
         torch.testing.assert_close(found, data)
         torch.testing.assert_close(back, part)
+
+
+@pytest.mark.parametrize("length", [3, 11, 12])
+@pytest.mark.parametrize("until", [None, -1, 2])
+def test_parts_between_units_are_cut_again_on_all_ranks_or_on_none(length, until):
+    """Parts of ``logits[:, :-1]`` differ in length, and one rank alone cut its part: others waited for it."""
+    between = BetweenUnits.of_batch([(2, length)], 1, num_ranks=OUTER, inner_ranks=INNER, cuts_again=True)
+    logits = torch.arange(2.0 * length * 4).view(2, length, 4)
+
+    def on_rank(group):
+        boundary = Boundary(group, between)
+        part = boundary.placed(logits.clone())[:, :until]
+        kept = boundary.all_placed([part], keeps_cuts=True)[0]
+        return whole(kept), is_nested(kept), (kept * 2).sum().item()
+
+    found = on_grid(OUTER, INNER, on_rank)
+    wanted = logits[:, :until]
+    for have, _, total in found:
+        torch.testing.assert_close(have, wanted)
+        assert total == 2 * wanted.sum()
+    assert len({nested for _, nested, _ in found}) == 1
+
+
+@pytest.mark.parametrize("length", [11, 12])
+def test_what_one_rank_cannot_tell_apart_no_other_rank_can(length):
+    """One rank had both tensors placed alike, the other not: it alone made a decision anew, and waited."""
+    between = BetweenUnits.of_batch([(2, length)], 1, num_ranks=OUTER, inner_ranks=INNER, cuts_again=True)
+    data = torch.arange(2.0 * length * 4).view(2, length, 4)
+
+    def on_rank(group):
+        boundary = Boundary(group, between)
+        first = boundary.placed(data.clone())[:, :-1].clone()
+        second = boundary.all_placed([first], keeps_cuts=True)[0]
+        return whole(first * 2), whole(second * 2)
+
+    for found in on_grid(OUTER, INNER, on_rank):
+        for each in found:
+            torch.testing.assert_close(each, 2 * data[:, :-1])

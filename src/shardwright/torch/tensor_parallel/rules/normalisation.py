@@ -6,6 +6,7 @@ from typing import Any
 
 from shardwright.placement import PARTIAL_SUM, WHOLE, Cut, Placement
 from shardwright.torch.tensor_parallel.call import Call, Input
+from shardwright.torch.tensor_parallel.divided_tensor import whole
 from shardwright.torch.tensor_parallel.form import Candidate, Form, candidates_of
 from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.redistribution import own_part, replaced
@@ -118,7 +119,7 @@ def _with_whole_statistics(candidate: Candidate, running: list[int]) -> Candidat
         channels = cut.at(0) if isinstance(cut, Cut) else None
         if channels is None or wholes[0] is None:
             return func(*args, **kwargs)
-        parts = [own_part(each, channels, group.rank).clone() for each in wholes]
+        parts = [own_part(whole(each), channels, group.rank).clone() for each in wholes]
         results = func(*args[:3], *parts, *args[5:], **kwargs)
         for each, part in zip(wholes, parts, strict=True):
             updated = replaced(
