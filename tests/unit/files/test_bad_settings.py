@@ -170,7 +170,7 @@ def smp(**parameters):
         ({"hyperparameters": 5}, "hyperparameters is 5, but it must be a dictionary"),
         ({"hyperparameters": {"a": math.nan}}, "hyperparameter a is nan"),
         ({"hyperparameters": {"a": ENDLESS}}, "hyperparameter a is [[[[[[[...]]]]]]]"),
-        ({"hyperparameters": {"a": nested(5000)}}, "hyperparameter a is {'a': "),
+        ({"hyperparameters": {"a": nested(100_000)}}, "hyperparameter a is {'a': "),
         ({"hyperparameters": {"a": BIG}}, "hyperparameter a is a whole number of more than"),
         ({"hyperparameters": {"a\x1b": 1}}, "a hyperparameter is called 'a\\x1b'"),
         ({"environment": 5}, "environment is 5, but it must be a dictionary"),

@@ -27,6 +27,7 @@ from shardwright.torch.run.context import Context
 from shardwright.torch.step_end.finiteness import Finiteness
 from shardwright.torch.step_end.frozen_alike import frozen_otherwise
 from shardwright.torch.step_end.group_numbers import GroupNumbers
+from shardwright.torch.step_end.same_samples import SameSamples
 
 __all__ = ["Column", "StepEnd"]
 
@@ -70,6 +71,7 @@ class StepEnd:
         self._model = model
         self.finiteness = Finiteness(context, model)
         self.numbers = GroupNumbers(context)
+        self._samples = SameSamples(context)
 
     def come(self, run: BatchResult, *, begun_s: float) -> None:
         """A training step has ended on this rank; collective over all ranks.
@@ -105,6 +107,7 @@ class StepEnd:
         )
         problem = problem or self.finiteness.judge(rows[:, Column.LOSS :], losses, step=step)
         problem = problem or self.numbers.judge(rows[:, Column.NUMBERS : Column.LOSS], step=step)
+        self._samples.look(rows[:, Column.LOSS])
         busy_s, pipeline_s, memory = rows[:, : Column.RECORDS].unbind(1)
         reporter.step_done(
             run,

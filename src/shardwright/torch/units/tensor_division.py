@@ -11,10 +11,8 @@ or the script has hooked its gradient, or ranks share sequences alone.
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 from torch import nn
 
@@ -24,25 +22,21 @@ from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.placement import WHOLE, BetweenUnits, Cut, Placement
 from shardwright.plan import TensorPrices
-from shardwright.planner.chain.division import DividedUnit, Division, Passage
-from shardwright.torch.counting.compiled_modules import calls_compiled, is_compiled
-from shardwright.torch.interception.attribute_inputs import FOUND
-from shardwright.torch.pytorch.module_hooks import has_backward_hooks
+from shardwright.planner.chain.division import DividedUnit, Division
 from shardwright.torch.tensor_parallel.experts import cuts_of_experts, reasons_to_stay, run_own_experts
 from shardwright.torch.tensor_parallel.group import Prices
 from shardwright.torch.tensor_parallel.pinned import pinned_placements
-from shardwright.torch.tensor_parallel.search import (
-    DryRun,
-    Material,
-    Phase,
-    Unit,
-    WorkShares,
-    dry_run,
-    dry_run_of_operation,
-    find_placements,
+from shardwright.torch.tensor_parallel.search import Unit, WorkShares, find_placements
+from shardwright.torch.tracing.divided_tail import divided_tails
+from shardwright.torch.tracing.trace_data import Trace
+from shardwright.torch.units.divided_costs import divided_operations, divided_units
+from shardwright.torch.units.divisible_units import (
+    by_reason,
+    divisible_units,
+    parameters_kept_whole,
+    shared_arguments,
+    warn_of_whole,
 )
-from shardwright.torch.tracing.divided_tail import DividedTail, TailRun, divided_tails
-from shardwright.torch.tracing.trace_data import Sample, Trace
 
 __all__ = ["division_of"]
 
@@ -83,7 +77,7 @@ def division_of(
     elif between.cuts:
         _refuse_without_sequences(trace, between, mesh)
     tails = {} if between.cuts else divided_tails(trace)
-    units = dict(_units(model, trace, tails))
+    units = dict(divisible_units(model, trace, tails))
     shares_layers = mesh.tensor > 1
     # Who shares a batch wants it divided, however long a latency is.
     if decided_by is None:
@@ -99,8 +93,8 @@ def division_of(
         pinned=_pinned(model, graph, mesh, experts),
         between=searched,
     )
-    for reason, names in _by_reason(found.kept_whole).items():
-        _warn(names, f"its code does not run on tensors without data ({reason})")
+    for reason, names in by_reason(found.kept_whole).items():
+        warn_of_whole(names, f"its code does not run on tensors without data ({reason})")
     by_any_name = dict(model.named_parameters(remove_duplicate=False))
     of_tensor = {
         id(by_any_name[name]): placement
@@ -108,16 +102,13 @@ def division_of(
         if isinstance(placement, Cut)
     }
     # Stages have tensors of their own.
-    shared = _shared(trace, model, of_tensor.keys()) if mesh.pipeline == 1 and not between.cuts else {}
+    shared = (
+        shared_arguments(trace, model, of_tensor.keys()) if mesh.pipeline == 1 and not between.cuts else {}
+    )
     units = {name: replace(unit, shared=shared.get(name, frozenset())) for name, unit in units.items()}
-    shares = found.shares
-    if mesh.expert > 1:
-        # The search sees experts' operations one by one, and not that each rank runs its own.
-        shares = defaultdict(lambda: WorkShares(1 / degree, 1 / degree))
-    elif between.inner_ranks > 1:
-        shares = _of_a_part(shares, units, own_prices, between)
-    divided = _divided_units(units, found.kind_of, shares, of_tensor, own_prices, between)
-    operations = dict(_operations(trace, own_prices, between)) if between.cuts else {}
+    shares = _shares_of_work(found.shares, units, own_prices, between, mesh)
+    divided = divided_units(units, found.kind_of, shares, of_tensor, own_prices, between)
+    operations = dict(divided_operations(trace, own_prices, between)) if between.cuts else {}
     shares_of_values: dict[int, float] = {}
     for node, tail in tails.items():
         share = divided.get(graph.nodes[node].name, DividedUnit()).inside_share
@@ -151,6 +142,20 @@ def _between(trace: Trace, config: Config, mesh: Mesh) -> tuple[BetweenUnits, Be
         shapes, dim, num_ranks=mesh.context, inner_ranks=mesh.tensor, cuts_again=again
     )
     return both, BetweenUnits.of_batch(shapes, dim if again else None, num_ranks=mesh.tensor)
+
+
+def _shares_of_work(
+    shares: Mapping[str, WorkShares],
+    units: Mapping[str, Unit],
+    prices: Prices,
+    between: BetweenUnits,
+    mesh: Mesh,
+) -> Mapping[str, WorkShares]:
+    """Shares of the work of units, by the first unit of each kind; those of the search on a grid of ranks."""
+    if mesh.expert > 1:
+        # The search sees experts' operations one by one, and not that each rank runs its own.
+        return defaultdict(lambda: WorkShares(1 / mesh.share, 1 / mesh.share))
+    return _of_a_part(shares, units, prices, between) if between.inner_ranks > 1 else shares
 
 
 def _of_a_part(
@@ -197,40 +202,11 @@ def _pinned(
     model: nn.Module, graph: ModelGraph, mesh: Mesh, experts: Mapping[str, Cut]
 ) -> dict[str, Placement]:
     """Placements that the search may not choose: of what must stay whole, and of what somebody has placed."""
-    kept_whole = _kept_whole(model, graph)
+    kept_whole = parameters_kept_whole(model, graph)
     if mesh.tensor > 1:
         return {**pinned_placements(model, num_ranks=mesh.tensor), **kept_whole}
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     return {name: WHOLE if name in kept_whole else experts.get(name, WHOLE) for name in names}
-
-
-def _divided_units(
-    units: Mapping[str, Unit],
-    kind_of: Mapping[str, str],
-    shares: Mapping[str, WorkShares],
-    of_tensor: Mapping[int, Cut],
-    prices: Prices,
-    between: BetweenUnits,
-) -> dict[str, DividedUnit]:
-    """What units cost the busiest rank; of each kind one is run.
-
-    Args:
-        units: by name.
-        kind_of: their kinds.
-        shares: of the work of a kind.
-        of_tensor: cuts of parameters, by `id`.
-        prices, between: see `_divided`.
-    """
-    of_kind: dict[tuple[str, frozenset[int]], DividedUnit] = {}
-    divided: dict[str, DividedUnit] = {}
-    for name, unit in units.items():
-        kind = kind_of[name], unit.shared
-        if kind not in of_kind:
-            named = unit.module.named_parameters()
-            own = {key: of_tensor[id(each)] for key, each in named if id(each) in of_tensor}
-            of_kind[kind] = _divided(unit, own, shares[kind[0]], prices, between)
-        divided[name] = of_kind[kind]
-    return divided
 
 
 def _experts(model: nn.Module, trace: Trace, between: BetweenUnits) -> dict[str, Cut]:
@@ -246,8 +222,8 @@ def _experts(model: nn.Module, trace: Trace, between: BetweenUnits) -> dict[str,
             'weights, as those of transformers 5 are, or in a ModuleList with "expert" in its name or in the '
             f"name of its class.{lists} Set it to 1, or tensor_parallel_degree in its place."
         )
-    for reason, names in _by_reason(stay).items():
-        _warn(names, reason)
+    for reason, names in by_reason(stay).items():
+        warn_of_whole(names, reason)
     if not between.lengths:
         raise PlanError(
             f"{asked} a microbatch has {samples} sample{'s' * (samples != 1)}, and each rank takes some. "
@@ -270,214 +246,6 @@ def _refuse_without_sequences(trace: Trace, between: BetweenUnits, mesh: Mesh) -
         f"{asked}, but ranks cannot share sequences along dimension {dim}: it has "
         f"{', '.join(map(str, lengths)) or 'no'} entries in the tensors of the batch, and no tensor between "
         f"units has as many. Set sequence_dim to the dimension of the sequence, or {remedy}."
-    )
-
-
-def _units(model: nn.Module, trace: Trace, tails: Mapping[int, DividedTail]) -> Iterator[tuple[str, Unit]]:
-    """The units that may be divided, each with the arguments of a call of its cost class.
-
-    Args:
-        model: that was traced.
-        trace: of a microbatch.
-        tails: operations that belong to units, by the nodes of these.
-    """
-    seen: set[str] = set()
-    whole: dict[str, list[str]] = {}
-    for number, node in enumerate(trace.graph.nodes):
-        if node.kind != "unit" or node.name in seen:
-            continue
-        seen.add(node.name)
-        module, sample = model.get_submodule(node.name), trace.samples[node.cost_class]
-        args, kwargs = sample.structure.rebuild(sample.leaves)
-        if next(module.parameters(), None) is None:
-            continue
-        if reason := _reason_to_stay(module, kwargs):
-            whole.setdefault(reason, []).append(node.name)
-        else:
-            tail = tails.get(number)
-            following = None if tail is None else partial(_run_of, tail, trace)
-            yield node.name, Unit(module, args, kwargs, following=following)
-    for reason, names in whole.items():
-        _warn(names, reason)
-
-
-def _shared(trace: Trace, model: nn.Module, divided: AbstractSet[int]) -> dict[str, frozenset[int]]:
-    """Places of arguments that an earlier unit has taken, too: gradients are added up, and placed once.
-
-    Args:
-        trace: of a microbatch.
-        model: that was traced.
-        divided: ids of the parameters that are cut; other units place nothing.
-    """
-    found: dict[str, frozenset[int]] = {}
-    taken: set[int] = set()
-    for step in trace.steps:
-        node = None if step.node is None else trace.graph.nodes[step.node]
-        if node is None or node.kind != "unit" or node.name in found:
-            continue
-        if any(id(each) in divided for each in model.get_submodule(node.name).parameters()):
-            found[node.name] = frozenset(position for position, value in step.reads if value in taken)
-            taken.update(value for _, value in step.reads)
-    return found
-
-
-def _run_of(tail: DividedTail, trace: Trace, material: Material) -> TailRun:
-    return TailRun(tail, trace, material.like)
-
-
-def _reason_to_stay(module: nn.Module, kwargs: Mapping[str, object]) -> str:
-    """Why each rank must have all of a unit's parameters; empty where none must."""
-    if _leaves_dispatcher(module):
-        return "its code is compiled or scripted"
-    if has_backward_hooks(module):
-        return "its gradients are hooked"
-    if any(isinstance(each, nn.SyncBatchNorm) for each in module.modules()):
-        return "replicas share its statistics"
-    return "it reads attributes that others set" if FOUND in kwargs else ""
-
-
-def _by_reason(kept_whole: Mapping[str, str]) -> dict[str, list[str]]:
-    names: dict[str, list[str]] = {}
-    for name, reason in kept_whole.items():
-        names.setdefault(reason, []).append(name)
-    return names
-
-
-def _warn(names: Sequence[str], reason: str) -> None:
-    shown = ", ".join(name or "the model" for name in names[:3])
-    more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""
-    log.warning("%s%s stays whole on all ranks: %s", shown, more, reason)
-
-
-def _leaves_dispatcher(module: nn.Module) -> bool:
-    inside = list(module.modules())
-    scripted = any(type(each).__module__.startswith("torch.jit") for each in inside)
-    return scripted or any(is_compiled(each) or calls_compiled(each) for each in inside)
-
-
-def _kept_whole(model: nn.Module, graph: ModelGraph) -> dict[str, Placement]:
-    """The parameters of which every rank needs all elements, by each of their names."""
-    in_units = {name for unit in graph.units.values() for name in unit.parameters}
-    between = {name for node in graph.nodes for name in node.parameters}
-    between |= graph.parameters.keys() - in_units
-    whole = {id(each) for name, each in model.named_parameters() if name in between or _is_hooked(each)}
-    names = model.named_parameters(remove_duplicate=False)
-    return {name: WHOLE for name, each in names if id(each) in whole}
-
-
-def _is_hooked(parameter: nn.Parameter) -> bool:
-    """Whether the script has hooked the gradient of a parameter, and expects all of it."""
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
-def _divided(
-    unit: Unit, own: Mapping[str, Cut], shares: WorkShares, prices: Prices, between: BetweenUnits
-) -> DividedUnit:
-    """What a unit costs the busiest rank of the group, with these cuts of its parameters."""
-    if not own and not between.cuts:
-        return DividedUnit()
-    inner, is_grid = between.inner_ranks, between.inner_ranks > 1
-    degree = between.num_ranks * inner
-    # Of a batch, or a sequence, the last ones have more.
-    order = 1 if between.cuts else -1
-    of_cuts = range(inner if is_grid else degree)
-    busiest = max(of_cuts, key=lambda r: (sum(cut.length(r) for cut in own.values()), order * r))
-    if is_grid:
-        busiest += (between.num_ranks - 1) * inner
-    whole = dry_run(unit, {}, rank=0, num_ranks=degree, prices=prices)
-    part = dry_run(unit, own, rank=busiest, num_ranks=degree, prices=prices, between=between)
-    return DividedUnit(
-        forward=_passage(part.forward, shares.forward),
-        backward=_passage(part.backward, shares.backward),
-        kept_share=part.kept_bytes / whole.kept_bytes if whole.kept_bytes else 1.0,
-        settling_calls=part.settling.traffic.calls.total(),
-        settling_bytes=part.settling.traffic.sent_bytes.total(),
-        inside_share=_share_inside(part, busiest),
-    )
-
-
-def _share_inside(found: DryRun, rank: int) -> float:
-    """What a rank has of the tensors between a unit and the operations that belong to it."""
-    shares = [each.length(rank) / each.size if isinstance(each, Cut) else 1.0 for each in found.inside]
-    return max(shares, default=1.0)
-
-
-def _operations(trace: Trace, prices: Prices, between: BetweenUnits) -> Iterator[tuple[int, DividedUnit]]:
-    """What operations between units cost the busiest rank, by the numbers of their nodes.
-
-    Units give, and take, tensors placed by their shapes; an operation takes them as they are, and leaves what
-    comes out cut as it is.
-    """
-    graph = trace.graph
-    placed: dict[int, Cut] = {}
-    known: dict[tuple[object, ...], tuple[DividedUnit, list[Placement]]] = {}
-    for step in trace.steps:
-        if step.node is None:
-            continue
-        node = graph.nodes[step.node]
-        sample = trace.samples.get(node.cost_class)
-        placements: list[Placement] = []
-        if node.kind == "op" and sample is not None:
-            cuts = {position: placed[value] for position, value in step.reads if value in placed}
-            key = node.cost_class, *cuts.items()
-            if key not in known:
-                known[key] = _operation(sample, cuts, prices, between)
-            found, placements = known[key]
-            yield step.node, found
-        for position, value in step.writes:
-            of_unit = between.placement(graph.values[value].spec.shape)
-            cut = placements[position] if position < len(placements) else of_unit
-            if isinstance(cut, Cut) and (node.kind == "unit" or position < len(placements)):
-                placed[value] = cut
-        for change in step.changes:
-            if change.before in placed and change.after is not None:
-                placed[change.after] = placed[change.before]
-
-
-def _operation(
-    sample: Sample, cuts: Mapping[int, Cut], prices: Prices, between: BetweenUnits
-) -> tuple[DividedUnit, list[Placement]]:
-    """What one operation costs, and where its results are.
-
-    Args:
-        sample: a call of it.
-        cuts: of its arguments, by their places among the leaves.
-        prices: by which it is decided.
-        between: where sums are put.
-    """
-    if not cuts:
-        return DividedUnit(), []
-    last = between.num_ranks - 1
-    num_ranks = between.num_ranks * between.inner_ranks
-    args, kwargs = sample.structure.rebuild(sample.leaves)
-    part, placements = dry_run_of_operation(
-        sample.func,
-        args,
-        kwargs,
-        cuts,
-        rank=num_ranks - 1,
-        num_ranks=num_ranks,
-        prices=prices,
-        between=between,
-    )
-    share = min(cut.length(last) / cut.size for cut in cuts.values())
-    share /= between.inner_ranks if between.cuts_again else 1
-    return (
-        DividedUnit(
-            forward=_passage(part.forward, share),
-            backward=_passage(part.backward, share),
-            kept_share=share,
-        ),
-        placements,
-    )
-
-
-def _passage(phase: Phase, share: float) -> Passage:
-    return Passage(
-        share=share,
-        calls=phase.traffic.calls.total(),
-        num_bytes=phase.traffic.sent_bytes.total(),
-        operations=phase.num_divided,
     )
 
 
