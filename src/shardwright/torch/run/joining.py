@@ -99,6 +99,7 @@ def _meet_all(made: Context, environment: LaunchEnvironment) -> None:
     made.watch.blame.begin()  # before any rank can wait for this one, and finds a note of an earlier run
     refuse_mixed_versions(tell_all)
     _refuse_mixed_settings(made.mesh, made.config)
+    made.config = _with_limit_of_first(made.config)
     leave_groups_in_doubt()
     if made.device.type == "cpu" and made.config.shared_memory:
         made.links.local_peers = connect_local_peers(
@@ -196,6 +197,12 @@ def _refuse_mixed_settings(mesh: Mesh, config: Config) -> None:
         f"the ranks have different settings: {name} is {next(values)} on rank 0, and {next(values)} on rank "
         f"{rank}. Give sw.init the same settings on every rank."
     )
+
+
+def _with_limit_of_first(config: Config) -> Config:
+    """The settings with the first rank's limit on memory, by which all of them decide; collective."""
+    limits: list[int | None] = tell_all(config.memory_limit)
+    return config.model_copy(update={"memory_limit": limits[0]})
 
 
 def _own_backend(config: Config, device: torch.device) -> str | None:

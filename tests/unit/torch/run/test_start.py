@@ -129,3 +129,11 @@ def test_ranks_with_other_settings_are_refused(
     joining_module._refuse_mixed_settings(mesh, Config.parse(own))
     with pytest.raises(ConfigError, match=says) if says else nullcontext():
         joining_module._refuse_mixed_settings(mesh, Config.parse(others))
+
+
+def test_all_ranks_decide_by_the_memory_limit_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank alone followed the plan of a checkpoint, or reduced gradients in every microbatch."""
+    monkeypatch.setattr(joining_module, "tell_all", lambda mine: [2**30, mine])
+    limited = joining_module._with_limit_of_first(Config.parse({"memory_limit": 2**20, "microbatches": 4}))
+    assert limited.memory_limit == 2**30
+    assert limited.pins == {"memory_limit": 2**30, "microbatches": 4}
