@@ -25,7 +25,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Self
 
-__all__ = ["PARTIAL_SUM", "WHOLE", "BetweenUnits", "Cut", "PartialSum", "Placement", "Run", "Whole"]
+__all__ = [
+    "LEAST_CUT_AGAIN",
+    "PARTIAL_SUM",
+    "WHOLE",
+    "BetweenUnits",
+    "Cut",
+    "PartialSum",
+    "Placement",
+    "Run",
+    "Whole",
+]
 
 _TEXT = re.compile(r"cut (?P<dim>\d{1,3}) \((?P<runs>r\d{1,7}:\d{1,15}( r\d{1,7}:\d{1,15})*)\)")
 
@@ -199,6 +209,12 @@ Placement = Whole | PartialSum | Cut
 WHOLE = Whole()
 PARTIAL_SUM = PartialSum()
 
+LEAST_CUT_AGAIN = 2
+"""Elements that each rank has of a part that is cut again.
+
+With one, ranks came to exchange different messages (test_parts_of_one_position_are_not_cut_again).
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class BetweenUnits:
@@ -255,7 +271,7 @@ class BetweenUnits:
             return BetweenUnits(self.inner_ranks)
         cuts = (Cut.even(self.dim, length, num_ranks=self.num_ranks) for length in self.lengths)
         parts = ({cut.length(rank) for rank in range(self.num_ranks)} for cut in cuts)
-        fitting = [lengths for lengths in parts if min(lengths) >= self.inner_ranks]
+        fitting = [lengths for lengths in parts if min(lengths) >= LEAST_CUT_AGAIN * self.inner_ranks]
         return BetweenUnits(self.inner_ranks, self.dim, frozenset().union(*fitting))
 
     @property

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.placement import WHOLE, BetweenUnits, Cut, Placement, Whole
+from shardwright.placement import LEAST_CUT_AGAIN, WHOLE, BetweenUnits, Cut, Placement, Whole
 from shardwright.torch.pytorch.layout import Order
 from shardwright.torch.pytorch.tree import flatten, leaves, map_tree
 from shardwright.torch.tensor_parallel.divided_tensor import (
@@ -104,7 +104,7 @@ class Boundary:
         if target.dim != inside.dim:
             return inside.placement(shape)
         lengths = [target.length(rank) for rank in range(self.group.num_ranks)]
-        if min(lengths) < inside.num_ranks:
+        if min(lengths) < LEAST_CUT_AGAIN * inside.num_ranks:
             return WHOLE
         return Cut.even(inside.dim, lengths[self.group.rank], num_ranks=inside.num_ranks)
 

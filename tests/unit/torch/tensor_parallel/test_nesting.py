@@ -175,3 +175,21 @@ def test_what_one_inner_group_has_at_hand_makes_no_decision_of_the_outer_group_n
     for found in on_grid(OUTER, INNER, on_rank):
         for each in found:
             torch.testing.assert_close(each, data @ weight)
+
+
+@pytest.mark.parametrize("length", [5, 7])
+def test_parts_of_one_position_are_not_cut_again(length):
+    """Gradients of a mean over positions: ranks with one called another collective."""
+    between = BetweenUnits.of_batch([(2, length)], 1, num_ranks=OUTER, inner_ranks=INNER, cuts_again=True)
+    data = torch.randn(2, length, 4, dtype=torch.float64)
+
+    def gradient(x):
+        leaf = x.detach().requires_grad_()
+        y = leaf.transpose(0, 1).contiguous().transpose(0, 1)
+        y = y * 2 + y.mean(1, keepdim=True)
+        y = y.transpose(0, 1).contiguous().transpose(0, 1)
+        (y * y).sum().backward()
+        return leaf.grad
+
+    for found in on_grid(OUTER, INNER, lambda g: whole(gradient(Boundary(g, between).placed(data.clone())))):
+        torch.testing.assert_close(found, gradient(data))
