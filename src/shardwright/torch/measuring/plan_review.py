@@ -30,6 +30,7 @@ __all__ = ["PlanReview"]
 log = logging.getLogger(__name__)
 
 _WARM_UP_STEPS = 2
+_LEAST_STEPS = 3  # recorded after these; one alone may be a slow second of the machine
 _LATEST = 20
 
 
@@ -62,6 +63,8 @@ class PlanReview:
         if self._num_seen <= _WARM_UP_STEPS:
             return
         self._stage_s.append(self._seconds(events))
+        if len(self._stage_s) < _LEAST_STEPS:
+            return
         middle = [median(column) for column in zip(*self._stage_s, strict=True)]
         found = factors_of_units(self.graph, self.profile, self.plan, middle)
         if found != self._factors:
