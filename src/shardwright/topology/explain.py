@@ -13,7 +13,16 @@ from shardwright.topology.space import all_ways
 from shardwright.topology.task import Task
 from shardwright.topology.way import PARTS, Way, describe
 
-__all__ = ["Comparison", "Sensitivity", "difference", "ideal_text", "reasons", "sensitivities", "why_not"]
+__all__ = [
+    "Comparison",
+    "Sensitivity",
+    "difference",
+    "ideal_text",
+    "not_run_text",
+    "reasons",
+    "sensitivities",
+    "why_not",
+]
 
 _RATES = {
     "flops_per_s": "faster matrix products",
@@ -100,6 +109,12 @@ def ideal_text(best: Way, ideal: Way) -> str:
         f"*: the best of all ways, {gain}; this version does not run {_listed(ideal.not_run_yet)} yet.\n"
         f"{describe(ideal)}"
     )
+
+
+def not_run_text(ways: Sequence[Way]) -> str:
+    """What ways with a star in the table need that this version does not run."""
+    parts = dict.fromkeys(part for way in ways for part in way.not_run_yet)
+    return f"*: this version does not run {_listed(list(parts))} yet."
 
 
 def _listed(parts: Sequence[str]) -> str:

@@ -61,7 +61,7 @@ def test_a_rank_out_of_step(num_ranks, ranks_per_host, degree, skips):
     """Between hosts, a message larger than the memory for it had gloo abort the process that was behind."""
     outcomes = run_ranks_outcomes(out_of_step, num_ranks, ranks_per_host, degree, skips=skips, timeout_s=60)
     for outcome in outcomes:
-        known = ("PeerLostError", "PeerTimeoutError", "TraceMismatchError", "UsageError")
+        known = ("ConfigError", "PeerLostError", "PeerTimeoutError", "TraceMismatchError", "UsageError")
         assert outcome.error_type in known, outcome.cause
         assert outcome.seconds < TIMEOUT_S + 20
         named = set(map(int, re.findall(r"rank (\d)", outcome.error_line))) - {outcome.rank}

@@ -52,7 +52,14 @@ def test_it_follows_until_ctrl_c(run):
     RunRecord(script="train.py").ended_as(run, "running")
     (run.path / ".metrics.lock").write_text(f"process {os.getpid()} on {os.uname().nodename}")
     command = [sys.executable, "-m", "shardwright", "watch", "runs/first"]
-    watching = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # Who runs tests in the background may have them ignore Ctrl-C.
+    watching = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         assert watching.stdout.readline() == "run runs/first: running\n"
         assert watching.stdout.readline().startswith("step 3 | ")

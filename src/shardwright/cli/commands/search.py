@@ -128,7 +128,7 @@ def plan_of(answer: "Answer", sample: "Sample") -> "Plan":
 
 def _text(answer: "Answer", ideal: "Way | None") -> str:
     from shardwright.cli.showing.ways_table import ways_table
-    from shardwright.topology.explain import ideal_text, reasons
+    from shardwright.topology.explain import ideal_text, not_run_text, reasons
 
     task, best = answer.task, answer.best
     size = f"{format_count(task.model.num_parameters)} parameters"
@@ -152,6 +152,8 @@ def _text(answer: "Answer", ideal: "Way | None") -> str:
     ]
     if ideal is not None:
         parts.append(ideal_text(best, ideal))
+    elif starred := [way for way in (best, *answer.alternatives) if way.not_run_yet]:
+        parts.append(not_run_text(starred))
     if not best.not_run_yet:
         parts.append(f"settings: {{{settings}}}")
     return "\n\n".join(parts)

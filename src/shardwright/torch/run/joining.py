@@ -163,8 +163,8 @@ def _check_backend(wanted: str, device: torch.device) -> None:
         )
 
 
-_OF_A_RANK = frozenset({"memory_limit", "report"})
-"""Settings of plans that may differ from rank to rank: that of the first one counts."""
+_OF_A_RANK = frozenset({"memory_limit", "plan", "report"})
+"""Settings that may differ from rank to rank: the first one's counts; a plan file may lie elsewhere."""
 
 _OF_RECORDED_STEPS = ("steps", "trace", "log_interval")
 """Settings that say in which steps the ranks of a pipeline exchange what they measured."""
