@@ -192,7 +192,7 @@ class Config(BaseModel):
     )
     plan_anew: bool = Field(
         False,
-        description="Choose microbatches and stages anew, instead of those of the last run of this script.",
+        description="Choose microbatches and stages anew, without the last run of this script and what it taught.",
     )
     plan_one_stage: bool = Field(
         False,

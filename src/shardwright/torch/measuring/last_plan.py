@@ -73,7 +73,7 @@ class LastPlan:
     def read_factors(self) -> dict[str, float]:
         """Factors on the seconds of unit calls, by label; none where no run has written any."""
         file = self._factors_file
-        if file is None or not file.is_file():
+        if file is None or self._context.config.plan_anew or not file.is_file():
             return {}
         try:
             found = UserFile(file, what="factors of units", error=UsageError).read_json()

@@ -116,3 +116,5 @@ def test_factors_are_kept_however_small(tmp_path: Path, monkeypatch: pytest.Monk
     last = LastPlan(run, torch.nn.Linear(2, 2), samples=4)
     last.write_factors({"u.0": 1.23456e-5, "u.1": 2.0})
     assert last.read_factors() == {"u.0": 1.235e-5, "u.1": 2.0}
+    run.config = Config(plan_anew=True)
+    assert last.read_factors() == {}
