@@ -192,7 +192,8 @@ class Config(BaseModel):
     )
     plan_anew: bool = Field(
         False,
-        description="Choose microbatches and stages anew, without the last run of this script and what it taught.",
+        description="Choose microbatches and stages anew, without the last run of this script and what it "
+        "taught.",
     )
     plan_one_stage: bool = Field(
         False,
