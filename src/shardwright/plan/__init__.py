@@ -2,13 +2,14 @@
 
 from shardwright.plan.decision import MeshPlan, SchedulePlan, StagePlan
 from shardwright.plan.identity import ModelIdentity, identity
-from shardwright.plan.plan import PLAN_VERSION, Plan, stage_of_label
+from shardwright.plan.plan import PLAN_VERSION, REMEDY, Plan, stage_of_label
 from shardwright.plan.prediction import CostRecord, MemoryPrediction, Prediction, StagePrediction
 from shardwright.plan.rivals import Alternative, Trial
 from shardwright.plan.tensor_plan import TensorPlan, TensorPrices
 
 __all__ = [
     "PLAN_VERSION",
+    "REMEDY",
     "Alternative",
     "CostRecord",
     "MemoryPrediction",

@@ -35,9 +35,12 @@ from shardwright.problems import describe, field_names, join
 from shardwright.quantities import format_bytes, format_seconds
 from shardwright.text_table import align
 
-__all__ = ["PLAN_VERSION", "Plan", "stage_of_label"]
+__all__ = ["PLAN_VERSION", "REMEDY", "Plan", "stage_of_label"]
 
 PLAN_VERSION = 2
+
+REMEDY = "Make the plan anew, or start without it."
+"""What a `StalePlanError` of another model ends with."""
 
 
 class Plan(Record):
@@ -234,16 +237,12 @@ class Plan(Record):
         self.check_world(world_size)
         if graph.labels != self.model.units:
             difference = difference_of_units(graph.labels, self.model.units)
-            raise StalePlanError(
-                f"the plan was made for a model with other units: {difference}. Make the plan anew, or start "
-                "without it."
-            )
+            raise StalePlanError(f"the plan was made for a model with other units: {difference}. {REMEDY}")
         if graph.model_fingerprint != self.model.fingerprint:
             raise StalePlanError(
                 f"the plan was made for a model with fingerprint {self.model.fingerprint} and "
                 f"{self.model.num_parameters} parameters, but this one has {graph.model_fingerprint} and "
-                f"{graph.num_parameters}: other parameters, or other shapes, types or ties of them. "
-                "Make the plan anew, or start without it."
+                f"{graph.num_parameters}: other parameters, or other shapes, types or ties of them. {REMEDY}"
             )
 
     def check_world(self, world_size: int) -> None:

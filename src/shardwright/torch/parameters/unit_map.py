@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import StalePlanError, TraceError
 from shardwright.model_graph import ParameterSpec
+from shardwright.plan import REMEDY
 from shardwright.torch.interception.deferred import spec_of
 
 __all__ = ["UnitMap", "refuse_unknown_units"]
@@ -91,5 +92,5 @@ def refuse_unknown_units(model: nn.Module, names: Sequence[str]) -> None:
     if missing:
         raise StalePlanError(
             f"the plan was made for another model: {len(missing)} of its {len(names)} units are no modules "
-            f"of this one, for example {missing[0]}. Make the plan anew."
+            f"of this one, for example {missing[0]}. {REMEDY}"
         )

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardwright.errors import StalePlanError
+from shardwright.plan import REMEDY
 from smdistributed.modelparallel.torch.state_mod import state
 
 __all__ = ["naming_the_file"]
@@ -16,7 +17,7 @@ def naming_the_file() -> Iterator[None]:
         yield
     except StalePlanError as error:
         if state.resumed_from:
-            reason = str(error).removesuffix(" Make the plan anew.")
+            reason = str(error).removesuffix(f" {REMEDY}")
             raise StalePlanError(
                 f"{state.resumed_from} cannot be loaded, because its partition does not fit: {reason} Resume "
                 "with the model that was saved, in the same dtype; or save a full one "
