@@ -17,8 +17,7 @@ import dataclasses
 import json
 import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,11 @@ from tensorflow_pipeline import (
     QUICK,
     RANKS,
     VOCABULARY,
-    WARM_UP,
     Size,
-    batches,
     gpt,
     in_one_process,
     over_ranks,
+    timed,
 )
 
 _EPSILON = 1e-3  # of Keras' layer norms; PyTorch's is smaller
@@ -104,7 +102,7 @@ def torch_in_one_process(size: Size, microbatches: int) -> tuple[float, float, l
         optimizer.step()
         return total
 
-    return _timed(train, size)
+    return timed(train, size, tensor=torch.from_numpy)
 
 
 def torch_over_ranks(size: Size, microbatches: int) -> tuple[float, float, list[float], float]:
@@ -131,25 +129,12 @@ def torch_over_ranks(size: Size, microbatches: int) -> tuple[float, float, list[
         optimizer.step()
         return loss
 
-    seconds, of_cores_s, losses = _timed(train, size)
+    seconds, of_cores_s, losses = timed(train, size, tensor=torch.from_numpy)
     plan = context().plan
     assert plan is not None
     predicted_s = plan.prediction.step_s
     sw.shutdown()
     return seconds, of_cores_s, losses, predicted_s
-
-
-def _timed(train: Callable[[Tensor, Tensor], Tensor], size: Size) -> tuple[float, float, list[float]]:
-    """Median seconds of a step, those of this process' cores, and the losses."""
-    ids, labels = map(torch.from_numpy, batches(size))
-    losses, seconds, of_cores = [], [], []
-    for number in range(WARM_UP + size.steps):
-        begun_s, used_s = time.perf_counter(), time.process_time()
-        losses.append(float(train(ids, labels)))
-        if number >= WARM_UP:
-            seconds.append(time.perf_counter() - begun_s)
-            of_cores.append(time.process_time() - used_s)
-    return statistics.median(seconds), statistics.median(of_cores), losses
 
 
 def keras_parameters(size: Size) -> int:

@@ -114,11 +114,17 @@ def batches(size: Size) -> tuple[Any, Any]:
     return ids, labels
 
 
-def timed(train: Callable[[Any, Any], Any], size: Size) -> tuple[float, float, list[float]]:
-    """Median seconds of a step, those of this process' cores, and the losses."""
-    import tensorflow as tf
+def timed(
+    train: Callable[[Any, Any], Any], size: Size, *, tensor: Callable[[Any], Any]
+) -> tuple[float, float, list[float]]:
+    """Median seconds of a step, those of this process' cores, and the losses.
 
-    ids, labels = map(tf.constant, batches(size))
+    Args:
+        train: one step on a batch.
+        size: says how many steps.
+        tensor: makes a tensor of the framework from an array.
+    """
+    ids, labels = map(tensor, batches(size))
     losses, seconds, of_cores = [], [], []
     for number in range(WARM_UP + size.steps):
         begun_s, used_s = time.perf_counter(), time.process_time()
@@ -148,7 +154,7 @@ def in_one_process(size: Size, microbatches: int) -> tuple[float, float, list[fl
         optimizer.apply_gradients(zip(means, model.trainable_variables, strict=True))
         return sum(loss for _, loss in results) / microbatches
 
-    return timed(train, size)
+    return timed(train, size, tensor=tf.constant)
 
 
 def over_ranks(size: Size, microbatches: int) -> tuple[float, float, list[float], float]:
@@ -171,7 +177,7 @@ def over_ranks(size: Size, microbatches: int) -> tuple[float, float, list[float]
         optimizer.apply_gradients(zip(means, model.trainable_variables, strict=True))
         return loss.reduce_mean()
 
-    seconds, of_cores_s, losses = timed(train, size)
+    seconds, of_cores_s, losses = timed(train, size, tensor=tf.constant)
     plan = keras_run().plan
     assert plan is not None
     predicted_s = plan.prediction.step_s
