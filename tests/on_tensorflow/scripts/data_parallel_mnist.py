@@ -10,7 +10,7 @@ tf.random.set_seed(10 + sdp.rank())
 
 x = np.random.RandomState(1).rand(32, 8, 8, 1).astype("float32")
 y = np.random.RandomState(2).randint(0, 10, 32)
-dataset = tf.data.Dataset.from_tensor_slices((x, y)).shard(sdp.size(), sdp.rank()).repeat(3).batch(8)
+dataset = tf.data.Dataset.from_tensor_slices((x, y)).shard(sdp.size(), sdp.rank()).repeat(8).batch(8)
 
 mnist_model = tf.keras.Sequential(
     [tf.keras.layers.Conv2D(4, 3, activation="relu"), tf.keras.layers.Flatten(), tf.keras.layers.Dense(10)]
@@ -32,6 +32,6 @@ def training_step(images, labels, first_batch):
     return sdp.oob_allreduce(loss_value)
 
 
-losses = [float(training_step(images, labels, n == 0)) for n, (images, labels) in enumerate(dataset.take(6))]
+losses = [float(training_step(images, labels, n == 0)) for n, (images, labels) in enumerate(dataset.take(16))]
 weights = mnist_model.get_weights()
 ranks = sdp.rank(), sdp.size(), sdp.local_rank(), sdp.local_size()
