@@ -26,11 +26,12 @@ TENSORFLOW_STAMP := $(TENSORFLOW_VENV)/installed-for-$(PYTHON_VERSION)
 
 DOCS_STAMP := $(VENV)/docs-installed-for-$(PYTHON_VERSION)
 
-.PHONY: help test test-all test-jobs test-compat test-trainer test-tensorflow check sweep demo demo-tensorflow docs dist clean
+.PHONY: help test test-thorough test-all test-jobs test-compat test-trainer test-tensorflow check sweep demo demo-tensorflow docs dist clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make test    install what the tests need into .venv, check the code, run the tests of the library'
+	@echo 'make test-thorough   the costly kinds of the same'
 	@echo 'make test-jobs   whole jobs: scripts, launchers, hosts with networks of their own, other trainers'
 	@echo 'make test-compat   the package smdistributed, and scripts written for SageMaker'
 	@echo 'make test-trainer   the same with the Trainer of transformers 4.28'
@@ -46,19 +47,26 @@ help:
 
 # Folders of tests that other targets run.
 ELSEWHERE := e2e cluster ecosystem compat compat_trainer on_tensorflow
+LIBRARY := $(patsubst %,--ignore tests/%,$(ELSEWHERE))
 
-PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m 'not sweep'
+PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
+EVERY_RUN := -m 'not thorough and not sweep'
+THOROUGH := -m 'thorough and not sweep'
+NO_SWEEP := -m 'not sweep'
 
 test: check
-	$(PYTEST) --doctest-modules --ignore src/shardwright/tensorflow $(patsubst %,--ignore tests/%,$(ELSEWHERE)) src tests
+	$(PYTEST) $(EVERY_RUN) --doctest-modules --ignore src/shardwright/tensorflow $(LIBRARY) src tests
 
-test-all: test test-jobs test-compat test-trainer test-tensorflow
+test-thorough: $(STAMP)
+	$(PYTEST) $(THOROUGH) $(LIBRARY) tests
+
+test-all: test test-thorough test-jobs test-compat test-trainer test-tensorflow
 
 test-jobs: $(STAMP)
-	$(PYTEST) tests/e2e tests/cluster tests/ecosystem
+	$(PYTEST) $(NO_SWEEP) tests/e2e tests/cluster tests/ecosystem
 
 test-compat: $(STAMP)
-	$(PYTEST) tests/compat
+	$(PYTEST) $(NO_SWEEP) tests/compat
 
 test-tensorflow: $(TENSORFLOW_STAMP)
 	$(TENSORFLOW_VENV)/bin/python -m pytest -m 'not sweep' --doctest-modules src/shardwright/tensorflow tests/on_tensorflow

@@ -1,4 +1,7 @@
-"""Few of many combinations: in every run those that show each pair of values, the rest in ``make sweep``."""
+"""Few of many combinations: in every run those that show each pair of values, the rest in ``make sweep``.
+
+In between: costly kinds that ``make test-thorough`` has, and so CI, but not each ``make test``.
+"""
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import combinations, product
@@ -6,7 +9,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["chosen", "combinations_of", "in_every_run", "in_sweep", "some_combinations"]
+__all__ = ["chosen", "combinations_of", "in_every_run", "in_sweep", "some_combinations", "thorough"]
 
 
 def in_sweep(*values: Any, **more: Any) -> Any:
@@ -14,11 +17,19 @@ def in_sweep(*values: Any, **more: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.sweep, **more)
 
 
-def in_every_run(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
-    """All values of a parameter, of which those that are not among some are left to the sweep."""
+def thorough(*values: Any, **more: Any) -> Any:
+    """Values of a test's parameters that only ``make test-thorough`` has."""
+    return pytest.param(*values, marks=pytest.mark.thorough, **more)
+
+
+def in_every_run(
+    values: Iterable[Any], kept: Collection[Any], *, in_thorough: Collection[Any] = ()
+) -> list[Any]:
+    """All values of a parameter; those in neither collection are left to the sweep."""
     values = list(values)
-    assert all(value in values for value in kept)
-    return [value if value in kept else in_sweep(value) for value in values]
+    assert all(value in values for value in (*kept, *in_thorough))
+    others = {True: thorough, False: in_sweep}
+    return [value if value in kept else others[value in in_thorough](value) for value in values]
 
 
 def combinations_of(*axes: Sequence[Any], kept: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -123,7 +123,7 @@ class CallsMultihead(nn.Module):
     combinations_of(
         [False, True],
         [CallsAttention, CallsMultihead],
-        kept=[(False, CallsMultihead), (True, CallsAttention)],
+        kept=[(True, CallsAttention)],
     ),
 )
 def test_modules_of_pytorch(kind, by_hand):

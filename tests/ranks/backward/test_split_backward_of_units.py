@@ -319,6 +319,7 @@ def test_units_may_be_recomputed():
     check(ANY[::2], {"full": {"pipeline": "zb_h1", "activation_checkpointing": "full"}})
 
 
+@pytest.mark.thorough
 def test_replicas_wait_for_every_use_of_a_weight():
     plain = {"pipeline": "zb_v", "pipeline_parallel_degree": 2}
     recomputed = {**plain, "pipeline": "zb_h1", "activation_checkpointing": "full"}

@@ -57,6 +57,7 @@ SHARDS = {"sharded_data_parallel_degree": 2}
 LAYERS = {"tensor_parallel_degree": 2}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("settings", "built"),
     combinations_of(

@@ -88,6 +88,7 @@ def joined(of_ranks: list[list[Any]]) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("settings", "ranks", "ranks_per_host"),
     [

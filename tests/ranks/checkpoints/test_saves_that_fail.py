@@ -231,6 +231,7 @@ def test_a_snapshot_that_one_rank_cannot_take_is_none_on_all(tmp_path: Path) -> 
     assert not list(tmp_path.glob("*.tmp-*"))
 
 
+@pytest.mark.thorough
 def test_what_an_optimizer_keeps_in_containers_comes_back(tmp_path: Path) -> None:
     """Lists of tensors, as Shampoo has them, and numbers; state of what is no parameter is refused."""
 
@@ -348,6 +349,7 @@ def test_a_rank_killed_at_any_write_leaves_the_old_or_the_new(
         CheckpointFolder(folder).open().check()
 
 
+@pytest.mark.thorough
 def test_damage_is_refused_and_an_older_one_taken_only_if_asked(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -369,6 +371,7 @@ def test_damage_is_refused_and_an_older_one_taken_only_if_asked(
     assert (tmp_path / "step-00000006.2").is_dir()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("number", "expected"),
     [

@@ -55,6 +55,7 @@ def test_all_ranks_measure_the_same_prices_and_choose_alike(hosts):
     assert all(each == found[0] for each in found)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("hosts", "lanes"), [("aabb", 4), in_sweep("aab", 0)])
 def test_collectives_of_devices_are_measured(hosts, lanes):
     def measure():

@@ -229,6 +229,7 @@ def by_microbatch(result: Any) -> list[Any]:
     return list(result)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [

@@ -187,6 +187,7 @@ def reads_what_hooks_keep(model: Any, x: Tensor, y: Tensor) -> Any:
     return {"means": means, "numbers": numbers}
 
 
+@pytest.mark.thorough
 def test_what_hooks_keep_in_attributes_is_read_on_every_rank() -> None:
     same_as_on_one_rank(reads_what_hooks_keep, model=Hooked)
 
@@ -337,6 +338,7 @@ def test_what_is_decided_is_decided_on_all_ranks(function: Any) -> None:
     same_as_on_one_rank(function, ranks=2)
 
 
+@pytest.mark.thorough
 def test_replicas_decide_for_themselves() -> None:
     """Some microbatches of each are left out; weights are as with one replica of all."""
     (results, _, weights) = run_ranks(outcome, 1, skips)[0]
@@ -406,6 +408,7 @@ class Kept:
         pass
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("rank", "every"), [in_sweep(0, 3), (1, 1), in_sweep(0, 1), in_sweep(1, 3)])
 def test_one_rank_may_read_alone(rank: int, every: int) -> None:
     def run() -> tuple[Any, str]:
@@ -641,6 +644,7 @@ def reads_much_that_a_module_changes(model: Any, x: Tensor, y: Tensor) -> Any:
     return reads_what_a_module_changes(model, x.repeat(1, 200), y.repeat(1, 200))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("function", "model", "settings"),
     [
@@ -733,6 +737,7 @@ def reads_what_is_early(model: Any, x: Tensor, y: Tensor) -> Any:
     return loss, read
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "ranks", "microbatches"),
     [
@@ -1056,6 +1061,7 @@ REFUSED_IN_EVERY_RUN = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "function", in_every_run(REFUSED, REFUSED_IN_EVERY_RUN), ids=lambda function: function.__name__
 )

@@ -294,6 +294,7 @@ def test_what_cannot_go_over_replicas_is_refused_with_the_line():
             assert "test_collectives_in_a_forward.py:" in said[what]
 
 
+@pytest.mark.thorough
 def test_collectives_with_gradients_have_no_default_group():
     """Imported behind the start of a run, they went over all ranks also in a step, and waited there."""
     script = (

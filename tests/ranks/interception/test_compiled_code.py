@@ -126,6 +126,7 @@ def trained(
         sw.shutdown()
 
 
+@pytest.mark.thorough
 def test_scripted_code_between_units_and_as_units():
     """A function ended in an error without words, because it ran on stand-ins; modules were refused."""
 
@@ -156,6 +157,7 @@ def test_scripted_code_between_units_and_as_units():
     run_ranks(job, 2)
 
 
+@pytest.mark.thorough
 def test_compiled_functions_between_units_run_as_they_are_written():
     """It took half a minute for two layers: the compiler compiled our interception of every call."""
 
@@ -174,6 +176,7 @@ def test_compiled_functions_between_units_run_as_they_are_written():
     assert all(number > 0 for number in run_ranks(job, 2))
 
 
+@pytest.mark.thorough
 def test_compiled_functions_inside_units_are_compiled_once():
     """A module that calls one is a unit, so that it runs compiled, if it is not more than a stage."""
 
@@ -227,6 +230,7 @@ def test_compiled_modules(how):
     assert all(0 < number <= 4 for number in run_ranks(job, 2))
 
 
+@pytest.mark.thorough
 def test_a_compiled_backward_may_be_asked_for_its_inputs_first():
     """Schedules that put weight gradients off find the backward of a compiled unit in one piece."""
 
@@ -252,6 +256,7 @@ def test_states_of_compiled_models_can_be_loaded():
     run_ranks(job, 1)
 
 
+@pytest.mark.thorough
 def test_a_compiler_around_a_step_is_told_that_it_has_no_effect():
     """It was compiling the library for minutes, and failed at a collective call."""
 

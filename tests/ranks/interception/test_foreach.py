@@ -44,6 +44,7 @@ class AveragesItsWeights(Stack):
         return self.head(x) - self.average(x)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("build", "kind"),
     some_combinations([ChangesManyAtOnce, AveragesItsWeights], ["interleaved_1f1b", "1f1b"]),

@@ -155,6 +155,7 @@ def check(
     assert run_ranks(differences_by_case, ranks, recipe, {"": case}, timeout_s=60) == [{}] * ranks
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("build", "pipeline"),
     [

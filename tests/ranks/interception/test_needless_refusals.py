@@ -101,6 +101,7 @@ def test_an_item_is_put_into_a_list(build):
     assert run_ranks(differences, 2, recipe(build), CASE) == [[], []]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "build",
     [
@@ -332,6 +333,7 @@ class DeadCodes(nn.Module):
         return x + self.codes[nearest]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [Bank, in_sweep(FirstValues), DeadCodes])
 def test_a_module_with_buffers_alone_may_look_at_values(kind):
     """It could not be placed whole, as modules with parameters are."""

@@ -24,6 +24,7 @@ def planned(settings, *, most):
     return plan_here(training(), config=Config.parse(settings), most=most, steps=2).to_json()
 
 
+@pytest.mark.thorough
 def test_the_fastest_of_the_trials_is_kept():
     import shardwright.torch as sw
     from shardwright.plan import Plan
@@ -62,6 +63,7 @@ def test_trials_teach_later_predictions(monkeypatch, tmp_path):
     assert any("3 earlier runs" in reason for reason in plans[3]["why"])
 
 
+@pytest.mark.thorough
 def test_degrees_that_are_set_stay():
     from shardwright.plan import Plan
 
@@ -139,6 +141,7 @@ def with_refusals(how_many):
         module.try_plan = before
 
 
+@pytest.mark.thorough
 def test_a_plan_that_does_not_run_is_told_and_the_others_are_tried():
     from shardwright.plan import Plan
 

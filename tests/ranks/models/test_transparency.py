@@ -67,7 +67,21 @@ TRAINED_ELSEWHERE = (
 )
 
 
-@pytest.mark.parametrize("name", in_every_run(ZOO, [name for name in ZOO if name not in TRAINED_ELSEWHERE]))
+# Costly, or like others of every run.
+TRAINED_THOROUGHLY = (
+    *("ALBERT", "TransformerEncoder", "Mixtral", "hooks collect outputs", "transposes between blocks"),
+    *("returns a dataclass", "deep supervision", "no_grad comes first"),
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    in_every_run(
+        ZOO,
+        [name for name in ZOO if name not in (*TRAINED_ELSEWHERE, *TRAINED_THOROUGHLY)],
+        in_thorough=TRAINED_THOROUGHLY,
+    ),
+)
 def test_every_model_trains_over_two_stages(name):
     """Each schedule has 4 microbatches of some models, and 6 of others."""
     number = list(ZOO).index(name)
@@ -83,6 +97,7 @@ def test_costs_may_be_measured(name, tmp_path, monkeypatch):
     check(ZOO[name], {"measured": measured, "from the cache": measured})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
@@ -128,11 +143,13 @@ def with_hidden_states(model: nn.Module, batch: Any) -> Tensor:
     return answer.loss + torch.stack([hidden.square().mean() for hidden in answer.hidden_states]).sum()
 
 
+@pytest.mark.thorough
 def test_what_the_model_recomputes_itself_is_recomputed_once():
     full = {"activation_checkpointing": "full"}
     check(ZOO["recomputes"], {kind: case({**SCHEDULES[kind], **full}) for kind in KINDS})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -148,6 +165,7 @@ def test_an_evaluation_that_comes_first_plans_for_what_is_recomputed_in_training
     check(ZOO[name], {kind: case(SCHEDULES[kind], iterations=(EVALUATION, Iteration()))}, num_ranks=4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -192,6 +210,7 @@ def test_one_process_runs_the_same_script(name):
     check(ZOO[name], {"one": case(), "loss.backward()": case(plain_backward=True)}, num_ranks=1)
 
 
+@pytest.mark.thorough
 def test_a_tensor_may_be_changed_after_another_stage_has_read_it():
     def place(model: ChangesWhatAnotherStageReads) -> None:
         sw.set_partition(model.block, 0)
@@ -208,6 +227,7 @@ def test_units_may_change_the_views_that_they_get(kind):
     check(Recipe(build=AddsToViews, batch=features, loss=classify), {kind: case(SCHEDULES[kind])})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", in_every_run(KINDS, ["zb_v"]))
 def test_evaluation_reads_the_buffers_that_glue_changed(kind):
     iterations = (Iteration(), EVALUATION, Iteration(batch_size=7))
@@ -220,6 +240,7 @@ REFUSED: dict[type[nn.Module], str] = {
 }
 
 
+@pytest.mark.thorough
 def test_a_counter_that_python_reads_needs_one_stage_a_rank():
     recipe = Recipe(build=zoo_modules.CountsForPython, batch=features, loss=classify)
     check(recipe, {"1f1b": case(SCHEDULES["1f1b"]), "auto": case()})
@@ -254,6 +275,7 @@ def test_too_few_pieces_are_left_where_everything_must_share_a_stage(build):
         check(recipe, {"1f1b": case(SCHEDULES["1f1b"])}, num_ranks=4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "then"),
     [
@@ -304,6 +326,7 @@ def test_what_stages_cannot_do_is_refused_before_the_first_step(build):
     assert "zoo_modules.py:" in str(caught.value)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -345,6 +368,7 @@ def test_what_scripts_do_with_a_large_model(script):
     check(ZOO["T5"], {script: SCRIPTS[script]})
 
 
+@pytest.mark.thorough
 def test_gradients_of_two_steps_are_averaged_over_replicas():
     script = SCRIPTS["gradients of two steps"]
     for degree in (1, 2):

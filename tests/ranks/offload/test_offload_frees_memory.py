@@ -101,6 +101,7 @@ def test_recomputed_units_keep_a_few_inputs():
     assert offloaded < 8
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [in_sweep("gpipe"), "1f1b"])
 def test_stages_keep_a_few_units_of_all_microbatches_in_flight(kind):
     settings = {"pipeline": kind, "activation_checkpointing": "none"}

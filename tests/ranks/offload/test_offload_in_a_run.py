@@ -106,6 +106,7 @@ def test_a_plan_says_which_units_offload(tmp_path: Path) -> None:
     assert run_ranks(follow_a_plan, 2, str(file)) == plain
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [in_sweep(1), 2])
 def test_compiled_models(ranks: int) -> None:
     plain = run_ranks(train_some, ranks, {}, compiled=True, timeout_s=120)

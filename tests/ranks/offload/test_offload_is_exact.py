@@ -82,7 +82,7 @@ IN_EVERY_RUN = (
 )
 
 
-@pytest.mark.parametrize("name", [name if name in IN_EVERY_RUN else in_sweep(name) for name in ZOO])
+@pytest.mark.parametrize("name", in_every_run(ZOO, IN_EVERY_RUN[:2], in_thorough=IN_EVERY_RUN))
 def test_models_over_two_stages(name):
     """Each takes its turn at the schedules."""
     number = list(ZOO).index(name)

@@ -136,6 +136,7 @@ def test_parameters_that_are_clipped_one_by_one_must_be_the_same_on_all_ranks():
         run_ranks(clipped_one_by_one, 2, each_that_is_here)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("choose", "own_groups"),
     [(each_of_the_model, False), (each_group, False), (each_group, True), (one_of_each_stage, False)],

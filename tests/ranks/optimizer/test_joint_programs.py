@@ -139,6 +139,7 @@ def test_what_only_large_gradients_show():
     assert trial(ClipsLarge([nn.Parameter(torch.ones(4, 4))], lr=0.1)).couples
 
 
+@pytest.mark.thorough
 def test_over_stages_and_replicas():
     for difference, alike, _ in run_ranks(train_with, 4, Compares, BOTH):
         assert difference < 1e-10
@@ -278,6 +279,7 @@ def test_random_numbers_of_no_parameter_are_refused():
         run_ranks(train_with, 2, Draws, {})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("change", "text"),
     [

@@ -288,6 +288,7 @@ def test_over_stages_they_are_those_of_the_whole_model(kind):
     assert sum(num_states for _, _, num_states in ranks) == of_plain
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "config"),
     [
@@ -310,6 +311,7 @@ def test_over_stages_and_replicas(kind):
         assert difference < 1e-10
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "net", "options", "text"),
     [

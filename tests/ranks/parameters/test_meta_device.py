@@ -488,6 +488,7 @@ def _peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+@pytest.mark.thorough
 def test_the_peak_of_a_rank_is_its_share(capabilities):
     """A model of 402 MB over two ranks, measured by the kernel, from before it is built."""
     if not capabilities["/proc"]:

@@ -164,6 +164,7 @@ def test_trains_as_a_plain_loop(ranks, settings, optimizer_first):
             torch.testing.assert_close(own[name], value, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("settings", "more", "tolerance"),
     [
@@ -425,6 +426,7 @@ def _train(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("ranks", "settings", "way"),
     [

@@ -429,6 +429,7 @@ def differences_of_a_teacher(follow: Any, settings: dict[str, Any]) -> tuple[flo
     return worst, refused, len(remote(model))
 
 
+@pytest.mark.thorough
 def test_a_teacher_follows_wherever_its_layers_are() -> None:
     """There was no way, where a rank held the teacher's layer and another one the student's."""
 
@@ -452,6 +453,7 @@ def test_a_teacher_follows_wherever_its_layers_are() -> None:
         assert not apart or "with model.gathered(student, teacher):" in refused
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("ranks", "pipeline"), [in_sweep(2, 1), (4, 2)])
 def test_a_teacher_follows_where_ranks_share_layers(ranks: int, pipeline: int) -> None:
     """Inside, parameters are ordinary tensors; behind it each rank has its part of what they became."""

@@ -13,7 +13,7 @@ from zoo import classify, features
 from zoo_modules import CLASSES, WIDTH
 
 import shardwright.torch as sw
-from choices import in_sweep
+from choices import in_sweep, thorough
 from shardwright.testing import RanksFailedError, run_ranks
 
 ITERATIONS = (Iteration(), Iteration(train=False), Iteration(batch_size=7))
@@ -210,14 +210,14 @@ RUNS = [
     ("spectral_norm", "1f1b"),
     in_sweep("pruned", "zb_v"),
     in_sweep("merged", "1f1b"),
-    ("hyper", "zb_v"),
-    ("tied", "1f1b"),
+    thorough("hyper", "zb_v"),
+    thorough("tied", "1f1b"),
     in_sweep("gains", "zb_v"),
     ("recomputed", "1f1b"),  # the hook ran in the backward, too
     in_sweep("recomputed with a hook", "1f1b"),
     ("cached", "zb_v"),
     in_sweep("notes", "1f1b"),
-    ("lists", "1f1b"),
+    thorough("lists", "1f1b"),
 ]
 
 

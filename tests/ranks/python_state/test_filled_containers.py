@@ -206,6 +206,7 @@ MODELS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "recompute"),
     combinations_of(

@@ -210,9 +210,7 @@ TABLES = (
 )
 
 
-@pytest.mark.parametrize(
-    "kind", in_every_run(TABLES, [TableInABuffer, TableBehindLruCache])
-)
+@pytest.mark.parametrize("kind", in_every_run(TABLES, [TableInABuffer, TableBehindLruCache]))
 def test_a_table_is_computed_once_and_found_by_later_microbatches(check, kind):
     number = TABLES.index(kind) % 3
     check(partial(AddsTable, kind), *KINDS[number:], *KINDS[:number])
@@ -290,6 +288,7 @@ class CountsInPlace(Stack):
         return super().forward(x)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "build",
     [BlocksCountInPlace, in_sweep(CountsInPlace), in_sweep(CountsToo), ScalesByTheFirst, WarmsUp],
@@ -449,6 +448,7 @@ class ShortensLate(Stack):
         return self.head(x)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("build", "message"),
     [

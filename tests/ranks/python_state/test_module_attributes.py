@@ -307,6 +307,7 @@ class HasASecondHalf(Stack):
         return self.head(x)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("build", "first"),
     [
@@ -319,6 +320,7 @@ def test_what_a_forward_puts_back_at_its_end_is_its_own_until_then(check, build,
     check(build, *beginning_with(first))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("build", "first"), [in_sweep(SwitchesAdaptersOff, "interleaved_1f1b"), (EvaluatesInBetween, "zb_v")]
 )
@@ -352,6 +354,7 @@ def test_what_a_unit_leaves_in_an_attribute_is_found_on_every_stage(check, block
     check(lambda: SumsAttributes(block), *beginning_with(first))
 
 
+@pytest.mark.thorough
 def test_what_a_recomputed_unit_leaves_in_an_attribute(check):
     check(SumsAttributes, "1f1b", activation_checkpointing="full")
 

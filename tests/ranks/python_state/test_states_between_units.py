@@ -4,6 +4,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transparency import Case, Iteration, Recipe, differences
@@ -163,6 +164,7 @@ def differences_of_all() -> list[str]:
     return found
 
 
+@pytest.mark.thorough
 def test_each_microbatch_finds_its_own_counts_and_lists():
     """It went on with those of the microbatch that had come in between."""
     assert run_ranks(differences_of_all, 2) == [[], []]

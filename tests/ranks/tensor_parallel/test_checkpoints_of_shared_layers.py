@@ -75,6 +75,7 @@ def named(pair: tuple[Layout, Layout]) -> str:
     return " to ".join("x".join(map(str, layout)) for layout in pair)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "pair",
     [

@@ -140,6 +140,7 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("built", ["meta", "delayed"])
 def test_the_peak_of_a_rank_is_its_share(capabilities, built: str) -> None:
     """A model of 402 MB over two ranks, measured by the kernel, from before it is built."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from language_models import MODELS, all_in_64_bits, build
 
-from choices import in_sweep
+from choices import in_sweep, thorough
 from shardwright.placement import Cut
 from shardwright.testing import run_ranks
 
@@ -74,7 +74,7 @@ def compare(name, placements):
 @pytest.mark.parametrize(
     ("num_ranks", "placements", "names"),
     [
-        (2, alternating, list(MODELS)),
+        thorough(2, alternating, list(MODELS)),
         in_sweep(3, alternating, list(MODELS)),
         (3, at_random, ["gpt2 odd", "llama with one key head", "t5"]),
         in_sweep(3, at_random, list(MODELS)),

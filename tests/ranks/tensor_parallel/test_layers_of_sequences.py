@@ -53,6 +53,7 @@ def test_stages_replicas_and_shards_of_both():
     check(language(tied=True, dropout=0.1), cases, num_ranks=8)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", in_every_run(["llama", "gpt2", "bert"], ["llama"]))
 def test_models_of_hugging_face(name):
     uneven = (Iteration(length=11, batch_size=5),)

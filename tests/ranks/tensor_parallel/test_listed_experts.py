@@ -37,6 +37,7 @@ def test_ranks_share_experts_in_lists():
     check(sparse(*BLOCKS), {"three steps": steps}, num_ranks=2)
 
 
+@pytest.mark.thorough
 def test_stages_replicas_and_shards_of_listed_experts():
     steps = (Iteration(length=6),) * 2
     recomputed = {"pipeline_parallel_degree": 1, "activation_checkpointing": "full"}

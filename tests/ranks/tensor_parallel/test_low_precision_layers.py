@@ -112,6 +112,7 @@ def test_16_bits(dtype, settings, num_ranks):
     assert whole[-1] <= sum(each[-1] for each in found) < 1.1 * whole[-1] * num_ranks / num_parts
 
 
+@pytest.mark.thorough
 def test_an_optimizer_that_looks_at_rows_and_columns():
     compare(2, TENSOR, torch.bfloat16, 1e-2, make=adafactor)
 

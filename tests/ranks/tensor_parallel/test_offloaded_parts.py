@@ -61,6 +61,7 @@ def test_ranks_offload_their_parts(num_ranks: int) -> None:
     check(language(tied=True, dropout=0.1), cases, num_ranks=num_ranks)
 
 
+@pytest.mark.thorough
 def test_stages_and_shards_of_parts() -> None:
     settings = {**OFFLOADS, "microbatches": 4}
     shards = {
@@ -76,6 +77,7 @@ def test_stages_and_shards_of_parts() -> None:
     check(language(tied=True, dropout=0.1), cases, num_ranks=4)
 
 
+@pytest.mark.thorough
 def test_parts_of_sequences() -> None:
     stages = {**OFFLOADS, "microbatches": 4, **SCHEDULES["1f1b"]}
     cases = {
@@ -86,6 +88,7 @@ def test_parts_of_sequences() -> None:
     check(language(tied=True, dropout=0.1), cases, num_ranks=4)
 
 
+@pytest.mark.thorough
 def test_parts_of_samples_and_experts() -> None:
     steps = (Iteration(batch_size=7, length=5), Iteration(length=6))
     cases = {
@@ -95,6 +98,7 @@ def test_parts_of_samples_and_experts() -> None:
     check(sparse("Mixtral", "DeepSeek"), cases, num_ranks=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", in_every_run(ZOO, ("changes in place", "changes views", "LSTM")))
 def test_models_of_all_kinds(name: str) -> None:
     # Under `torch.utils.checkpoint` in the model's own code, units save nothing for long.

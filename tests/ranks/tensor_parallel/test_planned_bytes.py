@@ -71,9 +71,7 @@ def sent_and_planned(name, microbatches, settings):
 # they are placed.
 @pytest.mark.parametrize(
     ("name", "microbatches"),
-    combinations_of(
-        ["llama", "gpt2", "bert", "gpt_neox", "t5"], [1, 2], kept=[("llama", 2)]
-    ),
+    combinations_of(["llama", "gpt2", "bert", "gpt_neox", "t5"], [1, 2], kept=[("llama", 2)]),
 )
 def test_bytes_are_those_of_the_plan(name, microbatches):
     for sent, planned, calls in run_ranks(sent_and_planned, 2, name, microbatches, LAYERS, timeout_s=120):
@@ -120,6 +118,7 @@ def test_bytes_of_a_ring_are_those_of_the_plan():
         assert sent == planned > 0, calls
 
 
+@pytest.mark.thorough
 def test_bytes_are_those_of_the_plan_whether_the_planner_cuts_sequences_or_not():
     for sent, planned, calls in run_ranks(sent_and_planned, 2, "llama", 2, CHOSEN, timeout_s=120):
         assert sent == planned > 0, calls
@@ -131,6 +130,7 @@ def test_bytes_of_shared_experts_are_those_of_the_plan(name):
         assert sent == planned > 0, calls
 
 
+@pytest.mark.thorough
 def test_bytes_of_exchanged_tokens_are_planned_for_even_routes():
     """Random weights route evenly, but for some tokens."""
     for sent, planned, calls in run_ranks(sent_and_planned, 4, "mixtral", 1, MORE_EXPERTS, timeout_s=120):
@@ -168,6 +168,7 @@ def kept_and_planned(settings):
     return found, planned
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("settings", [SEQUENCES, BOTH], ids=["sequences", "layers and sequences"])
 def test_ranks_keep_a_part_of_each_sequence(settings):
     (whole, _), *_ = run_ranks(kept_and_planned, 1, {}, timeout_s=120)

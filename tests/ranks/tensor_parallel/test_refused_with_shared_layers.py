@@ -136,6 +136,7 @@ def test_a_module_that_looks_at_values_is_divided_and_traced_again():
         assert {"1.first.weight", "1.second.weight"} <= set(divided)
 
 
+@pytest.mark.thorough
 def test_parameters_with_hooks_stay_whole():
     def on_rank():
         from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor

@@ -142,6 +142,7 @@ def found_in_ranks():
     return on_rank
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_ranks", in_every_run([2, 3], [2]))
 def test_found_placements_are_exact_and_the_same_on_all_ranks(num_ranks):
     results = run_ranks(found_in_ranks(), num_ranks, timeout_s=240)

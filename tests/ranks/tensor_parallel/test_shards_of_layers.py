@@ -34,6 +34,7 @@ def test_rows_of_parts():
     check(language(), cases, num_ranks=4)
 
 
+@pytest.mark.thorough
 def test_some_parts_are_whole_on_replicas():
     """Lists of gradients have shared rows, parts and ordinary tensors side by side."""
     settings = {**DEGREE_2, "sdp_param_persistence_threshold": 1500}
@@ -95,6 +96,7 @@ def adafactor(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(model.parameters(), lr=1e-2)
 
 
+@pytest.mark.thorough
 def test_an_optimizer_that_looks_at_rows_and_columns():
     # The biases of keys have a gradient of rounding alone, which the optimizer divides by its size.
     check(
@@ -214,6 +216,7 @@ def between_steps(settings: dict[str, Any]) -> list[str]:
     return wrong if cut else ["nothing is cut both ways"]
 
 
+@pytest.mark.thorough
 def test_scripts_may_change_rows_of_parts_between_steps():
     settings = {**DEGREE_2, "tensor_parallel_degree": 2}
     assert run_ranks(between_steps, 4, settings) == [[]] * 4

@@ -91,13 +91,14 @@ def check(name: str, cases: Mapping[str, Case], *, num_ranks: int, experts: str 
     assert found == [{}] * num_ranks
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", in_every_run(EXPERTS, ["mixtral"], in_thorough=EXPERTS))
 def test_ranks_share_experts(name):
     uneven = Iteration(batch_size=7, length=5)
     steps = case(2, iterations=(uneven, uneven, uneven, EVALUATION), tolerance=TOLERANCES.get(name))
     check(name, {"three steps": steps}, num_ranks=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", in_every_run(EXPERTS, ["olmoe"]))
 def test_three_ranks_share_experts(name):
     recomputed = {"activation_checkpointing": "full"}
@@ -105,6 +106,7 @@ def test_three_ranks_share_experts(name):
     check(name, {"recomputed": steps}, num_ranks=3)
 
 
+@pytest.mark.thorough
 def test_stages_and_replicas_of_shared_experts():
     stages = {"pipeline_parallel_degree": 2, "pipeline": "1f1b"}
     cases = {

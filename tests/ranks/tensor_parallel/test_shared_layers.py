@@ -134,6 +134,7 @@ def test_replicas_of_shared_layers():
     check(language(tied=True, dropout=0.1), cases, num_ranks=4)
 
 
+@pytest.mark.thorough
 def test_stages_and_replicas_of_shared_layers():
     settings = {"pipeline_parallel_degree": 2, "data_parallel_degree": 2}
     settings |= {"microbatches": 4, **SCHEDULES["zb_v"], **RECOMPUTED}
@@ -156,6 +157,7 @@ EVERY_RUN = (
 TOLERANCES = {"T5": 1e-6}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", in_every_run(ZOO, EVERY_RUN))
 def test_every_model_is_shared_by_two_ranks(name):
     settings = {"microbatches": 4}

@@ -12,7 +12,7 @@ from test_shared_layers import CHANGING, RECOMPUTED, SCHEDULES, adamw, check, la
 from torch import Tensor, nn
 from transparency import Case, Iteration, Recipe, differences_by_case
 
-from choices import in_every_run
+from choices import in_every_run, thorough
 from shardwright.testing import RanksFailedError, run_ranks
 from shardwright.torch.tensor_parallel.rules import ring_attention
 
@@ -49,6 +49,7 @@ def clip_norm(model: Any) -> Tensor:
     return nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
+@pytest.mark.thorough
 def test_replicas_and_shards_of_shared_sequences():
     alone = {"pipeline_parallel_degree": 1}
     shards = {**alone, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 20}
@@ -130,7 +131,7 @@ def test_long_sequences_go_around_in_a_ring():
 
 
 @pytest.mark.parametrize("num_ranks", in_every_run([2, 3], [2]))
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("name", ["llama", thorough("gpt2"), thorough("bert")])
 def test_models_of_hugging_face(name, num_ranks):
     uneven = Iteration(length=11, batch_size=5)
     layers = {**BOTH, "tensor_parallel_degree": num_ranks}

@@ -83,6 +83,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("ranks", "settings", "when"), WAYS)
 def test_whole_states_go_on(ranks: int, settings: dict[str, Any], when: str) -> None:
     """Moments are divided like their parameters from then on."""

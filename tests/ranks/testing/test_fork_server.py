@@ -85,6 +85,7 @@ def test_ranks_begin_with_the_same_random_numbers():
     assert found == found[:1] * 4
 
 
+@pytest.mark.thorough
 def test_the_hash_seed_of_the_caller_is_that_of_rank_0():
     script = "from shardwright.testing import run_ranks; print(run_ranks(hash, 2, 'audio') + [hash('audio')])"
     environ = {**os.environ, "PYTHONHASHSEED": "17"}
@@ -183,6 +184,7 @@ CALLER = """
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGKILL, in_sweep(signal.SIGINT), in_sweep(signal.SIGTERM)])
 def test_nothing_outlives_a_caller_that_is_killed(number, tmp_path):
     pids_file = tmp_path / "pids"
@@ -205,6 +207,7 @@ def test_nothing_outlives_a_caller_that_is_killed(number, tmp_path):
     assert list(tmp_path.glob("shardwright-*")) == []
 
 
+@pytest.mark.thorough
 def test_ranks_die_with_a_server_that_is_killed_and_the_next_call_has_another():
     pid = server_pid()
 

@@ -157,6 +157,7 @@ def alternate(model: nn.Module, number: int) -> None:
     model.task = number % 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("num_ranks", "config"), MESHES, ids=NAMES)
 def test_tasks_take_turns(num_ranks, config):
     nothing_differs(num_ranks, TwoTasks, config, alternate)

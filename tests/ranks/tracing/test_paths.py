@@ -141,6 +141,7 @@ def test_a_path_that_follows_from_the_batch_changes_between_microbatches(kind):
         assert 1 <= num_traces <= 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "model", [ChangesTheRowThatTheBatchNames, DrawsAsManyNumbersAsTheBatchSays, in_sweep(PassesANumberOn)]
 )

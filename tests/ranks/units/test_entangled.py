@@ -110,6 +110,7 @@ class MappedLayers(nn.Module):
         return torch.func.functional_call(self.layers[0], larger, (x,))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("middle", [RememberingLayers, ReversibleLayers, in_sweep(MappedLayers)])
 def test_modules_that_cannot_be_split_are_kept_whole(middle):
     check(Recipe(build=lambda: Surrounded(middle()), batch=features, loss=classify))

@@ -19,6 +19,7 @@ def task_of(model="gpt2-1.5b", machines="p4d.24xlarge", **more):
     return Task(model=find_architecture(model), machines=parse_inventory(machines), **{"batch": 8, **more})
 
 
+@pytest.mark.thorough
 @settings(max_examples=15, deadline=None)
 @given(
     model=st.sampled_from(["gpt2-1.5b", "resnet-50", "unet-3d"]),

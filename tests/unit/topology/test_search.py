@@ -88,6 +88,7 @@ def every_way(task):
             )
 
 
+@pytest.mark.thorough
 @given(
     nodes=st.sampled_from([1, 2]),
     per_node=st.sampled_from([1, 2]),

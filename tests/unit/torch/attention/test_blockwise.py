@@ -118,6 +118,7 @@ def test_a_mask_besides_positions():
     assert_same(result, torch.softmax(scores, -1) @ value, given)
 
 
+@pytest.mark.thorough
 def test_the_gradient_can_be_differentiated():
     given = [each[:1].detach().requires_grad_() for each in tensors()]
     assert torch.autograd.gradgradcheck(
@@ -125,6 +126,7 @@ def test_the_gradient_can_be_differentiated():
     )
 
 
+@pytest.mark.thorough
 def test_dropout_is_the_same_forward_and_backward():
     """`gradcheck` compares with differences of results, for which each call must draw the same."""
 

@@ -325,6 +325,7 @@ def test_mappings_of_other_kinds_are_not_read():
     trace(model)
 
 
+@pytest.mark.thorough
 def test_many_objects_do_not_take_long():
     model = KeepsEverywhere()
     model.ids = list(range(1_000_000))
