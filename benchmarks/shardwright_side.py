@@ -14,8 +14,9 @@ from shardwright.mesh import Mesh
 from shardwright.plan import MeshPlan, Plan, SchedulePlan, StagePlan, identity
 from shardwright.planner import Candidates, build_chain, make_plan
 from shardwright.planner.machines.fabric import Fabric
-from shardwright.planner.search.option import Demands, Workload
+from shardwright.planner.search.draft import make_draft
 from shardwright.planner.search.prediction import predict
+from shardwright.planner.search.workload import Demands, Workload
 from shardwright.schedule import place_stages
 from shardwright.torch.run.context import context, set_context
 
@@ -98,7 +99,7 @@ def _fixed(stages: Sequence[Sequence[str]]) -> Any:
         ranks = place_stages(
             config.pipeline, num_ranks=mesh.pipeline, stages_per_rank=len(stages) // mesh.pipeline
         )
-        option = workload.draft(config.pipeline, ranks, cuts=cuts).work_out()
+        option = make_draft(workload, config.pipeline, ranks, cuts=cuts).work_out()
         return Plan(
             model=identity(graph),
             mesh=MeshPlan(pipeline=mesh.pipeline),

@@ -29,8 +29,10 @@ from shardwright.planner.chain.chain import Chain
 from shardwright.planner.chain.model_chain import build_chain
 from shardwright.planner.machines.fabric import Fabric
 from shardwright.planner.partition.cuts import manual_stages
-from shardwright.planner.search.option import Demands, Workload
-from shardwright.planner.search.search import _plan, _tie_variants
+from shardwright.planner.search.draft import make_draft
+from shardwright.planner.search.drafts import tie_variants
+from shardwright.planner.search.option_plan import plan_of
+from shardwright.planner.search.workload import Demands, Workload
 from shardwright.profile import Profile
 from shardwright.schedule import place_stages
 
@@ -269,11 +271,11 @@ def _planned(
         fabric=Fabric(cluster=cluster, mesh=mesh),
         demands=Demands(active_microbatches=config.active_microbatches, recompute="none"),
     )
-    draft = workload.draft(kind, ranks, cuts=cuts)
+    draft = make_draft(workload, kind, ranks, cuts=cuts)
     share = choose.choice((0.0, 0.5, 1.0))
     recomputed = [call for call in range(chain.num_calls) if choose.random() < share]
     option = replace(draft, layout=draft.layout.with_recompute(recomputed)).work_out()
-    plan = _plan(option, graph=graph, config=config, mesh=mesh, options=[option], division=None)
+    plan = plan_of(option, graph=graph, config=config, mesh=mesh, options=[option], division=None)
     share = choose.choice((0.0, 0.5, 1.0))
     stages = [
         stage.model_copy(update={"offload": tuple(u for u in stage.units if choose.random() < share)})
@@ -294,7 +296,7 @@ def _placed(
         kind, per_rank = "1f1b", 1
     chain = whole.bound(stages_per_rank=per_rank)
     if drawn.keeps_ties:
-        chain = list(_tie_variants(chain, pipeline * per_rank))[-1]
+        chain = list(tie_variants(chain, pipeline * per_rank))[-1]
     ranks = place_stages(kind, num_ranks=pipeline, stages_per_rank=per_rank)
     inner = choose.sample(range(1, chain.num_atoms), len(ranks) - 1)
     return kind, chain, tuple(chain.starts[cut] for cut in (0, *sorted(inner), chain.num_atoms)), ranks

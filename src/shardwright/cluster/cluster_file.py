@@ -33,10 +33,10 @@ from shardwright.cluster.inventory import Accelerator, Inventory, NodeKind, Rate
 from shardwright.cluster.named import kind_called
 from shardwright.errors import ConfigError
 from shardwright.files import Record, UserFile, format_yaml, replace_file
+from shardwright.files.number_fields import NonNegative, NumBytes, Positive
 from shardwright.limits import MOST_BYTES, MOST_NODES, MOST_RANKS_OF_HOST
 from shardwright.printable import shown
 from shardwright.problems import describe, field_names
-from shardwright.quantities import parse_bytes
 
 __all__ = ["CLUSTER_VERSION", "read_inventory", "write_inventory"]
 
@@ -44,8 +44,6 @@ CLUSTER_VERSION = 1
 _MOST_KINDS = 1000
 _ADVICE = "shardwright probe measures the present machines; docs/clusters.md has the format"
 
-Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 _MOST_ACCELERATORS = 1024  # of a node
 Size = Annotated[int, Field(ge=0, le=MOST_BYTES)]
 Count = Annotated[int, Field(ge=1, le=2**40)]
@@ -86,14 +84,6 @@ def write_inventory(path: str | os.PathLike[str], machines: Inventory) -> None:
 class _Record(Record):
     model_config = ConfigDict(str_max_length=1000)
 
-    @field_validator("memory", mode="before", check_fields=False)
-    @classmethod
-    def _bytes(cls, value: Any) -> Any:
-        try:
-            return parse_bytes(value)
-        except ConfigError:
-            raise ValueError("it must be a size such as 40GiB, or a number of bytes") from None
-
 
 class _Product(_Record):
     rows: Count
@@ -106,7 +96,7 @@ class _Product(_Record):
 class _Accelerator(_Record):
     name: str
     family: str
-    memory: Annotated[int, Field(gt=0, le=MOST_BYTES)]
+    memory: Annotated[NumBytes, Field(gt=0, le=MOST_BYTES)]
     memory_Bps: Positive
     host_Bps: NonNegative = 0.0
     flops_per_s: Annotated[dict[str, Positive], Field(min_length=1)]
@@ -146,7 +136,7 @@ class _Node(_Record):
     link_latency_s: NonNegative = 1e-5
     network_Bps: Positive
     network_latency_s: NonNegative = 2e-5
-    memory: Size = 0
+    memory: Annotated[NumBytes, Field(ge=0, le=MOST_BYTES)] = 0
     cores: Annotated[int, Field(ge=0, le=MOST_RANKS_OF_HOST)] = 0
     price_per_hour: NonNegative | None = None
     price_source: str = ""

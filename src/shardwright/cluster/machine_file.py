@@ -14,36 +14,27 @@
 """
 
 import os
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from shardwright.cluster.cluster import Cluster, Device, Link
 from shardwright.errors import ConfigError
 from shardwright.files import Record, UserFile
+from shardwright.files.number_fields import NumBytes, Positive
 from shardwright.limits import MOST_BYTES, MOST_RANKS_OF_HOST
-from shardwright.quantities import parse_bytes
 
 __all__ = ["read_cluster"]
 
-Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 
 
 class _Device(Record):
     name: str = "device"
-    memory: Annotated[int, Field(ge=0, le=MOST_BYTES)] = 0
+    memory: Annotated[NumBytes, Field(ge=0, le=MOST_BYTES)] = 0
     flops_per_s: Positive
     memory_Bps: Positive
     overhead_s: Seconds = 2e-5
-
-    @field_validator("memory", mode="before")
-    @classmethod
-    def _bytes(cls, value: Any) -> Any:
-        try:
-            return parse_bytes(value)
-        except ConfigError:
-            raise ValueError("it must be a size such as 40GiB, or a number of bytes") from None
 
 
 class _Link(Record):

@@ -11,15 +11,13 @@ from shardwright.collectives.prices import Curve, DevicePrices, Line, Prices
 from shardwright.collectives.topology import Topology
 from shardwright.errors import ConfigError
 from shardwright.files import Record, UserFile, replace_file
+from shardwright.files.number_fields import NonNegative, Positive
 from shardwright.limits import MOST_RANKS
 
 __all__ = ["PRICES_VARIABLE", "read_prices", "write_prices"]
 
 PRICES_VARIABLE = "SHARDWRIGHT_PRICES"
 _FORMAT, _VERSION = "shardwright-prices", 2
-
-NonNegative = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 
 
 class _Line(Record):

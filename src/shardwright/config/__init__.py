@@ -1,5 +1,6 @@
 """The settings of a run."""
 
-from shardwright.config.settings import Config, PipelineKind
+from shardwright.config.config import Config
+from shardwright.config.settings import PipelineKind
 
 __all__ = ["Config", "PipelineKind"]

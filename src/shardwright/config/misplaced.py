@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from shardwright.config.settings import Config
+from shardwright.config.config import Config
 from shardwright.errors import ConfigError, UsageError
 from shardwright.printable import shown
 

@@ -1,19 +1,13 @@
 """The settings: their names, defaults, meanings and limits.
 
-A planning setting that differs from its default is a *pin*: the planner keeps it, and chooses the rest.
-
 ``pipeline`` has the names of SageMaker's model parallel library, too: ``simple`` (all forwards first: gpipe)
 and ``interleaved`` (backward first: 1f1b). `shardwright.config.names` has those of settings.
 """
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import prod
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from shardwright.config.names import canonical, dictionary_of, ignored_names
 from shardwright.config.values import (
     Degree,
     Elements,
@@ -32,33 +26,18 @@ from shardwright.config.values import (
 )
 from shardwright.errors import ConfigError
 from shardwright.limits import MOST_BYTES, MOST_DIMS, MOST_ELEMENTS, MOST_RANKS
-from shardwright.mesh import Mesh, canonical_placement
-from shardwright.problems import describe, join
+from shardwright.mesh import canonical_placement
 from shardwright.quantities import parse_bytes
 
-__all__ = ["Config", "PipelineKind"]
+__all__ = ["PipelineKind", "Settings"]
 
 PipelineKind = Literal["auto", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"]
 
 _PIPELINE_NAMES = {"simple": "gpipe", "interleaved": "1f1b"}
 
-# Settings that the planner does not look at.
-_NO_PINS = frozenset(
-    (
-        "allow_older ignored keep_freed_memory log_interval measure_s missing_ranks_s offload_dir "
-        "on_nonfinite pin_cores plan_anew run_dir run_name seed shared_memory steps tensorboard timeout_s "
-        "trace trackers"
-    ).split()
-)
 
-
-class Config(BaseModel):
-    """All settings of a run; make one with `Config.parse` or `Config.merge`.
-
-    >>> config = Config.parse({"partitions": 2, "microbatches": 4, "pipeline": "interleaved"})
-    >>> config.pipeline_parallel_degree, config.microbatches, config.pipeline
-    (2, 4, '1f1b')
-    """
+class Settings(BaseModel):
+    """The fields of `Config`; each value is within its own limits."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -281,224 +260,11 @@ class Config(BaseModel):
             raise ValueError("it must be a size such as 6GiB or 500MB, or a number of bytes")
         return num_bytes
 
-    @classmethod
-    def parse(cls, settings: "Mapping[str, Any] | Config | None" = None) -> "Config":
-        """Reads one dictionary of settings.
-
-        Raises:
-            ConfigError: a setting is unknown, out of range or contradicts another; all problems are listed,
-                one line each.
-        """
-        return cls.merge(settings)
-
-    @classmethod
-    def merge(cls, *layers: "Mapping[str, Any] | Config | None") -> "Config":
-        """Reads several dictionaries of settings, the last one strongest. A null means "the default".
-
-        Raises:
-            ConfigError: as `parse`.
-        """
-        config, problems = cls._read(layers)
-        if config is not None:
-            problems += config._contradictions()
-        _refuse(problems)
-        assert config is not None
-        return config
-
-    @classmethod
-    def check(cls, settings: Any, *, source: str) -> None:
-        """Refuses settings of a file that can never be used, whatever others are merged with them.
-
-        Args:
-            settings: what the file holds.
-            source: names the file.
-
-        Raises:
-            ConfigError: as `parse`; the message begins with the file.
-        """
-        if settings is not None and not isinstance(settings, Mapping):
-            raise ConfigError(f"{source} holds no settings: write lines such as microbatches: 4")
-        _refuse(cls._read([settings])[1], source=source)
-
-    @classmethod
-    def _read(
-        cls, layers: "Iterable[Mapping[str, Any] | Config | None]"
-    ) -> "tuple[Config | None, list[str]]":
-        """The settings, if they can be read, and what is wrong with them."""
-        problems: list[str] = []
-        values: dict[str, Any] = {}
-        ignored: list[str] = []
-        for layer in layers:
-            given = layer._given() if isinstance(layer, Config) else dictionary_of(layer)
-            ignored += ignored_names(given.pop("ignored", None))
-            values |= canonical(given, known=cls.model_fields, problems=problems, ignored=ignored)
-        given = {key: value for key, value in values.items() if value is not None}
-        if ignored:
-            given["ignored"] = tuple(dict.fromkeys(ignored))
-        try:
-            return cls.model_validate(given), problems
-        except ValidationError as error:
-            return None, problems + describe(error.errors(), root="the settings")
-
-    def to_dict(self) -> dict[str, Any]:
-        """A form that `json` can write and `parse` reads."""
-        return self.model_dump(mode="json")
-
-    def to_json(self) -> str:
-        """The text of ``config.json`` in the run folder."""
-        return json.dumps(self.to_dict(), indent=2) + "\n"
-
     @property
-    def pins(self) -> dict[str, Any]:
-        """The planning settings that differ from their defaults."""
-        given = self._given()
-        return {key: value for key, value in given.items() if key not in _NO_PINS}
-
-    @property
-    def balance_weight(self) -> float:
-        """Share of memory in what the split balances; the rest is time.
-
-        0 when speed is wanted and no weight is given: memory is then a limit, not a goal.
-        """
-        if self.memory_weight is not None:
-            return self.memory_weight
-        return 0.8 if self.optimize == "memory" else 0.0
-
-    @property
-    def goal_of_division(self) -> Literal["speed", "memory"]:
-        """What ranks share layers for: who asks for a degree wants its memory, in a small model, too."""
-        return "memory" if self.tensor_parallel_degree > 1 else self.optimize
-
-    def between_units(self, mesh: Mesh) -> int | None:
-        """The dimension along which ranks that share a batch cut the tensors between units; None: none."""
-        if mesh.context > 1 or (mesh.tensor > 1 and self.sequence_parallel is True):
-            return self.sequence_dim
-        return 0 if mesh.expert > 1 else None
-
-    @property
-    def _shared(self) -> dict[str, int]:
+    def shared_degrees(self) -> dict[str, int]:
         """The degrees of ranks that share a batch."""
         return {
             "context": self.context_parallel_degree,
             "expert": self.expert_parallel_degree,
             "tensor": self.tensor_parallel_degree,
         }
-
-    def resolve_world(self, world_size: int) -> Mesh:
-        """The grid of ranks in a world of this size.
-
-        Pipeline ranks or replicas that are not set follow from the other degrees; with neither set, all ranks
-        form one pipeline, or are replicas where they share their parameters.
-
-        Raises:
-            ConfigError: the degrees do not multiply to the number of ranks, or `default_partition` is no
-                pipeline rank.
-
-        >>> Config.parse({"partitions": 2}).resolve_world(8).data
-        4
-        """
-        pipeline, data = self.pipeline_parallel_degree, self.data_parallel_degree
-        shared = self._shared
-        share = prod(shared.values())
-        groups = world_size // share  # of ranks that share a batch
-        if pipeline is None and data is None and self.sharded_data_parallel_degree > 1:
-            data = groups
-        if pipeline is None:
-            pipeline = groups // (data or 1)
-        elif data is None:
-            data = groups // pipeline
-        data = data or 1
-        if pipeline < 1 or pipeline * data * share != world_size:
-            raise ConfigError(self._equation(world_size))
-        if self.ddp is False and data > 1:
-            model = f"pipeline({pipeline})"
-            model += "".join(f" * {name}({degree})" for name, degree in shared.items() if degree > 1)
-            raise ConfigError(
-                f"ddp is false, but {model} on {world_size} ranks makes {data} replicas. "
-                f"Remove ddp, or start {pipeline * share} rank{'s' if pipeline * share > 1 else ''}."
-            )
-        if self.default_partition is not None and self.default_partition >= pipeline:
-            raise ConfigError(_default_partition_problem(self.default_partition, pipeline))
-        return Mesh.of(
-            world_size=world_size,
-            pipeline=pipeline,
-            data=data,
-            **shared,
-            shard=self.sharded_data_parallel_degree,
-            placement=self.placement_strategy,
-        )
-
-    def _equation(self, world_size: int) -> str:
-        """The degrees that do not multiply to the number of ranks, and what would."""
-        degrees = {"pipeline": self.pipeline_parallel_degree, "data": self.data_parallel_degree}
-        degrees |= {name: degree for name, degree in self._shared.items() if degree > 1}
-        left = " * ".join(f"{name}({degree or '?'})" for name, degree in degrees.items())
-        product = prod(degree or 1 for degree in degrees.values())
-        start = f"a multiple of {product}" if None in degrees.values() else f"{product}"
-        divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
-        choice = "1 for all degrees"
-        if world_size > 1:
-            choice = f"degrees whose product divides {world_size}, each one of {divisors}"
-        return f"{left} != WORLD_SIZE({world_size}). Start {start} ranks, or choose {choice}."
-
-    def _given(self) -> dict[str, Any]:
-        return self.model_dump(mode="json", exclude_defaults=True)
-
-    def _contradictions(self) -> Iterator[str]:
-        degree = self.pipeline_parallel_degree
-        if not self.auto_partition and self.default_partition is None and self.plan is None:
-            yield (
-                "auto_partition is false, but default_partition is not set: units outside any "
-                "sw.partition need a place. Set default_partition, for example 0."
-            )
-        if degree is not None and self.default_partition is not None and self.default_partition >= degree:
-            yield _default_partition_problem(self.default_partition, degree)
-        yield from self._contradictions_of_sharing()
-        if self.ddp is False and (self.data_parallel_degree or 1) > 1:
-            yield (
-                f"ddp is false, but data_parallel_degree is {self.data_parallel_degree}. "
-                "Remove ddp, or set data_parallel_degree 1."
-            )
-        if self.ddp is False and (self.ddp_port is not None or self.ddp_dist_backend != "auto"):
-            given = "ddp_port" if self.ddp_port is not None else "ddp_dist_backend"
-            yield f"{given} is set, but ddp is false. Remove one of the two."
-        if self.bf16 and self.fp16:
-            yield "bf16 and fp16 are both set, but parameters have one type. Remove one of the two."
-        stages = self.virtual_stages
-        if stages is not None and not self.auto_partition:
-            yield (
-                f"virtual_stages is {stages}, but auto_partition is false: sw.partition says what runs "
-                "where, and so how many stages there are. Remove one of the two."
-            )
-        if stages is not None and stages > 1 and self.pipeline in ("gpipe", "1f1b", "zb_h1"):
-            yield (
-                f"virtual_stages is {stages}, but pipeline {self.pipeline} runs one stage on each rank. "
-                "Use interleaved_1f1b, or set virtual_stages 1."
-            )
-        if stages is not None and stages != 2 and self.pipeline == "zb_v":
-            yield f"virtual_stages is {stages}, but pipeline zb_v runs 2 stages on each rank. Remove one."
-
-    def _contradictions_of_sharing(self) -> Iterator[str]:
-        """What cannot be, of ranks that share a batch."""
-        above = {f"{name}_parallel_degree": degree for name, degree in self._shared.items() if degree > 1}
-        if len(above) > 1 and self.expert_parallel_degree > 1:
-            given = " and ".join(f"{name} {degree}" for name, degree in above.items())
-            yield (
-                f"{given} are set, but ranks that share the experts share neither layers nor sequences, too. "
-                "Set expert_parallel_degree to 1, or the others; tensor and context degrees go together."
-            )
-
-
-def _refuse(problems: Sequence[str], *, source: str = "") -> None:
-    begin = f"{source}: " if source else ""
-    if len(problems) == 1:
-        raise ConfigError(begin + problems[0])
-    if problems:
-        raise ConfigError(join(f"{begin}{len(problems)} settings cannot be used:", problems))
-
-
-def _default_partition_problem(default: int, degree: int) -> str:
-    return (
-        f"default_partition is {default}, but pipeline_parallel_degree is {degree}: "
-        f"pipeline ranks run from 0 to {degree - 1}."
-    )

@@ -4,22 +4,20 @@ A layer of a microbatch of b samples takes, forward::
 
     kernels + b * FLOPs / (peak * efficiency) + (b * numbers moved + parameters) * width / bandwidth
 
-and twice as much backward, half of it for weight gradients. Stages are consecutive layers: for every number
-of stages, the cuts whose slowest stage is fastest, on the nodes that each stage occupies.
+and twice as much backward, half of it for weight gradients. `candidate_groups` cuts the chain.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.catalogue import LayerChain
+from shardwright.costs.candidate_groups import Group, by_group, flops_per_s, flops_share
 from shardwright.costs.efficiencies import Efficiencies
-from shardwright.costs.inputs import Numbers, Offload, Options, Placement, Rates, Recompute, ScheduleKind
-from shardwright.costs.kinds import KindOfRank, MixedPrices, rates_among, stages_alike
+from shardwright.costs.inputs import Numbers, Offload, Options, Rates, Recompute, ScheduleKind
+from shardwright.costs.kinds import KindOfRank, MixedPrices, rates_among
 from shardwright.costs.links import hop_seconds, ring_rate
 from shardwright.costs.memory import (
     Precision,
@@ -30,7 +28,6 @@ from shardwright.costs.memory import (
     offloaded_activations,
     state_bytes,
 )
-from shardwright.costs.partition import split
 from shardwright.costs.price import Price, RankRates
 from shardwright.costs.step import (
     StepSeconds,
@@ -41,42 +38,9 @@ from shardwright.costs.step import (
 )
 from shardwright.work import Work
 
-__all__ = ["chain_bytes", "chain_seconds", "mixed_chain", "stage_ends"]
+__all__ = ["chain_bytes", "chain_seconds", "mixed_chain"]
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Candidates that cut the chain alike.
-
-    Attributes:
-        chosen: their numbers.
-        options: of them.
-        ends: for each stage, the layer behind its last.
-        ranks: for each stage, its pipeline rank.
-        kinds: for each pipeline rank, the kinds of nodes that it lies on; empty where they do not count.
-    """
-
-    chosen: NDArray[np.intp]
-    options: Options
-    ends: tuple[int, ...]
-    ranks: tuple[int, ...]
-    kinds: tuple[tuple[KindOfRank, ...], ...]
-
-    def slowest(self, rate: Callable[[KindOfRank], float]) -> Floats:
-        """The least of a rate on the nodes of each pipeline rank; 0 where they do not count."""
-        return np.array([min(map(rate, kinds), default=0.0) for kinds in self.kinds])
-
-    def of_ranks(self, of_layers: Floats) -> Floats:
-        """Sums over the layers of each pipeline rank: (..., layers) to (..., ranks)."""
-        sums = np.concatenate([np.zeros((*of_layers.shape[:-1], 1)), np.cumsum(of_layers, axis=-1)], axis=-1)
-        starts = (0, *self.ends[:-1])
-        stages = sums[..., list(self.ends)] - sums[..., list(starts)]
-        found = np.zeros((*of_layers.shape[:-1], max(self.ranks) + 1))
-        for stage, rank in enumerate(self.ranks):
-            found[..., rank] += stages[..., stage]
-        return found
 
 
 def chain_seconds(
@@ -92,7 +56,7 @@ def chain_seconds(
         reached: shares of them.
         width: bytes of a number.
     """
-    found: StepSeconds = _by_group(
+    found: StepSeconds = by_group(
         chain,
         options,
         _alike(rates, reached),
@@ -111,7 +75,7 @@ def chain_bytes(chain: LayerChain, options: Options, *, precision: Precision, wi
         precision: of parameters and updates.
         width: bytes of a number.
     """
-    found: RankBytes = _by_group(
+    found: RankBytes = by_group(
         chain,
         options,
         (),
@@ -145,7 +109,7 @@ def mixed_chain(
     number = np.broadcast(*(getattr(options, name) for name in options.names())).size
     limit, blocks = np.zeros(number), np.zeros((len(kinds), number))
 
-    def measure(group: _Group) -> RankBytes:
+    def measure(group: Group) -> RankBytes:
         found, limit[group.chosen] = _bytes_of(chain, group, precision, width)
         layers = group.of_ranks(np.ones(len(chain.layers)))
         for index, kind in enumerate(kinds):
@@ -153,7 +117,7 @@ def mixed_chain(
             blocks[index, group.chosen] = max(own, default=0.0)
         return found
 
-    def price(group: _Group) -> StepSeconds:
+    def price(group: Group) -> StepSeconds:
         apart = all(len(there) == 1 for there in group.kinds)
         return _seconds_of(
             chain,
@@ -163,8 +127,8 @@ def mixed_chain(
         )
 
     return MixedPrices(
-        seconds=_by_group(chain, options, kinds, price, StepSeconds),
-        num_bytes=_by_group(chain, options, kinds, measure, RankBytes),
+        seconds=by_group(chain, options, kinds, price, StepSeconds),
+        num_bytes=by_group(chain, options, kinds, measure, RankBytes),
         limit=limit,
         blocks=blocks,
     )
@@ -175,107 +139,14 @@ def _alike(rates: Rates, reached: Efficiencies) -> tuple[KindOfRank, ...]:
     return (KindOfRank(ranks=1, rates=rates, reached=reached, memory_bytes=0.0),)
 
 
-@lru_cache(maxsize=4096)
-def stage_ends(
-    weights: tuple[float, ...], stages: int, speeds: tuple[float, ...] | None = None
-) -> tuple[int, ...]:
-    """Cuts layers into so many stages, none empty, so that the one that takes longest is as fast as can be.
-
-    Args:
-        weights: work of the layers.
-        stages: how many.
-        speeds: of the stages; None: all alike.
-
-    Returns:
-        For each stage, the layer behind its last.
-
-    >>> stage_ends((3.0, 1.0, 1.0, 1.0, 2.0), 2)
-    (2, 5)
-    >>> stage_ends((3.0, 1.0, 1.0, 1.0, 2.0), 2, (3.0, 1.0))
-    (4, 5)
-    """
-    sums = np.concatenate([[0.0], np.cumsum(weights)])
-    work = np.where(np.tri(len(sums), dtype=bool), np.inf, sums[None, :] - sums[:, None])
-    of_speed = {speed: work / speed for speed in set(speeds or (1.0,))}
-    cuts = split(
-        len(weights),
-        num_stages=stages,
-        cost_of_stage=lambda stage: of_speed[speeds[stage] if speeds else 1.0],
-    )
-    assert cuts is not None  # nothing is forbidden
-    return cuts[1:]
-
-
-def _by_group(chain: LayerChain, options: Options, kinds: Sequence[KindOfRank], price: Any, kind: Any) -> Any:
-    number = np.broadcast(*(getattr(options, name) for name in options.names())).size
-    is_one = all(np.ndim(getattr(options, name)) == 0 for name in options.names())
-    columns = {name: np.zeros(number) for name in kind.__dataclass_fields__}
-    for group in _groups(chain, options, kinds, number):
-        found = price(group)
-        for name, column in columns.items():
-            column[group.chosen] = getattr(found, name)
-    return kind(**{name: column[0] if is_one else column for name, column in columns.items()})
-
-
-def _groups(
-    chain: LayerChain, options: Options, kinds: Sequence[KindOfRank], number: int
-) -> Iterator[_Group]:
-    """Candidates by what cuts the chain: stages, their order and nodes, what a backward computes again."""
-    keys = np.stack(
-        [
-            np.broadcast_to(np.asarray(getattr(options, name), dtype=float), (number,))
-            for name in ("pipeline", "virtual", "recompute", "schedule", "placement")
-        ]
-    )
-    distinct, which = np.unique(keys, axis=1, return_inverse=True)
-    flat = Options(**{name: np.broadcast_to(getattr(options, name), (number,)) for name in options.names()})
-    for column in range(distinct.shape[1]):
-        pipeline, virtual, again, schedule, placement = (int(value) for value in distinct[:, column])
-        chosen = np.flatnonzero(which.ravel() == column)
-        stages = pipeline * virtual
-        forwards = 4.0 if again == Recompute.FULL else 3.0
-        weights = tuple(forwards * layer.flops + layer.moved for layer in chain.layers)
-        ranks = tuple(_rank_of(stage, pipeline, schedule) for stage in range(stages))
-        of_ranks = _kinds_of_ranks(kinds, pipeline, placement)
-        speeds = None
-        if len(kinds) > 1:
-            of_each = [min(map(_flops_per_s, there)) for there in of_ranks]
-            speeds = tuple(of_each[rank] / min(of_each) for rank in ranks)
-        yield _Group(chosen, flat.take(chosen), stage_ends(weights, stages, speeds), ranks, of_ranks)
-
-
-def _kinds_of_ranks(
-    kinds: Sequence[KindOfRank], pipeline: int, placement: int
-) -> tuple[tuple[KindOfRank, ...], ...]:
-    if len(kinds) <= 1:
-        return (tuple(kinds),) * pipeline
-    apart = pipeline > 1 and placement == Placement.PDT
-    alike = stages_alike([kind.ranks for kind in kinds], pipeline, apart=apart)
-    return tuple(tuple(kinds[k] for k in each.kinds) for each in alike for _ in range(each.stages))
-
-
-def _flops_per_s(kind: KindOfRank) -> float:
-    return float(kind.rates.flops_per_s * _flops_share(kind.reached))
-
-
-def _flops_share(reached: Efficiencies) -> float:
-    return float(min(reached.matmul * reached.matmul_factor, 1.0))
-
-
 def _memory_rate(kind: KindOfRank) -> float:
     return float(kind.rates.memory_Bps * min(kind.reached.memory, 1.0))
 
 
-def _rank_of(stage: int, pipeline: int, schedule: int) -> int:
-    if schedule == ScheduleKind.ZB_V and stage >= pipeline:
-        return 2 * pipeline - 1 - stage
-    return stage % pipeline
-
-
-def _seconds_of(chain: LayerChain, group: _Group, rates: Rates, width: int) -> StepSeconds:
+def _seconds_of(chain: LayerChain, group: Group, rates: Rates, width: int) -> StepSeconds:
     o = group.options
     p, m = o.pipeline, o.microbatches
-    reached = min((kind for there in group.kinds for kind in there), key=_flops_per_s).reached
+    reached = min((kind for there in group.kinds for kind in there), key=flops_per_s).reached
     parameters = group.of_ranks(np.array(chain.column("parameters"), dtype=float))
     price = _price(chain, group, reached, width)
     again = np.where(np.asarray(o.recompute) == Recompute.FULL, 1.0, 0.0)
@@ -309,7 +180,7 @@ def _seconds_of(chain: LayerChain, group: _Group, rates: Rates, width: int) -> S
     )
 
 
-def _price(chain: LayerChain, group: _Group, reached: Efficiencies, width: int) -> Price:
+def _price(chain: LayerChain, group: Group, reached: Efficiencies, width: int) -> Price:
     """Seconds of a microbatch on each pipeline rank: (candidates, ranks)."""
 
     def of_ranks(name: str) -> Floats:
@@ -318,7 +189,7 @@ def _price(chain: LayerChain, group: _Group, reached: Efficiencies, width: int) 
     samples = np.asarray(group.options.microbatch)[:, None]
     # The slowest nodes of each pipeline rank; their shares are in what they reach.
     rates = RankRates(
-        peak=group.slowest(_flops_per_s) / _flops_share(reached),
+        peak=group.slowest(flops_per_s) / flops_share(reached),
         memory=group.slowest(_memory_rate) / min(reached.memory, 1.0),
         reached=replace(reached, kernel_s=-group.slowest(lambda kind: -kind.reached.kernel_s)),
     )
@@ -335,7 +206,7 @@ def _price(chain: LayerChain, group: _Group, reached: Efficiencies, width: int) 
 
 
 def _exchange_seconds(
-    chain: LayerChain, group: _Group, rates: Rates, reached: Efficiencies, width: int
+    chain: LayerChain, group: Group, rates: Rates, reached: Efficiencies, width: int
 ) -> Floats:
     """Seconds in which ranks that share layers exchange for a microbatch: (candidates, pipeline ranks)."""
     ranks = np.asarray(group.options.tensor, dtype=float)
@@ -352,7 +223,7 @@ def _exchange_seconds(
     return found
 
 
-def _crossing(chain: LayerChain, group: _Group) -> float:
+def _crossing(chain: LayerChain, group: Group) -> float:
     """Numbers of a sample that cross the widest cut."""
     cuts = [end - 1 for end in group.ends[:-1]]
     return max((chain.layers[cut].crossing for cut in cuts), default=0.0)
@@ -367,14 +238,14 @@ def _hop_seconds(options: Options, num_bytes: float, rates: Rates, reached: Effi
     return np.where(options.pipeline > 1, 2 * crossings * once, 0.0)
 
 
-def _kept(chain: LayerChain, group: _Group) -> Floats:
+def _kept(chain: LayerChain, group: Group) -> Floats:
     """Numbers that the layers of each pipeline rank keep of a sample: (ranks,)."""
     full = np.asarray(group.options.recompute)[0] == Recompute.FULL
     return group.of_ranks(np.array(chain.column("inputs" if full else "kept")))
 
 
 def _offload_seconds(
-    chain: LayerChain, group: _Group, rates: Rates, reached: Efficiencies, computing: Floats, width: int
+    chain: LayerChain, group: Group, rates: Rates, reached: Efficiencies, computing: Floats, width: int
 ) -> Numbers:
     """Transfers of activations to the host and back, beyond what computing hides."""
     o = group.options
@@ -383,7 +254,7 @@ def _offload_seconds(
     return np.where(o.offload == Offload.ACTIVATIONS, beyond, 0.0)
 
 
-def _bytes_of(chain: LayerChain, group: _Group, precision: Precision, width: int) -> tuple[RankBytes, Floats]:
+def _bytes_of(chain: LayerChain, group: Group, precision: Precision, width: int) -> tuple[RankBytes, Floats]:
     """The memory of the rank closest to its limit, with that limit: all ranks are worked out."""
     o = group.options
     parameters = group.of_ranks(np.array(chain.column("parameters"), dtype=float))

@@ -8,9 +8,8 @@ outputs: each microbatch tells its values, and Lightning is told their mean::
 """
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch import Tensor
 import shardwright.torch as sw
 from shardwright.errors import UsageError
 from shardwright.integrations.batch_share import backward_of_share, batch_size
+from shardwright.integrations.lightning_logs import log_of_microbatch, options_of_logs
 from shardwright.integrations.own_loss import own_loss
 from shardwright.torch.batch.step_output import StepOutput
 from shardwright.torch.pytorch.tree import map_tree
@@ -33,9 +33,6 @@ from shardwright.torch.run.context import context
 from shardwright.torch.script_run import script_run
 
 __all__ = ["ShardwrightStrategy"]
-
-_logged: ContextVar[dict[str, Any]] = ContextVar("logged")
-"""What the microbatch that is running has logged: each is a coroutine, with a context of its own."""
 
 
 class ShardwrightStrategy(ParallelStrategy):
@@ -261,7 +258,10 @@ class ShardwrightStrategy(ParallelStrategy):
         batch, *further = args
         plugin = self.precision_plugin
         training = name == "training_step"
-        with plugin.train_step_context() if training else plugin.val_step_context(), self._logs() as options:
+        with (
+            plugin.train_step_context() if training else plugin.val_step_context(),
+            options_of_logs(self.lightning_module) as options,
+        ):
             *result, logged = step(name, batch, samples=batch_size(batch), further=(further, kwargs))
         for key, values in logged.items():
             self.lightning_module.log(key, values.reduce_sum(), **options[key])
@@ -283,36 +283,10 @@ class ShardwrightStrategy(ParallelStrategy):
 
     def _call(self, name: str, batch: Any, further: Any, share: float) -> tuple[Any, dict[str, Tensor]]:
         """Calls a step of the module on a microbatch; returns its result, and its share of what it logs."""
-        logged: dict[str, Any] = {}
-        token = _logged.set(logged)
         args, kwargs = further
-        output = getattr(self.lightning_module, name)(batch, *args, **kwargs)
-        _logged.reset(token)
+        with log_of_microbatch() as logged:
+            output = getattr(self.lightning_module, name)(batch, *args, **kwargs)
         return output, {key: value * share for key, value in logged.items()}
-
-    @contextmanager
-    def _logs(self) -> Iterator[dict[str, dict[str, Any]]]:
-        """Has ``self.log`` of the module note what microbatches tell it; yields its options by name."""
-        options: dict[str, dict[str, Any]] = {}
-
-        def log(name: str, value: Any, **given: Any) -> None:
-            if not isinstance(value, Tensor | int | float):
-                raise UsageError(
-                    f'self.log("{name}", ...) was given a {type(value).__name__}, which would see one '
-                    "microbatch after the other, on one rank. Log a tensor with one number, or update "
-                    "metrics in on_train_batch_end or on_validation_batch_end, from what the step returns."
-                )
-            options[name] = given
-            _logged.get()[name] = (
-                value if isinstance(value, Tensor) else torch.tensor(float(value))
-            ).detach()
-
-        module = self.lightning_module
-        module.log = log
-        try:
-            yield options
-        finally:
-            del module.log
 
     def _backward_asked(self, factor: float) -> None:
         wanted = 1 / self._trainer().accumulate_grad_batches

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from shardwright.launch.engines.local import Local, LocalCluster
     from shardwright.launch.engines.ray import Ray
     from shardwright.launch.engines.slurm import Slurm
-    from shardwright.launch.estimator import Estimator, TensorFlow
+    from shardwright.launch.estimator import Estimator
     from shardwright.launch.estimator import Estimator as HuggingFace
     from shardwright.launch.estimator import Estimator as PyTorch
+    from shardwright.launch.tensorflow_estimator import TensorFlow
 
 __all__ = [
     "Estimator",
@@ -45,7 +46,7 @@ _PLACES = {
     # In listings only the import differs: from shardwright.launch import PyTorch
     "HuggingFace": ("estimator", "Estimator"),
     "PyTorch": ("estimator", "Estimator"),
-    "TensorFlow": ("estimator", "TensorFlow"),
+    "TensorFlow": ("tensorflow_estimator", "TensorFlow"),
     "Kubernetes": ("engines.kubernetes", "Kubernetes"),
     "Local": ("engines.local", "Local"),
     "LocalCluster": ("engines.local", "LocalCluster"),

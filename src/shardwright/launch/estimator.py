@@ -21,6 +21,7 @@ from shardwright.launch.jobs.instances import LOCAL
 from shardwright.launch.jobs.job_spec import JobSpec
 from shardwright.launch.jobs.placement import place_processes
 from shardwright.launch.jobs.running_job import RunningJob
+from shardwright.launch.jobs.script_files import import_folder, locate_script
 from shardwright.launch.processes.counts import check_count
 from shardwright.launch.processes.process_text import check_variables, shown
 from shardwright.launch.ranks.hyperparameters import to_words, with_plain_values
@@ -29,7 +30,7 @@ from shardwright.launch.ranks.training_environment import framework_parameters
 from shardwright.limits import MOST_NODES, MOST_RESTARTS
 from shardwright.printable import control_in, printable
 
-__all__ = ["Estimator", "TensorFlow"]
+__all__ = ["Estimator"]
 
 _MP_PARAMETERS = "mp_parameters"
 _MODULE_DIR = "SM_MODULE_DIR"
@@ -130,10 +131,10 @@ class Estimator:
         given = _dictionary("environment", environment)
         self.environment = {str(name): str(value) for name, value in given.items()}
         check_variables(self.environment, what="environment")
-        self.source_dir, self.entry_point = _script(entry_point, source_dir)
+        self.source_dir, self.entry_point = locate_script(entry_point, source_dir)
         _name("source_dir", os.fspath(source_dir or ""))
         _name("entry_point", os.fspath(entry_point))
-        self._import_folders = tuple(_import_folder(path) for path in dependencies)
+        self._import_folders = tuple(import_folder(path) for path in dependencies)
         self._hyperparameters = with_plain_values(_dictionary("hyperparameters", hyperparameters))
         self._distribution = read_distribution(renamed.get("distribution", distribution))
         self._placement = place_processes(
@@ -298,53 +299,6 @@ class Estimator:
         return given
 
 
-class TensorFlow(Estimator):
-    """Trains with a script for TensorFlow: arguments as for `Estimator`, and one more.
-
-    ::
-
-        estimator = TensorFlow(
-            entry_point="train.py",
-            framework_version="2.6",
-            py_version="py38",
-            instance_type="local",
-            distribution={
-                "smdistributed": {"modelparallel": {"enabled": True, "parameters": {"partitions": 2}}},
-                "mpi": {"enabled": True, "processes_per_host": 4},
-            },
-        )
-
-    Args:
-        entry_point: the script.
-        model_dir: what the script gets as ``--model_dir``, as those for SageMaker expect: an address, or a
-            folder; None for the folder of the job's model; False for none.
-        arguments: as for `Estimator`.
-
-    Raises:
-        ConfigError: as for `Estimator`.
-    """
-
-    def __init__(
-        self,
-        entry_point: str | os.PathLike[str],
-        *,
-        model_dir: str | os.PathLike[str] | Literal[False] | None = None,
-        **arguments: Any,
-    ) -> None:
-        super().__init__(entry_point, **arguments)
-        if isinstance(model_dir, bool) and model_dir:
-            raise ConfigError("model_dir is True, but it must be a folder, False for none, or None.")
-        self.model_dir = model_dir
-
-    def _of_framework(self, job_name: str) -> dict[str, Any]:
-        if self.model_dir is False:
-            return {}
-        if self.model_dir is not None:
-            given = os.fspath(self.model_dir)
-            return {"model_dir": str(local_path(given, what="model_dir", s3_to_local=self.s3_to_local))}
-        return {"model_dir": str(Path(self.output_path).absolute() / job_name / "model")}
-
-
 def _dictionary(name: str, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(f"{name} is {shown(given)}, but it must be a dictionary.")
@@ -390,46 +344,3 @@ def _engine(given: Any) -> Engine:
 
 def _output_path(given: str | os.PathLike[str], s3_to_local: Mapping[str, str | os.PathLike[str]]) -> Path:
     return local_path(os.fspath(given), what="output_path", s3_to_local=s3_to_local).absolute()
-
-
-def _script(
-    entry_point: str | os.PathLike[str], source_dir: str | os.PathLike[str] | None
-) -> tuple[Path, str]:
-    """The folder in which the script starts, and its path in it."""
-    script = os.fspath(entry_point)
-    if source_dir is None:
-        path = Path(script).expanduser().absolute()
-        folder = path.parent
-    else:
-        text = os.fspath(source_dir)
-        if "://" in text or text.endswith((".tar.gz", ".tgz")):
-            raise ConfigError(
-                f"source_dir is {text}, but it must be a folder. Unpack it, and give the folder."
-            )
-        folder = Path(text).expanduser().absolute()
-        if not folder.is_dir():
-            raise ConfigError(f"source_dir is {text}, but there is no such folder (looked in {Path.cwd()}).")
-        path = folder / script
-    if not path.is_file():
-        scripts = ", ".join(sorted(file.name for file in folder.glob("*.py"))[:10]) if folder.is_dir() else ""
-        there = f" It has {scripts}." if scripts else ""
-        raise ConfigError(
-            f"entry_point is {script}, but there is no such file in {folder}.{there} Give the path of a "
-            "script"
-            f"{', relative to source_dir' if source_dir is not None else ''}."
-        )
-    if path.suffix != ".py":
-        raise ConfigError(f"entry_point is {script}, but it must be a Python script (.py).")
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise ConfigError(
-            f"entry_point is {script}, which lies outside of source_dir {folder}. Give one in it."
-        )
-    return folder, str(path.relative_to(folder)) if path.is_relative_to(folder) else script
-
-
-def _import_folder(path: str | os.PathLike[str]) -> str:
-    """The folder from which a dependency is imported by its name."""
-    found = Path(path).expanduser().absolute()
-    if not found.exists():
-        raise ConfigError(f"dependencies have {os.fspath(path)}, but there is no such file or folder.")
-    return str(found.parent)

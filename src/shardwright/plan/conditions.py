@@ -9,13 +9,13 @@ from typing import Annotated, Any
 from pydantic import Field, NonNegativeInt, SerializerFunctionWrapHandler, model_serializer
 
 from shardwright.files import Record
+from shardwright.files.number_fields import Positive
 from shardwright.limits import MOST_RANKS, MOST_RANKS_OF_HOST
 
 __all__ = ["Conditions", "FlowConditions", "LinkConditions", "Seconds"]
 
 
 Seconds = Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0.0, le=1e30, allow_inf_nan=False)]
 
 
 class FlowConditions(Record):

@@ -16,7 +16,8 @@ from shardwright.planner.chain.unit_factors import corrected_profile, factors_of
 from shardwright.planner.machines.past_runs import NO_CORRECTION, Correction, PastRun, RunKind, correction_of
 from shardwright.planner.memory.rank_memory import offloaded_bytes
 from shardwright.planner.search.degrees import best_of_meshes, best_plans, meshes
-from shardwright.planner.search.search import Candidates, make_plan, microbatch_counts
+from shardwright.planner.search.microbatch_counts import microbatch_counts
+from shardwright.planner.search.search import Candidates, make_plan
 
 __all__ = [
     "NO_CORRECTION",

@@ -56,7 +56,7 @@ def num_ranks() -> int:
 
 def _before_disk(checkpoints: Any, action: Callable[[str, Path], None]) -> None:
     """Has something happen before each operation on the disk of this rank."""
-    checkpoints._disk._before = action
+    checkpoints._saves._disk._before = action
 
 
 def _steps(folder: Path) -> list[int]:

@@ -16,7 +16,8 @@ from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan
 from shardwright.planner import build_chain, make_plan
 from shardwright.planner.machines.fabric import Fabric
-from shardwright.planner.search.option import Demands, Draft, Workload
+from shardwright.planner.search.draft import Draft, make_draft
+from shardwright.planner.search.workload import Demands, Workload
 from shardwright.profile import Profile
 from shardwright.schedule import KINDS, place_stages
 
@@ -43,7 +44,7 @@ def workload(
 def test_one_stage_a_rank_reaches_the_bound() -> None:
     costs = {"embed": (0.0, 0.0), "block": (1.0, 2.0), "head": (0.0, 0.0)}
     made = workload(chain_graph(4), profile_of(costs), ranks=4, m=8)
-    draft = made.draft("1f1b", (0, 1, 2, 3), cuts=(0, 2, 3, 4, 6))
+    draft = make_draft(made, "1f1b", (0, 1, 2, 3), cuts=(0, 2, 3, 4, 6))
     # 3 forwards on the way to the last rank, its work, and 3 backwards on the way back.
     assert draft.least_s == pytest.approx(3 + 8 * 3 + 6, abs=0.1)
     assert draft.work_out().step_s == pytest.approx(draft.least_s, abs=0.01)
@@ -78,7 +79,7 @@ def test_no_schedule_is_faster(
     calls = made.chain.num_calls
     assume(calls >= len(stages))
     inner = data.draw(st.permutations(range(1, calls)))[: len(stages) - 1]
-    draft = made.draft(kind, stages, cuts=(0, *sorted(inner), calls))
+    draft = make_draft(made, kind, stages, cuts=(0, *sorted(inner), calls))
     assert draft.least_s <= draft.work_out().step_s * (1 + 1e-9)
     assert draft.least_s > made.fabric.step_overhead_s + m * ACTION_S
 

@@ -18,7 +18,8 @@ from shardwright.plan import Plan
 from shardwright.planner import Candidates, build_chain, make_plan, microbatch_counts
 from shardwright.planner.machines.fabric import Fabric
 from shardwright.planner.search import option
-from shardwright.planner.search.option import Demands, Workload
+from shardwright.planner.search.draft import make_draft
+from shardwright.planner.search.workload import Demands, Workload
 from shardwright.schedule import Schedule, Simulation, simulate
 
 BLOCKS = 6
@@ -132,7 +133,7 @@ def test_the_best_of_all_partitions_of_a_small_model(costs: list[float], pipelin
     workload = Workload(build_chain(graph, profile), num_microbatches=4, fabric=fabric, demands=Demands())
     num_calls = len(costs) + 2
     best = min(
-        workload.draft(kind, tuple(range(pipeline)), cuts=(0, *inner, num_calls)).work_out().step_s
+        make_draft(workload, kind, tuple(range(pipeline)), cuts=(0, *inner, num_calls)).work_out().step_s
         for inner in itertools.combinations(range(1, num_calls), pipeline - 1)
     )
     assert found.prediction is not None

@@ -13,6 +13,7 @@ from shardwright.collectives.chooser import Chooser
 from shardwright.collectives.prices import Prices
 from shardwright.collectives.routine import Routine
 from shardwright.comm.collectives.block_quantiser import BlockQuantiser
+from shardwright.comm.collectives.checks import check_fit, check_packable
 from shardwright.comm.collectives.gloo_collectives import gloo_can, run_gloo, start_gloo
 from shardwright.comm.collectives.neighbours import Neighbours, Operation
 from shardwright.comm.collectives.node_gather import NodeGather
@@ -48,12 +49,8 @@ class Communicator:
         session: what the ranks share, which their groups use as long as they last.
 
     Attributes:
-        rank: of this process in the group.
-        topology: which ranks share a node.
-        neighbours: this rank's node; None where it is alone there.
-        messages: takes messages to ranks of other nodes; None where there are none.
-        gloo: for collectives that gloo does better.
         thread: runs the collectives, in order.
+        rank, topology, neighbours, messages, gloo: as given.
     """
 
     def __init__(
@@ -104,11 +101,11 @@ class Communicator:
             PeerLostError: a rank has ended, or does not answer.
             TraceMismatchError: a rank of this node does something else.
         """
-        self._check("all_gather", data, output, self.topology.num_ranks * data.numel())
+        check_fit("all_gather", data, output, self.topology.num_ranks)
         if quantiser is None or len(self.topology.nodes) == 1:
             self._run("all_gather", data, output, count=data.numel())
             return
-        _check_packable("all_gather", data, _SUM)
+        check_packable("all_gather", data, _SUM)
         packed = quantiser.pack(data.detach().view(-1))
         whole = packed.new_empty(self.topology.num_ranks * packed.numel())
         self._run("all_gather", packed, whole, count=packed.numel())
@@ -134,10 +131,10 @@ class Communicator:
         Raises:
             as `all_gather`.
         """
-        self._check("reduce_scatter", data, output, data.numel() // self.topology.num_ranks)
+        check_fit("reduce_scatter", data, output, self.topology.num_ranks)
         reduction.check(data.dtype)
         if quantiser is not None:
-            _check_packable("reduce_scatter", data, reduction)
+            check_packable("reduce_scatter", data, reduction)
         self._run(
             "reduce_scatter",
             data,
@@ -160,10 +157,10 @@ class Communicator:
         Raises:
             as `all_gather`.
         """
-        self._check("all_reduce", data, data, data.numel())
+        check_fit("all_reduce", data, data, self.topology.num_ranks)
         reduction.check(data.dtype)
         if quantiser is not None and len(self.topology.nodes) > 1:
-            _check_packable("all_reduce", data, reduction)
+            check_packable("all_reduce", data, reduction)
             padded = F.pad(data.detach().view(-1), (0, -data.numel() % self.topology.num_ranks))
             part = padded.new_empty(padded.numel() // self.topology.num_ranks)
             self.reduce_scatter(part, padded, reduction, quantiser)
@@ -178,7 +175,7 @@ class Communicator:
         Raises:
             as `all_gather`.
         """
-        self._check("broadcast", data, data, data.numel())
+        check_fit("broadcast", data, data, self.topology.num_ranks)
         self._run("broadcast", data, data, count=data.numel(), source=source)
 
     def start_gloo(
@@ -206,9 +203,7 @@ class Communicator:
         Raises:
             UsageError: the sizes or types do not fit.
         """
-        num_ranks = self.topology.num_ranks
-        sizes = {"all_gather": num_ranks * data.numel(), "reduce_scatter": data.numel() // num_ranks}
-        self._check(collective, data, output, sizes.get(collective, data.numel()))
+        check_fit(collective, data, output, self.topology.num_ranks)
         count = output.numel() if collective == "reduce_scatter" else data.numel()
         alone = self._failure is None and output.numel() > 0 and reduction.name != "AVG"
         if not alone or not gloo_can(collective, data.dtype, reduction):
@@ -234,7 +229,7 @@ class Communicator:
         Raises:
             as `all_gather`.
         """
-        self._check("gather_to_nodes", data, memory, self.topology.num_ranks * data.numel())
+        check_fit("gather_to_nodes", data, memory, self.topology.num_ranks)
         data, sizes = data.detach(), tuple(pieces)
 
         def task() -> None:
@@ -401,31 +396,3 @@ class Communicator:
         if self._scratch.numel() < num_bytes:
             self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
         return self._scratch[:num_bytes].view(dtype)
-
-    def _check(self, collective: str, data: Tensor, output: Tensor, num_outputs: int) -> None:
-        """Refuses tensors that do not fit."""
-        num_ranks = self.topology.num_ranks
-        if output.numel() != num_outputs or (collective == "reduce_scatter" and data.numel() % num_ranks):
-            raise UsageError(
-                f"{collective} over {num_ranks} ranks takes {data.numel()} elements and gives {num_outputs}, "
-                f"but the output has {output.numel()}."
-            )
-        if data.dtype != output.dtype:
-            raise UsageError(
-                f"{collective}: the input is {data.dtype} and the output {output.dtype}; they must be the "
-                "same."
-            )
-        for name, tensor in (("input", data), ("output", output)):
-            if not tensor.is_contiguous() or tensor.device.type != "cpu":
-                raise UsageError(
-                    f"{collective}: the {name} must be contiguous and on the CPU, but it has the strides "
-                    f"{tensor.stride()} and is on {tensor.device}. Pass {name}.contiguous()."
-                )
-
-
-def _check_packable(collective: str, data: Tensor, reduction: Reduction) -> None:
-    if not data.is_floating_point() or reduction.name not in ("SUM", "AVG"):
-        raise UsageError(
-            f"{collective} of {data.dtype} with {reduction.name} cannot go in 8 bits: only sums and averages "
-            "of floating-point numbers can. Call it without a quantiser."
-        )

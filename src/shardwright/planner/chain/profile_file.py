@@ -17,6 +17,7 @@ from shardwright import __version__
 from shardwright.cluster import Cluster, Device, Link
 from shardwright.errors import ConfigError
 from shardwright.files import Record, UserFile, replace_file
+from shardwright.files.number_fields import NonNegative, Positive
 from shardwright.limits import MOST_BYTES, MOST_RANKS, MOST_RANKS_OF_HOST
 from shardwright.plan import CostRecord
 from shardwright.profile import UnitCost
@@ -25,7 +26,6 @@ __all__ = ["MeasuredProfile"]
 
 _MOST_S = 1e6  # days for one unit are a mistake
 Seconds = Annotated[float, Field(ge=0, le=_MOST_S)]
-Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
 Flops = Annotated[int, Field(ge=0, le=10**30)]
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
@@ -103,7 +103,7 @@ class _Device(Record):
     reached: Annotated[float, Field(gt=0, le=1)] = 0.7
     memory_Bps: Positive
     overhead_s: Seconds
-    update_Bps: Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)] = 0.0
+    update_Bps: NonNegative = 0.0
 
 
 class _Cluster(Record):

@@ -42,7 +42,8 @@ from shardwright.model_graph import ModelGraph
 from shardwright.planner.chain.division import Division
 from shardwright.planner.chain.estimate import estimate_profile
 from shardwright.planner.chain.layers import chain_of
-from shardwright.planner.search.search import microbatch_counts, schedule_families
+from shardwright.planner.search.drafts import schedule_families
+from shardwright.planner.search.microbatch_counts import microbatch_counts
 from shardwright.profile import Profile
 
 __all__ = ["expected_in_turn", "expected_seconds"]

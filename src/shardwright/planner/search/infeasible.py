@@ -7,8 +7,10 @@ from shardwright.config import Config
 from shardwright.errors import InfeasiblePlanError
 from shardwright.mesh import Mesh
 from shardwright.planner.partition.objective import OffloadPolicy, RecomputePolicy
-from shardwright.planner.search.option import Option, Workload
+from shardwright.planner.search.draft import make_draft
+from shardwright.planner.search.option import Option
 from shardwright.planner.search.reasons import describe_memory, title
+from shardwright.planner.search.workload import Workload
 from shardwright.quantities import format_bytes
 from shardwright.schedule import place_stages
 
@@ -109,4 +111,4 @@ def _fits(
         ),
     )
     fixed = None if config.auto_partition or automatic else cuts
-    return changed.draft(kind, ranks, cuts=fixed).overflow_bytes <= 0
+    return make_draft(changed, kind, ranks, cuts=fixed).overflow_bytes <= 0

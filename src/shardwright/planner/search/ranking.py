@@ -13,7 +13,8 @@ from shardwright.plan import Plan
 from shardwright.planner.chain.estimate import error_of_estimates
 from shardwright.planner.machines.past_runs import NO_CORRECTION
 from shardwright.planner.partition.blocks import nesting_of
-from shardwright.planner.search.option import Draft, Option
+from shardwright.planner.search.draft import Draft
+from shardwright.planner.search.option import Option
 from shardwright.profile import Profile
 
 __all__ = ["SIMPLICITY", "cuts_of", "error_of_comparison", "is_of", "kept_plan", "rank"]

@@ -8,6 +8,7 @@ import itertools
 from math import comb, inf
 
 from shardwright.planner.partition.cuts import improve
+from shardwright.planner.search.draft import make_draft
 from shardwright.planner.search.option import Option
 
 __all__ = ["refine"]
@@ -70,7 +71,7 @@ class _Trials:
             return False
         workload, option = self._option.workload, self._option
         calls = tuple(workload.chain.starts[cut] for cut in cuts)
-        draft = workload.draft(option.kind, option.layout.ranks, cuts=calls)
+        draft = make_draft(workload, option.kind, option.layout.ranks, cuts=calls)
         if draft.least_s > self._shortest_s * _ROUNDING:
             self._hopeless.add(cuts)
             return False

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
-from shardwright.planner.search.search import too_few_samples
+from shardwright.planner.search.microbatch_counts import too_few_samples
 from shardwright.torch.pytorch.tree import Structure, flatten
 
 __all__ = ["Argument", "Splitter", "is_batch_tensor"]

@@ -12,7 +12,6 @@ from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.reading import reading
 from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.comm.encoding.codec import declare
-from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import CheckpointError, CorruptCheckpointError, PlanError
 from shardwright.plan import Plan
 from shardwright.planner import overruled_settings
@@ -115,7 +114,7 @@ def _opened(context: ScriptRun, folder: CheckpointFolder, commit: Commit) -> Sav
     # Only when all checksums are right: what else is wrong may follow from a damaged file.
     for look in (compare_checksums, lambda: saved[0].check()):
         problem = problem_of(look, rank=context.rank)
-        found = tell_all(problem) if context.mesh.world_size > 1 else [problem]
+        found = context.from_all_ranks(problem)
         problems = [each for each in found if each is not None]
         if problems:  # a rank that could not read comes first: no older checkpoint is taken for that
             raise min(problems, key=lambda each: isinstance(each, CorruptCheckpointError))

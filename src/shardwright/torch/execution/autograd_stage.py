@@ -106,8 +106,14 @@ class AutogradStage:
         self.microbatches[microbatch].offloads[self.number].load()
 
     def to_send(self, microbatch: int, crossing: Crossing) -> Tensor:
-        """A value that the stage has made."""
-        return self.microbatches[microbatch].to_send(crossing)
+        """A value that the stage has made; zeros where the step function has left its program before."""
+        running = self.microbatches[microbatch]
+        values, boundary = running.tensors.values, running.program.boundary
+        if crossing.value in values or not running.is_behind_end:
+            value = values[crossing.value]
+            return value if boundary is None else boundary.part(value)
+        spec, shape = crossing.spec, crossing.part or crossing.spec.shape
+        return torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=self.device)
 
     def gradient_to_send(self, microbatch: int, crossing: Crossing) -> Tensor:
         """The gradient of a value that the stage has read."""

@@ -17,6 +17,7 @@ from shardwright.torch.execution.exchange import Returned
 from shardwright.torch.execution.microbatches.microbatch import Microbatch
 from shardwright.torch.execution.microbatches.microbatch_tensors import MicrobatchTensors
 from shardwright.torch.execution.microbatches.own_attributes import OwnAttributes
+from shardwright.torch.execution.microbatches.shared_by_microbatches import SharedByMicrobatches
 from shardwright.torch.execution.rank_batch import RankBatch
 from shardwright.torch.execution.tensor_channels import TensorChannels
 from shardwright.torch.offload.offloading import Offloading, lasting_storages, storages_of
@@ -100,8 +101,9 @@ class Executor:
     def _microbatches(
         self, batch: RankBatch, messages: Messages, attributes: OwnAttributes | None
     ) -> list[Microbatch]:
-        make = partial(
-            Microbatch,
+        shared = SharedByMicrobatches(
+            function=batch.function,
+            receive=messages.receive,
             board=batch.board,
             device=self._device,
             parameters=cache(partial(_parameters_of, self._model)),
@@ -110,7 +112,7 @@ class Executor:
             attributes=attributes,
         )
         return [
-            make(index, program, batch.function, part.arguments, messages.receive)
+            Microbatch(index, program, part.arguments, shared)
             for index, (program, part) in enumerate(zip(batch.programs, batch.parts, strict=True))
         ]
 

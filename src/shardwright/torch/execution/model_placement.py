@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import UsageError
 from shardwright.placement import Cut
 from shardwright.plan import MeshPlan, Plan, TensorPlan
@@ -163,7 +162,7 @@ class ModelPlacement:
             self._offloading.reserve(offloaded_bytes(plan)[context.pipeline_rank])
         except UsageError as error:
             problem = str(error)
-        for rank, each in enumerate(tell_all(problem) if context.mesh.world_size > 1 else [problem]):
+        for rank, each in enumerate(context.from_all_ranks(problem)):
             if each is not None:
                 raise UsageError(f"rank {rank}: {each}")
 

@@ -2,8 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,21 +24,12 @@ from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.backward_calls import backward_intercepted
 from shardwright.torch.interception.glue import (
     batch_running,
-    call_without_hooks,
     intercept_calls,
-    plain_torch,
     set_active_handler,
 )
-from shardwright.torch.interception.loss_checks import (
-    refuse_second_backward,
-    refuse_several_numbers,
-    refuse_untrained,
-)
 from shardwright.torch.offload.offloading import lasting_storages, offloading_of
-from shardwright.torch.offload.stage_offload import StageOffload
 from shardwright.torch.parameters.registration import agree_on_registration
 from shardwright.torch.parameters.synchronised_norms import SynchronisedNorms
-from shardwright.torch.pytorch.functions import gradient_of_backward
 from shardwright.torch.pytorch.memory_in_use import memory_in_use
 from shardwright.torch.pytorch.profiled import range_named
 from shardwright.torch.replicas.gradient_buckets import Reduced
@@ -51,6 +41,8 @@ from shardwright.torch.tracing.step_parameters import point_out_foreign_behind
 
 if TYPE_CHECKING:
     from shardwright.torch.measuring.planning import Planner
+
+from shardwright.torch.execution.plain_microbatch import PlainMicrobatch, tensor_backward
 
 __all__ = ["SingleEngine"]
 
@@ -166,13 +158,13 @@ class SingleEngine:
         num_microbatches: int,
         lasting: frozenset[int] | None,
     ) -> None:
-        """Calls the step function with one microbatch; its backward comes back as `_Plain.backward`."""
+        """Calls the step function with one microbatch; its backward comes back to the handler."""
         index = len(loop.results)
         scale = 1.0 / num_microbatches if self._model.average_grads_across_microbatches else 1.0
         offload = None
         if lasting is not None:
             offload = self._offloading.stage(0, index, lambda: lasting)
-        handler = _Plain(
+        handler = PlainMicrobatch(
             scale * self._model.loss_scale,
             self._reducer,
             first=not loop.losses,
@@ -191,7 +183,7 @@ class SingleEngine:
                 batch_running(),
                 self._norms.synchronised(),
                 saving,
-                _tensor_backward(handler),
+                tensor_backward(handler),
                 backward_intercepted(),
                 range_named(f"microbatch {index}"),
             ):
@@ -283,7 +275,7 @@ class _Loop:
     row: list[tuple[Action, float, float, float]] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
 
-    def microbatch_done(self, result: Any, handler: "_Plain", *, begun_s: float) -> None:
+    def microbatch_done(self, result: Any, handler: PlainMicrobatch, *, begun_s: float) -> None:
         """Adds the results of a microbatch."""
         index = len(self.results)
         self.results.append(result)
@@ -294,125 +286,3 @@ class _Loop:
             self.row.append((Action(Kind.FORWARD, 0, index), begun_s, begin_s, forward_s))
             self.row.append((Action(Kind.BACKWARD, 0, index), begin_s, end_s, backward_s))
             self.memory += handler.memory
-
-
-class _Plain:
-    """The handler of a step function that is run as it is.
-
-    Attributes:
-        loss: what ``backward`` was called with; None as long as it was not.
-        backward_s: when that began and ended.
-        waited_s: seconds for which copies were waited for, before and in it.
-        memory: bytes in use at these moments; empty where nobody asked.
-    """
-
-    def __init__(
-        self,
-        scale: float,
-        reducer: GradientReducer | None,
-        *,
-        first: bool,
-        last: bool,
-        in_use: Callable[[], int] | None = None,
-        look: Callable[[Tensor], None] | None = None,
-        offload: StageOffload | None = None,
-        offloaded: frozenset[nn.Module] = frozenset(),
-    ):
-        self._offload = offload
-        self._offloaded = offloaded
-        self._scale = scale
-        self._look_at_loss = look
-        self._opens = reducer if first else None
-        self._reducer = reducer
-        self._is_last = last
-        self.loss: Tensor | None = None
-        self.backward_s = (0.0, 0.0)
-        self.waited_s = (0.0, 0.0)
-        self.memory: list[int] = []
-        self._in_use = in_use
-
-    @property
-    def intercepts(self) -> bool:
-        """Units are called one by one where they offload what they keep: compiled, but not what is around."""
-        return self._offload is not None
-
-    def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a torch function: nothing is intercepted on a single rank."""
-        return func(*args, **kwargs)
-
-    def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a unit; units are intercepted on a single rank where they offload what they keep."""
-        before = set_active_handler(None)
-        try:
-            if self._offload is None or module not in self._offloaded:
-                return call_without_hooks(module, *args, **kwargs)
-            with self._offload.keeping(module):
-                return call_without_hooks(module, *args, **kwargs)
-        finally:
-            set_active_handler(before)
-
-    def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
-        """Runs autograd, with the loss scaled so that microbatches are averaged."""
-        refuse_second_backward(self.loss is not None)
-        refuse_untrained(loss.requires_grad)
-        refuse_several_numbers(loss, gradient)
-        self.loss = loss.detach()
-        if self._look_at_loss is not None:
-            self._look_at_loss(loss)
-        begin_s = self._moment()
-        start = torch.ones_like(loss) if gradient is None else gradient
-        if self._opens is not None:
-            self._opens.begin()
-        if self._reducer is not None:
-            self._reducer.on_backward(0, begins=True, last=self._is_last)
-        with self._brought_back():
-            torch.autograd.backward(loss, start * self._scale)
-        if self._reducer is not None:
-            self._reducer.on_backward(0, begins=False, last=self._is_last)
-        self.backward_s = (begin_s, self._moment())
-
-    @contextmanager
-    def _brought_back(self) -> Iterator[None]:
-        """Surrounds the backward: what was offloaded comes back ahead of its use."""
-        if self._offload is None:
-            yield
-            return
-        self._offload.offload()
-        waited_s = self._offload.waited_s
-        self._offload.load()
-        yield
-        self.waited_s = waited_s, self._offload.waited_s - waited_s
-        self._offload.end()
-
-    def model_begins(self) -> None:
-        """Does nothing: the whole model is here."""
-
-    def model_returned(self, result: Any) -> None:
-        """Does nothing: every value is here."""
-
-    def _moment(self) -> float:
-        """The present time; records the memory in use."""
-        now_s = time.perf_counter()
-        if self._in_use is not None:
-            self.memory.append(self._in_use())
-        return now_s
-
-
-class _tensor_backward:  # noqa: N801  (a context manager)
-    """Makes ``loss.backward()`` inside a step function mean ``model.backward(loss)``."""
-
-    def __init__(self, handler: _Plain):
-        self._handler = handler
-        self._original = Tensor.backward
-
-    def __enter__(self) -> None:
-        handler = self._handler
-
-        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            with plain_torch():
-                handler.backward(loss, gradient_of_backward(*args, **kwargs))
-
-        Tensor.backward = backward  # type: ignore[assignment,method-assign]
-
-    def __exit__(self, *exc_info: object) -> None:
-        Tensor.backward = self._original  # type: ignore[method-assign]

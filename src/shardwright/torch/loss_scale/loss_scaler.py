@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwright.errors import UsageError
 
-__all__ = ["LossScaler"]
+__all__ = ["LossScaler", "scaler_of"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,3 +86,25 @@ class LossScaler:
         if self._good_updates % self.scale_window == 0:
             self._overflows_left = self.delayed_shift
             self.scale *= self.scale_factor
+
+
+def scaler_of(
+    static: float | None, dynamic: bool | None, arguments: Mapping[str, Any] | None
+) -> LossScaler | None:
+    """The scaler that `DistributedOptimizer` is asked for; None for the default.
+
+    Raises:
+        UsageError: `arguments` has something else than ``init_scale`` and the attributes of `LossScaler`.
+    """
+    if static is None and dynamic is None and not arguments:
+        return None
+    wanted = dict(arguments or {})
+    is_dynamic = static is None if dynamic is None else dynamic
+    first = wanted.pop("init_scale", LossScaler().scale if is_dynamic else static or 1.0)
+    allowed = ("scale_factor", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis")
+    unknown = [name for name in wanted if name not in allowed]
+    if unknown:
+        raise UsageError(
+            f"dynamic_loss_args has {unknown[0]!r}, and may have init_scale, {', '.join(allowed)}."
+        )
+    return LossScaler(scale=float(first), dynamic=is_dynamic, **wanted)

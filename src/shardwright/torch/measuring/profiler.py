@@ -5,13 +5,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from shardwright.comm.encoding.codec import declare
-from shardwright.comm.joining.process_group import tell_all, tell_from
+from shardwright.comm.joining.process_group import tell_from
 from shardwright.model_graph import ModelGraph
 from shardwright.observe.console import Phase
 from shardwright.profile import Profile, UnitCost
@@ -29,8 +29,6 @@ from shardwright.torch.run.machine import cores_of_host
 __all__ = ["Profiler", "ToProfile", "Traced", "shares_cores", "typical"]
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 # Operations on less than this many bytes take microseconds: they are not timed.
 _SMALL_BYTES = 64 * 1024
@@ -156,7 +154,8 @@ class Profiler:
     def _take_turns(self, turns: Turns, classes: Mapping[str, Traced], phase: Phase) -> None:
         """Times one class after the other, on all ranks in the same order, for as long as it is worth it."""
         begin_s = time.perf_counter()
-        while (key := turns.next(max(self._gathered(time.perf_counter() - begin_s)))) is not None:
+        of_all = self._context.from_all_ranks
+        while (key := turns.next(max(of_all(time.perf_counter() - begin_s)))) is not None:
             known = sum(not timing.inferred for timing in turns.remembered.values())
             phase.update(len(turns.timed), total=len(classes) - known)
             turns.add(key, self._measure_together(classes[key], key))
@@ -177,17 +176,13 @@ class Profiler:
             failure = f"{type(error).__name__}: {error}"
         finally:
             set_state(generators, context.device)
-        found = _mean(self._gathered(mine))
+        found = _mean(self._context.from_all_ranks(mine))
         if found is None and context.rank == 0:
             node = next(node for node in trace.graph.nodes if node.cost_class == key)
             kind = trace.graph.units[node.name].class_name if node.kind == "unit" else node.name
             unit = f"{node.name} ({kind})"
             log.warning("%s cannot be run on random data (%s): its cost is estimated", unit, failure)
         return found
-
-    def _gathered(self, mine: T) -> list[T]:
-        """The timings of every rank."""
-        return tell_all(mine) if self._context.mesh.world_size > 1 else [mine]
 
 
 def shares_cores(context: Context) -> bool:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from shardwright.cluster import Cluster, Link
-from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import UsageError
 from shardwright.torch.offload.offloading import tier_for
 from shardwright.torch.offload.tier import Tier
@@ -47,7 +46,7 @@ def with_tier(context: Context, cluster: Cluster) -> Cluster:
         mine = _measured(context)
     except UsageError as error:
         mine = str(error)
-    found = tell_all(mine) if context.mesh.world_size > 1 else [mine]
+    found = context.from_all_ranks(mine)
     for rank, problem in enumerate(found):
         if isinstance(problem, str):
             if wanted is True:  # on all ranks, none of which waits for one that has gone

@@ -25,7 +25,7 @@ from shardwright.collectives.prices_file import write_prices
 from shardwright.comm.collectives.communicator import Communicator
 from shardwright.comm.collectives.connect import connect
 from shardwright.comm.encoding.codec import declare
-from shardwright.comm.joining.process_group import default_store, tell_all
+from shardwright.comm.joining.process_group import default_store
 from shardwright.comm.probing.collective_probe import measure_prices
 from shardwright.comm.probing.probe_ranks import device_prices
 from shardwright.comm.probing.rate_probe import DTYPES, MemoryRates, measure_memory_rates, measure_products
@@ -87,7 +87,7 @@ def main() -> None:
         cluster = present_cluster(run)
     with console.phase("probing collectives"):
         group, prices = _collectives(run)
-    hosts = tell_all(_host(run, cluster)) if run.mesh.world_size > 1 else [_host(run, cluster)]
+    hosts = run.from_all_ranks(_host(run, cluster))
     if run.rank == 0:
         machines = _inventory(hosts, cluster, products, memory)
         if group is not None and prices is not None:

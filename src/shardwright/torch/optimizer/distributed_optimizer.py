@@ -7,17 +7,19 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from shardwright.config.misplaced import refuse_misplaced
 from shardwright.errors import UsageError
 from shardwright.torch.interception.glue import refuse_inside_step
-from shardwright.torch.loss_scale.loss_scaler import LossScaler
+from shardwright.torch.loss_scale.loss_scaler import LossScaler, scaler_of
 from shardwright.torch.model.distributed_model import wrapped_model
 from shardwright.torch.optimizer.clipping import clip_grad_norm_
 from shardwright.torch.optimizer.coupling import ELEMENTWISE, refuse_parts_of_the_world
+from shardwright.torch.optimizer.foreign_parameters import refuse_foreign_parameters
 from shardwright.torch.optimizer.optimizer_names import state_by_name
+from shardwright.torch.optimizer.state_part import keep_types, part_of_state, place_state, refuse_other_part
 from shardwright.torch.optimizer.tensor_parts import PARTS, as_parts, placed, with_cuts
 from shardwright.torch.optimizer.unwrapped_optimizers import leaves_update_out, stepping
 from shardwright.torch.optimizer.updates_over_stages import UpdatesOverStages, has_stages
@@ -25,8 +27,6 @@ from shardwright.torch.parameters.registration import in_order
 from shardwright.torch.run.context import context, is_initialized
 from shardwright.torch.run.update_clock import UpdateClock
 from shardwright.torch.script_collectives.replica_collectives import over_replicas
-from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
-from shardwright.torch.tensor_parallel.parts import placed_like
 
 __all__ = ["DistributedOptimizer"]
 
@@ -83,7 +83,7 @@ class DistributedOptimizer(Optimizer):
         self._to_load: dict[str, Any] | None = None
         self._over_stages = UpdatesOverStages(optimizer)
         self.clock = UpdateClock()
-        self.scaler_wanted = _scaler_of(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
+        self.scaler_wanted = scaler_of(static_loss_scale, dynamic_loss_scale, dynamic_loss_args)
         if is_initialized():
             context().optimizers.append(self)
             if (model := wrapped_model()) is not None:
@@ -264,7 +264,7 @@ class DistributedOptimizer(Optimizer):
         if self._to_load is not None:
             groups = zip(self._to_load["param_groups"], _options_of(self.param_groups), strict=True)
             return {**self._to_load, "param_groups": [{**saved, **now} for saved, now in groups]}
-        names, part = self._parameter_names(), _part_of_state()
+        names, part = self._parameter_names(), part_of_state()
         return {
             **self.optimizer.state_dict(),
             **({_NAMES: names} if names else {}),
@@ -281,7 +281,7 @@ class DistributedOptimizer(Optimizer):
             UsageError: it is of other parameters, as that of another rank is.
         """
         state = dict(state_dict)
-        _refuse_other_part(state.pop(_PART, None))
+        refuse_other_part(state.pop(_PART, None))
         parts = state.pop(PARTS, None)
         state = with_cuts(state, parts)
         theirs, mine = state.pop(_NAMES, None), self._parameter_names()
@@ -301,7 +301,7 @@ class DistributedOptimizer(Optimizer):
             )
         fitting = placed(fitting, self._parameters())
         self.optimizer.load_state_dict(fitting)
-        self._keep_types(fitting)
+        keep_types(self.optimizer, fitting, self._parameters())
 
     def _by_group(self, names: Sequence[str]) -> list[list[str]]:
         rest = iter(names)
@@ -311,15 +311,6 @@ class DistributedOptimizer(Optimizer):
         """Loads a state with names that came before the model was wrapped, unless that must wait longer."""
         if self._to_load is not None:
             DistributedOptimizer.load_state_dict(self, DistributedOptimizer.state_dict(self))
-
-    def _keep_types(self, saved: Mapping[str, Any]) -> None:
-        """Gives the state the types that it was saved in: PyTorch casts it to those of the parameters."""
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        for number, parameter in zip(numbers, self._parameters(), strict=True):
-            for key, value in saved["state"].get(number, {}).items():
-                now = self.optimizer.state[parameter].get(key)
-                if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype is not value.dtype:
-                    self.optimizer.state[parameter][key] = value.to(now.device).clone()
 
     def _load_options(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Sets what groups have beside their parameters."""
@@ -357,22 +348,7 @@ class DistributedOptimizer(Optimizer):
         Raises:
             UsageError: none of these is in the optimizer, or others are, which no rank could train alone.
         """
-        own = [parameter for group in self.param_groups for parameter in group["params"]]
-        of_model = {id(parameter) for parameter in parameters}
-        others = [parameter for parameter in own if id(parameter) not in of_model]
-        if own and len(others) == len(own):
-            raise UsageError(
-                f"the optimizer has {len(own)} parameters, and the wrapped model has none of them, so "
-                "nothing would be trained: they belong to another model, or to a copy. Make the optimizer "
-                "from the model that is wrapped, for example torch.optim.AdamW(model.parameters(), lr=3e-4)."
-            )
-        if others and context().mesh.world_size > 1:
-            raise UsageError(
-                f"{len(others)} of the {len(own)} parameters of the optimizer are not the wrapped model's "
-                f"(one has shape {tuple(others[0].shape)}), so each rank would train a copy of its own, or "
-                "none. Register them in the module that is wrapped (model.extra = parameter, before "
-                "DistributedModel), or give them an optimizer of their own."
-            )
+        refuse_foreign_parameters(self._parameters(), parameters)
 
     def keep(self, identifiers: set[int]) -> None:
         """Drops every parameter, and its state, whose id is not among these; loads a state that waited."""
@@ -386,59 +362,9 @@ class DistributedOptimizer(Optimizer):
                     self.optimizer.state.pop(parameter, None)
             group["params"] = [p for p in group["params"] if id(p) in identifiers]
             for parameter in group["params"]:
-                _place_state(self.optimizer.state, parameter)
+                place_state(self.optimizer.state, parameter)
         if waited is not None and _NAMES in waited:
             self.load_state_dict(waited)
-
-
-def _scaler_of(
-    static: float | None, dynamic: bool | None, arguments: Mapping[str, Any] | None
-) -> LossScaler | None:
-    """The scaler that is asked for; None for the default."""
-    if static is None and dynamic is None and not arguments:
-        return None
-    wanted = dict(arguments or {})
-    is_dynamic = static is None if dynamic is None else dynamic
-    first = wanted.pop("init_scale", LossScaler().scale if is_dynamic else static or 1.0)
-    allowed = ("scale_factor", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis")
-    unknown = [name for name in wanted if name not in allowed]
-    if unknown:
-        raise UsageError(
-            f"dynamic_loss_args has {unknown[0]!r}, and may have init_scale, {', '.join(allowed)}."
-        )
-    return LossScaler(scale=float(first), dynamic=is_dynamic, **wanted)
-
-
-def _part_of_state() -> dict[str, int]:
-    """This rank's part of a shared state; empty if none is shared."""
-    if not is_initialized():
-        return {}
-    current = context()
-    data, shard = current.data_rank, current.mesh.shard
-    part = {"shard": data % shard, "shards": shard}
-    if current.config.shard_optimizer_state:
-        part |= {"replica": data // shard, "replicas": current.mesh.data // shard}
-    if current.mesh.share > 1:
-        part |= {"tensor": current.tensor_rank, "tensors": current.mesh.share}
-    return part if shard > 1 or part.get("replicas", 1) > 1 else {}
-
-
-def _refuse_other_part(theirs: dict[str, int] | None) -> None:
-    mine = _part_of_state()
-    if theirs and mine and theirs != mine:
-        raise UsageError(
-            f"rank {context().rank} loads a state of the optimizer that is another part of it ({theirs}) "
-            f"than it has here ({mine}): ranks share it. Save it on every rank, for example in a file with "
-            "sw.rank() in its name, and load on each rank its own."
-        )
-
-
-def _place_state(state: Any, parameter: nn.Parameter) -> None:
-    """Leaves this rank its part of the state of a parameter that ranks share from now on."""
-    if isinstance(parameter, DividedTensor) and parameter in state:
-        for key, value in state[parameter].items():
-            if isinstance(value, Tensor):
-                state[parameter][key] = placed_like(value, parameter)
 
 
 def _options_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

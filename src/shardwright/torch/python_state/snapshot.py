@@ -83,9 +83,6 @@ class Snapshot:
         self._sizes: list[tuple[Any, int]] = []
         self._resized: set[int] = set()
 
-    def __len__(self) -> int:
-        return len(self._before)
-
     def add(self, holder: Any) -> dict[Any, Any]:
         """Takes note of a holder's entries, and returns them."""
         entries = entries_of(holder)

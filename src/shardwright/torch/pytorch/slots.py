@@ -103,9 +103,7 @@ def put_entries(holder: Any, entries: dict[Any, Any]) -> None:
     now = entries_of(holder)
     if same_entries(now, entries):
         return
-    base: Any = next(
-        (kind for kind in (OrderedDict, dict, list, deque, set) if isinstance(holder, kind)), None
-    )
+    base: Any = next((kind for kind in _BASES if isinstance(holder, kind)), None)
     if base is None:
         for key in {**now, **entries}:
             if now.get(key, ABSENT) is not entries.get(key, ABSENT):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardwright.cluster import Cluster
 from shardwright.comm.encoding.codec import declare
-from shardwright.comm.joining.process_group import group_of, tell_from
+from shardwright.comm.joining.process_group import group_of, tell_all, tell_from
 from shardwright.config import Config
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.mesh import Axes, Mesh
@@ -138,6 +138,14 @@ class Context:
             for ranks in self.mesh.groups(axes)
         }
         return made[self.mesh.group(axes, self.rank)]
+
+    def from_all_ranks(self, fact: _T) -> list[_T]:
+        """Tells all ranks a fact, of kinds that `codec` takes; collective over them.
+
+        Returns:
+            What each rank tells, by its rank.
+        """
+        return tell_all(fact) if self.mesh.world_size > 1 else [fact]
 
     def from_first_rank(self, make: Callable[[], _T]) -> _T:
         """Broadcasts the first rank's result, of kinds that `codec` takes; collective over all ranks.

@@ -69,7 +69,7 @@ def present_cluster(context: Context) -> Cluster:
 
 def _least(context: Context, mine: _Number) -> _Number:
     """Of what all ranks have: a plan must suit each of them. What is 0 is not known, and does not count."""
-    found = tell_all(mine) if context.mesh.world_size > 1 else [mine]
+    found = context.from_all_ranks(mine)
     return min((each for each in found if each), default=mine)
 
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shardwright.live_window import LiveWindow, Move
 from shardwright.torch.sharding.absent_parameter import Bring, absent_arguments_brought
+from shardwright.torch.sharding.live_window import LiveWindow, Move
 from shardwright.torch.sharding.parcel import Parcel
 from shardwright.torch.sharding.saved_rows import SavedRows
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from shardwright.errors import UsageError
 from shardwright.placement import WHOLE, Cut, PartialSum, Placement, Whole
 from shardwright.torch._private import memory_of
+from shardwright.torch.tensor_parallel.at_hand import settled
 from shardwright.torch.tensor_parallel.call import Call, map_tensors, tensors_of
 from shardwright.torch.tensor_parallel.copied_view import CopiedView, count_write, overwrite
 from shardwright.torch.tensor_parallel.direct_call import direct_call
@@ -17,7 +18,6 @@ from shardwright.torch.tensor_parallel.divided_tensor import (
     is_nested,
     part_in,
     placement_in,
-    settled,
     wrap,
 )
 from shardwright.torch.tensor_parallel.form import Candidate

@@ -1,6 +1,5 @@
 """The tensor that shows its whole shape, and holds what one rank has of it."""
 
-import functools
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any, NoReturn
@@ -20,19 +19,13 @@ from shardwright.torch.tensor_parallel.spec import Spec, local_shape, spec_of
 __all__ = [
     "DividedTensor",
     "all_parts",
-    "at_hand",
-    "cut_alike",
-    "cut_inside",
     "divided",
+    "is_in",
     "is_nested",
-    "known_sum",
     "local_of",
     "part_in",
-    "part_like",
-    "placed",
     "placement_in",
     "placement_of",
-    "settled",
     "specs_of",
     "whole",
     "wrap",
@@ -309,80 +302,19 @@ def specs_of(tensor: Tensor) -> tuple[Spec, ...]:
     return found
 
 
-def _is_in(tensor: Tensor, group: TensorGroup) -> bool:
+def is_in(tensor: Tensor, group: TensorGroup) -> bool:
+    """Whether the ranks of a group share a tensor; not where those of its inner group alone do."""
     return tensor.__class__ is DividedTensor and tensor._spec.group is group
 
 
 def placement_in(tensor: Tensor, group: TensorGroup) -> Placement:
     """Where a tensor's elements are among the ranks of a group; those of any other tensor are everywhere."""
-    return tensor._spec.placement if _is_in(tensor, group) else WHOLE  # type: ignore[attr-defined]
+    return tensor._spec.placement if is_in(tensor, group) else WHOLE  # type: ignore[attr-defined]
 
 
 def part_in(tensor: Tensor, group: TensorGroup) -> Tensor:
     """What this rank has of a tensor of a group; any other tensor, also one of its inner group, as it is."""
-    return tensor._local if _is_in(tensor, group) else tensor  # type: ignore[attr-defined]
-
-
-def cut_inside(part: Tensor) -> Spec | None:
-    """How an inner group cuts a rank's part of a tensor; None where it does not."""
-    return part._spec if isinstance(part, DividedTensor) and part._spec.is_cut else None
-
-
-def part_like(tensor: Tensor, spec: Spec | None) -> Tensor:
-    """This rank's part of a tensor cut as another one is; all elements where that is not cut."""
-    if spec is None:
-        return whole(tensor)
-    assert isinstance(spec.placement, Cut)
-    return placed(tensor, spec.placement, spec.group)._local
-
-
-def cut_alike(part: Tensor, spec: Spec, shape: Sequence[int]) -> DividedTensor:
-    """A tensor of which this rank has a part, cut as another one is.
-
-    Args:
-        part: dense, in the order of its dimensions.
-        spec: of the other.
-        shape: of the tensor.
-    """
-    size = torch.Size(shape)
-    strides = tuple(dense_strides(size, torch.empty(size, device="meta").stride()))
-    return wrap(part, spec_of(spec.group, spec.placement, part, shape=size, strides=strides))
-
-
-def settled(tensor: DividedTensor) -> Tensor:
-    """All elements of a partial sum, added up once for all further uses. They must not be written to."""
-    spec = tensor._spec
-
-    def summed(data: Tensor) -> Tensor:
-        return replaced(
-            spec.group,
-            data,
-            shape=data.shape,
-            strides=data.stride(),
-            source=spec.placement,
-            target=WHOLE,
-        )
-
-    if tensor._seen and is_nested(tensor):
-        return summed(tensor._local)
-    if tensor._seen:
-        return spec.group.sums.total(tensor._local, summed)
-    # Nothing else sees this memory, so the sum may take its place.
-    tensor._local = summed(tensor._local)
-    tensor._spec = spec_of(
-        spec.group, WHOLE, tensor._local, shape=spec.shape, strides=spec.strides, offset=spec.offset
-    )
-    return tensor._local
-
-
-def known_sum(tensor: DividedTensor) -> DividedTensor:
-    """Of a partial sum that ranks have added up, the sum; any other tensor as it is. Nobody exchanges."""
-    spec = tensor._spec
-    is_pending = spec.is_pending and not is_nested(tensor)
-    total = spec.group.sums.known(tensor._local) if is_pending else None
-    if total is None:
-        return tensor
-    return wrap(total, spec_of(spec.group, WHOLE, total, shape=spec.shape, strides=spec.strides))
+    return tensor._local if is_in(tensor, group) else tensor  # type: ignore[attr-defined]
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -403,41 +335,3 @@ def all_parts(tensor: DividedTensor) -> Tensor:
     return replaced(
         spec.group, tensor._local, shape=spec.shape, strides=spec.strides, source=spec.placement, target=WHOLE
     )
-
-
-def at_hand(tensor: DividedTensor) -> Tensor:
-    """All elements of a cut tensor, kept for others that need them soon; nobody may write to them.
-
-    All ranks of its group call it.
-    """
-    gathers = None if is_nested(tensor) else tensor._spec.group.gathers
-    gather = functools.partial(whole, tensor)
-    return gather() if gathers is None else gathers.whole(tensor._local, tensor._spec, gather)
-
-
-def placed(tensor: Tensor, cut: Cut, group: TensorGroup) -> DividedTensor:
-    """A tensor cut so, without history. All ranks of its group call it.
-
-    Args:
-        tensor: an ordinary one has the same elements on all ranks.
-        cut: of the result.
-        group: the ranks that share it.
-    """
-    if not _is_in(tensor, group):
-        return divided(tensor.detach(), cut, group)
-    assert isinstance(tensor, DividedTensor)
-    spec = tensor._spec
-    if spec.copied:
-        tensor._copy.refresh()
-    source = spec.placement
-    if source == cut:
-        return tensor
-    if isinstance(source, Whole):
-        return divided(tensor._local.detach(), cut, group)
-    if spec.is_pending and not is_nested(tensor) and group.sums.knows(tensor._local):
-        return divided(settled(tensor).detach(), cut, group)
-    shape, strides = spec.shape, spec.strides
-    if not is_dense(shape, strides):
-        strides = tuple(dense_strides(shape, strides))
-    part = replaced(group, tensor._local, shape=shape, strides=strides, source=source, target=cut)
-    return wrap(part, spec_of(group, cut, part, shape=shape, strides=strides))

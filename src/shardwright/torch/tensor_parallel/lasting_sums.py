@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from shardwright.placement import PARTIAL_SUM, Cut
+from shardwright.torch.tensor_parallel.at_hand import at_hand
 from shardwright.torch.tensor_parallel.call import name_of
 from shardwright.torch.tensor_parallel.copied_view import count_write
-from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, at_hand, wrap
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, wrap
 from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.spec import spec_of
 

@@ -10,16 +10,10 @@ from math import prod
 
 from shardwright.placement import Cut
 
-__all__ = ["cut_after_reshape", "matching_dims", "resolved_shape"]
+__all__ = ["cut_after_reshape", "matching_dims"]
 
 # A cut inner dimension, merged into outer ones, repeats its runs. Beyond this the tensor is gathered.
 _MAX_RUNS = 4096
-
-
-def resolved_shape(num_elements: int, shape: Sequence[int]) -> list[int]:
-    """The shape with the one size that is -1 computed."""
-    known = prod(size for size in shape if size != -1)
-    return [(num_elements // known if known else 0) if size == -1 else size for size in shape]
 
 
 def cut_after_reshape(shape: Sequence[int], new_shape: Sequence[int], cut: Cut) -> Cut | None:

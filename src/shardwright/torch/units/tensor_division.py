@@ -27,7 +27,7 @@ from shardwright.torch.tensor_parallel.experts import cuts_of_experts, reasons_t
 from shardwright.torch.tensor_parallel.group import Prices
 from shardwright.torch.tensor_parallel.pinned import pinned_placements
 from shardwright.torch.tensor_parallel.search import Unit, WorkShares, find_placements
-from shardwright.torch.tracing.divided_tail import divided_tails
+from shardwright.torch.tracing.divided_tail import DividedTail, divided_tails
 from shardwright.torch.tracing.trace_data import Trace
 from shardwright.torch.units.divided_costs import divided_operations, divided_units
 from shardwright.torch.units.divisible_units import (
@@ -68,7 +68,7 @@ def division_of(
     Raises:
         PlanError: they are to share sequences, and no tensor between units has any.
     """
-    graph, degree = trace.graph, mesh.share
+    graph = trace.graph
     between, searched = _between(trace, config, mesh)
     experts = {}
     if mesh.expert > 1:
@@ -95,39 +95,62 @@ def division_of(
     )
     for reason, names in by_reason(found.kept_whole).items():
         warn_of_whole(names, f"its code does not run on tensors without data ({reason})")
-    by_any_name = dict(model.named_parameters(remove_duplicate=False))
-    of_tensor = {
-        id(by_any_name[name]): placement
-        for name, placement in found.placements.items()
-        if isinstance(placement, Cut)
-    }
-    # Stages have tensors of their own.
-    shared = (
-        shared_arguments(trace, model, of_tensor.keys()) if mesh.pipeline == 1 and not between.cuts else {}
-    )
-    units = {name: replace(unit, shared=shared.get(name, frozenset())) for name, unit in units.items()}
+    of_tensor = _cuts_of_tensors(model, found.placements)
+    if mesh.pipeline == 1 and not between.cuts:  # else stages have tensors of their own
+        shared = shared_arguments(trace, model, of_tensor.keys())
+        units = {name: replace(unit, shared=shared.get(name, frozenset())) for name, unit in units.items()}
     shares = _shares_of_work(found.shares, units, own_prices, between, mesh)
     divided = divided_units(units, found.kind_of, shares, of_tensor, own_prices, between)
-    operations = dict(divided_operations(trace, own_prices, between)) if between.cuts else {}
-    shares_of_values: dict[int, float] = {}
-    for node, tail in tails.items():
-        share = divided.get(graph.nodes[node].name, DividedUnit()).inside_share
-        shares_of_values |= dict.fromkeys(tail.values, share)
-        operations |= dict.fromkeys(tail.nodes, DividedUnit.of_share(share))
+    operations, values = _outside_of_units(trace, tails, divided, own_prices, between)
     cuts = {name: of_tensor[id(each)] for name, each in model.named_parameters() if id(each) in of_tensor}
     if mesh.tensor > 1:
         _tell(graph, cuts, num_ranks=mesh.tensor)
     return Division(
-        degree=degree,
+        degree=mesh.share,
         samples=graph.batch_size,
         prices=prices,
         decided_by=decided_by,
         cuts=cuts,
         units=divided,
         operations=operations,
-        values=shares_of_values,
+        values=values,
         between=between if between.cuts else None,
     )
+
+
+def _cuts_of_tensors(model: nn.Module, placements: Mapping[str, Placement]) -> dict[int, Cut]:
+    """The cuts of parameters, by the ids of these: a parameter may have several names."""
+    by_any_name = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        id(by_any_name[name]): placement
+        for name, placement in placements.items()
+        if isinstance(placement, Cut)
+    }
+
+
+def _outside_of_units(
+    trace: Trace,
+    tails: Mapping[int, DividedTail],
+    divided: Mapping[str, DividedUnit],
+    prices: Prices,
+    between: BetweenUnits,
+) -> tuple[dict[int, DividedUnit], dict[int, float]]:
+    """What code between units costs each rank, by operation; and shares of values that are divided there.
+
+    Args:
+        trace: of one microbatch.
+        tails: operations on what a unit leaves divided, by the node of the unit.
+        divided: what units cost each rank, by name.
+        prices: of what ranks exchange and compute.
+        between: where tensors between units are.
+    """
+    operations = dict(divided_operations(trace, prices, between)) if between.cuts else {}
+    values: dict[int, float] = {}
+    for node, tail in tails.items():
+        share = divided.get(trace.graph.nodes[node].name, DividedUnit()).inside_share
+        values |= dict.fromkeys(tail.values, share)
+        operations |= dict.fromkeys(tail.nodes, DividedUnit.of_share(share))
+    return operations, values
 
 
 def _between(trace: Trace, config: Config, mesh: Mesh) -> tuple[BetweenUnits, BetweenUnits]:

@@ -42,6 +42,7 @@ class Scripted(Profiler):
             local_size=1,
             device=torch.device("cpu"),
             mesh=SimpleNamespace(world_size=1),
+            from_all_ranks=lambda fact: [fact],
             config=Config(),
         )
         super().__init__(context)

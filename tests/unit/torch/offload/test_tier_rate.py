@@ -23,7 +23,11 @@ def a_run(tmp_path, **settings):
     """What `with_tier` knows of a run of one rank."""
     config = Config.parse({"offload_dir": str(tmp_path), "run_dir": "off", **settings})
     return SimpleNamespace(
-        config=config, device=torch.device("cpu"), mesh=SimpleNamespace(world_size=1), rank=0
+        config=config,
+        device=torch.device("cpu"),
+        mesh=SimpleNamespace(world_size=1),
+        from_all_ranks=lambda fact: [fact],
+        rank=0,
     )
 
 

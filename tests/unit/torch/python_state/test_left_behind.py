@@ -332,7 +332,7 @@ def test_many_objects_do_not_take_long():
     model.samples = [[list(range(20)) for _ in range(1000)] for _ in range(100)]
     guard = NothingLeftBehind(model, model.forward)
     with guard:
-        assert len(guard.of_model) + len(guard._of_script) < 30_000
+        assert len(guard.of_model._before) + len(guard._of_script._before) < 30_000
         model.helper.last = torch.zeros(1)
     assert model.helper.last is None
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from shardwright.placement import Cut
 from shardwright.torch.tensor_parallel.call import map_tensors, tensors_of
-from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, placed, whole, wrap
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, whole, wrap
+from shardwright.torch.tensor_parallel.placing import placed
 from shardwright.torch.tensor_parallel.spec import spec_of
 
 

@@ -11,16 +11,14 @@ of optimizers are not exchanged.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import shardwright.torch as sw
 from shardwright.errors import UsageError
 from smdistributed.modelparallel.torch.state_mod import current_run
-
-if TYPE_CHECKING:
-    from smdistributed.modelparallel.torch.model import DistributedModel
 
 __all__ = ["Joining"]
 
@@ -36,7 +34,7 @@ class Joining:
         weight: what losses are multiplied by now; None for nothing.
     """
 
-    def __init__(self, model: "DistributedModel", *, throws: bool):
+    def __init__(self, model: sw.DistributedModel, *, throws: bool):
         run = current_run()
         if run.mesh.shard > 1 or run.config.shard_optimizer_state:
             raise UsageError(

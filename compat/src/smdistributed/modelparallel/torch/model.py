@@ -5,7 +5,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from smdistributed.modelparallel.torch.backward_without_step import BackwardWith
 from smdistributed.modelparallel.torch.ds_parameters import describe_parts
 from smdistributed.modelparallel.torch.joining import Joining
 from smdistributed.modelparallel.torch.local_modules import local_named_modules
+from smdistributed.modelparallel.torch.loss_of_several import as_one
 from smdistributed.modelparallel.torch.module_proxy import ModuleProxy, unproxied
 from smdistributed.modelparallel.torch.nn.huggingface.layers import name_layers
 from smdistributed.modelparallel.torch.nn.huggingface.translators_of_models import translators_of
@@ -141,7 +142,7 @@ class DistributedModel(ModelStates):
             grad_tensors: gradients of what is trained with respect to them; None for one that is a number.
         """
         if isinstance(tensors, Sequence):
-            tensors, grad_tensors = _as_one(tensors, grad_tensors), None
+            tensors, grad_tensors = as_one(tensors, grad_tensors), None
         elif isinstance(grad_tensors, Sequence):
             (grad_tensors,) = grad_tensors
         refuse_no_tensor(tensors)
@@ -374,27 +375,3 @@ def _for_replicas(given: Any, hook: Callable[[Any, Any], Any]) -> Any:
             f"{dist.get_world_size(group)} have the gradients of this stage. Pass smp.get_dp_process_group()."
         )
     return given
-
-
-def _as_one(tensors: Sequence[Tensor], gradients: Any) -> Tensor:
-    """A number with the gradients that several tensors have together."""
-    given = [gradients] * len(tensors) if gradients is None else list(gradients)
-    if len(given) != len(tensors) or not tensors:
-        _refuse_lengths(len(tensors), len(given))
-    for tensor in tensors:
-        refuse_no_tensor(tensor)
-    parts = [
-        tensor if gradient is None else (tensor * gradient).sum()
-        for tensor, gradient in zip(tensors, given, strict=True)
-    ]
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
-def _refuse_lengths(num_tensors: int, num_gradients: int) -> NoReturn:
-    raise UsageError(
-        f"model.backward gets {num_tensors} tensors and {num_gradients} gradients. Pass one gradient for "
-        "each tensor, or None for those that are numbers; for example model.backward(loss)."
-    )

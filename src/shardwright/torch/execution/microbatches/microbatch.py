@@ -1,7 +1,7 @@
 """One microbatch on one rank: runs the user's step function, stage by stage."""
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -10,28 +10,21 @@ import torch
 from greenlet import GreenletExit
 from torch import Tensor, nn
 
-from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.errors import TraceMismatchError
-from shardwright.runtime.crossings import Crossing
 from shardwright.torch.execution.exchange import Returned
 from shardwright.torch.execution.microbatches.known_values import KnownValues
 from shardwright.torch.execution.microbatches.microbatch_generators import MicrobatchGenerators
 from shardwright.torch.execution.microbatches.microbatch_state import MicrobatchState
 from shardwright.torch.execution.microbatches.microbatch_tensors import MicrobatchTensors
-from shardwright.torch.execution.microbatches.own_attributes import OwnAttributes
 from shardwright.torch.execution.microbatches.program_cursor import ProgramCursor
 from shardwright.torch.execution.microbatches.program_end import ProgramEnd
+from shardwright.torch.execution.microbatches.shared_by_microbatches import SharedByMicrobatches
 from shardwright.torch.execution.microbatches.stage_turns import StageTurns
 from shardwright.torch.execution.microbatches.trace_comparison import TraceComparison
 from shardwright.torch.execution.microbatches.unit_run import unit_run
 from shardwright.torch.interception.attribute_inputs import with_found
 from shardwright.torch.interception.deferred import DeferredTensor
-from shardwright.torch.interception.glue import (
-    GlueMode,
-    Realised,
-    plain_torch,
-    set_active_handler,
-)
+from shardwright.torch.interception.glue import GlueMode, Realised, plain_torch, set_active_handler
 from shardwright.torch.interception.step_code import in_step_code, reads_values
 from shardwright.torch.offload.stage_offload import StageOffload
 from shardwright.torch.program.instructions import Instruction, Place
@@ -47,7 +40,6 @@ from shardwright.torch.python_state.filled_containers import fill
 from shardwright.torch.pytorch.functions import CALLS_UNITS, gradient_of_backward
 from shardwright.torch.pytorch.tree import flatten, leaves, map_tree
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, whole
-from shardwright.torch.tracing.glue_buffers import GlueBuffers
 
 __all__ = ["Microbatch"]
 
@@ -60,15 +52,8 @@ class Microbatch:
     Args:
         index: which microbatch.
         program: what this rank does.
-        function: the step function.
-        arguments: its (args, kwargs).
-        receive: waits for a value of another rank; gets the index of the microbatch.
-        board: where ranks put up values that the step function reads.
-        device: where this rank computes.
-        model: the whole model.
-        parameters: gives the ids of its parameters.
-        buffers: those that microbatches change, one after the other; None without any.
-        attributes: those that microbatches change; None without any.
+        arguments: (args, kwargs) of the step function.
+        batch: what it shares with the other microbatches of this rank.
 
     Attributes:
         index: which microbatch.
@@ -88,35 +73,29 @@ class Microbatch:
         self,
         index: int,
         program: Program,
-        function: Callable[..., Any],
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
-        receive: Callable[[int, Crossing], Tensor],
-        *,
-        board: ValueBoard,
-        device: torch.device,
-        model: nn.Module,
-        parameters: Callable[[], Collection[int]],
-        buffers: GlueBuffers | None,
-        attributes: OwnAttributes | None,
+        batch: SharedByMicrobatches,
     ):
+        device = batch.device
         self.index = index
         self.program = program
         self.loss: Tensor | None = None
         self.loss_gradient: Tensor | None = None
-        self.tensors = MicrobatchTensors(index, program, receive, buffers)
+        self.tensors = MicrobatchTensors(index, program, batch.receive, batch.buffers)
         self.generators = MicrobatchGenerators(index, device)
-        self.state = MicrobatchState(index, program, model, attributes)
+        self.state = MicrobatchState(index, program, batch.model, batch.attributes)
         self.uses: dict[int, int] = {}
         self.offloads: dict[int, StageOffload] = {}
-        self._function = function
+        self._function = batch.function
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = arguments
-        self._device = device
-        self._cursor = cursor = ProgramCursor(index, program, parameters, device)
+        self._cursor = cursor = ProgramCursor(index, program, batch.parameters, device)
         self._comparison = TraceComparison(index, program)
         self._turns = turns = StageTurns(
             self._run, cursor, around=self._in_turn, before_pause=lambda: self._known.before_pause()
         )
-        self._known = KnownValues(index, program, cursor, self.tensors, board, turns.wait_for_others, device)
+        self._known = KnownValues(
+            index, program, cursor, self.tensors, batch.board, turns.wait_for_others, device
+        )
         self._end = ProgramEnd(program, cursor, self.tensors, self._known, turns.enter)
         self._has_end = program.trace.ends
         self._given_loss: Tensor | None = None
@@ -127,15 +106,6 @@ class Microbatch:
     def forward(self, stage: int) -> None:
         """Runs the step function up to work of another stage of this rank, or backward, or the end."""
         self._turns.forward(stage)
-
-    def to_send(self, crossing: Crossing) -> Tensor:
-        """A value for another stage; zeros where the step function has left its program before."""
-        boundary = self.program.boundary
-        if crossing.value in self.tensors.values or not self.is_behind_end:
-            value = self.tensors.values[crossing.value]
-            return value if boundary is None else boundary.part(value)
-        spec, shape = crossing.spec, crossing.part or crossing.spec.shape
-        return torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=self._device)
 
     def come_to_backward(self) -> bool:
         """Whether the step function has called ``backward``, or may still do so; goes on if it waits."""

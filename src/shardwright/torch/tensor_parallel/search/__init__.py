@@ -34,9 +34,10 @@ from shardwright.torch.tensor_parallel.search.dry_run import (
     dry_run,
     dry_run_of_operation,
 )
+from shardwright.torch.tensor_parallel.search.found_placements import FoundPlacements, WorkShares
 from shardwright.torch.tensor_parallel.search.material import Material
 from shardwright.torch.tensor_parallel.search.no_ranks import group_without_ranks
-from shardwright.torch.tensor_parallel.search.search import FoundPlacements, WorkShares, find_placements
+from shardwright.torch.tensor_parallel.search.search import find_placements
 from shardwright.torch.tensor_parallel.search.unit import Unit, units_of
 
 __all__ = [

@@ -16,26 +16,25 @@ taken again and again, and then changes of single roles, until none makes the pl
 import functools
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shardwright.placement import WHOLE, BetweenUnits, Cut, Placement
-from shardwright.torch.tensor_parallel.group import Prices, TensorGroup
+from shardwright.torch.tensor_parallel.group import Prices
 from shardwright.torch.tensor_parallel.search.cut_candidates import cut_candidates
 from shardwright.torch.tensor_parallel.search.explanation import Attempt, Explanation, PartSearched
-from shardwright.torch.tensor_parallel.search.flow import Flow
+from shardwright.torch.tensor_parallel.search.found_placements import FoundPlacements
 from shardwright.torch.tensor_parallel.search.no_ranks import group_without_ranks
 from shardwright.torch.tensor_parallel.search.plan_price import (
-    KERNEL_S,
     MEMORY_WEIGHT,
     OPERATION_S,
     Goal,
     PlanPrice,
 )
-from shardwright.torch.tensor_parallel.search.recording import recorded
 from shardwright.torch.tensor_parallel.search.role import Role, pins_within, roles_of
 from shardwright.torch.tensor_parallel.search.unit import Unit, kind_of
+from shardwright.torch.tensor_parallel.search.unit_kind import UnitKind
 
-__all__ = ["FoundPlacements", "WorkShares", "find_placements"]
+__all__ = ["find_placements"]
 
 # Parameters below this share of the largest one are not cut for their own sake: they may follow others.
 _SMALL = 1 / 1000
@@ -50,45 +49,6 @@ _Plan = tuple[Placement, ...]
 
 _Move = dict[int, Placement]
 """New placements of some roles."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkShares:
-    """Shares of a unit's forward and of its backward that the busiest rank computes."""
-
-    forward: float = 1.0
-    backward: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class FoundPlacements:
-    """The cheapest plan.
-
-    Attributes:
-        placements: of the parameters that are cut, by their names in the model.
-        price: of a step, all units together.
-        whole_price: the same with all parameters whole but those that are pinned.
-        divided: share of the parameters' elements that are cut.
-        kind_of: the first unit of the kind of each unit, by name.
-        shares: of a kind's work, by the name of its first unit.
-        kept_whole: modules of which no step can be recorded, so that all ranks have their parameters, by
-            name, and the reasons.
-        explanation: how it was found; printed, it is a table.
-    """
-
-    placements: Mapping[str, Placement]
-    price: PlanPrice
-    whole_price: PlanPrice
-    divided: float
-    kind_of: Mapping[str, str]
-    shares: Mapping[str, WorkShares]
-    kept_whole: Mapping[str, str]
-    explanation: Explanation
-
-    def of_unit(self, name: str) -> dict[str, Placement]:
-        """Placements of the parameters of one unit, by their names within it."""
-        prefix = f"{name}." if name else ""
-        return {key[len(prefix) :]: each for key, each in self.placements.items() if key.startswith(prefix)}
 
 
 def find_placements(
@@ -115,32 +75,6 @@ def find_placements(
     found = {"": units} if isinstance(units, Unit) else dict(units)
     given = prices or Prices(), optimize, num_microbatches, pinned or {}, between
     return _Search(found, num_ranks, *given).best()
-
-
-@dataclass(slots=True)
-class _Kind:
-    """Units that are alike.
-
-    Attributes:
-        units: with their names.
-        flow: through one of them.
-        kept_whole: modules within one of them, and why.
-        roles: of its parameters: index of the role by name.
-        priced: what plans cost, by the placements of its roles.
-    """
-
-    units: list[tuple[str, Unit]]
-    flow: Flow
-    kept_whole: Mapping[str, str]
-    roles: dict[str, int] = field(default_factory=dict)
-    priced: dict[tuple[Placement, ...], tuple[PlanPrice, dict[int, list[Cut]]]] = field(default_factory=dict)
-
-
-def _kind_of_units(units: list[tuple[str, Unit]], group: TensorGroup, between: BetweenUnits | None) -> _Kind:
-    unit, recording = recorded(units[0][1])
-    return _Kind(
-        units, Flow(recording, group, between), {name: each.reason for name, each in unit.kept_whole.items()}
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +107,7 @@ class _Search:
             kind: object = (name,) if apart else kind_of(unit.module, unit.args, unit.kwargs)
             key = kind, pins_within(name, unit, pinned)
             by_kind.setdefault(key, []).append((name, unit))
-        self._kinds = [_kind_of_units(each, group, between) for each in by_kind.values()]
+        self._kinds = [UnitKind.of(each, group, between) for each in by_kind.values()]
         self._roles = roles_of([kind.units for kind in self._kinds], pinned)
         for index, role in enumerate(self._roles):
             for kind, name in role.members:
@@ -214,7 +148,7 @@ class _Search:
         total = PlanPrice(memory_s=self._held(plan, part) * self._byte_s)
         for index in part.kinds:
             kind = self._kinds[index]
-            price, _ = self._kind_price(kind, plan)
+            price, _ = kind.price(plan, num_microbatches=self._num_microbatches)
             total += PlanPrice(price.work_s * len(kind.units), price.exchange_s * len(kind.units))
         return total
 
@@ -238,28 +172,12 @@ class _Search:
         operation_s = max(OPERATION_S, self._latency_s)
         return work_s + operations * operation_s * self._num_microbatches
 
-    def _kind_price(self, kind: _Kind, plan: _Plan) -> tuple[PlanPrice, dict[int, list[Cut]]]:
-        own = {name: plan[index] for name, index in kind.roles.items()}
-        key = tuple(own.values())
-        found = kind.priced.get(key)
-        if found is None:
-            passed = kind.flow.run({name: each for name, each in own.items() if isinstance(each, Cut)})
-            wants: dict[int, list[Cut]] = {}
-            for name, cuts in passed.wants.items():
-                if name not in kind.roles:  # every rank needs all of it
-                    continue
-                wanted = wants.setdefault(kind.roles[name], [])
-                wanted += [cut for cut in cuts if cut not in wanted]
-            times = self._num_microbatches
-            price = PlanPrice(passed.work_s * times, passed.exchange_s * times + passed.settle_s)
-            found = kind.priced[key] = price, wants
-        return found
-
     def _wants(self, plan: _Plan, part: _Part) -> dict[int, list[Cut]]:
         """Cuts in which whole parameters would be used, by role."""
         found: dict[int, list[Cut]] = {}
         for index in part.kinds:
-            for role, cuts in self._kind_price(self._kinds[index], plan)[1].items():
+            _, wants = self._kinds[index].price(plan, num_microbatches=self._num_microbatches)
+            for role, cuts in wants.items():
                 known = found.setdefault(role, [])
                 known += [cut for cut in cuts if cut not in known]
         return {
@@ -400,21 +318,9 @@ class _Search:
             whole_price=self._price(self._whole, self._all),
             divided=sum(role.num_elements for role, _ in cut) / max(elements, 1),
             kind_of={name: kind.units[0][0] for kind in self._kinds for name, _ in kind.units},
-            shares={kind.units[0][0]: self._shares(kind, plan) for kind in self._kinds},
+            shares={kind.units[0][0]: kind.shares(plan) for kind in self._kinds},
             kept_whole=self._kept_whole(),
             explanation=Explanation(self._roles, plan, self._attempts, searches, self._kept_whole()),
-        )
-
-    def _shares(self, kind: _Kind, plan: _Plan) -> WorkShares:
-        """By the operations' prices, and what Python takes for each whatever its size."""
-        recording = kind.flow.recording
-        own = {name: plan[index] for name, index in kind.roles.items() if isinstance(plan[index], Cut)}
-        part, whole = kind.flow.run(own), kind.flow.run({}, all_whole=True)
-        forward_s = recording.num_forward * KERNEL_S
-        backward_s = len(recording.operations) * KERNEL_S - forward_s
-        return WorkShares(
-            _share(part.forward_work_s, whole.forward_work_s, forward_s),
-            _share(part.work_s - part.forward_work_s, whole.work_s - whole.forward_work_s, backward_s),
         )
 
     def _kept_whole(self) -> dict[str, str]:
@@ -424,10 +330,6 @@ class _Search:
             for unit, _ in kind.units
             for module, reason in kind.kept_whole.items()
         }
-
-
-def _share(part_s: float, whole_s: float, fixed_s: float) -> float:
-    return (part_s + fixed_s) / (whole_s + fixed_s) if whole_s + fixed_s else 1.0
 
 
 def _size(role: Role) -> int:

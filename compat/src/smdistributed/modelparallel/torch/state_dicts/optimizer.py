@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import shardwright.torch as sw
-from shardwright.errors import CheckpointError, UsageError
+from shardwright.errors import UsageError
 from shardwright.torch.run.joint_calls import meet
 from shardwright.torch.script_run import ScriptRun
 from shardwright.torch.tensor_parallel.parts import cut_of, placed_like
@@ -21,9 +21,16 @@ from smdistributed.modelparallel.comm import allgather
 from smdistributed.modelparallel.groups import CommGroup, members
 from smdistributed.modelparallel.torch.deferred_calls import when_model_is_there
 from smdistributed.modelparallel.torch.state_dicts.names import PARTIAL
+from smdistributed.modelparallel.torch.state_dicts.optimizer_checks import (
+    check_shapes,
+    refuse_other_groups,
+    refuse_part,
+    refuse_unknown,
+)
 from smdistributed.modelparallel.torch.state_dicts.optimizer_entries import (
     MASTER,
     Entries,
+    entries_in,
     own_part,
     parts_of,
     put_together,
@@ -118,7 +125,7 @@ class OptimizerStates(sw.DistributedOptimizer):
             CheckpointError: it is of another optimizer; the message says how it differs.
         """
         state, run = dict(state_dict), current_run()
-        self._refuse_other_groups(state)
+        refuse_other_groups(state, len(self.param_groups))
         model = run.model
         if model is not None and model.settled:
             self._load(state)
@@ -152,18 +159,18 @@ class OptimizerStates(sw.DistributedOptimizer):
             gathered = _is_shared(run) and not state.get(_PART)
             if gathered or (run.mesh.tensor > 1 and not state.get(_PART)):
                 # It is whole: this rank takes its part now.
-                entries = self._entries_in(state, masters, self._names_here(run))
+                entries = entries_in(state, masters, self._names_here(run))
                 self._take_own(run, entries, state["param_groups"])
             else:
                 super().load_state_dict(self._in_parts(state))
                 self._set_masters(run, masters)
         else:
             numbered = self._numbered_names() if names is None else names
-            entries = self._entries_in(state, masters, numbered)
+            entries = entries_in(state, masters, numbered)
             if names is not None:
-                _refuse_part(state.get(_PART))
+                refuse_part(state.get(_PART))
                 numbered, entries = self._of_all_ranks(run, numbered, entries)
-            self._refuse_unknown(run, numbered)
+            refuse_unknown(self._names_here(run), numbered)
             self._take_own(run, entries, state["param_groups"])
         if scaler is not None and run.model is not None and run.model.scaling is not None:
             run.model.scaling.scaler.restore(scaler)
@@ -197,34 +204,6 @@ class OptimizerStates(sw.DistributedOptimizer):
         together = {name: entry for _, found in of_ranks for name, entry in found.items()}
         return [name for known, _ in of_ranks for name in known], together
 
-    def _refuse_unknown(self, run: ScriptRun, known: Sequence[str]) -> None:
-        """Refuses a state that leaves out parameters of this rank."""
-        missing = sorted(set(self._names_here(run)) - set(known))
-        if missing:
-            raise CheckpointError(
-                f"the state is of {len(known)} parameters, and not of {len(missing)} that this rank has, for "
-                f"example {missing[0]}. It is of another model, or was saved by ranks with other parameters: "
-                "then load what all of them have saved."
-            )
-
-    def _entries_in(
-        self, state: Mapping[str, Any], masters: Mapping[int, Tensor], names: Sequence[str]
-    ) -> Entries:
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        if len(numbers) != len(names):
-            raise CheckpointError(
-                f"the state is of an optimizer of {len(numbers)} parameters, and this one has {len(names)}. "
-                "Make the optimizer as it was when it was saved."
-            )
-        found: Entries = {}
-        for number, name in zip(numbers, names, strict=True):
-            entry = dict(state["state"].get(number, {}))
-            if number in masters:
-                entry[MASTER] = masters[number]
-            if entry:
-                found[name] = entry
-        return found
-
     def _take_own(self, run: ScriptRun, entries: Entries, groups: Sequence[Mapping[str, Any]]) -> None:
         """Takes the state of the parameters of this rank from that of all."""
         model = run.model
@@ -234,7 +213,7 @@ class OptimizerStates(sw.DistributedOptimizer):
         masters: dict[int, Tensor] = {}
         for number, (name, parameter) in enumerate(zip(names, self._parameters(), strict=True)):
             entry = entries.get(name, {})
-            _check_shapes(name, parameter, entry)
+            check_shapes(name, parameter, entry)
             own = {key: own_part(model, self, parameter, key, value) for key, value in entry.items()}
             if MASTER in own:
                 masters[number] = own.pop(MASTER)
@@ -374,18 +353,6 @@ class OptimizerStates(sw.DistributedOptimizer):
         ]
         return {**waiting, "param_groups": groups, **({PARTIAL: True} if partial else {})}
 
-    def _refuse_other_groups(self, state: Mapping[str, Any]) -> None:
-        if not {"state", "param_groups"} <= state.keys():
-            raise CheckpointError(
-                "this is no state of an optimizer: it has no state and param_groups, but "
-                f"{', '.join(map(str, list(state)[:5])) or 'nothing'}."
-            )
-        if len(state["param_groups"]) != len(self.param_groups):
-            raise CheckpointError(
-                f"the state of an optimizer with {len(state['param_groups'])} parameter groups does not fit "
-                f"one with {len(self.param_groups)}. Make the groups as they were when it was saved."
-            )
-
 
 def _placed_as(parameter: Tensor, value: Any) -> Any:
     """This rank's part of something in the state of a parameter that ranks share, if that has its shape."""
@@ -400,29 +367,5 @@ def _is_shared(run: ScriptRun) -> bool:
     return run.mesh.shard > 1 or (updated is not None and updated.num_parts > 1)
 
 
-def _refuse_part(part: Any) -> None:
-    if part:
-        raise CheckpointError(
-            f"the state of the optimizer is a part of one that ranks share ({part}), and of other parameters "
-            "than this rank has. Load it with the partition and the ranks that saved it."
-        )
-
-
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def _check_shapes(name: str, parameter: Tensor, entry: Mapping[str, Any]) -> None:
-    for key, value in entry.items():
-        if not isinstance(value, Tensor) or value.shape == parameter.shape:
-            continue
-        # Some optimizers keep rows and columns apart: with fewer dimensions, or with 1 for some.
-        dims = zip(value.shape, parameter.shape, strict=False)
-        if value.dim() == parameter.dim() and all(size in (1, whole) for size, whole in dims):
-            continue
-        if value.dim() and value.dim() >= parameter.dim():
-            raise CheckpointError(
-                f"{key} of {name} has the shape {tuple(value.shape)} in the state, and {name} has "
-                f"{tuple(parameter.shape)} here. The state is of another model, or its parameters had "
-                "another order."
-            )

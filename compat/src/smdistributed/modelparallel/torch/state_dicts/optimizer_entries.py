@@ -22,7 +22,7 @@ from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from shardwright.torch.tensor_parallel.parts import placed_like
 
-__all__ = ["MASTER", "Entries", "Part", "merged", "own_part", "parts_of", "put_together"]
+__all__ = ["MASTER", "Entries", "Part", "entries_in", "merged", "own_part", "parts_of", "put_together"]
 
 Entries = dict[str, dict[str, Any]]
 """By name of the parameter and by key; `MASTER` is the key of its copy in float32."""
@@ -172,3 +172,30 @@ def _part(
     pieces = kept.pieces()
     elements = torch.cat([kept.tensor.new_empty(0), *(own.reshape(-1) for _, own in pieces)])
     return Part(elements.detach().to("cpu"), kept.whole, tuple(box for box, _ in pieces))
+
+
+def entries_in(state: Mapping[str, Any], masters: Mapping[int, Tensor], names: Sequence[str]) -> Entries:
+    """What a state in PyTorch's format has of each parameter.
+
+    Args:
+        state: with numbers in place of parameters.
+        masters: by these numbers, copies in float32.
+        names: of the parameters, in order.
+
+    Raises:
+        CheckpointError: it has more parameters, or fewer.
+    """
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    if len(numbers) != len(names):
+        raise CheckpointError(
+            f"the state is of an optimizer of {len(numbers)} parameters, and this one has {len(names)}. "
+            "Make the optimizer as it was when it was saved."
+        )
+    found: Entries = {}
+    for number, name in zip(numbers, names, strict=True):
+        entry = dict(state["state"].get(number, {}))
+        if number in masters:
+            entry[MASTER] = masters[number]
+        if entry:
+            found[name] = entry
+    return found

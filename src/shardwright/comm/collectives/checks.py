@@ -1,0 +1,55 @@
+"""Refuses tensors that a collective cannot take."""
+
+from torch import Tensor
+
+from shardwright.comm.collectives.reduction import Reduction
+from shardwright.errors import UsageError
+
+__all__ = ["check_fit", "check_packable"]
+
+
+def check_fit(collective: str, data: Tensor, output: Tensor, num_ranks: int) -> None:
+    """Refuses tensors that do not fit a collective.
+
+    Args:
+        collective: which.
+        data: the input.
+        output: where the result goes.
+        num_ranks: of the group.
+
+    Raises:
+        UsageError: their sizes or types differ from what it takes, or they are not contiguous on the CPU.
+    """
+    num_outputs = data.numel()
+    if collective in ("all_gather", "gather_to_nodes"):
+        num_outputs *= num_ranks
+    elif collective == "reduce_scatter":
+        num_outputs //= num_ranks
+    if output.numel() != num_outputs or (collective == "reduce_scatter" and data.numel() % num_ranks):
+        raise UsageError(
+            f"{collective} over {num_ranks} ranks takes {data.numel()} elements and gives {num_outputs}, "
+            f"but the output has {output.numel()}."
+        )
+    if data.dtype != output.dtype:
+        raise UsageError(
+            f"{collective}: the input is {data.dtype} and the output {output.dtype}; they must be the same."
+        )
+    for name, tensor in (("input", data), ("output", output)):
+        if not tensor.is_contiguous() or tensor.device.type != "cpu":
+            raise UsageError(
+                f"{collective}: the {name} must be contiguous and on the CPU, but it has the strides "
+                f"{tensor.stride()} and is on {tensor.device}. Pass {name}.contiguous()."
+            )
+
+
+def check_packable(collective: str, data: Tensor, reduction: Reduction) -> None:
+    """Refuses to pack what cannot be rounded.
+
+    Raises:
+        UsageError: the elements are whole numbers, or not summed.
+    """
+    if not data.is_floating_point() or reduction.name not in ("SUM", "AVG"):
+        raise UsageError(
+            f"{collective} of {data.dtype} with {reduction.name} cannot go in 8 bits: only sums and averages "
+            "of floating-point numbers can. Call it without a quantiser."
+        )

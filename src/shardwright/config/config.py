@@ -1,0 +1,200 @@
+"""The configuration of a run: settings that were read, and what follows from them.
+
+A planning setting that differs from its default is a *pin*: the planner keeps it, and chooses the rest.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from shardwright.config.contradictions import contradictions, outside_pipeline
+from shardwright.config.names import canonical, dictionary_of, ignored_names
+from shardwright.config.settings import Settings
+from shardwright.errors import ConfigError
+from shardwright.mesh import Mesh
+from shardwright.problems import describe, join
+
+__all__ = ["Config"]
+
+# Settings that the planner does not look at.
+_NO_PINS = frozenset(
+    (
+        "allow_older ignored keep_freed_memory log_interval measure_s missing_ranks_s offload_dir "
+        "on_nonfinite pin_cores plan_anew run_dir run_name seed shared_memory steps tensorboard timeout_s "
+        "trace trackers"
+    ).split()
+)
+
+
+class Config(Settings):
+    """All settings of a run; make one with `Config.parse` or `Config.merge`.
+
+    >>> config = Config.parse({"partitions": 2, "microbatches": 4, "pipeline": "interleaved"})
+    >>> config.pipeline_parallel_degree, config.microbatches, config.pipeline
+    (2, 4, '1f1b')
+    """
+
+    @classmethod
+    def parse(cls, settings: "Mapping[str, Any] | Config | None" = None) -> "Config":
+        """Reads one dictionary of settings.
+
+        Raises:
+            ConfigError: a setting is unknown, out of range or contradicts another; all problems are listed,
+                one line each.
+        """
+        return cls.merge(settings)
+
+    @classmethod
+    def merge(cls, *layers: "Mapping[str, Any] | Config | None") -> "Config":
+        """Reads several dictionaries of settings, the last one strongest. A null means "the default".
+
+        Raises:
+            ConfigError: as `parse`.
+        """
+        config, problems = cls._read(layers)
+        if config is not None:
+            problems += contradictions(config)
+        _refuse(problems)
+        assert config is not None
+        return config
+
+    @classmethod
+    def check(cls, settings: Any, *, source: str) -> None:
+        """Refuses settings of a file that can never be used, whatever others are merged with them.
+
+        Args:
+            settings: what the file holds.
+            source: names the file.
+
+        Raises:
+            ConfigError: as `parse`; the message begins with the file.
+        """
+        if settings is not None and not isinstance(settings, Mapping):
+            raise ConfigError(f"{source} holds no settings: write lines such as microbatches: 4")
+        _refuse(cls._read([settings])[1], source=source)
+
+    @classmethod
+    def _read(
+        cls, layers: "Iterable[Mapping[str, Any] | Config | None]"
+    ) -> "tuple[Config | None, list[str]]":
+        """The settings, if they can be read, and what is wrong with them."""
+        problems: list[str] = []
+        values: dict[str, Any] = {}
+        ignored: list[str] = []
+        for layer in layers:
+            given = layer._given() if isinstance(layer, Config) else dictionary_of(layer)
+            ignored += ignored_names(given.pop("ignored", None))
+            values |= canonical(given, known=cls.model_fields, problems=problems, ignored=ignored)
+        given = {key: value for key, value in values.items() if value is not None}
+        if ignored:
+            given["ignored"] = tuple(dict.fromkeys(ignored))
+        try:
+            return cls.model_validate(given), problems
+        except ValidationError as error:
+            return None, problems + describe(error.errors(), root="the settings")
+
+    def to_dict(self) -> dict[str, Any]:
+        """A form that `json` can write and `parse` reads."""
+        return self.model_dump(mode="json")
+
+    def to_json(self) -> str:
+        """The text of ``config.json`` in the run folder."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    @property
+    def pins(self) -> dict[str, Any]:
+        """The planning settings that differ from their defaults."""
+        given = self._given()
+        return {key: value for key, value in given.items() if key not in _NO_PINS}
+
+    @property
+    def balance_weight(self) -> float:
+        """Share of memory in what the split balances; the rest is time.
+
+        0 when speed is wanted and no weight is given: memory is then a limit, not a goal.
+        """
+        if self.memory_weight is not None:
+            return self.memory_weight
+        return 0.8 if self.optimize == "memory" else 0.0
+
+    @property
+    def goal_of_division(self) -> Literal["speed", "memory"]:
+        """What ranks share layers for: who asks for a degree wants its memory, in a small model, too."""
+        return "memory" if self.tensor_parallel_degree > 1 else self.optimize
+
+    def between_units(self, mesh: Mesh) -> int | None:
+        """The dimension along which ranks that share a batch cut the tensors between units; None: none."""
+        if mesh.context > 1 or (mesh.tensor > 1 and self.sequence_parallel is True):
+            return self.sequence_dim
+        return 0 if mesh.expert > 1 else None
+
+    def resolve_world(self, world_size: int) -> Mesh:
+        """The grid of ranks in a world of this size.
+
+        Pipeline ranks or replicas that are not set follow from the other degrees; with neither set, all ranks
+        form one pipeline, or are replicas where they share their parameters.
+
+        Raises:
+            ConfigError: the degrees do not multiply to the number of ranks, or `default_partition` is no
+                pipeline rank.
+
+        >>> Config.parse({"partitions": 2}).resolve_world(8).data
+        4
+        """
+        pipeline, data = self.pipeline_parallel_degree, self.data_parallel_degree
+        shared = self.shared_degrees
+        share = prod(shared.values())
+        groups = world_size // share  # of ranks that share a batch
+        if pipeline is None and data is None and self.sharded_data_parallel_degree > 1:
+            data = groups
+        if pipeline is None:
+            pipeline = groups // (data or 1)
+        elif data is None:
+            data = groups // pipeline
+        data = data or 1
+        if pipeline < 1 or pipeline * data * share != world_size:
+            raise ConfigError(self._equation(world_size))
+        if self.ddp is False and data > 1:
+            model = f"pipeline({pipeline})"
+            model += "".join(f" * {name}({degree})" for name, degree in shared.items() if degree > 1)
+            raise ConfigError(
+                f"ddp is false, but {model} on {world_size} ranks makes {data} replicas. "
+                f"Remove ddp, or start {pipeline * share} rank{'s' if pipeline * share > 1 else ''}."
+            )
+        if self.default_partition is not None and self.default_partition >= pipeline:
+            raise ConfigError(outside_pipeline(self.default_partition, pipeline))
+        return Mesh.of(
+            world_size=world_size,
+            pipeline=pipeline,
+            data=data,
+            **shared,
+            shard=self.sharded_data_parallel_degree,
+            placement=self.placement_strategy,
+        )
+
+    def _equation(self, world_size: int) -> str:
+        """The degrees that do not multiply to the number of ranks, and what would."""
+        degrees = {"pipeline": self.pipeline_parallel_degree, "data": self.data_parallel_degree}
+        degrees |= {name: degree for name, degree in self.shared_degrees.items() if degree > 1}
+        left = " * ".join(f"{name}({degree or '?'})" for name, degree in degrees.items())
+        product = prod(degree or 1 for degree in degrees.values())
+        start = f"a multiple of {product}" if None in degrees.values() else f"{product}"
+        divisors = ", ".join(str(d) for d in range(1, world_size + 1) if world_size % d == 0)
+        choice = "1 for all degrees"
+        if world_size > 1:
+            choice = f"degrees whose product divides {world_size}, each one of {divisors}"
+        return f"{left} != WORLD_SIZE({world_size}). Start {start} ranks, or choose {choice}."
+
+    def _given(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+
+def _refuse(problems: Sequence[str], *, source: str = "") -> None:
+    begin = f"{source}: " if source else ""
+    if len(problems) == 1:
+        raise ConfigError(begin + problems[0])
+    if problems:
+        raise ConfigError(join(f"{begin}{len(problems)} settings cannot be used:", problems))

@@ -1,0 +1,183 @@
+"""A chain of calls at one number of microbatches, on given machines: where it is best cut."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from shardwright.costs.partition import split
+from shardwright.planner.chain.chain import Chain
+from shardwright.planner.machines.fabric import Fabric
+from shardwright.planner.memory.keeping import KeepingPolicy, choose_keeping
+from shardwright.planner.memory.rank_memory import in_flight
+from shardwright.planner.partition.cuts import improve
+from shardwright.planner.partition.layout import Layout
+from shardwright.planner.partition.objective import (
+    Objective,
+    OffloadPolicy,
+    RecomputePolicy,
+    build_objective,
+)
+from shardwright.planner.partition.tables import build_tables
+from shardwright.schedule import build_schedule
+
+__all__ = ["Demands", "Workload"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demands:
+    """The demands on every option.
+
+    Attributes:
+        limit_bytes: memory of one rank; 0 means no limit.
+        memory_weight: share of memory in what is balanced.
+        recompute: whether units are recomputed where memory requires it, never, or all.
+        offload: whether units are offloaded where memory requires it, never, or all.
+        horizon: units ahead of their backward that come back.
+        active_microbatches: bound on microbatches in flight; None for the schedule's own.
+        optimizer_factor: bytes of optimizer state for each byte of a trained parameter.
+    """
+
+    limit_bytes: int = 0
+    memory_weight: float = 0.0
+    recompute: RecomputePolicy = "auto"
+    offload: OffloadPolicy = False
+    horizon: int = 1
+    active_microbatches: int | None = None
+    optimizer_factor: float = 2.0
+
+
+@lru_cache(maxsize=512)
+def _flying(kind: str, ranks: tuple[int, ...], num_microbatches: int, active: int | None) -> tuple[int, ...]:
+    """Microbatches in flight on each stage, by the order that the family takes for equal stages."""
+    num_ranks = max(ranks) + 1
+    if kind != "gpipe" and num_microbatches > 3 * num_ranks:
+        # Steady after two rounds over the ranks; what is left of a last, short round changes the order.
+        num_microbatches = 2 * num_ranks + num_microbatches % num_ranks
+    schedule = build_schedule(
+        kind, stage_ranks=ranks, num_microbatches=num_microbatches, active_microbatches=active
+    )
+    return in_flight(schedule)
+
+
+class Workload:
+    """A chain at one number of microbatches, on given machines; caches its results.
+
+    Args:
+        chain: the calls of one microbatch.
+        num_microbatches: parts into which a batch is split.
+        fabric: the machines.
+        demands: what every option must respect.
+    """
+
+    def __init__(self, chain: Chain, *, num_microbatches: int, fabric: Fabric, demands: Demands):
+        self.chain = chain
+        self.num_microbatches = num_microbatches
+        self.fabric = fabric
+        self.demands = demands
+        self._objectives: dict[float, Objective] = {}
+        self._free_splits: dict[tuple[float, tuple[float, ...]], tuple[int, ...] | None] = {}
+
+    def keeping_less(self, layout: Layout, in_flight: Sequence[int]) -> Layout:
+        """The layout with units that keep less, where memory requires it and the settings allow it."""
+        demands = self.demands
+        return choose_keeping(
+            layout,
+            in_flight=in_flight,
+            limit_bytes=demands.limit_bytes,
+            policy=KeepingPolicy(
+                recompute=demands.recompute == "auto",
+                offload=demands.offload == "auto",
+                host=self.fabric.host,
+            ),
+            optimizer_factor=demands.optimizer_factor,
+            batch_bytes=self.batch_bytes,
+        )
+
+    @property
+    def batch_bytes(self) -> int:
+        """The tensors of a batch."""
+        return self.chain.batch_bytes * self.num_microbatches
+
+    def objective(self, exposed: float) -> Objective:
+        """The costs of all stages."""
+        if exposed not in self._objectives:
+            demands = self.demands
+            known = next(iter(self._objectives.values()), None)
+            self._objectives[exposed] = build_objective(
+                build_tables(self.chain) if known is None else known.tables,
+                link=self.fabric.neighbour_link,
+                exposed=exposed,
+                memory_weight=demands.memory_weight,
+                limit_bytes=max(1, demands.limit_bytes - 2 * self.batch_bytes) if demands.limit_bytes else 0,
+                recompute=demands.recompute,
+                offload=demands.offload,
+                horizon=demands.horizon,
+                host=self.fabric.host,
+                optimizer_factor=demands.optimizer_factor,
+            )
+        return self._objectives[exposed]
+
+    def step_seconds(self, schedule_s: float, sums_s: float, layout: Layout) -> float:
+        """Seconds of a step: the schedule, the sums of gradients, and what comes before and after."""
+        fabric = self.fabric
+        sums_s += layout.settling_seconds()
+        step_s = schedule_s * fabric.crowding + sums_s + fabric.tie_seconds(layout) + fabric.step_overhead_s
+        return step_s * fabric.correction.factor
+
+    def in_flight(self, kind: str, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Microbatches in flight on each stage, by the order that the family takes for equal stages."""
+        return _flying(kind, ranks, self.num_microbatches, self.demands.active_microbatches)
+
+    def cut(
+        self, ranks: tuple[int, ...], in_flight: Sequence[int], *, exposed: float, heeds_speed: bool
+    ) -> tuple[int, ...]:
+        """The positions of the calls at which the chain is best cut.
+
+        Args:
+            ranks: pipeline rank of each stage.
+            in_flight: microbatches in flight on each stage.
+            exposed: share of the transfers that is taken as not hidden behind compute.
+            heeds_speed: slower hosts get less; else it is cut as if all were alike.
+
+        Raises:
+            PlanError: there are more stages than atoms.
+        """
+        starts = self.chain.starts
+        return tuple(starts[cut] for cut in self._cut(ranks, in_flight, exposed, heeds_speed=heeds_speed))
+
+    def _cut(
+        self, ranks: tuple[int, ...], flying: Sequence[int], exposed: float, *, heeds_speed: bool
+    ) -> tuple[int, ...]:
+        objective = self.objective(exposed)
+        num_atoms, num_stages = self.chain.num_atoms, len(ranks)
+        several = num_stages > max(ranks) + 1
+        slowness = self.fabric.slowness if heeds_speed else ()
+        of_stages = tuple(slowness[rank] for rank in ranks) if slowness else (1.0,) * num_stages
+
+        def key(cuts: tuple[int, ...]) -> tuple[float, ...]:
+            return objective.rank_key(cuts, ranks=ranks, in_flight=flying, slowness=slowness)
+
+        cuts = self._free_split(exposed, of_stages)
+        if objective.memory_weight or not objective.fits(cuts, ranks=ranks, in_flight=flying):
+            limited = split(
+                num_atoms,
+                num_stages=num_stages,
+                cost_of_stage=lambda stage: objective.cost(flying[stage], of_stages[stage]),
+            )
+            several = several or limited is None
+            cuts = limited or cuts
+        return improve(cuts, key=key) if several else cuts
+
+    def _free_split(self, exposed: float, slowness: tuple[float, ...]) -> tuple[int, ...]:
+        """The fastest split where memory is no limit, for stages that take so many times as long."""
+        known = self._free_splits.get((exposed, slowness))
+        if known is None:
+            free = replace(self.objective(exposed), limit_bytes=0, memory_weight=0.0)
+            known = split(
+                self.chain.num_atoms,
+                num_stages=len(slowness),
+                cost_of_stage=lambda stage: free.cost(1, slowness[stage]),
+            )
+            assert known is not None
+            self._free_splits[exposed, slowness] = known
+        return known

@@ -1,0 +1,39 @@
+"""Operators: how they are called, and what they are made of."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator
+
+__all__ = ["HigherOrderOperator", "attention_kernel", "generator_key", "is_composite", "packed_call"]
+
+
+def packed_call(func: Any) -> Callable[..., Any]:
+    """What calls an operator, without the method in Python around it."""
+    call: Callable[..., Any] = func._op
+    return call
+
+
+def is_composite(func: Any) -> bool:
+    """Whether an operator is made of others: autograd takes it apart, and so does its `decompose`."""
+    return bool(func._can_decompose())
+
+
+def attention_kernel(tensors: Sequence[Any], *, dropout: float, causal: bool, grouped: bool) -> str:
+    """The kernel that `scaled_dot_product_attention` takes; public are only those that it could take.
+
+    Args:
+        tensors: queries, keys, values, and the mask or None.
+        dropout: share of dropped weights.
+        causal: as there.
+        grouped: keys have fewer heads than queries.
+    """
+    query, key, value, mask = tensors
+    number = torch._fused_sdp_choice(query, key, value, mask, dropout, causal, enable_gqa=grouped)
+    return {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}.get(number, "PyTorch")
+
+
+def generator_key(generator: torch.Generator) -> int:
+    """Equal for all Python objects that stand for one generator: operations are handed new ones."""
+    return int(generator._cdata)  # type: ignore[attr-defined]

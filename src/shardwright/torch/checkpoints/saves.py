@@ -1,0 +1,221 @@
+"""The saves of a run: begun on all ranks, written in the background, and looked after between steps."""
+
+import dataclasses
+import secrets
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwright.checkpoint.disk import Disk
+from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.comm.identity.purpose import Purpose
+from shardwright.comm.joining.process_group import default_store
+from shardwright.errors import CheckpointError
+from shardwright.observe.run_folder import show_path
+from shardwright.torch.checkpoints.folder_hold import hold_folder
+from shardwright.torch.checkpoints.on_every_rank import on_every_rank
+from shardwright.torch.checkpoints.run_documents import documents_of_run
+from shardwright.torch.checkpoints.save_signals import SaveSignals
+from shardwright.torch.checkpoints.snapshot import take_snapshot
+from shardwright.torch.checkpoints.state_objects import StateObjects
+from shardwright.torch.checkpoints.writer import CheckpointDraft, SaveUnderWay
+from shardwright.torch.model.distributed_model import DistributedModel
+from shardwright.torch.run.failure import first_cause_named
+from shardwright.torch.run.joint_calls import meet
+from shardwright.torch.script_run import ScriptRun
+
+__all__ = ["Saves"]
+
+_DONE, _FAILED = 1, 2
+_TICK_S = 0.5
+
+
+class Saves:
+    """The saves of a run, one after the other, each written in the background.
+
+    Args:
+        run: the run of the script, with a wrapped model.
+        states: what the script saves beside.
+        folder: of checkpoints, the same on all ranks.
+        keep: how many checkpoints stay; None for all.
+        warns: where one fails, warn instead of keeping the failure for `raise_failure`.
+        signals: those that end the run, which ranks agree on with whether a save has ended.
+
+    Attributes:
+        folder: where.
+        last_step: of what was saved last, or resumed from; None as long as there is nothing.
+    """
+
+    def __init__(
+        self,
+        run: ScriptRun,
+        states: StateObjects,
+        folder: Path,
+        *,
+        keep: int | None,
+        warns: bool,
+        signals: SaveSignals,
+    ):
+        assert run.model is not None
+        self.folder = folder
+        self.last_step: int | None = None
+        self._context = run
+        self._model: DistributedModel = run.model
+        self._states = states
+        self._keep = keep
+        self._warns = warns
+        self._signals = signals
+        self._disk = Disk()
+        self._folder = CheckpointFolder(folder, disk=self._disk)
+        self._under_way: SaveUnderWay | None = None
+        self._collected = False
+        self._failure = ""
+
+    def begin(self, step: int, *, copies: bool) -> None:
+        """Takes the snapshot and starts to write it; collective.
+
+        Args:
+            step: how many steps were done.
+            copies: training goes on meanwhile.
+
+        Raises:
+            CheckpointError: it cannot be taken, or there is no room for it.
+        """
+        current = self._context
+        meet("checkpoints.save()")
+        self._model.step_end.numbers.compare(step=step)
+        states, digests = on_every_rank(current, self._states_of_now)
+        told = current.from_all_ranks(digests)
+        alike = {name: all(own[name] == digest for own in told) for name, digest in digests.items()}
+        mine = states if current.rank == 0 else {n: value for n, value in states.items() if not alike[n]}
+        snapshot = on_every_rank(
+            current, lambda: take_snapshot(current, self._model, mine, alike=alike, copies=copies)
+        )
+        draft = current.from_first_rank(lambda: self._new_draft(step))
+        draft = dataclasses.replace(draft, alike=alike)
+        self._under_way = SaveUnderWay(
+            draft,
+            snapshot,
+            mesh=current.mesh,
+            rank=current.rank,
+            store=default_store() if current.mesh.world_size > 1 else None,
+            folder=self._folder,
+            disk=self._disk,
+            timeout_s=current.config.timeout_s,
+        )
+        self.last_step = step
+
+    def wait(self) -> None:
+        """Waits until what was saved is committed, or has failed; collective."""
+        while self._under_way is not None:
+            self.look(wait=True)
+
+    def look(self, *, wait: bool) -> int:
+        """Agrees with all ranks on signals, and on whether a save has ended.
+
+        Args:
+            wait: for some time, if it has not.
+
+        Returns:
+            The number of a signal that came on some rank; 0 where none has.
+        """
+        under_way, current = self._under_way, self._context
+        if under_way is not None and wait:
+            under_way.wait(_TICK_S)
+        state = 0
+        if under_way is not None and current.rank == 0 and under_way.has_ended:
+            state = _DONE if under_way.problem is None else _FAILED
+        signals, states = [self._signals.came], [state]
+        if current.links.world is not None:
+            row = torch.tensor([self._signals.came, state], dtype=torch.int64, device=current.device)
+            with first_cause_named(current):
+                rows = current.links.world.gather(row, Purpose.CHECKPOINT)
+            signals, states = rows[:, 0].tolist(), rows[:, 1].tolist()
+        if under_way is not None and states[0] in (_DONE, _FAILED):
+            self._finish(under_way)
+        return next((int(number) for number in signals if number), 0)
+
+    def raise_failure(self) -> None:
+        """Raises that a save has failed, once.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        failure = self.take_failure()
+        if failure:
+            raise CheckpointError(failure)
+
+    def take_failure(self) -> str:
+        """Why a save has failed, once; empty where none has."""
+        failure, self._failure = self._failure, ""
+        return failure
+
+    def tell_at_exit(self) -> None:
+        """Tells of a save that has failed after the last step, where nobody waited for it."""
+        under_way = self._under_way
+        if under_way is not None and under_way.problem is not None and self._context.rank == 0:
+            sys.stderr.write(f"shardwright: {self._told(under_way, under_way.problem)}\n")
+
+    def note(self, kind: str, **fields: Any) -> None:
+        """Records an event of the run."""
+        assert self._context.reporter is not None
+        self._context.reporter.observer.event(f"checkpoint_{kind}", **fields)
+
+    def forget(self) -> None:
+        """Lets go of a save that nobody waits for any more."""
+        self._under_way = None
+
+    def _states_of_now(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """States of what the script has named, and digests of them."""
+        states = self._states.taken()
+        return states, {name: self._states.digest(name, value) for name, value in states.items()}
+
+    def _new_draft(self, step: int) -> CheckpointDraft:
+        """On the first rank."""
+        hold_folder(self.folder)
+        try:
+            if not self._collected and self.folder.is_dir():
+                self._folder.collect(keep=None)  # what crashes have left
+                self._collected = True
+            path = self._folder.begin(step)
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} cannot be saved in {self.folder}: {error.strerror}. Those "
+                "from before stay. Give a folder that can be written, on a disk that has room."
+            ) from error
+        key = f"shardwright/checkpoint/{secrets.token_hex(8)}"
+        return CheckpointDraft(
+            path=path,
+            step=step,
+            key=key,
+            alike={},
+            documents=documents_of_run(self._context.plan, self._model.module),
+            keep=self._keep,
+        )
+
+    def _finish(self, under_way: SaveUnderWay) -> None:
+        """Tells how a save has ended; collective."""
+        self._under_way = None
+        problem, remark = self._context.from_first_rank(lambda: (under_way.problem, under_way.remark))
+        if problem is None:
+            self.note("saved", step=under_way.step, seconds=under_way.seconds, folder=str(self.folder))
+            if remark and self._context.rank == 0:
+                warnings.warn(f"{show_path(self.folder)}: {remark}", stacklevel=4)
+            return
+        self.last_step = None
+        text = self._told(under_way, problem)
+        self.note("save_failed", step=under_way.step, problem=problem)
+        if not self._warns:
+            self._failure = text
+        elif self._context.rank == 0:
+            warnings.warn(text, stacklevel=4)
+
+    def _told(self, under_way: SaveUnderWay, problem: str) -> str:
+        where = show_path(self.folder)
+        return (
+            f"the checkpoint of step {under_way.step} was not saved in {where}: {problem.rstrip('.')}. "
+            "Those from before stay, and training can go on."
+        )
