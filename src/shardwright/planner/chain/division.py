@@ -30,12 +30,15 @@ class Passage:
 
     Attributes:
         share: of the whole unit's work.
+        pace: seconds of that work, measured, over as large a share of those of the whole unit. Smaller
+            products take longer than their operations say. 1 where it was not measured.
         calls: collectives.
         num_bytes: that the rank sends.
         operations: on divided tensors.
     """
 
     share: float = 1.0
+    pace: float = 1.0
     calls: int = 0
     num_bytes: int = 0
     operations: int = 0
@@ -50,7 +53,7 @@ class Passage:
             operation_s: what an operation on divided tensors takes beyond its own time.
         """
         exchange_s = prices.exchange_s(self.calls, self.num_bytes * size)
-        return whole_s * self.share + exchange_s + self.operations * operation_s
+        return whole_s * self.share * self.pace + exchange_s + self.operations * operation_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +134,7 @@ class Division:
         return replace(whole, costs=costs)
 
     def _cost(self, unit: DividedUnit, whole: UnitCost, size: float) -> UnitCost:
-        share, kept = unit.backward.share, unit.kept_share
+        share, kept = unit.backward.share * unit.backward.pace, unit.kept_share
         given: Any = {"prices": self.prices, "size": size, "operation_s": self.operation_s}
         apart_s = unit.backward.seconds(0.0, **given) if whole.backward_s else 0.0
         return replace(

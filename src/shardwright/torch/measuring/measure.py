@@ -28,7 +28,7 @@ from shardwright.torch.pytorch.tree import leaves
 from shardwright.torch.script_collectives.replica_collectives import over_replicas
 from shardwright.torch.tracing.trace_data import Sample
 
-__all__ = ["Timing", "measure_class", "unit_cost"]
+__all__ = ["Clock", "Timing", "measure_class", "unit_cost"]
 
 _BUDGET_S = 0.05
 _MIN_RUNS, _MAX_RUNS = 3, 15
@@ -63,7 +63,7 @@ class Timing(Cost):
         return self.scaled(seconds=factor, num_bytes=1.0)
 
 
-class _Clock:
+class Clock:
     """Tells the time when a device has done all that was asked of it.
 
     Args:
@@ -119,7 +119,7 @@ def _measured(sample: Sample, *, device: torch.device, train: bool, share_cores:
         can_be_split = train and bool(split_modules(func))
     wholes: list[_Seconds] = []
     parts: list[_Seconds] = []
-    clock = _Clock(device, share_cores=share_cores)
+    clock = Clock(device, share_cores=share_cores)
     others = torch.zeros(_OTHERS_BYTES if device.type == "cpu" else 0, dtype=torch.uint8)
     started = time.perf_counter()
     try:
@@ -183,7 +183,7 @@ def unit_cost(node: Node, graph: ModelGraph, timing: Timing) -> UnitCost:
 def _run_once(
     func: Callable[..., Any],
     sample: Sample,
-    clock: _Clock,
+    clock: Clock,
     *,
     train: bool = True,
     split: bool = False,
@@ -216,7 +216,7 @@ def _input_like(leaf: Any, device: torch.device) -> Any:
     return item.clone() if isinstance(item, Tensor) and item.requires_grad else item
 
 
-def _empty_backward_s(clock: _Clock) -> float:
+def _empty_backward_s(clock: Clock) -> float:
     """Seconds of calling autograd: a stage does it once, and not once a unit."""
     seconds = 0.0
     for _ in range(2):  # the first warms up

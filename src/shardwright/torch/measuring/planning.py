@@ -43,6 +43,7 @@ from shardwright.planner.search.cut_sequences import with_or_without_sequences
 from shardwright.profile import Profile, UnitCost
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.measuring.last_plan import LastPlan
+from shardwright.torch.measuring.part_timer import TimesParts
 from shardwright.torch.measuring.plan_review import PlanReview
 from shardwright.torch.measuring.profiler import Profiler, ToProfile, shares_cores
 from shardwright.torch.measuring.run_history import history_of
@@ -229,8 +230,15 @@ class Planner:
             prices=prices,
             decided_by=None if last is None else last.prices,
             microbatches=microbatches,
+            time_part=self._times_parts(operation_s),
         )
         return replace(found, operation_s=operation_s)
+
+    def _times_parts(self, operation_s: float) -> TimesParts | None:
+        context = self._context
+        if context.config.profile == "estimated":
+            return None
+        return TimesParts(context.device, shares_cores(context), operation_s)
 
     def _review(
         self,

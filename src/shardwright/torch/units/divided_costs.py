@@ -1,6 +1,8 @@
 """What divided units, and operations between units, cost the busiest rank, by dry runs of each kind."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 from shardwright.placement import BetweenUnits, Cut, Placement
 from shardwright.planner.chain.division import DividedUnit, Passage
@@ -15,7 +17,39 @@ from shardwright.torch.tensor_parallel.search import (
 )
 from shardwright.torch.tracing.trace_data import Sample, Trace
 
-__all__ = ["divided_operations", "divided_units"]
+__all__ = ["PartTimer", "UnitPart", "divided_operations", "divided_units"]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPart:
+    """What one rank has of a unit.
+
+    Attributes:
+        unit: a call.
+        cuts: of its parameters, by name.
+        rank, num_ranks: who has it, of all that share a batch.
+        prices: of the ranks.
+        between: where tensors between units are.
+    """
+
+    unit: Unit
+    cuts: Mapping[str, Cut]
+    rank: int
+    num_ranks: int
+    prices: Prices
+    between: BetweenUnits
+
+
+class PartTimer(Protocol):
+    """Says what a part takes, measured."""
+
+    def __call__(self, part: UnitPart, forward: Phase, backward: Phase) -> WorkShares | None:
+        """Seconds of a part's own operations, over those of the whole unit; None where they cannot be told.
+
+        Args:
+            part: what to time.
+            forward, backward: how many operations on divided tensors there are, whose time is not counted.
+        """
 
 
 def divided_units(
@@ -25,6 +59,7 @@ def divided_units(
     of_tensor: Mapping[int, Cut],
     prices: Prices,
     between: BetweenUnits,
+    time_part: PartTimer | None = None,
 ) -> dict[str, DividedUnit]:
     """What units cost the busiest rank; of each kind one is run.
 
@@ -35,6 +70,7 @@ def divided_units(
         of_tensor: cuts of parameters, by `id`.
         prices: of the ranks.
         between: where tensors between units are.
+        time_part: measures what parts take; None: their shares of the work say it.
     """
     of_kind: dict[tuple[str, frozenset[int]], DividedUnit] = {}
     divided: dict[str, DividedUnit] = {}
@@ -43,13 +79,18 @@ def divided_units(
         if kind not in of_kind:
             named = unit.module.named_parameters()
             own = {key: of_tensor[id(each)] for key, each in named if id(each) in of_tensor}
-            of_kind[kind] = _divided(unit, own, shares[kind[0]], prices, between)
+            of_kind[kind] = _divided(unit, own, shares[kind[0]], prices, between, time_part)
         divided[name] = of_kind[kind]
     return divided
 
 
 def _divided(
-    unit: Unit, own: Mapping[str, Cut], shares: WorkShares, prices: Prices, between: BetweenUnits
+    unit: Unit,
+    own: Mapping[str, Cut],
+    shares: WorkShares,
+    prices: Prices,
+    between: BetweenUnits,
+    time_part: PartTimer | None,
 ) -> DividedUnit:
     """What a unit costs the busiest rank of the group, with these cuts of its parameters."""
     if not own and not between.cuts:
@@ -64,9 +105,13 @@ def _divided(
         busiest += (between.num_ranks - 1) * inner
     whole = dry_run(unit, {}, rank=0, num_ranks=degree, prices=prices)
     part = dry_run(unit, own, rank=busiest, num_ranks=degree, prices=prices, between=between)
+    timed = None
+    if time_part is not None:
+        timed = time_part(UnitPart(unit, own, busiest, degree, prices, between), part.forward, part.backward)
+    timed = timed or shares
     return DividedUnit(
-        forward=_passage(part.forward, shares.forward),
-        backward=_passage(part.backward, shares.backward),
+        forward=_passage(part.forward, shares.forward, timed.forward),
+        backward=_passage(part.backward, shares.backward, timed.backward),
         kept_share=part.kept_bytes / whole.kept_bytes if whole.kept_bytes else 1.0,
         settling_calls=part.settling.traffic.calls.total(),
         settling_bytes=part.settling.traffic.sent_bytes.total(),
@@ -152,9 +197,11 @@ def _operation(
     )
 
 
-def _passage(phase: Phase, share: float) -> Passage:
+def _passage(phase: Phase, share: float, timed: float | None = None) -> Passage:
+    """Args: timed: the share of the seconds; by default that of the work."""
     return Passage(
         share=share,
+        pace=1.0 if timed is None or not share else timed / share,
         calls=phase.traffic.calls.total(),
         num_bytes=phase.traffic.sent_bytes.total(),
         operations=phase.num_divided,

@@ -29,7 +29,7 @@ from shardwright.torch.tensor_parallel.pinned import pinned_placements
 from shardwright.torch.tensor_parallel.search import Unit, WorkShares, find_placements
 from shardwright.torch.tracing.divided_tail import DividedTail, divided_tails
 from shardwright.torch.tracing.trace_data import Trace
-from shardwright.torch.units.divided_costs import divided_operations, divided_units
+from shardwright.torch.units.divided_costs import PartTimer, divided_operations, divided_units
 from shardwright.torch.units.divisible_units import (
     by_reason,
     divisible_units,
@@ -52,6 +52,7 @@ def division_of(
     prices: TensorPrices,
     decided_by: TensorPrices | None = None,
     microbatches: int = 1,
+    time_part: PartTimer | None = None,
 ) -> Division:
     """How ranks that share a batch compute the units of a trace, and what that costs them.
 
@@ -64,6 +65,7 @@ def division_of(
         decided_by: prices by which an earlier run chose placements, which are then chosen again; by default
             those of today.
         microbatches: of a step.
+        time_part: measures what parts of units take; None: their shares of the work say it.
 
     Raises:
         PlanError: they are to share sequences, and no tensor between units has any.
@@ -100,7 +102,7 @@ def division_of(
         shared = shared_arguments(trace, model, of_tensor.keys())
         units = {name: replace(unit, shared=shared.get(name, frozenset())) for name, unit in units.items()}
     shares = _shares_of_work(found.shares, units, own_prices, between, mesh)
-    divided = divided_units(units, found.kind_of, shares, of_tensor, own_prices, between)
+    divided = divided_units(units, found.kind_of, shares, of_tensor, own_prices, between, time_part)
     operations, values = _outside_of_units(trace, tails, divided, own_prices, between)
     cuts = {name: of_tensor[id(each)] for name, each in model.named_parameters() if id(each) in of_tensor}
     if mesh.tensor > 1:

@@ -20,6 +20,7 @@ The way of a plan, file by file:
     `plan_price.py`        Work, exchange and memory of a plan.
     `explanation.py`       How it was found, printed.
     `dry_run.py`           Runs a plan on divided tensors without data: what a rank sends, to the byte.
+    `timed_run.py`         Runs it with data: what a rank's part takes.
     ====================== ================================================================================
 
 A module whose way depends on values is recorded on random numbers. What cannot be recorded is kept whole, and
@@ -38,6 +39,7 @@ from shardwright.torch.tensor_parallel.search.found_placements import FoundPlace
 from shardwright.torch.tensor_parallel.search.material import Material
 from shardwright.torch.tensor_parallel.search.no_ranks import group_without_ranks
 from shardwright.torch.tensor_parallel.search.search import find_placements
+from shardwright.torch.tensor_parallel.search.timed_run import TimedRun
 from shardwright.torch.tensor_parallel.search.unit import Unit, units_of
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "FoundPlacements",
     "Material",
     "Phase",
+    "TimedRun",
     "Unit",
     "WorkShares",
     "dry_run",

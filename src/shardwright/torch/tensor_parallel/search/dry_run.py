@@ -26,7 +26,7 @@ from shardwright.torch.tensor_parallel.search.no_ranks import groups_without_ran
 from shardwright.torch.tensor_parallel.search.recording import own_call, recorded, step_of
 from shardwright.torch.tensor_parallel.search.unit import Unit, copy_of
 
-__all__ = ["DividedOperations", "DryRun", "Phase", "dry_run", "dry_run_of_operation"]
+__all__ = ["DividedOperations", "DryRun", "Phase", "dry_run", "dry_run_of_operation", "entering_leaf"]
 
 
 @dataclass(slots=True)
@@ -156,13 +156,13 @@ def _run(unit: Unit, material: Material, placements: Mapping[str, Placement], be
             between.part(each)
 
     def entering(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [_leaf(each.requires_grad_(), between) for each in tensors]
+        return [entering_leaf(each.requires_grad_(), between) for each in tensors]
 
     module = copy_of(unit, material, boundary)
     args, kwargs = own_call(unit, material)
     following = None if unit.following is None else unit.following(material)
     with material.in_use():
-        args, kwargs = map_tree(lambda each: _leaf(each, between), (args, kwargs))
+        args, kwargs = map_tree(lambda each: entering_leaf(each, between), (args, kwargs))
         divide(module, placements, group.inner or group)
         kept = _Kept([*module.parameters(), *module.buffers()])
 
@@ -249,8 +249,11 @@ def _end(phase: Phase, group: TensorGroup, count: DividedOperations) -> None:
     phase.num_divided, count.number = count.number, 0
 
 
-def _leaf(item: Any, between: Boundary) -> Any:
-    """A tensor that enters a unit, or the gradient of one that leaves it, as another unit has left it."""
+def entering_leaf(item: Any, between: Boundary) -> Any:
+    """A tensor that enters a unit, or the gradient of one that leaves it, as another unit has left it.
+
+    Anything else stays as it is.
+    """
     if not isinstance(item, Tensor) or isinstance(item, nn.Parameter) or not item.requires_grad:
         return item  # most likely a mask or a table, which every rank has
     target = between.placement(item)
