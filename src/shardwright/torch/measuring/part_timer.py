@@ -1,0 +1,67 @@
+"""Times a rank's part of a unit beside the whole unit.
+
+Smaller products take longer than their operations say.
+"""
+
+import logging
+import statistics
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from shardwright.torch.interception.trace_marker import tracing
+from shardwright.torch.measuring.measure import Clock
+from shardwright.torch.script_collectives.replica_collectives import over_replicas
+from shardwright.torch.tensor_parallel.search import Phase, TimedRun, WorkShares
+from shardwright.torch.units.divided_costs import UnitPart
+
+__all__ = ["TimesParts"]
+
+log = logging.getLogger(__name__)
+
+_RUNS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TimesParts:
+    """A `PartTimer` that runs both in turns, on one rank alone: only how they compare is asked for.
+
+    Attributes:
+        device: where.
+        share_cores: processes take turns on the cores.
+        operation_s: what an operation on divided tensors takes beyond its own time.
+    """
+
+    device: torch.device
+    share_cores: bool
+    operation_s: float
+
+    def __call__(self, part: UnitPart, forward: Phase, backward: Phase) -> WorkShares | None:
+        """See `PartTimer`."""
+        try:
+            of_part, of_whole = self._seconds(part)
+        except Exception as error:  # on random numbers; the work of its operations says what it takes
+            log.info("a part of %s cannot be timed: %s", type(part.unit.module).__name__, error)
+            return None
+        shares = [
+            max(taken_s - phase.num_divided * self.operation_s, 0.0) / whole_s if whole_s > 0 else 1.0
+            for taken_s, whole_s, phase in zip(of_part, of_whole, (forward, backward), strict=True)
+        ]
+        return WorkShares(*shares)
+
+    @tracing()
+    def _seconds(self, part: UnitPart) -> tuple[list[float], list[float]]:
+        """The medians of forward and backward, of the part and of the whole."""
+        run_of = partial(TimedRun, part.unit, rank=part.rank, num_ranks=part.num_ranks, prices=part.prices)
+        runs = [run_of(part.cuts, between=part.between), run_of({})]
+        clock = Clock(self.device, share_cores=self.share_cores)
+        times: list[list[tuple[float, float]]] = [[], []]
+        with over_replicas(sends=False):
+            for _ in range(1 + _RUNS):  # the first decides, and warms up
+                for run, found in zip(runs, times, strict=True):
+                    found.append(run.step(clock.now))
+        of_part, of_whole = (
+            [statistics.median(each) for each in zip(*found[1:], strict=True)] for found in times
+        )
+        return of_part, of_whole

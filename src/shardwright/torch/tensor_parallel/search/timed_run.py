@@ -1,0 +1,83 @@
+"""A unit on divided tensors with data, as one rank runs it, with nobody to exchange with: for a clock."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from shardwright.placement import BetweenUnits, Placement
+from shardwright.torch.pytorch.tree import map_tree
+from shardwright.torch.tensor_parallel.boundary import Boundary
+from shardwright.torch.tensor_parallel.divide import divide
+from shardwright.torch.tensor_parallel.group import Prices
+from shardwright.torch.tensor_parallel.search.dry_run import entering_leaf
+from shardwright.torch.tensor_parallel.search.material import Material
+from shardwright.torch.tensor_parallel.search.no_ranks import groups_without_ranks
+from shardwright.torch.tensor_parallel.search.recording import own_call, step_of
+from shardwright.torch.tensor_parallel.search.unit import Unit, copy_of
+
+__all__ = ["TimedRun"]
+
+
+class TimedRun:
+    """Runs steps of a copy of a unit on random numbers. What other ranks would send is made up, at once.
+
+    Args:
+        unit: a call.
+        placements: of its parameters, by name; none: the whole unit, as a rank without others has it.
+        rank, num_ranks: who runs it, of all that share a batch.
+        prices: by which operations are decided.
+        between: where the tensors are that enter and leave it; None: all are whole.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        placements: Mapping[str, Placement],
+        *,
+        rank: int,
+        num_ranks: int,
+        prices: Prices,
+        between: BetweenUnits | None = None,
+    ):
+        group = groups_without_ranks(rank, num_ranks, prices, between)
+        self._unit, self._material = unit, Material(is_random=True)
+        self._boundary = Boundary(group, between)
+        self._module = copy_of(unit, self._material, self._place)
+        divide(self._module, placements, group.inner or group)
+
+    def step(self, now: Callable[[], float]) -> tuple[float, float]:
+        """Seconds of a forward, and of a backward, by a clock.
+
+        Raises:
+            Exception: what the module raises on random numbers.
+        """
+        args, kwargs = own_call(self._unit, self._material)
+        following = None if self._unit.following is None else self._unit.following(self._material)
+        times: list[float] = []
+
+        def entering(tensors: Sequence[Tensor]) -> list[Tensor]:
+            return [entering_leaf(each.requires_grad_(), self._boundary) for each in tensors]
+
+        with self._material.in_use():
+            args, kwargs = map_tree(lambda each: entering_leaf(each, self._boundary), (args, kwargs))
+            is_cut = self._boundary.cuts
+            call = self._boundary.around(self._module, self._module) if is_cut else self._module
+            times.append(now())
+            step_of(
+                following or self._unit.results,
+                call,
+                args,
+                kwargs,
+                self._place,
+                lambda: times.append(now()),
+                entering,
+                self._unit.shared,
+            )
+            times.append(now())
+        self._module.zero_grad()
+        begun, turned, ended = times
+        return turned - begun, ended - turned
+
+    def _place(self, tensors: Sequence[Tensor]) -> None:
+        for each in tensors:
+            self._boundary.part(each)

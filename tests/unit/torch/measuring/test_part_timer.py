@@ -1,0 +1,102 @@
+"""What a rank's part of a unit takes is measured beside the whole unit."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwright.costs.own_runtime import DIVIDED_OPERATION_S
+from shardwright.placement import BetweenUnits, Cut
+from shardwright.plan import TensorPrices
+from shardwright.planner.chain.division import Passage
+from shardwright.torch.measuring.part_timer import TimesParts
+from shardwright.torch.tensor_parallel.group import Prices
+from shardwright.torch.tensor_parallel.search import Phase, TimedRun, Unit, WorkShares
+from shardwright.torch.units.divided_costs import UnitPart, divided_units
+
+WHOLE_BETWEEN = BetweenUnits.of_batch({}, None, num_ranks=2)
+CUTS = {"0.weight": Cut.even(0, 16, num_ranks=2), "2.weight": Cut.even(1, 16, num_ranks=2)}
+ON_CPU = TimesParts(torch.device("cpu"), share_cores=False, operation_s=1.0)
+
+
+def unit(module: nn.Module | None = None) -> Unit:
+    module = module or nn.Sequential(nn.Linear(8, 16, bias=False), nn.GELU(), nn.Linear(16, 8, bias=False))
+    return Unit(module, (torch.empty(4, 8, device="meta", requires_grad=True),))
+
+
+def part_of(each: Unit) -> UnitPart:
+    return UnitPart(each, CUTS, rank=1, num_ranks=2, prices=Prices(), between=WHOLE_BETWEEN)
+
+
+def test_a_step_is_timed_from_its_begin_to_its_turn_and_to_its_end():
+    run = TimedRun(unit(), CUTS, rank=0, num_ranks=2, prices=Prices())
+    assert run.step(iter([1.0, 3.0, 8.0]).__next__) == (2.0, 5.0)
+
+
+def test_a_part_with_real_numbers_takes_some_time():
+    shares = TimesParts(torch.device("cpu"), share_cores=False, operation_s=0.0)(
+        part_of(unit()), Phase(), Phase()
+    )
+    assert shares is not None
+    assert 0 < shares.forward < math.inf
+    assert 0 < shares.backward < math.inf
+
+
+def test_random_generators_and_parameters_stay_as_they_were():
+    each = unit()
+    weights = [parameter.clone() for parameter in each.module.parameters()]
+    before = torch.get_rng_state()
+    ON_CPU(part_of(each), Phase(), Phase())
+    assert torch.equal(torch.get_rng_state(), before)
+    for parameter, weight in zip(each.module.parameters(), weights, strict=True):
+        assert torch.equal(parameter, weight)
+        assert parameter.grad is None
+
+
+def test_pythons_dispatch_is_taken_off(monkeypatch):
+    """It takes as long for large microbatches as for small ones, and is counted apart."""
+
+    def seconds(timer, part):
+        return [6.0, 13.0], [10.0, 20.0]
+
+    monkeypatch.setattr(TimesParts, "_seconds", seconds)
+    shares = ON_CPU(part_of(unit()), Phase(num_divided=1), Phase(num_divided=3))
+    assert shares == WorkShares(0.5, 0.5)
+
+
+class Raises(nn.Sequential):
+    """Takes no random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("odd numbers")
+
+
+def test_what_does_not_run_on_random_numbers_is_told_by_its_work():
+    assert ON_CPU(part_of(unit(Raises(*unit().module))), Phase(), Phase()) is None
+
+
+@pytest.mark.parametrize("timed", [None, WorkShares(0.75, 0.5)])
+def test_seconds_follow_from_what_was_timed_and_work_from_the_operations(timed):
+    each = unit()
+    by_id = {id(each.module.get_parameter(name)): cut for name, cut in CUTS.items()}
+    found = divided_units(
+        {"a": each},
+        {"a": "a"},
+        {"a": WorkShares(0.5, 0.5)},
+        by_id,
+        Prices(),
+        WHOLE_BETWEEN,
+        lambda part, forward, backward: timed,
+    )["a"]
+    prices = TensorPrices(latency_s=0.0, bandwidth_Bps=1e30, flops_per_s=1.0, memory_Bps=1.0)
+    taken_s = found.forward.seconds(8.0, prices, 1.0, operation_s=0.0)
+    assert taken_s == pytest.approx(4.0 if timed is None else 6.0)
+    assert found.forward.share == 0.5
+
+
+def test_a_pace_leaves_exchange_and_dispatch_alone():
+    prices = TensorPrices(latency_s=1.0, bandwidth_Bps=2.0, flops_per_s=1.0, memory_Bps=1.0)
+    passage = Passage(share=0.5, pace=1.2, calls=1, num_bytes=4, operations=2)
+    found = passage.seconds(10.0, prices, 1.0, operation_s=DIVIDED_OPERATION_S)
+    assert found == pytest.approx(6.0 + 3.0 + 2 * DIVIDED_OPERATION_S)
