@@ -19,6 +19,9 @@ from shardwright.torch.tracing.trace_data import Sample, Trace
 
 __all__ = ["PartTimer", "UnitPart", "divided_operations", "divided_units"]
 
+_MOST_PACE = 2.0
+"""Beyond it a timing was disturbed, or a unit so small that nothing follows from it."""
+
 
 @dataclass(frozen=True, slots=True)
 class UnitPart:
@@ -201,7 +204,7 @@ def _passage(phase: Phase, share: float, timed: float | None = None) -> Passage:
     """Args: timed: the share of the seconds; by default that of the work."""
     return Passage(
         share=share,
-        pace=1.0 if timed is None or not share else timed / share,
+        pace=1.0 if timed is None or not share else min(max(timed / share, 1 / _MOST_PACE), _MOST_PACE),
         calls=phase.traffic.calls.total(),
         num_bytes=phase.traffic.sent_bytes.total(),
         operations=phase.num_divided,
