@@ -17,7 +17,7 @@ from shardwright.mesh import Mesh
 from shardwright.plan import Plan
 from shardwright.planner import Candidates, build_chain, make_plan, microbatch_counts
 from shardwright.planner.machines.fabric import Fabric
-from shardwright.planner.search import option
+from shardwright.planner.search import draft
 from shardwright.planner.search.draft import make_draft
 from shardwright.planner.search.workload import Demands, Workload
 from shardwright.schedule import Schedule, Simulation, simulate
@@ -486,7 +486,7 @@ def test_fifty_units_need_less_than_two_hundred_simulations(monkeypatch: pytest.
         sizes.append(sum(map(len, schedule.actions)))
         return simulate(schedule, *args, **options)
 
-    monkeypatch.setattr(option, "simulate", counted)
+    monkeypatch.setattr(draft, "simulate", counted)
     plan(candidates(4, 8, 16, blocks=48), 4)
     assert 12 < len(sizes) < 200
     assert sum(sizes) < 100_000
