@@ -26,16 +26,17 @@ TENSORFLOW_STAMP := $(TENSORFLOW_VENV)/installed-for-$(PYTHON_VERSION)
 
 DOCS_STAMP := $(VENV)/docs-installed-for-$(PYTHON_VERSION)
 
-.PHONY: help test test-thorough test-all test-jobs test-compat test-trainer test-tensorflow check sweep demo demo-tensorflow docs dist clean
+.PHONY: help test test-library test-thorough test-all test-jobs test-compat test-trainer test-tensorflow check sweep demo demo-tensorflow docs dist clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make test    install what the tests need into .venv, check the code, run the tests of the library'
+	@echo 'make test    install what the tests need, check the code, run the tests of the library and of TensorFlow'
+	@echo 'make test-library   the same without TensorFlow'
 	@echo 'make test-thorough   the costly kinds of the same'
 	@echo 'make test-jobs   whole jobs: scripts, launchers, hosts with networks of their own, other trainers'
 	@echo 'make test-compat   the package smdistributed, and scripts written for SageMaker'
 	@echo 'make test-trainer   the same with the Trainer of transformers 4.28'
-	@echo 'make test-tensorflow   shardwright.tensorflow'
+	@echo 'make test-tensorflow   shardwright.tensorflow, in an environment of its own'
 	@echo 'make test-all   all of these'
 	@echo 'make check   lint, types, layers'
 	@echo 'make sweep   the long, exhaustive tests'
@@ -54,13 +55,15 @@ EVERY_RUN := -m 'not thorough and not sweep'
 THOROUGH := -m 'thorough and not sweep'
 NO_SWEEP := -m 'not sweep'
 
-test: check
+test: test-library test-tensorflow
+
+test-library: check
 	$(PYTEST) $(EVERY_RUN) --doctest-modules --ignore src/shardwright/tensorflow $(LIBRARY) src tests
 
 test-thorough: $(STAMP)
 	$(PYTEST) $(THOROUGH) $(LIBRARY) tests
 
-test-all: test test-thorough test-jobs test-compat test-trainer test-tensorflow
+test-all: test test-thorough test-jobs test-compat test-trainer
 
 test-jobs: $(STAMP)
 	$(PYTEST) $(NO_SWEEP) tests/e2e tests/cluster tests/ecosystem
@@ -68,8 +71,14 @@ test-jobs: $(STAMP)
 test-compat: $(STAMP)
 	$(PYTEST) $(NO_SWEEP) tests/compat
 
+ifneq ($(filter $(PYTHON_VERSION),3.11 3.12 3.13),)
 test-tensorflow: $(TENSORFLOW_STAMP)
 	$(TENSORFLOW_VENV)/bin/python -m pytest -m 'not sweep' --doctest-modules src/shardwright/tensorflow tests/on_tensorflow
+else
+test-tensorflow:
+	@echo 'TensorFlow 2.21 has no wheel for Python $(PYTHON_VERSION): shardwright.tensorflow is not tested.' \
+	  'make test-tensorflow PYTHON=python3.11 does' >&2
+endif
 
 ifeq ($(PYTHON_VERSION),3.11)
 test-trainer: $(TRAINER_STAMP)
