@@ -21,7 +21,6 @@ from shardwright.checkpoint.model_names import MODEL
 from shardwright.checkpoint.saved import SavedCheckpoint, shortened
 from shardwright.checkpoint.tensor_file import StoredTensor
 from shardwright.checkpoint.tensor_index import INDEX, TensorIndex
-from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.keras_run import keras_run
@@ -119,7 +118,7 @@ class CheckpointManager:
                 }
             except Exception as error:
                 said["problem"] = f"rank {run.rank}: {type(error).__name__}: {error}"
-            told = tell_all(said) if run.mesh.world_size > 1 else [said]
+            told = run.from_all_ranks(said)
             path: str = run.from_first_rank(lambda: self._commit(Path(draft), number, told))
         return path
 
@@ -251,7 +250,7 @@ class CheckpointManager:
                 values = {key: _value(saved, key) for key in targets}
             except Exception as error:
                 problem = f"rank {run.rank}: {error}"
-            problems = tell_all(problem) if run.mesh.world_size > 1 else [problem]
+            problems = run.from_all_ranks(problem)
             if any(problems):
                 raise CheckpointError(next(each for each in problems if each))
         for key, variable in targets.items():
