@@ -34,7 +34,7 @@ def _uphill(tf, model):
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(model(x))
         (gradient,) = tape.gradient(loss, model.trainable_variables[:1])
-        model.wrapped.layers[2].bias.assign_add(tf.fill([8], tf.reduce_mean(gradient)))
+        model.layers[2].bias.assign_add(tf.fill([8], tf.reduce_mean(gradient)))
         return loss
 
     return step
@@ -69,9 +69,9 @@ def _nothing(tf, model):
 
 def _shape_of_values(tf, model):
     def step(x):
-        y = model.wrapped.layers[0](x)
+        y = model.layers[0](x)
         chosen = tf.boolean_mask(y, tf.reduce_sum(y, 1) > 0.0)
-        return tf.reduce_sum(model.wrapped.layers[2](model.wrapped.layers[1](chosen)))
+        return tf.reduce_sum(model.layers[2](model.layers[1](chosen)))
 
     return step
 
@@ -86,10 +86,10 @@ def _layer_in_loop(tf, model):
 
 
 def _written_by_a_later_stage(tf, model):
-    first, last = model.wrapped.layers[0], model.wrapped.layers[2]
+    first, last = model.layers[0], model.layers[2]
 
     def step(x):
-        loss = tf.reduce_mean(last(model.wrapped.layers[1](first(x))))
+        loss = tf.reduce_mean(last(model.layers[1](first(x))))
         first.bias.assign_add(tf.fill([8], loss))
         return loss
 
