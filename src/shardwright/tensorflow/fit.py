@@ -19,7 +19,14 @@ from shardwright.tensorflow.keras_run import KerasRun, keras_run
 from shardwright.tensorflow.step import step
 from shardwright.tensorflow.step_output import mean_of
 
-__all__ = ["averaged_over_replicas", "predict_function", "test_function", "train_function"]
+__all__ = [
+    "averaged_over_replicas",
+    "predict_function",
+    "refuse_sums",
+    "sums_among",
+    "test_function",
+    "train_function",
+]
 
 Logs = dict[str, Any]
 
@@ -46,11 +53,11 @@ def train_function(model: Any) -> Callable[[Iterator[Any]], Logs]:
     apply = tf.function(lambda *given: _apply(targets, *given), autograph=False)
     results = _results_of(model)
 
-    sums = _sums_among_losses(model)
+    sums = sums_among(model)
 
     def train(data: Any) -> Logs:
         weight = _weight_of_a_sample(run, one_step, data)
-        _refuse_sums(run, sums)
+        refuse_sums(run, sums)
         gradients, logs, _ = one_step(data, weight)
         pairs = [
             [(None, 1) if each is None else each.sum_and_count() for each in group] for group in gradients
@@ -69,11 +76,11 @@ def test_function(model: Any) -> Callable[[Iterator[Any]], Logs]:
     def one_step(data: Any) -> Any:
         return _numbers(model.test_step(data))
 
-    sums, results = _sums_among_losses(model), _results_of(model)
+    sums, results = sums_among(model), _results_of(model)
 
     def test(data: Any) -> Logs:
         told = one_step(data)
-        _refuse_sums(keras_run(), sums)
+        refuse_sums(keras_run(), sums)
         return _logs(results, told)
 
     return _several(model, test)
@@ -130,13 +137,13 @@ def _next(iterator: Iterator[Any]) -> Any:
     )
 
 
-def _sums_among_losses(model: Any) -> list[str]:
+def sums_among(model: Any) -> list[str]:
     """The losses a model was compiled with that are sums over a batch."""
     losses = tf.nest.flatten(getattr(model, "loss", None))
     return [type(each).__name__ for each in losses if getattr(each, "reduction", None) == "sum"]
 
 
-def _refuse_sums(run: KerasRun, losses: list[str]) -> None:
+def refuse_sums(run: KerasRun, losses: list[str]) -> None:
     """Refuses losses that microbatches would make smaller: results of a batch are means over them."""
     assert run.plan is not None
     if losses and (count := run.plan.schedule.microbatches) > 1:

@@ -15,7 +15,14 @@ from shardwright.tensorflow.keras_run import KerasRun
 from shardwright.tensorflow.turns import call_in_turn
 from shardwright.tensorflow.variables import tf_variable
 
-__all__ = ["apply_nothing", "applying", "load_slots", "optimizers_over_stages", "put_aside"]
+__all__ = [
+    "apply_nothing",
+    "applying",
+    "has_nothing_here",
+    "load_slots",
+    "optimizers_over_stages",
+    "put_aside",
+]
 
 
 @contextmanager
@@ -45,7 +52,7 @@ def _apply_of_pairs(run: KerasRun, original: Any) -> Any:
         if run.is_tracing:
             return put_aside(run, self, pairs)
         with _update_of(run, self, pairs) as mine:
-            if _has_nothing_here(pairs, mine):
+            if has_nothing_here(pairs, mine):
                 return apply_nothing(run, self)
             return original(self, mine, *args, **kwargs)
 
@@ -62,14 +69,14 @@ def _apply_of_grads(run: KerasRun, original: Any) -> Any:
         if run.is_tracing:
             return put_aside(run, self, pairs)
         with _update_of(run, self, pairs) as mine:
-            if _has_nothing_here(pairs, mine):
+            if has_nothing_here(pairs, mine):
                 return apply_nothing(run, self)
             return original(self, [gradient for gradient, _ in mine], [variable for _, variable in mine])
 
     return apply
 
 
-def _has_nothing_here(pairs: Sequence[tuple[Any, Any]], mine: Sequence[tuple[Any, Any]]) -> bool:
+def has_nothing_here(pairs: Sequence[tuple[Any, Any]], mine: Sequence[tuple[Any, Any]]) -> bool:
     """Whether other ranks have all gradients; Keras refuses an update without any."""
     return len(mine) < len(pairs) and all(gradient is None for gradient, _ in mine)
 
