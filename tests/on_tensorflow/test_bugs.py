@@ -1,9 +1,11 @@
 """Every fault that was found in what two ranks give."""
 
+import functools
 import gc
 
 import pytest
 
+from shardwright.tensorflow.optimizer import has_nothing_here
 from shardwright.testing import run_ranks
 
 SETTINGS = {"pipeline_parallel_degree": 2, "microbatches": 2, "profile": "estimated", "run_dir": "off"}
@@ -41,7 +43,8 @@ def _steps_made_in_a_loop():
 
 def test_a_step_function_has_a_trace_of_its_own():
     """Bug: one that was made where another had been ran the trace of that one."""
-    assert run_ranks(_steps_made_in_a_loop, 2) == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 2
+    for steps, _, _ in _found(legacy=False):
+        assert steps == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 def _norms():
@@ -95,20 +98,40 @@ def _clipped_without_variables():
     return sum(float((each**2).sum()) for each in moved) ** 0.5
 
 
+def _each(legacy):
+    if legacy:
+        return None, None, _clipped_without_variables()
+    return _steps_made_in_a_loop(), _norms(), _clipped_without_variables()
+
+
+@functools.cache
+def _found(*, legacy):
+    """What all of them give on two ranks, in one job."""
+    env = {"TF_USE_LEGACY_KERAS": "1"} if legacy else {}
+    return run_ranks(_each, 2, legacy, env=env, timeout_s=60)
+
+
 @pytest.mark.parametrize("legacy", [False, True], ids=["keras3", "legacy"])
 def test_a_rank_without_variables_takes_part_in_a_global_norm(legacy):
     """Bug: the other ranks waited for it."""
-    env = {"TF_USE_LEGACY_KERAS": "1"} if legacy else {}
-    for norm in run_ranks(_clipped_without_variables, 2, env=env, timeout_s=60):
+    for _, _, norm in _found(legacy=legacy):
         assert norm == pytest.approx(0.5, rel=1e-5)
 
 
 def test_a_norm_of_what_all_ranks_have_is_not_summed_over_them():
     """Bug: the norm of (3, 4) was 7.07 on two ranks."""
-    outcomes = run_ranks(_norms, 2)
+    outcomes = [norms for _, norms, _ in _found(legacy=False)]
     (local,) = (local for _, local in outcomes if local)
     expected = sum(each**2 for each in local) ** 0.5
     for (norm, clipped, of_head), _ in outcomes:
         assert norm == pytest.approx(5.0)
         assert clipped == pytest.approx(5.0)
         assert of_head == pytest.approx(expected)
+
+
+def test_a_rank_whose_gradients_are_all_none_leaves_the_update_to_others():
+    """Bug: Keras refused an update without gradients, and the other ranks waited."""
+    unused, elsewhere = (None, "unused"), (1.0, "elsewhere")
+    assert has_nothing_here([unused, elsewhere], [unused])
+    assert not has_nothing_here([unused], [unused])  # it is Keras' to refuse
+    assert not has_nothing_here([unused, elsewhere], [elsewhere])

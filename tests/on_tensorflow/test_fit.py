@@ -2,14 +2,18 @@
 
 import os
 import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from keras_features import SETTINGS
 
+from shardwright.errors import UsageError
 from shardwright.observe.jsonl import read_json_lines
 from shardwright.observe.report.gathered.data import gather
 from shardwright.observe.report.gathered.spans import WORK
+from shardwright.tensorflow.fit import refuse_sums, sums_among
 from shardwright.testing import run_ranks
 
 
@@ -30,14 +34,13 @@ def _fitted(ranks, folder):
 
         sw.init({"pipeline_parallel_degree": ranks, **SETTINGS})
     keras.utils.set_random_seed(4)
-    model = keras.Sequential([layers.Dense(16, activation="relu"), layers.Dense(8), layers.Dense(3)])
+    given = keras.Input((6,))
+    hidden = layers.Dense(8)(layers.Dense(16, activation="relu")(given))
+    model = keras.Model(given, layers.Dense(3, name="classes")(hidden))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01, global_clipnorm=1.0), {"classes": loss}, ["accuracy"])
     if ranks:
-        model = sw.DistributedModel(model)
-    model.compile(
-        optimizer=keras.optimizers.Adam(0.01, global_clipnorm=1.0),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-    )
+        assert sw.DistributedModel(model) is model
     x, y = _data()
     best = keras.callbacks.ModelCheckpoint(
         f"{folder}/best.weights.h5", "loss", save_best_only=True, save_weights_only=True
@@ -51,9 +54,9 @@ def _fitted(ranks, folder):
     ).history
     found["evaluated"] = model.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)
     found["predicted"] = model.predict(x, batch_size=8, verbose=0)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     # Three batches in two calls.
-    model.compile(optimizer="sgd", loss=loss, metrics=["accuracy"], steps_per_execution=2)
+    average = keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.5)
+    model.compile(average, loss, ["accuracy"], steps_per_execution=2)
     ends = []
     counts = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(batch))
     found["again"] = model.fit(x, y, callbacks=[counts], **options).history
@@ -61,16 +64,20 @@ def _fitted(ranks, folder):
     found["predicted again"] = model.predict(x, batch_size=8, verbose=0)
     found["evaluated again"] = model.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)
     found["weights"] = model.get_weights()
+    model.save(f"{folder}/whole.keras")
     if ranks:
         sw.shutdown()
+    if not ranks or os.environ["RANK"] == "0":
+        again = keras.models.load_model(f"{folder}/whole.keras")
+        found["goes on"] = again.fit(x, y, **options).history
     return found
 
 
 class _WithStep:
     """A model with a step of its own, in which two optimizers have their parts."""
 
-    def __new__(cls, base, tf):
-        class Model(base):
+    def __new__(cls, tf):
+        class Model(tf.keras.Model):
             def __init__(self):
                 super().__init__()
                 self.first, self.last = tf.keras.layers.Dense(8), tf.keras.layers.Dense(3)
@@ -97,13 +104,12 @@ def _own_step(ranks, folder):
     import tensorflow as tf
 
     tf.keras.utils.set_random_seed(4)
-    base = tf.keras.Model
+    model = _WithStep(tf)
     if ranks:
         import shardwright.tensorflow as sw
 
         sw.init({"pipeline_parallel_degree": ranks, **SETTINGS, "run_dir": f"{folder}/runs"})
-        base = sw.DistributedModel
-    model = _WithStep(base, tf)
+        model = sw.DistributedModel(model)
     model.compile(optimizer="sgd")
     x, _ = _data(24)
     history = model.fit(x, x[:, :3], batch_size=8, epochs=2, shuffle=False, verbose=0).history
@@ -188,6 +194,7 @@ def found(request, tmp_path_factory):
 
 def test_fit_over_two_ranks_is_fit(found):
     (expected, *_), ranks, _ = found
+    assert ranks[0][0]["goes on"]["loss"] == pytest.approx(expected["goes on"]["loss"], rel=1e-5)
     for rank, *_ in ranks:
         for name in ("history", "again"):
             assert rank[name].keys() == expected[name].keys()
@@ -242,3 +249,15 @@ def test_all_ranks_leave_out_a_step_whose_gradients_are_infinite_on_one(found):
     assert not moved[1]  # the second rank's have not moved either
     assert moved[-1]
     assert np.isfinite(losses).all()
+
+
+def test_a_loss_that_is_a_sum_over_the_batch_is_refused_with_several_microbatches():
+    """Bug: it was the sum over a microbatch, and its gradients were smaller than in one process."""
+    losses = [SimpleNamespace(reduction="sum"), SimpleNamespace(reduction="sum_over_batch_size")]
+    assert sums_among(SimpleNamespace(loss={"a": losses[0], "b": losses[1]})) == ["SimpleNamespace"]
+    assert sums_among(SimpleNamespace(loss=["mse", losses[1]])) == []
+    for count in (1, 4):
+        run = SimpleNamespace(plan=SimpleNamespace(schedule=SimpleNamespace(microbatches=count)))
+        refuse_sums(run, [])
+        with nullcontext() if count == 1 else pytest.raises(UsageError, match="4 times smaller"):
+            refuse_sums(run, ["MeanSquaredError"])

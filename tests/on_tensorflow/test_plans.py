@@ -73,14 +73,6 @@ def _by_hand(folder):
     return placed, losses, again == plan
 
 
-def test_layers_go_where_the_user_or_a_plan_file_puts_them(tmp_path):
-    ranks = run_ranks(_by_hand, 2, str(tmp_path), timeout_s=100)
-    for (placed, losses, same), wanted in zip(ranks, ([0, 1], [2, 3, 4, 5]), strict=True):
-        assert placed == [wanted, wanted]
-        assert losses[0] == losses[1]
-        assert same
-
-
 def _batches_of_unknown_size():
     import tensorflow as tf
 
@@ -109,11 +101,30 @@ def _batches_of_unknown_size():
         traced(*data(3))
     except Exception as error:
         found.append(str(error))
+    sw.shutdown()
     return found
 
 
-def test_a_function_that_does_not_know_the_batch():
-    for rank in run_ranks(_batches_of_unknown_size, 2, timeout_s=100):
+def _both(folder):
+    return _by_hand(folder), _batches_of_unknown_size()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What both scripts tell on each of two ranks."""
+    return run_ranks(_both, 2, str(tmp_path_factory.mktemp("plan")), timeout_s=100)
+
+
+def test_layers_go_where_the_user_or_a_plan_file_puts_them(found):
+    ranks = [by_hand for by_hand, _ in found]
+    for (placed, losses, same), wanted in zip(ranks, ([0, 1], [2, 3, 4, 5]), strict=True):
+        assert placed == [wanted, wanted]
+        assert losses[0] == losses[1]
+        assert same
+
+
+def test_a_function_that_does_not_know_the_batch(found):
+    for _, rank in found:
         assert rank[:2] == [(16, 2, True), (14, 2, True)]
         assert "a batch of 3 samples" in rank[2]
         assert "traced for 4 microbatches" in rank[2]

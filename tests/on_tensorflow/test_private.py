@@ -216,3 +216,11 @@ def test_a_scale_is_made_without_slots():
         assert float(optimizer.scale_loss(tf.constant(3.0))) == 12.0
     assert optimizer.built
     assert not _private.has_slots(optimizer)
+
+
+def test_an_update_is_counted_also_where_gradients_are_accumulated():
+    optimizer = tf.keras.optimizers.SGD(gradient_accumulation_steps=2)
+    for _ in range(2):
+        _private.count_update(optimizer)
+    assert int(optimizer._iterations) == 2
+    assert int(optimizer.iterations) == 1

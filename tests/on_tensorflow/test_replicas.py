@@ -107,23 +107,38 @@ def _trained_by_one_process():
     return run_ranks(_plain, 1, timeout_s=60)[0]
 
 
-WHOLE, SHARED = {}, {"shard_optimizer_state": True}
+# Name of the settings -> settings.
+SETTINGS_OF = {"whole": {}, "shared_slots": {"shard_optimizer_state": True}}
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "in_function", "settings"),
-    [(1, False, WHOLE), (2, True, WHOLE), (1, False, SHARED), (2, True, SHARED)],
-    ids=["1x2", "2x2", "1x2-shared_slots", "2x2-shared_slots"],
-)
-def test_replicas_train_what_one_process_trains(pipeline, in_function, settings, tmp_path):
+def _each(pipeline, folder):
+    return {
+        name: _replicated(pipeline, f"{folder}/{name}", pipeline == 2, settings)
+        for name, settings in SETTINGS_OF.items()
+    }
+
+
+@functools.cache
+def _replicas(pipeline, folder):
+    return run_ranks(_each, REPLICAS * pipeline, pipeline, folder, timeout_s=150)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("replicas"))
+
+
+@pytest.mark.parametrize("name", SETTINGS_OF)
+@pytest.mark.parametrize("pipeline", [1, 2], ids=["1x2", "2x2"])
+def test_replicas_train_what_one_process_trains(pipeline, name, folder):
     expected = _trained_by_one_process()
-    arguments = pipeline, str(tmp_path), in_function, settings
-    ranks = run_ranks(_replicated, 2 * pipeline, *arguments, timeout_s=150)
+    is_shared = bool(SETTINGS_OF[name])
+    ranks = [rank[name] for rank in _replicas(pipeline, f"{folder}/{pipeline}")]
     num_slots = sum(2 * each.size for each in expected)  # Adam has two for each variable, and two numbers
     of_all = sum(rank[-1] - 2 for rank in ranks)
-    assert of_all == (num_slots if settings else REPLICAS * num_slots)
+    assert of_all == (num_slots if is_shared else REPLICAS * num_slots)
     for replica, losses, weights, trained, restored, own_slots in ranks:
-        if settings and pipeline == 1:
+        if is_shared and pipeline == 1:
             assert own_slots <= 0.6 * num_slots
         assert losses == next(other[1] for other in ranks if other[0] == replica)
         for mine, first, again in zip(weights, ranks[0][2], restored, strict=True):

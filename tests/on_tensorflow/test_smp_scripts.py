@@ -26,31 +26,6 @@ def _run(script, names, *arguments):
     return {name: found[name] for name in names.split()}
 
 
-def test_a_checkpoint_script_goes_on_where_it_saved(tmp_path):
-    names = "loss_list again partitioned names"
-    first, second = (
-        run_ranks(_run, 2, "checkpoint_test.py", names, str(tmp_path), env=LEGACY, timeout_s=100)
-        for _ in range(2)
-    )
-    for number, rank in enumerate(first):
-        assert rank["partitioned"] == [True]
-        assert "checkpoint" in rank["names"]
-        assert {name for name in rank["names"] if name.endswith(".index")} == {"ckpt-2.index", "ckpt-3.index"}
-        assert (tmp_path / f"mp_rank_{number}" / "checkpoint").exists()
-        assert len(rank["loss_list"]) == 8
-        assert rank["loss_list"] == first[0]["loss_list"]
-    for rank in second:  # begins from ckpt-3, which has all that the first run has trained but `again`
-        assert rank["loss_list"][:4] == pytest.approx(first[0]["again"], rel=1e-5)
-
-
-def test_an_mnist_script_profiles_trains_and_exports(tmp_path):
-    names = "served wanted final"
-    ranks = run_ranks(_run, 2, "mnist_conv.py", names, str(tmp_path / "m"), env=LEGACY, timeout_s=100)
-    for rank in ranks:
-        np.testing.assert_allclose(rank["served"], rank["wanted"], rtol=0, atol=1e-6)
-        assert rank["final"] == ranks[0]["final"]
-
-
 def test_horovod_averages_over_the_replicas_of_a_pipeline():
     ranks = run_ranks(_run, 4, "hybrid_hvd.py", "losses weights ranks", env=LEGACY, timeout_s=150)
     assert [rank["ranks"][1:] for rank in ranks] == [(0, 2, 0, 0), (1, 2, 1, 0), (0, 2, 0, 1), (1, 2, 1, 1)]
@@ -125,7 +100,7 @@ def _files_and_partitions(folder):
     told = comm.bcast("from 1" if comm.rank == 1 else None, root=1), comm.Get_size()
     files = sorted(os.listdir(root))
     smp.shutdown()
-    directory = os.path.join(folder, "checkpoints")
+    directory = os.path.join(folder, "of_partitions")
     errors = [
         _trained(smp, tf, directory, placed, restores=restores)
         for placed, restores in ((1, False), (1, True), (2, True))
@@ -133,9 +108,52 @@ def _files_and_partitions(folder):
     return files, told, errors
 
 
-def test_files_go_to_other_hosts_and_belong_to_their_partition(tmp_path):
-    first, second = run_ranks(_files_and_partitions, 2, str(tmp_path), env=LEGACY, timeout_s=100)
-    assert (tmp_path / "host_0" / "mp_rank_1" / "checkpoint").read_text() == "of rank 1"
+def _each(folder):
+    """The scripts for two partitions one after the other, in one job."""
+    import smdistributed.modelparallel.tensorflow as smp
+
+    found = []
+    for script, names, argument in (
+        ("checkpoint_test.py", "loss_list again partitioned names", "checkpoints"),
+        ("checkpoint_test.py", "loss_list", "checkpoints"),
+        ("mnist_conv.py", "served wanted final", "model"),
+    ):
+        found.append(_run(script, names, os.path.join(folder, argument)))
+        smp.shutdown()
+    return *found, _files_and_partitions(folder)
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory):
+    """The folder, and for each script what it tells on both ranks."""
+    folder = tmp_path_factory.mktemp("scripts")
+    ranks = run_ranks(_each, 2, str(folder), env=LEGACY, timeout_s=200)
+    return folder, list(zip(*ranks, strict=True))
+
+
+def test_a_checkpoint_script_goes_on_where_it_saved(scripts):
+    folder, (first, second, *_) = scripts
+    for number, rank in enumerate(first):
+        assert rank["partitioned"] == [True]
+        assert "checkpoint" in rank["names"]
+        assert {name for name in rank["names"] if name.endswith(".index")} == {"ckpt-2.index", "ckpt-3.index"}
+        assert (folder / "checkpoints" / f"mp_rank_{number}" / "checkpoint").exists()
+        assert len(rank["loss_list"]) == 8
+        assert rank["loss_list"] == first[0]["loss_list"]
+    for rank in second:  # begins from ckpt-3, which has all that the first run has trained but `again`
+        assert rank["loss_list"][:4] == pytest.approx(first[0]["again"], rel=1e-5)
+
+
+def test_an_mnist_script_profiles_trains_and_exports(scripts):
+    _, (_, _, ranks, _) = scripts
+    for rank in ranks:
+        np.testing.assert_allclose(rank["served"], rank["wanted"], rtol=0, atol=1e-6)
+        assert rank["final"] == ranks[0]["final"]
+
+
+def test_files_go_to_other_hosts_and_belong_to_their_partition(scripts):
+    folder, (*_, (first, second)) = scripts
+    assert (folder / "host_0" / "mp_rank_1" / "checkpoint").read_text() == "of rank 1"
     assert (first[0], second[0]) == (["mp_rank_0", "mp_rank_1"], ["mp_rank_1"])
     assert first[1] == second[1] == ("from 1", 2)
     for rank in (first, second):

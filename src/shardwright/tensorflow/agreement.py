@@ -3,6 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
+import tensorflow as tf
+
+from shardwright.errors import UsageError
 from shardwright.tensorflow.batch import Arguments
 from shardwright.tensorflow.channels import to_tensorflow, to_torch
 from shardwright.torch.batch.batch_broadcast import BatchBroadcast
@@ -29,9 +32,18 @@ class Agreement:
         """The arguments, with the first rank's tensors; collective over the replica.
 
         Ranks that read data in another order would otherwise compute on parts of different batches.
+
+        Raises:
+            UsageError: text is among them.
         """
         if self._broadcast is None:
             return arguments
+        for tensor, name in zip(arguments.tensors, arguments.names, strict=True):
+            if tensor.dtype == tf.string:
+                raise UsageError(
+                    f"the argument {name} of the step function is text, which ranks cannot send each other. "
+                    "Make numbers of it before: dataset.map(lambda x, y: (vectorize(x), y)) in tf.data."
+                )
         mine: Any = tuple(to_torch(tensor) for tensor in arguments.tensors)
         (tensors,), _ = self._broadcast(((mine,), {}))
         if tensors is mine:

@@ -138,7 +138,7 @@ class Splitter:
             for position, leaf in enumerate(found):
                 if not _is_data(leaf):
                     continue
-                tensor = tf.convert_to_tensor(leaf)
+                tensor = _dense(leaf, name)
                 found[position] = _Place(len(tensors))
                 tensors.append(tensor)
                 names.append(name)
@@ -195,7 +195,25 @@ class _Place:
 
 
 def _is_data(leaf: Any) -> bool:
-    return isinstance(leaf, (tf.Tensor, np.ndarray, np.generic))
+    """Whether a leaf is numbers of the batch: also a series of pandas, or a tensor of another framework."""
+    if isinstance(leaf, (tf.Tensor, np.ndarray, np.generic, tf.RaggedTensor, tf.SparseTensor)):
+        return True
+    return hasattr(leaf, "__array__") and not hasattr(leaf, "assign")  # which variables have
+
+
+def _dense(leaf: Any, name: str) -> Any:
+    """A leaf as a tensor that can be cut and sent.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
+        remedy = "to_tensor()" if isinstance(leaf, tf.RaggedTensor) else "tf.sparse.to_dense()"
+        raise UsageError(
+            f"the argument {name} of the step function is a {type(leaf).__name__}, which cannot be cut into "
+            f"microbatches. Make it a dense tensor before: {remedy}, or padded_batch in tf.data."
+        )
+    return tf.convert_to_tensor(leaf)
 
 
 def _key(leaf: Any) -> Hashable:

@@ -275,8 +275,7 @@ class Engine:
             planning.check(context.plan, trace(size), size)
         assert context.reporter is not None
         context.reporter.plan_made(context.plan)
-        own = getattr(self._model, "wrapped", self._model)
-        context.reporter.observer.event("model_known", model=type(own).__name__)
+        context.reporter.observer.event("model_known", model=type(self._model).__name__)
         self._schedules = BatchSchedules(context.plan.schedule, stage_costs_of(context.plan))
         if context.mesh.pipeline > 1:
             assert context.links.transport is not None

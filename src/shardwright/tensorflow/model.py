@@ -3,6 +3,7 @@
 import inspect
 import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import tensorflow as tf
@@ -12,6 +13,7 @@ from shardwright.tensorflow import _private, fit
 from shardwright.tensorflow.keras_run import keras_run
 from shardwright.tensorflow.variables import tf_variable
 from shardwright.tensorflow.whole_model import whole_model
+from shardwright.tensorflow.whole_optimizer import whole_optimizer
 from shardwright.torch.run.context import is_initialized
 
 __all__ = ["DistributedModel"]
@@ -30,6 +32,9 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
 
         model = sw.DistributedModel(tf.keras.Sequential([...]))
 
+    A model that is wrapped stays the same object: its layers, the names of its outputs, its ``train_step``,
+    and what it was compiled with are as before.
+
     The layers are placed in the first step. Then a rank has values for the variables of its own layers alone:
     to read another is an error, and a value that is given to it, as `set_weights` and `load_weights` do, is
     left to the rank that holds it. `get_weights`, `save_weights`, `save`, `export` and `save_model` take the
@@ -42,20 +47,24 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
         UsageError: `sw.init` was not called, or another model is wrapped already.
     """
 
+    # Of the classes that wrap a model; a subclass of a script's own may take models as it likes.
+    _wraps_models = True
+
     def __new__(cls, model: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Makes the model; one that wraps another takes its arguments."""
-        if isinstance(model, _private.keras_model_class()):
-            return super().__new__(_wrapper_of(cls, model))
-        return super().__new__(cls, *(() if model is None else (model,)), *args, **kwargs)
+        """Makes the model, or gives one that is there the methods of this class."""
+        if "_wraps_models" not in vars(cls) or not isinstance(model, _private.keras_model_class()):
+            return super().__new__(cls, *(() if model is None else (model,)), *args, **kwargs)
+        if not isinstance(model, DistributedModel):
+            model.__class__ = _class_over_ranks(cls, type(model))
+        return model
 
     def __init__(self, model: Any = None, *args: Any, **kwargs: Any):
         if not is_initialized():
             raise UsageError("shardwright is not initialised. Call shardwright.tensorflow.init() first.")
-        if isinstance(model, _private.keras_model_class()):
-            super().__init__(*args, **kwargs)
-            self.wrapped = model
-        else:  # with inputs and outputs it is a functional model
+        if model is not self:  # with inputs and outputs it is a functional model
             super().__init__(*(() if model is None else (model,)), *args, **kwargs)
+        # Keras keeps the functions of a batch that it has made.
+        self.train_function = self.test_function = self.predict_function = None
         keras_run().wrap(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -148,15 +157,25 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
         def write_here() -> None:
             write(*args, **kwargs)
 
-        with whole_model(run, where):
-            run.from_first_rank(write_here)
+        own = getattr(type(self), "_class_in_one_process", type(self))
+        over_ranks = type(self)
+        with whole_model(run, where), whole_optimizer(run):
+            self.__class__ = own  # what is written needs no Shardwright
+            try:
+                run.from_first_rank(write_here)
+            finally:
+                self.__class__ = over_ranks
 
 
-def _wrapper_of(cls: type, model: Any) -> type:
-    """A class whose ``call`` has the arguments of a model, for Keras goes by their names."""
+@cache
+def _class_over_ranks(cls: Any, own: Any) -> Any:
+    """The class of a model that is wrapped: that of the model, under `DistributedModel`.
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.wrapped(*args, **kwargs)
-
-    call.__signature__ = inspect.signature(type(model).call)  # type: ignore[attr-defined]
-    return type(cls.__name__, (cls,), {"call": call})
+    Its name and module are the model's, as Keras and reports show them.
+    """
+    attributes = {
+        "__module__": own.__module__,
+        "__qualname__": own.__qualname__,
+        "_class_in_one_process": own,
+    }
+    return type(own.__name__, (cls, own), attributes)

@@ -15,7 +15,14 @@ from shardwright.tensorflow.keras_run import KerasRun
 from shardwright.tensorflow.turns import call_in_turn
 from shardwright.tensorflow.variables import tf_variable
 
-__all__ = ["apply_nothing", "applying", "load_slots", "optimizers_over_stages", "put_aside"]
+__all__ = [
+    "apply_nothing",
+    "applying",
+    "has_nothing_here",
+    "load_slots",
+    "optimizers_over_stages",
+    "put_aside",
+]
 
 
 @contextmanager
@@ -31,6 +38,9 @@ def optimizers_over_stages(run: KerasRun) -> Iterator[None]:
         for owner in _private.optimizer_bases():
             if not hasattr(owner, "get_gradients"):
                 stack.enter_context(_private.added(owner, "get_gradients", _get_gradients))
+            if hasattr(owner, "finalize_variable_values"):
+                make = partial(_finalize_values, run)
+                stack.enter_context(_private.replaced(owner, "finalize_variable_values", make))
         if run.mesh.pipeline > 1 or run.config.shard_optimizer_state:
             stack.enter_context(_private.replaced_global_norm(partial(_norm_over_stages, run)))
         yield
@@ -42,7 +52,7 @@ def _apply_of_pairs(run: KerasRun, original: Any) -> Any:
         if run.is_tracing:
             return put_aside(run, self, pairs)
         with _update_of(run, self, pairs) as mine:
-            if pairs and not mine:
+            if has_nothing_here(pairs, mine):
                 return apply_nothing(run, self)
             return original(self, mine, *args, **kwargs)
 
@@ -59,11 +69,32 @@ def _apply_of_grads(run: KerasRun, original: Any) -> Any:
         if run.is_tracing:
             return put_aside(run, self, pairs)
         with _update_of(run, self, pairs) as mine:
-            if pairs and not mine:
+            if has_nothing_here(pairs, mine):
                 return apply_nothing(run, self)
             return original(self, [gradient for gradient, _ in mine], [variable for _, variable in mine])
 
     return apply
+
+
+def has_nothing_here(pairs: Sequence[tuple[Any, Any]], mine: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether other ranks have all gradients; Keras refuses an update without any."""
+    return len(mine) < len(pairs) and all(gradient is None for gradient, _ in mine)
+
+
+def _finalize_values(run: KerasRun, original: Any) -> Any:
+    """The end of ``fit``: averages of variables, as ``use_ema`` has them, take their place.
+
+    Keras goes through averages, which are of this rank's variables, beside a list of all variables.
+    """
+
+    def finalize_variable_values(self: Any, var_list: Any) -> None:
+        pairs = [(None, variable) for variable in var_list]
+        if mine := run.pairs_to_update(pairs):
+            original(self, [variable for _, variable in mine])
+        if run.shared_updates is not None:
+            run.shared_updates.bring([variable for _, variable in run.variables.pairs_here(pairs)])
+
+    return finalize_variable_values
 
 
 @contextmanager
@@ -84,7 +115,7 @@ def apply_nothing(run: KerasRun, optimizer: Any) -> Any:
     """An update on a rank that holds none of the variables: it counts, and joins the others' norm."""
     if getattr(optimizer, "global_clipnorm", None) is not None:
         tf.linalg.global_norm([None])
-    return optimizer.iterations.assign_add(1)
+    return _private.count_update(optimizer)
 
 
 @contextmanager

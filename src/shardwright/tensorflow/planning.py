@@ -51,6 +51,8 @@ class Planning:
     sums: GradientSums
     lent: Callable[[Sequence[Any]], AbstractContextManager[None]]
     _names: dict[int, str] = field(default_factory=dict)
+    # Ids of the handles of the model's variables.
+    _handles: set[int] = field(default_factory=set)
     # Variables that have a home: their handle's id -> stage of the plan.
     _homes: dict[int, int] = field(default_factory=dict)
 
@@ -143,10 +145,9 @@ class Planning:
             recompute={call for call, label in enumerate(units.labels) if label in again},
             microbatches=plan.schedule.microbatches,
         )
-        ours = self._model_handles()
         for number, stage in placement.owners.items():
             handle = trace.variables[number]
-            if id(handle) in ours:
+            if id(handle) in self._handles:
                 self._homes.setdefault(id(handle), stage)
         routes = routes_of(graph, placement)
         return Program(
@@ -168,17 +169,16 @@ class Planning:
         ]
 
     def is_of_model(self, variable: Any) -> bool:
-        """Whether a variable belongs to the model."""
-        return id(variable.handle) in self._model_handles()
+        """Whether a variable belongs to the model, as it was when a program was last made."""
+        return id(variable.handle) in self._handles
 
     # ---- inside ----
 
-    def _model_handles(self) -> set[int]:
-        return {id(tf_variable(variable).handle) for variable in self.model.variables}
-
     def _units(self, trace: Trace) -> UnitCalls:
-        # A model that is built when it is first called has its layers only now.
+        # A model that is built when it is first called has its layers only now. Keras looks for them anew
+        # whenever it is asked.
         self._names = layer_names(self.model)
+        self._handles = {id(tf_variable(variable).handle) for variable in self.model.variables}
         self._refuse_hidden_layers(trace)
         stages_per_rank = self.context.config.virtual_stages or 1
         plan = self.context.plan

@@ -8,7 +8,7 @@ import tensorflow as tf
 from shardwright.errors import UsageError
 from shardwright.runtime.microbatch_values import MicrobatchValues
 
-__all__ = ["GradientOutput", "StepOutput"]
+__all__ = ["GradientOutput", "StepOutput", "mean_of"]
 
 
 class StepOutput(MicrobatchValues):
@@ -28,6 +28,10 @@ class StepOutput(MicrobatchValues):
         if isinstance(self.outputs[0], tf.IndexedSlices):
             return _slices(self.outputs, 1 / len(self.outputs))
         return self.reduce_sum() / tf.cast(len(self.outputs), self.outputs[0].dtype)
+
+    def sum_and_count(self) -> tuple[Any, int]:
+        """What divided by a count is the mean, so that a ``tf.function`` can divide."""
+        return self.reduce_mean(), 1
 
     def reduce_sum(self) -> Any:
         """The sum over the microbatches, element by element; shape as one of them."""
@@ -95,12 +99,11 @@ class GradientOutput(StepOutput):
 
     def reduce_mean(self) -> Any:
         """The mean over the microbatches of all replicas; None on ranks that do not hold the variable."""
-        if self._total is None or self._is_mean:
-            return self._total
-        scale = 1 / self._num_microbatches
-        if isinstance(self._total, tf.IndexedSlices):
-            return _slices([self._total], scale)
-        return self._total / tf.cast(self._num_microbatches, self._total.dtype)
+        return mean_of(*self.sum_and_count())
+
+    def sum_and_count(self) -> tuple[Any, int]:
+        """The sum over the microbatches and their number; None on ranks without the variable."""
+        return self._total, 1 if self._is_mean else self._num_microbatches
 
     def reduce_sum(self) -> Any:
         """The sum over the microbatches, the mean of it over replicas; None on ranks without the variable."""
@@ -124,6 +127,15 @@ class GradientOutput(StepOutput):
 
     def __getitem__(self, index: int) -> NoReturn:
         self.concat()
+
+
+def mean_of(total: Any, count: int) -> Any:
+    """A sum divided by a count: see `StepOutput.sum_and_count`; None as it is."""
+    if total is None or count == 1:
+        return total
+    if isinstance(total, tf.IndexedSlices):
+        return _slices([total], 1 / count)
+    return total / tf.cast(count, total.dtype)
 
 
 def _slices(parts: Sequence[Any], scale: float) -> Any:

@@ -28,12 +28,14 @@ class Trace:
         recorder: what was noted while it was traced.
         captures: name of a placeholder -> what it stands for: a variable's handle, or a constant.
         variables: handle of each variable that the step uses, by number.
+        of_handles: TensorFlow's variable by the id of its handle.
     """
 
     function: Any
     recorder: Recorder
     captures: Mapping[str, Any]
     variables: Sequence[Any]
+    of_handles: Mapping[int, Any]
 
     @property
     def outputs(self) -> list[str]:
@@ -51,8 +53,7 @@ class Trace:
 
     def variable_of(self, number: int) -> Any:
         """TensorFlow's variable with a number; None for another resource, such as a table."""
-        handle = self.variables[number]
-        return next((v for v in self.function.graph.variables if v.handle is handle), None)
+        return self.of_handles.get(id(self.variables[number]))
 
     def step_graph(self, units: UnitCalls, *, is_of_model: Callable[[Any], bool]) -> StepGraph:
         """The graph as plain data.
@@ -180,7 +181,8 @@ def trace_step(
     handles = {id(held): held for held in captures.values() if held.dtype == tf.resource}
     if not traced.outputs:
         raise TraceError(f"{name} returns no tensor, so nothing of it reaches the script. Return the loss.")
-    return Trace(traced, recorder, captures, tuple(handles.values()))
+    of_handles = {id(variable.handle): variable for variable in traced.graph.variables}
+    return Trace(traced, recorder, captures, tuple(handles.values()), of_handles)
 
 
 def _unnamed(tensor: Any) -> Any:

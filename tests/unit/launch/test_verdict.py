@@ -151,6 +151,13 @@ def test_a_script_for_cuda_is_shown_the_cpu_mode(error):
     assert "CPU mode" not in failure_report([ended(0, 1, error=BOOM)])
 
 
+def test_a_script_for_horovod_is_told_where_its_names_come_from():
+    error = "ModuleNotFoundError: No module named 'horovod'"
+    report = failure_report([ended(0, 1, error=traceback_of("train.py", error=error))])
+    assert f"  {error}\n  It imports Horovod, which is not here." in report
+    assert "python -m smdistributed.horovod install" in report
+
+
 def test_the_exit_log_keeps_lives_apart(tmp_path):
     log = ExitLog(tmp_path / "exits")
     assert (log.read(), log.of_last_life(), log.next_life(0)) == ([], [], 0)

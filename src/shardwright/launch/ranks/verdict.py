@@ -25,11 +25,22 @@ _WAIT_FOR_EACH_OTHER = "All ranks of a group make the same collectives"
 _HUNG = re.compile(
     r"(?:receiving from|sending to) rank (\d+) failed: no answer|Rank (\d+) has not come within"
 )
-# Errors of PyTorch on a machine, or in a build, without CUDA.
-_MISSES_CUDA = re.compile(
-    r"Torch not compiled with CUDA enabled|'torch\._C' has no attribute '_cuda_|No CUDA GPUs are available|"
-    r"Found no NVIDIA driver|torch\.cuda\.is_available\(\) is False|no NVIDIA GPU detected"
-)
+# Errors of others that miss something, and how a script gets it from us.
+_MISSES = {
+    # Of PyTorch on a machine, or in a build, without CUDA.
+    re.compile(
+        r"Torch not compiled with CUDA enabled|'torch\._C' has no attribute '_cuda_|"
+        r"No CUDA GPUs are available|Found no NVIDIA driver|"
+        r"torch\.cuda\.is_available\(\) is False|no NVIDIA GPU detected"
+    ): (
+        "It asks for CUDA, which is not here. In CPU mode scripts that are written for it run on CPUs: "
+        'shardwright run --device cpu, Estimator(..., device="cpu"), or python -m shardwright.cpu_mode.'
+    ),
+    re.compile(r"No module named 'horovod\b"): (
+        "It imports Horovod, which is not here. Have a part of its names over Shardwright, once in this "
+        "environment: python -m smdistributed.horovod install (after pip install -e compat in a checkout)."
+    ),
+}
 # Errors of ours that are defined elsewhere, by the names in tracebacks: what they are in our tree.
 _DEFINED_ELSEWHERE: dict[str, type[errors.ShardwrightError]] = {
     "shardwright.checkpoint.manifest.NewerVersionError": errors.CorruptCheckpointError,
@@ -119,11 +130,8 @@ def failure_report(exits: Sequence[WorkerExit]) -> str:
     lines += [f"  {line}" for line in fold(first.error, to_the_end=is_for_users).splitlines()]
     if names_a_lost_peer(first.error) and _WAIT_FOR_EACH_OTHER not in first.error:
         lines.append(f"  {_about_lost_peer(first, exits)}")
-    if _MISSES_CUDA.search(_error_in_a_line(first.error)):
-        lines.append(
-            "  It asks for CUDA, which is not here. In CPU mode scripts that are written for it run on CPUs: "
-            'shardwright run --device cpu, Estimator(..., device="cpu"), or python -m shardwright.cpu_mode.'
-        )
+    error = _error_in_a_line(first.error)
+    lines += [f"  {remedy}" for missing, remedy in _MISSES.items() if missing.search(error)]
     lines.append(f"  log: {first.log}")
     alike: dict[str, list[WorkerExit]] = {}
     for other in others:

@@ -32,6 +32,7 @@ from shardwright.tensorflow._private.loss_scales import (
     update_scale,
 )
 from shardwright.tensorflow._private.optimizers import (
+    count_update,
     has_slots,
     is_slot,
     make_slots,
@@ -53,6 +54,7 @@ from shardwright.tensorflow._private.variables import (
 __all__ = [
     "added",
     "count_batch",
+    "count_update",
     "direct_call",
     "functions_inlined",
     "given_back",

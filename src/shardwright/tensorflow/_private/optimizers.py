@@ -12,6 +12,7 @@ from shardwright.tensorflow._private.loss_scales import scaled_optimizer
 from shardwright.tensorflow._private.replacing import replaced
 
 __all__ = [
+    "count_update",
     "has_slots",
     "is_slot",
     "make_slots",
@@ -74,6 +75,16 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
         known = {id(each) for each in found}
         found += [each for each in (scale.current_loss_scale, scale.counter) if id(each) not in known]
     return found
+
+
+def count_update(optimizer: Any) -> Any:
+    """Counts an update without gradients.
+
+    ``iterations`` of Keras 3 is no variable where gradients of several batches are accumulated; the oldest
+    optimizers make the variable when they are first asked for it.
+    """
+    assert optimizer.iterations is not None
+    return optimizer._iterations.assign_add(1)
 
 
 def has_slots(optimizer: Any) -> bool:

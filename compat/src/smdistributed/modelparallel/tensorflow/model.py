@@ -17,6 +17,8 @@ class DistributedModel(sw.DistributedModel):
         NotInitializedError: ``smp.init`` was not called.
     """
 
+    _wraps_models = True
+
     def __init__(self, *args: Any, **kwargs: Any):
         present_run()
         super().__init__(*args, **kwargs)

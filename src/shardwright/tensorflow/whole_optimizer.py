@@ -1,0 +1,87 @@
+"""An optimizer with the slots of all variables, for as long as a file with the whole model is written."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shardwright.comm.identity.purpose import Purpose
+from shardwright.comm.joining.process_group import tell_all
+from shardwright.tensorflow import _private
+from shardwright.tensorflow.channels import to_tensorflow, to_torch
+from shardwright.tensorflow.keras_run import KerasRun
+from shardwright.tensorflow.variables import tf_variable, variables_by_name
+
+__all__ = ["whole_optimizer"]
+
+
+@contextmanager
+def whole_optimizer(run: KerasRun) -> Iterator[None]:
+    """While it lasts, the first rank's model has the optimizer of one process; collective over all ranks.
+
+    Each rank has slots for its own variables alone, and Keras drops slots that it reads from a file if they
+    are not those of all variables. All variables of the model have values meanwhile: see `whole_model`.
+
+    Args:
+        run: with a wrapped model.
+    """
+    model = run.keras_model
+    own = getattr(model, "optimizer", None)
+    if run.mesh.world_size == 1 or not run.is_placed or own is None:
+        yield
+        return
+    slots = _slots_of_all(run, own)
+    if run.rank > 0 or not slots:
+        yield
+        return
+    model.optimizer = _with_slots(own, model, slots)
+    try:
+        yield
+    finally:
+        model.optimizer = own
+
+
+def _slots_of_all(run: KerasRun, optimizer: Any) -> dict[str, Any]:
+    """The slots of all ranks by name; collective over all ranks."""
+    mine = {
+        f"{slot}/{name}": tf_variable(variable)
+        for name, each in variables_by_name(run.keras_model).items()
+        if not run.variables.is_remote(each)
+        for slot, variable in _private.slots_of(optimizer, each).items()
+    }
+    shapes = {name: (tuple(each.shape.as_list()), each.dtype.name) for name, each in mine.items()}
+    world = run.links.world
+    assert world is not None
+    found: dict[str, Any] = {}
+    for rank, told in enumerate(tell_all(shapes)):
+        for name, (shape, dtype) in told.items():
+            if name in found:  # another replica has it, too
+                continue
+            if rank == run.rank:
+                value = to_torch(mine[name].read_value()).clone()
+            else:
+                value = torch.empty(shape, dtype=getattr(torch, dtype))
+            world.broadcast([value], rank, Purpose.OUTPUTS)
+            found[name] = to_tensorflow(value)
+    return found
+
+
+def _with_slots(own: Any, model: Any, slots: Mapping[str, Any]) -> Any:
+    """An optimizer like one that has a part of the slots, with all of them."""
+    whole = type(own).from_config(own.get_config())
+    variables = list(model.trainable_variables)
+    whole.build(variables) if hasattr(whole, "build") else _private.make_slots(whole, variables)
+    for name, variable in variables_by_name(model).items():
+        for slot, target in _private.slots_of(whole, variable).items():
+            if f"{slot}/{name}" in slots:
+                target.assign(slots[f"{slot}/{name}"])
+    for theirs, mine in zip(_others(whole), _others(own), strict=True):
+        theirs.assign(mine)
+    return whole
+
+
+def _others(optimizer: Any) -> list[Any]:
+    """What an optimizer has once: its counter, learning rate and scale."""
+    found = _private.optimizer_variables(optimizer)
+    return [each for each in found if not _private.is_slot(optimizer, each)]

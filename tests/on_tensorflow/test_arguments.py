@@ -1,0 +1,37 @@
+"""The arguments of a step function."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from shardwright.errors import UsageError
+from shardwright.tensorflow.batch import Splitter
+
+
+def arguments(*given):
+    splitter = Splitter.of(lambda x, y: x, non_split=(), signature=None)
+    return splitter(given, {})
+
+
+class Series:
+    """As pandas has them: no array, and made into one."""
+
+    def __array__(self, dtype=None, copy=None):
+        return np.arange(4.0, dtype=dtype)
+
+
+def test_what_becomes_an_array_is_cut():
+    """Bug: every microbatch got the whole series."""
+    parts = arguments(tf.zeros([4, 2]), Series()).parts(2)
+    assert [part[1].numpy().tolist() for part in parts] == [[0.0, 1.0], [2.0, 3.0]]
+
+
+def test_variables_and_plain_numbers_stay_whole():
+    assert arguments(tf.Variable([1.0, 2.0]), 3.0).tensors == []
+
+
+@pytest.mark.parametrize("make", [tf.ragged.constant, tf.sparse.from_dense])
+def test_what_cannot_be_cut_is_refused(make):
+    """Bug: every microbatch got the whole batch of it."""
+    with pytest.raises(UsageError, match=r"the argument x .* Make it a dense tensor before"):
+        arguments(make([[1, 0], [2, 3]]), None)
