@@ -152,7 +152,7 @@ class Checkpoints:
         self._resumed = resumed
         self._last_step = resumed.step
         assert current.reporter is not None
-        current.reporter.num_steps = resumed.step
+        current.reporter.num_steps = resumed.calls
         self._say("resumed", f"resumed from {show_path(saved.path)}", step=resumed.step, name=saved.path.name)
         if not saved.has_finite_weights and current.rank == 0:
             self._point_out_weights(saved)
@@ -325,8 +325,15 @@ class Checkpoints:
                 "from before stay. Give a folder that can be written, on a disk that has room."
             ) from error
         key = f"shardwright/checkpoint/{secrets.token_hex(8)}"
+        assert self._context.reporter is not None
         return CheckpointDraft(
-            path=path, step=step, key=key, alike={}, documents=self._documents(), keep=self._keep
+            path=path,
+            step=step,
+            key=key,
+            alike={},
+            documents=self._documents(),
+            keep=self._keep,
+            calls=self._context.reporter.num_steps,
         )
 
     def _documents(self) -> dict[str, bytes]:
