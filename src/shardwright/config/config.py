@@ -85,7 +85,7 @@ class Config(Settings):
         values: dict[str, Any] = {}
         ignored: list[str] = []
         for layer in layers:
-            given = layer._given() if isinstance(layer, Config) else dictionary_of(layer)
+            given = layer.given if isinstance(layer, Config) else dictionary_of(layer)
             ignored += ignored_names(given.pop("ignored", None))
             values |= canonical(given, known=cls.model_fields, problems=problems, ignored=ignored)
         given = {key: value for key, value in values.items() if value is not None}
@@ -105,10 +105,14 @@ class Config(Settings):
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
     @property
+    def given(self) -> dict[str, Any]:
+        """The settings that differ from their defaults."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+    @property
     def pins(self) -> dict[str, Any]:
         """The planning settings that differ from their defaults."""
-        given = self._given()
-        return {key: value for key, value in given.items() if key not in _NO_PINS}
+        return {key: value for key, value in self.given.items() if key not in _NO_PINS}
 
     @property
     def balance_weight(self) -> float:
@@ -187,9 +191,6 @@ class Config(Settings):
         if world_size > 1:
             choice = f"degrees whose product divides {world_size}, each one of {divisors}"
         return f"{left} != WORLD_SIZE({world_size}). Start {start} ranks, or choose {choice}."
-
-    def _given(self) -> dict[str, Any]:
-        return self.model_dump(mode="json", exclude_defaults=True)
 
 
 def _refuse(problems: Sequence[str], *, source: str = "") -> None:

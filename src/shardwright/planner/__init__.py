@@ -12,7 +12,12 @@ from shardwright.planner.chain.batch_statistics import (
 from shardwright.planner.chain.chain import Chain
 from shardwright.planner.chain.estimate import estimate_profile
 from shardwright.planner.chain.model_chain import build_chain
-from shardwright.planner.chain.unit_factors import corrected_profile, factors_of_units, seconds_of_stages
+from shardwright.planner.chain.unit_factors import (
+    corrected_profile,
+    factors_of_units,
+    seconds_of_stages,
+    seconds_of_units,
+)
 from shardwright.planner.machines.past_runs import NO_CORRECTION, Correction, PastRun, RunKind, correction_of
 from shardwright.planner.memory.rank_memory import offloaded_bytes
 from shardwright.planner.search.degrees import best_of_meshes, best_plans, meshes
@@ -41,6 +46,7 @@ __all__ = [
     "overruled_settings",
     "schedule_of",
     "seconds_of_stages",
+    "seconds_of_units",
     "stage_costs_of",
     "statistics_are_split",
     "statistics_of_whole_batch",

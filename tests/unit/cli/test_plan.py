@@ -30,6 +30,26 @@ def test_show_has_stages_memory_and_reasons(capsys, folder):
     assert "  1     800 B       800 B      1.6 KiB    100 B        0 B   3.2 KiB\n" in out
 
 
+def test_a_run_is_found_by_its_name(capsys, folder):
+    """`plan show train` was "No such file or directory", where `explain train` found runs/train."""
+    two_stage_plan().write(folder / "runs" / "train" / "plan.json")
+    assert call(capsys, "plan", "show", "train")[:2] == call(capsys, "plan", "show", "runs/train")[:2]
+    assert call(capsys, "plan", "diff", "train", "run")[0] == 0
+    assert call(capsys, "simulate", "train", "--json")[0] == 0
+
+
+def test_a_terminal_gets_folded_lines(capsys, folder, monkeypatch):
+    """Tables and reasons were broken by the terminal in the middle of words, and went on at its edge."""
+    monkeypatch.setenv("COLUMNS", "60")
+    whole = call(capsys, "plan", "show", "run")[1]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    out = call(capsys, "plan", "show", "run")[1]
+    assert max(map(len, whole.splitlines())) > 60 >= max(map(len, out.splitlines()))
+    assert out.split() == whole.split()
+    found = call(capsys, "plan", "show", "run", "--json")[1]
+    assert Plan.parse(found) == two_stage_plan()
+
+
 def test_show_as_json_is_the_plan(capsys, folder):
     _, out, _ = call(capsys, "plan", "show", "run/plan.json", "--json")
     assert Plan.parse(out) == two_stage_plan()

@@ -14,7 +14,7 @@ class FakePlan(SimpleNamespace):
         return FakePlan(**{**vars(self), **update})
 
 
-def chosen(setting, *, whole, cut, tensor=2, last=None):
+def chosen(setting, *, whole, cut, tensor=2, last=None, **settings):
     """Whether the plan has cut sequences, why, and which settings were asked for; errors stand for plans."""
     asked = []
 
@@ -26,7 +26,7 @@ def chosen(setting, *, whole, cut, tensor=2, last=None):
         is_cut = config.sequence_parallel is True
         return FakePlan(is_cut=is_cut, why=("first",), prediction=SimpleNamespace(step_s=outcome))
 
-    config = Config(sequence_parallel=setting, tensor_parallel_degree=tensor)
+    config = Config(sequence_parallel=setting, tensor_parallel_degree=tensor, **settings)
     between = None if last is None else SimpleNamespace(tensor=SimpleNamespace(between_units=last["between"]))
     plan = with_or_without_sequences(config, plan_with, previous=between)
     return plan.is_cut, plan.why[1:], asked
@@ -37,8 +37,18 @@ def test_the_shorter_step_wins():
     is_cut, why, asked = chosen("auto", whole=1.0, cut=2.0)
     assert is_cut is False
     assert asked == [False, True]
-    assert why == (
-        "Sequences stay whole between layers: cut ones take 2.00 s a step, and 1.00 s with whole ones.",
+    assert why == ("Sequences stay whole between layers: 2.00 s a step if they are cut, 1.00 s if not.",)
+
+
+def test_context_ranks_cut_sequences_in_any_case():
+    """Bug: "Sequences stay whole between layers", of a grid whose context ranks had cut them."""
+    _, (said,), _ = chosen("auto", whole=1.0, cut=2.0, context_parallel_degree=2)
+    assert said.startswith(
+        "Parts of sequences stay as they are between layers, whole on each tensor rank: 2.00"
+    )
+    _, (said,), _ = chosen("auto", whole=2.0, cut=1.0, context_parallel_degree=2)
+    assert said.startswith(
+        "Parts of sequences are cut again between layers, over tensor ranks: 1.00 s a step"
     )
 
 
@@ -46,7 +56,7 @@ def test_what_fits_wins():
     large = InfeasiblePlanError("too large")
     assert chosen("auto", whole=large, cut=1.0)[:2] == (
         True,
-        ("Sequences are cut: whole tensors between layers do not fit.",),
+        ("Sequences are cut between layers: without that, tensors between layers do not fit.",),
     )
     assert chosen("auto", whole=1.0, cut=large)[0] is False
     assert chosen("auto", whole=1.0, cut=PlanError("no sequences"))[0] is False

@@ -2,13 +2,15 @@
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from typer.core import TyperGroup
 
+from shardwright.cli.showing.folding import folded
 from shardwright.printable import printable
 
 __all__ = [
@@ -72,24 +74,35 @@ def taking_other_names(names: Mapping[str, str]) -> dict[str, Any]:
     return {"token_normalize_func": lambda name: names.get(name, name)} if names else {}
 
 
-def show_text(text: object = "", *, end: str = "\n") -> None:
+def show_text(text: object = "", *, end: str = "\n", folds: bool = True) -> None:
     """Prints a result: names in it, from files and folders, reach the terminal escaped.
 
     Where the reader has left (``| head -1``), it prints nothing: the command ends with its own exit code.
+
+    Args:
+        text: of any number of lines.
+        end: printed behind it.
+        folds: on a terminal, long lines continue where a reader looks for it.
     """
     try:
         # Here alone: all else would not escape. Flushed, so that the reader's end shows here.
-        print(printable(str(text), lines=True), end=end, flush=True)  # noqa: T201
+        print(_shown_on(sys.stdout, text, folds=folds), end=end, flush=True)  # noqa: T201
     except BrokenPipeError:
         # The interpreter flushes what is left when it ends, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def say(text: object) -> None:
-    """Prints a message beside the result to stderr; escaped as well."""
-    print(printable(str(text), lines=True), file=sys.stderr, flush=True)  # noqa: T201
+    """Prints a message beside the result to stderr; escaped and folded as well."""
+    print(_shown_on(sys.stderr, text), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def print_json(document: Any) -> None:
     """Prints a document as indented JSON, in ASCII."""
-    show_text(json.dumps(document, indent=2))
+    show_text(json.dumps(document, indent=2), folds=False)
+
+
+def _shown_on(stream: TextIO, text: object, *, folds: bool = True) -> str:
+    """The text as a stream gets it."""
+    safe = printable(str(text), lines=True)
+    return folded(safe, shutil.get_terminal_size().columns) if folds and stream.isatty() else safe

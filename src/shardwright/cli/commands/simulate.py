@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from shardwright.cli.asking.application import AsJson, print_json, say, show_text
+from shardwright.cli.asking.run_path import run_path
 from shardwright.errors import UsageError
 from shardwright.files import replace_file
 from shardwright.limits import MOST_MICROBATCHES, MOST_RANKS
@@ -25,7 +26,10 @@ __all__ = ["simulate"]
 
 _MOST_ROWS = 32
 
-PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, or a run folder with one.")]
+PlanFile = Annotated[
+    Path,
+    typer.Argument(metavar="PLAN", callback=run_path, help="A plan file, or a run, by name or folder."),
+]
 Microbatches = Annotated[
     int | None,
     typer.Option("--microbatches", "-m", min=1, max=MOST_MICROBATCHES, help="Parts of the same batch."),

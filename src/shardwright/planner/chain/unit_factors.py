@@ -20,7 +20,7 @@ from shardwright.plan import Plan
 from shardwright.planner.chain.chain import Floats
 from shardwright.profile import Profile
 
-__all__ = ["corrected_profile", "factors_of_units", "seconds_of_stages"]
+__all__ = ["corrected_profile", "factors_of_units", "seconds_of_stages", "seconds_of_units"]
 
 LEAST_PARTING = 1.1
 """Stages whose measured over planned seconds differ by less are taken to be as planned: so much is noise."""
@@ -38,6 +38,15 @@ def seconds_of_stages(graph: ModelGraph, profile: Profile, plan: Plan) -> tuple[
     """Planned seconds of each stage for one microbatch: forward, backward, recomputation."""
     of_kinds, rest = _seconds(graph, profile, plan)
     return tuple(float(sum(kinds.values()) + other) for kinds, other in zip(of_kinds, rest, strict=True))
+
+
+def seconds_of_units(graph: ModelGraph, profile: Profile) -> dict[str, float]:
+    """Planned seconds of each unit call for one microbatch, forward and backward, by label."""
+    return {
+        node.label: cost.forward_s + cost.backward_s
+        for node in graph.nodes
+        if node.kind == "unit" and (cost := profile.costs.get(node.cost_class)) is not None
+    }
 
 
 def factors_of_units(

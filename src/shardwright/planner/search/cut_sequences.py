@@ -14,6 +14,12 @@ from shardwright.quantities import format_seconds
 
 __all__ = ["with_or_without_sequences"]
 
+_SAID_OF_WHOLE_ONES = "Sequences are cut between layers", "Sequences stay whole between layers"
+_SAID_OF_PARTS = (  # context-parallel ranks have cut the sequences in any case
+    "Parts of sequences are cut again between layers, over tensor ranks",
+    "Parts of sequences stay as they are between layers, whole on each tensor rank",
+)
+
 
 def with_or_without_sequences(
     config: Config,
@@ -54,13 +60,12 @@ def with_or_without_sequences(
             assert too_large is not None
             raise too_large from None
         return whole
+    is_cut, stay_whole = _SAID_OF_PARTS if config.context_parallel_degree > 1 else _SAID_OF_WHOLE_ONES
     if whole is None:
-        return _said(cut, "Sequences are cut: whole tensors between layers do not fit.")
+        return _said(cut, f"{is_cut}: without that, tensors between layers do not fit.")
     cut_s, whole_s = (each.prediction.step_s if each.prediction else 0.0 for each in (cut, whole))
-    seconds = f"{format_seconds(cut_s)} a step, and {format_seconds(whole_s)} with whole ones."
-    if cut_s < whole_s:
-        return _said(cut, f"Sequences are cut between layers: {seconds}")
-    return _said(whole, f"Sequences stay whole between layers: cut ones take {seconds}")
+    seconds = f"{format_seconds(cut_s)} a step if they are cut, {format_seconds(whole_s)} if not."
+    return _said(cut, f"{is_cut}: {seconds}") if cut_s < whole_s else _said(whole, f"{stay_whole}: {seconds}")
 
 
 def _said(plan: Plan, line: str) -> Plan:

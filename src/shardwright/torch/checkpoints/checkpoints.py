@@ -139,7 +139,7 @@ class Checkpoints:
         self._resumed = resumed
         self._saves.last_step = resumed.step
         assert current.reporter is not None
-        current.reporter.num_steps = resumed.step
+        current.reporter.num_steps = resumed.calls
         self._say("resumed", f"resumed from {show_path(saved.path)}", step=resumed.step, name=saved.path.name)
         if not saved.has_finite_weights and current.rank == 0:
             self._point_out_weights(saved)

@@ -80,6 +80,8 @@ class StateDocument(_Record):
     Attributes:
         version: of the format.
         step: how many steps were done.
+        calls: of step functions that trained, in all of the run: more than steps where a script accumulates
+            gradients; None: as many.
         layout: the ranks that saved; None for a checkpoint that was imported.
         optimizers: in the order in which they were wrapped.
         loss_scale: of ``fp16``; None without.
@@ -92,6 +94,7 @@ class StateDocument(_Record):
 
     version: Literal[1] = 1
     step: NonNegativeInt
+    calls: NonNegativeInt | None = None
     layout: SavedLayout | None
     optimizers: list[OptimizerDocument] = []
     loss_scale: dict[str, float | int | bool] | None = None
@@ -111,7 +114,13 @@ class StateDocument(_Record):
 
     @classmethod
     def joined(
-        cls, step: int, mesh: Mesh, documents: Sequence[RankDocument], *, alike: Mapping[str, bool]
+        cls,
+        step: int,
+        mesh: Mesh,
+        documents: Sequence[RankDocument],
+        *,
+        alike: Mapping[str, bool],
+        calls: int | None = None,
     ) -> Self:
         """Joins the documents that ranks have saved, by rank, into one.
 
@@ -120,6 +129,7 @@ class StateDocument(_Record):
             mesh: of the ranks.
             documents: what they have saved.
             alike: for each name of a state, whether all ranks have the same.
+            calls: of step functions that trained.
         """
         first = documents[0]
         optimizers = [
@@ -135,6 +145,7 @@ class StateDocument(_Record):
         ]
         return cls(
             step=step,
+            calls=calls,
             layout=SavedLayout.of(mesh),
             optimizers=optimizers,
             loss_scale=first.loss_scale,

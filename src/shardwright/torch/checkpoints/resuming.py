@@ -154,6 +154,7 @@ class Resumed:
 
     Attributes:
         step: how many steps were done.
+        calls: of step functions that trained until then.
         waits: the first step loads what this rank has of it.
     """
 
@@ -165,6 +166,7 @@ class Resumed:
         name = str(saved.path / STATE)
         self._document = StateDocument.from_content(saved.document(STATE), name=name)
         self.step = self._document.step
+        self.calls = self.step if self._document.calls is None else self._document.calls
         self._remade = _remade(model, self._document, saved)
         self.waits = False
 

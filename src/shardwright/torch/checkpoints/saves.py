@@ -187,6 +187,7 @@ class Saves:
                 "from before stay. Give a folder that can be written, on a disk that has room."
             ) from error
         key = f"shardwright/checkpoint/{secrets.token_hex(8)}"
+        assert self._context.reporter is not None
         return CheckpointDraft(
             path=path,
             step=step,
@@ -194,6 +195,7 @@ class Saves:
             alike={},
             documents=documents_of_run(self._context.plan, self._model.module),
             keep=self._keep,
+            calls=self._context.reporter.num_steps,
         )
 
     def _finish(self, under_way: SaveUnderWay) -> None:

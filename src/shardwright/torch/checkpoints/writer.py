@@ -77,6 +77,7 @@ class CheckpointDraft:
         alike: for each name of a state, whether all ranks have the same.
         documents: further files of JSON, by name.
         keep: how many checkpoints stay; None for all.
+        calls: of step functions that trained, in all of the run.
     """
 
     path: Path
@@ -85,6 +86,7 @@ class CheckpointDraft:
     alike: Mapping[str, bool]
     documents: Mapping[str, bytes]
     keep: int | None
+    calls: int
 
 
 declare(CheckpointDraft)
@@ -286,7 +288,7 @@ class SaveUnderWay:
         self._refuse_folders_apart(files)
         index = TensorIndex.joined(said.tensors for said in ranks.values())
         documents = [ranks[rank].document for rank in sorted(ranks)]
-        state = StateDocument.joined(draft.step, self._mesh, documents, alike=draft.alike)
+        state = StateDocument.joined(draft.step, self._mesh, documents, alike=draft.alike, calls=draft.calls)
         content = json.dumps(state.model_dump(mode="json"), allow_nan=False).encode()
         parse(content, name=STATE)  # what cannot be read again is not committed
         for name, text in {INDEX: index.to_bytes(), STATE: content, **draft.documents}.items():

@@ -1,7 +1,8 @@
 """Broadcasts the tensors that a step function returned to every rank of the replica."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from zlib import crc32
 
@@ -29,6 +30,7 @@ class Returned:
         loss_at: position of what was given to ``backward``; None if that was not returned.
         trains: it has called ``backward``.
         behind_end: it went on behind the end of its program.
+        loss: what was given to ``backward`` and not returned, on the rank that has it.
     """
 
     result: Any
@@ -36,6 +38,7 @@ class Returned:
     loss_at: int | None
     trains: bool
     behind_end: bool = False
+    loss: Tensor | None = None
 
 
 def exchange_outputs(
@@ -52,6 +55,7 @@ def exchange_outputs(
         The results with all tensors in place, without autograd history; and the loss of each microbatch.
     """
     assert context.links.stages is not None
+    returned = [_with_loss(each, program) for each, program in zip(returned, programs, strict=True)]
     flat = [flatten(each.result) for each in returned]
     for owner in range(context.mesh.pipeline):
         places = _places(returned, programs, owner)
@@ -75,7 +79,22 @@ def exchange_outputs(
         for (items, _), each in zip(flat, returned, strict=True)
         if each.loss_at is not None
     ]
-    return [structure.rebuild(items) for items, structure in flat], losses
+    return [structure.rebuild(items)[0] for items, structure in flat], losses
+
+
+def _with_loss(each: Returned, program: Program) -> Returned:
+    """The result and the loss behind it: who returns a loss, and gives its backward a part of it, has both.
+
+    A loss of many numbers is none to report, and stays where it is.
+    """
+    graph = program.trace.graph
+    paired = replace(each, result=(each.result, each.loss))
+    if each.loss_at is not None or each.behind_end or not each.trains or graph.loss is None:
+        return paired
+    if math.prod(graph.values[graph.loss].spec.shape) != 1:
+        return paired
+    place = len(flatten(each.result)[0])
+    return replace(paired, values=(*each.values, (place, graph.loss)), loss_at=place)
 
 
 def _places(

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from shardwright.torch.run.context import context, is_initialized
 
-__all__ = ["GradScaler", "losses_were_scaled", "scalers_agree", "scaling_begins", "scaling_noted"]
+__all__ = [
+    "GradScaler",
+    "losses_were_scaled",
+    "scale_of_losses",
+    "scalers_agree",
+    "scaling_begins",
+    "scaling_noted",
+]
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -54,17 +61,22 @@ def scalers_agree() -> Iterator[None]:
 
 
 class _Scaling:
-    used = False
+    scaler: torch.amp.GradScaler | None = None
 
 
 def scaling_begins() -> None:
     """A step begins, in which no loss was scaled yet."""
-    _Scaling.used = False
+    _Scaling.scaler = None
 
 
 def losses_were_scaled() -> bool:
     """Whether a scaler has scaled a loss since: then it leaves out by itself what overflows."""
-    return _Scaling.used
+    return _Scaling.scaler is not None
+
+
+def scale_of_losses() -> float:
+    """The factor of the scaler that has scaled losses since; 1 without one."""
+    return 1.0 if _Scaling.scaler is None else float(_Scaling.scaler.get_scale())
 
 
 @contextmanager
@@ -73,7 +85,8 @@ def scaling_noted() -> Iterator[None]:
     original = torch.amp.GradScaler.scale
 
     def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
-        _Scaling.used |= self.is_enabled()
+        if self.is_enabled():
+            _Scaling.scaler = self
         return original(self, outputs)
 
     torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]

@@ -2,7 +2,8 @@
 
 The number of microbatches changes results: random masks, batch statistics, the weights of unequal
 microbatches. So it stays what it was, as long as script, model, batch, ranks, machine and settings do.
-Beside the plan stand the factors by which its units took longer in steps than planned (`PlanReview`).
+Beside the plan stand the factors by which its units took longer in steps than planned (`PlanReview`), each
+with the seconds that it corrects: a unit that was timed anew needs another factor, or none.
 """
 
 import hashlib
@@ -12,6 +13,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 
 from torch import nn
 
@@ -30,6 +32,9 @@ _KEPT = 200
 """Plans of one machine; those that were used last."""
 
 _MOST_FACTOR = 1e6
+
+_DRIFT = 0.15
+"""By which the seconds of a unit may differ from those that its factor corrects, beside the other units'."""
 
 
 class LastPlan:
@@ -70,25 +75,48 @@ class LastPlan:
         """Whether the next run will know of this one."""
         return self._file is not None
 
-    def read_factors(self) -> dict[str, float]:
-        """Factors on the seconds of unit calls, by label; none where no run has written any."""
+    def read_factors(self, timed_s: Mapping[str, float]) -> dict[str, float]:
+        """Factors on the seconds of unit calls, by label; none where no run has written any.
+
+        Left out are factors of units that now take another share of all seconds. The sum may be another one:
+        a machine that is busier, or less so, changes what its units take by one factor.
+
+        Args:
+            timed_s: seconds of unit calls now, without factors, by label.
+        """
         file = self._factors_file
         if file is None or self._context.config.plan_anew or not file.is_file():
             return {}
         try:
             found = UserFile(file, what="factors of units", error=UsageError).read_json()
-            factors = {str(label): float(factor) for label, factor in found.items()}
+            factors = {str(label): (float(factor), float(s)) for label, (factor, s) in found.items()}
         except (ShardwrightError, TypeError, AttributeError, ValueError) as error:
             log.info("factors of units are not used: %s", error)
             return {}
-        usable = all(1 / _MOST_FACTOR <= factor <= _MOST_FACTOR for factor in factors.values())
-        return factors if usable else {}
+        if not all(1 / _MOST_FACTOR <= factor <= _MOST_FACTOR and s > 0 for factor, s in factors.values()):
+            return {}
+        drifts = {label: timed_s[label] / s for label, (_, s) in factors.items() if label in timed_s}
+        level = median(drifts.values()) if drifts else 1.0
+        return {
+            label: factors[label][0]
+            for label, drift in drifts.items()
+            if abs(drift - level) <= _DRIFT * level
+        }
 
-    def write_factors(self, factors: Mapping[str, float]) -> None:
-        """Keeps factors on the seconds of unit calls for the next run. On the first rank."""
+    def write_factors(self, factors: Mapping[str, float], *, timed_s: Mapping[str, float]) -> None:
+        """Keeps factors on the seconds of unit calls for the next run. On the first rank.
+
+        Args:
+            factors: by label.
+            timed_s: the seconds that they correct, by label.
+        """
         if self._factors_file is not None:
-            text = json.dumps({label: float(f"{factor:.4g}") for label, factor in factors.items()}, indent=1)
-            _keep(self._factors_file, text, what="the times of units")
+            kept = {
+                label: [float(f"{factor:.4g}"), timed_s[label]]
+                for label, factor in factors.items()
+                if timed_s.get(label)
+            }
+            _keep(self._factors_file, json.dumps(kept, indent=1), what="the times of units")
 
     def _key(self, model: nn.Module, samples: int) -> str:
         config, mesh = self._context.config, self._context.mesh

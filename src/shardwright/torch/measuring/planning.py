@@ -36,6 +36,7 @@ from shardwright.planner import (
     estimate_profile,
     make_plan,
     microbatch_counts,
+    seconds_of_units,
 )
 from shardwright.planner.chain.division import Division
 from shardwright.planner.machines.fabric import Fabric
@@ -96,12 +97,11 @@ class Planner:
             if traces is None:
                 traces = trace_all()
         context.cluster = cluster = with_tier(context, present_cluster(context))
-        factors = context.from_first_rank(last.read_factors)
         with torch.set_grad_enabled(gradients):
-            profiles = {
-                m: corrected_profile(profile, traces[m].graph, factors)
-                for m, profile in self._profiles(traces, cluster).items()
-            }
+            timed = self._profiles(traces, cluster)
+        timed_s = {m: seconds_of_units(traces[m].graph, profile) for m, profile in timed.items()}
+        factors = context.from_first_rank(lambda: last.read_factors(timed_s[counts[0]]))
+        profiles = {m: corrected_profile(profile, traces[m].graph, factors) for m, profile in timed.items()}
         prices, operation_s = self._prices(cluster), self._operation_s()
         candidates = {m: (trace.graph, profiles[m]) for m, trace in traces.items()}
         correction = NO_CORRECTION
@@ -130,7 +130,9 @@ class Planner:
             )
         if context.rank == 0:
             last.write(plan)
-            self._review(plan, candidates, last, factors, plan_with)
+            keep = partial(last.write_factors, timed_s=timed_s[plan.schedule.microbatches])
+            if last.is_kept:
+                self._review(plan, candidates, factors, plan_with, keep)
         as_it_runs = gradients == torch.is_grad_enabled()
         return plan, traces[plan.schedule.microbatches] if as_it_runs else None
 
@@ -244,9 +246,9 @@ class Planner:
         self,
         plan: Plan,
         candidates: Candidates,
-        last: LastPlan,
         factors: Mapping[str, float],
         plan_with: Callable[..., Plan],
+        keep: Callable[[Mapping[str, float]], None],
     ) -> None:
         """Has recorded steps compared with the plan, where they tell what units take; on the first rank.
 
@@ -256,7 +258,7 @@ class Planner:
         context = self._context
         one_host = context.local_size == context.mesh.world_size
         alone = context.device.type == "cpu" and not shares_cores(context) and context.mesh.share == 1
-        if not (last.is_kept and one_host and alone and len(plan.stages) > 1):
+        if not (one_host and alone and len(plan.stages) > 1):
             return
         graph, profile = candidates[plan.schedule.microbatches]
         assert context.reporter is not None
@@ -269,7 +271,7 @@ class Planner:
                 plan_with=lambda corrected: plan_with(
                     {plan.schedule.microbatches: (graph, corrected)}, config=context.config, previous=plan
                 ),
-                keep=last.write_factors,
+                keep=keep,
             )
         )
 

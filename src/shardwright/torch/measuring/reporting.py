@@ -100,6 +100,7 @@ class Reporter:
         pipeline_s: Sequence[float],
         memory: Sequence[int],
         records_next: bool,
+        loss_scale: float = 1.0,
         skipped: int = 0,
         gradient_error: float | None = None,
         parameter_error: float | None = None,
@@ -113,6 +114,7 @@ class Reporter:
             pipeline_s: on each rank, from the first action to the last.
             memory: peak bytes of each rank.
             records_next: the first rank asks to have the next step recorded.
+            loss_scale: by which the script has multiplied its losses before their backward.
             skipped: how many updates were left out so far.
             gradient_error: what packing gradients has lost, relative to what was packed; None without.
             parameter_error: the same of parameters.
@@ -129,7 +131,7 @@ class Reporter:
             StepRecord(
                 step=number,
                 seconds=seconds,
-                loss=sum(losses) / len(losses) if losses else None,
+                loss=sum(losses) / len(losses) / loss_scale if losses else None,
                 samples=step.samples * num_replicas,
                 tokens=None if step.tokens is None else step.tokens * num_replicas,
                 flops=3.0 * step.flops * num_replicas or None,
@@ -159,9 +161,11 @@ class Reporter:
         """The run is over."""
         if self._observer is not None:
             state = self._state()
-            next_plan = self._review.next_plan() if self._review is not None and state != "failed" else None
+            review = self._review if state != "failed" else None
             self._observer.close(
-                ended={"finished": "done", "saved": "stopped"}.get(state, state), next_plan=next_plan
+                ended={"finished": "done", "saved": "stopped"}.get(state, state),
+                next_plan=None if review is None else review.next_plan(),
+                reviewed=review is not None,
             )
             self._write_end(state)
             atexit.unregister(self.close)

@@ -166,7 +166,10 @@ def _check_backend(wanted: str, device: torch.device) -> None:
 _OF_A_RANK = frozenset({"memory_limit", "plan", "report"})
 """Settings that may differ from rank to rank: the first one's counts; a plan file may lie elsewhere."""
 
-_OF_RECORDED_STEPS = ("steps", "trace", "log_interval")
+_OF_ALL_RANKS = frozenset({"measure_s", "on_nonfinite", "shared_memory"})
+"""Settings that the planner does not look at, and that make ranks wait for others that do something else."""
+
+_OF_RECORDED_STEPS = frozenset({"steps", "trace", "log_interval"})
 """Settings that say in which steps the ranks of a pipeline exchange what they measured."""
 
 
@@ -177,9 +180,9 @@ def _refuse_mixed_settings(mesh: Mesh, config: Config) -> None:
         ConfigError: they do; on all of them.
     """
     degrees = f"{mesh.title}, shard {mesh.shard}, placement {mesh.placement}"
+    compared = (_OF_ALL_RANKS | _OF_RECORDED_STEPS) if mesh.pipeline > 1 else _OF_ALL_RANKS
     given = {name: value for name, value in config.pins.items() if name not in _OF_A_RANK}
-    if mesh.pipeline > 1:
-        given |= {name: value for name in _OF_RECORDED_STEPS if (value := getattr(config, name))}
+    given |= {name: value for name, value in config.given.items() if name in compared}
     pins = {name: repr(value) for name, value in given.items()}
     told: list[tuple[str, dict[str, str]]] = tell_all((degrees, pins))
     rank = next((rank for rank, each in enumerate(told) if each != told[0]), None)

@@ -21,6 +21,7 @@ from shardwright.errors import ShardwrightError
 from shardwright.torch.attention.table import attention_table
 from shardwright.torch.batch.batch_result import BatchResult
 from shardwright.torch.execution.trained_model import TrainedModel
+from shardwright.torch.loss_scale.grad_scaler import scale_of_losses
 from shardwright.torch.measuring.reporting import Reporter
 from shardwright.torch.pytorch.memory_in_use import peak_memory
 from shardwright.torch.run.context import Context
@@ -116,6 +117,7 @@ class StepEnd:
             pipeline_s=pipeline_s.tolist(),
             memory=[int(num_bytes) for num_bytes in memory.tolist()],
             records_next=bool(rows[0, Column.RECORDS]),
+            loss_scale=scale_of_losses(),
             skipped=self.finiteness.num_skipped,
             gradient_error=_lost_in(self._model.replicas.gradient_quantiser),
             parameter_error=_lost_in(self._model.replicas.parameter_quantiser),

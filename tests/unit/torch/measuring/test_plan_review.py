@@ -112,7 +112,26 @@ def test_factors_are_kept_however_small(tmp_path: Path, monkeypatch: pytest.Monk
         device=torch.device("cpu"), local_size=2, config=Config(), mesh=Mesh.of(world_size=2, pipeline=2)
     )
     last = LastPlan(run, torch.nn.Linear(2, 2), samples=4)
-    last.write_factors({"u.0": 1.23456e-5, "u.1": 2.0})
-    assert last.read_factors() == {"u.0": 1.235e-5, "u.1": 2.0}
+    timed_s = {"u.0": 0.1, "u.1": 0.2}
+    last.write_factors({"u.0": 1.23456e-5, "u.1": 2.0}, timed_s=timed_s)
+    assert last.read_factors(timed_s) == {"u.0": 1.235e-5, "u.1": 2.0}
     run.config = Config(plan_anew=True)
-    assert last.read_factors() == {}
+    assert last.read_factors(timed_s) == {}
+
+
+def test_a_factor_goes_with_the_time_that_it_corrects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a unit that had been timed wrongly was timed anew, and its old factor was applied to that."""
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))
+    run: Any = SimpleNamespace(
+        device=torch.device("cpu"), local_size=2, config=Config(), mesh=Mesh.of(world_size=2, pipeline=2)
+    )
+    last = LastPlan(run, torch.nn.Linear(2, 2), samples=4)
+    timed_s = {f"u.{number}": 0.1 for number in range(4)}
+    factors = {"u.0": 3.0, "u.1": 0.9, "u.2": 0.9, "u.3": 0.9}
+    last.write_factors(factors, timed_s=timed_s)
+    busier = {label: 2 * seconds for label, seconds in timed_s.items()}
+    assert last.read_factors(busier) == factors
+    anew = last.read_factors({**timed_s, "u.0": 0.3, "u.9": 1.0})
+    assert anew == {"u.1": 0.9, "u.2": 0.9, "u.3": 0.9}

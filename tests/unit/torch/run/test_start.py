@@ -112,6 +112,9 @@ def test_an_optimizer_with_a_closure_is_told_where_it_works():
         ({}, {"shard_optimizer_state": True}, "shard_optimizer_state is its default"),
         ({"steps": 6}, {"steps": 7}, "steps is 6 on rank 0, and 7 on rank 1"),
         ({"trace": True}, {}, "trace is True on rank 0, and its default on rank 1"),
+        ({"on_nonfinite": "skip"}, {}, "on_nonfinite is 'skip' on rank 0, and its default on rank 1"),
+        ({}, {"measure_s": 1}, "measure_s is its default on rank 0, and 1.0 on rank 1"),
+        ({}, {"shared_memory": False}, "shared_memory is its default on rank 0, and False on rank 1"),
         ({"memory_limit": 2**30}, {"seed": 1}, ""),
     ],
 )

@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from shardwright.cli.asking.application import AsJson, new_application, print_json, show_text
+from shardwright.cli.asking.run_path import run_path
 from shardwright.cli.commands.plan.make import make
 from shardwright.errors import PlanError
 from shardwright.exit_codes import FAILED
@@ -36,7 +37,8 @@ application = new_application(
 )
 application.command("make", short_help="Make a plan without running it.")(make)
 
-PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file, or a run folder with one.")]
+_PLAN = "A plan file, or a run, by name or folder."
+PlanPath = Annotated[Path, typer.Argument(metavar="PLAN", callback=run_path, help=_PLAN)]
 
 
 @application.command("show", short_help="Show a plan, or the plan of a run.")
@@ -47,15 +49,15 @@ def show(plan: PlanPath, as_json: AsJson = False) -> None:
     """
     found = _read(plan)
     if as_json:
-        show_text(found.to_json(), end="")
+        show_text(found.to_json(), end="", folds=False)
     else:
         show_text(format_plan_in_full(found))
 
 
 @application.command("diff", short_help="Compare two plans; exit code 1 if they differ.")
 def diff(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A plan file, or a run folder.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+    first: Annotated[Path, typer.Argument(metavar="A", callback=run_path, help=_PLAN)],
+    second: Annotated[Path, typer.Argument(metavar="B", callback=run_path, help="Another.")],
     as_json: AsJson = False,
 ) -> None:
     """Compare two plans: which units moved, which degrees and settings changed.

@@ -119,7 +119,8 @@ class Microbatch:
         """
         returned = self._returned(self._turns.finish())
         if self.program.boundary is not None:
-            returned = replace(returned, result=map_tree(_whole, returned.result))
+            whole_loss = _whole(returned.loss)
+            returned = replace(returned, result=map_tree(_whole, returned.result), loss=whole_loss)
         self.close()
         return returned
 
@@ -128,7 +129,8 @@ class Microbatch:
             return self._end.returned(result, self._given_loss, trains=self._turns.reached_backward)
         values = self.program.trace.result_values
         loss_at = next((place for place, value in values if value == self.program.trace.graph.loss), None)
-        return Returned(self.tensors.in_result(result), values, loss_at, self._turns.reached_backward)
+        result = self.tensors.in_result(result)
+        return Returned(result, values, loss_at, self._turns.reached_backward, loss=self.loss)
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:

@@ -1,0 +1,48 @@
+"""Lines longer than a terminal is wide: a terminal would break them anywhere, and continue at its edge."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwright.cli.showing.folding import folded
+
+
+def test_a_table_continues_in_its_column() -> None:
+    table = "model      layers  from\nllama3-8b  32      Llama team 2024, arXiv:2407.21783"
+    assert folded(table, 40).splitlines() == [
+        "model      layers  from",
+        "llama3-8b  32      Llama team 2024,",
+        "                   arXiv:2407.21783",
+    ]
+
+
+def test_a_column_that_begins_at_the_edge_is_no_place_to_continue_in() -> None:
+    assert folded("a  bbbb bbbb bbbb bb  cc dd", 24).splitlines() == ["a  bbbb bbbb bbbb bb  cc", "   dd"]
+
+
+def test_a_paragraph_hangs() -> None:
+    assert folded("  Chosen: zb_v, 4 microbatches", 20).splitlines() == [
+        "  Chosen: zb_v, 4",
+        "    microbatches",
+    ]
+
+
+def test_a_command_can_be_copied() -> None:
+    said = "wrote gpt.json; run it: shardwright run -n 2 --plan gpt.json train.py"
+    assert folded(said, 30).splitlines() == [
+        "wrote gpt.json; run it:",
+        "  shardwright run -n 2 --plan gpt.json train.py",
+    ]
+
+
+def test_a_number_keeps_its_unit() -> None:
+    assert folded("peak 29.0 MiB 4 of", 10).splitlines() == ["peak", "  29.0 MiB", "  4 of"]
+
+
+@given(st.text("ab \n"), st.integers(10, 40))
+def test_no_word_is_lost(text: str, width: int) -> None:
+    assert folded(text, width).split() == text.split()
+
+
+@given(st.text("ab \n"))
+def test_what_fits_stays(text: str) -> None:
+    assert folded(text, 1000) == text
