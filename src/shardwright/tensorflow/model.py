@@ -55,7 +55,8 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
         if "_wraps_models" not in vars(cls) or not isinstance(model, _private.keras_model_class()):
             return super().__new__(cls, *(() if model is None else (model,)), *args, **kwargs)
         if not isinstance(model, DistributedModel):
-            model.__class__ = _class_over_ranks(cls, type(model))
+            own: Any = type(model)
+            model.__class__ = _class_over_ranks(cls, own)  # type: ignore[arg-type]
         return model
 
     def __init__(self, model: Any = None, *args: Any, **kwargs: Any):
