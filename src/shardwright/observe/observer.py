@@ -32,7 +32,7 @@ from shardwright.observe.plan_text import format_plan_briefly
 from shardwright.observe.progress import Progress
 from shardwright.observe.recorded_steps import RecordedStep, StepsFile
 from shardwright.observe.report_at_end import write_at_end
-from shardwright.observe.run_end import RunTotals, format_end
+from shardwright.observe.run_end import RunTotals, format_end, own_replicas
 from shardwright.observe.run_folder import RunFolder, show_path
 from shardwright.observe.timeline import MeasuredEvent
 from shardwright.observe.trackers.named import check_installed, named_trackers
@@ -225,12 +225,11 @@ class Observer:
             further = [f"report {show_path(report)}"] if report is not None and report.is_file() else []
             if going_on := self.going_on():
                 further.append(going_on)
-            replicas = self._world_size // max(1, len(self._pipeline_ranks))
             self.console.line(
                 format_end(
                     self._totals,
                     self._plan,
-                    replicas=replicas,
+                    replicas=own_replicas(self._plan),
                     ended=ended,
                     next_plan=next_plan,
                     further=further,

@@ -19,7 +19,7 @@ from shardwright.observe.progress import format_loss, format_rate
 from shardwright.plan import Plan
 from shardwright.quantities import format_seconds
 
-__all__ = ["RunTotals", "format_end"]
+__all__ = ["RunTotals", "format_end", "own_replicas"]
 
 _LATEST = 1000
 """Steps whose medians are told: those of a long run that began slowly."""
@@ -80,7 +80,7 @@ def format_end(
     totals: RunTotals,
     plan: Plan | None,
     *,
-    replicas: int,
+    replicas: int | None,
     ended: str = "done",
     next_plan: NextPlan | None = None,
     further: Sequence[str] = (),
@@ -90,7 +90,7 @@ def format_end(
     Args:
         totals: of its steps; at least one.
         plan: that it followed.
-        replicas: of the model, and ranks that share layers.
+        replicas: of the model; None where the seconds of a rank's work are not its own (`own_replicas`).
         ended: in a word, such as ``stopped``.
         next_plan: that the next run will get, if it is another one.
         further: where its report is, and how to go on.
@@ -121,10 +121,21 @@ def format_end(
     return "\n".join(lines)
 
 
-def _speed_up(totals: RunTotals, replicas: int) -> float | None:
+def own_replicas(plan: Plan | None) -> int | None:
+    """The replicas of the model whose ranks' seconds of work one process would take.
+
+    None where ranks share layers or parameters: their work includes waiting for each other. So it may where
+    nothing was planned.
+    """
+    if plan is None or plan.mesh.share > 1 or plan.mesh.shard > 1:
+        return None
+    return plan.mesh.data
+
+
+def _speed_up(totals: RunTotals, replicas: int | None) -> float | None:
     """Seconds of work in a step over its seconds: one process would do it one after the other."""
     work_s, step_s = totals.work_s, totals.step_s
-    if work_s is None or not step_s:
+    if work_s is None or not step_s or replicas is None:
         return None
     found = work_s * replicas / step_s
     return found if found > _ALONE else None

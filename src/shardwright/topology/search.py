@@ -1,6 +1,6 @@
 """Searches for the best ways to train: prices all, drops what does not fit, prefers the simplest."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -77,8 +77,8 @@ def best_of(task: Task, some: Options, *, objective: Objective, num_ways: int) -
     """
     number = len(np.atleast_1d(some.pipeline))
     if objective == "speed":
-        some = with_least_recomputation(task, some)
-    seconds = np.broadcast_to(_seconds(task, some), (number,))
+        some = _with_roomy_ones(task, some)
+    seconds = np.broadcast_to(_seconds(task, some), np.shape(some.pipeline))
     needed, limit = memory_of(task, some)
     score = seconds if objective == "speed" else np.asarray(needed.total)
     order = _order(score, simplicity(some) + _RISK * (needed.total > _FULL_MEMORY * limit), seconds)
@@ -91,6 +91,23 @@ def best_of(task: Task, some: Options, *, objective: Objective, num_ways: int) -
         num_ways=num_ways,
         num_fitting=number,
     )
+
+
+def _with_roomy_ones(task: Task, some: Options) -> Options:
+    """The ways with the least recomputation; behind them those near the best with memory to spare.
+
+    Recomputing a layer more may be all that parts a simple way from one that has a tenth of the memory free.
+    """
+    least = with_least_recomputation(task, some)
+    number = len(some.pipeline)
+    seconds = np.broadcast_to(_seconds(task, least), (number,))
+    near = np.flatnonzero(seconds <= seconds.min() * NEAR_TIE)
+    roomy = with_least_recomputation(task, some.take(near), share=_FULL_MEMORY)
+    kept = np.broadcast_to(least.kept_layers, (number,))
+    fewer = np.broadcast_to(roomy.kept_layers, near.shape)
+    changed = np.flatnonzero(fewer < kept[near])
+    both = some.take(np.concatenate([np.arange(number), near[changed]]))
+    return replace(both, kept_layers=np.concatenate([kept, fewer[changed]]))
 
 
 _RISK = 3

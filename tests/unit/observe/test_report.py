@@ -28,6 +28,7 @@ from shardwright.observe.explanation import format_explanation
 from shardwright.observe.report import ReportData, gather, render_page, write_report
 from shardwright.observe.report.drawn.charts import charts
 from shardwright.observe.report.gathered.spans import MOST_LANES
+from shardwright.observe.run_end import own_replicas
 from shardwright.observe.run_record import RunRecord
 from shardwright.plan import Plan
 from shardwright.quantities import format_seconds
@@ -231,6 +232,17 @@ def test_what_to_do_next_about_a_plan(tmp_path: Path, plan: Plan, next_step: str
     verdict = gather(tmp_path / "plan.json").verdict
     assert verdict is not None
     assert verdict.next.startswith(next_step), verdict.next
+
+
+@pytest.mark.parametrize("shared", [{"tensor": 2}, {"shard": 2}])
+def test_ranks_that_share_layers_or_parameters_do_not_tell_what_one_process_takes(
+    shared: dict[str, int],
+) -> None:
+    """Bug: "1.93 times one process", of two tensor-parallel ranks that waited for each other."""
+    plan = planned(data=2)
+    assert own_replicas(plan) == 2
+    assert own_replicas(plan.model_copy(update={"mesh": plan.mesh.model_copy(update=shared)})) is None
+    assert own_replicas(None) is None
 
 
 def test_a_run_whose_steps_suggest_another_plan_is_to_be_begun_anew(tmp_path: Path) -> None:

@@ -367,6 +367,14 @@ def test_near_ties_go_by_risk():
     assert fastest < best.step_s <= fastest * TIE
 
 
+def test_a_layer_more_is_recomputed_where_that_leaves_memory_to_spare():
+    """Bug: a pipeline of two on one node of eight, since replicas alone filled 92 % of the memory."""
+    task = Task(model=find_architecture("llama3-8b"), machines=parse_inventory("dgx-h100"), batch=128)
+    best = search(task).best
+    assert (best.options.tensor, best.options.pipeline, best.options.data) == (1, 1, 8)
+    assert best.peak_bytes <= 0.9 * best.limit_bytes
+
+
 def test_model_flops_are_those_of_the_literature():
     # Narayanan et al. 2021, equation 3, without recomputation, for GPT-3 175B.
     model, batch = find_architecture("gpt3-175b"), 8

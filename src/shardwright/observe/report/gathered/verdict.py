@@ -14,6 +14,7 @@ from shardwright.observe.progress import format_rate
 from shardwright.observe.report.gathered.advice import next_step
 from shardwright.observe.report.gathered.measured import StepMetrics
 from shardwright.observe.report.gathered.parts import StepPart
+from shardwright.observe.run_end import own_replicas
 from shardwright.plan import Plan
 from shardwright.planner.explain.waterfall import Waterfall
 from shardwright.quantities import format_seconds
@@ -122,10 +123,5 @@ def judge(
 def _speed_up(plan: Plan | None, steps: Sequence[StepMetrics], step_s: float | None) -> float | None:
     """Seconds of work of all ranks over those of the step."""
     work = [step.work_s for step in steps if step.work_s is not None]
-    if not work or not step_s:
-        return None
-    # The metrics have the work of one pipeline, and those that share its layers or its model do as much.
-    replicas = max((len(step.peak_bytes) for step in steps), default=1) or 1
-    if plan is not None:
-        replicas = max(1, plan.mesh.world_size // plan.mesh.pipeline)
-    return median(work) * replicas / step_s
+    replicas = own_replicas(plan)  # the metrics have the work of one pipeline
+    return median(work) * replicas / step_s if work and step_s and replicas is not None else None

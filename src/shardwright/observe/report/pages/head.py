@@ -128,15 +128,20 @@ def _of_plan(plan: Plan) -> list[tuple[str, str]]:
     )
     if mesh.shard > 1:
         degrees += f", each {mesh.shard} replicas share parameters"
+    stages = _counted(len(plan.stages), "stage")
     rows = [
         ("ranks", f"{mesh.world_size}: {degrees}"),
-        ("schedule", f"{schedule.kind}, {schedule.microbatches} microbatches, {len(plan.stages)} stages"),
+        ("schedule", f"{schedule.kind}, {_counted(schedule.microbatches, 'microbatch', 'es')}, {stages}"),
         ("units", f"{len(plan.model.units)}, fingerprint {plan.model.fingerprint}"),
         ("plan made by", plan.created_by),
     ]
     conditions = plan.prediction.conditions if plan.prediction is not None else None
     if conditions is not None:
-        hosts = len(set(conditions.hosts))
-        cores = f", {conditions.cores} cores" if conditions.cores else ""
-        rows.append(("a replica spans", f"{hosts} host{'s' * (hosts != 1)}{cores}"))
+        # Cores are counted for pipeline ranks, and those that share their layers have some, too.
+        cores = [_counted(conditions.cores, "core")] if conditions.cores and mesh.share == 1 else []
+        rows.append(("a replica spans", ", ".join([_counted(len(set(conditions.hosts)), "host"), *cores])))
     return rows
+
+
+def _counted(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
