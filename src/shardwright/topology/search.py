@@ -124,7 +124,7 @@ def simplicity(ways: Options) -> NDArray[np.float64]:
         + (ways.expert > 1)
         + (ways.sharded >= Sharded.OPTIMIZER)
         + (ways.sharded >= Sharded.PARAMETERS)
-        + (ways.recompute != Recompute.NONE)
+        + ((ways.recompute != Recompute.NONE) & (ways.kept_layers == 0))
         + _RISK * (ways.offload > 0)
     )
     return found

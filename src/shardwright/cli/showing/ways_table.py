@@ -64,7 +64,7 @@ def _columns(task: "Task", best: "Way") -> dict[str, Callable[["Way"], str]]:
         "mbs": degree("microbatch"),
         "m": degree("microbatches"),
         "schedule": lambda way: way.schedule if way.options.pipeline > 1 else "none",
-        "recompute": lambda way: Recompute(int(way.options.recompute)).name.lower(),
+        "recompute": _recomputed,
         "offload": lambda way: Offload(int(way.options.offload)).name.lower().replace("nothing", "none"),
         "memory": lambda way: format_bytes(way.peak_bytes),
         "step": lambda way: format_seconds(way.step_s),
@@ -73,6 +73,12 @@ def _columns(task: "Task", best: "Way") -> dict[str, Callable[["Way"], str]]:
         f"TFLOP/s/{each}": lambda way: f"{way.flops_per_s / 1e12:.3g}",
         "MFU": lambda way: f"{way.mfu:.0%}",
     }
+
+
+def _recomputed(way: "Way") -> str:
+    """What is recomputed; of full recomputation, the layers of a rank that are exempt."""
+    kept = int(way.options.kept_layers)
+    return f"all but {kept}" if kept else Recompute(int(way.options.recompute)).name.lower()
 
 
 def _zero(way: "Way") -> str:
