@@ -115,7 +115,11 @@ class Planner:
             optimizer_factor=_optimizer_factor(context),
             correction=correction,
         )
-        with context.reporter.phase("planning"), _said_of_what_has_no_stage(traces[counts[0]]):
+        with (
+            context.reporter.phase("planning"),
+            torch.set_grad_enabled(gradients),  # parts of units are run forward and backward
+            _said_of_what_has_no_stage(traces[counts[0]]),
+        ):
             plan = context.from_first_rank(
                 lambda: with_or_without_sequences(
                     context.config,

@@ -1,6 +1,7 @@
 """What a rank's part of a unit takes is measured beside the whole unit."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from shardwright.costs.own_runtime import DIVIDED_OPERATION_S
 from shardwright.placement import BetweenUnits, Cut
 from shardwright.plan import TensorPrices
 from shardwright.planner.chain.division import Passage
+from shardwright.torch.measuring import part_timer
 from shardwright.torch.measuring.part_timer import TimesParts
 from shardwright.torch.tensor_parallel.group import Prices
-from shardwright.torch.tensor_parallel.search import Phase, TimedRun, Unit, WorkShares
+from shardwright.torch.tensor_parallel.search import Material, Phase, TimedRun, Unit, WorkShares
 from shardwright.torch.units.divided_costs import UnitPart, divided_units
 
 WHOLE_BETWEEN = BetweenUnits.of_batch({}, None, num_ranks=2)
@@ -52,6 +54,37 @@ def test_random_generators_and_parameters_stay_as_they_were():
     for parameter, weight in zip(each.module.parameters(), weights, strict=True):
         assert torch.equal(parameter, weight)
         assert parameter.grad is None
+
+
+def test_generators_of_gpus_are_kept_where_there_are_any(monkeypatch):
+    """Bug: the first rank's were seeded anew, and its masks of dropout with them, on all ranks."""
+    kept = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext(kept.append(devices)))
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
+    with Material(is_random=True).in_use():
+        pass
+    assert kept == [[0, 1]]
+
+
+@pytest.mark.parametrize(("most_s", "runs"), [(math.inf, 5), (-1.0, 2)])
+def test_large_units_run_less_often(monkeypatch, most_s, runs):
+    """Other ranks wait for the first, and take it for lost in the end."""
+    steps = []
+
+    class Run:
+        def __init__(self, *args, **kwargs):
+            pass
+
+        def step(self, now):
+            steps.append(now)
+            return 1.0, 2.0
+
+    monkeypatch.setattr(part_timer, "TimedRun", Run)
+    monkeypatch.setattr(part_timer, "_MOST_S", most_s)
+    assert ON_CPU(part_of(unit()), Phase(), Phase()) == WorkShares(1.0, 1.0)
+    assert len(steps) == 2 * runs
 
 
 def test_pythons_dispatch_is_taken_off(monkeypatch):

@@ -32,7 +32,7 @@ class Material:
     def in_use(self) -> Iterator[None]:
         """Operations inside make tensors of this material, and leave the generators as they were."""
         if self.is_random:
-            with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):
+            with unset_fake_temporarily(), torch.random.fork_rng(devices=_gpus()):
                 torch.manual_seed(0)
                 yield
         else:
@@ -63,6 +63,11 @@ class Material:
             return numbers.to(device, tensor.dtype)
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         return made.copy_(numbers)
+
+
+def _gpus() -> list[int]:
+    """The GPUs whose generators are to be kept: seeding seeds those of all."""
+    return [*range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
 
 
 def _device(tensor: Tensor) -> torch.device:
