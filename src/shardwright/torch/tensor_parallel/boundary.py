@@ -42,10 +42,10 @@ class _Placed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, target: Whole | Cut, inside: Whole | Cut, group: TensorGroup
+        ctx: Any, tensor: Tensor, target: Whole | Cut, inside: Whole | Cut, apart: int, group: TensorGroup
     ) -> Tensor:
         if group.inner is not None:
-            return _placed_twice(tensor, target, inside, 0, group)
+            return _placed_twice(tensor, target, inside, apart, group)
         if isinstance(target, Cut):
             return placed(tensor, target, group)
         assert isinstance(tensor, DividedTensor)
@@ -58,7 +58,7 @@ class _Placed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None, None, None
+        return gradients[0], None, None, None, None
 
 
 class Boundary:
@@ -127,13 +127,13 @@ class Boundary:
         if self.group.inner is not None:
             if _is_placed_twice(tensor, target, inside, 0, self.group):
                 return tensor
-            both: Tensor = _Placed.apply(tensor, target, inside, self.group)  # type: ignore[no-untyped-call]
+            both: Tensor = _Placed.apply(tensor, target, inside, 0, self.group)  # type: ignore[no-untyped-call]
             return both
         is_divided = tensor.__class__ is DividedTensor
         # A settled sum is all there, but no ordinary tensor.
         if placement_of(tensor) == target and is_divided == isinstance(target, Cut):
             return tensor
-        found: Tensor = _Placed.apply(tensor, target, inside, self.group)  # type: ignore[no-untyped-call]
+        found: Tensor = _Placed.apply(tensor, target, inside, 0, self.group)  # type: ignore[no-untyped-call]
         return found
 
     def all_placed(
@@ -285,15 +285,19 @@ class Boundary:
 def _gradient_placed(
     target: Placement, inside: Placement, apart: int, group: TensorGroup, gradient: Tensor
 ) -> Tensor | None:
+    # What is pending goes to where the tensor is; what is a sum already is whole.
+    wanted, own = (each if isinstance(each, Cut) else WHOLE for each in (target, inside))
     if group.inner is not None:
-        # What is pending goes to where the tensor is; what is a sum already is whole.
-        wanted, own = (each if isinstance(each, Cut) else WHOLE for each in (target, inside))
         if _is_placed_twice(gradient, wanted, own, apart, group):
             return None
-        return _placed_twice(gradient, wanted, own, apart, group)
-    if isinstance(target, Cut):
-        return None if placement_of(gradient) == target else placed(gradient, target, group)
-    return whole(gradient) if gradient.__class__ is DividedTensor else None
+    elif isinstance(wanted, Cut):
+        if placement_of(gradient) == wanted:
+            return None
+    elif gradient.__class__ is not DividedTensor:
+        return None
+    # With history where somebody asks for the gradient of a gradient (forces of a potential).
+    found: Tensor = _Placed.apply(gradient, wanted, own, apart, group)  # type: ignore[no-untyped-call]
+    return found
 
 
 def _is_placed_twice(
