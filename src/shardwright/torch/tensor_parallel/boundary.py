@@ -295,9 +295,13 @@ def _gradient_placed(
             return None
     elif gradient.__class__ is not DividedTensor:
         return None
-    # With history where somebody asks for the gradient of a gradient (forces of a potential).
-    found: Tensor = _Placed.apply(gradient, wanted, own, apart, group)  # type: ignore[no-untyped-call]
-    return found
+    if torch.is_grad_enabled() and gradient.requires_grad:
+        # Somebody asks for the gradient of a gradient: forces of a potential.
+        found: Tensor = _Placed.apply(gradient, wanted, own, apart, group)  # type: ignore[no-untyped-call]
+        return found
+    if group.inner is not None:
+        return _placed_twice(gradient, wanted, own, apart, group)
+    return placed(gradient, wanted, group) if isinstance(wanted, Cut) else whole(gradient)
 
 
 def _is_placed_twice(
