@@ -5,7 +5,8 @@ import torch
 from ranks_in_threads import on_ranks
 
 from shardwright.placement import Cut
-from shardwright.torch.tensor_parallel.divided_tensor import placed, whole
+from shardwright.torch.tensor_parallel.divided_tensor import whole
+from shardwright.torch.tensor_parallel.placing import placed
 
 CUT = Cut.even(0, 4, num_ranks=2)
 CALLS = {
