@@ -4,7 +4,11 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from language_models import MODELS, all_in_64_bits, build
+from test_shared_layers import case, check
+from torch import nn
+from transparency import Recipe
 
 from choices import in_sweep, thorough
 from shardwright.placement import Cut
@@ -95,3 +99,33 @@ def test_models(num_ranks, placements, names):
             assert loss < 1e-12, name
             assert gradient < 1e-12, f"{name}: {worst}"
             assert placements is at_random or held < 1 / num_ranks + 0.08, name
+
+
+class Potential(nn.Module):
+    """Energies of particles, and forces: the loss asks for the gradient of a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 48), nn.Linear(48, 48), nn.Linear(48, 1)])
+
+    def forward(self, positions):
+        positions = positions.detach().requires_grad_()
+        x = positions
+        for layer in self.layers:
+            x = F.softplus(layer(x))
+        return x, torch.autograd.grad(x.sum(), positions, create_graph=True)[0]
+
+
+def forces(model, batch):
+    energy, force = model(batch["x"])
+    return F.mse_loss(energy[..., 0], batch["x"].sum(-1)) + F.mse_loss(force, batch["x"])
+
+
+def test_gradients_of_gradients():
+    """What a unit's arguments got as gradients was placed without history: gradients were silently wrong."""
+
+    def particles(batch_size, length):
+        return {"x": torch.randn(batch_size, length, 3)}
+
+    recipe = Recipe(build=Potential, batch=particles, loss=forces)
+    check(recipe, {"forces": case(2, least_divided=0.9)}, num_ranks=2)

@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from language_models import WORDS
 from listed_experts import SparseModel
 from searching import model_of
@@ -27,16 +28,29 @@ BOTH = {"tensor_parallel_degree": 2, "sequence_parallel": True}
 CHOSEN = {"tensor_parallel_degree": 2, "sequence_parallel": "auto"}
 
 
+def shifted_loss(model, ids):
+    """As in a step function of one's own."""
+    logits = model(input_ids=ids).logits
+    return F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))
+
+
+def loss_of(name, model, ids):
+    if name == "listed":
+        return model(ids, ids)
+    return shifted_loss(model, ids) if "shifted" in name else model(input_ids=ids, labels=ids).loss
+
+
 def sent_and_planned(name, microbatches, settings):
     """Bytes that this rank sends in forwards and backwards of a step, those of the plan, and collectives."""
     sw.init({"run_dir": "off", "microbatches": microbatches, "profile": "estimated", **settings})
     torch.manual_seed(0)
-    made = SparseModel("Mixtral", "DeepSeek", num_experts=4) if name == "listed" else model_of(name)
+    is_listed = name == "listed"
+    made = SparseModel("Mixtral", "DeepSeek", num_experts=4) if is_listed else model_of(name.split(",")[0])
     model = sw.DistributedModel(made)
 
     @sw.step
     def train(model, ids):
-        loss = model(ids, ids) if name == "listed" else model(input_ids=ids, labels=ids).loss
+        loss = loss_of(name, model, ids)
         model.backward(loss)
         return loss
 
@@ -78,7 +92,9 @@ def test_bytes_are_those_of_the_plan(name, microbatches):
         assert sent == planned > 0, calls
 
 
-@pytest.mark.parametrize("name", in_every_run(["llama", "gpt2", "bert", "gpt_neox"], ["llama"]))
+@pytest.mark.parametrize(
+    "name", in_every_run(["llama", "llama, shifted", "gpt2", "bert", "gpt_neox"], ["llama"])
+)
 @pytest.mark.parametrize("settings", [SEQUENCES, BOTH], ids=["sequences", "layers and sequences"])
 def test_bytes_of_shared_sequences_are_those_of_the_plan(name, settings):
     for sent, planned, calls in run_ranks(sent_and_planned, 2, name, 2, settings, timeout_s=120):
@@ -89,8 +105,10 @@ def test_bytes_of_shared_sequences_are_those_of_the_plan(name, settings):
     ("name", "settings"),
     [
         ("llama", {**GRID, **BOTH}),
+        ("llama, shifted", {**GRID, **BOTH}),
         *(in_sweep(name, settings) for name in ("gpt2", "bert") for settings in (GRID, {**GRID, **BOTH})),
         in_sweep("llama", GRID),
+        in_sweep("llama, shifted", GRID),
     ],
 )
 def test_bytes_of_layers_of_shared_sequences_are_those_of_the_plan(name, settings):

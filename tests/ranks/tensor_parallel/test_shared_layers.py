@@ -30,7 +30,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        heads = F.scaled_dot_product_attention(*qkv.unbind(0), is_causal=True)
+        dropout = self.drop.p if self.training else 0.0
+        heads = F.scaled_dot_product_attention(*qkv.unbind(0), is_causal=True, dropout_p=dropout)
         x = x + self.drop(self.out(heads.transpose(1, 2).flatten(2)))
         return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
 

@@ -42,10 +42,10 @@ class _Placed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, target: Whole | Cut, inside: Whole | Cut, group: TensorGroup
+        ctx: Any, tensor: Tensor, target: Whole | Cut, inside: Whole | Cut, apart: int, group: TensorGroup
     ) -> Tensor:
         if group.inner is not None:
-            return _placed_twice(tensor, target, inside, group)
+            return _placed_twice(tensor, target, inside, apart, group)
         if isinstance(target, Cut):
             return placed(tensor, target, group)
         assert isinstance(tensor, DividedTensor)
@@ -58,7 +58,7 @@ class _Placed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None, None, None
+        return gradients[0], None, None, None, None
 
 
 class Boundary:
@@ -114,19 +114,26 @@ class Boundary:
         """A tensor as it is between units."""
         return self.placed_at(tensor, self.placement(tensor))
 
-    def placed_at(self, tensor: Tensor, target: Whole | Cut) -> Tensor:
-        """A tensor with this placement; parts that ranks share in turn are as they are between units."""
-        inside = self.placement_inside(target, tensor.shape)
+    def placed_at(self, tensor: Tensor, target: Whole | Cut, *, inside: Whole | Cut | None = None) -> Tensor:
+        """A tensor with this placement.
+
+        Args:
+            tensor: any.
+            target: the placement.
+            inside: where this rank's part is among the ranks that share it in turn; by default as between
+                units.
+        """
+        inside = self.placement_inside(target, tensor.shape) if inside is None else inside
         if self.group.inner is not None:
-            if _is_placed_twice(tensor, target, inside, self.group):
+            if _is_placed_twice(tensor, target, inside, 0, self.group):
                 return tensor
-            both: Tensor = _Placed.apply(tensor, target, inside, self.group)  # type: ignore[no-untyped-call]
+            both: Tensor = _Placed.apply(tensor, target, inside, 0, self.group)  # type: ignore[no-untyped-call]
             return both
         is_divided = tensor.__class__ is DividedTensor
         # A settled sum is all there, but no ordinary tensor.
         if placement_of(tensor) == target and is_divided == isinstance(target, Cut):
             return tensor
-        found: Tensor = _Placed.apply(tensor, target, inside, self.group)  # type: ignore[no-untyped-call]
+        found: Tensor = _Placed.apply(tensor, target, inside, 0, self.group)  # type: ignore[no-untyped-call]
         return found
 
     def all_placed(
@@ -155,12 +162,16 @@ class Boundary:
             if item.__class__ is DividedTensor:
                 cut = placement_in(item, self.group)
                 target = cut if keeps_cuts and isinstance(cut, Cut) else None
-                if place in stays or (target is not None and self.group.inner is None):
+                if place in stays or (target is not None and self._stays_inside(item)):
                     continue
                 if id(item) not in made:
                     made[id(item)] = self.placed_at(item, target or self.placement(item))
                 items[place] = made[id(item)]
         return structure.rebuild(items)
+
+    def _stays_inside(self, tensor: DividedTensor) -> bool:
+        """Whether a part stays as it is, however it is cut among the ranks that share it."""
+        return self.group.inner is None or isinstance(placement_of(part_in(tensor, self.group)), Cut)
 
     def around(
         self,
@@ -210,11 +221,16 @@ class Boundary:
             # The gradient of a parameter is settled once a step.
             if isinstance(item, Tensor) and item.requires_grad and not isinstance(item, nn.Parameter):
                 target = placement_in(item, self.group)
-                inside: Placement = WHOLE
-                if self.group.inner is not None:
-                    inside = placement_in(part_in(item, self.group), self.group.inner)
-                hook = partial(_gradient_placed, target, inside, self.group)
+                inside, apart = self._inside_of(item)
+                hook = partial(_gradient_placed, target, inside, apart, self.group)
                 item.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _inside_of(self, tensor: Tensor) -> tuple[Placement, int]:
+        """Where a rank's part is among the ranks that share it, and what stands for those of all ranks."""
+        part = part_in(tensor, self.group)
+        if self.group.inner is None or part.__class__ is not DividedTensor:
+            return WHOLE, 0
+        return placement_in(part, self.group.inner), part._spec.apart
 
     def _entering(self, item: Any) -> Any:
         """An argument of a unit: what every rank has anyway is cut, too."""
@@ -243,7 +259,7 @@ class Boundary:
         if self.group.inner is None:
             return placed(tensor, target, self.group)._local
         inside = self.placement_inside(target, tensor.shape)
-        return local_of(_placed_twice(tensor, target, inside, self.group))
+        return local_of(_placed_twice(tensor, target, inside, 0, self.group))
 
     def joined(self, part: Tensor, shape: Sequence[int], order: Order | None = None) -> Tensor:
         """The tensor of which this rank has a part.
@@ -267,36 +283,59 @@ class Boundary:
 
 
 def _gradient_placed(
-    target: Placement, inside: Placement, group: TensorGroup, gradient: Tensor
+    target: Placement, inside: Placement, apart: int, group: TensorGroup, gradient: Tensor
 ) -> Tensor | None:
+    # What is pending goes to where the tensor is; what is a sum already is whole.
+    wanted, own = (each if isinstance(each, Cut) else WHOLE for each in (target, inside))
     if group.inner is not None:
-        # What is pending goes to where the tensor is; what is a sum already is whole.
-        wanted, own = (each if isinstance(each, Cut) else WHOLE for each in (target, inside))
-        if _is_placed_twice(gradient, wanted, own, group):
+        if _is_placed_twice(gradient, wanted, own, apart, group):
             return None
-        return _placed_twice(gradient, wanted, own, group)
-    if isinstance(target, Cut):
-        return None if placement_of(gradient) == target else placed(gradient, target, group)
-    return whole(gradient) if gradient.__class__ is DividedTensor else None
+    elif isinstance(wanted, Cut):
+        if placement_of(gradient) == wanted:
+            return None
+    elif gradient.__class__ is not DividedTensor:
+        return None
+    if torch.is_grad_enabled() and gradient.requires_grad:
+        # Somebody asks for the gradient of a gradient: forces of a potential.
+        found: Tensor = _Placed.apply(gradient, wanted, own, apart, group)  # type: ignore[no-untyped-call]
+        return found
+    if group.inner is not None:
+        return _placed_twice(gradient, wanted, own, apart, group)
+    return placed(gradient, wanted, group) if isinstance(wanted, Cut) else whole(gradient)
 
 
-def _is_placed_twice(tensor: Tensor, target: Whole | Cut, inside: Whole | Cut, group: TensorGroup) -> bool:
+def _is_placed_twice(
+    tensor: Tensor, target: Whole | Cut, inside: Whole | Cut, apart: int, group: TensorGroup
+) -> bool:
     if isinstance(target, Whole):
         return tensor.__class__ is not DividedTensor
     part = part_in(tensor, group)
     is_inside = placement_of(part) == inside and (part.__class__ is DividedTensor) == isinstance(inside, Cut)
+    if is_inside and part.__class__ is DividedTensor:
+        is_inside = part._spec.apart == apart
     return placement_in(tensor, group) == target and is_inside
 
 
-def _placed_twice(tensor: Tensor, target: Whole | Cut, inside: Whole | Cut, group: TensorGroup) -> Tensor:
-    """A tensor cut over a group, each part over its inner group; without history."""
+def _placed_twice(
+    tensor: Tensor, target: Whole | Cut, inside: Whole | Cut, apart: int, group: TensorGroup
+) -> Tensor:
+    """A tensor cut over a group, each part over its inner group; without history.
+
+    Args:
+        apart: stands for how each rank of the group has its part cut: see `Spec`.
+    """
     assert group.inner is not None
     if isinstance(target, Whole):
         return whole(tensor).detach()
     found = placed(tensor, target, group)
     part = found._local
     if isinstance(inside, Cut):
-        part = placed(part, inside, group.inner)
+        inner = placed(part, inside, group.inner)
+        part, own = inner, inner._spec
+        if own.apart != apart:
+            local = inner._local
+            shape, strides = own.shape, own.strides
+            part = wrap(local, spec_of(group.inner, inside, local, shape=shape, strides=strides, apart=apart))
     elif part.__class__ is DividedTensor:
         part = whole(part)
     if part is found._local:

@@ -55,8 +55,9 @@ class Decision:
         self._num_tensors = sum(isinstance(each, Tensor) for each in args)
         is_divided = any(isinstance(each, Cut) for each in self._placements)
         self._is_gathered = is_divided and not has_rule and set(candidate.inputs) == {WHOLE}
-        # A view for the script, for which the base is gathered or exchanged.
-        self._copies_base = self._is_view and bool(call.inputs) and self._is_moved(0)
+        # A view for the script, for which the base is gathered or exchanged, or copied.
+        is_copied = candidate.copies or (bool(call.inputs) and self._is_moved(0))
+        self._copies_base = self._is_view and is_copied
         # After the first run: descriptions of the results, and which of them must be put in order.
         self._specs: list[Spec | None] | None = None
         self._unordered: list[bool] = []

@@ -123,7 +123,7 @@ class DividedTensor(torch.Tensor):
             self._copy.refresh()
         inner = spec.group
         move = moved_parts(spec.placement, source, target, rank=inner.rank, num_ranks=group.num_ranks)
-        if move is None:
+        if move is None or spec.apart:
             return replaced(group, whole(self), shape=shape, strides=strides, source=source, target=target)
         if isinstance(source, Whole) and isinstance(target, Cut):
             return narrowed(group, self, shape, strides, target)
@@ -206,7 +206,15 @@ class DividedTensor(torch.Tensor):
         local = inner["_local"]
         return wrap(
             local,
-            spec_of(spec.group, spec.placement, local, shape=size, strides=stride, copied=False),
+            spec_of(
+                spec.group,
+                spec.placement,
+                local,
+                shape=size,
+                strides=stride,
+                copied=False,
+                apart=spec.apart,
+            ),
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -39,6 +39,7 @@ class Candidate:
         share: of the operation's work that one rank does.
         preferred: wins among equals.
         exchange_s: seconds of what `compute` exchanges, at least.
+        copies: the result of a view has memory of its own (`copied_view.py`).
     """
 
     inputs: tuple[Placement, ...]
@@ -48,6 +49,7 @@ class Candidate:
     share: float = 1.0
     preferred: bool = False
     exchange_s: float = 0.0
+    copies: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,14 +179,18 @@ class TensorGroup:
             if group is not None and group.gathers is not None:
                 group.gathers.clear()
 
-    def agrees(self, text: str, device: torch.device) -> bool:
-        """Whether all ranks have the same text; collective, and none of a step's traffic."""
+    def compared(self, texts: Sequence[str], device: torch.device) -> list[int]:
+        """For each text 0 if all ranks have the same; else a number that stands for those of all ranks.
+
+        Collective, and none of a step's traffic. A rank that is alone takes the others for like itself.
+        """
         if self.is_alone:
-            return True
-        own = torch.tensor([crc32(text.encode())], dtype=torch.int64, device=device)
-        all_of_them = own.new_empty(self.num_ranks)
+            return [0] * len(texts)
+        own = torch.tensor([crc32(text.encode()) for text in texts], dtype=torch.int64, device=device)
+        all_of_them = own.new_empty(self.num_ranks * len(texts))
         self.collectives.all_gather(all_of_them, own)
-        return bool((all_of_them == own).all())
+        columns = all_of_them.view(self.num_ranks, len(texts)).t().tolist()
+        return [0 if len(set(each)) == 1 else 1 + crc32(repr(each).encode()) for each in columns]
 
     def decide(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], key: Any) -> Any:
         """Decides how an operation runs, and keeps the decision under the key."""

@@ -5,20 +5,21 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwright.placement import WHOLE
+from shardwright.placement import WHOLE, Placement
 from shardwright.torch.tensor_parallel.call import Call, tensors_of
 from shardwright.torch.tensor_parallel.copied_view import count_write
 from shardwright.torch.tensor_parallel.decision import Decision, FastDecision
 from shardwright.torch.tensor_parallel.divided_tensor import (
     DividedTensor,
     part_in,
+    placement_in,
     placement_of,
     whole,
     wrap,
 )
 from shardwright.torch.tensor_parallel.form import Candidate
 from shardwright.torch.tensor_parallel.group import TensorGroup
-from shardwright.torch.tensor_parallel.nesting import agreed_placement
+from shardwright.torch.tensor_parallel.nesting import agreed_placement, own_placement
 from shardwright.torch.tensor_parallel.spec import spec_of
 
 __all__ = ["NestedDecision"]
@@ -32,8 +33,10 @@ class NestedDecision(Decision):
     """A decision of a group whose ranks share their parts with an inner group.
 
     The first run compares what the ranks of the group have: they must have all parts placed alike. Parts of
-    equal shapes are. Where they are not, as may be at the end of an uneven sequence, the inner groups gather
-    what the operation gives, now and from now on; and of a view, the group gathers what it is a view of.
+    equal shapes are. Parts that are cut along the dimension of the outer cut may be cut in different ways, as
+    those of ``logits[:, :-1]`` are, and are marked (`Spec.apart`). Where others are not placed alike, the
+    inner groups gather what the operation gives, now and from now on; and of a view, the group gathers what
+    it is a view of.
     """
 
     def __init__(self, call: Call, candidate: Candidate, args: tuple[Any, ...], *, has_rule: bool):
@@ -44,6 +47,8 @@ class NestedDecision(Decision):
         # Tensors whose parts the operation may add up over the inner group, in their place.
         self._pending: list[int] = []
         self._gathers = False
+        # Of those watched, the parts that ranks have cut in different ways.
+        self._apart: dict[int, int] = {}
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs the operation; all ranks of both groups do so."""
@@ -68,12 +73,16 @@ class NestedDecision(Decision):
                 raise _DisagreeError
             self._gathers = True
             self._gather_pending(tensors)
-        if not self._gathers:
-            return flat
-        return [each.gathered() if self._is_new(index, each) else each for index, each in enumerate(flat)]
+        if self._gathers:
+            return [each.gathered() if self._is_new(index, each) else each for index, each in enumerate(flat)]
+        if self._apart:
+            watched = self._watched(flat, tensors)
+            for place, number in self._apart.items():
+                _mark(watched[place][0], number)
+        return flat
 
     def _agree(self, flat: list[Any], tensors: list[Tensor]) -> bool:
-        """Whether all ranks of the group have the results, and the tensors afterwards, placed alike.
+        """Whether all ranks of the group have the results, and the tensors afterwards, placed as they must.
 
         They have made the same decisions so far, so that all of them ask, once for each decision.
         """
@@ -81,15 +90,25 @@ class NestedDecision(Decision):
         if not any(isinstance(part_in(each, group), DividedTensor) for each in tensors):
             return True
         assert group.inner is not None
-        sizes = {"num_ranks": group.num_ranks, "inner_ranks": group.inner.num_ranks}
-        outputs = self.candidate.outputs
-        found = [
-            f"{index}: {agreed_placement(placement_of(each), outputs[index], **sizes)}"
+        ranks = group.inner.num_ranks
+        placements = [(placement_of(part), outer) for part, outer in self._watched(flat, tensors)]
+        alike = repr([agreed_placement(inner, outer) for inner, outer in placements])
+        own = [own_placement(inner, outer, inner_ranks=ranks) for inner, outer in placements]
+        differs, *apart = group.compared([alike, *own], tensors[0].device)
+        self._apart = {place: number for place, number in enumerate(apart) if number}
+        return not differs
+
+    def _watched(self, flat: list[Any], tensors: list[Tensor]) -> list[tuple[Any, Placement]]:
+        """Parts of results, and of what was pending, with outer placements: as many on all ranks."""
+        results = [
+            (each, self.candidate.outputs[index]) if self._is_new(index, each) else (None, WHOLE)
             for index, each in enumerate(flat)
-            if self._is_new(index, each)
         ]
-        found += [str(placement_of(part_in(tensors[index], group))) for index in self._pending]
-        return group.agrees(repr(found), tensors[0].device)
+        pending = (tensors[index] for index in self._pending)
+        return [
+            *results,
+            *((part_in(each, self._group), placement_in(each, self._group)) for each in pending),
+        ]
 
     def _is_new(self, index: int, result: Any) -> bool:
         is_argument = index < len(self._returned) and self._returned[index] is not None
@@ -107,7 +126,7 @@ class NestedDecision(Decision):
                 )
 
     def _short_way(self, tensors: list[Tensor]) -> "FastDecision | None":
-        return None if self._gathers else super()._short_way(tensors)
+        return None if self._gathers or self._apart else super()._short_way(tensors)
 
     @property
     def _fast_kind(self) -> type[FastDecision]:
@@ -138,6 +157,22 @@ class NestedFastDecision(FastDecision):
             if own[0].__class__ is DividedTensor:
                 own[0]._seen = True
         return tensor
+
+
+def _mark(part: DividedTensor, apart: int) -> None:
+    """Says how ranks of an outer group have their parts cut: see `Spec`."""
+    spec = part._spec
+    if spec.apart != apart:
+        part._spec = spec_of(
+            spec.group,
+            spec.placement,
+            part._local,
+            shape=spec.shape,
+            strides=spec.strides,
+            offset=spec.offset,
+            copied=spec.copied,
+            apart=apart,
+        )
 
 
 def _is_pending(tensor: Tensor, group: TensorGroup) -> bool:

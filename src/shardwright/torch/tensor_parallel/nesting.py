@@ -14,8 +14,10 @@ operation of the inner one. Parameters are tensors of the inner group alone, who
 optimizers, checkpoints and clipping see what they see without an outer group.
 
 When the outer group changes a placement, each rank exchanges its own elements with the ranks that have its
-place in their inner groups. That needs the same inner placement on all ranks of the outer group. They have
-it: results of equal shapes are placed alike, and a decision's first run compares them (`Decision`).
+place in their inner groups. That needs the same inner placement on all ranks of the outer group. As a rule
+they have it: results of equal shapes are placed alike, and a decision's first run compares them
+(`NestedDecision`). Where both cut one dimension, parts may be cut in different ways; then the inner group
+gathers a part before the outer group moves it.
 """
 
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ from dataclasses import dataclass
 
 from shardwright.placement import Cut, Placement
 
-__all__ = ["MovedParts", "agreed_placement", "moved_parts"]
+__all__ = ["MovedParts", "agreed_placement", "moved_parts", "own_placement"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,23 +89,37 @@ def moved_parts(
     return MovedParts(source, target, whole, after)
 
 
-def agreed_placement(inner: Placement, outer: Placement, *, num_ranks: int, inner_ranks: int) -> str:
+def agreed_placement(inner: Placement, outer: Placement) -> str:
     """What the ranks of an outer group must have in common of the placements of their parts.
-
-    Parts of equal lengths are placed alike to the last element. Others along the dimension that both cut are
-    cut evenly, each by its own length. So two tensors that one rank cannot tell apart, no other rank can: a
-    decision that is new to one is new to all, and all of them ask.
 
     Args:
         inner: of this rank's part.
         outer: of the tensor.
-        num_ranks, inner_ranks: of the groups.
     """
-    if not (isinstance(inner, Cut) and isinstance(outer, Cut) and inner.dim == outer.dim):
-        return str(inner)
-    is_even = inner == Cut.even(inner.dim, inner.size, num_ranks=inner_ranks)
-    is_uneven_outside = len({outer.length(rank) for rank in range(num_ranks)}) > 1
-    return f"cut {inner.dim}" if is_uneven_outside and is_even else str(inner)
+    return f"cut {inner.dim}" if isinstance(inner, Cut) and _cuts_again(inner, outer) else str(inner)
+
+
+def own_placement(inner: Placement, outer: Placement, *, inner_ranks: int) -> str:
+    """How a rank's part is cut along the dimension of the outer cut; empty where its length says so.
+
+    Of ``logits[:, :-1]``, the last rank of the outer group has a part without its last position, where the
+    others have all of theirs. If two such texts differ, what stands for all of them is kept with the parts
+    (`Spec.apart`). So two tensors that one rank cannot tell apart, no other rank can: a decision that is new
+    to one is new to all, and all of them ask.
+
+    >>> rows = Cut.of(0, [(0, 5), (1, 4)])
+    >>> own_placement(Cut.of(0, [(0, 3), (1, 2)]), rows, inner_ranks=2)
+    'cut 0 (r0:3 r1:2)'
+    >>> own_placement(Cut.of(0, [(0, 2), (1, 2)]), rows, inner_ranks=2)
+    ''
+    """
+    if not (isinstance(inner, Cut) and _cuts_again(inner, outer)):
+        return ""
+    return "" if inner == Cut.even(inner.dim, inner.size, num_ranks=inner_ranks) else str(inner)
+
+
+def _cuts_again(inner: Cut, outer: Placement) -> bool:
+    return isinstance(outer, Cut) and inner.dim == outer.dim
 
 
 def _common(outer: Cut, inner: Cut) -> Iterator[tuple[int, int, int]]:

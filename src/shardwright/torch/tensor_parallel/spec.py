@@ -25,12 +25,15 @@ class Spec:
         dtype, device: of the part, too.
         placement: where its elements are.
         copied: the tensor is a view for the script, but has memory of its own (see `copied_view.py`).
+        apart: of a part that an inner group cuts: stands for how each rank of the outer group has its own
+            part cut; 0 where all have them cut alike, or evenly, each by its own length (see `nesting.py`).
         is_pending: it is a partial sum.
         is_cut: each rank has a part.
         with_whole: in the key of a decision, stands for a tensor of which all elements are at hand.
     """
 
     __slots__ = (
+        "apart",
         "copied",
         "device",
         "dtype",
@@ -54,6 +57,7 @@ class Spec:
         dtype: torch.dtype,
         device: torch.device,
         copied: bool,
+        apart: int,
     ):
         self.group = group
         self.placement = placement
@@ -63,6 +67,7 @@ class Spec:
         self.dtype = dtype
         self.device = device
         self.copied = copied
+        self.apart = apart
         self.is_pending = isinstance(placement, PartialSum)
         self.is_cut = isinstance(placement, Cut)
         self.with_whole = (self, "with whole")
@@ -93,11 +98,12 @@ def spec_of(
     strides: tuple[int, ...],
     offset: int = 0,
     copied: bool = False,
+    apart: int = 0,
 ) -> Spec:
     """The group's description of a tensor with this part. The part's strides count: a view may need them."""
-    key = (placement, shape, strides, offset, local.dtype, local.device, local.stride(), copied)
+    key = (placement, shape, strides, offset, local.dtype, local.device, local.stride(), copied, apart)
     found = group.specs.get(key)
     if found is None:
-        found = Spec(group, placement, shape, strides, offset, local.dtype, local.device, copied)
+        found = Spec(group, placement, shape, strides, offset, local.dtype, local.device, copied, apart)
         group.specs[key] = found
     return found

@@ -4,10 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from shardwright.placement import BetweenUnits, Cut, Placement
+from shardwright.placement import BetweenUnits, Cut
 from shardwright.planner.chain.division import DividedUnit, Passage
 from shardwright.torch.tensor_parallel.group import Prices
 from shardwright.torch.tensor_parallel.search import (
+    CutTensor,
     DryRun,
     Phase,
     Unit,
@@ -137,14 +138,14 @@ def divided_operations(
     comes out cut as it is.
     """
     graph = trace.graph
-    placed: dict[int, Cut] = {}
-    known: dict[tuple[object, ...], tuple[DividedUnit, list[Placement]]] = {}
+    placed: dict[int, CutTensor] = {}
+    known: dict[tuple[object, ...], tuple[DividedUnit, list[CutTensor | None]]] = {}
     for step in trace.steps:
         if step.node is None:
             continue
         node = graph.nodes[step.node]
         sample = trace.samples.get(node.cost_class)
-        placements: list[Placement] = []
+        placements: list[CutTensor | None] = []
         if node.kind == "op" and sample is not None:
             cuts = {position: placed[value] for position, value in step.reads if value in placed}
             key = node.cost_class, *cuts.items()
@@ -153,18 +154,20 @@ def divided_operations(
             found, placements = known[key]
             yield step.node, found
         for position, value in step.writes:
-            of_unit = between.placement(graph.values[value].spec.shape)
-            cut = placements[position] if position < len(placements) else of_unit
-            if isinstance(cut, Cut) and (node.kind == "unit" or position < len(placements)):
-                placed[value] = cut
+            where = placements[position] if position < len(placements) else None
+            if node.kind == "unit":
+                of_unit = between.placement(graph.values[value].spec.shape)
+                where = CutTensor(of_unit, None) if isinstance(of_unit, Cut) else None
+            if where is not None:
+                placed[value] = where
         for change in step.changes:
             if change.before in placed and change.after is not None:
                 placed[change.after] = placed[change.before]
 
 
 def _operation(
-    sample: Sample, cuts: Mapping[int, Cut], prices: Prices, between: BetweenUnits
-) -> tuple[DividedUnit, list[Placement]]:
+    sample: Sample, cuts: Mapping[int, CutTensor], prices: Prices, between: BetweenUnits
+) -> tuple[DividedUnit, list[CutTensor | None]]:
     """What one operation costs, and where its results are.
 
     Args:
@@ -188,7 +191,7 @@ def _operation(
         prices=prices,
         between=between,
     )
-    share = min(cut.length(last) / cut.size for cut in cuts.values())
+    share = min(each.cut.length(last) / each.cut.size for each in cuts.values())
     share /= between.inner_ranks if between.cuts_again else 1
     return (
         DividedUnit(

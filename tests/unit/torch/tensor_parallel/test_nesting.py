@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_calls import CASES, Draw, parts_of
@@ -14,6 +15,7 @@ from shardwright.torch.tensor_parallel.at_hand import at_hand
 from shardwright.torch.tensor_parallel.boundary import Boundary
 from shardwright.torch.tensor_parallel.call import map_tensors, tensors_of
 from shardwright.torch.tensor_parallel.divided_tensor import is_nested, whole, wrap
+from shardwright.torch.tensor_parallel.group import Traffic
 from shardwright.torch.tensor_parallel.placing import placed
 from shardwright.torch.tensor_parallel.redistribution import replaced
 from shardwright.torch.tensor_parallel.spec import spec_of
@@ -139,6 +141,53 @@ def test_parts_between_units_are_cut_again_on_all_ranks_or_on_none(length, until
         torch.testing.assert_close(have, wanted)
         assert total == 2 * wanted.sum()
     assert len({nested for _, nested, _ in found}) == 1
+
+
+@pytest.mark.parametrize("length", [12, 15, 16])
+def test_a_shifted_loss_computes_on_parts_of_parts(length):
+    """Parts of ``logits[:, :-1]`` are cut in other places on each outer rank; they were gathered whole."""
+    between = BetweenUnits.of_batch([(2, length)], 1, num_ranks=OUTER, inner_ranks=INNER, cuts_again=True)
+    torch.manual_seed(0)
+    logits, ids = torch.randn(2, length, 6, dtype=torch.float64), torch.randint(0, 6, (2, length))
+
+    def gradient(x):
+        leaf = x.detach().requires_grad_()
+        loss = F.cross_entropy(leaf[:, :-1].reshape(-1, 6), ids[:, 1:].reshape(-1))
+        # Another tensor with the same outer cut, whose parts are cut evenly.
+        (loss + (leaf.clone() * 2)[:, : length - 1].contiguous().sum()).backward()
+        return loss, leaf.grad
+
+    def on_rank(group):
+        x = Boundary(group, between).placed(logits.clone())
+        for each in (group, group.inner):
+            each.traffic = Traffic()
+        loss, found = gradient(x)
+        return max(sent_bytes(group), sent_bytes(group.inner)), whole(loss), whole(found)
+
+    wanted, of_logits = gradient(logits)
+    for sent, loss, found in on_grid(OUTER, INNER, on_rank):
+        assert sent <= 64  # sums of losses and of tokens that count
+        torch.testing.assert_close(loss, wanted)
+        torch.testing.assert_close(found, of_logits)
+
+
+def sent_bytes(group):
+    return group.traffic.sent_bytes.total()
+
+
+def test_parts_that_ranks_have_cut_in_different_ways_are_gathered_before_they_move():
+    """As long on both outer ranks, and cut in different ways: 7 + 8 positions, and 8 + 7."""
+    between = BetweenUnits.of_batch([(2, 31)], 1, num_ranks=OUTER, inner_ranks=INNER, cuts_again=True)
+    data = torch.randn(2, 31, 4)
+
+    def on_rank(group):
+        part = Boundary(group, between).placed(data.clone())[:, :-1].clone()
+        return [each.length(0) for each in (part._spec.placement, part._local._spec.placement)], whole(part)
+
+    found = on_grid(OUTER, INNER, on_rank)
+    assert [lengths for lengths, _ in found] == [[15, 7]] * 2 + [[15, 8]] * 2
+    for _, have in found:
+        torch.testing.assert_close(have, data[:, :-1])
 
 
 @pytest.mark.parametrize("length", [11, 12])

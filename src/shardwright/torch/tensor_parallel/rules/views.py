@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwright.placement import PARTIAL_SUM, Cut, Placement
@@ -193,7 +194,21 @@ def as_strided(call: Call) -> list[Candidate]:
     return _moved(call, None)
 
 
-@rule("view_as_real", "view_as_complex", "_conj", "conj_physical", "real", "imag")
+@rule("_conj", "_neg_view")
+def lazy_bits(call: Call) -> list[Candidate]:
+    """Copies: below autograd, kernels do not heed the bits that stand for a conjugate or a negative."""
+    source = call.inputs[0].placement
+    compute = torch.conj_physical if call.name == "_conj" else torch.neg
+
+    def computed(group: TensorGroup, func: Any, args: list[Any], kwargs: Any) -> Tensor:
+        part: Tensor = args[0]
+        return compute(part)
+
+    share = 1 / call.num_ranks if isinstance(source, Cut) else 1.0
+    return [Candidate((source,), (source,), compute=computed, share=share, preferred=True, copies=True)]
+
+
+@rule("view_as_real", "view_as_complex", "conj_physical", "real", "imag")
 def complex_views(call: Call) -> list[Candidate]:
     """Real and imaginary parts are one more dimension, the last one."""
     one = call.inputs[0]

@@ -29,6 +29,7 @@ unit.
 """
 
 from shardwright.torch.tensor_parallel.search.dry_run import (
+    CutTensor,
     DividedOperations,
     DryRun,
     Phase,
@@ -43,6 +44,7 @@ from shardwright.torch.tensor_parallel.search.timed_run import TimedRun
 from shardwright.torch.tensor_parallel.search.unit import Unit, units_of
 
 __all__ = [
+    "CutTensor",
     "DividedOperations",
     "DryRun",
     "FoundPlacements",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.placement import WHOLE, BetweenUnits, Cut, Placement
+from shardwright.placement import WHOLE, BetweenUnits, Cut, Placement, Whole
 from shardwright.torch._private import memory_of
 from shardwright.torch.pytorch.tree import flatten, leaves, map_tree
 from shardwright.torch.tensor_parallel.boundary import Boundary
@@ -26,7 +26,15 @@ from shardwright.torch.tensor_parallel.search.no_ranks import groups_without_ran
 from shardwright.torch.tensor_parallel.search.recording import own_call, recorded, step_of
 from shardwright.torch.tensor_parallel.search.unit import Unit, copy_of
 
-__all__ = ["DividedOperations", "DryRun", "Phase", "dry_run", "dry_run_of_operation", "entering_leaf"]
+__all__ = [
+    "CutTensor",
+    "DividedOperations",
+    "DryRun",
+    "Phase",
+    "dry_run",
+    "dry_run_of_operation",
+    "entering_leaf",
+]
 
 
 @dataclass(slots=True)
@@ -65,6 +73,19 @@ class DryRun:
     def traffic(self) -> Traffic:
         """Of the whole step, with one microbatch."""
         return self.forward.traffic + self.backward.traffic + self.settling.traffic
+
+
+@dataclass(frozen=True, slots=True)
+class CutTensor:
+    """Where a tensor between operations is.
+
+    Attributes:
+        cut: among the ranks that share it.
+        inside: its part, among the ranks that share that in turn; None: as it is between units.
+    """
+
+    cut: Cut
+    inside: Whole | Cut | None
 
 
 class DividedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -187,13 +208,13 @@ def dry_run_of_operation(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    cuts: Mapping[int, Cut],
+    cuts: Mapping[int, CutTensor],
     *,
     rank: int,
     num_ranks: int,
     prices: Prices,
     between: BetweenUnits,
-) -> tuple[DryRun, list[Placement]]:
+) -> tuple[DryRun, list[CutTensor | None]]:
     """Runs an operation between units, forward and backward, as a rank would.
 
     Args:
@@ -205,7 +226,8 @@ def dry_run_of_operation(
         between: where sums are put.
 
     Returns:
-        What it sends, and the placements of the leaves of its result; nothing where it cannot run so.
+        What it sends, and where the leaves of its result are, None for those that are whole; nothing where it
+        cannot run so.
     """
     group = groups_without_ranks(rank, num_ranks, prices, between)
     boundary, material, found, count = Boundary(group, between), Material(), DryRun(), DividedOperations()
@@ -213,8 +235,8 @@ def dry_run_of_operation(
     try:
         with material.in_use():
             items = [material.like(each) if isinstance(each, Tensor) else each for each in items]
-            for place, cut in cuts.items():
-                items[place] = _cut_leaf(items[place], cut, boundary)
+            for place, where in cuts.items():
+                items[place] = _cut_leaf(items[place], where.cut, boundary, where.inside)
             own_args, own_kwargs = structure.rebuild(items)
             with count:
                 boundary.watch_gradients((own_args, own_kwargs))
@@ -229,7 +251,7 @@ def dry_run_of_operation(
             _end(found.backward, group, count)
     except Exception:
         return DryRun(), []
-    return found, [placement_of(each) if isinstance(each, Tensor) else WHOLE for each in results]
+    return found, [_where(each) for each in results]
 
 
 def _view_of_leaf(item: Any) -> Any:
@@ -238,8 +260,16 @@ def _view_of_leaf(item: Any) -> Any:
 
 def _ones(tensor: Tensor, between: Boundary) -> Tensor:
     ones = torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    cut = placement_of(tensor)
-    return _cut_leaf(ones, cut, between) if isinstance(cut, Cut) else ones
+    where = _where(tensor)
+    return ones if where is None else _cut_leaf(ones, where.cut, between, where.inside)
+
+
+def _where(item: Any) -> CutTensor | None:
+    cut = placement_of(item)
+    if not isinstance(cut, Cut):
+        return None
+    inside = placement_of(item._local)
+    return CutTensor(cut, inside if isinstance(inside, Cut) else WHOLE)
 
 
 def _end(phase: Phase, group: TensorGroup, count: DividedOperations) -> None:
@@ -260,6 +290,7 @@ def entering_leaf(item: Any, between: Boundary) -> Any:
     return _cut_leaf(item, target, between) if isinstance(target, Cut) else item
 
 
-def _cut_leaf(tensor: Tensor, cut: Cut, between: Boundary) -> Tensor:
+def _cut_leaf(tensor: Tensor, cut: Cut, between: Boundary, inside: Whole | Cut | None = None) -> Tensor:
     with torch.no_grad():
-        return between.placed_at(tensor, cut).detach().requires_grad_(tensor.requires_grad)
+        leaf = between.placed_at(tensor, cut, inside=inside).detach()
+    return leaf.requires_grad_(tensor.requires_grad)

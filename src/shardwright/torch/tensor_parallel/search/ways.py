@@ -149,7 +149,9 @@ class Ways:
             outputs=[],
             wants=[],
             written=[operation.inputs[index] for index in sorted(call.written)],
-            copies=call.is_view and bool(placements) and candidate.inputs[0] != placements[0],
+            copies=call.is_view
+            and bool(placements)
+            and (candidate.copies or candidate.inputs[0] != placements[0]),
             cuts=noted,
         )
         for one, target in zip(call.inputs, candidate.inputs, strict=True):
