@@ -38,7 +38,7 @@ def _fitted(ranks, folder):
     hidden = layers.Dense(8)(layers.Dense(16, activation="relu")(given))
     model = keras.Model(given, layers.Dense(3, name="classes")(hidden))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(0.01, global_clipnorm=1.0), {"classes": loss}, ["accuracy"])
+    model.compile(keras.optimizers.Adam(0.01, global_clipnorm=1.0), {"classes": loss}, metrics=["accuracy"])
     if ranks:
         assert sw.DistributedModel(model) is model
     x, y = _data()
@@ -56,10 +56,12 @@ def _fitted(ranks, folder):
     found["predicted"] = model.predict(x, batch_size=8, verbose=0)
     # Three batches in two calls.
     average = keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.5)
-    model.compile(average, loss, ["accuracy"], steps_per_execution=2)
+    model.compile(average, loss, metrics=["accuracy"], steps_per_execution=2)
     ends = []
     counts = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(batch))
-    found["again"] = model.fit(x, y, callbacks=[counts], **options).history
+    table = keras.callbacks.CSVLogger(f"{folder}/epochs.csv", append=True)
+    board = keras.callbacks.TensorBoard(f"{folder}/board", histogram_freq=1)
+    found["again"] = model.fit(x, y, callbacks=[counts, table, board], **options).history
     found["ends"] = ends
     found["predicted again"] = model.predict(x, batch_size=8, verbose=0)
     found["evaluated again"] = model.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)
@@ -189,6 +191,7 @@ def found(request, tmp_path_factory):
     (expected,) = run_ranks(_both, 1, 0, str(folder / "plain"), env=env, timeout_s=150)
     ranks = run_ranks(_both, 2, 2, str(folder), env=env, timeout_s=150)
     assert os.path.exists(folder / "best.weights.h5")
+    assert len((folder / "epochs.csv").read_text().splitlines()) == 2  # of the first rank alone
     return expected, ranks, next((folder / "runs").iterdir())
 
 

@@ -224,3 +224,21 @@ def test_an_update_is_counted_also_where_gradients_are_accumulated():
         _private.count_update(optimizer)
     assert int(optimizer._iterations) == 2
     assert int(optimizer.iterations) == 1
+
+
+def test_a_backup_is_left_to_another_rank(tmp_path):
+    model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    saved = []
+    model.save_weights = lambda filepath, overwrite: saved.append(filepath)
+    kept = tmp_path / "backup"
+    kept.mkdir()
+    with _private.backups_left_to_another():
+        model.fit(
+            np.zeros([2, 3], "f"),
+            np.zeros([2, 1], "f"),
+            verbose=0,
+            callbacks=[tf.keras.callbacks.BackupAndRestore(str(kept))],
+        )
+    assert saved == [f"{kept}/latest.weights.h5"]
+    assert list(tmp_path.rglob("*")) == [kept]

@@ -12,6 +12,7 @@ from shardwright.config import Config
 from shardwright.config.misplaced import refuse_misplaced
 from shardwright.errors import UsageError
 from shardwright.plan import Plan
+from shardwright.tensorflow.callbacks import callbacks_over_ranks
 from shardwright.tensorflow.keras_run import KerasRun
 from shardwright.tensorflow.loss_scales import loss_scales_over_stages
 from shardwright.tensorflow.optimizer import optimizers_over_stages
@@ -55,6 +56,7 @@ def init(
     made.reporter = Reporter(made)
     made.cleanup.enter_context(optimizers_over_stages(made))
     made.cleanup.enter_context(loss_scales_over_stages(made))
+    made.cleanup.enter_context(callbacks_over_ranks(made))
     set_context(made)
     if settings.seed is not None:
         tf.keras.utils.set_random_seed(settings.seed)

@@ -83,7 +83,7 @@ class Variables:
             refusal = (
                 f"{name} of shape {shape} has no value on rank {ranks[self._rank]}: rank {ranks[holder]} "
                 "holds it. Read it there, inside of a step function, or by "
-                "model.get_weights() on all ranks."
+                "model.get_weights() on all ranks. model.predict() calls the whole model."
             )
             _private.given_up(own, is_tracing, refusal)
 

@@ -14,6 +14,7 @@ from shardwright.tensorflow._private.graphs import (
     outside_of_functions,
 )
 from shardwright.tensorflow._private.keras import (
+    backups_left_to_another,
     count_batch,
     is_building,
     keras_model_class,
@@ -23,6 +24,7 @@ from shardwright.tensorflow._private.keras import (
     stays_without_slots,
     steps_per_execution,
     uses_keras_3,
+    weights_logged,
 )
 from shardwright.tensorflow._private.loss_scales import (
     loss_scale_classes,
@@ -53,6 +55,7 @@ from shardwright.tensorflow._private.variables import (
 
 __all__ = [
     "added",
+    "backups_left_to_another",
     "count_batch",
     "count_update",
     "direct_call",
@@ -88,5 +91,6 @@ __all__ = [
     "steps_per_execution",
     "update_scale",
     "uses_keras_3",
+    "weights_logged",
     "without_autocast",
 ]

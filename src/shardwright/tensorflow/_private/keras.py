@@ -9,6 +9,7 @@ import tensorflow as tf
 from shardwright.tensorflow._private.replacing import replaced
 
 __all__ = [
+    "backups_left_to_another",
     "count_batch",
     "is_building",
     "keras_model_class",
@@ -18,6 +19,7 @@ __all__ = [
     "stays_without_slots",
     "steps_per_execution",
     "uses_keras_3",
+    "weights_logged",
 ]
 
 
@@ -46,6 +48,31 @@ def count_batch(model: Any) -> None:
     """Counts a batch of ``fit`` where Keras leaves that to its function of a batch; TensorBoard shows it."""
     if (counter := getattr(model, "_train_counter", None)) is not None:
         counter.assign_add(1)
+
+
+@contextmanager
+def backups_left_to_another() -> Iterator[None]:
+    """Has ``BackupAndRestore`` of Keras 3 take part in a save, and leave its folder to another rank.
+
+    `_save_model` copies and writes files around ``save_weights``, which all ranks make together.
+    """
+    owner = tf.keras.callbacks.BackupAndRestore
+
+    def save(_original: Any) -> Any:
+        return lambda self: self.model.save_weights(filepath=self._weights_path, overwrite=True)
+
+    def end(_original: Any) -> Any:
+        return lambda self, logs=None: None
+
+    with replaced(owner, "_save_model", save), replaced(owner, "on_train_end", end):
+        yield
+
+
+@contextmanager
+def weights_logged(make: Callable[[Any], Any]) -> Iterator[None]:
+    """Replaces what ``TensorBoard`` calls with the epoch, to write histograms of all weights."""
+    with replaced(tf.keras.callbacks.TensorBoard, "_log_weights", make):
+        yield
 
 
 def steps_per_execution(model: Any) -> int:
