@@ -371,9 +371,17 @@ class Config(BaseModel):
 
     def between_units(self, mesh: Mesh) -> int | None:
         """The dimension along which ranks that share a batch cut the tensors between units; None: none."""
-        if mesh.context > 1 or (mesh.tensor > 1 and self.sequence_parallel is True):
-            return self.sequence_dim
-        return 0 if mesh.expert > 1 else None
+        if mesh.expert > 1 and mesh.context == 1:
+            return 0
+        is_cut = mesh.context > 1 or (mesh.tensor > 1 and self.sequence_parallel is True)
+        return self.sequence_dim if is_cut else None
+
+    def cut_again(self, mesh: Mesh) -> int | None:
+        """The dimension along which the inner ranks of a grid cut what others have cut; None: none."""
+        if mesh.inner == "ep":
+            return 0
+        is_cut = mesh.inner == "tp" and mesh.expert == 1 and self.sequence_parallel is True
+        return self.sequence_dim if is_cut else None
 
     @property
     def _shared(self) -> dict[str, int]:
@@ -478,14 +486,23 @@ class Config(BaseModel):
         if stages is not None and stages != 2 and self.pipeline == "zb_v":
             yield f"virtual_stages is {stages}, but pipeline zb_v runs 2 stages on each rank. Remove one."
 
+    @property
+    def _shares_layers_and_experts(self) -> bool:
+        return min(self.tensor_parallel_degree, self.expert_parallel_degree) > 1
+
     def _contradictions_of_sharing(self) -> Iterator[str]:
         """What cannot be, of ranks that share a batch."""
         above = {f"{name}_parallel_degree": degree for name, degree in self._shared.items() if degree > 1}
-        if len(above) > 1 and self.expert_parallel_degree > 1:
+        if len(above) > 2:
             given = " and ".join(f"{name} {degree}" for name, degree in above.items())
             yield (
-                f"{given} are set, but ranks that share the experts share neither layers nor sequences, too. "
-                "Set expert_parallel_degree to 1, or the others; tensor and context degrees go together."
+                f"{given} are set, but ranks share a batch in two ways at most. Set one of them to 1; any "
+                "two go together."
+            )
+        elif self._shares_layers_and_experts and self.sequence_parallel is True:
+            yield (
+                f"sequence_parallel is true, but expert_parallel_degree is {self.expert_parallel_degree}: "
+                "ranks that share experts cut a batch by its samples. Set one of the two to its default."
             )
 
 

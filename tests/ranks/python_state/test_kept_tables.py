@@ -210,9 +210,7 @@ TABLES = (
 )
 
 
-@pytest.mark.parametrize(
-    "kind", in_every_run(TABLES, [TableInABuffer, TableBehindLruCache])
-)
+@pytest.mark.parametrize("kind", in_every_run(TABLES, [TableInABuffer, TableBehindLruCache]))
 def test_a_table_is_computed_once_and_found_by_later_microbatches(check, kind):
     number = TABLES.index(kind) % 3
     check(partial(AddsTable, kind), *KINDS[number:], *KINDS[:number])

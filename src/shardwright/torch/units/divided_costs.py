@@ -1,6 +1,6 @@
 """What divided units, and operations between units, cost the busiest rank, by dry runs of each kind."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 
 from shardwright.placement import BetweenUnits, Cut, Placement
 from shardwright.planner.chain.division import DividedUnit, Passage
@@ -23,6 +23,7 @@ def divided_units(
     kind_of: Mapping[str, str],
     shares: Mapping[str, WorkShares],
     of_tensor: Mapping[int, Cut],
+    of_experts: Set[int],
     prices: Prices,
     between: BetweenUnits,
 ) -> dict[str, DividedUnit]:
@@ -33,6 +34,7 @@ def divided_units(
         kind_of: their kinds.
         shares: of the work of a kind.
         of_tensor: cuts of parameters, by `id`.
+        of_experts: those of them that all ranks of a grid share, by `id`.
         prices: of the ranks.
         between: where tensors between units are.
     """
@@ -41,29 +43,38 @@ def divided_units(
     for name, unit in units.items():
         kind = kind_of[name], unit.shared
         if kind not in of_kind:
-            named = unit.module.named_parameters()
-            own = {key: of_tensor[id(each)] for key, each in named if id(each) in of_tensor}
-            of_kind[kind] = _divided(unit, own, shares[kind[0]], prices, between)
+            named = dict(unit.module.named_parameters())
+            own = {key: of_tensor[id(each)] for key, each in named.items() if id(each) in of_tensor}
+            experts = frozenset(key for key, each in named.items() if id(each) in of_experts)
+            of_kind[kind] = _divided(unit, own, experts, shares[kind[0]], prices, between)
         divided[name] = of_kind[kind]
     return divided
 
 
 def _divided(
-    unit: Unit, own: Mapping[str, Cut], shares: WorkShares, prices: Prices, between: BetweenUnits
+    unit: Unit,
+    own: Mapping[str, Cut],
+    experts: Set[str],
+    shares: WorkShares,
+    prices: Prices,
+    between: BetweenUnits,
 ) -> DividedUnit:
     """What a unit costs the busiest rank of the group, with these cuts of its parameters."""
     if not own and not between.cuts:
         return DividedUnit()
-    inner, is_grid = between.inner_ranks, between.inner_ranks > 1
+    inner = between.inner_ranks
     degree = between.num_ranks * inner
     # Of a batch, or a sequence, the last ones have more.
     order = 1 if between.cuts else -1
-    of_cuts = range(inner if is_grid else degree)
-    busiest = max(of_cuts, key=lambda r: (sum(cut.length(r) for cut in own.values()), order * r))
-    if is_grid:
-        busiest += (between.num_ranks - 1) * inner
+
+    def slices(rank: int) -> int:
+        return sum(
+            cut.length(rank if inner == 1 or name in experts else rank % inner) for name, cut in own.items()
+        )
+
+    busiest = max(range(degree), key=lambda rank: (slices(rank), order * rank))
     whole = dry_run(unit, {}, rank=0, num_ranks=degree, prices=prices)
-    part = dry_run(unit, own, rank=busiest, num_ranks=degree, prices=prices, between=between)
+    part = dry_run(unit, own, experts=experts, rank=busiest, num_ranks=degree, prices=prices, between=between)
     return DividedUnit(
         forward=_passage(part.forward, shares.forward),
         backward=_passage(part.backward, shares.backward),
@@ -141,7 +152,7 @@ def _operation(
         between=between,
     )
     share = min(cut.length(last) / cut.size for cut in cuts.values())
-    share /= between.inner_ranks if between.cuts_again else 1
+    share /= 1 if between.inner_dim is None else between.inner_ranks
     return (
         DividedUnit(
             forward=_passage(part.forward, share),

@@ -88,9 +88,7 @@ def test_few_steps_teach_nothing(review: PlanReview, kept: list[dict[str, float]
     assert kept == []
 
 
-def test_a_slow_stage_gives_the_next_run_other_cuts(
-    review: PlanReview, kept: list[dict[str, float]]
-) -> None:
+def test_a_slow_stage_gives_the_next_run_other_cuts(review: PlanReview, kept: list[dict[str, float]]) -> None:
     for _ in range(6):
         review.step_recorded(step(3.0, 1.0))
     found = review.next_plan()

@@ -1,7 +1,7 @@
 """One step of a unit on divided tensors without data: what a rank computes, keeps and sends, to the byte."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,6 +120,7 @@ def dry_run(
     unit: Unit,
     placements: Mapping[str, Placement],
     *,
+    experts: Set[str] = frozenset(),
     rank: int,
     num_ranks: int,
     prices: Prices | None = None,
@@ -130,6 +131,7 @@ def dry_run(
     Args:
         unit: a call.
         placements: of its parameters, by name.
+        experts: names of those that all ranks of a grid share.
         rank, num_ranks: who runs it, of all that share a batch.
         prices: by which operations are decided.
         between: where the tensors are that enter and leave it; None: all are whole.
@@ -137,16 +139,22 @@ def dry_run(
     prices = prices or Prices()
     group = groups_without_ranks(rank, num_ranks, prices, between)
     try:
-        return _run(unit, Material(), placements, Boundary(group, between))
+        return _run(unit, Material(), placements, experts, Boundary(group, between))
     except Exception:
         unit, recording = recorded(unit)
         if "" in unit.kept_whole:
             return DryRun()
         group = groups_without_ranks(rank, num_ranks, prices, between)
-        return _run(unit, recording.material, placements, Boundary(group, between))
+        return _run(unit, recording.material, placements, experts, Boundary(group, between))
 
 
-def _run(unit: Unit, material: Material, placements: Mapping[str, Placement], between: Boundary) -> DryRun:
+def _run(
+    unit: Unit,
+    material: Material,
+    placements: Mapping[str, Placement],
+    experts: Set[str],
+    between: Boundary,
+) -> DryRun:
     found = DryRun()
     count = DividedOperations()
     group = between.group
@@ -163,7 +171,9 @@ def _run(unit: Unit, material: Material, placements: Mapping[str, Placement], be
     following = None if unit.following is None else unit.following(material)
     with material.in_use():
         args, kwargs = map_tree(lambda each: _leaf(each, between), (args, kwargs))
-        divide(module, placements, group.inner or group)
+        for is_of_expert in (False, True):
+            own = {name: each for name, each in placements.items() if (name in experts) is is_of_expert}
+            divide(module, own, group.of_parameter(is_of_expert=is_of_expert))
         kept = _Kept([*module.parameters(), *module.buffers()])
 
         def turn() -> None:
