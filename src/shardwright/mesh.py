@@ -194,6 +194,22 @@ class Mesh:
         return self.group_size("share")
 
     @property
+    def inner(self) -> AxisName | None:
+        """Where ranks share a batch in two ways, the axis of those that share each part; None elsewhere."""
+        inner: tuple[AxisName, ...] = ("tp", "ep")
+        return next((name for name in inner if self._sizes[name] not in (1, self.share)), None)
+
+    @property
+    def outer(self) -> tuple[AxisName, ...]:
+        """The axes of those that have other parts of the batch, where ranks share it in two ways."""
+        return tuple(name for name in _UNIONS["share"] if name != self.inner)
+
+    @property
+    def inner_ranks(self) -> int:
+        """Ranks along that axis."""
+        return 1 if self.inner is None else self._sizes[self.inner]
+
+    @property
     def title(self) -> str:
         """The degrees as an equation has them; context, expert and tensor where they are not 1."""
         shared = {"context": self.context, "expert": self.expert, "tensor": self.tensor}

@@ -225,20 +225,25 @@ class BetweenUnits:
         dim: along which they are cut; None: every rank has all of them.
         lengths: of that dimension, of tensors that are cut; all others are whole.
         inner_ranks: that share each part in turn (`torch/tensor_parallel/nesting.py`).
-        cuts_again: those ranks cut each part along the dimension, too.
+        inner_dim: along which those ranks cut each part; None: each has all of it.
+        inner_lengths: of that dimension, where it is another one, of parts that are cut.
 
     Example:
         >>> from shardwright.placement import BetweenUnits
         >>> of_batch = BetweenUnits.of_batch([(8, 5), (8,)], 1, num_ranks=2)
         >>> print(of_batch.placement((8, 5, 64)), of_batch.placement((8, 4, 5, 5)))
         cut 1 (r0:2 r1:3) whole
+        >>> samples = BetweenUnits.of_batch([(8, 6), (8,)], 0, num_ranks=2, inner_ranks=3, inner_dim=1)
+        >>> print(samples.placement((8, 6, 64)), samples.inside.placement((4, 6, 64)))
+        cut 0 (r0:4 r1:4) cut 1 (r0:2 r1:2 r2:2)
     """
 
     num_ranks: int
     dim: int | None = None
     lengths: frozenset[int] = frozenset()
     inner_ranks: int = 1
-    cuts_again: bool = False
+    inner_dim: int | None = None
+    inner_lengths: frozenset[int] = frozenset()
 
     @classmethod
     def of_batch(
@@ -248,7 +253,7 @@ class BetweenUnits:
         *,
         num_ranks: int,
         inner_ranks: int = 1,
-        cuts_again: bool = False,
+        inner_dim: int | None = None,
     ) -> Self:
         """Cuts what is as long along a dimension as some tensor of the batch, and has a slice for each rank.
 
@@ -256,19 +261,21 @@ class BetweenUnits:
             shapes: of the tensors of a microbatch.
             dim: the dimension; None: nothing is cut.
             num_ranks: that share the tensors.
-            inner_ranks, cuts_again: see the attributes.
+            inner_ranks, inner_dim: see the attributes.
         """
         if dim is None:
             return cls(num_ranks, inner_ranks=inner_ranks)
-        lengths = frozenset(shape[dim] for shape in shapes if len(shape) > dim)
-        fitting = frozenset(length for length in lengths if length >= num_ranks)
-        return cls(num_ranks, dim, fitting, inner_ranks, cuts_again)
+        shapes = list(shapes)
+        inner = _lengths(shapes, inner_dim, num_ranks=inner_ranks) if inner_dim != dim else frozenset()
+        return cls(num_ranks, dim, _lengths(shapes, dim, num_ranks=num_ranks), inner_ranks, inner_dim, inner)
 
     @property
     def inside(self) -> "BetweenUnits":
         """Where the parts of tensors that are cut are, among the ranks that share each part."""
-        if self.dim is None or not self.cuts_again:
+        if self.dim is None or self.inner_dim is None:
             return BetweenUnits(self.inner_ranks)
+        if self.inner_dim != self.dim:
+            return BetweenUnits(self.inner_ranks, self.inner_dim, self.inner_lengths)
         cuts = (Cut.even(self.dim, length, num_ranks=self.num_ranks) for length in self.lengths)
         parts = ({cut.length(rank) for rank in range(self.num_ranks)} for cut in cuts)
         fitting = [lengths for lengths in parts if min(lengths) >= LEAST_CUT_AGAIN * self.inner_ranks]
@@ -291,8 +298,16 @@ class BetweenUnits:
         if isinstance(cut, Whole):
             return 1.0
         most = max(cut.length(rank) for rank in range(self.num_ranks))
-        if not self.cuts_again:
+        if self.inner_dim is None:
             return most / cut.size
         assert self.dim is not None
         part = (*shape[: self.dim], most, *shape[self.dim + 1 :])
         return most / cut.size * self.inside.share(part)
+
+
+def _lengths(shapes: Iterable[Sequence[int]], dim: int | None, *, num_ranks: int) -> frozenset[int]:
+    """Of a dimension, those that have a slice for each rank."""
+    if dim is None:
+        return frozenset()
+    lengths = (shape[dim] for shape in shapes if len(shape) > dim)
+    return frozenset(length for length in lengths if length >= num_ranks)

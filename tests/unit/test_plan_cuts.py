@@ -118,18 +118,36 @@ def test_a_degree_and_what_it_is_for_come_together():
 def test_a_plan_with_tensor_and_context_degrees():
     """Parts of parameters are those of the tensor ranks; files name what is cut again where it is."""
     mesh = {"pipeline": 2, "tensor": 2, "context": 2}
-    tensor = TensorPlan(prices=PRICES, cuts={"w": ROWS}, between_units=1, cut_again=True)
+    tensor = TensorPlan(prices=PRICES, cuts={"w": ROWS}, between_units=1, cut_again=1)
     plan = make_plan(mesh=MeshPlan(**mesh), tensor=tensor)
     assert Plan.parse(plan.to_json()) == plan
     assert (plan.mesh.share, plan.mesh.parts) == (4, 2)
     shared = {"prices": PRICES.model_dump(), "cuts": {"w": "cut 0 (r0:3 r3:3)"}, "between_units": 1}
     assert "but 2 ranks share layers" in refusal(edited(mesh=mesh, tensor=shared))
-    alone = {"prices": PRICES.model_dump(), "between_units": 1, "cut_again": True}
-    assert "tensor.cut_again is true" in refusal(edited(mesh={**mesh, "context": 1}, tensor=alone))
+    alone = {"prices": PRICES.model_dump(), "between_units": 1, "cut_again": 1}
+    assert "tensor.cut_again is 1" in refusal(edited(mesh={**mesh, "context": 1}, tensor=alone))
     whole = {"prices": PRICES.model_dump()}
     assert "tensor.between_units, the dimension" in refusal(edited(mesh=mesh, tensor=whole))
-    expert = {"pipeline": 2, "tensor": 2, "expert": 2}
-    assert "expert and tensor are above 1" in refusal(edited(mesh=expert, tensor=shared))
+    assert "two of them go together at most" in refusal(edited(mesh={**mesh, "expert": 2}, tensor=shared))
+
+
+def test_a_plan_with_tensor_and_expert_degrees():
+    """Cuts of experts number all ranks that share a batch, and are told from those of layers."""
+    mesh = {"pipeline": 2, "tensor": 2, "expert": 2}
+    experts = Cut.even(0, 8, num_ranks=4)
+    cuts = {"h.0.up": ROWS, "h.1.up": ROWS, "h.0.w": experts, "h.1.w": experts}
+    tensor = TensorPlan.of(cuts, list(cuts), PRICES, between_units=0, experts=["h.0.w", "h.1.w"])
+    assert tensor.experts == ("h.*.w",)
+    plan = make_plan(mesh=MeshPlan(**mesh), tensor=tensor)
+    assert Plan.parse(plan.to_json()) == plan
+    given = {"prices": PRICES.model_dump(), "cuts": {"w": "cut 0 (r0:3 r3:3)"}, "between_units": 0}
+    assert "but 2 ranks share layers" in refusal(edited(mesh=mesh, tensor=given))
+    assert "names v, which tensor.cuts does not" in refusal(
+        edited(mesh=mesh, tensor={**given, "experts": ["v"]})
+    )
+    few = {**given, "cuts": {"w": "cut 0 (r0:3 r1:3)"}, "experts": ["w"]}
+    alone = edited(mesh={**mesh, "tensor": 1}, tensor=few)
+    assert "tensor.experts, which tells" in refusal(alone)
 
 
 def test_other_cuts_are_another_decision():

@@ -131,9 +131,17 @@ class Config(Settings):
 
     def between_units(self, mesh: Mesh) -> int | None:
         """The dimension along which ranks that share a batch cut the tensors between units; None: none."""
-        if mesh.context > 1 or (mesh.tensor > 1 and self.sequence_parallel is True):
-            return self.sequence_dim
-        return 0 if mesh.expert > 1 else None
+        if mesh.expert > 1 and mesh.context == 1:
+            return 0
+        is_cut = mesh.context > 1 or (mesh.tensor > 1 and self.sequence_parallel is True)
+        return self.sequence_dim if is_cut else None
+
+    def cut_again(self, mesh: Mesh) -> int | None:
+        """The dimension along which the inner ranks of a grid cut what others have cut; None: none."""
+        if mesh.inner == "ep":
+            return 0
+        is_cut = mesh.inner == "tp" and mesh.expert == 1 and self.sequence_parallel is True
+        return self.sequence_dim if is_cut else None
 
     def resolve_world(self, world_size: int) -> Mesh:
         """The grid of ranks in a world of this size.

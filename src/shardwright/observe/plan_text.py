@@ -91,8 +91,9 @@ def _model(plan: Plan) -> str:
         lines.append(f"  {printable(name)} is held by stages {', '.join(map(str, stages))}")
     if plan.tensor is not None:
         if plan.tensor.between_units is not None:
-            again = ", and again over the tensor axis" if plan.tensor.cut_again else ""
-            dim = plan.tensor.between_units
+            dim, inner = plan.tensor.between_units, plan.tensor.cut_again
+            axis = "tensor" if plan.mesh.tensor > 1 else "expert"
+            again = "" if inner is None else f", and along dimension {inner} over the {axis} axis"
             lines.append(f"  tensors between units are cut along dimension {dim}{again}")
         lines += [f"  {printable(name)}: {cut}" for name, cut in plan.tensor.cuts.items()]
     return "\n".join([*lines, f"  made by {plan.created_by}"])

@@ -48,12 +48,8 @@ class MeshPlan(Record):
             )
         if self.data % self.shard:
             raise ValueError(f"shard is {self.shard}, but it must divide data, which is {self.data}")
-        shared = {"tensor": self.tensor, "context": self.context}
-        if self.expert > 1 and (several := [name for name, degree in shared.items() if degree > 1]):
-            raise ValueError(
-                f"expert and {' and '.join(several)} are above 1, but ranks that share experts share "
-                "nothing else"
-            )
+        if min(self.tensor, self.context, self.expert) > 1:
+            raise ValueError("tensor, context and expert are above 1, but two of them go together at most")
         return self
 
     @property
@@ -69,7 +65,12 @@ class MeshPlan(Record):
     @property
     def parts(self) -> int:
         """Ranks that have different parts of the parameters of a stage: of its layers, or the experts."""
-        return self.tensor * self.expert
+        return self.share if self.expert > 1 else self.tensor
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether ranks share a batch in two ways."""
+        return any(degree not in (1, self.share) for degree in (self.tensor, self.expert))
 
     @property
     def title(self) -> str:

@@ -122,23 +122,35 @@ class Plan(Record):
                 f"mesh is {mesh.title}, but tensor, which says how ranks share a batch and parameters, is "
                 f"{'there' if self.tensor else 'missing'}"
             )
-        is_cut = mesh.tensor == 1 or mesh.context > 1
-        if self.tensor is not None and self.tensor.between_units is None and is_cut:
+        if self.tensor is None:
+            return
+        if self.tensor.between_units is None and mesh.tensor != degree:
             raise ValueError(
                 f"mesh is {mesh.title}, but tensor.between_units, the dimension along which ranks share a "
                 "batch, is missing"
             )
-        if self.tensor is not None and self.tensor.cut_again and (mesh.context == 1 or mesh.tensor == 1):
+        if self.tensor.cut_again is not None and not mesh.is_grid:
             raise ValueError(
-                f"mesh is {mesh.title}, but tensor.cut_again is true: tensor ranks cut the parts of context "
-                "ranks, and there must be both. Remove tensor.cut_again"
+                f"mesh is {mesh.title}, but tensor.cut_again is {self.tensor.cut_again}: ranks cut the parts "
+                "that others have cut, and two of tensor, context and expert must be above 1. Remove it"
             )
-        for name, cut in self.tensor.cuts.items() if self.tensor else ():
-            if any(run.rank >= mesh.parts for run in cut.runs):
+        if self.tensor.cut_again is not None and min(mesh.tensor, mesh.expert) > 1:
+            raise ValueError(
+                f"mesh is {mesh.title}, but tensor.cut_again is {self.tensor.cut_again}: tensor ranks cut no "
+                "parts of expert ranks. Remove it"
+            )
+        for name, cut in self.tensor.cuts.items():
+            is_of_expert = name in self.tensor.experts or mesh.tensor == 1
+            num, what = (mesh.parts, "the experts") if is_of_expert else (mesh.tensor, "layers")
+            if any(run.rank >= num for run in cut.runs):
                 raise ValueError(
-                    f"tensor.cuts.{name} is {cut}, but {mesh.parts} ranks share layers: they run from 0 to "
-                    f"{mesh.parts - 1}"
+                    f"tensor.cuts.{name} is {cut}, but {num} ranks share {what}: they run from 0 to {num - 1}"
                 )
+        if self.tensor.experts and not (mesh.is_grid and mesh.expert > 1):
+            raise ValueError(
+                f"mesh is {mesh.title}, but tensor.experts, which tells parameters of experts from those of "
+                "layers that ranks share, is there. Remove it"
+            )
 
     def _check_conditions(self) -> None:
         conditions = self.prediction.conditions if self.prediction is not None else None
@@ -169,6 +181,18 @@ class Plan(Record):
         """
         shapes = {n: p.spec.shape for n, p in graph.parameters.items() if not p.is_buffer}
         return {} if self.tensor is None else cuts_by_name(self.tensor.cuts, shapes)
+
+    def of_experts(self, graph: ModelGraph) -> frozenset[str]:
+        """The names of the parameters that all ranks share that share a batch, and not those of layers alone.
+
+        Raises:
+            StalePlanError: as `cuts_of`.
+        """
+        if self.tensor is None or not self.tensor.experts:
+            return frozenset()
+        shapes = {n: p.spec.shape for n, p in graph.parameters.items() if not p.is_buffer}
+        record = {pattern: self.tensor.cuts[pattern] for pattern in self.tensor.experts}
+        return frozenset(cuts_by_name(record, shapes))
 
     def to_json(self) -> str:
         """The text of the plan file."""

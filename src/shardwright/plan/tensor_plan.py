@@ -1,9 +1,15 @@
 """How the ranks of a tensor-parallel group share the parameters of a stage."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+)
 
 from shardwright.files import Record
 from shardwright.limits import MOST_DIMS
@@ -45,14 +51,24 @@ class TensorPlan(Record):
             others.
         between_units: the dimension along which tensors between units are cut: 0 the batch, 1 the sequence.
             None, and left out of files, where every rank has all of them.
-        cut_again: the tensor ranks cut each context rank's part of them along the dimension, too; left out of
-            files where they do not.
+        cut_again: the dimension along which tensor ranks cut each context or expert rank's part of them, too;
+            left out of files where they do not.
+        experts: those of `cuts` of which all ranks that share a batch have different parts, where some of
+            these ranks share layers; left out of files where there are none.
     """
 
     prices: TensorPrices
     cuts: dict[str, CutText] = Field(default_factory=dict)
     between_units: Annotated[int, Field(ge=0, le=MOST_DIMS)] | None = None
-    cut_again: bool = False
+    cut_again: Annotated[int, Field(ge=0, le=MOST_DIMS)] | None = None
+    experts: tuple[str, ...] = ()
+
+    @field_validator("experts")
+    @classmethod
+    def _cut(cls, value: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if unknown := [name for name in value if name not in info.data.get("cuts", value)]:
+            raise ValueError(f"it names {unknown[0]}, which tensor.cuts does not")
+        return value
 
     @classmethod
     def of(
@@ -62,7 +78,8 @@ class TensorPlan(Record):
         prices: TensorPrices,
         *,
         between_units: int | None = None,
-        cut_again: bool = False,
+        cut_again: int | None = None,
+        experts: Collection[str] = (),
     ) -> Self:
         """The plan with these cuts.
 
@@ -70,9 +87,17 @@ class TensorPlan(Record):
             cuts: by the names of parameters.
             names: of all parameters of the model.
             prices, between_units, cut_again: see above.
+            experts: names of the parameters of experts.
         """
         by_pattern = cuts_by_pattern(cuts, names)
-        return cls(prices=prices, cuts=by_pattern, between_units=between_units, cut_again=cut_again)
+        of_experts = cuts_by_pattern({name: cuts[name] for name in experts}, names)
+        return cls(
+            prices=prices,
+            cuts=by_pattern,
+            between_units=between_units,
+            cut_again=cut_again,
+            experts=tuple(name for name in by_pattern if name in of_experts),
+        )
 
     @model_serializer(mode="wrap")
     def _without_whole(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -80,6 +105,8 @@ class TensorPlan(Record):
         found: dict[str, Any] = serialize(self)
         if found.get("between_units") is None:
             found.pop("between_units", None)
-        if not found.get("cut_again"):
+        if found.get("cut_again") is None:
             found.pop("cut_again", None)
+        if not found.get("experts"):
+            found.pop("experts", None)
         return found

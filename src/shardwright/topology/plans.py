@@ -63,7 +63,8 @@ def best_plan(answer: Answer, make: Callable[[int, Mapping[str, Any]], Plan]) ->
         )
 
     def plans_of(way: Way) -> tuple[Plan]:
-        samples = int(way.options.microbatch * way.options.microbatches)
+        # Ranks that share experts share a batch.
+        samples = int(way.options.microbatch * way.options.microbatches * way.options.expert)
         return (make(samples, settings_of(answer, way)),)
 
     survivors = plan_survivors(

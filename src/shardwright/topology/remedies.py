@@ -57,8 +57,8 @@ def _unpinned(task: Task) -> list[str]:
             found.append(f"Leave {name} to the search (now {value}){hint}.")
     if task.only_what_runs and _fits(replace(task, only_what_runs=False)):
         found.append(
-            "Expert parallelism among replicas, or offload of optimizer state, which this version does not "
-            "run yet."
+            "Experts shared beside shards, or offload of optimizer state, which this version does not run "
+            "yet."
         )
     return found
 

@@ -5,7 +5,7 @@ parallelism without sequence parallelism, selective recomputation beside fused a
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from shardwright.catalogue import LayerChain
 from shardwright.costs import Gathers, Offload, Options, Placement, Recompute, ScheduleKind, Sharded
 from shardwright.errors import ConfigError
-from shardwright.topology.task import NOT_RUN_YET, Task, does_not_run, runs_shards
+from shardwright.topology.task import NOT_RUN_YET, Task, does_not_run, runs_experts, runs_shards
 
 __all__ = ["NAMES", "all_ways", "divisors"]
 
@@ -41,10 +41,28 @@ def all_ways(task: Task) -> Options:
     columns = {name: np.concatenate([grid.columns[name] for grid in grids]) for name in grids[0].columns}
     for name in grids[0].of_mesh:
         columns[name] = np.repeat([float(grid.of_mesh[name]) for grid in grids], numbers)
+    if task.only_what_runs and task.experts > 1:
+        columns = _with_experts_that_run(task, columns)
+    number = len(columns["expert"])
     for name, value in _same_for_all(task).items():
         # One number in memory, however many rows show it.
-        columns[name] = np.broadcast_to(np.float64(value), (sum(numbers),))
+        columns[name] = np.broadcast_to(np.float64(value), (number,))
     return Options(**columns)
+
+
+def _with_experts_that_run(
+    task: Task, columns: Mapping[str, NDArray[np.float64]]
+) -> dict[str, NDArray[np.float64]]:
+    """The ways that have experts shared as the runtime can."""
+    runs = runs_experts(Options(**columns), num_experts=task.experts)
+    if not runs.any():
+        pins = " and ".join(f"{name}={value}" for name, value in task.pins.items())
+        raise ConfigError(
+            f"this version runs no way with {pins}: ranks that share experts share layers or sequences, not "
+            f"both, and no shards, and each has one of {task.experts} experts. Unpin one of them, or search "
+            "all ways."
+        )
+    return {name: column[runs] for name, column in columns.items()}
 
 
 def divisors(number: int) -> list[int]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
 from shardwright.catalogue import LayerChain, Transformer
 from shardwright.cluster import Inventory, usable_bytes
@@ -14,6 +15,7 @@ from shardwright.costs import (
     Calibration,
     KindOfRank,
     Offload,
+    Options,
     Precision,
     Rates,
     Shape,
@@ -30,31 +32,42 @@ __all__ = [
     "NOT_RUN_YET",
     "Task",
     "does_not_run",
+    "runs_experts",
     "runs_shards",
 ]
 
 MOST_BATCH = 10_000_000
 _MOST_SEQUENCE = 100_000_000
 
-NOT_RUN_YET: Mapping[str, str] = MappingProxyType(
-    {
-        "expert": "expert parallelism among replicas (expert_parallel_degree shares one batch)",
-        "offload": "offload of optimizer state",
-    }
-)
+NOT_RUN_YET: Mapping[str, str] = MappingProxyType({"offload": "offload of optimizer state"})
 """Options that are priced, and that the runtime of this version does not have: see `does_not_run`."""
 
 
 def does_not_run(name: str, value: float) -> bool:
-    """Whether the runtime lacks an option at this value: a degree above 1, offload of optimizer state."""
-    if name == "offload":
-        return value == Offload.OPTIMIZER
-    return name in NOT_RUN_YET and value > 1
+    """Whether the runtime lacks an option at this value: offload of optimizer state."""
+    return name == "offload" and value == Offload.OPTIMIZER
 
 
 def runs_shards(kind: Sharded, *, shard: float, data: float) -> bool:
     """Whether the runtime divides this among so many of the replicas: optimizer state among all of them."""
     return kind in (Sharded.NOTHING, Sharded.PARAMETERS) or (kind == Sharded.OPTIMIZER and shard == data)
+
+
+def runs_experts(options: Options, *, num_experts: int) -> Any:
+    """Whether the runtime has replicas share experts so; a number, or an array as the options are.
+
+    It has the ranks of one batch share them, which are then as many as the replicas here, and have their
+    samples. They may share layers or sequences, too; then all of them have different experts, and each has
+    one. They share no shards.
+
+    Args:
+        options: of ways.
+        num_experts: of a layer.
+    """
+    in_one_way = (options.context == 1) | (options.tensor == 1)
+    num_ranks = options.expert * options.tensor * options.context
+    fits = (options.data % options.expert == 0) & (num_ranks <= num_experts)
+    return (options.expert == 1) | (in_one_way & fits & (options.sharded == Sharded.NOTHING))
 
 
 _HOST_MARGIN = 0.2  # of the host's, for the system and the loaders of data

@@ -17,7 +17,7 @@ from shardwright.costs import (
 )
 from shardwright.quantities import format_bytes, format_seconds
 from shardwright.topology.pricing import memory_of, mixed_of, seconds_of
-from shardwright.topology.task import NOT_RUN_YET, Task, does_not_run, runs_shards
+from shardwright.topology.task import NOT_RUN_YET, Task, does_not_run, runs_experts, runs_shards
 
 __all__ = ["PARTS", "ZERO", "Way", "describe", "way_of"]
 
@@ -77,6 +77,7 @@ class Way:
         flops_per_s: of a rank, without what is recomputed.
         mfu: model FLOPs utilisation: their share of what the accelerators can do.
         dollars_per_million_tokens: None where a price is not known.
+        runs_experts: replicas share experts as this version's runtime can, or share none.
     """
 
     options: Options
@@ -91,6 +92,7 @@ class Way:
     flops_per_s: float
     mfu: float
     dollars_per_million_tokens: float | None
+    runs_experts: bool
 
     @property
     def peak_bytes(self) -> int:
@@ -141,7 +143,17 @@ class Way:
         kind = Sharded(int(o.sharded))
         if not runs_shards(kind, shard=o.shard, data=o.data):
             found.append(f"{ZERO[kind]} over {int(o.shard)} of {int(o.data)} replicas")
+        if not self.runs_experts:
+            found.append(f"experts over {int(o.expert)} ranks in a way with {self._beside_experts}")
         return found
+
+    @property
+    def _beside_experts(self) -> str:
+        """What this version does not run beside experts that ranks share."""
+        o = self.options
+        if o.sharded:
+            return ZERO[Sharded(int(o.sharded))]
+        return f"tensor {int(o.tensor)}, context {int(o.context)} and data {int(o.data)}"
 
     @property
     def memory_text(self) -> str:
@@ -163,16 +175,19 @@ class Way:
         o = self.options
         if self.not_run_yet:
             return {}
+        # The ranks that share experts share a batch: the samples of so many replicas here.
         found: dict[str, Any] = {
             "pipeline_parallel_degree": int(o.pipeline),
-            "data_parallel_degree": int(o.data),
+            "data_parallel_degree": int(o.data) // int(o.expert),
             "microbatches": int(o.microbatches),
         }
         if o.tensor > 1:
             found["tensor_parallel_degree"] = int(o.tensor)
-            found["sequence_parallel"] = bool(o.sequence_parallel)
+            found["sequence_parallel"] = bool(o.sequence_parallel) and o.expert == 1
         if o.context > 1:
             found["context_parallel_degree"] = int(o.context)
+        if o.expert > 1:
+            found["expert_parallel_degree"] = int(o.expert)
         if o.pipeline > 1:
             found["pipeline"] = self.schedule
             found["placement_strategy"] = Placement(int(o.placement)).name
@@ -241,6 +256,7 @@ def way_of(task: Task, options: Options) -> Way:
         flops_per_s=task.flops / total / ranks,
         mfu=task.flops / total / peak,
         dollars_per_million_tokens=None if price is None else price / 3600 * total / task.tokens * 1e6,
+        runs_experts=bool(runs_experts(options, num_experts=task.experts)),
     )
 
 

@@ -23,6 +23,7 @@ LAYERS = {"tensor_parallel_degree": 2}
 SEQUENCES = {"context_parallel_degree": 2}
 EXPERTS = {"expert_parallel_degree": 2}
 GRID = {**LAYERS, **SEQUENCES}
+GRID_OF_EXPERTS = {**LAYERS, **EXPERTS}
 MORE_EXPERTS = {"expert_parallel_degree": 4}
 BOTH = {"tensor_parallel_degree": 2, "sequence_parallel": True}
 CHOSEN = {"tensor_parallel_degree": 2, "sequence_parallel": "auto"}
@@ -145,6 +146,15 @@ def test_bytes_are_those_of_the_plan_whether_the_planner_cuts_sequences_or_not()
 @pytest.mark.parametrize("name", ["mixtral", "listed"])
 def test_bytes_of_shared_experts_are_those_of_the_plan(name):
     for sent, planned, calls in run_ranks(sent_and_planned, 2, name, 1, EXPERTS, timeout_s=120):
+        assert sent == planned > 0, calls
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [GRID_OF_EXPERTS, in_sweep({**SEQUENCES, **EXPERTS})],
+)
+def test_bytes_of_layers_and_shared_experts_are_those_of_the_plan(settings):
+    for sent, planned, calls in run_ranks(sent_and_planned, 4, "listed", 1, settings, timeout_s=120):
         assert sent == planned > 0, calls
 
 

@@ -253,6 +253,25 @@ def test_layers_and_sequences_are_divided_by_settings():
     assert [*degrees, both.settings["sequence_parallel"]] == [2, 2, True]
 
 
+def test_experts_are_shared_by_the_ranks_of_a_batch():
+    """Priced among replicas; as many ranks share a batch with the samples of all of them."""
+    task = Task(model=find_architecture("mixtral-8x7b"), machines=parse_inventory("p5.48xlarge*4"), batch=64)
+    pins = {"expert": 4, "tensor": 2, "data": 8, "pipeline": 2, "sharded": 0}
+    way = search(replace(task, only_what_runs=True, pins=pins)).best
+    assert way.not_run_yet == []
+    degrees = {name: way.settings[f"{name}_parallel_degree"] for name in ("expert", "tensor", "data")}
+    assert degrees == {"expert": 4, "tensor": 2, "data": 2}
+    for more, beside in (
+        ({"sharded": 3, "shard": 8}, "ZeRO-3"),
+        ({"tensor": 4, "data": 4}, "tensor 4, context 1 and data 4"),
+        ({"context": 2, "data": 4}, "tensor 2, context 2 and data 4"),
+    ):
+        others = replace(task, pins={**pins, **more})
+        assert search(others).best.not_run_yet == [f"experts over 4 ranks in a way with {beside}"]
+        with pytest.raises(ConfigError, match="this version runs no way with expert=4"):
+            search(replace(others, only_what_runs=True))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -265,7 +284,7 @@ def test_layers_and_sequences_are_divided_by_settings():
         ({"pins": {"data": 4, "microbatches": 5}}, "microbatches=5"),
         ({"pins": {"tensors": 4}}, "'tensors' is no option of a topology"),
         ({"pins": {"tensor": 0}}, "tensor is 0, but it must be at least 1"),
-        ({"pins": {"expert": 2}, "only_what_runs": True}, "does not run expert parallelism"),
+        ({"pins": {"expert": 2}}, "no way to train has expert=2"),
         ({"batch": 0}, "batch is 0, but it must be from 1 to"),
         ({"batch": 10**12}, "batch is 1000000000000"),
         ({"sequence": -5}, "sequence is -5"),

@@ -90,6 +90,8 @@ class Division:
         prices: of what ranks exchange and compute.
         decided_by: prices by which they choose the placements of what they compute; None: these.
         cuts: of parameters, by name; each rank has all of the others.
+        experts: names of parameters of experts, where all ranks of the group have different experts, and some
+            of them share layers.
         units: by name; those that are left out are computed whole by every rank.
         operations: between units, by the number of their node.
         values: shares of tensors between units on the busiest rank, by their number; where they are no matter
@@ -104,6 +106,7 @@ class Division:
     prices: TensorPrices
     decided_by: TensorPrices | None = None
     cuts: Mapping[str, Cut] = field(default_factory=dict)
+    experts: frozenset[str] = frozenset()
     units: Mapping[str, DividedUnit] = field(default_factory=dict)
     operations: Mapping[int, DividedUnit] = field(default_factory=dict)
     values: Mapping[int, float] = field(default_factory=dict)
@@ -115,9 +118,11 @@ class Division:
         """What a plan says of it."""
         names = [name for name, each in graph.parameters.items() if not each.is_buffer]
         dim = None if self.between is None else self.between.dim
-        again = self.between is not None and self.between.cuts_again
+        again = None if self.between is None else self.between.inner_dim
         prices = self.decided_by or self.prices
-        return TensorPlan.of(self.cuts, names, prices, between_units=dim, cut_again=again)
+        return TensorPlan.of(
+            self.cuts, names, prices, between_units=dim, cut_again=again, experts=self.experts
+        )
 
     def profile(self, graph: ModelGraph, whole: Profile) -> Profile:
         """The costs of a graph's units on the busiest rank."""
@@ -169,8 +174,8 @@ class Division:
     def _share_between(self) -> float:
         if self.between is None:
             return 1.0
-        again = self.between.inner_ranks if self.between.cuts_again else 1
-        return 1 / (self.between.num_ranks * again)
+        inner = 1 if self.between.inner_dim is None else self.between.inner_ranks
+        return 1 / (self.between.num_ranks * inner)
 
     def settling_s(self, name: str) -> float:
         """Seconds of settling the gradients of a unit, once a step."""

@@ -42,9 +42,12 @@ def with_or_without_sequences(
     tensor = config.tensor_parallel_degree if tensor is None else tensor
     if config.sequence_parallel != "auto" or tensor == 1:
         return plan_with(config)
+    if config.expert_parallel_degree > 1:  # which cuts samples
+        return plan_with(config.model_copy(update={"sequence_parallel": False}))
     if previous is not None and previous.tensor is not None:
-        again = config.context_parallel_degree > 1
-        kept = previous.tensor.cut_again if again else previous.tensor.between_units is not None
+        is_grid = config.context_parallel_degree > 1
+        dim = previous.tensor.cut_again if is_grid else previous.tensor.between_units
+        kept = dim is not None
         with contextlib.suppress(PlanError):  # another machine, or less memory
             return plan_with(config.model_copy(update={"sequence_parallel": kept}))
     too_large: InfeasiblePlanError | None = None

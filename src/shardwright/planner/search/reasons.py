@@ -1,6 +1,6 @@
 """Explains an option: reasons in sentences with numbers, its memory, and the runners-up."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 
 from shardwright.config import Config
@@ -106,21 +106,14 @@ def tensor_reasons(best: Option, *, division: Division | None, graph: ModelGraph
     if division is None:
         return []
     elements = {n: prod(p.spec.shape) for n, p in graph.parameters.items() if not p.is_buffer}
-    divided = sum(size for name, size in elements.items() if name in division.cuts)
     layout = best.layout
     exchanges = [layout.exchange(stage) for stage in range(layout.num_stages)]
     seconds = [each["forward_exchange_s"] + each["backward_exchange_s"] for each in exchanges]
     busiest = max(range(layout.num_ranks), key=lambda rank: sum(seconds[s] for s in layout.stages_of(rank)))
     stages = layout.stages_of(busiest)
     num_bytes = sum(exchanges[stage]["exchange_bytes"] for stage in stages)
-    if division.between is not None and division.between.dim == 0 and division.cuts:
-        what = f"the experts, {divided / max(sum(elements.values()), 1):.0%} of the parameters, and samples"
-    elif division.between is None or division.cuts:
-        what = f"layers: {divided / max(sum(elements.values()), 1):.0%} of the parameters are divided"
-    else:
-        what = "sequences: each has all parameters, and a part of what flows between units"
     found = [
-        f"Each {division.degree} ranks share {what}. For a microbatch, a rank sends "
+        f"Each {division.degree} ranks share {_shared(division, elements)}. For a microbatch, a rank sends "
         f"{format_bytes(num_bytes)} to the others, in "
         f"{format_seconds(sum(seconds[stage] for stage in stages))}."
     ]
@@ -130,6 +123,29 @@ def tensor_reasons(best: Option, *, division: Division | None, graph: ModelGraph
             f"{format_seconds(best.settling_s)}."
         )
     return found
+
+
+def _shared(division: Division, elements: Mapping[str, int]) -> str:
+    """What ranks share.
+
+    Args:
+        division: says how.
+        elements: of parameters, by name.
+    """
+
+    def percent(names: Collection[str]) -> str:
+        own = sum(size for name, size in elements.items() if name in names)
+        return f"{own / max(sum(elements.values()), 1):.0%}"
+
+    if division.experts:
+        others = division.cuts.keys() - division.experts
+        beside = f"layers, {percent(others)}, and samples" if others else "sequences and samples"
+        return f"the experts, {percent(division.experts)} of the parameters, {beside}"
+    if division.between is not None and division.between.dim == 0 and division.cuts:
+        return f"the experts, {percent(division.cuts)} of the parameters, and samples"
+    if division.between is None or division.cuts:
+        return f"layers: {percent(division.cuts)} of the parameters are divided"
+    return "sequences: each has all parameters, and a part of what flows between units"
 
 
 def alternatives(best: Option, *, others: Sequence[Option]) -> tuple[Alternative, ...]:

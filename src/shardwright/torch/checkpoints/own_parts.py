@@ -82,7 +82,7 @@ def model_parts(model: DistributedModel, *, prefix: str = "model/") -> list[OwnP
             continue
         sharded, spec = sharded_of(model, tensor), shared_spec(model, tensor)
         have = _Have.ALL if sharded is None else _Have.SAME_ROWS
-        if turns.is_mine(tensor.numel(), have, divided=spec is not None):
+        if turns.is_mine(tensor.numel(), have, spec):
             own = local_of(tensor).detach() if sharded is None else sharded.rows
             box = Box.whole(own.shape) if sharded is None else box_of_rows(sharded)
             parts += _placed(f"{prefix}{name}", own, tuple(tensor.shape), (box,), spec)
@@ -108,7 +108,7 @@ def optimizer_parts(
             continue
         for key, kept in _tensors(model, optimizer, parameter):
             own, have = _kept_here(model, optimizer, parameter, key, kept)
-            if turns.is_mine(own.tensor.numel(), have, divided=own.spec is not None):
+            if turns.is_mine(own.tensor.numel(), have, own.spec):
                 parts += _placed(f"{prefix}{name}/{key}", own.tensor, own.whole, own.boxes, own.spec)
     return parts
 
@@ -197,28 +197,28 @@ class _Turns:
         run = script_run()
         mesh, data_rank = run.mesh, run.data_rank
         group, place = divmod(data_rank, mesh.shard)
-        self._whole = run.tensor_rank, mesh.share
-        self._divided = run.copy_rank, mesh.context
+        self._copy_of = run.copy_of
         self._replicas = {
             _Have.ALL: (data_rank, mesh.data),
             _Have.SAME_ROWS: (group, mesh.data // mesh.shard),
             _Have.SHARD_GROUP: (place, mesh.shard),
             _Have.NO_OTHER_REPLICA: (0, 1),
         }
-        self._loads: dict[tuple[_Have, bool], list[int]] = {}
+        self._loads: dict[tuple[_Have, int], list[int]] = {}
 
-    def is_mine(self, numel: int, have: _Have, *, divided: bool) -> bool:
+    def is_mine(self, numel: int, have: _Have, spec: Spec | None) -> bool:
         """Takes a turn; all ranks that have the same elements take the same ones.
 
         Args:
             numel: elements to save.
             have: which replicas have them.
-            divided: the ranks that share layers have different ones.
+            spec: how ranks share a batch and a parameter, and have different ones; None where they do not.
         """
         mine, count = self._replicas[have]
-        place, num_places = self._divided if divided else self._whole
+        num_parts = 1 if spec is None else spec.group.num_ranks
+        place, num_places = self._copy_of(num_parts)
         mine, count = mine * num_places + place, count * num_places
-        loads = self._loads.setdefault((have, divided), [0] * count)
+        loads = self._loads.setdefault((have, num_parts), [0] * count)
         chosen = loads.index(min(loads))
         loads[chosen] += numel + 1  # so that empty ones take turns, too
         return chosen == mine

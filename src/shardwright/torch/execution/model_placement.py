@@ -89,6 +89,7 @@ class ModelPlacement:
         self._offloading = offloading
         self._groups = SharingGroups(context)
         self._tensor_group: TensorGroup | None = None
+        self._of_experts: frozenset[str] = frozenset()
 
     def make(self, function: Callable[..., Any], batch: Batch) -> tuple[PlacedModel, KnownTrace | None]:
         """Places the units; collective over all ranks.
@@ -109,6 +110,7 @@ class ModelPlacement:
         trace = self._traced(plan, known, function, part, again=bool(marked))
         assignment = assign(trace.graph, plan)
         residency = Residency.of(trace.graph, assignment.homes, assignment.stage_ranks)
+        self._of_experts = plan.of_experts(trace.graph)
         held = self._hold(residency, plan, plan.cuts_of(trace.graph))
         assert context.links.transport is not None
         executor = Executor(
@@ -272,7 +274,8 @@ class ModelPlacement:
         assert isinstance(parameter, nn.Parameter)
         assert self._tensor_group is not None
         _refuse_hooks(name, parameter)
-        divide_parameter(parameter, cut, self._tensor_group.inner or self._tensor_group)
+        group = self._tensor_group.of_parameter(is_of_expert=name in self._of_experts)
+        divide_parameter(parameter, cut, group)
 
     def _recomputed(self, plan: Plan, trace: Trace, marked: set[int]) -> frozenset[str]:
         """Labels of the calls that are recomputed: by the plan, or as a module around them asks for."""
@@ -309,13 +312,17 @@ class _Held(NamedTuple):
 
 
 def _tensor_group(context: Context, mesh: MeshPlan, plan: TensorPlan) -> TensorGroup:
-    """The ranks that share a batch; those that share sequences, with those that share layers within."""
-    groups = context.groups
-    prices = Prices(**plan.prices.model_dump(), sums_wait=mesh.tensor == 1 or mesh.context > 1)
-    if groups.layers is None:
-        return tensor_group(groups.tensor, prices=prices)
-    made = tensor_group(groups.sequences, prices=prices)
-    made.holds(tensor_group(groups.layers, prices=replace(prices, sums_wait=False)))
+    """The ranks that share a batch; in a grid, those with other parts, with those that share a part."""
+    groups, grid = context.groups, context.mesh
+    prices = Prices(**plan.prices.model_dump(), sums_wait=mesh.tensor != mesh.share)
+    everyone = tensor_group(groups.tensor, prices=prices)
+    if groups.inner is None:
+        return everyone
+    made = tensor_group(groups.outer, prices=prices)
+    made.holds(tensor_group(groups.inner, prices=replace(prices, sums_wait=mesh.tensor == 1)))
+    if mesh.expert > 1:
+        column = grid.group(grid.outer, context.rank)
+        made.share_experts(everyone, [grid.group_rank("share", rank) for rank in column])
     return made
 
 

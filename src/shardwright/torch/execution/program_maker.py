@@ -306,7 +306,7 @@ class ProgramMaker:
             plan.tensor.between_units,
             num_ranks=self._group.num_ranks,
             inner_ranks=1 if self._group.inner is None else self._group.inner.num_ranks,
-            cuts_again=plan.tensor.cut_again,
+            inner_dim=plan.tensor.cut_again,
         )
         return Boundary(self._group, between)
 

@@ -57,7 +57,7 @@ class TimesParts:
     def _seconds(self, part: UnitPart) -> tuple[list[float], list[float]]:
         """Of forward and backward, of the part and of the whole."""
         run_of = partial(TimedRun, part.unit, rank=part.rank, num_ranks=part.num_ranks, prices=part.prices)
-        runs = [run_of(part.cuts, between=part.between), run_of({})]
+        runs = [run_of(part.cuts, experts=part.experts, between=part.between), run_of({})]
         clock = Clock(self.device, share_cores=self.share_cores)
         times: list[list[tuple[float, float]]] = [[], []]
         begun_s = time.perf_counter()

@@ -123,10 +123,8 @@ def _norm(gradients: list[Tensor], norm_type: float, *, asked: Sequence[Tensor])
     if model is not None and model.partitioned:
         elsewhere = {id(parameter.grad) for parameter in model.counted_elsewhere()}
         counted = [gradient for gradient in gradients if id(gradient) not in elsewhere]
-    if current.copy_rank:  # the first of those with the same parts counts them
-        counted = []
-    elif current.part_rank:  # the first along the tensor axis counts what all of them have
-        counted = [gradient for gradient in counted if _is_divided(gradient)]
+    # The first of those with the same part counts it.
+    counted = [gradient for gradient in counted if current.copy_of(_num_parts(gradient))[0] == 0]
     cut = [gradient for gradient in counted if own_part(gradient) is not gradient]
     others = [gradient for gradient in counted if own_part(gradient) is gradient]
     total = _power_sum([local_of(gradient) for gradient in others], norm_type, current.device)
@@ -150,9 +148,10 @@ def _norm(gradients: list[Tensor], norm_type: float, *, asked: Sequence[Tensor])
     return total if norm_type == float("inf") else total ** (1.0 / norm_type)
 
 
-def _is_divided(gradient: Tensor) -> bool:
-    """Whether ranks along the tensor axis have different elements of it."""
-    return isinstance(gradient, DividedTensor) or getattr(gradient, "spec", None) is not None
+def _num_parts(gradient: Tensor) -> int:
+    """Ranks of those that share a batch that have different elements of it."""
+    spec = gradient._spec if isinstance(gradient, DividedTensor) else getattr(gradient, "spec", None)
+    return 1 if spec is None else int(spec.group.num_ranks)
 
 
 def _name_of_one_alone(asked: Sequence[Tensor]) -> str:

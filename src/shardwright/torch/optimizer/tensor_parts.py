@@ -5,6 +5,7 @@
     state_dict()       {"state": {0: {"exp_avg": this rank's part, ...}, ...}, "param_groups": [...],
                         "tensor_parts": {"rank": 0, "ranks": 2,
                                          "cuts": {0: {"exp_avg": "cut 0 (r0:4 r1:4)", ...}, ...}}}
+                        ("of_layers", too: {1: 2}, where fewer ranks than "ranks" share some of them)
     load_state_dict()  gives each rank its part again, also where a new plan cuts otherwise
 """
 
@@ -26,10 +27,11 @@ PARTS = "tensor_parts"
 
 
 class _Part(NamedTuple):
-    """What this rank has of a tensor, and how ranks share it."""
+    """What this rank has of a tensor, how ranks share it, and how many do."""
 
     local: Tensor
     cut: Cut
+    num_ranks: int
 
 
 def as_parts(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,6 +42,7 @@ def as_parts(state: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[Any, Any] = {}
     cuts: dict[Any, dict[Any, str]] = {}
+    num_ranks: dict[Any, int] = {}
     for number, values in state["state"].items():
         found[number] = values
         if not isinstance(values, Mapping) or not any(isinstance(v, DividedTensor) for v in values.values()):
@@ -51,17 +54,21 @@ def as_parts(state: Mapping[str, Any]) -> dict[str, Any]:
                 own[key] = whole(value) if cut is None else local_of(value)
                 if cut is not None:
                     cuts.setdefault(number, {})[key] = str(cut)
-    return {**state, "state": found, **({PARTS: parts_entry(cuts)} if cuts else {})}
+                    num_ranks[number] = value._spec.group.num_ranks
+    return {**state, "state": found, **({PARTS: parts_entry(cuts, num_ranks)} if cuts else {})}
 
 
-def parts_entry(cuts: Mapping[Any, Any]) -> dict[str, Any]:
+def parts_entry(cuts: Mapping[Any, Any], num_ranks: Mapping[Any, int] | None = None) -> dict[str, Any]:
     """What a state with parts says of them, under `PARTS`: whose they are, and how ranks share the wholes.
 
     Args:
         cuts: as texts, by the names or numbers of what is cut.
+        num_ranks: that share each; None: all those with other parts of this stage.
     """
     run = context()
-    return {"rank": run.part_rank, "ranks": run.num_parts, "cuts": cuts}
+    found = {"rank": run.part_rank, "ranks": run.num_parts, "cuts": cuts}
+    fewer = {number: each for number, each in (num_ranks or {}).items() if each != run.num_parts}
+    return {**found, "of_layers": fewer} if fewer else found
 
 
 def with_cuts(state: Mapping[str, Any], parts: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -87,8 +94,9 @@ def with_cuts(state: Mapping[str, Any], parts: Mapping[str, Any] | None) -> dict
         )
     found = dict(state["state"])
     for number, cuts in parts["cuts"].items():
+        num_ranks = parts.get("of_layers", {}).get(number, parts["ranks"])
         found[number] = {
-            key: _Part(value, Cut.parse(cuts[key])) if key in cuts else value
+            key: _Part(value, Cut.parse(cuts[key]), num_ranks) if key in cuts else value
             for key, value in found[number].items()
         }
     return {**state, "state": found}
@@ -113,7 +121,7 @@ def placed(state: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> dict
 def _placed(value: Any, parameter: nn.Parameter) -> Any:
     if isinstance(value, _Part):
         group = parameter._spec.group if isinstance(parameter, DividedTensor) else None
-        if group is None:
-            group = tensor_group(context().groups.parts)
+        if group is None or group.num_ranks != value.num_ranks:
+            group = tensor_group(context().groups.with_parts(value.num_ranks))
         return placed_again(value.local.to(parameter.device), value.cut, parameter, group)
     return placed_like(value, parameter) if isinstance(value, Tensor) else value

@@ -25,8 +25,6 @@ declare(Plan)
 
 _T = TypeVar("_T")
 
-_PARTS: Axes = ("ep", "tp")
-
 
 @dataclass(slots=True)
 class Context:
@@ -84,17 +82,27 @@ class Context:
     @property
     def part_rank(self) -> int:
         """Position among the ranks with other parts of this stage's parameters, from 0."""
-        return self.mesh.group_rank(_PARTS, self.rank)
+        return self.mesh.group_rank(self._with_parts, self.rank)
 
     @property
     def num_parts(self) -> int:
         """Ranks that have different parts of this stage's parameters: of its layers, or the experts."""
-        return self.mesh.group_size(_PARTS)
+        return self.mesh.group_size(self._with_parts)
 
     @property
-    def copy_rank(self) -> int:
-        """Position among the ranks that share a batch and have this rank's parts of parameters, from 0."""
-        return self.mesh.group_rank("cp", self.rank)
+    def _with_parts(self) -> Axes:
+        return "share" if self.mesh.expert > 1 else "tp"
+
+    def copy_of(self, num_parts: int) -> tuple[int, int]:
+        """Which copy this rank has of its part of a parameter, from 0, and how many there are in a replica.
+
+        Args:
+            num_parts: ranks that have different parts of the parameter: those that share layers, or experts;
+                1 where each has all of it.
+        """
+        num_copies = self.mesh.share // num_parts
+        axes: Axes = "share" if num_parts == 1 else self.mesh.outer
+        return (0 if num_copies == 1 else self.mesh.group_rank(axes, self.rank)), num_copies
 
     @property
     def is_first_holder(self) -> bool:

@@ -84,9 +84,10 @@ def joined(config: Config, plan: Plan | None, *, kind: type[_ContextT]) -> _Cont
     if made.mesh.share > 1:
         own = _own_backend(made.config, made.device)
         made.groups.tensor = made.further_group("share", use="parts of layers", backend=own)
-        if made.mesh.context > 1 and made.mesh.tensor > 1:
-            made.groups.layers = made.further_group("tp", use="layers of a part", backend=own)
-            made.groups.sequences = made.further_group("cp", use="parts of sequences", backend=own)
+        if (inner := made.mesh.inner) is not None:
+            made.groups.inner = made.further_group(inner, use="a part of a batch", backend=own)
+            outer = made.mesh.outer
+            made.groups.outer = made.further_group(outer, use="parts of a batch", backend=own)
     if made.mesh.data > 1:
         _meet_replicas(made)
     return made

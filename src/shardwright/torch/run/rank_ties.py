@@ -22,9 +22,8 @@ class ProcessGroups:
         model: ranks that share this replica.
         pipeline: those of them with its other stages, at the same place along the tensor axis.
         tensor: ranks that share a batch, and work on it together.
-        layers: those of them that share the same sequences, each with other parts of layers; None where no
-            ranks share both.
-        sequences: those of them with the same parts of layers; likewise.
+        inner: where they share it in two ways (`Mesh.inner`), those of them that share one part; else None.
+        outer: likewise those of them that have other parts, at the same place in their inner groups.
         data: ranks that hold the same part of the model, one in each replica.
         shard: those of them that share its parameters.
         replica: those of them that have the same part of its parameters.
@@ -34,17 +33,17 @@ class ProcessGroups:
     model: dist.ProcessGroup | None = None
     pipeline: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
-    layers: dist.ProcessGroup | None = None
-    sequences: dist.ProcessGroup | None = None
+    inner: dist.ProcessGroup | None = None
+    outer: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
     shard: dist.ProcessGroup | None = None
     replica: dist.ProcessGroup | None = None
     alone: dist.ProcessGroup | None = None
 
-    @property
-    def parts(self) -> dist.ProcessGroup | None:
-        """Ranks that have different parts of the parameters of this stage, where some are divided."""
-        return self.tensor if self.layers is None else self.layers
+    def with_parts(self, num_ranks: int) -> dist.ProcessGroup | None:
+        """So many ranks that have different parts of a parameter: those that share layers, or experts."""
+        is_inner = self.inner is not None and dist.get_world_size(self.inner) == num_ranks
+        return self.inner if is_inner else self.tensor
 
 
 @dataclass(slots=True)

@@ -58,6 +58,6 @@ def at_hand(tensor: DividedTensor) -> Tensor:
 
     All ranks of its group call it.
     """
-    gathers = None if is_nested(tensor) else tensor._spec.group.gathers
+    gathers = tensor._spec.group.gathers
     gather = functools.partial(whole, tensor)
     return gather() if gathers is None else gathers.whole(tensor._local, tensor._spec, gather)

@@ -26,6 +26,7 @@ from shardwright.torch.tensor_parallel.lasting_sums import decided_by_kind
 from shardwright.torch.tensor_parallel.nested_decision import NestedDecision
 from shardwright.torch.tensor_parallel.reshaped_in_place import ReshapedInPlace, reshapes_in_place
 from shardwright.torch.tensor_parallel.rules import rule_of
+from shardwright.torch.tensor_parallel.two_groups import OfTwoGroups
 
 __all__ = ["choose", "decide"]
 
@@ -37,6 +38,8 @@ def decide(group: TensorGroup, func: Any, args: tuple[Any, ...], kwargs: Mapping
     """How an operation with these arguments runs. Their values do not count, only what the key has."""
     for tensor in tensors_of(args, kwargs):
         if isinstance(tensor, DividedTensor) and tensor._spec.group not in (group, group.inner):
+            if group.grid is not None or tensor._spec.group.grid is not None:
+                return OfTwoGroups(func)
             raise UsageError(f"{func} got tensors of two tensor-parallel groups. Gather one: whole(tensor).")
     if group.is_inner and rule_of(func) is None and is_composite(func):
         return Composed(func)  # no autograd above has taken it apart: an outer group's rule has called it

@@ -193,8 +193,12 @@ def placed_again(part: Tensor, cut: Cut, like: Tensor, group: TensorGroup) -> Te
     strides = like.stride() if alike else torch.empty(shape, device="meta").stride()
     part = put_in_order(part, strides)
     tensor = wrap(part, spec_of(group, cut, part, shape=shape, strides=strides))
-    target = like._spec.placement if alike and isinstance(like, DividedTensor) else WHOLE
-    return whole(tensor) if isinstance(target, Whole) else _redistributed(tensor, target)
+    if not (alike and isinstance(like, DividedTensor)):
+        return whole(tensor)
+    spec = like._spec
+    if spec.group is not group:
+        return divided(whole(tensor), spec.placement, spec.group)
+    return whole(tensor) if isinstance(spec.placement, Whole) else _redistributed(tensor, spec.placement)
 
 
 def _places(module: nn.Module) -> dict[str, tuple[nn.Module, str]]:

@@ -139,6 +139,10 @@ class TensorGroup:
         inner: the ranks that share each rank's parts in turn (`nesting.py`); None where each part is one
             rank's own.
         is_inner: it is the inner group of another one.
+        experts: these ranks with those of their inner groups, where all of them have different experts.
+        grid: the group whose `experts` these ranks are. What they compute with is shared as in that.
+        column: of the ranks with experts, those that exchange tokens with this one: in the order of the grid,
+            the ranks that have its place in their inner groups.
     """
 
     def __init__(self, collectives: Collectives, decide: Decide, *, prices: Prices | None = None):
@@ -162,10 +166,32 @@ class TensorGroup:
         self.routes_tokens = False
         self.inner: TensorGroup | None = None
         self.is_inner = False
+        self.experts: TensorGroup | None = None
+        self.grid: TensorGroup | None = None
+        self.column: Sequence[int] = range(self.num_ranks)
 
     def holds(self, inner: "TensorGroup") -> None:
         """Has each part be shared in turn: the ranks of a grid, this group along one axis of it."""
         self.inner, inner.is_inner = inner, True
+
+    def share_experts(self, experts: "TensorGroup", column: Sequence[int]) -> None:
+        """Has all ranks of the grid share experts.
+
+        Args:
+            experts: all of them.
+            column: see the attributes.
+        """
+        self.experts, experts.grid, experts.column = experts, self, column
+
+    def of_parameter(self, *, is_of_expert: bool) -> "TensorGroup":
+        """The ranks that have parts of a parameter."""
+        return (self.experts if is_of_expert else self.inner) or self
+
+    def route_tokens(self) -> None:
+        """Has operations be decided as `lasting_sums.py` says, from now on."""
+        for each in (self, self.grid, self.grid and self.grid.inner):
+            if each is not None:
+                each.routes_tokens = True
 
     def shares(self, between: BetweenUnits) -> None:
         """Says where tensors between units are."""

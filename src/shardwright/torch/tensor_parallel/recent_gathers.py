@@ -48,7 +48,7 @@ class RecentGathers:
         key, order = _key(local, spec), order_of(spec.shape, spec.strides)
         if not self.knows(local, spec):
             made = gather().permute(order)
-            self._kept[key] = StorageWeakRef(local.untyped_storage()), made  # type: ignore[no-untyped-call]
+            self._kept[key] = StorageWeakRef(_own(local).untyped_storage()), made  # type: ignore[no-untyped-call]
         self._kept.move_to_end(key)
         while len(self._kept) > MOST_KEPT:
             self._kept.popitem(last=False)
@@ -69,8 +69,13 @@ def order_of(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     return sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim]))
 
 
+def _own(local: Tensor) -> Tensor:
+    """What this rank has of a part that other ranks share, too."""
+    return getattr(local, "_local", local)
+
+
 def _key(local: Tensor, spec: Any) -> tuple[Any, ...]:
-    order = order_of(spec.shape, spec.strides)
-    sizes = tuple([(spec.shape[dim], spec.strides[dim], local.stride(dim)) for dim in order])
-    cut = spec.placement
-    return memory_of(local), local.storage_offset(), sizes, order.index(cut.dim), cut.runs
+    order, own = order_of(spec.shape, spec.strides), _own(local)
+    sizes = tuple([(spec.shape[dim], spec.strides[dim], own.stride(dim)) for dim in order])
+    cut, inside = spec.placement, getattr(local, "_spec", None)
+    return memory_of(own), own.storage_offset(), sizes, order.index(cut.dim), cut.runs, inside

@@ -1,5 +1,6 @@
 """What is known of a divided tensor without its data."""
 
+from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -101,9 +102,19 @@ def spec_of(
     apart: int = 0,
 ) -> Spec:
     """The group's description of a tensor with this part. The part's strides count: a view may need them."""
-    key = (placement, shape, strides, offset, local.dtype, local.device, local.stride(), copied, apart)
+    steps, own_steps = strides, local.stride()
+    if (group.is_inner or group.inner is not None) and 1 in local.shape:
+        # Where a part has one slice, its step is any number. Ranks with several slices tell such tensors
+        # apart by nothing, and made no decision anew where this one did.
+        steps, own_steps = _steps(shape, strides), _steps(local.shape, local.stride())
+    key = (placement, shape, steps, offset, local.dtype, local.device, own_steps, copied, apart)
     found = group.specs.get(key)
     if found is None:
         found = Spec(group, placement, shape, strides, offset, local.dtype, local.device, copied, apart)
         group.specs[key] = found
     return found
+
+
+def _steps(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Strides, without those of dimensions of one slice."""
+    return tuple(0 if size == 1 else step for size, step in zip(shape, strides, strict=True))

@@ -1,6 +1,6 @@
 """What divided units, and operations between units, cost the busiest rank, by dry runs of each kind."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +31,7 @@ class UnitPart:
     Attributes:
         unit: a call.
         cuts: of its parameters, by name.
+        experts: those of them that all ranks of a grid share.
         rank, num_ranks: who has it, of all that share a batch.
         prices: of the ranks.
         between: where tensors between units are.
@@ -38,6 +39,7 @@ class UnitPart:
 
     unit: Unit
     cuts: Mapping[str, Cut]
+    experts: Set[str]
     rank: int
     num_ranks: int
     prices: Prices
@@ -61,6 +63,7 @@ def divided_units(
     kind_of: Mapping[str, str],
     shares: Mapping[str, WorkShares],
     of_tensor: Mapping[int, Cut],
+    of_experts: Set[int],
     prices: Prices,
     between: BetweenUnits,
     time_part: PartTimer | None = None,
@@ -72,6 +75,7 @@ def divided_units(
         kind_of: their kinds.
         shares: of the work of a kind.
         of_tensor: cuts of parameters, by `id`.
+        of_experts: those of them that all ranks of a grid share, by `id`.
         prices: of the ranks.
         between: where tensors between units are.
         time_part: measures what parts take; None: their shares of the work say it.
@@ -81,9 +85,10 @@ def divided_units(
     for name, unit in units.items():
         kind = kind_of[name], unit.shared
         if kind not in of_kind:
-            named = unit.module.named_parameters()
-            own = {key: of_tensor[id(each)] for key, each in named if id(each) in of_tensor}
-            of_kind[kind] = _divided(unit, own, shares[kind[0]], prices, between, time_part)
+            named = dict(unit.module.named_parameters())
+            own = {key: of_tensor[id(each)] for key, each in named.items() if id(each) in of_tensor}
+            experts = frozenset(key for key, each in named.items() if id(each) in of_experts)
+            of_kind[kind] = _divided(unit, own, experts, shares[kind[0]], prices, between, time_part)
         divided[name] = of_kind[kind]
     return divided
 
@@ -91,6 +96,7 @@ def divided_units(
 def _divided(
     unit: Unit,
     own: Mapping[str, Cut],
+    experts: Set[str],
     shares: WorkShares,
     prices: Prices,
     between: BetweenUnits,
@@ -99,19 +105,23 @@ def _divided(
     """What a unit costs the busiest rank of the group, with these cuts of its parameters."""
     if not own and not between.cuts:
         return DividedUnit()
-    inner, is_grid = between.inner_ranks, between.inner_ranks > 1
+    inner = between.inner_ranks
     degree = between.num_ranks * inner
     # Of a batch, or a sequence, the last ones have more.
     order = 1 if between.cuts else -1
-    of_cuts = range(inner if is_grid else degree)
-    busiest = max(of_cuts, key=lambda r: (sum(cut.length(r) for cut in own.values()), order * r))
-    if is_grid:
-        busiest += (between.num_ranks - 1) * inner
+
+    def slices(rank: int) -> int:
+        return sum(
+            cut.length(rank if inner == 1 or name in experts else rank % inner) for name, cut in own.items()
+        )
+
+    busiest = max(range(degree), key=lambda rank: (slices(rank), order * rank))
     whole = dry_run(unit, {}, rank=0, num_ranks=degree, prices=prices)
-    part = dry_run(unit, own, rank=busiest, num_ranks=degree, prices=prices, between=between)
+    part = dry_run(unit, own, experts=experts, rank=busiest, num_ranks=degree, prices=prices, between=between)
     timed = None
     if time_part is not None:
-        timed = time_part(UnitPart(unit, own, busiest, degree, prices, between), part.forward, part.backward)
+        asked = UnitPart(unit, own, experts, busiest, degree, prices, between)
+        timed = time_part(asked, part.forward, part.backward)
     timed = timed or shares
     return DividedUnit(
         forward=_passage(part.forward, shares.forward, timed.forward),
@@ -192,7 +202,7 @@ def _operation(
         between=between,
     )
     share = min(each.cut.length(last) / each.cut.size for each in cuts.values())
-    share /= between.inner_ranks if between.cuts_again else 1
+    share /= 1 if between.inner_dim is None else between.inner_ranks
     return (
         DividedUnit(
             forward=_passage(part.forward, share),

@@ -11,7 +11,7 @@ or the script has hooked its gradient, or ranks share sequences alone.
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 
 from torch import nn
@@ -72,11 +72,13 @@ def division_of(
     """
     graph = trace.graph
     between, searched = _between(trace, config, mesh)
-    experts = {}
+    experts: dict[str, Cut] = {}
+    kept_whole = parameters_kept_whole(model, graph)
     if mesh.expert > 1:
-        experts = _experts(model, trace, between)
+        found_experts = _experts(model, trace, between, mesh)
+        experts = {name: cut for name, cut in found_experts.items() if name not in kept_whole}
         run_own_experts(model)
-    elif between.cuts:
+    if between.cuts and (mesh.expert == 1 or mesh.context > 1):
         _refuse_without_sequences(trace, between, mesh)
     tails = {} if between.cuts else divided_tails(trace)
     units = dict(divisible_units(model, trace, tails))
@@ -89,20 +91,23 @@ def division_of(
     found = find_placements(
         units,
         num_ranks=searched.num_ranks,
-        prices=_for_a_part(own_prices, mesh.context) if shares_layers else own_prices,
+        prices=_for_a_part(own_prices, mesh.share // mesh.tensor) if shares_layers else own_prices,
         optimize=config.goal_of_division,
         num_microbatches=microbatches,
-        pinned=_pinned(model, graph, mesh, experts),
+        pinned={**_pinned(model, trace, mesh, experts), **kept_whole},
         between=searched,
     )
     for reason, names in by_reason(found.kept_whole).items():
         warn_of_whole(names, f"its code does not run on tensors without data ({reason})")
-    of_tensor = _cuts_of_tensors(model, found.placements)
+    of_tensor = _cuts_of_tensors(model, {**found.placements, **experts})
     if mesh.pipeline == 1 and not between.cuts:  # else stages have tensors of their own
         shared = shared_arguments(trace, model, of_tensor.keys())
         units = {name: replace(unit, shared=shared.get(name, frozenset())) for name, unit in units.items()}
-    shares = _shares_of_work(found.shares, units, own_prices, between, mesh)
-    divided = divided_units(units, found.kind_of, shares, of_tensor, own_prices, between, time_part)
+    of_experts = _ids_of(model, experts) if mesh.inner is not None else set()
+    shares = _shares_of_work(found.shares, units, of_experts, own_prices, between, mesh)
+    divided = divided_units(
+        units, found.kind_of, shares, of_tensor, of_experts, own_prices, between, time_part
+    )
     operations, values = _outside_of_units(trace, tails, divided, own_prices, between)
     cuts = {name: of_tensor[id(each)] for name, each in model.named_parameters() if id(each) in of_tensor}
     if mesh.tensor > 1:
@@ -113,6 +118,7 @@ def division_of(
         prices=prices,
         decided_by=decided_by,
         cuts=cuts,
+        experts=frozenset() if mesh.inner is None else frozenset(experts).intersection(cuts),
         units=divided,
         operations=operations,
         values=values,
@@ -128,6 +134,11 @@ def _cuts_of_tensors(model: nn.Module, placements: Mapping[str, Placement]) -> d
         for name, placement in placements.items()
         if isinstance(placement, Cut)
     }
+
+
+def _ids_of(model: nn.Module, names: Iterable[str]) -> set[int]:
+    by_any_name = dict(model.named_parameters(remove_duplicate=False))
+    return {id(by_any_name[name]) for name in names}
 
 
 def _outside_of_units(
@@ -159,28 +170,41 @@ def _between(trace: Trace, config: Config, mesh: Mesh) -> tuple[BetweenUnits, Be
     """Where tensors between units are, and where they are for the search of how ranks share layers."""
     dim = config.between_units(mesh)
     shapes = trace.batch_shapes
-    if mesh.context == 1 or mesh.tensor == 1:
+    if mesh.inner is None:
         found = BetweenUnits.of_batch(shapes, dim, num_ranks=mesh.share)
         return found, found
-    again = config.sequence_parallel is True
+    inner = config.cut_again(mesh)
+    num_outer = mesh.share // mesh.inner_ranks
     both = BetweenUnits.of_batch(
-        shapes, dim, num_ranks=mesh.context, inner_ranks=mesh.tensor, cuts_again=again
+        shapes, dim, num_ranks=num_outer, inner_ranks=mesh.inner_ranks, inner_dim=inner
     )
-    return both, BetweenUnits.of_batch(shapes, dim if again else None, num_ranks=mesh.tensor)
+    return both, BetweenUnits.of_batch(shapes, inner, num_ranks=mesh.inner_ranks)
 
 
 def _shares_of_work(
     shares: Mapping[str, WorkShares],
     units: Mapping[str, Unit],
+    of_experts: Set[int],
     prices: Prices,
     between: BetweenUnits,
     mesh: Mesh,
 ) -> Mapping[str, WorkShares]:
     """Shares of the work of units, by the first unit of each kind; those of the search on a grid of ranks."""
-    if mesh.expert > 1:
-        # The search sees experts' operations one by one, and not that each rank runs its own.
-        return defaultdict(lambda: WorkShares(1 / mesh.share, 1 / mesh.share))
-    return _of_a_part(shares, units, prices, between) if between.inner_ranks > 1 else shares
+    even = WorkShares(1 / mesh.share, 1 / mesh.share)
+    if mesh.expert == 1:
+        return _of_a_part(shares, units, prices, between) if between.inner_ranks > 1 else shares
+    # The search sees experts' operations one by one, and not that each rank runs its own.
+    if mesh.tensor == 1:
+        return defaultdict(lambda: even)
+    has_experts = {
+        name for name, unit in units.items() if any(id(p) in of_experts for p in unit.module.parameters())
+    }
+    return {
+        name: even
+        if name in has_experts
+        else WorkShares(each.forward / mesh.expert, each.backward / mesh.expert)
+        for name, each in shares.items()
+    }
 
 
 def _of_a_part(
@@ -204,7 +228,7 @@ def _of_a_part(
         num_ranks=between.num_ranks,
         prices=prices,
         pinned=dict.fromkeys(names, WHOLE),
-        between=replace(between, inner_ranks=1, cuts_again=False),
+        between=replace(between, inner_ranks=1, inner_dim=None),
     )
     of_parts = {name: found.shares[found.kind_of[name]] for name in shares}
     return {
@@ -223,33 +247,41 @@ def _for_a_part(prices: Prices, num_parts: int) -> Prices:
     )
 
 
-def _pinned(
-    model: nn.Module, graph: ModelGraph, mesh: Mesh, experts: Mapping[str, Cut]
-) -> dict[str, Placement]:
-    """Placements that the search may not choose: of what must stay whole, and of what somebody has placed."""
-    kept_whole = parameters_kept_whole(model, graph)
+def _pinned(model: nn.Module, trace: Trace, mesh: Mesh, experts: Mapping[str, Cut]) -> dict[str, Placement]:
+    """Placements that the search may not choose: those that somebody, or the settings, have chosen."""
     if mesh.tensor > 1:
-        return {**pinned_placements(model, num_ranks=mesh.tensor), **kept_whole}
+        # Layers with too few experts for all ranks, too: each rank runs these as one.
+        all_experts = {} if mesh.expert == 1 else cuts_of_experts(model, num_ranks=1, units=trace.unit_names)
+        return {**pinned_placements(model, num_ranks=mesh.tensor), **dict.fromkeys(all_experts, WHOLE)}
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return {name: WHOLE if name in kept_whole else experts.get(name, WHOLE) for name in names}
+    # In a grid, experts are no matter of one axis.
+    return {name: experts.get(name, WHOLE) if mesh.inner is None else WHOLE for name in names}
 
 
-def _experts(model: nn.Module, trace: Trace, between: BetweenUnits) -> dict[str, Cut]:
+def _experts(model: nn.Module, trace: Trace, between: BetweenUnits, mesh: Mesh) -> dict[str, Cut]:
     """How ranks share the experts of a model: the cuts of parameters, by name."""
-    degree, samples = between.num_ranks, trace.graph.batch_size
+    degree, samples = mesh.share, trace.graph.batch_size
     found = cuts_of_experts(model, num_ranks=degree, units=trace.unit_names)
     stay = reasons_to_stay(model, num_ranks=degree, units=trace.unit_names)
-    asked = f"expert_parallel_degree is {degree}, but"
+    asked, remedy = (
+        f"expert_parallel_degree is {mesh.expert}",
+        "Set it to 1, or tensor_parallel_degree in its place.",
+    )
+    if mesh.inner is not None:
+        other, of_other = ("tensor", mesh.tensor) if mesh.tensor > 1 else ("context", mesh.context)
+        asked += f" and {other}_parallel_degree {of_other}"
+        remedy = "Set one of them to 1, or both smaller: each rank has an expert."
+    asked += ", but"
     if not found:
         lists = "".join(f" {name} cannot be shared: {reason}." for name, reason in [*stay.items()][:1])
         raise PlanError(
             f"{asked} the model has no layer of {degree} experts or more that ranks can share: in stacked "
             'weights, as those of transformers 5 are, or in a ModuleList with "expert" in its name or in the '
-            f"name of its class.{lists} Set it to 1, or tensor_parallel_degree in its place."
+            f"name of its class.{lists} {remedy}"
         )
     for reason, names in by_reason(stay).items():
         warn_of_whole(names, reason)
-    if not between.lengths:
+    if not (between.inner_lengths if mesh.inner == "ep" else between.lengths):
         raise PlanError(
             f"{asked} a microbatch has {samples} sample{'s' * (samples != 1)}, and each rank takes some. "
             "Use larger batches, fewer microbatches or a smaller degree."

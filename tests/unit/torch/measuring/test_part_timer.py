@@ -28,7 +28,7 @@ def unit(module: nn.Module | None = None) -> Unit:
 
 
 def part_of(each: Unit) -> UnitPart:
-    return UnitPart(each, CUTS, rank=1, num_ranks=2, prices=Prices(), between=WHOLE_BETWEEN)
+    return UnitPart(each, CUTS, frozenset(), rank=1, num_ranks=2, prices=Prices(), between=WHOLE_BETWEEN)
 
 
 def test_a_step_is_timed_from_its_begin_to_its_turn_and_to_its_end():
@@ -118,6 +118,7 @@ def test_seconds_follow_from_what_was_timed_and_work_from_the_operations(timed):
         {"a": "a"},
         {"a": WorkShares(0.5, 0.5)},
         by_id,
+        frozenset(),
         Prices(),
         WHOLE_BETWEEN,
         lambda part, forward, backward: timed,

@@ -73,7 +73,12 @@ def on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[A
 
 
 def on_grid(num_outer: int, num_inner: int, function: Callable[..., Any]) -> list[Any]:
-    """The same on a grid: each rank of the group has an inner group, of ranks that share its parts."""
+    """The same on a grid: each rank of the group has an inner group, of ranks that share its parts.
+
+    All ranks of the grid share experts.
+    """
+    num_ranks = num_outer * num_inner
+    everyone = _Meeting(num_ranks)
     rows = [_Meeting(num_inner) for _ in range(num_outer)]
     columns = [_Meeting(num_outer) for _ in range(num_inner)]
 
@@ -81,9 +86,11 @@ def on_grid(num_outer: int, num_inner: int, function: Callable[..., Any]) -> lis
         place, own = divmod(rank, num_inner)
         group = tensor_group(ThreadCollectives(place, num_outer, columns[own]))
         group.holds(tensor_group(ThreadCollectives(own, num_inner, rows[place])))
+        experts = tensor_group(ThreadCollectives(rank, num_ranks, everyone))
+        group.share_experts(experts, range(own, num_ranks, num_inner))
         return function(group)
 
-    return _on_threads(num_outer * num_inner, [*rows, *columns], run)
+    return _on_threads(num_ranks, [everyone, *rows, *columns], run)
 
 
 def _on_threads(num_ranks: int, meetings: list[_Meeting], call: Callable[[int], Any]) -> list[Any]:

@@ -35,8 +35,8 @@ class Loop(nn.Module):
     def __init__(self, way, experts=None):
         super().__init__()
         self.way = way
-        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.experts = experts or nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.gate = nn.Linear(WIDTH, len(self.experts), bias=False)
 
     def forward(self, x):
         weights, chosen = self.gate(x).softmax(-1).topk(2)
@@ -65,7 +65,7 @@ class Loop(nn.Module):
 
     def sorts(self, x, weights, chosen):
         order = chosen.view(-1).argsort()
-        counts = torch.bincount(chosen.view(-1), minlength=EXPERTS).tolist()
+        counts = torch.bincount(chosen.view(-1), minlength=len(self.experts)).tolist()
         rows = x[order // 2].split(counts)
         found = torch.cat([expert(each) for expert, each in zip(self.experts, rows, strict=True)])
         back = torch.zeros_like(found)
@@ -81,7 +81,7 @@ class Loop(nn.Module):
         return F.gelu(found) + x
 
     def all_tokens(self, x, weights, chosen):
-        dense = torch.zeros(len(x), EXPERTS, dtype=x.dtype).scatter(1, chosen, weights)
+        dense = torch.zeros(len(x), len(self.experts), dtype=x.dtype).scatter(1, chosen, weights)
         return sum(dense[:, i, None] * expert(x) for i, expert in enumerate(self.experts))
 
 

@@ -126,7 +126,7 @@ def test_heads_that_ranks_share_are_exchanged_for_positions_without_a_gather():
 @pytest.mark.parametrize("until", [None, -1, 2])
 def test_parts_between_units_are_cut_again_on_all_ranks_or_on_none(length, until):
     """Parts of ``logits[:, :-1]`` differ in length, and one rank alone cut its part: others waited for it."""
-    between = BetweenUnits.of_batch([(2, length)], 1, num_ranks=OUTER, inner_ranks=INNER, cuts_again=True)
+    between = BetweenUnits.of_batch([(2, length)], 1, num_ranks=OUTER, inner_ranks=INNER, inner_dim=1)
     logits = torch.arange(2.0 * length * 4).view(2, length, 4)
 
     def on_rank(group):
@@ -146,7 +146,7 @@ def test_parts_between_units_are_cut_again_on_all_ranks_or_on_none(length, until
 @pytest.mark.parametrize("length", [12, 15, 16])
 def test_a_shifted_loss_computes_on_parts_of_parts(length):
     """Parts of ``logits[:, :-1]`` are cut in other places on each outer rank; they were gathered whole."""
-    between = BetweenUnits.of_batch([(2, length)], 1, num_ranks=OUTER, inner_ranks=INNER, cuts_again=True)
+    between = BetweenUnits.of_batch([(2, length)], 1, num_ranks=OUTER, inner_ranks=INNER, inner_dim=1)
     torch.manual_seed(0)
     logits, ids = torch.randn(2, length, 6, dtype=torch.float64), torch.randint(0, 6, (2, length))
 
@@ -177,7 +177,7 @@ def sent_bytes(group):
 
 def test_parts_that_ranks_have_cut_in_different_ways_are_gathered_before_they_move():
     """As long on both outer ranks, and cut in different ways: 7 + 8 positions, and 8 + 7."""
-    between = BetweenUnits.of_batch([(2, 31)], 1, num_ranks=OUTER, inner_ranks=INNER, cuts_again=True)
+    between = BetweenUnits.of_batch([(2, 31)], 1, num_ranks=OUTER, inner_ranks=INNER, inner_dim=1)
     data = torch.randn(2, 31, 4)
 
     def on_rank(group):
@@ -193,7 +193,7 @@ def test_parts_that_ranks_have_cut_in_different_ways_are_gathered_before_they_mo
 @pytest.mark.parametrize("length", [11, 12])
 def test_what_one_rank_cannot_tell_apart_no_other_rank_can(length):
     """One rank had both tensors placed alike, the other not: it alone made a decision anew, and waited."""
-    between = BetweenUnits.of_batch([(2, length)], 1, num_ranks=OUTER, inner_ranks=INNER, cuts_again=True)
+    between = BetweenUnits.of_batch([(2, length)], 1, num_ranks=OUTER, inner_ranks=INNER, inner_dim=1)
     data = torch.arange(2.0 * length * 4).view(2, length, 4)
 
     def on_rank(group):
@@ -209,7 +209,7 @@ def test_what_one_rank_cannot_tell_apart_no_other_rank_can(length):
 
 def test_what_one_inner_group_has_at_hand_makes_no_decision_of_the_outer_group_new():
     """One rank decided anew, and waited for the others, which did not."""
-    between = BetweenUnits.of_batch([(2, 12)], 1, num_ranks=OUTER, inner_ranks=INNER, cuts_again=True)
+    between = BetweenUnits.of_batch([(2, 12)], 1, num_ranks=OUTER, inner_ranks=INNER, inner_dim=1)
     data, weight = torch.arange(2.0 * 12 * 4).view(2, 12, 4), torch.arange(16.0).view(4, 4)
 
     def on_rank(group):
@@ -231,7 +231,7 @@ def test_what_one_inner_group_has_at_hand_makes_no_decision_of_the_outer_group_n
 @pytest.mark.parametrize("length", [5, 7])
 def test_parts_of_one_position_are_not_cut_again(length):
     """Gradients of a mean over positions: ranks with one called another collective."""
-    between = BetweenUnits.of_batch([(2, length)], 1, num_ranks=OUTER, inner_ranks=INNER, cuts_again=True)
+    between = BetweenUnits.of_batch([(2, length)], 1, num_ranks=OUTER, inner_ranks=INNER, inner_dim=1)
     data = torch.randn(2, length, 4, dtype=torch.float64)
 
     def gradient(x):

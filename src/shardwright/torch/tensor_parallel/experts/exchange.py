@@ -10,6 +10,9 @@ A token goes to a rank once, with all of its routes, however many of its experts
 more than if they gathered all tokens: with K routes over N ranks, a token goes to K of the N - 1 others at
 most. How much it is depends on the routes; a plan counts on even ones (`share_of_tokens`).
 
+Where ranks share layers, too, those of a column exchange tokens: they have the same place among those that
+share layers, and other tokens. What all columns make of a token is added up afterwards.
+
 Shapes: T a rank's own tokens, M tokens that it gets, K routes of a token, X anything.
 """
 
@@ -58,24 +61,26 @@ class Exchange:
     Args:
         index: the experts of own tokens, (T, K).
         experts: which ranks have which.
-        tokens: which ranks have which of all tokens.
+        column: the numbers in `experts` of the group's ranks.
+        tokens: which ranks of the group have which of all tokens.
         group: the ranks.
     """
 
-    def __init__(self, index: Tensor, experts: Cut, tokens: Cut, group: TensorGroup):
+    def __init__(self, index: Tensor, experts: Cut, column: Sequence[int], tokens: Cut, group: TensorGroup):
         self.group, self.num_own = group, len(index)
         ranks = range(group.num_ranks)
         if group.is_alone:  # and the routes are not known, or not those of a run
-            share = [share_of_tokens(index.shape[1], experts, rank) for rank in ranks]
+            share = [share_of_tokens(index.shape[1], experts, rank) for rank in column]
             sent = [round(self.num_own * each) for each in share]
             self.rows = [torch.arange(each, device=index.device) for each in sent]
             self.received = [round(tokens.length(rank) * share[group.rank]) for rank in ranks]
             self.received[group.rank] = sent[group.rank]
             _count(group, "all_gather", group.num_ranks * (group.num_ranks - 1), 8)
             return
-        owners = torch.empty(experts.size, dtype=torch.int64, device=index.device)
+        owners = torch.full([experts.size], -1, dtype=torch.int64, device=index.device)
         for rank, a, b in experts.bounds():
-            owners[a:b] = rank
+            if rank in column:
+                owners[a:b] = column.index(rank)
         going = owners[index]
         self.rows = [(going == rank).any(1).nonzero().squeeze(1) for rank in ranks]
         counts = torch.tensor([len(each) for each in self.rows], device=index.device)

@@ -137,7 +137,7 @@ class _CallsExperts(nn.Module):
         group = _group_of(self)
         if group is None:
             return super().forward(*args, **kwargs)
-        group.routes_tokens = True
+        group.route_tokens()
         with RoutingCode(group):
             return super().forward(*args, **kwargs)
 

@@ -6,9 +6,12 @@ function        forward                            backward
 `entered`       all of tensors, and this rank's    a summand of the gradients of tensors, and
                 parts of parameters                those of the parts, placed like these
 `summed`        summands                           all of the gradients
-`own_part`      this rank's part of a tensor       its gradient, placed like the tensor
+`own_part`      this rank's part of a cut tensor   its gradient, placed like the tensor
 `placed_like`   a tensor of which this is a part   this rank's part of its gradient
 =============== ================================== =========================================
+
+Where ranks form a grid, tensors are cut along one axis of it, and what a rank finds is a summand along the
+other: each rank has other experts.
 
 All ranks have to go through a backward alike, and a rank may find nothing to compute: no token takes its
 experts, or the expert is another rank's. So what enters is one step of autograd, and gives a zero, too.
@@ -80,8 +83,11 @@ def summand(data: Tensor, group: TensorGroup) -> DividedTensor:
 
     Args:
         data: of the shape of the sum; nobody else writes to it.
-        group: the ranks.
+        group: the ranks; where they form a grid, they add up along one axis of it, and then along the other.
     """
+    if group.grid is not None:
+        assert group.grid.inner is not None
+        data, group = summand(data, group.grid.inner), group.grid
     return wrap(data, spec_of(group, PARTIAL_SUM, data, shape=data.shape, strides=data.stride()))
 
 
@@ -133,23 +139,28 @@ class _OwnPart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DividedTensor) -> Tensor:
         ctx.spec = tensor._spec
-        return local_of(tensor).detach()
+        return whole(tensor._local)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _placed_as(ctx.spec, gradients[0].contiguous())
+        return _placed_as(ctx.spec, _of_own_experts(gradients[0].contiguous(), ctx.spec.group))
 
 
 class _PlacedLike(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, spec: Spec) -> Tensor:
         ctx.spec = spec
-        return _placed_as(spec, part.detach().clone())
+        return _placed_as(spec, _of_own_experts(part.detach().clone(), spec.group))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         spec = ctx.spec
-        return placed(gradients[0], spec.placement, spec.group)._local, None
+        return whole(placed(gradients[0], spec.placement, spec.group)._local), None
+
+
+def _of_own_experts(part: Tensor, group: TensorGroup) -> Tensor:
+    """A rank's part of a tensor; a summand of it where other ranks have the same tokens."""
+    return part if group.inner is None else summand(part, group.inner)
 
 
 def _all_of(tensor: Tensor) -> Tensor:

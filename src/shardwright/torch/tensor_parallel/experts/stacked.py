@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.placement import Cut
-from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, placement_of
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, part_in, placement_in, whole
 from shardwright.torch.tensor_parallel.experts.class_before import put_before
 from shardwright.torch.tensor_parallel.experts.exchange import Exchange, exchange_pays
 from shardwright.torch.tensor_parallel.experts.passages import entered, own_part, placed_like, summed
@@ -42,13 +42,16 @@ class _OwnExperts(nn.Module):
             weights: of their results, (T, K).
         """
         all_own = self._parameters.items()
-        shared: dict[str, Any] = {n: p for n, p in all_own if isinstance(p, DividedTensor)}
+        # Those of an inner group share each expert, as any other layer.
+        shared: dict[str, Any] = {
+            n: p for n, p in all_own if isinstance(p, DividedTensor) and not p._spec.group.is_inner
+        }
         if not shared:
             return super().forward(hidden, index, weights)  # type: ignore[no-any-return]
         spec: Spec = next(iter(shared.values()))._spec
         own = _Own(spec.placement, spec.group, list(shared))  # type: ignore[arg-type]
         parameters = list(shared.values())
-        if _are_cut_alike(hidden, index, weights) and own.exchanges(index.shape[1]):
+        if _are_cut_alike(own.tokens_group, hidden, index, weights) and own.exchanges(index.shape[1]):
             return self._exchanged(own, parameters, hidden, index, weights)  # type: ignore[arg-type]
         given = entered([hidden, index, weights], parameters)
         (total,) = summed([self._of_own(own, given.parts, *given.items)], given, spec.group)
@@ -66,9 +69,10 @@ class _OwnExperts(nn.Module):
         tokens = hidden._spec.placement
         assert isinstance(tokens, Cut)
         given = entered([], parameters)
-        exchange = Exchange(local_of(index), own.cut, tokens, own.group)
+        own_index = whole(part_in(index, own.tokens_group))
+        exchange = Exchange(own_index, own.cut, own.group.column, tokens, own.tokens_group)
         (received, of_received), zero = exchange.sent(own_part(hidden), own_part(weights))
-        routes = exchange.there(local_of(index))
+        routes = exchange.there(own_index)
         if len(received):
             found = self._of_own(own, given.parts, received, routes, of_received)
         else:
@@ -104,20 +108,22 @@ class _Own:
         group: the ranks.
         names: of the weights.
         first, number: of this rank's experts.
+        tokens_group: the ranks that have different tokens.
     """
 
     def __init__(self, cut: Cut, group: TensorGroup, names: Sequence[str]):
         self.cut, self.group, self.names = cut, group, names
         self.first, self.number = cut.intervals(group.rank)[0][0], cut.length(group.rank)
+        self.tokens_group = group.grid or group
 
     def exchanges(self, num_routes: int) -> bool:
         """Whether tokens go to the ranks of their experts."""
         return exchange_pays(num_routes, self.cut, self.group.num_ranks)
 
 
-def _are_cut_alike(*tensors: Tensor) -> bool:
-    """Whether each rank has the same rows of some tensors."""
-    first, *others = (placement_of(each) for each in tensors)
+def _are_cut_alike(group: TensorGroup, *tensors: Tensor) -> bool:
+    """Whether each rank of a group has the same rows of some tensors."""
+    first, *others = (placement_in(each, group) for each in tensors)
     in_rows = isinstance(first, Cut) and first.dim == 0 and tensors[0].is_contiguous()
     return in_rows and all(each == first for each in others)
 

@@ -1,7 +1,7 @@
 """One step of a unit on divided tensors without data: what a rank computes, keeps and sends, to the byte."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ __all__ = [
     "DividedOperations",
     "DryRun",
     "Phase",
+    "divide_all",
     "dry_run",
     "dry_run_of_operation",
     "entering_leaf",
@@ -141,6 +142,7 @@ def dry_run(
     unit: Unit,
     placements: Mapping[str, Placement],
     *,
+    experts: Set[str] = frozenset(),
     rank: int,
     num_ranks: int,
     prices: Prices | None = None,
@@ -151,6 +153,7 @@ def dry_run(
     Args:
         unit: a call.
         placements: of its parameters, by name.
+        experts: names of those that all ranks of a grid share.
         rank, num_ranks: who runs it, of all that share a batch.
         prices: by which operations are decided.
         between: where the tensors are that enter and leave it; None: all are whole.
@@ -158,16 +161,22 @@ def dry_run(
     prices = prices or Prices()
     group = groups_without_ranks(rank, num_ranks, prices, between)
     try:
-        return _run(unit, Material(), placements, Boundary(group, between))
+        return _run(unit, Material(), placements, experts, Boundary(group, between))
     except Exception:
         unit, recording = recorded(unit)
         if "" in unit.kept_whole:
             return DryRun()
         group = groups_without_ranks(rank, num_ranks, prices, between)
-        return _run(unit, recording.material, placements, Boundary(group, between))
+        return _run(unit, recording.material, placements, experts, Boundary(group, between))
 
 
-def _run(unit: Unit, material: Material, placements: Mapping[str, Placement], between: Boundary) -> DryRun:
+def _run(
+    unit: Unit,
+    material: Material,
+    placements: Mapping[str, Placement],
+    experts: Set[str],
+    between: Boundary,
+) -> DryRun:
     found = DryRun()
     count = DividedOperations()
     group = between.group
@@ -184,7 +193,7 @@ def _run(unit: Unit, material: Material, placements: Mapping[str, Placement], be
     following = None if unit.following is None else unit.following(material)
     with material.in_use():
         args, kwargs = map_tree(lambda each: entering_leaf(each, between), (args, kwargs))
-        divide(module, placements, group.inner or group)
+        divide_all(module, placements, experts, group)
         kept = _Kept([*module.parameters(), *module.buffers()])
 
         def turn() -> None:
@@ -252,6 +261,22 @@ def dry_run_of_operation(
     except Exception:
         return DryRun(), []
     return found, [_where(each) for each in results]
+
+
+def divide_all(
+    module: nn.Module, placements: Mapping[str, Placement], experts: Set[str], group: TensorGroup
+) -> None:
+    """Divides the parameters of a module.
+
+    Args:
+        module: the parameters are changed.
+        placements: of parameters, by name.
+        experts: those of them that all ranks of a grid share.
+        group: of the ranks that share a batch.
+    """
+    for is_of_expert in (False, True):
+        own = {name: each for name, each in placements.items() if (name in experts) is is_of_expert}
+        divide(module, own, group.of_parameter(is_of_expert=is_of_expert))
 
 
 def _view_of_leaf(item: Any) -> Any:

@@ -67,7 +67,7 @@ class Material:
 
 def _gpus() -> list[int]:
     """The GPUs whose generators are to be kept: seeding seeds those of all."""
-    return [*range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
+    return [*range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
 
 
 def _device(tensor: Tensor) -> torch.device:

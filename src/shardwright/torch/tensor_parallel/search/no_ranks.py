@@ -43,7 +43,9 @@ def groups_without_ranks(
         return group_without_ranks(rank, num_ranks, prices)
     place, own = divmod(rank, between.inner_ranks)
     group = group_without_ranks(place, between.num_ranks, replace(prices, sums_wait=True))
-    group.holds(group_without_ranks(own, between.inner_ranks, replace(prices, sums_wait=False)))
+    group.holds(group_without_ranks(own, between.inner_ranks, prices))
+    experts = group_without_ranks(rank, num_ranks, prices)
+    group.share_experts(experts, range(own, num_ranks, between.inner_ranks))
     return group
 
 

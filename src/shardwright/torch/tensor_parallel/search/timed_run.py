@@ -1,15 +1,14 @@
 """A unit on divided tensors with data, as one rank runs it, with nobody to exchange with: for a clock."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from torch import Tensor
 
 from shardwright.placement import BetweenUnits, Placement
 from shardwright.torch.pytorch.tree import map_tree
 from shardwright.torch.tensor_parallel.boundary import Boundary
-from shardwright.torch.tensor_parallel.divide import divide
 from shardwright.torch.tensor_parallel.group import Prices
-from shardwright.torch.tensor_parallel.search.dry_run import entering_leaf
+from shardwright.torch.tensor_parallel.search.dry_run import divide_all, entering_leaf
 from shardwright.torch.tensor_parallel.search.material import Material
 from shardwright.torch.tensor_parallel.search.no_ranks import groups_without_ranks
 from shardwright.torch.tensor_parallel.search.recording import own_call, step_of
@@ -26,6 +25,7 @@ class TimedRun:
         placements: of its parameters, by name; none: the whole unit, as a rank without others has it.
         rank, num_ranks: who runs it, of all that share a batch.
         prices: by which operations are decided.
+        experts: parameters that all ranks of a grid share, by name.
         between: where the tensors are that enter and leave it; None: all are whole.
     """
 
@@ -37,13 +37,14 @@ class TimedRun:
         rank: int,
         num_ranks: int,
         prices: Prices,
+        experts: Set[str] = frozenset(),
         between: BetweenUnits | None = None,
     ):
         group = groups_without_ranks(rank, num_ranks, prices, between)
         self._unit, self._material = unit, Material(is_random=True)
         self._boundary = Boundary(group, between)
         self._module = copy_of(unit, self._material, self._place)
-        divide(self._module, placements, group.inner or group)
+        divide_all(self._module, placements, experts, group)
 
     def step(self, now: Callable[[], float]) -> tuple[float, float]:
         """Seconds of a forward, and of a backward, by a clock.

@@ -21,6 +21,7 @@ from shardwright.torch.python_state.snapshot import snapshot_of
 from shardwright.torch.pytorch import functions
 from shardwright.torch.pytorch.tree import flatten, leaves
 from shardwright.torch.randomness.rng import get_state, set_state
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 from shardwright.torch.tracing.calls.traced_call import Outcome, TracedCall
 from shardwright.torch.tracing.calls.unit_state import UnitState
 from shardwright.torch.tracing.hidden_inputs import HiddenInputs
@@ -220,10 +221,18 @@ class RealExecution:
     def _fake_result(self, item: Any, *, requires_grad: bool | None = None) -> Any:
         if not isinstance(item, Tensor):
             return item
-        fake = self._values.fake_mode.from_tensor(item.detach(), static_shapes=True)
+        fake = self._without_data(item)
         wanted = item.requires_grad if requires_grad is None else requires_grad
         can = fake.is_floating_point() or fake.is_complex()
         return with_history(fake, self._values.fake_mode) if wanted and can else fake
+
+    def _without_data(self, item: Tensor) -> Tensor:
+        mode = self._values.fake_mode
+        if not isinstance(item, DividedTensor):
+            return mode.from_tensor(item.detach(), static_shapes=True)
+        # Parts are of no interest to a trace, and operations on them may ask other ranks.
+        with mode:
+            return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device=item.device)
 
 
 def _cannot_be_traced(module: nn.Module, name: str, first: Exception, second: Exception) -> TraceError:

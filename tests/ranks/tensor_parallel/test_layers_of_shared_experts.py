@@ -1,0 +1,87 @@
+"""Ranks that share experts, and layers or sequences at once, train a model as one process does."""
+
+from pathlib import Path
+
+import pytest
+from listed_experts import BLOCKS
+from test_listed_experts import check as check_lists
+from test_listed_experts import losses, sparse
+from test_shared_experts import EXPERTS, TOLERANCES, case, check
+from test_shared_sequences import clip_norm
+from transparency import EVALUATION, Iteration
+
+from choices import in_every_run
+from shardwright.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
+
+WHOLE = {"tensor_parallel_degree": 2}
+SEQUENCES = {"context_parallel_degree": 2}
+UNEVEN = (Iteration(batch_size=7, length=6), Iteration(batch_size=7, length=6), Iteration(length=5))
+
+
+@pytest.mark.parametrize("name", in_every_run(EXPERTS, ["mixtral", "qwen2_moe"]))
+def test_layers_and_experts_at_once(name):
+    """Two ranks share layers, two share samples, and all four share experts; norms are counted once."""
+    more = {"tolerance": TOLERANCES.get(name), "clip": clip_norm}
+    check(name, {"steps": case(2, WHOLE, iterations=(*UNEVEN, EVALUATION), **more)}, num_ranks=4)
+
+
+@pytest.mark.parametrize("name", in_every_run(EXPERTS, ["mixtral"]))
+def test_sequences_and_experts_at_once(name):
+    """Two ranks share sequences, two share samples, and all four share experts."""
+    more = {"tolerance": TOLERANCES.get(name), "clip": clip_norm}
+    uneven = (Iteration(length=6), Iteration(length=6), Iteration(batch_size=7, length=7))
+    check(name, {"steps": case(2, SEQUENCES, iterations=uneven, **more)}, num_ranks=4)
+
+
+def test_listed_experts_in_a_grid():
+    steps = (Iteration(length=6),) * 2
+    cases = {str(given): case(2, given, iterations=steps) for given in (WHOLE, SEQUENCES)}
+    check_lists(sparse("Mixtral", "DeepSeek"), cases, num_ranks=4)
+
+
+@pytest.mark.sweep
+def test_all_kinds_of_lists():
+    uneven = (Iteration(batch_size=7, length=5), Iteration(length=6))
+    cases = {str(given): case(2, given, iterations=uneven) for given in (WHOLE, SEQUENCES)}
+    check_lists(sparse(*BLOCKS), cases, num_ranks=4)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_stages_replicas_and_shards_of_both(name):
+    alone = {**WHOLE, "pipeline_parallel_degree": 1}
+    shards = {**alone, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 20}
+    stages = {**WHOLE, "pipeline_parallel_degree": 2}
+    recomputed = {**alone, "activation_checkpointing": "full", "placement_strategy": "TPD"}
+    more = {"iterations": (Iteration(length=6),) * 2, "clip": clip_norm, "least_divided": 0.0}
+    cases = {
+        "1f1b": case(2, {**stages, "pipeline": "1f1b"}, **more),
+        "zb_v": case(2, {**stages, "pipeline": "zb_v"}, **more),
+        "recomputed, in another order": case(2, recomputed, **more),
+        "shards": case(2, shards, **more),
+        "shared updates": case(2, {**alone, "shard_optimizer_state": True}, **more),
+    }
+    check(name, cases, num_ranks=8)
+
+
+@pytest.mark.sweep
+def test_three_by_two():
+    cases = {
+        f"{expert} x {tensor}": case(expert, {**WHOLE, "tensor_parallel_degree": tensor})
+        for expert, tensor in ((3, 2), (2, 3))
+    }
+    check_lists(sparse("Mixtral", "Switch", num_experts=7), cases, num_ranks=6)
+
+
+def test_other_ranks_go_on_from_a_checkpoint_of_both(tmp_path: Path):
+    """Of each kind of parameter, all ranks together save each element once."""
+    grid = {**WHOLE, "expert_parallel_degree": 2}
+    experts = {"expert_parallel_degree": 2}
+    layouts = [(4, grid), (2, WHOLE), (4, {**experts, **SEQUENCES}), (2, experts), (4, grid)]
+    plain = run_ranks(losses, 1, {}, tmp_path / "plain", 2 * len(layouts))[0]
+    found: list[float] = []
+    for num_ranks, settings in layouts:
+        found += run_ranks(losses, num_ranks, settings, tmp_path / "shared", 2)[0]
+    assert found == pytest.approx(plain, rel=1e-9)
