@@ -20,9 +20,17 @@ class Series:
         return np.arange(4.0, dtype=dtype)
 
 
-def test_what_becomes_an_array_is_cut():
+class Frame(Series):
+    """A table of pandas has an ``assign`` of its own, as variables have."""
+
+    def assign(self, **columns):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("kind", [Series, Frame])
+def test_what_becomes_an_array_is_cut(kind):
     """Bug: every microbatch got the whole series."""
-    parts = arguments(tf.zeros([4, 2]), Series()).parts(2)
+    parts = arguments(tf.zeros([4, 2]), kind()).parts(2)
     assert [part[1].numpy().tolist() for part in parts] == [[0.0, 1.0], [2.0, 3.0]]
 
 

@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 
+from shardwright.errors import UsageError
 from shardwright.testing import run_ranks
 
 SETTINGS = {"microbatches": 2, "profile": "estimated", "run_dir": "off", "report": False}
@@ -184,3 +185,15 @@ def test_calls_at_the_wrong_time(messages):
     for _, found in messages:
         for text, words in zip(found, expected, strict=True):
             assert words in text
+
+
+def test_a_model_that_is_wrapped_stays_what_it_is():
+    """A name was left out silently."""
+    import tensorflow as tf
+
+    import shardwright.tensorflow as sw
+
+    model = tf.keras.Sequential([])
+    with pytest.raises(UsageError, match="was given name beside the model"):
+        sw.DistributedModel(model, name="other")
+    assert type(model) is tf.keras.Sequential

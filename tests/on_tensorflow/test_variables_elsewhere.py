@@ -2,11 +2,14 @@
 
 import os
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from keras_features import SETTINGS, data, layers
 
+from shardwright.errors import UsageError
+from shardwright.tensorflow import whole_optimizer
 from shardwright.testing import run_ranks
 
 
@@ -118,3 +121,21 @@ def test_a_saved_model_gives_the_same_outputs_without_shardwright(found):
     outputs = found[0]["saved"]
     for rank in found:
         np.testing.assert_allclose(outputs, rank["outputs"], rtol=0, atol=1e-6 * np.abs(outputs).max())
+
+
+def test_an_optimizer_that_cannot_be_made_again_fails_on_all_ranks(monkeypatch):
+    """Bug: the first rank failed, and the others waited for it to write the model."""
+
+    def from_first_rank(make):
+        raise UsageError("rank 0 has failed")
+
+    monkeypatch.setattr(whole_optimizer, "_slots_of_all", lambda run, optimizer: {"momentum/kernel": None})
+    run = SimpleNamespace(
+        mesh=SimpleNamespace(world_size=2),
+        is_placed=True,
+        keras_model=SimpleNamespace(optimizer=object()),
+        rank=1,
+        from_first_rank=from_first_rank,
+    )
+    with pytest.raises(UsageError, match="rank 0 has failed"), whole_optimizer.whole_optimizer(run):
+        pass

@@ -195,10 +195,10 @@ class _Place:
 
 
 def _is_data(leaf: Any) -> bool:
-    """Whether a leaf is numbers of the batch: also a series of pandas, or a tensor of another framework."""
+    """Whether a leaf is numbers of the batch: also a table of pandas, or a tensor of another framework."""
     if isinstance(leaf, (tf.Tensor, np.ndarray, np.generic, tf.RaggedTensor, tf.SparseTensor)):
         return True
-    return hasattr(leaf, "__array__") and not hasattr(leaf, "assign")  # which variables have
+    return hasattr(leaf, "__array__") and not hasattr(leaf, "assign_add")  # which variables have
 
 
 def _dense(leaf: Any, name: str) -> Any:

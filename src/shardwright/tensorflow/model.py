@@ -44,7 +44,8 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
         model: the model to wrap; None for a subclass, which has layers of its own.
 
     Raises:
-        UsageError: `sw.init` was not called, or another model is wrapped already.
+        UsageError: `sw.init` was not called, another model is wrapped already, or arguments are given
+            beside the model to wrap.
     """
 
     # Of the classes that wrap a model; a subclass of a script's own may take models as it likes.
@@ -54,6 +55,11 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
         """Makes the model, or gives one that is there the methods of this class."""
         if "_wraps_models" not in vars(cls) or not isinstance(model, _private.keras_model_class()):
             return super().__new__(cls, *(() if model is None else (model,)), *args, **kwargs)
+        if given := [*map(repr, args), *kwargs]:
+            raise UsageError(
+                f"DistributedModel(model) was given {', '.join(given)} beside the model, which stays what it "
+                "is. Give that to the model itself."
+            )
         if not isinstance(model, DistributedModel):
             own: Any = type(model)
             model.__class__ = _class_over_ranks(cls, own)  # type: ignore[arg-type]

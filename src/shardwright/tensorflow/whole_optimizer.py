@@ -32,10 +32,16 @@ def whole_optimizer(run: KerasRun) -> Iterator[None]:
         yield
         return
     slots = _slots_of_all(run, own)
-    if run.rank > 0 or not slots:
+    if not slots:
         yield
         return
-    model.optimizer = _with_slots(own, model, slots)
+    made: list[Any] = []
+    # An optimizer that cannot be made again fails on all ranks: the others wait for the first one to write.
+    run.from_first_rank(lambda: made.append(_with_slots(own, model, slots)))
+    if not made:
+        yield
+        return
+    (model.optimizer,) = made
     try:
         yield
     finally:

@@ -5,11 +5,12 @@ Smaller products take longer than their operations say.
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
+from shardwright.torch.counting.hook_effects import HookEffects
 from shardwright.torch.interception.trace_marker import tracing
 from shardwright.torch.measuring.measure import Clock
 from shardwright.torch.script_collectives.replica_collectives import over_replicas
@@ -34,16 +35,18 @@ class TimesParts:
         device: where.
         share_cores: processes take turns on the cores.
         operation_s: what an operation on divided tensors takes beyond its own time.
+        hooks: knows which hooks of units change something: others do not see that units are run.
     """
 
     device: torch.device
     share_cores: bool
     operation_s: float
+    hooks: HookEffects = field(default_factory=HookEffects)
 
     def __call__(self, part: UnitPart, forward: Phase, backward: Phase) -> WorkShares | None:
         """See `PartTimer`."""
         try:
-            of_part, of_whole = self._seconds(part)
+            of_part, of_whole = self.hooks.unseen(part.unit.module, lambda: self._seconds(part))
         except Exception as error:  # on random numbers; the work of its operations says what it takes
             log.info("a part of %s cannot be timed: %s", type(part.unit.module).__name__, error)
             return None

@@ -236,15 +236,16 @@ class Planner:
             prices=prices,
             decided_by=None if last is None else last.prices,
             microbatches=microbatches,
-            time_part=self._times_parts(operation_s),
+            time_part=self._times_parts(trace, operation_s),
         )
         return replace(found, operation_s=operation_s)
 
-    def _times_parts(self, operation_s: float) -> TimesParts | None:
+    def _times_parts(self, trace: Trace, operation_s: float) -> TimesParts | None:
         context = self._context
-        if context.config.profile == "estimated":
+        sample = next(iter(trace.samples.values()), None)
+        if context.config.profile == "estimated" or sample is None:
             return None
-        return TimesParts(context.device, shares_cores(context), operation_s)
+        return TimesParts(context.device, shares_cores(context), operation_s, sample.hooks)
 
     def _review(
         self,

@@ -87,6 +87,14 @@ def test_large_units_run_less_often(monkeypatch, most_s, runs):
     assert len(steps) == 2 * runs
 
 
+def test_hooks_that_look_on_do_not_see_it():
+    """Bug: a script's hook that counted calls had counted ten more for each kind of unit, on one rank."""
+    each, seen = unit(), []
+    each.module[0].register_forward_hook(lambda module, args, output: seen.append(output))
+    assert ON_CPU(part_of(each), Phase(), Phase()) is not None
+    assert seen == []
+
+
 def test_pythons_dispatch_is_taken_off(monkeypatch):
     """It takes as long for large microbatches as for small ones, and is counted apart."""
 

@@ -67,7 +67,8 @@ class Material:
 
 def _gpus() -> list[int]:
     """The GPUs whose generators are to be kept: seeding seeds those of all."""
-    return [*range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return [*range(torch.cuda.device_count())] if in_use else []
 
 
 def _device(tensor: Tensor) -> torch.device:
