@@ -267,7 +267,7 @@ def test_experts_are_shared_by_the_ranks_of_a_batch():
         ({"context": 2, "data": 4}, "tensor 2, context 2 and data 4"),
     ):
         others = replace(task, pins={**pins, **more})
-        assert search(others).best.not_run_yet == [f"experts over 4 ranks in a way with {beside}"]
+        assert f"experts over 4 ranks in a way with {beside}" in search(others).best.not_run_yet
         with pytest.raises(ConfigError, match="this version runs no way with expert=4"):
             search(replace(others, only_what_runs=True))
 
