@@ -1,10 +1,12 @@
 """A unit on divided tensors with data, as one rank runs it, with nobody to exchange with: for a clock."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from shardwright.placement import BetweenUnits, Placement
+from shardwright.torch.pytorch.autocast import AutocastState, autocast_as
 from shardwright.torch.pytorch.tree import map_tree
 from shardwright.torch.tensor_parallel.boundary import Boundary
 from shardwright.torch.tensor_parallel.divide import divide
@@ -27,6 +29,7 @@ class TimedRun:
         rank, num_ranks: who runs it, of all that share a batch.
         prices: by which operations are decided.
         between: where the tensors are that enter and leave it; None: all are whole.
+        autocast: in force where it is called.
     """
 
     def __init__(
@@ -38,10 +41,12 @@ class TimedRun:
         num_ranks: int,
         prices: Prices,
         between: BetweenUnits | None = None,
+        autocast: AutocastState = (),
     ):
         group = groups_without_ranks(rank, num_ranks, prices, between)
         self._unit, self._material = unit, Material(is_random=True)
         self._boundary = Boundary(group, between)
+        self._autocast = autocast
         self._module = copy_of(unit, self._material, self._place)
         divide(self._module, placements, group.inner or group)
 
@@ -60,12 +65,10 @@ class TimedRun:
 
         with self._material.in_use():
             args, kwargs = map_tree(lambda each: entering_leaf(each, self._boundary), (args, kwargs))
-            is_cut = self._boundary.cuts
-            call = self._boundary.around(self._module, self._module) if is_cut else self._module
             times.append(now())
             step_of(
                 following or self._unit.results,
-                call,
+                self._call,
                 args,
                 kwargs,
                 self._place,
@@ -77,6 +80,12 @@ class TimedRun:
         self._module.zero_grad()
         begun, turned, ended = times
         return turned - begun, ended - turned
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        is_cut = self._boundary.cuts
+        call = self._boundary.around(self._module, self._module) if is_cut else self._module
+        with autocast_as(self._autocast):
+            return call(*args, **kwargs)
 
     def _place(self, tensors: Sequence[Tensor]) -> None:
         for each in tensors:
