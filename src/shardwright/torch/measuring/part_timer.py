@@ -5,16 +5,17 @@ Smaller products take longer than their operations say.
 
 import logging
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from shardwright.torch.counting.hook_effects import HookEffects
 from shardwright.torch.interception.trace_marker import tracing
 from shardwright.torch.measuring.measure import Clock
 from shardwright.torch.script_collectives.replica_collectives import over_replicas
-from shardwright.torch.tensor_parallel.search import Phase, TimedRun, WorkShares
+from shardwright.torch.tensor_parallel.search import Phase, TimedRun, WorkShares, is_small
+from shardwright.torch.tracing.trace_data import Sample
 from shardwright.torch.units.divided_costs import UnitPart
 
 __all__ = ["TimesParts"]
@@ -35,20 +36,25 @@ class TimesParts:
         device: where.
         share_cores: processes take turns on the cores.
         operation_s: what an operation on divided tensors takes beyond its own time.
-        hooks: knows which hooks of units change something: others do not see that units are run.
+        samples: of units, by the id of the module: with autocast, and with the hooks that change something.
+            Others do not see that units are run.
     """
 
     device: torch.device
     share_cores: bool
     operation_s: float
-    hooks: HookEffects = field(default_factory=HookEffects)
+    samples: Mapping[int, Sample]
 
     def __call__(self, part: UnitPart, forward: Phase, backward: Phase) -> WorkShares | None:
         """See `PartTimer`."""
+        module = part.unit.module
+        if not is_small(module):
+            return None  # there must be room for two copies
+        sample = self.samples[id(module)]
         try:
-            of_part, of_whole = self.hooks.unseen(part.unit.module, lambda: self._seconds(part))
+            of_part, of_whole = sample.hooks.unseen(module, lambda: self._seconds(part, sample))
         except Exception as error:  # on random numbers; the work of its operations says what it takes
-            log.info("a part of %s cannot be timed: %s", type(part.unit.module).__name__, error)
+            log.info("a part of %s cannot be timed: %s", type(module).__name__, error)
             return None
         shares = [
             max(taken_s - phase.num_divided * self.operation_s, 0.0) / whole_s if whole_s > 0 else 1.0
@@ -57,9 +63,16 @@ class TimesParts:
         return WorkShares(*shares)
 
     @tracing()
-    def _seconds(self, part: UnitPart) -> tuple[list[float], list[float]]:
+    def _seconds(self, part: UnitPart, sample: Sample) -> tuple[list[float], list[float]]:
         """Of forward and backward, of the part and of the whole."""
-        run_of = partial(TimedRun, part.unit, rank=part.rank, num_ranks=part.num_ranks, prices=part.prices)
+        run_of = partial(
+            TimedRun,
+            part.unit,
+            rank=part.rank,
+            num_ranks=part.num_ranks,
+            prices=part.prices,
+            autocast=sample.autocast,
+        )
         runs = [run_of(part.cuts, experts=part.experts, between=part.between), run_of({})]
         clock = Clock(self.device, share_cores=self.share_cores)
         times: list[list[tuple[float, float]]] = [[], []]

@@ -242,10 +242,14 @@ class Planner:
 
     def _times_parts(self, trace: Trace, operation_s: float) -> TimesParts | None:
         context = self._context
-        sample = next(iter(trace.samples.values()), None)
-        if context.config.profile == "estimated" or sample is None:
+        if context.config.profile == "estimated":
             return None
-        return TimesParts(context.device, shares_cores(context), operation_s, sample.hooks)
+        samples = {
+            id(self._model.get_submodule(node.name)): trace.samples[node.cost_class]
+            for node in trace.graph.nodes
+            if node.kind == "unit"
+        }
+        return TimesParts(context.device, shares_cores(context), operation_s, samples)
 
     def _review(
         self,

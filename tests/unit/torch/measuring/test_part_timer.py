@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,23 @@ from shardwright.plan import TensorPrices
 from shardwright.planner.chain.division import Passage
 from shardwright.torch.measuring import part_timer
 from shardwright.torch.measuring.part_timer import TimesParts
+from shardwright.torch.pytorch.tree import flatten
 from shardwright.torch.tensor_parallel.group import Prices
 from shardwright.torch.tensor_parallel.search import Material, Phase, TimedRun, Unit, WorkShares
+from shardwright.torch.tracing.trace_data import Sample
 from shardwright.torch.units.divided_costs import UnitPart, divided_units
 
 WHOLE_BETWEEN = BetweenUnits.of_batch({}, None, num_ranks=2)
 CUTS = {"0.weight": Cut.even(0, 16, num_ranks=2), "2.weight": Cut.even(1, 16, num_ranks=2)}
-ON_CPU = TimesParts(torch.device("cpu"), share_cores=False, operation_s=1.0)
+
+
+def timed(
+    each: Unit, *, operation_s: float = 1.0, operations: tuple[int, int] = (0, 0), autocast: Any = ()
+) -> WorkShares | None:
+    """What a part of a unit takes, with operations on divided tensors in forward and backward."""
+    samples = {id(each.module): Sample(each.module, [], flatten(())[1], autocast)}
+    timer = TimesParts(torch.device("cpu"), share_cores=False, operation_s=operation_s, samples=samples)
+    return timer(part_of(each), *(Phase(num_divided=number) for number in operations))
 
 
 def unit(module: nn.Module | None = None) -> Unit:
@@ -37,9 +48,7 @@ def test_a_step_is_timed_from_its_begin_to_its_turn_and_to_its_end():
 
 
 def test_a_part_with_real_numbers_takes_some_time():
-    shares = TimesParts(torch.device("cpu"), share_cores=False, operation_s=0.0)(
-        part_of(unit()), Phase(), Phase()
-    )
+    shares = timed(unit(), operation_s=0.0)
     assert shares is not None
     assert 0 < shares.forward < math.inf
     assert 0 < shares.backward < math.inf
@@ -49,7 +58,7 @@ def test_random_generators_and_parameters_stay_as_they_were():
     each = unit()
     weights = [parameter.clone() for parameter in each.module.parameters()]
     before = torch.get_rng_state()
-    ON_CPU(part_of(each), Phase(), Phase())
+    timed(each)
     assert torch.equal(torch.get_rng_state(), before)
     for parameter, weight in zip(each.module.parameters(), weights, strict=True):
         assert torch.equal(parameter, weight)
@@ -83,27 +92,34 @@ def test_large_units_run_less_often(monkeypatch, most_s, runs):
 
     monkeypatch.setattr(part_timer, "TimedRun", Run)
     monkeypatch.setattr(part_timer, "_MOST_S", most_s)
-    assert ON_CPU(part_of(unit()), Phase(), Phase()) == WorkShares(1.0, 1.0)
+    assert timed(unit()) == WorkShares(1.0, 1.0)
     assert len(steps) == 2 * runs
+
+
+def test_autocast_is_that_of_the_call():
+    """Bug: no unit was timed that gets numbers in 16 bits from one before it."""
+    each = unit()
+    each.args = (torch.empty(4, 8, dtype=torch.bfloat16, device="meta", requires_grad=True),)
+    assert timed(each) is None
+    assert timed(each, autocast=(("cpu", True, torch.bfloat16),)) is not None
 
 
 def test_hooks_that_look_on_do_not_see_it():
     """Bug: a script's hook that counted calls had counted ten more for each kind of unit, on one rank."""
     each, seen = unit(), []
     each.module[0].register_forward_hook(lambda module, args, output: seen.append(output))
-    assert ON_CPU(part_of(each), Phase(), Phase()) is not None
+    assert timed(each) is not None
     assert seen == []
 
 
 def test_pythons_dispatch_is_taken_off(monkeypatch):
     """It takes as long for large microbatches as for small ones, and is counted apart."""
 
-    def seconds(timer, part):
+    def seconds(timer, part, sample):
         return [6.0, 13.0], [10.0, 20.0]
 
     monkeypatch.setattr(TimesParts, "_seconds", seconds)
-    shares = ON_CPU(part_of(unit()), Phase(num_divided=1), Phase(num_divided=3))
-    assert shares == WorkShares(0.5, 0.5)
+    assert timed(unit(), operations=(1, 3)) == WorkShares(0.5, 0.5)
 
 
 class Raises(nn.Sequential):
@@ -114,7 +130,7 @@ class Raises(nn.Sequential):
 
 
 def test_what_does_not_run_on_random_numbers_is_told_by_its_work():
-    assert ON_CPU(part_of(unit(Raises(*unit().module))), Phase(), Phase()) is None
+    assert timed(unit(Raises(*unit().module))) is None
 
 
 @pytest.mark.parametrize("timed", [None, WorkShares(0.75, 0.5)])

@@ -1,10 +1,12 @@
 """A unit on divided tensors with data, as one rank runs it, with nobody to exchange with: for a clock."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
 
 from torch import Tensor
 
 from shardwright.placement import BetweenUnits, Placement
+from shardwright.torch.pytorch.autocast import AutocastState, autocast_as
 from shardwright.torch.pytorch.tree import map_tree
 from shardwright.torch.tensor_parallel.boundary import Boundary
 from shardwright.torch.tensor_parallel.group import Prices
@@ -27,6 +29,7 @@ class TimedRun:
         prices: by which operations are decided.
         experts: parameters that all ranks of a grid share, by name.
         between: where the tensors are that enter and leave it; None: all are whole.
+        autocast: in force where it is called.
     """
 
     def __init__(
@@ -39,10 +42,12 @@ class TimedRun:
         prices: Prices,
         experts: Set[str] = frozenset(),
         between: BetweenUnits | None = None,
+        autocast: AutocastState = (),
     ):
         group = groups_without_ranks(rank, num_ranks, prices, between)
         self._unit, self._material = unit, Material(is_random=True)
         self._boundary = Boundary(group, between)
+        self._autocast = autocast
         self._module = copy_of(unit, self._material, self._place)
         divide_all(self._module, placements, experts, group)
 
@@ -61,12 +66,10 @@ class TimedRun:
 
         with self._material.in_use():
             args, kwargs = map_tree(lambda each: entering_leaf(each, self._boundary), (args, kwargs))
-            is_cut = self._boundary.cuts
-            call = self._boundary.around(self._module, self._module) if is_cut else self._module
             times.append(now())
             step_of(
                 following or self._unit.results,
-                call,
+                self._call,
                 args,
                 kwargs,
                 self._place,
@@ -78,6 +81,12 @@ class TimedRun:
         self._module.zero_grad()
         begun, turned, ended = times
         return turned - begun, ended - turned
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        is_cut = self._boundary.cuts
+        call = self._boundary.around(self._module, self._module) if is_cut else self._module
+        with autocast_as(self._autocast):
+            return call(*args, **kwargs)
 
     def _place(self, tensors: Sequence[Tensor]) -> None:
         for each in tensors:
