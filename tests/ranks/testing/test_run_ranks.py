@@ -239,7 +239,7 @@ def test_a_hang_ends_with_every_stack():
     before_s = time.monotonic()
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(hang_here, 3, timeout_s=1.0)
-    assert time.monotonic() - before_s < 10
+    assert time.monotonic() - before_s < 30  # a fork server may have to start first
     text = str(caught.value)
     assert text.startswith("3 of 3 ranks did not end within 1 s: 0, 1, 2.")
     assert "pass timeout_s=2" in text

@@ -67,7 +67,7 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
 
     Legacy Keras does not count the loss scale among them.
     """
-    assert optimizer.iterations is not None
+    _ = optimizer.iterations  # makes it
     found = optimizer.variables
     found = list(found() if callable(found) and not isinstance(found, list) else found)
     scale: Any = getattr(optimizer, "_loss_scale", None)
@@ -83,7 +83,7 @@ def count_update(optimizer: Any) -> Any:
     ``iterations`` of Keras 3 is no variable where gradients of several batches are accumulated; the oldest
     optimizers make the variable when they are first asked for it.
     """
-    assert optimizer.iterations is not None
+    _ = optimizer.iterations  # makes it
     return optimizer._iterations.assign_add(1)
 
 
