@@ -35,12 +35,16 @@ class TwoHeads(nn.Module):
         return {"early": early, "logits": self.net(x)}
 
 
-def count_call() -> None:
-    """Counts the calls of a step function that are made for a microbatch."""
+def count_call() -> int:
+    """Counts the calls of a step function that are made for a microbatch, and gives the number of this one.
+
+    Behind the model other microbatches have begun, on each rank as many as its part of the schedule says.
+    """
     import shardwright.torch as sw
 
     if not sw.is_tracing():
         calls[0] += 1
+    return calls[0]
 
 
 def outcome(
@@ -437,9 +441,9 @@ def test_one_rank_may_read_alone(rank: int, every: int) -> None:
 
 def decides_later(model: Any, x: Tensor, y: Tensor) -> Any:
     """A condition that the trace did not come by."""
-    count_call()
+    number = count_call()
     loss = loss_of(model, x, y)
-    if calls[0] > MICROBATCHES + 2 and loss > 16:
+    if number > MICROBATCHES + 2 and loss > 16:
         loss = loss.log()
     model.backward(loss)
     return loss
@@ -459,9 +463,9 @@ def one_reads_later(model: Any, x: Tensor, y: Tensor) -> Any:
     """One rank alone, by a function that does not look like it, in later calls."""
     import shardwright.torch as sw
 
-    count_call()
+    number = count_call()
     loss = loss_of(model, x, y)
-    if calls[0] > MICROBATCHES + 2 and sw.rank() == 0:
+    if number > MICROBATCHES + 2 and sw.rank() == 0:
         value_of(loss)
     model.backward(loss)
     return loss
@@ -508,10 +512,10 @@ value_of = operator.methodcaller("item")  # a name that tells nothing
 
 def reads_later(model: Any, x: Tensor, y: Tensor) -> Any:
     """Reads in later calls, by a function that does not look like it, and decides."""
-    count_call()
+    number = count_call()
     loss = loss_of(model, x, y)
     twice = loss * 2
-    if calls[0] > MICROBATCHES + 2 and value_of(twice) > 25:
+    if number > MICROBATCHES + 2 and value_of(twice) > 25:
         twice = twice.log()
     model.backward(twice)
     return twice
@@ -564,8 +568,8 @@ class Residual(nn.Module):
 
 def reads_between_parts_later(model: Any, x: Tensor, y: Tensor) -> Any:
     """What no trace could foresee, in the middle of the model."""
-    count_call()
-    reads, total = calls[0] > MICROBATCHES + 2, 0.0
+    number = count_call()
+    reads, total = number > MICROBATCHES + 2, 0.0
     hidden = model.module.embedding(x)
     for part in model.module.body:
         hidden = part(hidden)
@@ -628,8 +632,8 @@ def total(tensor: Tensor) -> float:
 
 def reads_what_a_module_changes(model: Any, x: Tensor, y: Tensor) -> Any:
     """In some calls, before the change and behind it."""
-    count_call()
-    reads, parts = calls[0] > MICROBATCHES + 2, model.module
+    number = count_call()
+    reads, parts = number > MICROBATCHES + 2, model.module
     hidden = parts.body[0](parts.embedding(x)) * 1.0
     before = total(hidden) if reads else 0.0
     logits = parts.head(parts.body[2](parts.body[1](parts.relu(hidden))))
@@ -666,11 +670,11 @@ def one_reads_before_a_change(model: Any, x: Tensor, y: Tensor) -> Any:
     """The rank that has it does not come by."""
     import shardwright.torch as sw
 
-    count_call()
+    number = count_call()
     parts = model.module
     hidden = parts.body[0](parts.embedding(x)) * 1.0
     alone = 0.0
-    if calls[0] > MICROBATCHES + 2 and sw.pp_rank() == sw.pp_size() - 1:
+    if number > MICROBATCHES + 2 and sw.pp_rank() == sw.pp_size() - 1:
         alone = total(hidden)
     logits = parts.head(parts.body[1](parts.relu(hidden)))
     loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
@@ -693,9 +697,9 @@ def one_reads_between_calls_of_the_model(model: Any, x: Tensor, y: Tensor) -> An
     """In some calls, the first loss."""
     import shardwright.torch as sw
 
-    count_call()
+    number = count_call()
     first = loss_of(model, x, y)
-    if calls[0] > MICROBATCHES + 2 and sw.rank() == 0:
+    if number > MICROBATCHES + 2 and sw.rank() == 0:
         print(first.item())
     second = loss_of(model, y, x)
     model.backward(first + second)
@@ -976,10 +980,10 @@ class Deep(TwoHeads):
 
 def reads_before_an_early_stage_is_done(model: Any, x: Tensor, y: Tensor) -> Any:
     """In some calls: the early stage would wait for the last one, and that for it."""
-    count_call()
+    number = count_call()
     out = model(x)
     loss = F.cross_entropy(out["logits"].flatten(0, 1), y.flatten())
-    if calls[0] > MICROBATCHES + 2:
+    if number > MICROBATCHES + 2:
         print(loss.item())
     loss = loss + out["early"].square().mean()
     model.backward(loss)
