@@ -26,7 +26,7 @@ SENTENCES = {
 """Keys whose values are for people, beside numbers that say the same."""
 
 NAMES = {"name", "sample"}
-_FORMATTED = re.compile(r"\d ?(us|ms|s|[kKMGT]i?B|GB/s|tok/s|FLOP/s)\b|\d%|\n|  ")
+_FORMATTED = re.compile(r"(?<!\w)[\d.,]*\d ?(us|ms|s|[kKMGT]i?B|GB/s|tok/s|FLOP/s)\b|\d%|\n|  ")
 
 
 def _formatted(value, key=""):
@@ -45,6 +45,7 @@ def test_what_is_looked_for():
     assert _formatted({"size": "9.9 MiB"}) == [("size", "9.9 MiB")]
     assert _formatted({"rows": [{"step": "1.2 ms"}, {"table": "a  b\n1  2"}, {"share": "30%"}]})
     assert _formatted({"name": "H100-80GB", "why": ["takes 1.2 ms"], "kind": "1f1b", "file": "a.json"}) == []
+    assert _formatted({"cache": "/tmp/random-72oceh6s"}) == []
 
 
 @pytest.mark.parametrize(
