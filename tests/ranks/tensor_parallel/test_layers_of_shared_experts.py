@@ -20,7 +20,7 @@ SEQUENCES = {"context_parallel_degree": 2}
 UNEVEN = (Iteration(batch_size=7, length=6), Iteration(batch_size=7, length=6), Iteration(length=5))
 
 
-@pytest.mark.parametrize("name", in_every_run(EXPERTS, ["mixtral", "qwen2_moe"]))
+@pytest.mark.parametrize("name", in_every_run(EXPERTS, ["qwen2_moe"], in_thorough=["mixtral"]))
 def test_layers_and_experts_at_once(name):
     """Two ranks share layers, two share samples, and all four share experts; norms are counted once."""
     more = {"tolerance": TOLERANCES.get(name), "clip": clip_norm}
@@ -35,6 +35,7 @@ def test_sequences_and_experts_at_once(name):
     check(name, {"steps": case(2, SEQUENCES, iterations=uneven, **more)}, num_ranks=4)
 
 
+@pytest.mark.thorough
 def test_listed_experts_in_a_grid():
     steps = (Iteration(length=6),) * 2
     cases = {str(given): case(2, given, iterations=steps) for given in (WHOLE, SEQUENCES)}
@@ -75,6 +76,7 @@ def test_three_by_two():
     check_lists(sparse("Mixtral", "Switch", num_experts=7), cases, num_ranks=6)
 
 
+@pytest.mark.thorough
 def test_other_ranks_go_on_from_a_checkpoint_of_both(tmp_path: Path):
     """Of each kind of parameter, all ranks together save each element once."""
     grid = {**WHOLE, "expert_parallel_degree": 2}

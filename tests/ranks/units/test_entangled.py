@@ -15,8 +15,8 @@ from shardwright.testing import RanksFailedError, run_ranks
 CONFIG = {"microbatches": 4, "profile": "estimated"}
 
 
-def check(recipe: Recipe) -> None:
-    cases = {kind: Case(config={**CONFIG, "pipeline": kind}) for kind in ("1f1b", "zb_v")}
+def check(recipe: Recipe, kinds: tuple[str, ...] = ("1f1b", "zb_v")) -> None:
+    cases = {kind: Case(config={**CONFIG, "pipeline": kind}) for kind in kinds}
     assert run_ranks(differences_by_case, 2, recipe, cases) == [{}, {}]
 
 
@@ -204,7 +204,7 @@ def loss_of_tags(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def test_modules_that_pack_sequences():
-    check(Recipe(build=Tagger, batch=padded, loss=loss_of_tags))
+    check(Recipe(build=Tagger, batch=padded, loss=loss_of_tags), ("zb_v",))  # half a second a step: one kind
 
 
 def test_a_model_that_packs_sequences_between_its_units_is_told_what_to_do():
