@@ -1,6 +1,6 @@
 """Is the planner right? Predicted steps, memory and choices against measured ones.
 
-P  steps of pipelines, replicas, shards, recomputation, microbatches
+P  steps of pipelines, replicas, shards, shared layers, recomputation, microbatches
 M  peak memory of the same
 B  the plan that it chooses, against everything that two ranks can do
 
@@ -63,6 +63,7 @@ class Case:
             "pipeline_parallel_degree": "pipeline",
             "data_parallel_degree": "data",
             "sharded_data_parallel_degree": "shard",
+            "tensor_parallel_degree": "tensor",
             "activation_checkpointing": "recompute",
         }
         given = ", ".join(f"{names.get(key, key)} {value}" for key, value in self.settings.items())
@@ -88,6 +89,8 @@ _CASES = (
     _case(2, 1, 2, microbatches=1, activation_checkpointing="full"),
     _case(2, 2, 1, microbatches=4, task="conv net"),
     _case(2, 1, 2, microbatches=1, task="wide gpt"),
+    _case(2, 1, 1, tensor_parallel_degree=2, microbatches=1),
+    _case(2, 1, 1, tensor_parallel_degree=2, microbatches=4, task="wide gpt"),
     _case(4, 4, 1, microbatches=8, on_two_hosts=True),
     _case(4, 2, 2, microbatches=4, on_two_hosts=True),
     _case(4, 2, 2, 2, microbatches=4, on_two_hosts=True),
