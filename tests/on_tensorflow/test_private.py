@@ -265,3 +265,14 @@ def test_a_backup_is_left_to_another_rank(tmp_path):
         )
     assert saved == [f"{kept}/latest.weights.h5"]
     assert list(tmp_path.rglob("*")) == [kept]
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras' own
+def test_a_board_is_left_to_another_rank(tmp_path):
+    model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, y = np.zeros([2, 3], "f"), np.zeros([2, 1], "f")
+    board = tf.keras.callbacks.TensorBoard(str(tmp_path), profile_batch=1, update_freq="batch")
+    with _private.boards_left_to_another():
+        model.fit(x, y, validation_data=(x, y), verbose=0, callbacks=[board])
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -16,6 +16,7 @@ from shardwright.tensorflow._private.graphs import (
 )
 from shardwright.tensorflow._private.keras import (
     backups_left_to_another,
+    boards_left_to_another,
     count_batch,
     is_building,
     keras_model_class,
@@ -58,6 +59,7 @@ __all__ = [
     "SavedObject",
     "added",
     "backups_left_to_another",
+    "boards_left_to_another",
     "count_batch",
     "count_update",
     "direct_call",
