@@ -3,6 +3,7 @@
 import functools
 import gc
 
+import numpy as np
 import pytest
 
 from shardwright.tensorflow.optimizer import has_nothing_here
@@ -43,7 +44,7 @@ def _steps_made_in_a_loop():
 
 def test_a_step_function_has_a_trace_of_its_own():
     """Bug: one that was made where another had been ran the trace of that one."""
-    for steps, _, _ in _found(legacy=False):
+    for *_, steps, _ in _found(legacy=False):
         assert steps == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
@@ -98,10 +99,85 @@ def _clipped_without_variables():
     return sum(float((each**2).sum()) for each in moved) ** 0.5
 
 
+def _metric_of_a_penalty():
+    """What two batches give a metric, and their losses."""
+    tf, sw, model = _start()
+    total = tf.keras.metrics.Sum()
+
+    @sw.step
+    def step(x):
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y = model(x)
+            loss = tf.reduce_mean(inner.gradient(y, x) ** 2)
+        total.update_state(loss)
+        return tape.gradient(loss, model.trainable_variables)[0], loss
+
+    x = tf.random.stateless_uniform([8, 8], (1, 2))
+    losses = [float(step(x)[1].reduce_sum()) for _ in range(2)]
+    sw.shutdown()
+    return float(total.result()), sum(losses)
+
+
+class _Steps:
+    """Models with a step of their own, as the pages of Keras have them."""
+
+    @staticmethod
+    def metrics_by_name(tf):
+        class Model(tf.keras.Sequential):
+            def train_step(self, data):
+                x, y = data
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+                gradients = tape.gradient(loss, self.trainable_variables)
+                self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+                for metric in self.metrics:
+                    metric.update_state(loss) if metric.name == "loss" else metric.update_state(y, y)
+                return {metric.name: metric.result() for metric in self.metrics}
+
+        return Model
+
+    @staticmethod
+    def one_part_first(tf):
+        class Model(tf.keras.Sequential):
+            def train_step(self, data):
+                x, _ = data
+                for layer in self.layers:
+                    with tf.GradientTape() as tape:
+                        loss = tf.reduce_mean(self(x, training=True) ** 2)
+                    gradients = tape.gradient(loss, layer.trainable_variables)
+                    self.optimizer.apply_gradients(zip(gradients, layer.trainable_variables, strict=True))
+                return {"loss": loss}
+
+        return Model
+
+
+def _fitted(name):
+    """What ``fit`` tells, or its error."""
+    import tensorflow as tf
+
+    import shardwright.tensorflow as sw
+
+    sw.init({**SETTINGS, "report": False})
+    own = getattr(_Steps, name)(tf)
+    model = sw.DistributedModel(own([tf.keras.Input((4,)), *(tf.keras.layers.Dense(4) for _ in range(2))]))
+    model.compile("sgd", "mse", metrics=["mae"])
+    x = np.ones([4, 4], "f")
+    try:
+        return model.fit(x, x, batch_size=4, verbose=0).history
+    except Exception as error:
+        return str(error)
+    finally:
+        sw.shutdown()
+
+
 def _each(legacy):
-    if legacy:
-        return None, None, _clipped_without_variables()
-    return _steps_made_in_a_loop(), _norms(), _clipped_without_variables()
+    both = _clipped_without_variables(), _metric_of_a_penalty(), *map(_fitted, _OWN_STEPS)
+    return both if legacy else (*both, _steps_made_in_a_loop(), _norms())
+
+
+_OWN_STEPS = ("metrics_by_name", "one_part_first")
 
 
 @functools.cache
@@ -114,13 +190,36 @@ def _found(*, legacy):
 @pytest.mark.parametrize("legacy", [False, True], ids=["keras3", "legacy"])
 def test_a_rank_without_variables_takes_part_in_a_global_norm(legacy):
     """Bug: the other ranks waited for it."""
-    for _, _, norm in _found(legacy=legacy):
+    for norm, *_ in _found(legacy=legacy):
         assert norm == pytest.approx(0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["keras3", "legacy"])
+def test_a_metric_of_gradients_counts_every_microbatch(legacy):
+    """Bug: later microbatches read its value before earlier ones had changed it, and undid the changes."""
+    for _, (total, losses), *_ in _found(legacy=legacy):
+        assert total == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_step_tells_all_metrics_by_name():
+    """Bug: with Keras 3 the compiled ones are one metric, whose result is a dictionary, and it failed."""
+    for _, _, history, *_ in _found(legacy=False):
+        assert history["mae"] == [0.0]
+        assert history["loss"][0] > 0.0
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["keras3", "legacy"])
+def test_a_step_that_goes_on_after_an_update_is_refused(legacy):
+    """Bug: it went on with the values from before; in one process it has the new ones."""
+    for _, _, _, said, *_ in _found(legacy=legacy):
+        assert "after an optimizer was given its gradient" in said
+        assert "test_bugs.py:" in said
+        assert "Take all gradients first" in said
 
 
 def test_a_norm_of_what_all_ranks_have_is_not_summed_over_them():
     """Bug: the norm of (3, 4) was 7.07 on two ranks."""
-    outcomes = [norms for _, norms, _ in _found(legacy=False)]
+    outcomes = [norms for *_, norms in _found(legacy=False)]
     (local,) = (local for _, local in outcomes if local)
     expected = sum(each**2 for each in local) ** 0.5
     for (norm, clipped, of_head), _ in outcomes:

@@ -121,6 +121,39 @@ def _own_step(ranks, folder):
     return history
 
 
+def _backed_up(ranks, folder, *, stops):
+    """The losses of a ``fit`` that stops in its middle, or goes on there; its error where it is refused."""
+    import tensorflow as tf
+
+    keras = tf.keras
+    keras.utils.set_random_seed(4)
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8), keras.layers.Dense(3)])
+    if ranks:
+        import shardwright.tensorflow as sw
+
+        sw.init({"pipeline_parallel_degree": ranks, **SETTINGS})
+        model = sw.DistributedModel(model)
+    model.compile(keras.optimizers.Adam(0.1), "mse")
+    x, _ = _data(16)
+
+    def stop(epoch, logs):
+        if stops and epoch == 2:
+            raise KeyError("stopped")
+
+    callbacks = [
+        keras.callbacks.LambdaCallback(on_epoch_begin=stop),
+        keras.callbacks.BackupAndRestore(f"{folder}/backup"),
+    ]
+    options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    try:
+        return model.fit(x, x[:, :3], epochs=4, callbacks=callbacks, **options).history["loss"]
+    except (KeyError, UsageError) as error:
+        return str(error)
+    finally:
+        if ranks:
+            sw.shutdown()
+
+
 def _in_half_precision(ranks, initial_scale, largest):
     """Losses, the scale after each batch, updates, and whether the weights have moved by then.
 
@@ -180,6 +213,7 @@ def _both(ranks, folder):
         _own_step(ranks, folder),
         _in_half_precision(ranks, 2.0**10, 1.0),
         _in_half_precision(ranks, 2.0**17, 1000.0),
+        [_backed_up(ranks, folder, stops=stops) for stops in (True, False)],
     )
 
 
@@ -192,6 +226,7 @@ def found(request, tmp_path_factory):
     ranks = run_ranks(_both, 2, 2, str(folder), env=env, timeout_s=150)
     assert os.path.exists(folder / "best.weights.h5")
     assert len((folder / "epochs.csv").read_text().splitlines()) == 2  # of the first rank alone
+    assert len(list((folder / "board").rglob("*tfevents*"))) == 1
     return expected, ranks, next((folder / "runs").iterdir())
 
 
@@ -235,9 +270,9 @@ def test_the_run_folder_has_every_training_step_and_the_actions_of_one(found):
 
 
 def test_a_loss_scale_grows_as_in_one_process(found):
-    (_, _, (losses, scales, _, updates), _), ranks, _ = found
+    (_, _, (losses, scales, _, updates), *_), ranks, _ = found
     assert max(scales) > 2.0**10
-    for _, _, (mine, my_scales, _, my_updates), _ in ranks:
+    for _, _, (mine, my_scales, _, my_updates), *_ in ranks:
         assert mine == pytest.approx(losses, rel=2e-2)
         assert (my_scales, my_updates) == (scales, updates)
 
@@ -252,6 +287,19 @@ def test_all_ranks_leave_out_a_step_whose_gradients_are_infinite_on_one(found):
     assert not moved[1]  # the second rank's have not moved either
     assert moved[-1]
     assert np.isfinite(losses).all()
+
+
+def test_a_fit_that_was_interrupted_goes_on_or_is_refused(found):
+    """Legacy Keras has each rank write what it holds into one folder."""
+    (*_, (_, expected)), ranks, _ = found
+    for *_, (first, told) in ranks:
+        if isinstance(told, str):
+            assert "BackupAndRestore of legacy Keras" in told
+            assert "sw.CheckpointManager" in told
+        else:
+            assert "stopped" in first
+            assert told == pytest.approx(expected, rel=1e-5)
+    assert isinstance(ranks[0][-1][1], str) == ("legacy" in os.environ["PYTEST_CURRENT_TEST"])
 
 
 def test_a_loss_that_is_a_sum_over_the_batch_is_refused_with_several_microbatches():

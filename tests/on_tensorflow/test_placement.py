@@ -257,3 +257,30 @@ def test_text_is_not_sent():
 
 def test_operations_are_placed_alike_on_every_rank():
     assert routed(two_layers()) == routed(two_layers())
+
+
+def norm_metric(*, reader="total", call=None):
+    """A metric of the norm of a gradient: ``total = total + norm``."""
+    return two_layers(
+        ("metric", "Handle", (), {}),
+        ("total", "ReadVariableOp", ("metric",), READ),
+        ("part", "Mul", ("total",), {"call": call}),
+        ("norm", "Mean", ("dw0",), {}),
+        ("new", "AddV2", (reader, "norm"), {}),
+        ("change", "AssignVariableOp", ("metric", "new"), {"stateful": True}),
+    )
+
+
+@pytest.mark.parametrize("reader", ["total", "part"])
+def test_what_a_backward_changes_is_read_in_the_backward(reader):
+    """Bug: it was read in the forward, before the changes by microbatches whose backward came later."""
+    placement, routes = routed(norm_metric(reader=reader), microbatches=4)
+    backward = placement.places["change"]
+    assert backward.phase == "backward"
+    assert placement.places["total"] == placement.places[reader] == backward
+    piece = routes.pieces["backward", backward.stage]
+    assert "change" in piece.effects
+    assert not any("total" in feed or "part" in feed for feed in piece.feeds)
+    # One microbatch after the other: nothing comes in between.
+    placement, _ = routed(norm_metric(), microbatches=1)
+    assert placement.places["total"].phase == "forward"

@@ -1,5 +1,7 @@
 """A canary for each use of private TensorFlow and Keras (`shardwright.tensorflow._private`)."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -99,18 +101,39 @@ def test_clipping_takes_the_norm_that_is_replaced():
     assert float(tf.clip_by_global_norm([tf.constant([3.0])], 5.0)[1]) == 3.0
 
 
-def test_a_variable_that_is_given_up_has_no_memory_and_is_not_saved(tmp_path):
+def test_a_variable_that_is_given_up_has_no_memory_and_is_saved_only_where_that_is_allowed(tmp_path):
     kept, gone = tf.Variable(tf.ones([4])), tf.Variable(tf.ones([1000, 1000]), name="gone")
-    allowed = []
-    _private.given_up(gone, lambda: bool(allowed), "gone is on rank 1")
+    allowed, left_out = [], []
+    _private.given_up(gone, lambda: bool(allowed), "gone is on rank 1", is_left_out=lambda: bool(left_out))
     assert gone.shape == (1000, 1000)
     assert isinstance(gone, tf.Variable)
-    path = tf.train.Checkpoint(kept=kept, gone=gone).save(str(tmp_path / "ckpt"))
+    checkpoint = tf.train.Checkpoint(kept=kept, gone=gone)
+    module = tf.Module()
+    module.gone = gone
+    for save in (checkpoint.save, partial(tf.saved_model.save, module)):
+        with pytest.raises(UsageError, match="gone is on rank 1"):
+            save(str(tmp_path / "refused"))
+    left_out.append(True)
+    path = checkpoint.save(str(tmp_path / "ckpt"))
     names = [name for name, _ in tf.train.list_variables(path)]
     assert any(name.startswith("kept/") for name in names)
     assert not any(name.startswith("gone/") for name in names)
     allowed.append(True)
     assert tf.size(gone.read_value()) == 0
+
+
+def test_what_a_file_has_of_objects(tmp_path):
+    kept, gone = tf.Variable(1.0), tf.Variable([1.0, 2.0])
+    optimizer = tf.keras.optimizers.SGD(momentum=0.9)
+    optimizer.build([kept])
+    _private.given_up(gone, lambda: False, "gone is on rank 1", is_left_out=lambda: True)
+    checkpoint = tf.train.Checkpoint(kept=kept, gone=gone, optimizer=optimizer)
+    graph = _private.saved_graph(checkpoint.write(str(tmp_path / "ckpt")))
+    found = {id(held): saved for held, saved in _private.saved_objects(checkpoint, graph)}
+    assert found[id(kept)].has_value
+    assert not found[id(gone)].has_value
+    assert found[id(kept)].number != found[id(gone)].number
+    assert found[id(optimizer)].num_slots == 1  # neither the counter nor the rate
 
 
 READS = {
@@ -242,3 +265,14 @@ def test_a_backup_is_left_to_another_rank(tmp_path):
         )
     assert saved == [f"{kept}/latest.weights.h5"]
     assert list(tmp_path.rglob("*")) == [kept]
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras' own
+def test_a_board_is_left_to_another_rank(tmp_path):
+    model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x, y = np.zeros([2, 3], "f"), np.zeros([2, 1], "f")
+    board = tf.keras.callbacks.TensorBoard(str(tmp_path), profile_batch=1, update_freq="batch")
+    with _private.boards_left_to_another():
+        model.fit(x, y, validation_data=(x, y), verbose=0, callbacks=[board])
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

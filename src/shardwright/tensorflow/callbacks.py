@@ -23,6 +23,7 @@ def callbacks_over_ranks(run: KerasRun) -> Iterator[None]:
         if run.rank > 0:
             logger = tf.keras.callbacks.CSVLogger
             stack.enter_context(_private.replaced(logger, "on_train_begin", _writes_nowhere))
+            stack.enter_context(_private.boards_left_to_another())
         stack.enter_context(_private.weights_logged(partial(_log_whole, run)))
         if not _private.uses_keras_3():
             if run.mesh.world_size > 1:

@@ -209,7 +209,16 @@ def _numbers(logs: Any) -> Any:
     """What a step has to tell, as tensors."""
     if not isinstance(logs, Mapping):
         return tf.convert_to_tensor(logs)
-    return {name: tf.convert_to_tensor(value) for name, value in logs.items()}
+    return {name: tf.convert_to_tensor(value) for name, value in _flat(logs)}
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def _flat(logs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Without the dictionaries inside: of Keras 3's compiled metrics, as ``m.result()`` gives them."""
+    found: list[tuple[str, Any]] = []
+    for name, value in logs.items():
+        found += _flat(value) if isinstance(value, Mapping) else [(name, value)]
+    return found
 
 
 def _results_of(model: Any) -> Callable[[], Any]:

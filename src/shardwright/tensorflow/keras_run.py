@@ -1,6 +1,6 @@
 """The run of a script with a Keras model."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ class KerasRun(Context):
         averages_replicas: the library keeps replicas alike; else the script does.
         after_placement: called when the first step has placed the layers, and before it runs them.
         shared_updates: replicas update a part of the variables each; None: all of them.
+        optimizers_in_parts: those that have updated variables of which ranks hold different parts, by id.
     """
 
     __slots__ = (
@@ -36,6 +37,7 @@ class KerasRun(Context):
         "aside",
         "averages_replicas",
         "is_applying",
+        "optimizers_in_parts",
         "shared_updates",
         "slots_to_load",
         "variables",
@@ -45,6 +47,7 @@ class KerasRun(Context):
         super().__init__(**fields)
         self.variables = Variables(self.pipeline_rank)
         self.is_applying = False
+        self.optimizers_in_parts: dict[int, Any] = {}
         self.slots_to_load: dict[int, Callable[[Any, list[Any]], None]] = {}
         self.averages_replicas = True
         self.aside: list[tuple[Any, list[Any], list[Any]]] | None = None
@@ -94,6 +97,19 @@ class KerasRun(Context):
             yield aside
         finally:
             self.aside = None
+
+    def note_parts(self, optimizer: Any, variables: Iterable[Any]) -> None:
+        """Notes an optimizer that updates variables, if ranks then have different slots of it.
+
+        Args:
+            optimizer: of Keras.
+            variables: of all ranks.
+        """
+        if id(optimizer) not in self.optimizers_in_parts and (
+            self.shared_updates is not None
+            or any(self.variables.holder(variable) is not None for variable in variables)
+        ):
+            self.optimizers_in_parts[id(optimizer)] = optimizer
 
     def pairs_to_update(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         """The pairs of gradients and variables that this rank updates."""

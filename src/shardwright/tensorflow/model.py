@@ -3,6 +3,7 @@
 import inspect
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,7 @@ from shardwright.tensorflow import _private, fit
 from shardwright.tensorflow.keras_run import keras_run
 from shardwright.tensorflow.variables import tf_variable
 from shardwright.tensorflow.whole_model import whole_model
-from shardwright.tensorflow.whole_optimizer import whole_optimizer
+from shardwright.tensorflow.whole_optimizer import optimizer_from_file, whole_optimizer
 from shardwright.torch.run.context import is_initialized
 
 __all__ = ["DistributedModel"]
@@ -107,6 +108,7 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
         """Keras 3 calls the model on shapes, also when it has its ranks: no value is read."""
         with keras_run().tracing(), _private.stays_without_slots(self.optimizer):
             super()._symbolic_build(*args, **kwargs)
+        self.__dict__["_optimizer_in_fit"] = self.optimizer  # which has slots now, in one process
 
     def get_weights(self) -> list[Any]:
         """The values of all variables, as NumPy arrays; collective over all ranks."""
@@ -116,6 +118,12 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
     def save_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
         """Writes the values of all variables into a file, as Keras does; collective over all ranks."""
         self._write("model.save_weights()", super().save_weights, filepath, *args, **kwargs)
+
+    def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        """Reads a file of Keras; each rank takes what it holds."""
+        is_in_fit = self.optimizer is not None and self.optimizer is vars(self).get("_optimizer_in_fit")
+        with optimizer_from_file(keras_run(), self) if is_in_fit else nullcontext():
+            return super().load_weights(filepath, *args, **kwargs)
 
     def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
         """Writes the whole model into a file, as Keras does; collective over all ranks."""

@@ -102,6 +102,7 @@ def _update_of(
     run: KerasRun, optimizer: Any, pairs: Sequence[tuple[Any, Any]]
 ) -> Iterator[list[tuple[Any, Any]]]:
     """The pairs that this rank updates; afterwards the values that other replicas have made."""
+    run.note_parts(optimizer, (variable for _, variable in pairs))
     mine = run.pairs_to_update(pairs)
     load_slots(run, optimizer, [pair for pair in mine if pair[0] is not None])
     with applying(run):
@@ -143,7 +144,11 @@ def put_aside(run: KerasRun, optimizer: Any, pairs: Sequence[tuple[Any, Any]]) -
     """
     if run.aside is None:
         raise _inside_of_a_step()
-    run.aside.append((optimizer, [gradient for gradient, _ in pairs], [variable for _, variable in pairs]))
+    variables = [variable for _, variable in pairs]
+    run.aside.append((optimizer, [gradient for gradient, _ in pairs], variables))
+    recorder = run.engine().recorder
+    if recorder is not None:  # Keras 3 calls a step on shapes, too
+        recorder.updated(variables)
     return optimizer.iterations
 
 

@@ -86,17 +86,18 @@ def place(
         TraceError: an operation changes a variable of an earlier stage by what a later one makes.
     """
     known = {**_owners_by_unit(graph, stage_of_call), **(held or {})}
-    owners = known
+    owners, late = known, frozenset[int]()
     # Again and again: variables of the glue, such as those of metrics, belong to the latest stage that writes
     # them, which moves what rests on their values, and with it perhaps other variables of the glue.
     for _ in range(num_stages + 1):
-        placer = _Placer(graph, stage_of_call, num_stages, owners=owners, is_draft=True)
+        placer = _Placer(graph, stage_of_call, num_stages, owners=owners, late=late, is_draft=True)
         placer.place_all()
         found = {**placer.owners_of_glue(), **known}
-        if found == owners:
+        found_late = placer.changed_in_backward() if microbatches > 1 else late
+        if (found, found_late) == (owners, late):
             break
-        owners = found
-    placer = _Placer(graph, stage_of_call, num_stages, owners=owners, is_draft=False)
+        owners, late = found, found_late
+    placer = _Placer(graph, stage_of_call, num_stages, owners=owners, late=late, is_draft=False)
     placer.place_all()
     backward = {name: each.stage for name, each in placer.places.items() if each.phase == "backward"}
     addends = taken_apart(graph, backward, placer.owners)
@@ -146,11 +147,13 @@ class _Placer:
         num_stages: int,
         *,
         owners: Mapping[int, int],
+        late: Set[int],
         is_draft: bool,
     ):
         self.places: dict[str, Place] = {}
         self.read_again: set[str] = set()
         self.owners = dict(owners)
+        self._late = late
         self._is_draft = is_draft
         self._graph = graph
         self._stage_of_call = stage_of_call
@@ -187,6 +190,19 @@ class _Placer:
             for variable in {*changed, *used}
         }
 
+    def changed_in_backward(self) -> frozenset[int]:
+        """The variables that a backward changes: a metric of gradients, for example.
+
+        A forward may not read them: that of a later microbatch would come before the change by an earlier
+        one, which it takes no part in and would undo.
+        """
+        return frozenset(
+            variable
+            for operation in self._graph.operations
+            if self.places[operation.name].phase == "backward" and operation.kind not in READS
+            for variable in self._written.intersection(self._graph.variables_of(operation))
+        )
+
     # ---- one operation ----
 
     def _place(self, operation: Operation) -> Place:
@@ -196,7 +212,7 @@ class _Placer:
         variables = self._graph.variables_of(operation)
         if not forward and not backward and not variables:
             return self._place_of_source(operation)
-        if not backward and not operation.in_gradient:
+        if not backward and not operation.in_gradient and self._late.isdisjoint(variables):
             return self._place_in_forward(operation, forward, variables)
         return self._place_in_backward(operation, forward, backward, variables)
 
@@ -253,8 +269,13 @@ class _Placer:
         made = max((self._stage_of(tensor) for tensor in forward), default=0)
         if not backward:
             stage = max(has_all, default=made)
-            whole_numbers = bool(operation.outputs) and all(
-                self._graph.specs[tensor].dtype.startswith(("int", "uint")) for tensor in operation.outputs
+            whole_numbers = (
+                bool(operation.outputs)
+                and self._late.isdisjoint(variables)
+                and all(
+                    self._graph.specs[tensor].dtype.startswith(("int", "uint"))
+                    for tensor in operation.outputs
+                )
             )
             return self._taken(operation, stage, forward) if whole_numbers else Place("backward", stage)
         earliest = min(self._stage_of(tensor) for tensor in backward)

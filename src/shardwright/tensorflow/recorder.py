@@ -1,13 +1,15 @@
 """Notes in a trace which layer makes each operation, and which gradients are asked for."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
 
+from shardwright.errors import UsageError
 from shardwright.tensorflow import _private
+from shardwright.tensorflow.step_graph import READS
 from shardwright.tensorflow.variables import tf_variable
 
 __all__ = ["LayerCall", "Note", "Recorder"]
@@ -82,7 +84,20 @@ class Recorder:
         """Notes nothing any more."""
         self._graph = None
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def updated(self, variables: Iterable[Any]) -> None:
+        """Notes variables that an optimizer was given gradients of: they may not be read any more.
+
+        Gradients are applied when the batch has ended. So the step function would go on with values from
+        before the update, as those do not that update the discriminator of a GAN first.
+        """
+        for variable in variables:
+            own = tf_variable(variable)
+            name = getattr(variable, "path", None) or own.name
+            self._updated[self._graph.capture(own.handle).name] = name
+
     def _clear(self) -> None:
+        self._updated: dict[str, str] = {}
         self.notes: dict[str, Note] = {}
         self.calls: list[LayerCall] = []
         self.gradients: dict[str, Any] = {}
@@ -93,7 +108,20 @@ class Recorder:
 
     def _note_operation(self, graph: Any, operation: Any) -> None:
         if graph is self._graph:
+            if self._updated and operation.type in READS:
+                self._refuse_old_value(operation)
             self.notes[operation.name] = Note(self._call, self._depth > 0)
+
+    def _refuse_old_value(self, operation: Any) -> None:
+        for tensor in operation.inputs:
+            if tensor.name in self._updated:
+                raise UsageError(
+                    f"{_private.line_of(operation)}: the step reads {self._updated[tensor.name]} after an "
+                    "optimizer was given its gradient. Gradients are applied when the batch has ended, so "
+                    "this would be the value from before; in one process it is the new one. Take all "
+                    "gradients first, and give them to the optimizers then; or make a step function "
+                    "(@sw.step) for each update, and call one after the other."
+                )
 
     def _begin_call(self, layer: Any) -> bool:
         if self._graph is None:

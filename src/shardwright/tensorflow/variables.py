@@ -39,14 +39,19 @@ def variables_by_name(model: Any) -> dict[str, Any]:
 class Variables:
     """Which variables of a model other ranks hold.
 
-    Such a variable has neither a value nor slots of an optimizer here, and no checkpoint of this rank has it.
+    Such a variable has neither a value nor slots of an optimizer here.
 
     Args:
         rank: this pipeline rank.
+
+    Attributes:
+        are_whole: they have values here, for as long as something reads the whole model.
     """
 
     def __init__(self, rank: int = 0) -> None:
+        self.are_whole = False
         self._rank = rank
+        self._are_left_out = False
         self._remote: dict[int, Any] = {}  # held, so that no id is used again
         self._holders: dict[int, int] = {}
         self._delayed: dict[int, tuple[Any, Callable[[], Any]]] = {}
@@ -83,9 +88,22 @@ class Variables:
             refusal = (
                 f"{name} of shape {shape} has no value on rank {ranks[self._rank]}: rank {ranks[holder]} "
                 "holds it. Read it there, inside of a step function, or by "
-                "model.get_weights() on all ranks. model.predict() calls the whole model."
+                "model.get_weights() on all ranks. model.predict() calls the whole model, model.save(), "
+                "model.export() and sw.CheckpointManager save it."
             )
-            _private.given_up(own, is_tracing, refusal)
+            self._free(own, is_tracing, refusal)
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """While it lasts, a checkpoint of TensorFlow's own may be written without them."""
+        self._are_left_out = True
+        try:
+            yield
+        finally:
+            self._are_left_out = False
+
+    def _free(self, own: Any, is_tracing: Callable[[], bool], refusal: str) -> None:
+        _private.given_up(own, is_tracing, refusal, is_left_out=lambda: self._are_left_out)
 
     # ---- variables that are made when they have a rank ----
 
@@ -148,7 +166,9 @@ class Variables:
                 own = tf_variable(variable)
                 back.append((own, own._shardwright_guard[1]))
                 _private.given_back(own, value)
+            self.are_whole = True
             yield
         finally:
+            self.are_whole = False
             for own, refusal in back:
-                _private.given_up(own, is_tracing, refusal)
+                self._free(own, is_tracing, refusal)

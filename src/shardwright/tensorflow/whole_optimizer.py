@@ -1,9 +1,11 @@
-"""An optimizer with the slots of all variables, for as long as a file with the whole model is written."""
+"""An optimizer with the slots of all variables, while a file with the whole model is written or read."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import tensorflow as tf
 import torch
 
 from shardwright.comm.identity.purpose import Purpose
@@ -13,7 +15,7 @@ from shardwright.tensorflow.channels import to_tensorflow, to_torch
 from shardwright.tensorflow.keras_run import KerasRun
 from shardwright.tensorflow.variables import tf_variable, variables_by_name
 
-__all__ = ["whole_optimizer"]
+__all__ = ["optimizer_from_file", "whole_optimizer"]
 
 
 @contextmanager
@@ -46,6 +48,49 @@ def whole_optimizer(run: KerasRun) -> Iterator[None]:
         yield
     finally:
         model.optimizer = own
+
+
+@contextmanager
+def optimizer_from_file(run: KerasRun, model: Any) -> Iterator[None]:
+    """While it lasts, the model has an optimizer that takes all slots of a file; then its own takes its part.
+
+    Keras leaves out the slots of a file if they are not as many as an optimizer has. One without slots gets
+    those of this rank with its first update.
+
+    Args:
+        run: with that model.
+        model: has an optimizer with slots in one process, at this place of the script.
+    """
+    own = getattr(model, "optimizer", None)
+    if run.mesh.world_size == 1 or own is None:
+        yield
+        return
+    whole = _with_slots(own, model, {})
+    before = [each.numpy() for each in _private.optimizer_variables(whole)]
+    model.optimizer = whole
+    try:
+        yield
+    finally:
+        model.optimizer = own
+    after = [each.numpy() for each in _private.optimizer_variables(whole)]
+    if all(np.array_equal(*each) for each in zip(before, after, strict=True)):
+        return  # a file without an optimizer
+
+    def take(optimizer: Any, variables: Sequence[Any]) -> None:
+        with tf.init_scope():
+            if not _private.has_slots(optimizer):
+                _private.make_slots(optimizer, list(variables))
+            for variable in variables:
+                there = _private.slots_of(whole, variable)
+                for slot, target in _private.slots_of(optimizer, variable).items():
+                    target.assign(there[slot])
+
+    for mine, theirs in zip(_others(own), _others(whole), strict=True):
+        mine.assign(theirs)
+    if _private.has_slots(own):
+        take(own, model.trainable_variables)
+    else:
+        run.slots_to_load[id(own)] = take
 
 
 def _slots_of_all(run: KerasRun, optimizer: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Tried with TensorFlow 2.21, Keras 3.15 and tf_keras 2.21. `tests/on_tensorflow/t
 for each: a new version that changes one of them fails there.
 """
 
+from shardwright.tensorflow._private.checkpoints import SavedObject, saved_graph, saved_objects
 from shardwright.tensorflow._private.functions import direct_call
 from shardwright.tensorflow._private.graphs import (
     functions_inlined,
@@ -15,6 +16,7 @@ from shardwright.tensorflow._private.graphs import (
 )
 from shardwright.tensorflow._private.keras import (
     backups_left_to_another,
+    boards_left_to_another,
     count_batch,
     is_building,
     keras_model_class,
@@ -54,8 +56,10 @@ from shardwright.tensorflow._private.variables import (
 )
 
 __all__ = [
+    "SavedObject",
     "added",
     "backups_left_to_another",
+    "boards_left_to_another",
     "count_batch",
     "count_update",
     "direct_call",
@@ -84,6 +88,8 @@ __all__ = [
     "replaced",
     "replaced_finite_check",
     "replaced_global_norm",
+    "saved_graph",
+    "saved_objects",
     "scaled_optimizer",
     "scales_made_early",
     "slots_of",

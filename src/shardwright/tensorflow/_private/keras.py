@@ -10,6 +10,7 @@ from shardwright.tensorflow._private.replacing import replaced
 
 __all__ = [
     "backups_left_to_another",
+    "boards_left_to_another",
     "count_batch",
     "is_building",
     "keras_model_class",
@@ -65,6 +66,28 @@ def backups_left_to_another() -> Iterator[None]:
         return lambda self, logs=None: None
 
     with replaced(owner, "_save_model", save), replaced(owner, "on_train_end", end):
+        yield
+
+
+@contextmanager
+def boards_left_to_another() -> Iterator[None]:
+    """Has ``TensorBoard`` write nothing here: each curve would be there once for each rank.
+
+    It takes its writers from two properties, and the profiler from a method.
+    """
+    owner = tf.keras.callbacks.TensorBoard
+
+    def nothing(_original: Any) -> Any:
+        return property(lambda self: tf.summary.create_noop_writer())
+
+    def unstarted(_original: Any) -> Any:
+        return lambda self, logdir: None
+
+    with (
+        replaced(owner, "_train_writer", nothing),
+        replaced(owner, "_val_writer", nothing),
+        replaced(owner, "_start_profiler", unstarted),
+    ):
         yield
 
 

@@ -14,8 +14,9 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
     """Replaces an attribute by what `make` makes of it, for as long as the context lasts."""
     own = name in vars(owner)
     original = getattr(owner, name)
+    made = make(original)
     # AutoGraph would convert what it comes upon inside of a step function, with no use and not always right.
-    setattr(owner, name, tf.autograph.experimental.do_not_convert(make(original)))
+    setattr(owner, name, tf.autograph.experimental.do_not_convert(made) if callable(made) else made)
     try:
         yield
     finally:

@@ -37,8 +37,9 @@ def given_up(
     is_allowed: Callable[[], bool],
     refusal: str,
     take: Callable[[Any], None] | None = None,
+    is_left_out: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Frees a variable's memory, and makes checkpoints leave it out: another rank holds it.
+    """Frees a variable's memory: another rank holds it.
 
     A value without elements takes its place. (`DestroyResourceOp` does nothing while Python has the handle.)
     Reads go through `_read_variable_op`, `sparse_read` and `gather_nd`. Eager operations take ``_handle``
@@ -49,11 +50,12 @@ def given_up(
         is_allowed: whether it may be read and changed now, as in a step function that is being traced.
         refusal: text of the error of other reads.
         take: called with a value that it is given; None: all changes are left to the rank that holds it.
+        is_left_out: whether a checkpoint or SavedModel may be written without it now.
     """
     with tf.init_scope():
         empty = tf.zeros([0], variable.dtype)
         tf.raw_ops.AssignVariableOp(resource=variable.handle, value=empty, validate_shape=False)
-    variable._shardwright_guard = is_allowed, refusal, take
+    variable._shardwright_guard = is_allowed, refusal, take, is_left_out
     variable.__class__ = _guarded_class(cast(Any, type(variable)))
 
 
@@ -69,7 +71,7 @@ def given_back(variable: Any, value: Any) -> None:
 def _guarded_class(own: Any) -> Any:
     def read(name: str) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            is_allowed, refusal, _ = self._shardwright_guard
+            is_allowed, refusal, *_ = self._shardwright_guard
             if not is_allowed():
                 raise UsageError(refusal)
             return getattr(super(guarded, self), name)(*args, **kwargs)
@@ -78,7 +80,7 @@ def _guarded_class(own: Any) -> Any:
 
     def change(name: str) -> Any:
         def method(self: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            is_allowed, refusal, take = self._shardwright_guard
+            is_allowed, refusal, take, _ = self._shardwright_guard
             if is_allowed():
                 return getattr(super(guarded, self), name)(value, *args, **kwargs)
             if take is not None and name != "assign":
@@ -88,6 +90,12 @@ def _guarded_class(own: Any) -> Any:
             return self
 
         return method
+
+    def saved(self: Any) -> dict[str, Any]:
+        _, refusal, _, is_left_out = self._shardwright_guard
+        if not is_left_out():
+            raise UsageError(refusal)
+        return {}
 
     guarded = type(
         own.__name__,
@@ -100,7 +108,7 @@ def _guarded_class(own: Any) -> Any:
             "__repr__": lambda self: (
                 f"<tf.Variable {self.name!r} shape={self.shape} dtype={self.dtype.name}, on another rank>"
             ),
-            "_serialize_to_tensors": lambda self: {},
+            "_serialize_to_tensors": saved,
             "_restore_from_tensors": lambda self, restored: [],
         },
     )

@@ -15,11 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.protobuf import trackable_object_graph_pb2
 
 from shardwright.errors import CheckpointError
-from shardwright.tensorflow.keras_run import keras_run
-from shardwright.tensorflow.variables import tf_variable, variables_by_name
 from shardwright.torch.run.joint_calls import meet
 from smdistributed.modelparallel.comm import allgather
 from smdistributed.modelparallel.groups import CommGroup
@@ -118,13 +115,8 @@ class CheckpointManager:
             self._refuse_parts(told, name)
             self._status = self.checkpoint.restore(None)
             return self._status
-        path = str(self.directory / wanted)
-        self._status = self.checkpoint.restore(path)
-        run = keras_run()
-        if run.is_placed:
-            self._check(path)
-        else:
-            run.after_placement.append(lambda: self._check(path))
+        # Refused where it lacks what this rank holds: now, or when the first step has placed the layers.
+        self._status = self.checkpoint.restore(str(self.directory / wanted))
         return self._status
 
     def expect_partial(self) -> "CheckpointManager":
@@ -152,53 +144,6 @@ class CheckpointManager:
                 + ". On several hosts, bring the folders together: smp.utils.send_checkpoint_files()."
             )
 
-    def _check(self, path: str) -> None:
-        """Refuses a checkpoint that lacks values of variables; collective over the replica."""
-        problems = [told for told in allgather(self._problem(path), CommGroup.MP_GROUP) if told]
-        if problems:
-            raise CheckpointError(problems[0])
-
-    def _problem(self, path: str) -> str:
-        """What a checkpoint lacks of the variables that this rank holds; "" for nothing."""
-        run = keras_run()
-        there = _objects_with_values(self.checkpoint, path)
-        if id(run.keras_model) not in there:
-            return ""
-        lacking = [
-            name
-            for name, variable in variables_by_name(run.keras_model).items()
-            if not run.variables.is_remote(variable)
-            and not there.get(id(variable), False)
-            and not there.get(id(tf_variable(variable)), False)
-        ]
-        if not lacking:
-            return ""
-        return (
-            f"{path} has no value for {lacking[0]}"
-            + (f" and {len(lacking) - 1} more" if len(lacking) > 1 else "")
-            + f", which rank {run.rank} holds now: it was saved with another partition, or of another model. "
-            "Restore it with that partition: partition_file stores it in the run that saves, and "
-            "load_partition loads it."
-        )
-
 
 def _number(name: str) -> int:
     return int(name.rpartition("-")[2])
-
-
-def _objects_with_values(checkpoint: Any, path: str) -> dict[int, bool]:
-    """Which objects are in a checkpoint, by id, and whether it has a value of them."""
-    graph = trackable_object_graph_pb2.TrackableObjectGraph()
-    graph.ParseFromString(tf.train.load_checkpoint(path).get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH"))
-    view = tf.train.TrackableView(checkpoint)
-    found: dict[int, bool] = {}
-    pending = [(checkpoint, 0)]
-    while pending:
-        held, number = pending.pop()
-        if id(held) in found:
-            continue
-        node = graph.nodes[number]
-        found[id(held)] = bool(node.attributes)
-        numbers = {child.local_name: child.node_id for child in node.children}
-        pending += [(child, numbers[name]) for name, child in view.children(held).items() if name in numbers]
-    return found
