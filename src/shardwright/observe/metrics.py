@@ -25,8 +25,8 @@ class Metric(StrEnum):
     """Names in ``metrics.jsonl``.
 
     Throughput and compute are those of the whole job. ``COMPUTE`` counts the FLOPs of the model: what is
-    recomputed does not count. ``STEP_ERROR`` is predicted / measured - 1: negative where the plan was too
-    hopeful. ``WORK`` is that of all ranks of a replica, added up: more than a step where they share it.
+    recomputed does not count. ``ABOVE_PREDICTION`` is measured / predicted - 1: positive where the plan was
+    too hopeful. ``WORK`` is that of all ranks of a replica, added up: more than a step where they share it.
     ``UPDATE`` is the optimizer's, before the step. ``GRADIENT_ERROR`` and ``PARAMETER_ERROR`` are
     what rounding to 8 bits lost of what rank 0 sent, relative to that.
     """
@@ -38,7 +38,7 @@ class Metric(StrEnum):
     WORK = "time/work(s)"
     UPDATE = "time/update(s)"
     SKIPPED = "train/skipped(updates)"
-    STEP_ERROR = "time/prediction_error(share)"
+    ABOVE_PREDICTION = "time/above_prediction(share)"
     SAMPLES = "throughput/samples(1/s)"
     TOKENS = "throughput/tokens(1/s)"
     COMPUTE = "throughput/compute(FLOP/s)"
@@ -121,8 +121,8 @@ def metrics_of(record: StepRecord, *, world_size: int) -> dict[str, MetricValue]
         Metric.BUBBLE_PREDICTED: record.bubble_predicted,
     }
     if seconds > 0:
-        if record.step_predicted_s is not None:
-            found[Metric.STEP_ERROR] = record.step_predicted_s / seconds - 1.0
+        if record.step_predicted_s:
+            found[Metric.ABOVE_PREDICTION] = seconds / record.step_predicted_s - 1.0
         found[Metric.SAMPLES] = record.samples / seconds
         if record.tokens is not None:
             found[Metric.TOKENS] = record.tokens / seconds

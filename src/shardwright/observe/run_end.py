@@ -2,7 +2,7 @@
 
 ::
 
-    done: 200 steps, loss 3.2145 | 41.2k tok/s | 1.73 times one process | step 410 ms, predicted 430 ms (+5%)
+    done: 200 steps, loss 3.2145 | 41.2k tok/s | 1.73 times one process | step 0.91 s, 110% slower than ...
       the step took 2.1 times its prediction: units took 3.1 times what they took alone (the machine was busy)
       report runs/train/report.html; saved step 200; for more: shardwright run --resume train.py
 """
@@ -17,7 +17,7 @@ from shardwright.observe.metrics import StepRecord
 from shardwright.observe.next_plan import NextPlan
 from shardwright.observe.progress import format_loss, format_rate
 from shardwright.plan import Plan
-from shardwright.quantities import format_seconds
+from shardwright.quantities import beside_prediction, format_seconds
 
 __all__ = ["RunTotals", "format_end", "own_replicas"]
 
@@ -110,7 +110,7 @@ def format_end(
     if totals.steps == 1:
         step += ", which traced and planned"
     if predicted_s > 0 and measured_s > 0 and totals.steps > 1:
-        step += f", predicted {format_seconds(predicted_s)} ({predicted_s / measured_s - 1:+.0%})"
+        step += f", {beside_prediction(measured_s, predicted_s)}"
     lines = [" | ".join([*parts, step])]
     if predicted_s > 0 and measured_s > 0 and plan is not None and totals.steps > 1:
         lines += _why_they_part(totals, plan, measured_s / predicted_s)

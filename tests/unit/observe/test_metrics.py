@@ -47,7 +47,7 @@ def test_everything_that_is_known(tmp_path: Path) -> None:
         "time/work(s)": 0.9,
         "time/update(s)": 0.02,
         "train/skipped(updates)": 2,
-        "time/prediction_error(share)": pytest.approx(-0.1),
+        "time/above_prediction(share)": pytest.approx(1 / 9),
         "throughput/samples(1/s)": 32.0,
         "throughput/tokens(1/s)": 8192.0,
         "throughput/compute(FLOP/s)": 4e12,

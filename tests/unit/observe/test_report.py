@@ -44,15 +44,15 @@ def test_a_run_is_compared_with_its_plan(tmp_path: Path) -> None:
     data = gather(run_folder(tmp_path / "run", plan))
     step, update, memory = data.compared
     assert (step.predicted, step.measured) == (plan.prediction.step_s, 1.1 * plan.prediction.step_s)
-    assert step.error == pytest.approx(1 / 1.1 - 1)
+    assert step.above == pytest.approx(0.1)
     assert (update.predicted, update.measured) == (0.016, 0.02)
-    assert update.error == pytest.approx(-0.2)
+    assert update.above == pytest.approx(0.25)
     assert memory.predicted == max(part.peak_bytes for part in plan.prediction.memory)
     assert memory.measured == pytest.approx(4003)
     # Placement DPT: world ranks 0 and 2 are pipeline rank 0 of the two replicas.
     assert data.peak_by_rank == (pytest.approx(4002), pytest.approx(4003))
     # Measured on a clock of whole microseconds.
-    assert all(row.error == pytest.approx(0.0, abs=1e-4) for row in data.spent)
+    assert all(row.above == pytest.approx(0.0, abs=1e-4) for row in data.spent)
     assert [row.predicted for row in data.spent[:2]] == [pytest.approx(0.4004), pytest.approx(0.8004)]
     assert data.predicted is not None
     assert data.predicted.limit_bytes == 10_000
@@ -119,7 +119,7 @@ def test_memory_is_compared_without_what_is_not_the_trainings(tmp_path: Path) ->
     # Of a run that recorded no memory, the two are not compared.
     unknown = gather(run_folder(tmp_path / "unknown", plan)).compared[2]
     assert "whole process" in unknown.remark
-    assert unknown.error is None
+    assert unknown.above is None
 
 
 def test_stages_are_told_with_their_measured_times(tmp_path: Path) -> None:

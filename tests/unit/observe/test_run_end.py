@@ -33,7 +33,7 @@ def test_one_line_where_all_went_as_predicted() -> None:
     found = totals(9.0, 1.0, 1.1, 1.2, loss=3.2145, tokens=440, work_s=1.8)
     assert format_end(found, predicting(1.2), replicas=1, further=["report runs/a/report.html"]) == (
         "done: 4 steps, loss 3.2145 | 400 tok/s | 1.64 times one process | "
-        "step 1.10 s, predicted 1.20 s (+9%)\n"
+        "step 1.10 s, 8% faster than predicted (1.20 s)\n"
         "  report runs/a/report.html"
     )
 

@@ -161,7 +161,7 @@ class Reporter:
         """The run is over."""
         if self._observer is not None:
             state = self._state()
-            review = self._review if state != "failed" else None
+            review = self._review if state != "failed" and self._review and self._review.is_done else None
             self._observer.close(
                 ended={"finished": "done", "saved": "stopped"}.get(state, state),
                 next_plan=None if review is None else review.next_plan(),

@@ -22,7 +22,7 @@ from shardwright.cli.commands.ckpt.export import export
 from shardwright.cli.commands.ckpt.import_ import import_
 from shardwright.errors import CheckpointError, CorruptCheckpointError, NonFiniteError, UsageError
 from shardwright.observe.folder_lock import held
-from shardwright.quantities import format_bytes
+from shardwright.quantities import counted, format_bytes
 from shardwright.text_table import align
 
 __all__ = ["application"]
@@ -127,7 +127,7 @@ def gc(
     else:
         for name in removed:
             show_text(f"removed {name}")
-        show_text(f"{len(found.commits())} checkpoints stay")
+        show_text(f"{counted(len(found.commits()), 'checkpoint')} left")
 
 
 @application.command("recover")
