@@ -36,6 +36,7 @@ class Metric(StrEnum):
     STEP = "time/step(s)"
     STEP_PREDICTED = "time/step_predicted(s)"
     WORK = "time/work(s)"
+    OUTSIDE = "time/outside_units(s)"
     UPDATE = "time/update(s)"
     SKIPPED = "train/skipped(updates)"
     ABOVE_PREDICTION = "time/above_prediction(share)"
@@ -70,6 +71,8 @@ class StepRecord:
         memory_limit_bytes: memory that a rank may use.
         learning_rate: of the first group of parameters.
         work_s: seconds for which the ranks of the replica that writes worked, all of them together.
+        outside_s: seconds of operations of the step function that rest on no unit of the model, on the rank
+            that writes: every rank of a pipeline runs them.
         update_s: seconds of the optimizer's update before the step, on the rank that writes.
         skipped_updates: how many were left out so far, as gradients were not finite.
         gradient_error: what rounding gradients to 8 bits lost, relative to them.
@@ -89,6 +92,7 @@ class StepRecord:
     memory_limit_bytes: int | None = None
     learning_rate: float | None = None
     work_s: float | None = None
+    outside_s: float | None = None
     update_s: float | None = None
     skipped_updates: int | None = None
     gradient_error: float | None = None
@@ -113,6 +117,7 @@ def metrics_of(record: StepRecord, *, world_size: int) -> dict[str, MetricValue]
         Metric.STEP: seconds,
         Metric.STEP_PREDICTED: record.step_predicted_s,
         Metric.WORK: record.work_s,
+        Metric.OUTSIDE: record.outside_s,
         Metric.UPDATE: record.update_s,
         Metric.SKIPPED: record.skipped_updates,
         Metric.GRADIENT_ERROR: record.gradient_error,

@@ -38,6 +38,16 @@ def test_one_line_where_all_went_as_predicted() -> None:
     )
 
 
+def test_code_outside_of_the_units_is_told() -> None:
+    """A frozen teacher beside the model: "units took 34 times what they took alone", and 1.7 times one process."""
+    found = totals(9.0, 4.0, 4.0, work_s=5.0, outside_s=1.6)
+    assert format_end(found, predicting(1.0), replicas=1) == (
+        "done: 3 steps | 2.00 samples/s | step 4.00 s, 300% slower than predicted (1.00 s)\n"
+        "  the step took 4.0 times its prediction: 1.60 s of it are code outside of the model's units, which "
+        "every rank runs and no plan counts (a teacher? make it a part of the wrapped model)"
+    )
+
+
 def test_what_is_not_known_is_left_out() -> None:
     assert format_end(totals(2.0, 1.0), None, replicas=1) == "done: 2 steps | 8.00 samples/s | step 1.00 s"
 

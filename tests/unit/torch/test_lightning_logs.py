@@ -8,7 +8,7 @@ from shardwright.integrations.lightning_logs import log_of_microbatch
 
 
 def test_an_error_in_a_microbatch_leaves_nothing_behind():
-    """Bug: without a pipeline a microbatch has no context of its own, and later logs went to the failed one."""
+    """Bug: where a microbatch has no context of its own, later logs went to the failed one."""
     with pytest.raises(RuntimeError), log_of_microbatch():
         raise RuntimeError
     assert "logged" not in [variable.name for variable in copy_context()]

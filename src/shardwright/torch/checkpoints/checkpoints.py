@@ -83,8 +83,8 @@ class Checkpoints:
             raise UsageError("no model is wrapped. Call sw.DistributedModel(model) before sw.Checkpoints.")
         if others or not isinstance(folder, str | os.PathLike | None):
             raise UsageError(
-                f"Checkpoints was given {type(others[0] if others else folder).__name__} by position, and takes a "
-                "folder alone there: it saves the model and the optimizers that are wrapped. "
+                f"Checkpoints was given a {type(others[0] if others else folder).__name__} by position, "
+                "where it takes a folder alone: it saves the model and the optimizers that are wrapped. "
                 "Write sw.Checkpoints(every=100), or name what else there is: state={'scheduler': scheduler}."
             )
         for name, value in (("every", every), ("keep", keep)):

@@ -142,6 +142,7 @@ class Reporter:
                 memory_limit_bytes=context.config.memory_limit or _device_memory(context),
                 learning_rate=_learning_rate(context),
                 work_s=sum(busy_s[rank] for rank in context.pipeline_ranks) or None,
+                outside_s=step.outside_s or None,
                 update_s=_update_seconds(context),
                 skipped_updates=skipped or None,
                 gradient_error=gradient_error,

@@ -48,6 +48,7 @@ def next_step(
     stages: Sequence[tuple[int, float]],
     *,
     slower: float | None,
+    outside_s: float = 0.0,
     next_plan: Plan | None = None,
 ) -> str:
     """The sentence.
@@ -58,6 +59,7 @@ def next_step(
         waterfall: the finer parts of the prediction.
         stages: (stage, measured / predicted seconds of its work), where both are known.
         slower: measured / predicted - 1 of the step.
+        outside_s: measured seconds of the step in operations that rest on no unit of the model.
         next_plan: that a new run will get, if it is another one.
     """
     if next_plan is not None and next_plan.prediction is not None:
@@ -68,6 +70,13 @@ def next_step(
     if plan is None or plan.prediction is None or waterfall is None:
         return "set plan_one_stage to have runs of one stage predicted, too, and see what limits them"
     if slower is not None and slower > _PARTED:
+        measured_s = (1 + slower) * plan.prediction.step_s
+        if outside_s > _LARGE * measured_s:
+            return (
+                f"look at the step function: {format_seconds(outside_s)} of a step, "
+                f"{outside_s / measured_s * 100:.0f} %, go to code outside of the model's units, which every "
+                "rank runs and no plan counts; a teacher can be a part of the wrapped model"
+            )
         return _why_slower(plan, parts, stages)
     return _what_limits(plan, waterfall)
 
