@@ -39,7 +39,7 @@ def test_one_line_where_all_went_as_predicted() -> None:
 
 
 def test_code_outside_of_the_units_is_told() -> None:
-    """A frozen teacher beside the model: "units took 34 times what they took alone", and 1.7 times one process."""
+    """A frozen teacher beside the model: "units took 34 times what they took alone", they said."""
     found = totals(9.0, 4.0, 4.0, work_s=5.0, outside_s=1.6)
     assert format_end(found, predicting(1.0), replicas=1) == (
         "done: 3 steps | 2.00 samples/s | step 4.00 s, 300% slower than predicted (1.00 s)\n"
