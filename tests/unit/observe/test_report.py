@@ -31,6 +31,7 @@ from shardwright.observe.report.gathered.spans import MOST_LANES
 from shardwright.observe.run_end import own_replicas
 from shardwright.observe.run_record import RunRecord
 from shardwright.plan import Plan
+from shardwright.planner.chain.batch_statistics import NOT_CUT_FURTHER
 from shardwright.quantities import format_seconds
 
 
@@ -211,7 +212,7 @@ def test_the_verdict(tmp_path: Path) -> None:
     assert verdict.idle == pytest.approx(0.1)
     assert verdict.slower == pytest.approx(0.1)
     text = str(verdict)
-    assert "2.73 times one process, 10 % idle, 10.0 % slower than predicted. Next: " in text
+    assert "2.73 times one process, 10 % idle, 10 % slower than predicted. Next: " in text
     assert 'id="verdict"' in page(data)
     plan.write(tmp_path / "plan.json")
     alone = gather(tmp_path / "plan.json").verdict
@@ -232,6 +233,16 @@ def test_what_to_do_next_about_a_plan(tmp_path: Path, plan: Plan, next_step: str
     verdict = gather(tmp_path / "plan.json").verdict
     assert verdict is not None
     assert verdict.next.startswith(next_step), verdict.next
+
+
+def test_a_batch_that_may_not_be_cut_further_is_not_to_be(tmp_path: Path) -> None:
+    """Bug: "try 4 microbatches" beside "for 16 or more in each, the batch is not cut further"."""
+    plan = planned(ranks=4, microbatches=4)
+    reason = f"Statistics are those of a microbatch: the batch is {NOT_CUT_FURTHER}."
+    plan.model_copy(update={"why": (reason,)}).write(tmp_path / "plan.json")
+    verdict = gather(tmp_path / "plan.json").verdict
+    assert verdict is not None
+    assert not verdict.next.startswith("try 8 microbatches")
 
 
 @pytest.mark.parametrize("shared", [{"tensor": 2}, {"shard": 2}])

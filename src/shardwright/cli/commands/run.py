@@ -188,7 +188,7 @@ def run(
         name=name,
         part="logs" if num_nodes == 1 else None,  # the launchers of several hosts share the folder
         again=again,
-        resume_by=f"shardwright run --resume {shlex.join(request.script)}",
+        resume_by=command.command.replace(" run", " run --resume", 1).replace(" --fresh", ""),
     )
     request = dataclasses.replace(request, run_folder=begun.folder.path)
     _launch(request, begun, quiet=quiet, verbose=verbose)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from shardwright.observe.report.gathered.compared import worst_of
 from shardwright.observe.report.gathered.parts import StepPart
 from shardwright.plan import Plan
+from shardwright.planner.chain.batch_statistics import NOT_CUT_FURTHER
 from shardwright.planner.explain.sensitivity import sensitivities
 from shardwright.planner.explain.waterfall import Waterfall
 from shardwright.quantities import format_seconds
@@ -128,11 +129,14 @@ def _what_limits(plan: Plan, waterfall: Waterfall) -> str:
     step_s = waterfall.step_s
     # The planner has timed what it has rejected: a rule of proportion must not contradict it.
     rejected = {each.microbatches for each in plan.alternatives}
+    may_not_be_cut = any(NOT_CUT_FURTHER in reason for reason in plan.why)
     best = max(
         (
             each
             for each in sensitivities(plan)
-            if "microbatch" in each.name and int(each.name.split()[0]) not in rejected
+            if "microbatch" in each.name
+            and int(each.name.split()[0]) not in rejected
+            and not (may_not_be_cut and int(each.name.split()[0]) > plan.schedule.microbatches)
         ),
         key=lambda each: each.saved_s,
         default=None,

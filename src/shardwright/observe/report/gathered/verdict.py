@@ -61,7 +61,8 @@ class Verdict:
             found.append(f"{self.idle:.0%} idle".replace("%", " %"))
         if self.slower is not None:
             how = "slower" if self.slower >= 0 else "faster"
-            found.append(f"{abs(self.slower) * 100:.1f} % {how} than predicted")
+            percent = abs(self.slower) * 100
+            found.append(f"{percent:.{int(percent < 10)}f} % {how} than predicted")
         return tuple(found)
 
     def __str__(self) -> str:

@@ -9,7 +9,7 @@ from shardwright.observe.report.gathered.verdict import Verdict
 from shardwright.observe.report.html import escape
 from shardwright.observe.report.pages.tables import difference
 from shardwright.plan import Plan
-from shardwright.quantities import counted, format_bytes, format_count, format_seconds
+from shardwright.quantities import counted, format_bytes, format_parameters, format_seconds
 
 __all__ = ["facts", "head", "sparkline"]
 
@@ -37,7 +37,7 @@ def _described(data: ReportData) -> str:
     if data.plan is not None:
         plan = data.plan
         model = data.facts.model if data.facts is not None and data.facts.model else "a model"
-        parts.append(f"{model} of {format_count(plan.model.num_parameters)} parameters")
+        parts.append(f"{model} of {format_parameters(plan.model.num_parameters)} parameters")
         mesh = plan.mesh
         parts.append(f"{mesh.world_size} rank{'s' * (mesh.world_size != 1)}")
     if data.steps:
@@ -106,7 +106,9 @@ def _card(row: Compared, key: str) -> str:
     error = f'<div class="soft">{apart}</div>' if apart else ""
     if row.remark:
         error = f'<div class="soft">{escape(row.remark)}</div>'
-    title = {"step": "Step time", "update": "Optimizer's update", "memory": "Peak memory of a rank"}[key]
+    whole = row.name.startswith("peak")
+    memory = "Peak memory of a rank" if whole else "Memory of a rank, without temporaries"
+    title = {"step": "Step time", "update": "Optimizer's update", "memory": memory}[key]
     return f'<div class="card"><div class="soft">{title}</div><div class="pair">{figures}</div>{error}</div>'
 
 
