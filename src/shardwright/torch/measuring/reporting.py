@@ -17,7 +17,14 @@ from shardwright.observe.metrics import StepRecord
 from shardwright.observe.observer import Observer
 from shardwright.observe.run_choice import BegunRun, begin_run
 from shardwright.observe.run_folder import RunFolder, launched_folder, runs_dir
-from shardwright.observe.run_record import RunState, command_of_script, go_on, read_record, saved_step
+from shardwright.observe.run_record import (
+    RunState,
+    command_of_script,
+    go_on,
+    going_further,
+    read_record,
+    saved_step,
+)
 from shardwright.observe.surroundings import surroundings
 from shardwright.observe.timeline import idle_share
 from shardwright.observe.trackers import Tracker
@@ -266,7 +273,7 @@ class Reporter:
             return f"saved {saved}; for more steps: run_name {folder.path.name}"
         record = read_record(folder)
         command = "shardwright run" if record is None else record.command
-        return f"saved {saved}; for more steps: {command.replace(' run', ' run --resume', 1)}"
+        return f"saved {saved}; for more steps: {going_further(command)}"
 
     def _write_end(self, state: RunState) -> None:
         """Writes how the run ended, and says how to go on with one that ended early: on the first rank."""
