@@ -8,9 +8,21 @@ import re
 from shardwright.errors import ConfigError
 from shardwright.printable import shown
 
-__all__ = ["format_bytes", "format_count", "format_seconds", "parse_bytes"]
+__all__ = [
+    "beside_prediction",
+    "counted",
+    "format_bandwidth",
+    "format_bytes",
+    "format_count",
+    "format_flops",
+    "format_parameters",
+    "format_seconds",
+    "parse_bytes",
+]
 
 _LONGEST = 100  # letters of a size
+_DAYS = 3
+"""As many and longer durations are written in days."""
 _BYTE_UNITS = {
     "": 1,
     "b": 1,
@@ -69,17 +81,24 @@ def format_bytes(num_bytes: float) -> str:
 def format_seconds(seconds: float) -> str:
     """Writes a duration with three figures.
 
-    >>> format_seconds(0.01234), format_seconds(4.5e-6), format_seconds(75)
-    ('12.3 ms', '4.50 us', '1m15s')
+    >>> format_seconds(0.01234), format_seconds(4.5e-6), format_seconds(75), format_seconds(0.99996)
+    ('12.3 ms', '4.50 us', '1m15s', '1.00 s')
+    >>> format_seconds(7260), format_seconds(2_592_000)
+    ('2h01m', '30.0 days')
     """
-    if abs(seconds) >= 3600:
-        return f"{seconds // 3600:.0f}h{seconds % 3600 // 60:02.0f}m"
-    if abs(seconds) >= 60:
-        return f"{seconds // 60:.0f}m{seconds % 60:02.0f}s"
+    sign, size = "-" if seconds < 0 else "", abs(seconds)
+    if size >= _DAYS * 86400:
+        return f"{sign}{size / 86400:,.1f} days"
+    if size >= 3599.5:
+        hours, minutes = divmod(round(size / 60), 60)
+        return f"{sign}{hours}h{minutes:02}m"
+    if size >= 59.95:
+        minutes, rest = divmod(round(size), 60)
+        return f"{sign}{minutes}m{rest:02}s"
     for scale, unit in ((1.0, "s"), (1e-3, "ms")):
-        if abs(seconds) >= scale:
-            return f"{_three_figures(seconds / scale)} {unit}"
-    return f"{_three_figures(seconds / 1e-6)} us"
+        if size >= 0.9995 * scale:
+            return f"{sign}{_three_figures(size / scale)} {unit}"
+    return f"{sign}{_three_figures(size / 1e-6)} us"
 
 
 def format_count(count: float) -> str:
@@ -94,13 +113,67 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def format_parameters(number: float) -> str:
+    """Writes how many parameters a model has.
+
+    >>> format_parameters(8.03e9), format_parameters(25.6e6), format_parameters(650)
+    ('8.0 billion', '25.6 million', '650')
+    """
+    for power, word in ((9, "billion"), (6, "million")):
+        if number >= 10**power:
+            return f"{number / 10**power:,.1f} {word}"
+    return f"{number:,.0f}"
+
+
+def format_bandwidth(bytes_per_s: float) -> str:
+    """Writes a bandwidth in decimal units.
+
+    >>> format_bandwidth(300e9), format_bandwidth(3.125e9)
+    ('300.0 GB/s', '3.1 GB/s')
+    """
+    return f"{_spaced(format_count(bytes_per_s))}B/s"
+
+
+def format_flops(flops: float) -> str:
+    """Writes a number of operations, at the least one figure of it.
+
+    >>> format_flops(312e12), format_flops(26.1e9), format_flops(148_000)
+    ('312.0 TFLOP', '26.1 GFLOP', '148.0 kFLOP')
+    """
+    return f"{_spaced(format_count(flops))}FLOP"
+
+
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """Writes a number of things.
+
+    >>> counted(1, "node"), counted(1200, "rank"), counted(2, "microbatch", "es")
+    ('1 node', '1,200 ranks', '2 microbatches')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
+def beside_prediction(measured_s: float, predicted_s: float) -> str:
+    """Writes how measured seconds stand to predicted ones: a share of the prediction, as everywhere.
+
+    >>> beside_prediction(0.5, 0.4), beside_prediction(0.3, 0.4), beside_prediction(0.4, 0.4)
+    ('25% slower than predicted (400 ms)', '25% faster than predicted (400 ms)', 'as predicted (400 ms)')
+    """
+    percent = round((measured_s / predicted_s - 1) * 100)
+    told = f"{abs(percent)}% {'slower' if percent > 0 else 'faster'} than" if percent else "as"
+    return f"{told} predicted ({format_seconds(predicted_s)})"
+
+
+def _spaced(count: str) -> str:
+    return f"{count[:-1]} {count[-1]}" if count[-1].isalpha() else f"{count} "
+
+
 def _no_size(text: object) -> str:
     return f"{shown(text)} is not a size. Write a number and a unit, for example 80GiB or 500MB."
 
 
 def _three_figures(value: float) -> str:
-    if abs(value) >= 100:
+    if value >= 99.95:
         return f"{value:.0f}"
-    if abs(value) >= 10:
+    if value >= 9.995:
         return f"{value:.1f}"
     return f"{value:.2f}"

@@ -92,11 +92,11 @@ def test_what_it_knows() -> None:
 
 def test_table() -> None:
     assert with_prediction().table().splitlines() == [
-        "stage  rank  units  first .. last  parameters  forward  backward  sends",
-        "0      0     2      embed .. h.0   800 B       100 ms   200 ms    0 B",
-        "1      1     2      h.1 .. head    800 B       100 ms   200 ms    0 B",
+        "stage  rank  units             parameters  forward  backward  sends",
+        "0      0     embed .. h.0 (2)  800 B       100 ms   200 ms    0 B",
+        "1      1     h.1 .. head (2)   800 B       100 ms   200 ms    0 B",
     ]
-    assert make_plan().table().splitlines()[1].split() == ["0", "0", "2", "embed", "..", "h.0", *"----"]
+    assert make_plan().table().splitlines()[1].split() == ["0", "0", "embed", "..", "h.0", "(2)", *"----"]
 
 
 def test_a_stage_that_was_added_by_hand_has_no_prediction() -> None:

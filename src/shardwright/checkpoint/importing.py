@@ -19,6 +19,7 @@ from shardwright.checkpoint.model_source import ModelFile
 from shardwright.checkpoint.tensor_file import TensorSource, streamed_content
 from shardwright.checkpoint.tensor_index import INDEX, Piece, TensorEntry, TensorIndex
 from shardwright.errors import CheckpointError
+from shardwright.quantities import counted
 
 __all__ = ["STATE", "Imported", "import_model"]
 
@@ -150,6 +151,7 @@ def _refuse_others(folder: CheckpointFolder) -> None:
     commits = folder.commits()
     if commits:
         raise CheckpointError(
-            f"{folder.root} has {len(commits)} checkpoints, the newest of step {commits[-1].step}: a run "
-            "that resumes there would begin again with what is imported. Give a folder without checkpoints."
+            f"{folder.root} has {counted(len(commits), 'checkpoint')}, the newest of step "
+            f"{commits[-1].step}: a run that resumes there would begin again with what is imported. Give a "
+            "folder without checkpoints."
         )

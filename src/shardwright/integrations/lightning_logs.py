@@ -1,7 +1,7 @@
 """What the microbatches of a LightningModule log by ``self.log``."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,8 +21,11 @@ def log_of_microbatch() -> Iterator[dict[str, Tensor]]:
     """Yields what the microbatch that runs inside logs, by name."""
     logged: dict[str, Tensor] = {}
     token = _logged.set(logged)
-    yield logged
-    _logged.reset(token)  # not after an error: that ends the microbatch, and its context
+    try:
+        yield logged
+    finally:
+        with suppress(ValueError):  # a microbatch that is ended from outside is closed in another context
+            _logged.reset(token)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ that passes the output of ranks on to a terminal says so (``SHARDWRIGHT_TERMINAL
 """
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ from typing import TextIO
 
 from shardwright.printable import printable
 from shardwright.quantities import format_seconds
+from shardwright.text_folding import folded
 
 __all__ = ["Console", "Phase"]
 
@@ -52,21 +54,22 @@ class Console:
         self._clock = clock
         self._live_line = False
         self.prints = prints and not _is_set(environ, "SHARDWRIGHT_QUIET")
-        terminal = self._target.isatty() or _is_set(environ, "SHARDWRIGHT_TERMINAL")
+        self._is_terminal = self._target.isatty()
+        terminal = self._is_terminal or _is_set(environ, "SHARDWRIGHT_TERMINAL")
         terminal = terminal and environ.get("TERM") != "dumb"
         # NO_COLOR counts with any value but the empty one (no-color.org).
         self._color = terminal and not environ.get("NO_COLOR")
         self.rewrites = terminal and not _is_set(environ, "CI")
 
     def line(self, text: str) -> None:
-        """Prints text, of one line or several."""
+        """Prints text, of one line or several; folded to the width of a terminal that gets it directly."""
         if self.prints:
-            self._write(f"{printable(text, lines=True)}\n")
+            self._write(f"{self._fold(printable(text, lines=True))}\n")
 
     def status(self, text: str) -> None:
         """Prints the current activity."""
         if self.prints:
-            self._write(f"{self._dim(text)}\n")
+            self._write(f"{self._dim(self._fold(text))}\n")
 
     @contextmanager
     def phase(self, text: str) -> Iterator["Phase"]:
@@ -97,6 +100,8 @@ class Console:
     def rewrite(self, text: str) -> bool:
         """Replaces the last rewritten line; returns False where lines cannot be rewritten."""
         if self.prints and self.rewrites:
+            if self._is_terminal:  # what a terminal continues in the next line stays there
+                text = text[: shutil.get_terminal_size().columns - 1]
             self._write(f"{self._dim(text)}\r")  # whatever is written next replaces it
             self._live_line = True
         return self.rewrites
@@ -104,6 +109,9 @@ class Console:
     @property
     def _target(self) -> TextIO:
         return self._stream if self._stream is not None else sys.stderr
+
+    def _fold(self, text: str) -> str:
+        return folded(text, shutil.get_terminal_size().columns) if self._is_terminal else text
 
     def _dim(self, text: str) -> str:
         text = printable(text, lines=True)

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from shardwright.observe.plan_text import format_plan
+from shardwright.observe.plan_text import MEMORY_COLUMNS, format_plan, memory_cells
 from shardwright.observe.report.gathered.compared import Compared
 from shardwright.observe.report.gathered.data import Predicted, ReportData
-from shardwright.plan import Alternative, MemoryPrediction
+from shardwright.plan import Alternative
 from shardwright.planner.explain.sensitivity import Sensitivity, sensitivities
 from shardwright.quantities import format_bytes, format_seconds
 from shardwright.text_table import align
@@ -15,7 +15,6 @@ from shardwright.text_table import align
 __all__ = ["explanation_document", "format_explanation"]
 
 _BAR = 30
-_PARTS = ("parameters", "gradients", "optimizer", "activations", "batch", "work", "peak")
 
 
 def format_explanation(data: ReportData) -> str:
@@ -54,7 +53,7 @@ def explanation_document(data: ReportData) -> dict[str, Any]:
 def _measured(data: ReportData) -> Iterator[str]:
     rows = [row for row in (*data.compared, *data.spent) if row.measured is not None]
     if rows:
-        header = ["", "predicted", "measured", "error"]
+        header = ["", "predicted", "measured", "above prediction"]
         table = align([header, *(_compared_row(row) for row in rows)])
         yield _block("predicted beside measured (parts of a step: mean of the ranks)", table)
 
@@ -62,8 +61,8 @@ def _measured(data: ReportData) -> Iterator[str]:
 def _compared_row(row: Compared) -> list[str]:
     form = format_seconds if row.name.endswith("(s)") else format_bytes
     shown = ["-" if value is None else form(value) for value in (row.predicted, row.measured)]
-    error = row.remark or ("-" if row.error is None else f"{row.error:+.1%}")
-    return [row.name.rsplit(" (", 1)[0], *shown, error]
+    above = row.remark or ("-" if row.above is None else f"{row.above:+.1%}")
+    return [row.name.rsplit(" (", 1)[0], *shown, above]
 
 
 def _waterfall(predicted: Predicted) -> str:
@@ -82,18 +81,14 @@ def _waterfall(predicted: Predicted) -> str:
 
 def _memory(predicted: Predicted) -> str:
     """A row for each run of ranks that are alike."""
-    rows = [["ranks", *_PARTS[:-1], "sum"]]
+    rows = [["ranks", *MEMORY_COLUMNS]]
     numbered = enumerate(predicted.stack)
     for memory, group in groupby(numbered, key=lambda pair: pair[1]):
         ranks = [rank for rank, _ in group]
         name = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
-        rows.append([name, *_sizes(memory)])
+        rows.append([name, *memory_cells(memory)])
     limit = f"limit {format_bytes(predicted.limit_bytes)}" if predicted.limit_bytes else "no limit is known"
     return f"{align(rows)}\n{limit}"
-
-
-def _sizes(memory: MemoryPrediction) -> list[str]:
-    return [format_bytes(getattr(memory, f"{part}_bytes")) for part in _PARTS]
 
 
 def _sensitivities(found: Sequence[Sensitivity]) -> str:
@@ -102,17 +97,15 @@ def _sensitivities(found: Sequence[Sensitivity]) -> str:
         before_s = row.step_s + row.saved_s
         change = row.step_s / before_s - 1 if before_s else 0.0
         note = f"assuming {row.assumption}" if row.assumption else ""
-        rows.append([row.name, format_seconds(row.step_s), f"{change:+.1%}", note])
+        shown = f"{change:+.1%}" if abs(change) >= 5e-4 else "0%"
+        rows.append([row.name, format_seconds(row.step_s), shown, note])
     return align(rows)
 
 
 def _alternatives(found: Sequence[Alternative]) -> str:
-    rows = [["schedule", "microbatches", "stages", "step", "peak", "verdict"]]
+    rows = [["schedule", "microbatches", "stages", "step", "verdict"]]
     for a in found:
-        peak = format_bytes(a.peak_bytes)
-        rows.append(
-            [a.schedule, str(a.microbatches), str(a.stages), format_seconds(a.step_s), peak, a.verdict]
-        )
+        rows.append([a.schedule, str(a.microbatches), str(a.stages), format_seconds(a.step_s), a.verdict])
     return align(rows)
 
 

@@ -25,8 +25,8 @@ class Metric(StrEnum):
     """Names in ``metrics.jsonl``.
 
     Throughput and compute are those of the whole job. ``COMPUTE`` counts the FLOPs of the model: what is
-    recomputed does not count. ``STEP_ERROR`` is predicted / measured - 1: negative where the plan was too
-    hopeful. ``WORK`` is that of all ranks of a replica, added up: more than a step where they share it.
+    recomputed does not count. ``ABOVE_PREDICTION`` is measured / predicted - 1: positive where the plan was
+    too hopeful. ``WORK`` is that of all ranks of a replica, added up: more than a step where they share it.
     ``UPDATE`` is the optimizer's, before the step. ``GRADIENT_ERROR`` and ``PARAMETER_ERROR`` are
     what rounding to 8 bits lost of what rank 0 sent, relative to that.
     """
@@ -36,9 +36,10 @@ class Metric(StrEnum):
     STEP = "time/step(s)"
     STEP_PREDICTED = "time/step_predicted(s)"
     WORK = "time/work(s)"
+    OUTSIDE = "time/outside_units(s)"
     UPDATE = "time/update(s)"
     SKIPPED = "train/skipped(updates)"
-    STEP_ERROR = "time/prediction_error(share)"
+    ABOVE_PREDICTION = "time/above_prediction(share)"
     SAMPLES = "throughput/samples(1/s)"
     TOKENS = "throughput/tokens(1/s)"
     COMPUTE = "throughput/compute(FLOP/s)"
@@ -70,6 +71,8 @@ class StepRecord:
         memory_limit_bytes: memory that a rank may use.
         learning_rate: of the first group of parameters.
         work_s: seconds for which the ranks of the replica that writes worked, all of them together.
+        outside_s: seconds of operations of the step function that rest on no unit of the model, on the rank
+            that writes: every rank of a pipeline runs them.
         update_s: seconds of the optimizer's update before the step, on the rank that writes.
         skipped_updates: how many were left out so far, as gradients were not finite.
         gradient_error: what rounding gradients to 8 bits lost, relative to them.
@@ -89,6 +92,7 @@ class StepRecord:
     memory_limit_bytes: int | None = None
     learning_rate: float | None = None
     work_s: float | None = None
+    outside_s: float | None = None
     update_s: float | None = None
     skipped_updates: int | None = None
     gradient_error: float | None = None
@@ -113,6 +117,7 @@ def metrics_of(record: StepRecord, *, world_size: int) -> dict[str, MetricValue]
         Metric.STEP: seconds,
         Metric.STEP_PREDICTED: record.step_predicted_s,
         Metric.WORK: record.work_s,
+        Metric.OUTSIDE: record.outside_s,
         Metric.UPDATE: record.update_s,
         Metric.SKIPPED: record.skipped_updates,
         Metric.GRADIENT_ERROR: record.gradient_error,
@@ -121,8 +126,8 @@ def metrics_of(record: StepRecord, *, world_size: int) -> dict[str, MetricValue]
         Metric.BUBBLE_PREDICTED: record.bubble_predicted,
     }
     if seconds > 0:
-        if record.step_predicted_s is not None:
-            found[Metric.STEP_ERROR] = record.step_predicted_s / seconds - 1.0
+        if record.step_predicted_s:
+            found[Metric.ABOVE_PREDICTION] = seconds / record.step_predicted_s - 1.0
         found[Metric.SAMPLES] = record.samples / seconds
         if record.tokens is not None:
             found[Metric.TOKENS] = record.tokens / seconds

@@ -4,12 +4,22 @@ from collections.abc import Iterator, Sequence
 
 from shardwright.plan import MemoryPrediction, Plan
 from shardwright.printable import printable
-from shardwright.quantities import format_bytes, format_count, format_seconds
+from shardwright.quantities import counted, format_bytes, format_parameters, format_seconds
 from shardwright.text_table import align
 
-__all__ = ["format_plan", "format_plan_briefly", "format_plan_in_full", "title_of"]
+__all__ = [
+    "MEMORY_COLUMNS",
+    "format_plan",
+    "format_plan_briefly",
+    "format_plan_in_full",
+    "memory_cells",
+    "title_of",
+]
 
 _FEW_STAGES = 4
+
+MEMORY_COLUMNS = ("parameters", "gradients", "optimizer", "activations", "work", "sum")
+"""What a rank's predicted memory is for, as `memory_cells` tells it."""
 
 
 def format_plan_briefly(plan: Plan) -> str:
@@ -58,8 +68,8 @@ def title_of(plan: Plan) -> str:
     """A plan in one line."""
     mesh, schedule = plan.mesh, plan.schedule
     title = (
-        f"plan: {schedule.kind}, {_counted(schedule.microbatches, 'microbatch', 'es')}, "
-        f"{_counted(len(plan.stages), 'stage')} on {_counted(mesh.pipeline, 'rank')}"
+        f"plan: {schedule.kind}, {counted(schedule.microbatches, 'microbatch', 'es')}, "
+        f"{counted(len(plan.stages), 'stage')} on {counted(mesh.pipeline, 'rank')}"
     )
     shared = {"context": mesh.context, "expert": mesh.expert, "tensor": mesh.tensor}
     title += "".join(f", {name} degree {degree}" for name, degree in shared.items() if degree > 1)
@@ -72,18 +82,14 @@ def title_of(plan: Plan) -> str:
     return title
 
 
-def _counted(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{'' if number == 1 else plural}"
-
-
 def _model(plan: Plan) -> str:
     model = plan.model
     recomputed, offloaded = (
         sum(len(getattr(stage, name)) for stage in plan.stages) for name in ("recompute", "offload")
     )
     lines = [
-        f"model {model.fingerprint}: {format_count(model.num_parameters)} parameters, "
-        f"{len(model.units)} units"
+        f"model {model.fingerprint}: {format_parameters(model.num_parameters)} parameters, "
+        f"{counted(len(model.units), 'unit')}"
         + (f", {recomputed} of them recomputed" if recomputed else "")
         + (f", {offloaded} offloaded" if offloaded else "")
     ]
@@ -100,13 +106,22 @@ def _model(plan: Plan) -> str:
 
 
 def _memory(ranks: tuple[MemoryPrediction, ...]) -> str:
-    parts = ("parameters", "gradients", "optimizer", "activations", "work", "peak")
-    rows: list[Sequence[str]] = [("rank", *parts[:-1], "sum")]
-    rows += [
-        (str(rank), *(format_bytes(getattr(row, f"{part}_bytes")) for part in parts))
-        for rank, row in enumerate(ranks)
-    ]
+    rows: list[Sequence[str]] = [("rank", *MEMORY_COLUMNS)]
+    rows += [(str(rank), *memory_cells(row)) for rank, row in enumerate(ranks)]
     return align(rows)
+
+
+def memory_cells(memory: MemoryPrediction) -> tuple[str, ...]:
+    """A rank's predicted memory in `MEMORY_COLUMNS`: the batch is a part of the work."""
+    sizes = (
+        memory.parameters_bytes,
+        memory.gradients_bytes,
+        memory.optimizer_bytes,
+        memory.activations_bytes,
+        memory.batch_bytes + memory.work_bytes,
+        memory.peak_bytes,
+    )
+    return tuple(map(format_bytes, sizes))
 
 
 def _alternatives(plan: Plan) -> str:
@@ -119,15 +134,13 @@ def _alternatives(plan: Plan) -> str:
 
 
 def _trials(plan: Plan) -> str:
-    rows = [("pipeline", "data", "shards", "schedule", "microbatches", "step", "predicted")]
+    rows = [("pipeline", "data", "shards", "schedule", "microbatches", "predicted", "measured")]
     for trial in plan.trials:
         mesh, schedule = trial.mesh, trial.schedule
         degrees = (str(mesh.pipeline), str(mesh.data), str(mesh.shard))
-        error = f" ({trial.predicted_s / trial.step_s - 1:+.0%})" if trial.step_s else ""
-        predicted = format_seconds(trial.predicted_s) + error
-        rows.append(
-            (*degrees, schedule.kind, str(schedule.microbatches), format_seconds(trial.step_s), predicted)
-        )
+        apart = f" ({trial.step_s / trial.predicted_s - 1:+.0%})" if trial.predicted_s else ""
+        times = (format_seconds(trial.predicted_s), format_seconds(trial.step_s) + apart)
+        rows.append((*degrees, schedule.kind, str(schedule.microbatches), *times))
     return align(rows)
 
 

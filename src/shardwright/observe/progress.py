@@ -165,7 +165,7 @@ def format_rate(rate: float) -> str:
 
 
 def _format_flops(flops: float) -> str:
-    for power, unit in ((12, "TFLOP"), (9, "GFLOP"), (6, "MFLOP")):
+    for power, unit in ((12, "TFLOP"), (9, "GFLOP"), (6, "MFLOP"), (3, "kFLOP")):
         if flops >= 10**power:
             return f"{_three_figures(flops / 10**power)} {unit}"
     return f"{flops:.0f} FLOP"

@@ -2,7 +2,7 @@
 
 ::
 
-    done: 200 steps, loss 3.2145 | 41.2k tok/s | 1.73 times one process | step 410 ms, predicted 430 ms (+5%)
+    done: 200 steps, loss 3.2145 | 41.2k tok/s | 1.73 times one process | step 0.91 s, 110% slower than ...
       the step took 2.1 times its prediction: units took 3.1 times what they took alone (the machine was busy)
       report runs/train/report.html; saved step 200; for more: shardwright run --resume train.py
 """
@@ -17,15 +17,18 @@ from shardwright.observe.metrics import StepRecord
 from shardwright.observe.next_plan import NextPlan
 from shardwright.observe.progress import format_loss, format_rate
 from shardwright.plan import Plan
-from shardwright.quantities import format_seconds
+from shardwright.quantities import beside_prediction, format_seconds
 
-__all__ = ["RunTotals", "format_end", "own_replicas"]
+__all__ = ["RunTotals", "format_end", "own_replicas", "work_of_one_process"]
 
 _LATEST = 1000
 """Steps whose medians are told: those of a long run that began slowly."""
 
 _ALONE = 1.05
 """Less than this is the speed of one process."""
+
+_LARGE = 0.1
+"""A larger share of a step outside of the model's units is told."""
 
 _PARTED = 1.15
 """So many times its prediction or more, or as much less: a reason is told."""
@@ -75,6 +78,11 @@ class RunTotals:
         found = [record.work_s for record in self._latest if record.work_s is not None]
         return median(found) if found else None
 
+    @property
+    def outside_s(self) -> float:
+        """Median seconds of a step in operations that rest on no unit: every rank of a pipeline runs them."""
+        return median(record.outside_s or 0.0 for record in self._latest) if self._latest else 0.0
+
 
 def format_end(
     totals: RunTotals,
@@ -101,7 +109,7 @@ def format_end(
     loss = "" if totals.loss is None else f", loss {format_loss(totals.loss)}"
     rate, unit = totals.rate
     parts = [f"{ended}: {steps}{loss}", f"{format_rate(rate)} {unit}"]
-    speed_up = _speed_up(totals, replicas)
+    speed_up = _speed_up(totals, plan, replicas)
     if speed_up is not None:
         parts.append(f"{speed_up:.2f} times one process")
     predicted_s = plan.prediction.step_s if plan is not None and plan.prediction is not None else 0.0
@@ -110,7 +118,7 @@ def format_end(
     if totals.steps == 1:
         step += ", which traced and planned"
     if predicted_s > 0 and measured_s > 0 and totals.steps > 1:
-        step += f", predicted {format_seconds(predicted_s)} ({predicted_s / measured_s - 1:+.0%})"
+        step += f", {beside_prediction(measured_s, predicted_s)}"
     lines = [" | ".join([*parts, step])]
     if predicted_s > 0 and measured_s > 0 and plan is not None and totals.steps > 1:
         lines += _why_they_part(totals, plan, measured_s / predicted_s)
@@ -132,12 +140,17 @@ def own_replicas(plan: Plan | None) -> int | None:
     return plan.mesh.data
 
 
-def _speed_up(totals: RunTotals, replicas: int | None) -> float | None:
+def work_of_one_process(work_s: float, outside_s: float, plan: Plan | None) -> float:
+    """Seconds of the work of a replica's ranks in one process, which runs once what each of them runs."""
+    return work_s - outside_s * (0 if plan is None else plan.mesh.pipeline - 1)
+
+
+def _speed_up(totals: RunTotals, plan: Plan | None, replicas: int | None) -> float | None:
     """Seconds of work in a step over its seconds: one process would do it one after the other."""
     work_s, step_s = totals.work_s, totals.step_s
     if work_s is None or not step_s or replicas is None:
         return None
-    found = work_s * replicas / step_s
+    found = work_of_one_process(work_s, totals.outside_s, plan) * replicas / step_s
     return found if found > _ALONE else None
 
 
@@ -147,6 +160,12 @@ def _why_they_part(totals: RunTotals, plan: Plan, ratio: float) -> list[str]:
         return []
     begin = f"  the step took {ratio:.1f} times its prediction"
     assert plan.prediction is not None
+    outside_s = totals.outside_s
+    if ratio > 1 and outside_s > _LARGE * totals.step_s:
+        return [
+            f"{begin}: {format_seconds(outside_s)} of it are code outside of the model's units, which every "
+            "rank runs and no plan counts (a teacher? make it a part of the wrapped model)"
+        ]
     if plan.prediction.provenance == "estimated":
         return [f"{begin}, which rests on estimates: profile: measured times the units"]
     alone_s = plan.schedule.microbatches * math.fsum(

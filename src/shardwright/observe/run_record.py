@@ -17,7 +17,16 @@ from shardwright.files import Record, UserFile
 from shardwright.observe.jsonl import read_json_lines
 from shardwright.observe.run_folder import RunFolder, show_path
 
-__all__ = ["RunRecord", "RunState", "SavedStep", "command_of_script", "go_on", "read_record", "saved_step"]
+__all__ = [
+    "RunRecord",
+    "RunState",
+    "SavedStep",
+    "command_of_script",
+    "go_on",
+    "going_further",
+    "read_record",
+    "saved_step",
+]
 
 RunState = Literal["running", "finished", "saved", "stopped", "failed"]
 """``running`` stays where a run was killed; ``saved``: a signal came, and the run saved and ended."""
@@ -133,6 +142,17 @@ def go_on(folder: RunFolder, record: RunRecord) -> str:
     if saved is None:
         return ""
     return f"saved {saved} in {show_path(saved.folder)}; go on: {record.command}"
+
+
+def going_further(command: str) -> str:
+    """The command that continues a run which has finished: its name asks for that, or else ``--resume``.
+
+    >>> going_further("shardwright run -n 2 train.py"), going_further("shardwright run --name a train.py")
+    ('shardwright run --resume -n 2 train.py', 'shardwright run --name a train.py')
+    """
+    if " --name" in command:
+        return command
+    return command.replace(" --fresh", "").replace(" --resume", "").replace(" run", " run --resume", 1)
 
 
 def command_of_script(words: Sequence[str], *, settings: Mapping[str, Any], world_size: int) -> RunRecord:

@@ -13,7 +13,7 @@ from shardwright.observe.progress import format_loss, format_rate
 from shardwright.observe.recorded import finite, number_or_none, to_number
 from shardwright.observe.run_folder import RunFolder, show_path
 from shardwright.plan import Plan
-from shardwright.quantities import format_seconds
+from shardwright.quantities import beside_prediction, format_seconds
 from shardwright.text_table import align
 
 __all__ = ["RunSummary", "format_summary", "summarize"]
@@ -64,7 +64,7 @@ def format_summary(summary: RunSummary) -> str:
       loss        3.2145 (10.8200 at the first step)
       throughput  41.2k tok/s
       speed-up    1.79x over one process (23.1k tok/s)
-      step        410 ms measured, 430 ms predicted (+5%)
+      step        410 ms, 5% faster than predicted (430 ms)
       bubble      11% measured, 10% predicted
     """
     title = f"{summary.steps} step{'s' if summary.steps != 1 else ''} done"
@@ -146,10 +146,9 @@ def _rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
 
 
 def _against(measured: str, predicted_s: float | None, measured_s: float) -> str:
-    if predicted_s is None or measured_s <= 0:
+    if not predicted_s or measured_s <= 0:
         return f"{measured} measured"
-    error = predicted_s / measured_s - 1
-    return f"{measured} measured, {format_seconds(predicted_s)} predicted ({error:+.0%})"
+    return f"{measured}, {beside_prediction(measured_s, predicted_s)}"
 
 
 def _median(records: list[dict[str, Any]], name: str, where: str) -> float | None:

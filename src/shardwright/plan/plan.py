@@ -6,7 +6,7 @@ the difference.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -292,13 +292,12 @@ class Plan(Record):
 
     def table(self) -> str:
         """The stages as a text table."""
-        header = ["stage", "rank", "units", "first .. last", "parameters", "forward", "backward", "sends"]
+        header = ["stage", "rank", "units", "parameters", "forward", "backward", "sends"]
         rows = [header]
         for index, stage in enumerate(self.stages):
             cost = self.prediction.stages[index] if self.prediction else None
-            first_last = " .. ".join(dict.fromkeys((stage.units[0], stage.units[-1]))) if stage.units else "-"
             rows.append(
-                [str(index), str(stage.rank), str(len(stage.units)), first_last]
+                [str(index), str(stage.rank), _span(stage.units)]
                 + (
                     [
                         format_bytes(cost.parameter_bytes),
@@ -311,6 +310,20 @@ class Plan(Record):
                 )
             )
         return align(rows)
+
+
+def _span(units: Sequence[str]) -> str:
+    """The first and the last of a stage's units, and how many there are.
+
+    >>> _span(["gpt.layers.0", "gpt.layers.1", "gpt.layers.2"]), _span(["gpt.embed", "gpt.layers.0"])
+    ('gpt.layers.0 .. 2 (3)', 'gpt.embed .. layers.0 (2)')
+    """
+    if len(units) < 2:
+        return units[0] if units else "-"
+    first, last = (units[end].split(".") for end in (0, -1))
+    while len(last) > 1 and first and first[0] == last[0]:  # the modules around both are named once
+        first, last = first[1:], last[1:]
+    return f"{units[0]} .. {'.'.join(last)} ({len(units)})"
 
 
 def stage_of_label(plan: Plan) -> Mapping[str, int]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from shardwright.errors import ConfigError, InfeasiblePlanError, UsageError
-from shardwright.quantities import format_seconds
+from shardwright.quantities import counted, format_seconds
 from shardwright.topology.search import search
 from shardwright.topology.task import Task
 from shardwright.topology.way import Way
@@ -128,7 +128,7 @@ def cheapest(found: list[Offer], *, deadline_s: float | None = None) -> Offer:
         assert deadline_s is not None
         raise InfeasiblePlanError(
             f"no number of these machines trains within {format_seconds(deadline_s)}: the fastest, "
-            f"{best.num_nodes} nodes, takes {format_seconds(best.seconds)}. Take more or faster machines, or "
-            "fewer tokens."
+            f"{counted(best.num_nodes, 'node')}, takes {format_seconds(best.seconds)}. Take more or faster "
+            "machines, or fewer tokens."
         )
     return min(in_time, key=lambda offer: (offer.dollars or 0.0, offer.num_nodes))

@@ -26,7 +26,7 @@ def accumulated(runs: str, *, scales: bool) -> tuple[list[float], list[dict[str,
 
         @sw.step
         def step(model: Any, x: torch.Tensor, scaler: Any = scaler) -> torch.Tensor:
-            loss = model(x).square().mean()
+            loss = model(x * 1.0).square().mean()
             model.backward(scaler.scale(loss / 2))
             return loss
 
@@ -50,6 +50,8 @@ def test_it_is_reported_and_steps_go_on_where_they_were(tmp_path: Path, scales: 
     metrics replaced those of the first."""
     (returned, metrics), _ = run_ranks(accumulated, 2, str(tmp_path), scales=scales)
     assert [each["step"] for each in metrics] == [1, 2, 3, 4]
+    assert all(each["time/outside_units(s)"] > 0 for each in metrics)  # the product before the model
+    assert all(each["memory/limit(GiB)"] > 0 for each in metrics)  # the second part looks at no machines
     assert [each["train/loss"] for each in metrics] == pytest.approx(
         [loss / 2 for loss in returned], rel=1e-4
     )

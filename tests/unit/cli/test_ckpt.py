@@ -144,7 +144,7 @@ def test_clears(run, capsys):
     assert out.splitlines() == [
         "removed step-00000010",
         "removed step-00000030.tmp-00ff",
-        "1 checkpoints stay",
+        "1 checkpoint left",
     ]
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [".lock", "COMMITTED", "step-00000020"]
 

@@ -317,3 +317,13 @@ def test_a_reader_that_has_left_does_not_change_the_exit_code(tmp_path):
         ["bash", "-c", shell, sys.executable, path], capture_output=True, text=True, check=False
     )
     assert (found.returncode, found.stderr) == (1, "")
+
+
+def test_many_ranks_a_core_are_pointed_out(capsys, tmp_path):
+    script = tmp_path / "train.py"
+    script.touch()
+    number = 8 * len(os.sched_getaffinity(0))
+    code, _, err = call(capsys, "run", "--dry-run", "--name", "one", "-n", number, script)
+    assert (code, "they start slowly" in err) == (0, True)
+    _, _, err = call(capsys, "run", "--dry-run", "--name", "one", "-n", number - 1, script)
+    assert err == ""

@@ -31,12 +31,12 @@ def test_a_plan_is_explained(capsys, tmp_path):
 def test_ranks_that_are_alike_share_a_row(capsys, tmp_path):
     planned(kind="gpipe", ranks=6).write(tmp_path / "plan.json")
     _, out, _ = call(capsys, "explain", tmp_path / "plan.json")
-    assert re.search(r"^  0-5 +800 B +800 B +1.6 KiB +400 B +0 B +50 B +3.6 KiB$", out, re.MULTILINE)
+    assert re.search(r"^  0-5 +800 B +800 B +1.6 KiB +400 B +50 B +3.6 KiB$", out, re.MULTILINE)
 
 
 def test_a_run_is_measured_beside_its_plan(capsys, tmp_path):
     _, out, _ = call(capsys, "explain", run_folder(tmp_path / "run", planned()))
-    assert re.search(r"^  step time .* -9.1%$", out, re.MULTILINE)
+    assert re.search(r"^  step time .* \+10.0%$", out, re.MULTILINE)
     assert re.search(r"^  forward +400 ms +400 ms +[+-]0.0%$", out, re.MULTILINE)
 
 

@@ -24,7 +24,7 @@ def test_show_has_stages_memory_and_reasons(capsys, folder):
     code, out, err = call(capsys, "plan", "show", "run")
     assert (code, err) == (0, "")
     assert "plan: 1f1b, 3 microbatches, 2 stages on 2 ranks, 2 replicas; predicted step 1.20 s" in out
-    assert "  0      0     1      embed          2.0 KiB     100 ms   200 ms    0 B\n" in out
+    assert "  0      0     embed  2.0 KiB     100 ms   200 ms    0 B\n" in out
     assert "  1f1b keeps fewer microbatches.\n" in out
     assert "model f: 10 parameters, 2 units" in out
     assert "  1     800 B       800 B      1.6 KiB    100 B        0 B   3.2 KiB\n" in out

@@ -20,7 +20,7 @@ def folder(tmp_path, monkeypatch):
     for age, name in enumerate(("first", "second", "third")):
         path = tmp_path / "runs" / name
         (path / "logs").mkdir(parents=True)
-        os.utime(path, (age, age))
+        os.utime(path / "logs", (age, age))
     (tmp_path / "runs" / "notes").mkdir()
     log = MetricsLog(tmp_path / "runs" / "first" / "metrics.jsonl", world_size=2)
     for step, seconds in enumerate((9.0, 1.0, 1.2, 1.1), start=1):
@@ -40,8 +40,8 @@ def folder(tmp_path, monkeypatch):
     two_stage_plan().write(tmp_path / "runs" / "first" / "plan.json")
     (tmp_path / "runs" / "third" / "plan.json").write_text("{")
     (tmp_path / "runs" / "third" / "metrics.jsonl").write_text('{"step": 1}\n')
-    os.utime(tmp_path / "runs" / "first", (0, 0))
-    os.utime(tmp_path / "runs" / "third", (2, 2))
+    os.utime(tmp_path / "runs" / "first" / "logs", (0, 0))
+    os.utime(tmp_path / "runs" / "third" / "logs", (2, 2))
     return tmp_path
 
 
@@ -49,7 +49,7 @@ def test_runs_are_listed_the_oldest_first(capsys, folder):
     code, out, err = call(capsys, "runs")
     assert (code, err) == (0, "")
     lines = [line.split() for line in out.splitlines()]
-    assert lines[1] == ["first", "-", "4", "1.0000", "400", "tok/s", "1.10", "s", "1.21", "s", "30%", "25%"]
+    assert lines[1] == ["first", "-", "4", "1.0000", "400", "tok/s", "1.10", "s", "1.21", "s", "30%"]
     assert lines[2] == ["second", "-", "no", "step", "done"]
     assert lines[3][0] == "third"
     assert "is no JSON" in out.splitlines()[3]
@@ -75,7 +75,7 @@ def test_no_runs(capsys, folder):
 def test_a_run_is_shown_beside_its_prediction(capsys, folder):
     code, out, err = call(capsys, "show", "runs/first")
     assert (code, err) == (0, "")
-    assert "  step        1.10 s measured, 1.21 s predicted (+10%)\n" in out
+    assert "  step        1.10 s, 9% faster than predicted (1.21 s)\n" in out
     assert "  bubble      30% measured, 25% predicted\n" in out
     assert "plan: 1f1b, 3 microbatches" in out
     assert "  1f1b keeps fewer microbatches.\n" in out

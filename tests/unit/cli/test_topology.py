@@ -15,7 +15,9 @@ NEOX = ("gpt-neox-20b", "p4d.24xlarge*4")
 def test_search(capsys):
     code, out, _ = call(capsys, "search", *NEOX, "--batch", "512")
     assert code == 0
-    assert out.startswith("gpt-neox-20b, 20.6G parameters, on p4d.24xlarge x 4 (32 ranks), 512 samples")
+    assert out.startswith(
+        "gpt-neox-20b, 20.6 billion parameters, on p4d.24xlarge x 4 (32 ranks), 512 samples"
+    )
     assert "tokens/s" in out
     assert "dollars a million tokens" in out
     assert "Peak memory (busiest rank): " in out
@@ -58,7 +60,7 @@ def test_a_configuration_file_as_model(capsys, tmp_path):
     path.write_text(json.dumps(fields | {"n_positions": 1024}))
     code, out, _ = call(capsys, "search", str(path), "rtx4090x4", "-b", "64")
     assert code == 0
-    assert out.startswith("tiny, 124.4M parameters, on rtx4090x4 x 1 (4 ranks)")
+    assert out.startswith("tiny, 124.4 million parameters, on rtx4090x4 x 1 (4 ranks)")
 
 
 def test_nothing_fits(capsys):

@@ -13,11 +13,11 @@ def test_units_ties_and_what_feeds_what(capsys):
     assert err.startswith("building cli.models:build ...\n")  # a time follows where it takes long
     assert "tracing the model ...\n" in err
     num_parameters = sum(parameter.numel() for parameter in Model().parameters())
-    assert out.startswith(f"6 units, {num_parameters / 1000:.1f}k parameters; of a microbatch of 8: ")
+    assert out.startswith(f"6 units, {num_parameters:,} parameters; of a microbatch of 8: ")
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line}
     # Two linear layers of 16 x 64, two operations each, for 8 sequences of 6.
-    assert rows["blocks.0"][1:5] == ["Block", "8.3", "KiB", f"{2 * 2 * 16 * 64 * 48 / 1000:.1f}k"]
-    assert rows["embed"][-1] == "blocks.0"
+    assert rows["blocks.0"][1:5] == ["Block", "8.3", "KiB", f"{2 * 2 * 16 * 64 * 48 / 1000:.1f}"]
+    assert rows["embed"][-2:] == ["the", "next"]
     assert rows["blocks.0"][-2:] == ["blocks.1,", "blocks.3"]  # through an addition
     assert rows["head"][-2:] == ["the", "loss"]
     assert "tied: embed.weight = head.weight (3.1 KiB), used by embed, head" in out

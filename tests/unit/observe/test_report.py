@@ -31,6 +31,7 @@ from shardwright.observe.report.gathered.spans import MOST_LANES
 from shardwright.observe.run_end import own_replicas
 from shardwright.observe.run_record import RunRecord
 from shardwright.plan import Plan
+from shardwright.planner.chain.batch_statistics import NOT_CUT_FURTHER
 from shardwright.quantities import format_seconds
 
 
@@ -44,15 +45,15 @@ def test_a_run_is_compared_with_its_plan(tmp_path: Path) -> None:
     data = gather(run_folder(tmp_path / "run", plan))
     step, update, memory = data.compared
     assert (step.predicted, step.measured) == (plan.prediction.step_s, 1.1 * plan.prediction.step_s)
-    assert step.error == pytest.approx(1 / 1.1 - 1)
+    assert step.above == pytest.approx(0.1)
     assert (update.predicted, update.measured) == (0.016, 0.02)
-    assert update.error == pytest.approx(-0.2)
+    assert update.above == pytest.approx(0.25)
     assert memory.predicted == max(part.peak_bytes for part in plan.prediction.memory)
     assert memory.measured == pytest.approx(4003)
     # Placement DPT: world ranks 0 and 2 are pipeline rank 0 of the two replicas.
     assert data.peak_by_rank == (pytest.approx(4002), pytest.approx(4003))
     # Measured on a clock of whole microseconds.
-    assert all(row.error == pytest.approx(0.0, abs=1e-4) for row in data.spent)
+    assert all(row.above == pytest.approx(0.0, abs=1e-4) for row in data.spent)
     assert [row.predicted for row in data.spent[:2]] == [pytest.approx(0.4004), pytest.approx(0.8004)]
     assert data.predicted is not None
     assert data.predicted.limit_bytes == 10_000
@@ -119,7 +120,7 @@ def test_memory_is_compared_without_what_is_not_the_trainings(tmp_path: Path) ->
     # Of a run that recorded no memory, the two are not compared.
     unknown = gather(run_folder(tmp_path / "unknown", plan)).compared[2]
     assert "whole process" in unknown.remark
-    assert unknown.error is None
+    assert unknown.above is None
 
 
 def test_stages_are_told_with_their_measured_times(tmp_path: Path) -> None:
@@ -211,7 +212,7 @@ def test_the_verdict(tmp_path: Path) -> None:
     assert verdict.idle == pytest.approx(0.1)
     assert verdict.slower == pytest.approx(0.1)
     text = str(verdict)
-    assert "2.73 times one process, 10 % idle, 10.0 % slower than predicted. Next: " in text
+    assert "2.73 times one process, 10 % idle, 10 % slower than predicted. Next: " in text
     assert 'id="verdict"' in page(data)
     plan.write(tmp_path / "plan.json")
     alone = gather(tmp_path / "plan.json").verdict
@@ -232,6 +233,16 @@ def test_what_to_do_next_about_a_plan(tmp_path: Path, plan: Plan, next_step: str
     verdict = gather(tmp_path / "plan.json").verdict
     assert verdict is not None
     assert verdict.next.startswith(next_step), verdict.next
+
+
+def test_a_batch_that_may_not_be_cut_further_is_not_to_be(tmp_path: Path) -> None:
+    """Bug: "try 4 microbatches" beside "for 16 or more in each, the batch is not cut further"."""
+    plan = planned(ranks=4, microbatches=4)
+    reason = f"Statistics are those of a microbatch: the batch is {NOT_CUT_FURTHER}."
+    plan.model_copy(update={"why": (reason,)}).write(tmp_path / "plan.json")
+    verdict = gather(tmp_path / "plan.json").verdict
+    assert verdict is not None
+    assert not verdict.next.startswith("try 8 microbatches")
 
 
 @pytest.mark.parametrize("shared", [{"tensor": 2}, {"shard": 2}])

@@ -33,8 +33,18 @@ def test_one_line_where_all_went_as_predicted() -> None:
     found = totals(9.0, 1.0, 1.1, 1.2, loss=3.2145, tokens=440, work_s=1.8)
     assert format_end(found, predicting(1.2), replicas=1, further=["report runs/a/report.html"]) == (
         "done: 4 steps, loss 3.2145 | 400 tok/s | 1.64 times one process | "
-        "step 1.10 s, predicted 1.20 s (+9%)\n"
+        "step 1.10 s, 8% faster than predicted (1.20 s)\n"
         "  report runs/a/report.html"
+    )
+
+
+def test_code_outside_of_the_units_is_told() -> None:
+    """A frozen teacher beside the model: "units took 34 times what they took alone", they said."""
+    found = totals(9.0, 4.0, 4.0, work_s=5.0, outside_s=1.6)
+    assert format_end(found, predicting(1.0), replicas=1) == (
+        "done: 3 steps | 2.00 samples/s | step 4.00 s, 300% slower than predicted (1.00 s)\n"
+        "  the step took 4.0 times its prediction: 1.60 s of it are code outside of the model's units, which "
+        "every rank runs and no plan counts (a teacher? make it a part of the wrapped model)"
     )
 
 

@@ -45,11 +45,11 @@ def test_from_folder_to_text(folder: RunFolder) -> None:
         "  loss        3.2500 (10.5000 at the first step)\n"
         "  throughput  8.0k tok/s\n"
         "  speed-up    1.60x over one process (5.0k tok/s)\n"
-        "  step        500 ms measured, 450 ms predicted (-10%)\n"
+        "  step        500 ms, 11% slower than predicted (450 ms)\n"
         "  bubble      30% measured, 25% predicted\n"
-        "  stage  rank  units  first .. last  parameters  forward  backward  sends\n"
-        "  0      0     1      embed          2.0 KiB     100 ms   200 ms    0 B\n"
-        "  1      1     1      head           2.0 KiB     100 ms   200 ms    0 B\n"
+        "  stage  rank  units  parameters  forward  backward  sends\n"
+        "  0      0     embed  2.0 KiB     100 ms   200 ms    0 B\n"
+        "  1      1     head   2.0 KiB     100 ms   200 ms    0 B\n"
         f"  run folder {folder.path}"
     )
 

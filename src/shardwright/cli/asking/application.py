@@ -10,8 +10,8 @@ from typing import Annotated, Any, TextIO
 import typer
 from typer.core import TyperGroup
 
-from shardwright.cli.showing.folding import folded
 from shardwright.printable import printable
+from shardwright.text_folding import folded
 
 __all__ = [
     "NUM_RANKS",

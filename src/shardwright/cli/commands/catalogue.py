@@ -1,7 +1,7 @@
 """``shardwright catalogue``: lists the models and machines known by name."""
 
 from shardwright.cli.asking.application import AsJson, print_json, show_text
-from shardwright.quantities import format_bytes, format_count
+from shardwright.quantities import format_bytes, format_flops, format_parameters
 from shardwright.text_table import align
 
 __all__ = ["catalogue"]
@@ -30,12 +30,12 @@ def catalogue(as_json: AsJson = False) -> None:
     models = [["model", "parameters", "layers", "hidden", "tokens", "from"]]
     for model in ARCHITECTURES.values():
         active = f", {model.active_parameters / 1e9:.1f} active" if model.experts > 1 else ""
-        size = f"{model.num_parameters / 1e9:.1f} billion{active}"
+        size = f"{format_parameters(model.num_parameters)}{active}"
         layers = str(model.layers + model.encoder_layers)
         models.append([model.name, size, layers, str(model.hidden), str(model.sequence), model.source])
-    chains = [["model", "parameters", "layers", "FLOP a sample", "sample", "from"]]
+    chains = [["model", "parameters", "layers", "of a sample", "sample", "from"]]
     for chain in CHAINS.values():
-        counts = [format_count(chain.num_parameters), str(len(chain.layers)), format_count(chain.flops)]
+        counts = [format_parameters(chain.num_parameters), str(len(chain.layers)), format_flops(chain.flops)]
         chains.append([chain.name, *counts, chain.sample, chain.source])
     machines = [["machines", "accelerators", "memory", "link", "network", "dollars an hour", "price of"]]
     for kind in kinds.values():

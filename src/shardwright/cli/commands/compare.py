@@ -1,5 +1,6 @@
 """``shardwright compare``: two runs side by side."""
 
+import textwrap
 import webbrowser
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +17,7 @@ from shardwright.text_table import align
 __all__ = ["compare"]
 
 _MOST_DIFFERENCES = 12
-_LONGEST = 40
+_LONGEST = 160  # letters of one side of a difference
 
 First = Annotated[
     Path, typer.Argument(metavar="RUN", callback=run_path, help="A run, by name or folder, or a plan file.")
@@ -45,7 +46,7 @@ def compare(
     if comparison.labels != comparison.names:
         show_text(align(list(zip(comparison.labels, comparison.names, strict=True))))
     show_text(f"{comparison.verdict}.")
-    rows = [row.cells() for row in comparison.rows]
+    rows = [[cell.replace(" %", "%") for cell in row.cells()] for row in comparison.rows]
     show_text(align([["", *comparison.labels, "change"], *rows]))
     if comparison.differences:
         show_text("what was different")
@@ -63,4 +64,4 @@ def compare(
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    return text if len(text) <= _LONGEST else textwrap.shorten(text, _LONGEST, placeholder=" ...")

@@ -74,7 +74,7 @@ def probe(
     if not show:
         show_text(f"\nwrote {cluster}: for plan make --cluster {cluster}, and search MODEL {cluster}")
         if not alone:
-            show_text(f"export {PRICES_VARIABLE}={out.absolute()}    # for runs that are to choose by it")
+            show_text(f"for runs that are to choose by it:\nexport {PRICES_VARIABLE}={out.absolute()}")
 
 
 def _choices(path: Path) -> str:

@@ -15,7 +15,7 @@ from shardwright.cluster import Link
 from shardwright.config import Config
 from shardwright.limits import MOST_RANKS_OF_HOST
 from shardwright.planner.chain.profile_file import MeasuredProfile
-from shardwright.quantities import format_bytes, format_count, format_seconds
+from shardwright.quantities import counted, format_bandwidth, format_bytes, format_flops, format_seconds
 from shardwright.text_table import align
 
 __all__ = ["profile"]
@@ -86,18 +86,21 @@ def profile(
 
 
 def _text(profile: MeasuredProfile) -> str:
-    rows = [["unit", "forward", "backward", "kept", "FLOP/s", "spread", "from"]]
-    for key, cost in sorted(profile.costs.items(), key=lambda row: -row[1].forward_s - row[1].backward_s):
-        rate = f"{format_count(cost.flops / cost.forward_s)}" if cost.flops and cost.forward_s else "-"
+    rows = [["unit", "forward", "backward", "kept", "rate", "spread"]]
+    timed = {key: cost for key, cost in profile.costs.items() if cost.forward_s or cost.backward_s}
+    for key, cost in sorted(timed.items(), key=lambda row: -row[1].forward_s - row[1].backward_s):
+        rate = f"{format_flops(cost.flops / cost.forward_s)}/s" if cost.flops and cost.forward_s else "-"
         times = [format_seconds(cost.forward_s), format_seconds(cost.backward_s)]
-        rows.append(
-            [key, *times, format_bytes(cost.saved_bytes), rate, f"{cost.spread:.0%}", cost.provenance]
-        )
+        spread = f"{cost.spread:.0%}" if cost.provenance == "measured" else cost.provenance
+        rows.append([key, *times, format_bytes(cost.saved_bytes), rate, spread])
     near, far = profile.cluster.intra_node, profile.cluster.inter_node
     links = f"links: in a host {_link(near)}" + (f", between hosts {_link(far)}" if far != near else "")
     machine = f"{profile.num_ranks} ranks on {profile.cluster.device.name}, {profile.when}"
-    return "\n".join([machine, links, "", align(rows)])
+    parts = [machine, links, "", align(rows)]
+    if idle := len(profile.costs) - len(timed):
+        parts.append(f"and {counted(idle, 'operation')} that take no time")
+    return "\n".join(parts)
 
 
 def _link(link: Link) -> str:
-    return f"{format_bytes(int(link.bandwidth_Bps))}/s and {format_seconds(link.latency_s)}"
+    return f"{format_bandwidth(link.bandwidth_Bps)} and {format_seconds(link.latency_s)}"

@@ -18,14 +18,16 @@ from shardwright.comm.trust.run_secret import SECRET, has_secret
 from shardwright.config import Config
 from shardwright.errors import UsageError
 from shardwright.exit_codes import FAILED
+from shardwright.launch.processes.host_cores import cores_of_host
 from shardwright.launch.ranks.request import LaunchRequest
 from shardwright.launch.ranks.smp_parameters import check_smp_parameters, read_smp_parameters
 from shardwright.launch.ranks.torchrun import torchrun_command, torchrun_line
 from shardwright.limits import MOST_NODES, MOST_RANKS_OF_HOST, MOST_RESTARTS, MOST_SECONDS
 from shardwright.observe.run_choice import Again, BegunRun, begin_run, choose_run
 from shardwright.observe.run_folder import check_name, free_name
-from shardwright.observe.run_record import RunRecord, go_on
+from shardwright.observe.run_record import RunRecord, go_on, going_further
 from shardwright.plan import Plan
+from shardwright.quantities import counted
 
 __all__ = ["run"]
 
@@ -40,6 +42,8 @@ class Device(StrEnum):
 Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script; with -m, a module.")]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="What the script gets.")]
 IsModule = Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module.")]
+_CROWD = 8
+"""So many ranks a core, and a note says that they are many."""
 # The last two as torchrun has them.
 _NUM_RANKS = ("--num-ranks", "-n", "--nproc-per-node", "--nproc_per_node")
 NumRanks = Annotated[
@@ -173,6 +177,7 @@ def run(
     _check_ranks(request)
     if not quiet:
         _note_misplaced(script, arguments or (), num_ranks=num_ranks)
+    _note_crowd(request)
     command = _command(request)
     if dry_run:
         if name is None:
@@ -188,7 +193,7 @@ def run(
         name=name,
         part="logs" if num_nodes == 1 else None,  # the launchers of several hosts share the folder
         again=again,
-        resume_by=f"shardwright run --resume {shlex.join(request.script)}",
+        resume_by=going_further(command.command),
     )
     request = dataclasses.replace(request, run_folder=begun.folder.path)
     _launch(request, begun, quiet=quiet, verbose=verbose)
@@ -245,6 +250,16 @@ def _launch(request: LaunchRequest, begun: BegunRun, *, quiet: bool, verbose: bo
     if code and (how := go_on(begun.folder, record)):
         say(how)
     sys.exit(code)
+
+
+def _note_crowd(request: LaunchRequest) -> None:
+    """Says so where each core gets many ranks: they take minutes to start, one after the other."""
+    cores = cores_of_host()
+    if request.num_ranks >= _CROWD * cores:
+        say(
+            f"note: {request.num_ranks} ranks on {counted(cores, 'core')}: they start slowly, and compute "
+            f"one after the other. As many as cores: shardwright run -n {cores}"
+        )
 
 
 def _note_misplaced(script: str, arguments: Sequence[str], *, num_ranks: int | None) -> None:

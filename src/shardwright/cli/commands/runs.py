@@ -29,7 +29,7 @@ def runs(run_dir: RunDir = Path("runs"), as_json: AsJson = False) -> None:
         raise UsageError(f"there is no folder {run_dir}. A run makes it: shardwright run -n 2 train.py")
     folders = sorted(
         (path for path in run_dir.iterdir() if (path / "logs").is_dir()),
-        key=lambda path: path.stat().st_mtime,
+        key=lambda path: (path / "logs").stat().st_mtime,  # reports change the folder around it
     )
     found = [(folder, _summary(folder)) for folder in folders]
     if as_json:
@@ -37,7 +37,7 @@ def runs(run_dir: RunDir = Path("runs"), as_json: AsJson = False) -> None:
     elif not found:
         show_text(f"no runs in {run_dir}")
     else:
-        header = ["run", "state", "steps", "loss", "speed", "step", "predicted", "bubble", "predicted"]
+        header = ["run", "state", "steps", "loss", "speed", "step", "predicted", "bubble"]
         show_text(align([header, *(_row(folder, summary) for folder, summary in found)]))
 
 
@@ -77,7 +77,7 @@ def _state(folder: Path) -> str:
 
 def _row(folder: Path, summary: RunSummary | str) -> list[str]:
     if isinstance(summary, str):
-        return [folder.name, _state(folder), summary, *[""] * 6]
+        return [folder.name, _state(folder), summary, *[""] * 5]
 
     def shown(value: float | None, form: str) -> str:
         if value is None:
@@ -96,5 +96,4 @@ def _row(folder: Path, summary: RunSummary | str) -> list[str]:
         shown(summary.step_s, "s"),
         shown(summary.step_predicted_s, "s"),
         shown(summary.bubble, "%"),
-        shown(summary.bubble_predicted, "%"),
     ]

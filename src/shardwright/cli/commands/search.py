@@ -10,7 +10,7 @@ from shardwright.cli.asking.application import AsJson, print_json, say, show_tex
 from shardwright.cli.asking.plan_output import Output, check_output, write_plan
 from shardwright.cli.asking.topology_task import Asked, on_task
 from shardwright.errors import ConfigError, InfeasiblePlanError, UsageError
-from shardwright.quantities import format_count, format_seconds
+from shardwright.quantities import format_parameters, format_seconds
 from shardwright.text_table import align
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _text(answer: "Answer", ideal: "Way | None") -> str:
     from shardwright.topology.explain import ideal_text, not_run_text, reasons
 
     task, best = answer.task, answer.best
-    size = f"{format_count(task.model.num_parameters)} parameters"
+    size = f"{format_parameters(task.model.num_parameters)} parameters"
     of = f" of {task.tokens_of_sample} tokens" if task.unit == "tokens" else ""
     head = (
         f"{task.model.name}, {size}, on {task.machines.name} ({task.machines.num_ranks} ranks), "

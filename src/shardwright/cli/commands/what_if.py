@@ -56,10 +56,10 @@ def what_if(
     if as_json:
         print_json({"now": now.to_dict(), "then": then.to_dict(), "times_the_tokens_per_s": ratio})
         return
-    rows = [["", "way", "step", f"{task.unit}/s", "memory"]]
+    rows = [["", "step", f"{task.unit}/s", "memory", "way"]]
     for name, best in (("now", now), ("then", then)):
         rate = f"{best.tokens_per_s:,.0f}"
-        rows.append([name, best.title, format_seconds(best.step_s), rate, format_bytes(best.peak_bytes)])
+        rows.append([name, format_seconds(best.step_s), rate, format_bytes(best.peak_bytes), best.title])
     show_text(f"{align(rows)}\n\n{ratio:.2f} times as many {task.unit} a second.")
 
 

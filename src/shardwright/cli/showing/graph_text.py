@@ -1,8 +1,10 @@
 """Prints a traced model as text, for people."""
 
+from itertools import zip_longest
+
 from shardwright.model_graph import ModelGraph
 from shardwright.printable import printable
-from shardwright.quantities import format_bytes, format_count
+from shardwright.quantities import counted, format_bytes, format_flops, format_parameters
 from shardwright.text_table import align
 
 __all__ = ["feeds", "format_graph"]
@@ -15,13 +17,13 @@ def format_graph(graph: ModelGraph) -> str:
     ops = [node for node in graph.nodes if node.kind == "op" and not node.free]
     flops, saved = (sum(getattr(node, what) for node in graph.nodes) for what in ("flops", "saved_bytes"))
     lines = [
-        f"{len(graph.units)} units, {format_count(graph.num_parameters)} parameters; of a microbatch of "
-        f"{graph.batch_size}: {format_count(flops)} FLOP forward, {format_bytes(saved)} kept for "
+        f"{counted(len(graph.units), 'unit')}, {format_parameters(graph.num_parameters)} parameters; of a "
+        f"microbatch of {graph.batch_size}: {format_flops(flops)} forward, {format_bytes(saved)} kept for "
         "the backward",
         "",
         _units(graph),
         "",
-        f"between the units: {len(ops)} operations, {format_count(sum(node.flops for node in ops))} FLOP, "
+        f"between the units: {counted(len(ops), 'operation')}, {format_flops(sum(n.flops for n in ops))}, "
         f"{format_bytes(sum(node.saved_bytes for node in ops))} kept",
         *_ties(graph),
     ]
@@ -43,9 +45,9 @@ def feeds(graph: ModelGraph) -> dict[int, list[int]]:
 
 
 def _units(graph: ModelGraph) -> str:
-    rows = [["unit", "class", "parameters", "FLOP", "kept", "makes", "feeds"]]
+    rows = [["unit", "class", "parameters", "computes", "kept", "makes", "feeds"]]
     targets = feeds(graph)
-    for call in graph.calls:
+    for call, following in zip_longest(graph.calls, graph.calls[1:]):
         node = graph.nodes[call]
         unit = graph.units[node.name]
         held = [graph.parameters[name] for name in dict.fromkeys((*unit.parameters, *node.parameters))]
@@ -55,10 +57,12 @@ def _units(graph: ModelGraph) -> str:
                 node.label,
                 unit.class_name + (", updates buffers" if unit.mutates_buffers else ""),
                 format_bytes(sum(parameter.spec.num_bytes for parameter in held)),
-                format_count(node.flops),
+                format_flops(node.flops),
                 format_bytes(node.saved_bytes),
                 format_bytes(size),
-                _names([graph.nodes[target].label for target in targets[call]]) or "the loss",
+                "the next"
+                if targets[call] == [following]
+                else _names([graph.nodes[target].label for target in targets[call]]) or "the loss",
             ]
         )
     return align(rows)

@@ -6,9 +6,11 @@ import time
 from typing import BinaryIO
 
 from shardwright.launch.processes.last_words import begins_last_words, is_uncaught
+from shardwright.text_folding import folded
 
 __all__ = ["Tee"]
 
+_STDERR = 2
 _CHUNK_BYTES = 2**16
 _TAIL_BYTES = 2**16
 _HOLD_BACK_S = 5.0
@@ -22,8 +24,8 @@ class Tee:
 
     Lines go to the console whole, so that those of different ranks do not mix. A traceback is held back
     for five seconds, or a minute where nobody has caught the error: if the worker dies of it, the launcher's
-    report shows it, once and in its place. What ends with a carriage return, as the states of a progress bar,
-    is shown on a terminal until the next line.
+    report shows it, once and in its place. On a terminal, stderr is folded to its width, and what ends with a
+    carriage return, as the states of a progress bar, is shown until the next line.
 
     Args:
         pipe_fd: where the worker writes to.
@@ -123,8 +125,18 @@ class Tee:
         self._put(_CLEAR_LINE + text.encode() + b"\r")
 
     def _write(self, line: bytes) -> None:
+        if self._is_terminal and self._console_fd == _STDERR:
+            line = self._folded(line)
         clear = _CLEAR_LINE if self._is_terminal else b""
         self._put(clear + self._prefix + line)
+
+    def _folded(self, line: bytes) -> bytes:
+        """The line in lines of the terminal's width, below the first and right of the prefix."""
+        room = shutil.get_terminal_size().columns - len(self._prefix)
+        text = line.decode(errors="replace").rstrip("\n")
+        if len(text) <= room or not text.isprintable():
+            return line
+        return folded(text, room).replace("\n", "\n" + " " * len(self._prefix)).encode() + b"\n"
 
     def _put(self, text: bytes) -> None:
         try:

@@ -213,7 +213,8 @@ def _stopped(
     ]
     ranks = ", ".join(map(str, sorted(killed)))
     unsaved = f"; rank {ranks} did not save in time (--grace {request.grace_s:g}), and was killed"
-    report(f"stopped by {number.name}{unsaved if killed else ''}")
+    nothing = "; no state was saved (sw.Checkpoints in the script saves it)"
+    report(f"stopped by {number.name}{unsaved if killed else nothing}")
     return 128 + number
 
 

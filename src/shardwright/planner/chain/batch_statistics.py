@@ -15,6 +15,9 @@ from shardwright.profile import Profile
 
 __all__ = ["count_groups", "statistics_are_split", "statistics_of_whole_batch", "statistics_reasons"]
 
+NOT_CUT_FURTHER = "not cut further"
+"""Ends the reason for few microbatches, by which others know that more are none to advise."""
+
 ENOUGH_SAMPLES = 16
 
 _NUM_NAMED = 3
@@ -69,7 +72,7 @@ def statistics_reasons(
     if group:
         return (f"{text}: more in each would not fit in memory.",)
     goal = "for" if samples >= ENOUGH_SAMPLES else "to come close to"
-    return (f"{text}: {goal} {ENOUGH_SAMPLES} or more in each, the batch is not cut further.",)
+    return (f"{text}: {goal} {ENOUGH_SAMPLES} or more in each, the batch is {NOT_CUT_FURTHER}.",)
 
 
 def statistics_are_split(layers: Sequence[str], *, samples: int, batch: int) -> str:

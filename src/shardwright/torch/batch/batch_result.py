@@ -25,6 +25,8 @@ class BatchResult:
         tokens: in the batch of this replica; None if it is not made of tokens.
         flops: of the model's forward for the batch; 0 where they were not counted.
         row: what this rank did, action by action.
+        outside_s: seconds of operations that rest on no unit, and that every rank of a pipeline runs; part of
+            `row`, and no plan counts them.
         memory: bytes in use at the end of each of them; empty where nobody asked.
         host_copies: (action, start, end) of copies of what units keep to the host and back.
         schedule: the order of work; None where it is none that has a name.
@@ -37,6 +39,7 @@ class BatchResult:
     tokens: int | None
     flops: float = 0.0
     row: Row = ()
+    outside_s: float = 0.0
     memory: Sequence[int] = ()
     host_copies: Sequence[tuple[Action, float, float]] = ()
     schedule: Schedule | None = None

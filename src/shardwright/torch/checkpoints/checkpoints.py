@@ -70,7 +70,7 @@ class Checkpoints:
     def __init__(
         self,
         folder: str | os.PathLike[str] | None = None,
-        *,
+        *others: object,
         state: Mapping[str, Any] | None = None,
         every: int | None = None,
         keep: int | None = 3,
@@ -81,6 +81,12 @@ class Checkpoints:
         current = script_run()
         if current.model is None:
             raise UsageError("no model is wrapped. Call sw.DistributedModel(model) before sw.Checkpoints.")
+        if others or not isinstance(folder, str | os.PathLike | None):
+            raise UsageError(
+                f"Checkpoints was given a {type(others[0] if others else folder).__name__} by position, "
+                "where it takes a folder alone: it saves the model and the optimizers that are wrapped. "
+                "Write sw.Checkpoints(every=100), or name what else there is: state={'scheduler': scheduler}."
+            )
         for name, value in (("every", every), ("keep", keep)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"{name} is {value!r}, and must be a whole number from 1, or None.")
@@ -94,7 +100,7 @@ class Checkpoints:
         self.folder = self._folder(folder)
         self._store = CheckpointFolder(self.folder)
         self._resumed: Resumed | None = None
-        self._signals = SaveSignals(signals)
+        self._signals = SaveSignals(signals, says=current.rank == 0)
         self._saves = Saves(
             current,
             self._states,

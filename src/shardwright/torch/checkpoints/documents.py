@@ -129,7 +129,8 @@ class StateDocument(_Record):
             mesh: of the ranks.
             documents: what they have saved.
             alike: for each name of a state, whether all ranks have the same.
-            calls: of step functions that trained.
+            calls: of step functions that trained; not kept where they are as many as the steps, so that
+                versions which do not know them read such checkpoints.
         """
         first = documents[0]
         optimizers = [
@@ -145,7 +146,7 @@ class StateDocument(_Record):
         ]
         return cls(
             step=step,
-            calls=calls,
+            calls=None if calls == step else calls,
             layout=SavedLayout.of(mesh),
             optimizers=optimizers,
             loss_scale=first.loss_scale,
@@ -159,6 +160,10 @@ class StateDocument(_Record):
             random={str(rank): d.random for rank, d in enumerate(documents)},
             buffers={name: kind for d in documents for name, kind in d.buffers.items()},
         )
+
+    def to_content(self) -> dict[str, Any]:
+        """A form that `json` can write."""
+        return self.model_dump(mode="json", exclude={"calls"} if self.calls is None else None)
 
     @classmethod
     def from_content(cls, found: Any, *, name: str) -> Self:

@@ -22,6 +22,7 @@ class SaveSignals:
 
     Args:
         names: of the signals.
+        says: this rank answers Ctrl-C, which all ranks get, with a line.
 
     Raises:
         UsageError: there is no such signal, or none that can be caught.
@@ -30,8 +31,9 @@ class SaveSignals:
         came: number of the first that came; 0 as long as none has.
     """
 
-    def __init__(self, names: Iterable[str]):
+    def __init__(self, names: Iterable[str], *, says: bool = True):
         self.came = 0
+        self._says = says
         self._owner = os.getpid()
         self._before: dict[int, Any] = {}
         if threading.current_thread() is not threading.main_thread():
@@ -60,6 +62,6 @@ class SaveSignals:
             return
         if number == signal.SIGINT and self.came:
             raise KeyboardInterrupt
-        if number == signal.SIGINT:
+        if number == signal.SIGINT and self._says:
             os.write(2, b"saving at the end of this step; Ctrl-C again ends at once\n")
         self.came = self.came or number

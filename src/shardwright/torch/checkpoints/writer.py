@@ -289,7 +289,7 @@ class SaveUnderWay:
         index = TensorIndex.joined(said.tensors for said in ranks.values())
         documents = [ranks[rank].document for rank in sorted(ranks)]
         state = StateDocument.joined(draft.step, self._mesh, documents, alike=draft.alike, calls=draft.calls)
-        content = json.dumps(state.model_dump(mode="json"), allow_nan=False).encode()
+        content = json.dumps(state.to_content(), allow_nan=False).encode()
         parse(content, name=STATE)  # what cannot be read again is not committed
         for name, text in {INDEX: index.to_bytes(), STATE: content, **draft.documents}.items():
             if len(text) > LARGEST_TEXT:

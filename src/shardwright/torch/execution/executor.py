@@ -44,6 +44,7 @@ class Executor:
 
     Attributes:
         row: when this rank did what in the batch before.
+        outside_s: seconds of operations that rest on no unit, and that every rank runs, in that batch.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Executor:
         offloading: Offloading,
     ):
         self.row = MeasuredRow()
+        self.outside_s = 0.0
         self._transport = transport
         self._model = model
         self._device = device
@@ -83,6 +85,7 @@ class Executor:
                 named=range_named if is_profiled() else None,
             )
             returned = [microbatch.finish() for microbatch in microbatches]
+            self.outside_s = sum(microbatch.outside_s for microbatch in microbatches)
             board.done()
             self._transport.flush()
             if attributes is not None:

@@ -159,6 +159,7 @@ class PipelineEngine:
             tokens=batch.num_tokens,
             flops=sum(program.flops for program in programs),
             row=placed.executor.row.events,
+            outside_s=placed.executor.outside_s,
             memory=placed.executor.row.memory,
             host_copies=placed.executor.row.host_copies,
             schedule=schedule,

@@ -63,7 +63,7 @@ class PlanReview:
         if self._num_seen <= _WARM_UP_STEPS:
             return
         self._stage_s.append(self._seconds(events))
-        if len(self._stage_s) < _LEAST_STEPS:
+        if not self.is_done:
             return
         middle = [median(column) for column in zip(*self._stage_s, strict=True)]
         found = factors_of_units(self.graph, self.profile, self.plan, middle)
@@ -71,6 +71,11 @@ class PlanReview:
             self._factors = found
             now = {label: self.before.get(label, 1.0) * factor for label, factor in found.items()}
             self.keep({**self.before, **now})
+
+    @property
+    def is_done(self) -> bool:
+        """Whether enough steps were recorded to say anything."""
+        return len(self._stage_s) >= _LEAST_STEPS
 
     def next_plan(self) -> NextPlan | None:
         """What the planner would choose at the corrected costs; None: this plan."""

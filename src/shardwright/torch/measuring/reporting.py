@@ -6,6 +6,7 @@ import sys
 from collections import ChainMap
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -16,7 +17,14 @@ from shardwright.observe.metrics import StepRecord
 from shardwright.observe.observer import Observer
 from shardwright.observe.run_choice import BegunRun, begin_run
 from shardwright.observe.run_folder import RunFolder, launched_folder, runs_dir
-from shardwright.observe.run_record import RunState, command_of_script, go_on, read_record, saved_step
+from shardwright.observe.run_record import (
+    RunState,
+    command_of_script,
+    go_on,
+    going_further,
+    read_record,
+    saved_step,
+)
 from shardwright.observe.surroundings import surroundings
 from shardwright.observe.timeline import idle_share
 from shardwright.observe.trackers import Tracker
@@ -26,6 +34,7 @@ from shardwright.torch.measuring.run_history import RunRecorder, history_of
 from shardwright.torch.measuring.step_recording import StepRecording
 from shardwright.torch.run.context import Context
 from shardwright.torch.run.launch_settings import settings_from
+from shardwright.torch.run.machine import memory_of_rank
 from shardwright.torch.run.roles import ReviewsPlan
 
 __all__ = ["Reporter"]
@@ -139,9 +148,10 @@ class Reporter:
                 bubble_predicted=prediction.bubble if prediction else None,
                 step_predicted_s=prediction.step_s if prediction else None,
                 memory_bytes=tuple(memory),
-                memory_limit_bytes=context.config.memory_limit or _device_memory(context),
+                memory_limit_bytes=context.config.memory_limit or self._device_memory,
                 learning_rate=_learning_rate(context),
                 work_s=sum(busy_s[rank] for rank in context.pipeline_ranks) or None,
+                outside_s=step.outside_s or None,
                 update_s=_update_seconds(context),
                 skipped_updates=skipped or None,
                 gradient_error=gradient_error,
@@ -161,7 +171,7 @@ class Reporter:
         """The run is over."""
         if self._observer is not None:
             state = self._state()
-            review = self._review if state != "failed" else None
+            review = self._review if state != "failed" and self._review and self._review.is_done else None
             self._observer.close(
                 ended={"finished": "done", "saved": "stopped"}.get(state, state),
                 next_plan=None if review is None else review.next_plan(),
@@ -263,7 +273,7 @@ class Reporter:
             return f"saved {saved}; for more steps: run_name {folder.path.name}"
         record = read_record(folder)
         command = "shardwright run" if record is None else record.command
-        return f"saved {saved}; for more steps: {command.replace(' run', ' run --resume', 1)}"
+        return f"saved {saved}; for more steps: {going_further(command)}"
 
     def _write_end(self, state: RunState) -> None:
         """Writes how the run ended, and says how to go on with one that ended early: on the first rank."""
@@ -275,6 +285,12 @@ class Reporter:
             self._observer.status(how)
         self._begun = None
 
+    @cached_property
+    def _device_memory(self) -> int | None:
+        """Memory that a rank has; a run that follows a plan has not looked at its machines."""
+        cluster = self._context.cluster
+        return (memory_of_rank(self._context) if cluster is None else cluster.device.memory_bytes) or None
+
     def _idle_share(self, busy_s: Sequence[float], pipeline_s: Sequence[float]) -> float | None:
         """Of the ranks of this replica; None where it has one."""
         replica = self._context.pipeline_ranks
@@ -285,11 +301,6 @@ class Reporter:
 def _device_name(context: Context) -> str:
     """Of a GPU; empty where ranks compute on the processor."""
     return torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else ""
-
-
-def _device_memory(context: Context) -> int | None:
-    """Memory that a rank has, as far as the machines were looked at."""
-    return (context.cluster.device.memory_bytes or None) if context.cluster else None
 
 
 def _update_seconds(context: Context) -> float | None:

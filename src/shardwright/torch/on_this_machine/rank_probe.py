@@ -31,6 +31,7 @@ from shardwright.comm.probing.probe_ranks import device_prices
 from shardwright.comm.probing.rate_probe import DTYPES, MemoryRates, measure_memory_rates, measure_products
 from shardwright.config import Config
 from shardwright.observe.console import Console
+from shardwright.quantities import counted
 from shardwright.torch.run.context import Context, context
 from shardwright.torch.run.machine import cores_of_host, device_name, present_cluster
 from shardwright.torch.startup import begin, shutdown
@@ -184,7 +185,7 @@ def _inventory(
     now = datetime.datetime.now(datetime.UTC)
     how = (
         f"{now:%Y-%m-%d %H:%M UTC}, shardwright {__version__} probe, torch {torch.__version__}, "
-        f"{torch.get_num_threads()} threads a rank, {platform.system()}"
+        f"{counted(torch.get_num_threads(), 'thread')} a rank, {platform.system()}"
     )
     name = " + ".join(f"{kind.name} x {number}" for kind, number in nodes)
     return Inventory(name=name, nodes=tuple(nodes), measured=how)

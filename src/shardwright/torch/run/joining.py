@@ -1,5 +1,6 @@
 """Joins the ranks of a run: establishes their identities and their process groups."""
 
+import multiprocessing
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +29,7 @@ from shardwright.comm.messages.small_collectives import SmallCollectives
 from shardwright.comm.messages.transport import Transport
 from shardwright.comm.one_host.local_peers import connect_local_peers
 from shardwright.config import Config
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, UsageError
 from shardwright.mesh import Mesh
 from shardwright.observe.console import Console
 from shardwright.plan import Plan
@@ -42,6 +43,19 @@ _ContextT = TypeVar("_ContextT", bound=Context)
 _PORTS = ("SHARDWRIGHT_MASTER_PORT", "MASTER_PORT")
 
 
+def _refuse_spawned_children() -> None:
+    """Refuses a child that is being spawned: it has its parent's variables, and is no rank.
+
+    Python itself tells such a child by the same attribute, where it refuses to spawn further ones.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(
+            "a worker of multiprocessing (of a DataLoader, perhaps) imports this script again, and is no "
+            "rank of the run. Put what the script does into a function, and call it under "
+            "if __name__ == '__main__':"
+        )
+
+
 def joined(config: Config, plan: Plan | None, *, kind: type[_ContextT]) -> _ContextT:
     """Finds the ranks, joins them, and lays them out.
 
@@ -49,7 +63,11 @@ def joined(config: Config, plan: Plan | None, *, kind: type[_ContextT]) -> _Cont
         config: the settings.
         plan: to follow; None to make one in the first step.
         kind: of the run.
+
+    Raises:
+        UsageError: a child of this rank imports the script again.
     """
+    _refuse_spawned_children()
     environment = detect(os.environ)
     if config.ddp_port is not None and os.environ.keys().isdisjoint(_PORTS):
         environment = replace(environment, master_port=config.ddp_port)

@@ -20,7 +20,7 @@ from shardwright.torch.pytorch.heap import give_back_freed_memory
 from shardwright.torch.run.context import Context
 from shardwright.torch.run.update_rate import update_rate
 
-__all__ = ["cores_of_host", "device_name", "present_cluster", "seconds_of_products"]
+__all__ = ["cores_of_host", "device_name", "memory_of_rank", "present_cluster", "seconds_of_products"]
 
 _SMALL_BYTES, _LARGE_BYTES = 4 * 1024, 1024 * 1024
 # Networks take bursts faster than what follows them: where a large message takes less than this, a larger one
@@ -56,7 +56,7 @@ def present_cluster(context: Context) -> Cluster:
     return Cluster(
         device=Device(
             name=device_name(context.device),
-            memory_bytes=_least(context, _memory_bytes(context)),
+            memory_bytes=_least(context, memory_of_rank(context)),
             update_Bps=0.0 if estimates else _least(context, update_rate(context)),
         ),
         ranks_per_node=per_node,
@@ -116,7 +116,7 @@ def device_name(device: torch.device) -> str:
         return platform.processor() or platform.machine()
 
 
-def _memory_bytes(context: Context) -> int:
+def memory_of_rank(context: Context) -> int:
     """Memory that one rank may use: the GPU's, or its share of the host's, or of its container's."""
     if context.device.type == "cuda":
         return int(torch.cuda.get_device_properties(context.device).total_memory)

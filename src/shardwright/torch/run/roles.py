@@ -57,6 +57,10 @@ class ReviewsPlan(Protocol):
     def step_recorded(self, events: Sequence[MeasuredEvent]) -> None:
         """A step was recorded, with the actions of all pipeline ranks."""
 
+    @property
+    def is_done(self) -> bool:
+        """Whether enough steps were recorded to say anything."""
+
     def next_plan(self) -> NextPlan | None:
         """The plan of the next run, if it is another one."""
 

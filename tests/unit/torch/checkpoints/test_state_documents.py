@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from shardwright.errors import CorruptCheckpointError
-from shardwright.torch.checkpoints.documents import StateDocument
+from shardwright.mesh import Mesh
+from shardwright.torch.checkpoints.documents import RankDocument, StateDocument
 from shardwright.torch.checkpoints.random_states import generator_states, set_generators
 
 GOOD = {
@@ -41,6 +42,17 @@ def test_what_ranks_would_look_for_in_vain(path, value, said):
     inside[path[-1]] = value
     with pytest.raises(CorruptCheckpointError, match=re.escape(said)):
         StateDocument.from_content(found, name="state.json")
+
+
+def test_calls_are_kept_only_where_they_are_not_the_steps():
+    """Older versions refuse fields that they do not know: no checkpoint of a plain loop has any."""
+    document = RankDocument(optimizers=[], loss_scale=None, extra_states={}, states={}, random={}, buffers={})
+    mesh = Mesh.of(world_size=1)
+    plain, accumulated = (
+        StateDocument.joined(2, mesh, [document], alike={}, calls=calls) for calls in (2, 4)
+    )
+    assert (plain.calls, accumulated.calls) == (None, 4)
+    assert "calls" not in plain.to_content()
 
 
 @pytest.mark.parametrize("change", [{"python": ()}, {"python": (3, (-1,) * 625, None)}, {"numpy": []}, None])

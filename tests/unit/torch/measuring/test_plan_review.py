@@ -18,6 +18,7 @@ from shardwright.profile import Profile
 from shardwright.schedule import Action, Kind
 from shardwright.torch.measuring.last_plan import LastPlan
 from shardwright.torch.measuring.plan_review import PlanReview
+from shardwright.torch.measuring.reporting import Reporter
 
 
 def chain(num_units: int = 8) -> Any:
@@ -135,3 +136,18 @@ def test_a_factor_goes_with_the_time_that_it_corrects(
     assert last.read_factors(busier) == factors
     anew = last.read_factors({**timed_s, "u.0": 0.3, "u.9": 1.0})
     assert anew == {"u.1": 0.9, "u.2": 0.9, "u.3": 0.9}
+
+
+@pytest.mark.parametrize(("num_steps", "reviewed"), [(4, False), (5, True)])
+def test_a_run_too_short_to_be_reviewed_leaves_what_an_earlier_part_found(
+    review: PlanReview, num_steps: int, reviewed: bool
+) -> None:
+    """Bug: a run that went on for a few steps removed next_plan.json of the part before."""
+    for _ in range(num_steps):
+        review.step_recorded(step(1.2, 1.2))
+    reporter = Reporter(SimpleNamespace(rank=0, config=Config()))  # type: ignore[arg-type]
+    closed: dict[str, Any] = {}
+    reporter._observer = SimpleNamespace(close=closed.update)  # type: ignore[assignment]
+    reporter.reviewed_by(review)
+    reporter.close()
+    assert closed["reviewed"] is reviewed

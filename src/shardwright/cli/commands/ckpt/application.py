@@ -22,7 +22,7 @@ from shardwright.cli.commands.ckpt.export import export
 from shardwright.cli.commands.ckpt.import_ import import_
 from shardwright.errors import CheckpointError, CorruptCheckpointError, NonFiniteError, UsageError
 from shardwright.observe.folder_lock import held
-from shardwright.quantities import format_bytes
+from shardwright.quantities import counted, format_bytes
 from shardwright.text_table import align
 
 __all__ = ["application"]
@@ -58,7 +58,7 @@ def list_checkpoints(folder: Folder, as_json: AsJson = False) -> None:
         show_text(align([header, *(_as_text(row) for row in rows)]))
 
 
-@application.command("verify")
+@application.command("verify", short_help="Read checkpoints whole; compare checksums.")
 def verify(folder: Source, name: Name = None, as_json: AsJson = False) -> None:
     """Read checkpoints whole and compare every checksum; exit code 8 where something is damaged.
 
@@ -96,11 +96,11 @@ def verify(folder: Source, name: Name = None, as_json: AsJson = False) -> None:
         )
 
 
-application.command("export")(export)
-application.command("import")(import_)
+application.command("export", short_help="Write a model for other libraries.")(export)
+application.command("import", short_help="Make a checkpoint of another's model.")(import_)
 
 
-@application.command("gc")
+@application.command("gc", short_help="Remove old checkpoints and remains.")
 def gc(
     folder: Folder,
     keep: Annotated[int, typer.Option(metavar="N", help="How many of the newest stay.")],
@@ -127,10 +127,10 @@ def gc(
     else:
         for name in removed:
             show_text(f"removed {name}")
-        show_text(f"{len(found.commits())} checkpoints stay")
+        show_text(f"{counted(len(found.commits()), 'checkpoint')} left")
 
 
-@application.command("recover")
+@application.command("recover", short_help="Make a lost list of checkpoints anew.")
 def recover(
     folder: Folder,
     order: Annotated[

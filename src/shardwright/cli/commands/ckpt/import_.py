@@ -79,9 +79,12 @@ def import_(
             }
         )
         return
+    # A run looks in its own folder first.
+    own = root.parts[-3:-2] == ("runs",) and root.name == "checkpoints"
+    how = f"shardwright run --name {root.parts[-2]} train.py" if own else f'sw.Checkpoints("{root}").resume()'
     show_text(
         f"wrote {made.num_tensors} tensors ({format_bytes(made.num_bytes)}) to {root / name}; a run resumes "
-        f'from it: sw.Checkpoints("{root}").resume()'
+        f"from it: {how}"
     )
 
 

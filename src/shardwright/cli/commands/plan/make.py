@@ -24,7 +24,7 @@ from shardwright.observe.console import Console
 from shardwright.observe.plan_text import format_plan_in_full
 from shardwright.plan import Plan
 from shardwright.planner.chain.profile_file import MeasuredProfile
-from shardwright.quantities import format_seconds
+from shardwright.quantities import format_bandwidth, format_flops, format_seconds
 
 __all__ = ["make"]
 
@@ -302,10 +302,10 @@ def _assumption() -> str:
     device, near, far = _ASSUMED.device, _ASSUMED.intra_node, _ASSUMED.inter_node
     return (
         f"no --cluster and no --profile: assuming {_ASSUMED.ranks_per_node} ranks a host, each with "
-        f"{device.flops_per_s / 1e9:.0f} GFLOP/s, {device.memory_Bps / 1e9:.0f} GB/s and unlimited memory; "
+        f"{format_flops(device.flops_per_s)}/s, {format_bandwidth(device.memory_Bps)} and unlimited memory; "
         f"links in a host {_describe(near)}, between hosts {_describe(far)}"
     )
 
 
 def _describe(link: Link) -> str:
-    return f"{link.bandwidth_Bps / 1e9:.0f} GB/s and {format_seconds(link.latency_s)}"
+    return f"{format_bandwidth(link.bandwidth_Bps)} and {format_seconds(link.latency_s)}"

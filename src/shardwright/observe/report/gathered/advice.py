@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from shardwright.observe.report.gathered.compared import worst_of
 from shardwright.observe.report.gathered.parts import StepPart
 from shardwright.plan import Plan
+from shardwright.planner.chain.batch_statistics import NOT_CUT_FURTHER
 from shardwright.planner.explain.sensitivity import sensitivities
 from shardwright.planner.explain.waterfall import Waterfall
 from shardwright.quantities import format_seconds
@@ -48,6 +49,7 @@ def next_step(
     stages: Sequence[tuple[int, float]],
     *,
     slower: float | None,
+    outside_s: float = 0.0,
     next_plan: Plan | None = None,
 ) -> str:
     """The sentence.
@@ -58,6 +60,7 @@ def next_step(
         waterfall: the finer parts of the prediction.
         stages: (stage, measured / predicted seconds of its work), where both are known.
         slower: measured / predicted - 1 of the step.
+        outside_s: measured seconds of the step in operations that rest on no unit of the model.
         next_plan: that a new run will get, if it is another one.
     """
     if next_plan is not None and next_plan.prediction is not None:
@@ -68,6 +71,13 @@ def next_step(
     if plan is None or plan.prediction is None or waterfall is None:
         return "set plan_one_stage to have runs of one stage predicted, too, and see what limits them"
     if slower is not None and slower > _PARTED:
+        measured_s = (1 + slower) * plan.prediction.step_s
+        if outside_s > _LARGE * measured_s:
+            return (
+                f"look at the step function: {format_seconds(outside_s)} of a step, "
+                f"{outside_s / measured_s * 100:.0f} %, go to code outside of the model's units, which every "
+                "rank runs and no plan counts; a teacher can be a part of the wrapped model"
+            )
         return _why_slower(plan, parts, stages)
     return _what_limits(plan, waterfall)
 
@@ -119,11 +129,14 @@ def _what_limits(plan: Plan, waterfall: Waterfall) -> str:
     step_s = waterfall.step_s
     # The planner has timed what it has rejected: a rule of proportion must not contradict it.
     rejected = {each.microbatches for each in plan.alternatives}
+    may_not_be_cut = any(NOT_CUT_FURTHER in reason for reason in plan.why)
     best = max(
         (
             each
             for each in sensitivities(plan)
-            if "microbatch" in each.name and int(each.name.split()[0]) not in rejected
+            if "microbatch" in each.name
+            and int(each.name.split()[0]) not in rejected
+            and not (may_not_be_cut and int(each.name.split()[0]) > plan.schedule.microbatches)
         ),
         key=lambda each: each.saved_s,
         default=None,

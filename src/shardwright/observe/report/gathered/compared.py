@@ -53,11 +53,11 @@ class Compared:
     remark: str = ""
 
     @property
-    def error(self) -> float | None:
-        """predicted / measured - 1; None where one is not known, or they are not to be compared."""
-        if self.predicted is None or not self.measured or self.remark:
+    def above(self) -> float | None:
+        """measured / predicted - 1; None where one is not known, or they are not to be compared."""
+        if not self.predicted or self.measured is None or self.remark:
             return None
-        return self.predicted / self.measured - 1.0
+        return self.measured / self.predicted - 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """A form that `json` can write: the unit is in the names of the numbers."""
@@ -66,6 +66,6 @@ class Compared:
             "name": name,
             f"predicted_{unit}": self.predicted,
             f"measured_{unit}": self.measured,
-            "error": self.error,
+            "above_prediction": self.above,
             "remark": self.remark,
         }

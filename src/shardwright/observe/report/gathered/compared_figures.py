@@ -49,7 +49,7 @@ def _peak_memory(plan: Plan | None, peaks: Sequence[float], rows: Sequence[Memor
     known = [row for row in rows if row.measured is not None]
     if known:
         most = max(known, key=lambda row: row.measured or 0.0)
-        return Compared(name, most.predicted, most.measured)
+        return Compared("memory without temporaries (bytes)", most.predicted, most.measured)
     return Compared(name, predicted, max(peaks, default=None), _WHOLE_PROCESS)
 
 

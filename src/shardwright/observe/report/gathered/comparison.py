@@ -51,7 +51,8 @@ class ComparedRow:
         change = "-"
         if self.change is not None:
             percent = round(self.change * 100, 0 if self.unit == "share" else 1)
-            change = f"{percent:+g} {'points' if self.unit == 'share' else '%'}" if percent else "0"
+            points = "point" if abs(percent) == 1 else "points"
+            change = f"{percent:+g} {points if self.unit == 'share' else '%'}" if percent else "0"
         return [self.name, self._shown(self.first), self._shown(self.second), change]
 
     def _shown(self, value: float | None) -> str:
@@ -63,6 +64,7 @@ class ComparedRow:
             "bytes": format_bytes,
             "loss": format_loss,
             "share": lambda share: f"{share * 100:.0f} %",
+            "times": lambda times: f"{times:.2f}",
         }
         return forms[self.unit](value) if self.unit in forms else f"{value:g}"
 

@@ -71,6 +71,7 @@ class StepMetrics:
         samples_per_s: the same.
         work_s: seconds that the ranks of a replica worked, added up.
         bubble: idle share of the ranks' time, 0 to 1.
+        outside_s: seconds of operations that rest on no unit, and that every rank of a pipeline runs.
     """
 
     step: int
@@ -83,6 +84,7 @@ class StepMetrics:
     samples_per_s: float | None = None
     work_s: float | None = None
     bubble: float | None = None
+    outside_s: float | None = None
 
 
 def read_metrics(records: Iterable[Mapping[str, Any]], path: Path) -> tuple[StepMetrics, ...]:
@@ -119,6 +121,7 @@ def read_metrics(records: Iterable[Mapping[str, Any]], path: Path) -> tuple[Step
             samples_per_s=number_or_none(record, Metric.SAMPLES, where),
             work_s=number_or_none(record, Metric.WORK, where),
             bubble=number_or_none(record, Metric.BUBBLE, where),
+            outside_s=number_or_none(record, Metric.OUTSIDE, where),
         )
     return tuple(found[step] for step in sorted(found))
 

@@ -14,7 +14,7 @@ from shardwright.observe.progress import format_rate
 from shardwright.observe.report.gathered.advice import next_step
 from shardwright.observe.report.gathered.measured import StepMetrics
 from shardwright.observe.report.gathered.parts import StepPart
-from shardwright.observe.run_end import own_replicas
+from shardwright.observe.run_end import own_replicas, work_of_one_process
 from shardwright.plan import Plan
 from shardwright.planner.explain.waterfall import Waterfall
 from shardwright.quantities import format_seconds
@@ -61,7 +61,8 @@ class Verdict:
             found.append(f"{self.idle:.0%} idle".replace("%", " %"))
         if self.slower is not None:
             how = "slower" if self.slower >= 0 else "faster"
-            found.append(f"{abs(self.slower) * 100:.1f} % {how} than predicted")
+            percent = abs(self.slower) * 100
+            found.append(f"{percent:.{int(percent < 10)}f} % {how} than predicted")
         return tuple(found)
 
     def __str__(self) -> str:
@@ -116,12 +117,24 @@ def judge(
         speed_up=_speed_up(plan, steady, step_s),
         idle=median(idle) if idle else predicted_idle,
         slower=slower,
-        next=next_step(plan, parts, waterfall, stages, slower=slower, next_plan=next_plan),
+        next=next_step(
+            plan,
+            parts,
+            waterfall,
+            stages,
+            slower=slower,
+            outside_s=median(step.outside_s or 0.0 for step in steady) if steady else 0.0,
+            next_plan=next_plan,
+        ),
     )
 
 
 def _speed_up(plan: Plan | None, steps: Sequence[StepMetrics], step_s: float | None) -> float | None:
     """Seconds of work of all ranks over those of the step."""
-    work = [step.work_s for step in steps if step.work_s is not None]
+    work = [
+        work_of_one_process(step.work_s, step.outside_s or 0.0, plan)
+        for step in steps
+        if step.work_s is not None
+    ]
     replicas = own_replicas(plan)  # the metrics have the work of one pipeline
     return median(work) * replicas / step_s if work and step_s and replicas is not None else None

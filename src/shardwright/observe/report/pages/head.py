@@ -9,7 +9,7 @@ from shardwright.observe.report.gathered.verdict import Verdict
 from shardwright.observe.report.html import escape
 from shardwright.observe.report.pages.tables import difference
 from shardwright.plan import Plan
-from shardwright.quantities import format_bytes, format_count, format_seconds
+from shardwright.quantities import counted, format_bytes, format_parameters, format_seconds
 
 __all__ = ["facts", "head", "sparkline"]
 
@@ -37,7 +37,7 @@ def _described(data: ReportData) -> str:
     if data.plan is not None:
         plan = data.plan
         model = data.facts.model if data.facts is not None and data.facts.model else "a model"
-        parts.append(f"{model} of {format_count(plan.model.num_parameters)} parameters")
+        parts.append(f"{model} of {format_parameters(plan.model.num_parameters)} parameters")
         mesh = plan.mesh
         parts.append(f"{mesh.world_size} rank{'s' * (mesh.world_size != 1)}")
     if data.steps:
@@ -102,11 +102,13 @@ def _card(row: Compared, key: str) -> str:
         f"{'unknown' if value is None else form(value)}</b></div>"
         for part, value in (("predicted", row.predicted), ("measured", row.measured))
     )
-    apart = "" if row.error is None else difference(row.predicted, row.measured, num_bytes=key == "memory")
+    apart = "" if row.above is None else difference(row.predicted, row.measured, num_bytes=key == "memory")
     error = f'<div class="soft">{apart}</div>' if apart else ""
     if row.remark:
         error = f'<div class="soft">{escape(row.remark)}</div>'
-    title = {"step": "Step time", "update": "Optimizer's update", "memory": "Peak memory of a rank"}[key]
+    whole = row.name.startswith("peak")
+    memory = "Peak memory of a rank" if whole else "Memory of a rank, without temporaries"
+    title = {"step": "Step time", "update": "Optimizer's update", "memory": memory}[key]
     return f'<div class="card"><div class="soft">{title}</div><div class="pair">{figures}</div>{error}</div>'
 
 
@@ -128,20 +130,16 @@ def _of_plan(plan: Plan) -> list[tuple[str, str]]:
     )
     if mesh.shard > 1:
         degrees += f", each {mesh.shard} replicas share parameters"
-    stages = _counted(len(plan.stages), "stage")
+    stages = counted(len(plan.stages), "stage")
     rows = [
         ("ranks", f"{mesh.world_size}: {degrees}"),
-        ("schedule", f"{schedule.kind}, {_counted(schedule.microbatches, 'microbatch', 'es')}, {stages}"),
+        ("schedule", f"{schedule.kind}, {counted(schedule.microbatches, 'microbatch', 'es')}, {stages}"),
         ("units", f"{len(plan.model.units)}, fingerprint {plan.model.fingerprint}"),
         ("plan made by", plan.created_by),
     ]
     conditions = plan.prediction.conditions if plan.prediction is not None else None
     if conditions is not None:
         # Cores are counted for pipeline ranks, and those that share their layers have some, too.
-        cores = [_counted(conditions.cores, "core")] if conditions.cores and mesh.share == 1 else []
-        rows.append(("a replica spans", ", ".join([_counted(len(set(conditions.hosts)), "host"), *cores])))
+        cores = [counted(conditions.cores, "core")] if conditions.cores and mesh.share == 1 else []
+        rows.append(("a replica spans", ", ".join([counted(len(set(conditions.hosts)), "host"), *cores])))
     return rows
-
-
-def _counted(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{'' if number == 1 else plural}"

@@ -41,6 +41,9 @@ def timeline(data: ReportData, plots: Mapping[str, Figure]) -> str:
             f'<p class="soft">{len(data.ranks)} of {data.num_ranks} pipeline ranks are shown, among them '
             "those with most work and most memory.</p>"
         )
+    if data.plan is not None and data.plan.mesh.share > 1:
+        share = data.plan.mesh.share
+        lines.append(f'<p class="soft">Each of these ranks stands for the {share} that share its layers.</p>')
     if len(data.recorded) > 1 and data.timeline is not None:
         buttons = "".join(
             f'<button type="button" data-plot="timeline{"" if each == data.timeline else f"@{each.step}"}" '
@@ -166,7 +169,15 @@ def memory(data: ReportData, plots: Mapping[str, Figure]) -> str:
             ),
         ]
     if over_step:
-        lines += ['<p class="soft">Over a step, without the temporaries of operations:</p>', over_step]
+        whole = (
+            " Measured is all that the process has in use, Python and its libraries too."
+            if data.timeline is not None and not data.memory
+            else ""
+        )
+        lines += [
+            f'<p class="soft">Over a step, without the temporaries of operations.{whole}</p>',
+            over_step,
+        ]
     if stack:
         told = " Measured is without batch and temporaries (work)." if data.memory else ""
         lines += [f'<p class="soft">At the peak of each rank, part by part.{told}</p>', stack]

@@ -1,6 +1,7 @@
 """One microbatch on one rank: runs the user's step function, stage by stage."""
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -65,6 +66,7 @@ class Microbatch:
         state: what it finds in modules, and leaves there.
         uses: id of a weight -> contributions to its gradient that are still to come.
         offloads: of the stages that offload what they keep.
+        outside_s: seconds of operations that rest on no unit, such as a teacher outside of the model.
     """
 
     intercepts = True
@@ -85,6 +87,7 @@ class Microbatch:
         self.generators = MicrobatchGenerators(index, device)
         self.state = MicrobatchState(index, program, batch.model, batch.attributes)
         self.uses: dict[int, int] = {}
+        self.outside_s = 0.0
         self.offloads: dict[int, StageOffload] = {}
         self._function = batch.function
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = arguments
@@ -210,13 +213,15 @@ class Microbatch:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if instruction is None:
-            return self._cursor.run_unknown(func, args, kwargs)
-        position = self._cursor.position
-        if instruction.place is Place.FREE:
-            self.generators.before_step(instruction, position - 1)
-            result = func(*args, **kwargs)
-            self.generators.after_step(instruction)
+        position, begun_s = self._cursor.position, time.perf_counter()
+        if instruction is None or instruction.place is Place.FREE:
+            if instruction is None:
+                result = self._cursor.run_unknown(func, args, kwargs)
+            else:
+                self.generators.before_step(instruction, position - 1)
+                result = func(*args, **kwargs)
+                self.generators.after_step(instruction)
+            self.outside_s += time.perf_counter() - begun_s
             return result
         self._check(instruction, args, kwargs)
         if instruction.place is Place.ELSEWHERE:

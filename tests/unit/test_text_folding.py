@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.cli.showing.folding import folded
+from shardwright.text_folding import folded
+from shardwright.text_table import align
 
 
 def test_a_table_continues_in_its_column() -> None:
@@ -16,7 +17,33 @@ def test_a_table_continues_in_its_column() -> None:
 
 
 def test_a_column_that_begins_at_the_edge_is_no_place_to_continue_in() -> None:
-    assert folded("a  bbbb bbbb bbbb bb  cc dd", 24).splitlines() == ["a  bbbb bbbb bbbb bb  cc", "   dd"]
+    assert folded("a  bbbbbbbbbbbbbbbbb  ccccc dddd", 24).splitlines() == [
+        "a  bbbbbbbbbbbbbbbbb",
+        "   ccccc dddd",
+    ]
+
+
+def test_the_widest_column_is_narrowed() -> None:
+    rows = [
+        ["stage", "units", "memory"],
+        ["0", "layers.0 .. layers.11", "1.5 GiB"],
+        ["1", "head", "20.0 MiB"],
+    ]
+    table = align(rows)
+    assert folded(table, 30).splitlines() == [
+        "stage  units          memory",
+        "0      layers.0 ..    1.5 GiB",
+        "       layers.11",
+        "1      head           20.0 MiB",
+    ]
+
+
+def test_fields_between_bars_stay_whole() -> None:
+    assert folded("step 20 | loss 0.5 | mem 0.5/11.8 GiB | bubble 18%", 30).splitlines() == [
+        "step 20 | loss 0.5 |",
+        "  mem 0.5/11.8 GiB |",
+        "  bubble 18%",
+    ]
 
 
 def test_a_paragraph_hangs() -> None:

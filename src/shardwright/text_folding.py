@@ -1,0 +1,117 @@
+"""Folds text that is wider than a terminal: tables inside their columns, sentences between words.
+
+::
+
+    model      layers  from                              model      layers  from
+    llama3-8b  32      Llama team 2024, arXiv:240|       llama3-8b  32      Llama team 2024,
+    7.21783                                      |                          arXiv:2407.21783
+"""
+
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+__all__ = ["folded"]
+
+_GAP = re.compile(r"\S {2,}(?=\S)")
+_COMMAND = re.compile(r"(?<=: )shardwright .*$|^ *export .*$")
+_QUANTITY = re.compile(
+    r"(?<=\d) (?=(?:s|ms|us|ns|min|h|[KMGT]?i?B|[kKMGT]|tok/s|samples/s|billion|million)\b)"
+)
+_HANGING = 2
+_FIELD = 40
+"""Letters; longer fields between bars are folded as sentences are."""
+_BETWEEN = 2
+_NO_BREAK = "\N{NO-BREAK SPACE}"
+
+
+def folded(text: str, width: int) -> str:
+    """The text in lines of a width, as far as its words allow.
+
+    Columns of a table become as narrow as their words, the widest first. Where that is not enough, a row goes
+    on in the next line, under the last column that is far enough to the left. A paragraph continues two
+    characters to the right of its begin; fields between bars stay whole. A command at the end of a line stays
+    in one piece, so that it can be copied; so does a number with its unit.
+
+    >>> print(folded("rank  why\\n0     it has the head, and the embedding", 24))
+    rank  why
+    0     it has the head,
+          and the embedding
+    """
+    lines: list[str] = []
+    for is_row, group in groupby(text.split("\n"), key=lambda line: _GAP.search(line.lstrip()) is not None):
+        block = list(group)
+        if max(map(len, block)) > width:
+            table = _narrowed(block, width) if is_row else None
+            block = table or [folded for line in block for folded in _folded_line(line, width)]
+        lines += block
+    return "\n".join(lines)
+
+
+def _narrowed(rows: Sequence[str], width: int) -> list[str] | None:
+    """Rows of one table with narrower columns; None where its words are too wide."""
+    begins = _columns(rows)
+    indent = begins[0]
+    cells = [
+        [_kept(row[begin:end].strip()) for begin, end in zip(begins, [*begins[1:], None], strict=True)]
+        for row in rows
+    ]
+    columns = list(zip(*cells, strict=True))
+    least = [max(len(word) for cell in column for word in cell.split(" ")) for column in columns]
+    widths = [max(map(len, column)) for column in columns]
+    room = width - indent - _BETWEEN * (len(columns) - 1)
+    if sum(least) > room:
+        return None
+    while sum(widths) > room:
+        widest = max(
+            (number for number, size in enumerate(widths) if size > least[number]), key=widths.__getitem__
+        )
+        widths[widest] -= 1
+    return [line for row in cells for line in _laid_out(row, widths, indent)]
+
+
+def _columns(rows: Sequence[str]) -> list[int]:
+    """Where columns begin: behind two characters or more that are blank in every row."""
+    length = max(map(len, rows))
+    blank = [all(row[place : place + 1] in ("", " ") for row in rows) for place in range(length)]
+    first = blank.index(False)
+    return [
+        first,
+        *(place for place in range(first + 2, length) if blank[place - 2 : place + 1] == [True, True, False]),
+    ]
+
+
+def _laid_out(row: Sequence[str], widths: Sequence[int], indent: int) -> Iterator[str]:
+    wrapped = [_wrapped(cell, size) for cell, size in zip(row, widths, strict=True)]
+    for number in range(max(map(len, wrapped))):
+        line = (" " * _BETWEEN).join(
+            (cell[number] if number < len(cell) else "").ljust(size)
+            for cell, size in zip(wrapped, widths, strict=True)
+        )
+        yield f"{' ' * indent}{line.rstrip()}".replace(_NO_BREAK, " ")
+
+
+def _folded_line(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    indent = len(line) - len(line.lstrip())
+    columns = [found.end() for found in _GAP.finditer(line, indent) if found.end() <= width * 2 // 3]
+    hanging = columns[-1] if columns else indent + _HANGING
+    kept = _COMMAND.sub(lambda found: found[0].replace(" ", _NO_BREAK), _kept(line))
+    return [part.replace(_NO_BREAK, " ") for part in _wrapped(kept, width, hanging=hanging)]
+
+
+def _kept(text: str) -> str:
+    """The text with what stays together glued: quantities, and short fields with the bar behind them."""
+    *fields, last = _QUANTITY.sub(_NO_BREAK, text).split(" | ")
+    parts = [
+        f"{field.replace(' ', _NO_BREAK) if len(field) < _FIELD else field}{_NO_BREAK}|" for field in fields
+    ]
+    return " ".join([*parts, last.replace(" ", _NO_BREAK) if fields and len(last) < _FIELD else last])
+
+
+def _wrapped(text: str, width: int, *, hanging: int = 0) -> list[str]:
+    return textwrap.wrap(
+        text, width, subsequent_indent=" " * hanging, break_long_words=False, break_on_hyphens=False
+    ) or [""]
