@@ -70,7 +70,7 @@ class MemoryPrediction(Record):
 
     Attributes:
         parameters_bytes: of its parameters and buffers.
-        gradients_bytes: of their gradients.
+        gradients_bytes: of their gradients, as many as there are at the peak.
         optimizer_bytes: of what the optimizer keeps.
         activations_bytes: of what all microbatches in flight keep, at most.
         batch_bytes: of the tensors of a batch.

@@ -60,4 +60,5 @@ def test_the_first_step_may_be_an_evaluation():
     for losses, _ in found:
         assert all(abs(ratio - 1) < 1e-5 for ratio in losses)
     # Bug: parts of units were run without a backward, and layers shared as if there were none.
-    assert [modes for _, modes in found] == [[True], []]
+    # Parts are timed on both ranks, which will compute at the same time.
+    assert [modes for _, modes in found] == [[True], [True]]

@@ -13,10 +13,11 @@ from shardwright.model_graph import ModelGraph
 from shardwright.planner.chain.model_chain import build_chain
 from shardwright.planner.memory.keeping import KeepingPolicy, choose_keeping
 from shardwright.planner.memory.rank_memory import (
+    Above,
     in_flight,
     messages,
     rank_memory,
-    scheduled_work_bytes,
+    scheduled_above,
     work_bytes,
 )
 from shardwright.planner.partition.layout import Layout
@@ -182,9 +183,9 @@ def test_temporaries_count_when_they_are_there() -> None:
     schedule = Schedule(kind="by hand", stage_ranks=(0,), num_microbatches=1, actions=(row,))
     # Most is needed when the first call is computed again, behind what three calls leave for W; but then the
     # bytes that it will leave itself, 900, are not there yet, and its input is.
-    (work,) = scheduled_work_bytes(schedule, layout, costs_of_stages)
-    assert work == (3 * (900 - 10) + (1000 - 10) + 40) - 4 * (900 - 10)
-    assert work < max(work_bytes(layout))
+    (above,) = scheduled_above(schedule, layout, costs_of_stages)
+    assert above == Above((3 * (900 - 10) + (1000 - 10) + 40) - 4 * (900 - 10), 0)
+    assert above.num_bytes < max(work_bytes(layout))
 
 
 def test_frozen_parameters_have_no_gradient() -> None:

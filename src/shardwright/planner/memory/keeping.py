@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from shardwright.cluster import Link
-from shardwright.planner.memory.rank_memory import messages
+from shardwright.planner.memory.rank_memory import gradients_come_late, messages
 from shardwright.planner.partition.layout import Layout
 
 __all__ = ["KeepingPolicy", "choose_keeping"]
@@ -50,6 +50,7 @@ def choose_keeping(
     in_flight: Sequence[int],
     limit_bytes: int,
     policy: KeepingPolicy,
+    num_microbatches: int | None = None,
     optimizer_factor: float = 2.0,
     batch_bytes: int = 0,
 ) -> Layout:
@@ -62,6 +63,7 @@ def choose_keeping(
         in_flight: microbatches in flight, for each stage.
         limit_bytes: memory of one rank; 0 means no limit.
         policy: what may be done.
+        num_microbatches: of a batch; None: any number, so that gradients are there all the time.
         optimizer_factor: bytes of optimizer state for each byte of a trained parameter.
         batch_bytes: the tensors of a batch.
     """
@@ -73,7 +75,8 @@ def choose_keeping(
         fixed = state.parameters + state.gradients + round(state.optimized * optimizer_factor)
         fixed += under_way[rank].num_bytes() + batch_bytes * (1 if rank == 0 else 2)
         fixed += sum(in_flight[stage] * sent[stage] for stage in layout.stages_of(rank))
-        need = _Need(layout, rank, in_flight=in_flight, fixed=fixed, host=policy.host)
+        late = gradients_come_late(layout, rank, in_flight, num_microbatches=num_microbatches)
+        need = _Need(layout, rank, in_flight=in_flight, fixed=fixed, host=policy.host, gradients_late=late)
         choice = _cheapest(need, policy, limit_bytes=limit_bytes)
         recomputed |= choice.recompute
         offloaded |= choice.offload
@@ -101,9 +104,19 @@ class _Need:
         in_flight: microbatches in flight, for each stage.
         fixed: bytes that do not depend on the choice.
         host: the way to the tier; None where copies take no time.
+        gradients_late: its gradients, which are among `fixed`, come when all its forwards are over.
     """
 
-    def __init__(self, layout: Layout, rank: int, *, in_flight: Sequence[int], fixed: int, host: Link | None):
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        *,
+        in_flight: Sequence[int],
+        fixed: int,
+        host: Link | None,
+        gradients_late: bool = False,
+    ):
         chain = layout.chain
         self._layout = layout
         self._stages = layout.stages_of(rank)
@@ -124,6 +137,9 @@ class _Need:
             for value in chain.saved_values
             if not self._stage.keys().isdisjoint((*value.savers, *value.glue_savers, *value.readers))
         ]
+        came = layout.first_gradients().tolist() if gradients_late else [0] * chain.num_calls
+        self._gradients = {call: came[call] for call in self.calls}
+        self._late_bytes = sum(self._gradients.values())
         away = layout.offload
         self.given = _Choice(
             frozenset(call for call in self.calls if layout.recompute[call]),
@@ -171,12 +187,14 @@ class _Need:
         recompute: Mapping[int, bool] = dict.fromkeys(
             range(self._layout.chain.num_calls), False
         ) | dict.fromkeys(choice.recompute, True)
-        work, total, window, tail = 0.0, float(self._fixed), 0.0, 0.0
+        work, first, total, window, tail = 0.0, 0.0, 0.0, 0.0, 0.0
         for stage in self._stages:
-            behind, leaving = 0.0, []
+            behind, came, leaving = 0.0, 0.0, []
             for call in reversed(self._layout.calls(stage)):
                 again = self._saved[call] - self._kept[call] if recompute[call] else 0.0
                 work = max(work, self._work[call] + again - behind)
+                first = max(first, self._work[call] + again - behind + came)
+                came += self._gradients[call]
                 own = self._kept[call] if recompute[call] else self._saved[call]
                 behind += self._glue[call]
                 if call in choice.offload:
@@ -192,8 +210,10 @@ class _Need:
                 value.num_bytes
             )
         # Of stages with several microbatches, another one's last units are on their way.
-        several = max((self._in_flight[stage] for stage in self._stages), default=1) > 1
-        return total + work + window + (tail if several else 0.0)
+        flying = max((self._in_flight[stage] for stage in self._stages), default=1)
+        if self._late_bytes:  # of one stage: the next backward begins when the first has freed a microbatch
+            work = max(first - self._late_bytes, (work if flying > 1 else 0.0) - total / flying)
+        return self._fixed + total + work + window + (tail if flying > 1 else 0.0)
 
     def _counted_twice(
         self, keepers: Sequence[int], savers: Sequence[int], choice: _Choice, home: int, target: int

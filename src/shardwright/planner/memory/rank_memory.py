@@ -3,18 +3,31 @@
 For one rank, in bytes::
 
     parameters    of its stages, each once, buffers included
-    gradients     one for each trained parameter, in its type
+    gradients     one for each trained parameter, in its type, as many as are there at the peak: the first
+                  backward of a stage makes them
     optimizer     state, by default two numbers for each trained parameter (Adam)
     activations   for every microbatch in flight, what its stages keep for the backward
     batch         the batch; ranks but the first have one of their own too, which is not used
     work          the largest temporary of a call, and messages; where it is more, what Adam takes
                   for its largest parameter when there are no activations
+
+Before the first backward no gradient is there, which counts where all forwards come before it: with one
+microbatch, with GPipe, and on ranks with no more microbatches than stages follow::
+
+    bytes      ▄▄▄▄▄▄▄                activations
+            ▄▄████████▄▄▁▁▁▁▁▁▁
+            ░░░░░░░░░░░▒▒▓▓▓▓▓▓  ▓▓   gradients: one unit's come while what it kept goes
+             forward   backward  update
+
+Those of parameters that replicas share count all the time.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwright.plan import MemoryPrediction, Plan
 from shardwright.planner.adopt import schedule_of
@@ -22,12 +35,15 @@ from shardwright.planner.partition.layout import Layout
 from shardwright.schedule import Kind, Schedule, StageCost
 
 __all__ = [
+    "Above",
     "Messages",
+    "above_at_most",
+    "gradients_come_late",
     "in_flight",
     "messages",
     "offloaded_bytes",
     "rank_memory",
-    "scheduled_work_bytes",
+    "scheduled_above",
     "update_bytes",
     "work_bytes",
 ]
@@ -39,6 +55,18 @@ _ADAM = 2.0
 # Messages from one rank to another that are written and not yet read (see `Messages`): where no simulation
 # tells, and at most, since the sender of one more waits (`comm.local_link`).
 _UNREAD, _MOST_UNREAD = 2, 4
+
+
+class Above(NamedTuple):
+    """What a rank has at its peak, above the most that its stages keep.
+
+    Attributes:
+        num_bytes: gradients, temporaries and messages.
+        gradients: of them, those of parameters.
+    """
+
+    num_bytes: int
+    gradients: int
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
@@ -76,7 +104,7 @@ def rank_memory(
     activation_bytes: Sequence[int],
     optimizer_factor: float = 2.0,
     batch_bytes: int = 0,
-    work: Sequence[int] | None = None,
+    above: Sequence[Above] | None = None,
 ) -> tuple[MemoryPrediction, ...]:
     """Peak memory of each rank.
 
@@ -85,47 +113,88 @@ def rank_memory(
         activation_bytes: of each rank, the peak of what all its microbatches in flight keep.
         optimizer_factor: bytes of optimizer state for each byte of a trained parameter.
         batch_bytes: the tensors of a batch.
-        work: of each rank, its temporaries and messages; None for an upper bound, whatever the schedule.
+        above: what each rank has beside them; None for an upper bound, whatever the schedule.
     """
-    work = work_bytes(layout) if work is None else work
-    return tuple(
-        MemoryPrediction(
-            parameters_bytes=state.parameters,
-            gradients_bytes=state.gradients,
-            optimizer_bytes=round(state.optimized * optimizer_factor),
-            activations_bytes=int(activations),
-            batch_bytes=batch_bytes * (1 if rank == 0 else 2),
-            work_bytes=max(temporary, update - int(activations)),
-        )
-        for rank, (state, activations, temporary, update) in enumerate(
-            zip(
-                layout.state_bytes(),
-                activation_bytes,
-                work,
-                update_bytes(layout, optimizer_factor=optimizer_factor),
-                strict=True,
+    updates = update_bytes(layout, optimizer_factor=optimizer_factor)
+    rows = zip(
+        layout.state_bytes(), map(int, activation_bytes), above or above_at_most(layout), updates, strict=True
+    )
+    found = []
+    for rank, (state, activations, at_peak, update) in enumerate(rows):
+        at_update = state.gradients + update - activations
+        at_peak = max(at_peak, Above(at_update, state.gradients))
+        gradients = min(at_peak.gradients, at_peak.num_bytes)
+        found.append(
+            MemoryPrediction(
+                parameters_bytes=state.parameters,
+                gradients_bytes=gradients,
+                optimizer_bytes=round(state.optimized * optimizer_factor),
+                activations_bytes=activations,
+                batch_bytes=batch_bytes * (1 if rank == 0 else 2),
+                work_bytes=at_peak.num_bytes - gradients,
             )
         )
-    )
+    return tuple(found)
 
 
 def work_bytes(layout: Layout) -> list[int]:
     """For each rank, the most bytes that calls and messages take on top of all that its stages keep."""
     found = [0] * layout.num_ranks
-    for rank, work in zip(layout.ranks, _stage_work(layout), strict=True):
-        found[rank] = max(found[rank], int(work))
+    for rank, work in zip(layout.ranks, _stage_above(layout), strict=True):
+        found[rank] = max(found[rank], work.num_bytes)
     return [work + one.num_bytes() for work, one in zip(found, messages(layout), strict=True)]
 
 
-def scheduled_work_bytes(
+def above_at_most(
+    layout: Layout, in_flight: Sequence[int] = (), *, num_microbatches: int | None = None
+) -> list[Above]:
+    """For each rank, an upper bound of what it has above all that its stages keep.
+
+    Args:
+        layout: where every call runs.
+        in_flight: microbatches in flight, for each stage.
+        num_microbatches: of a batch; None: any number, so that gradients are there all the time.
+    """
+    found = []
+    costs, first, own = layout.stage_costs(), _stage_above(layout, first=True), layout.first_gradients()
+    rows = zip(work_bytes(layout), layout.state_bytes(), messages(layout), strict=True)
+    for rank, (work, state, under_way) in enumerate(rows):
+        if not gradients_come_late(layout, rank, in_flight, num_microbatches=num_microbatches):
+            found.append(Above(work + state.gradients, state.gradients))
+            continue
+        (stage,) = layout.stages_of(rank)
+        always = state.gradients - int(own[layout.calls(stage)].sum())
+        before = Above(
+            always + first[stage].num_bytes + under_way.num_bytes(), always + first[stage].gradients
+        )
+        # The next backward begins with all gradients, and without what the first microbatch kept.
+        work = work if num_microbatches != 1 else under_way.num_bytes()
+        after = Above(work + state.gradients - costs[stage].saved_bytes, state.gradients)
+        found.append(max(before, after))
+    return found
+
+
+def gradients_come_late(
+    layout: Layout, rank: int, in_flight: Sequence[int], *, num_microbatches: int | None
+) -> bool:
+    """Whether all forwards of a rank come before its first backward, which makes the gradients.
+
+    Of a rank with several stages only a simulation tells.
+    """
+    stages = layout.stages_of(rank)
+    return num_microbatches is not None and len(stages) == 1 and in_flight[stages[0]] >= num_microbatches
+
+
+def scheduled_above(
     schedule: Schedule,
     layout: Layout,
     costs: Sequence[StageCost],
     unread: Mapping[tuple[int, int], int] | None = None,
-) -> list[int]:
-    """For each rank, the bytes by which its peak exceeds the most that it keeps, in this order of actions.
+) -> list[Above]:
+    """For each rank, by how much its peak exceeds the most that it keeps, in this order of actions.
 
-    That is less than `work_bytes` where large temporaries and messages come while little is kept.
+    That is less than `above_at_most` where large temporaries, messages and gradients come while little is
+    kept.
 
     Args:
         schedule: the order.
@@ -133,38 +202,86 @@ def scheduled_work_bytes(
         costs: of each stage.
         unread: as in the schedule's `Simulation`; None counts two messages everywhere.
     """
-    forward = _stage_work(layout, recompute=False)
-    backward = _stage_work(layout)
-    split = _stage_work(layout, split=True)
+    works = _StageWorks(layout)
+    rows = zip(schedule.actions, layout.state_bytes(), messages(layout, unread), strict=True)
     found = []
-    for row, under_way in zip(schedule.actions, messages(layout, unread), strict=True):
+    for rank, (row, state, under_way) in enumerate(rows):
+        to_come = {stage: works.gradients(stage) for stage in layout.stages_of(rank)}
         forwards = sum(action.kind is Kind.FORWARD for action in row)
-        held = kept = peak = 0.0
+        held = kept = 0
+        came = state.gradients - sum(sum(each.values()) for each in to_come.values())
+        peak = Above(came, came)
         for action in row:
             if not action.is_compute:
                 continue
-            cost, stage = costs[action.stage], action.stage
-            left = cost.left_bytes
+            kind, cost, new = action.kind, costs[action.stage], to_come[action.stage]
             around = under_way.num_bytes(forwards_left=forwards > 0)
-            if action.kind is Kind.FORWARD:
+            if kind is Kind.FORWARD:
                 forwards -= 1
                 held += cost.saved_bytes
-                peak = max(peak, held + forward[stage] + around)
-            elif action.kind is Kind.BACKWARD_WEIGHT:
-                peak = max(peak, held + around)
-                held -= left
-            elif action.kind is Kind.BACKWARD_INPUT:
-                peak = max(peak, held + split[stage] + around)
-                held += left - cost.saved_bytes
-            else:
-                peak = max(peak, held + backward[stage] + around)
-                held -= cost.saved_bytes
+            work = works.during(kind, action.stage, first=any(new.values()))
+            peak = max(peak, Above(held + around + came + work.num_bytes, came + work.gradients))
+            if kind is Kind.FORWARD:
+                kept = max(kept, held)
+                continue
+            came += sum(new.pop(part, 0) for part in _PARTS[kind])
+            held -= cost.left_bytes if kind is Kind.BACKWARD_WEIGHT else cost.saved_bytes
+            held += cost.left_bytes if kind is Kind.BACKWARD_INPUT else 0
+            peak = max(peak, Above(held + around + came, came))
             kept = max(kept, held)
-        found.append(int(max(peak, kept) - kept))
+        found.append(Above(max(peak.num_bytes - kept, 0), peak.gradients))
     return found
 
 
-def _stage_work(layout: Layout, *, recompute: bool = True, split: bool = False) -> list[float]:
+_PARTS = {
+    Kind.BACKWARD: (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT),
+    Kind.BACKWARD_INPUT: (Kind.BACKWARD_INPUT,),
+    Kind.BACKWARD_WEIGHT: (Kind.BACKWARD_WEIGHT,),
+}
+"""The parts of a backward, by its kind."""
+
+
+class _StageWorks:
+    """What the actions of stages take on top of what they keep.
+
+    Args:
+        layout: where every call runs.
+    """
+
+    def __init__(self, layout: Layout):
+        self._forward = _stage_above(layout, recompute=False)
+        self._backward = {
+            (split, first): _stage_above(layout, split=split, first=first)
+            for split in (False, True)
+            for first in (False, True)
+        }
+        put_off, of_calls = _put_off(layout), layout.first_gradients()
+        cuts = np.asarray(layout.cuts[:-1])
+        self._inputs = np.add.reduceat(np.where(put_off, 0, of_calls), cuts).tolist()
+        self._weights = np.add.reduceat(np.where(put_off, of_calls, 0), cuts).tolist()
+
+    def gradients(self, stage: int) -> dict[Kind, int]:
+        """Bytes of the gradients that its first backward makes, by the part of it that does."""
+        return {Kind.BACKWARD_INPUT: self._inputs[stage], Kind.BACKWARD_WEIGHT: self._weights[stage]}
+
+    def during(self, kind: Kind, stage: int, *, first: bool) -> Above:
+        """The most while an action runs; `first`: it makes the gradients, to which others add."""
+        if kind is Kind.FORWARD:
+            return self._forward[stage]
+        if kind is Kind.BACKWARD_WEIGHT:
+            return Above(0, 0)
+        return self._backward[kind is Kind.BACKWARD_INPUT, first][stage]
+
+
+def _put_off(layout: Layout) -> NDArray[np.bool_]:
+    """Whether each call leaves the gradients of its weights for later, where the backward is split."""
+    found: NDArray[np.bool_] = layout.chain.column("weight_bytes") > 0  # not where it is not known
+    return found
+
+
+def _stage_above(
+    layout: Layout, *, recompute: bool = True, split: bool = False, first: bool = False
+) -> list[Above]:
     """For each stage, the most bytes that any of its calls takes on top of what the stage keeps.
 
     While a call runs, what the calls behind it keep is not there: not yet in the forward, no more in the
@@ -174,24 +291,27 @@ def _stage_work(layout: Layout, *, recompute: bool = True, split: bool = False) 
         layout: where every call runs.
         recompute: count what is recomputed.
         split: the backward leaves the gradients of weights for later.
+        first: it makes the gradients: those of the calls behind are there, and were not before.
     """
     chain = layout.chain
     saved = layout.saved_bytes() - layout.leaving_bytes()
     again = np.where(
         layout.recompute & recompute, chain.column("saved_bytes") - chain.column("kept_bytes"), 0.0
     )
-    left = (
-        np.where(np.isnan(chain.column("weight_bytes")), saved, chain.column("weight_bytes"))
-        if split
-        else np.zeros(len(saved))
-    )
+    left = new = np.zeros(len(saved))
+    if first:
+        new = np.where(_put_off(layout) & split, 0, layout.first_gradients())
+    if split:
+        left = np.where(np.isnan(chain.column("weight_bytes")), saved, chain.column("weight_bytes"))
     work = chain.column("split_work_bytes") if split else chain.column("work_bytes")
-    found = [0.0] * layout.num_stages
+    found = [Above(0, 0)] * layout.num_stages
     for stage in range(layout.num_stages):
-        behind = 0.0
+        behind, came = 0.0, 0
         for call in reversed(layout.calls(stage)):
-            found[stage] = max(found[stage], float(work[call] + again[call]) - behind)
+            taken = int(work[call] + again[call] - behind) + came
+            found[stage] = max(found[stage], Above(taken, came))
             behind += float(saved[call] - left[call])
+            came += int(new[call])
     return found
 
 

@@ -231,6 +231,21 @@ class Layout:
             for state in self._states()
         ]
 
+    def first_gradients(self) -> NDArray[np.int64]:
+        """For each call, the bytes of gradients of which its backward is the first on its rank.
+
+        Those of parameters that replicas share are not among them: they have memory of their own.
+        """
+        found = np.zeros(self.chain.num_calls, dtype=np.int64)
+        rank_of = np.asarray(self.ranks)[self.stage_of_call].tolist()
+        for use, ranks in self.holders():
+            if use.shared is not None and len(ranks) == 1:
+                continue
+            num_bytes = use.state(may_be_shared=False).gradients
+            for rank in ranks:
+                found[max(call for call in use.calls if rank_of[call] == rank)] += num_bytes
+        return found
+
     def gatherings(self) -> list[int]:
         """For each rank, how often in a batch it gathers rows of other ranks."""
         most = self.chain.most_gathered

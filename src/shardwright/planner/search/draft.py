@@ -14,7 +14,13 @@ import numpy as np
 
 from shardwright.costs.own_runtime import ACTION_S
 from shardwright.plan import MemoryPrediction
-from shardwright.planner.memory.rank_memory import in_flight, rank_memory, scheduled_work_bytes
+from shardwright.planner.memory.rank_memory import (
+    Above,
+    above_at_most,
+    in_flight,
+    rank_memory,
+    scheduled_above,
+)
 from shardwright.planner.partition.layout import Layout
 from shardwright.planner.search.lower_bound import least_seconds
 from shardwright.planner.search.option import Option
@@ -95,7 +101,8 @@ class Draft:
             activations[rank] += flight * cost.saved_bytes
             windows[rank] = max(windows[rank], cost.window_bytes + cost.tail_bytes * (flight > 1))
         activations = [sum(both) for both in zip(activations, windows, strict=True)]
-        memory = self._memory(layout, activations)
+        above = above_at_most(layout, self.in_flight, num_microbatches=self.workload.num_microbatches)
+        memory = self._memory(layout, activations, above)
         return max(part.peak_bytes for part in memory) - demands.limit_bytes
 
     def work_out(self) -> Option:
@@ -123,7 +130,7 @@ class Draft:
         return replace(layout, offload=None) if demands.offload == "auto" else layout
 
     def _memory(
-        self, layout: Layout, activation_bytes: Sequence[int], work: Sequence[int] | None = None
+        self, layout: Layout, activation_bytes: Sequence[int], above: Sequence[Above]
     ) -> tuple[MemoryPrediction, ...]:
         workload = self.workload
         return rank_memory(
@@ -131,7 +138,7 @@ class Draft:
             activation_bytes=activation_bytes,
             optimizer_factor=workload.demands.optimizer_factor,
             batch_bytes=workload.batch_bytes,
-            work=work,
+            above=above,
         )
 
     def _simulated(self, layout: Layout) -> Option:
@@ -155,8 +162,8 @@ class Draft:
             ranks_per_node=fabric.ranks_per_node,
             action_overhead_s=ACTION_S,
         )
-        work = scheduled_work_bytes(schedule, layout, costs, simulation.unread)
-        memory = self._memory(layout, simulation.peak_bytes, work)
+        above = scheduled_above(schedule, layout, costs, simulation.unread)
+        memory = self._memory(layout, simulation.peak_bytes, above)
         return Option(
             workload=workload, layout=layout, schedule=schedule, simulation=simulation, memory=memory
         )

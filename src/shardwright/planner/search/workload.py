@@ -89,6 +89,7 @@ class Workload:
                 offload=demands.offload == "auto",
                 host=self.fabric.host,
             ),
+            num_microbatches=self.num_microbatches,
             optimizer_factor=demands.optimizer_factor,
             batch_bytes=self.batch_bytes,
         )

@@ -13,7 +13,7 @@ A forward that fails without the other hooks (it reads what they left somewhere)
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
@@ -77,6 +77,18 @@ class HookEffects:
                 raise
         with _hooks_alone(func, lambda hook: True):
             return call()
+
+    @contextmanager
+    def aside(self, units: Iterable[nn.Module]) -> Iterator[None]:
+        """Inside, hooks of units that only look on do not run, nor do those of what is copied from them."""
+        with ExitStack() as put_back:
+            for unit in units:
+                put_back.enter_context(_hooks_alone(unit, self._takes_part))
+            yield
+
+    def looks_on(self, units: Iterable[nn.Module]) -> bool:
+        """Whether units have forward hooks inside that only look on."""
+        return any(any(self._looks_on_inside(unit)) for unit in units)
 
     def _note(self, hook: Any) -> None:
         self._changing[id(hook)] = hook

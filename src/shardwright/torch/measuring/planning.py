@@ -10,8 +10,9 @@
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,6 +44,7 @@ from shardwright.planner.machines.fabric import Fabric
 from shardwright.planner.search.cut_sequences import with_or_without_sequences
 from shardwright.profile import Profile, UnitCost
 from shardwright.torch.batch.batch import Batch
+from shardwright.torch.measuring.cost_cache import CostCache
 from shardwright.torch.measuring.last_plan import LastPlan
 from shardwright.torch.measuring.part_timer import TimesParts
 from shardwright.torch.measuring.plan_review import PlanReview
@@ -54,7 +56,9 @@ from shardwright.torch.parameters.manual_partition import rank_of
 from shardwright.torch.parameters.materialise import Materialiser
 from shardwright.torch.parameters.precision import low_precision
 from shardwright.torch.randomness.python_random import SKIPS_BY_PYTHON
+from shardwright.torch.randomness.rng import own_generators
 from shardwright.torch.run.context import Context
+from shardwright.torch.run.cores import OwnCores
 from shardwright.torch.run.machine import present_cluster
 from shardwright.torch.tracing.trace_data import Trace
 from shardwright.torch.units.model_traces import most_stages, trace_parts
@@ -64,6 +68,9 @@ __all__ = ["Planner"]
 
 log = logging.getLogger(__name__)
 
+_OF_PARTS = 0.25
+"""Share of the seconds for measuring that goes to parts of units at least, where ranks share layers."""
+
 
 class Planner:
     """Plans a run from its first batch; collective over all ranks."""
@@ -72,6 +79,7 @@ class Planner:
         self._context = context
         self._model = model
         self._materialiser = materialiser
+        self._measured_s = 0.0
 
     def __call__(self, function: Callable[..., Any], batch: Batch) -> tuple[Plan, Trace | None]:
         """Returns the plan, the same on every rank, and the trace that it rests on.
@@ -120,18 +128,22 @@ class Planner:
             torch.set_grad_enabled(gradients),  # parts of units are run forward and backward
             _said_of_what_has_no_stage(traces[counts[0]]),
         ):
-            plan = context.from_first_rank(
+            parts = self._times_parts(next(iter(traces.values())), operation_s)
+            plan = _as_first_rank_does(
+                context,
                 lambda: with_or_without_sequences(
                     context.config,
                     lambda config: plan_with(
                         candidates,
                         config=config,
-                        division=self._division(traces, prices, operation_s, config, previous),
+                        division=self._division(traces, prices, config, previous, parts, operation_s),
                         previous=previous,
                     ),
                     previous=previous,
-                )
+                ),
+                on_all=parts is not None,
             )
+            self._remember(parts)
         if context.rank == 0:
             last.write(plan)
             keep = partial(last.write_factors, timed_s=timed_s[plan.schedule.microbatches])
@@ -188,7 +200,10 @@ class Planner:
         assert context.reporter is not None
         with context.reporter.phase("measuring units") as phase:
             sizes = [ToProfile(m, trace, estimated[m]) for m, trace in traces.items()]
-            measured = Profiler(context).measure(sizes, budget_s=context.config.measure_s, phase=phase)
+            whole = 1.0 if context.mesh.share == 1 else 1.0 - _OF_PARTS
+            budget_s, begun_s = context.config.measure_s * whole, time.perf_counter()
+            measured = Profiler(context).measure(sizes, budget_s=budget_s, phase=phase)
+            self._measured_s = time.perf_counter() - begun_s
         profiles = {}
         for m, profile in estimated.items():
             costs: dict[str, UnitCost] = {**profile.costs, **{k: measured[k] for k in measured}}
@@ -215,9 +230,10 @@ class Planner:
         self,
         traces: dict[int, Trace],
         prices: TensorPrices | None,
-        operation_s: float,
         config: Config,
         previous: Plan | None,
+        parts: TimesParts | None,
+        operation_s: float,
     ) -> Division | None:
         """How tensor-parallel ranks share the model; None where there are none.
 
@@ -227,6 +243,8 @@ class Planner:
         if prices is None:
             return None
         microbatches, trace = next(iter(traces.items()))
+        if parts is not None:
+            parts.left_s = parts.budget_s
         last = None if previous is None else previous.tensor
         found = division_of(
             self._model,
@@ -236,20 +254,38 @@ class Planner:
             prices=prices,
             decided_by=None if last is None else last.prices,
             microbatches=microbatches,
-            time_part=self._times_parts(trace, operation_s),
+            time_part=parts,
         )
         return replace(found, operation_s=operation_s)
 
     def _times_parts(self, trace: Trace, operation_s: float) -> TimesParts | None:
+        """What times parts of units, with what earlier runs have found; collective over all ranks."""
         context = self._context
-        if context.config.profile == "estimated":
+        if context.mesh.share == 1 or context.config.profile == "estimated":
             return None
-        samples = {
-            id(self._model.get_submodule(node.name)): trace.samples[node.cost_class]
+        measure_s = context.config.measure_s
+        num_ways = 2 if context.config.sequence_parallel == "auto" else 1  # each with parts of its own
+        nodes = {
+            id(self._model.get_submodule(node.name)): node
             for node in trace.graph.nodes
             if node.kind == "unit"
         }
-        return TimesParts(context.device, shares_cores(context), operation_s, samples)
+        return TimesParts(
+            device=context.device,
+            share_cores=shares_cores(context),
+            operation_s=operation_s,
+            samples={key: trace.samples[node.cost_class] for key, node in nodes.items()},
+            classes={key: node.cost_class for key, node in nodes.items()},
+            generators=own_generators(draw for step in trace.steps for draw in step.draws),
+            budget_s=max(measure_s * _OF_PARTS, measure_s - self._measured_s) / num_ways,
+            remembered=context.from_first_rank(CostCache(context).read),
+            on_own_cores=OwnCores(context).in_force,
+        )
+
+    def _remember(self, parts: TimesParts | None) -> None:
+        if parts is not None and parts.found and self._context.rank == 0:
+            cache = CostCache(self._context)
+            cache.add(parts.found, to=cache.read())
 
     def _review(
         self,
@@ -297,6 +333,21 @@ class Planner:
                     placement[name] = rank
                     break
         return placement
+
+
+def _as_first_rank_does(context: Context, plan: Callable[[], Plan], *, on_all: bool) -> Plan:
+    """The first rank's plan.
+
+    Args:
+        context: the run.
+        plan: makes it.
+        on_all: all ranks make one, as they time parts of units: they will compute at the same time.
+    """
+    if not on_all or context.rank == 0:
+        return context.from_first_rank(plan)
+    with suppress(Exception):  # that of the first rank counts, and its error
+        plan()
+    return context.from_first_rank(plan)
 
 
 @contextmanager

@@ -5,8 +5,9 @@ units uses it, or the script has hooked its gradient.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
 from functools import partial
 
 from torch import nn
@@ -14,13 +15,21 @@ from torch import nn
 from shardwright.model_graph import ModelGraph
 from shardwright.placement import WHOLE, Placement
 from shardwright.torch.counting.compiled_modules import calls_compiled, is_compiled
+from shardwright.torch.counting.hook_effects import HookEffects
 from shardwright.torch.interception.attribute_inputs import FOUND
 from shardwright.torch.pytorch.module_hooks import has_backward_hooks
-from shardwright.torch.tensor_parallel.search import Material, Unit
+from shardwright.torch.tensor_parallel.search import Material, Unit, results_of
 from shardwright.torch.tracing.divided_tail import DividedTail, TailRun
 from shardwright.torch.tracing.trace_data import Trace
 
-__all__ = ["by_reason", "divisible_units", "parameters_kept_whole", "shared_arguments", "warn_of_whole"]
+__all__ = [
+    "by_reason",
+    "divisible_units",
+    "observers_aside",
+    "parameters_kept_whole",
+    "shared_arguments",
+    "warn_of_whole",
+]
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +62,28 @@ def divisible_units(
             yield node.name, Unit(module, args, kwargs, following=following)
     for reason, names in whole.items():
         warn_of_whole(names, reason)
+
+
+def observers_aside(trace: Trace, units: Iterable[Unit]) -> Callable[[], AbstractContextManager[None]]:
+    """Makes contexts in which hooks that only look on do not see that units are run, and run for nothing.
+
+    Units whose forward needs what such a hook leaves somewhere keep theirs.
+    """
+    hooks = next((sample.hooks for sample in trace.samples.values()), HookEffects())
+
+    def runs_without(unit: Unit) -> bool:
+        if not hooks.looks_on([unit.module]):
+            return True
+        try:
+            with hooks.aside([unit.module]):
+                results_of(unit.module, unit.args, unit.kwargs)
+        except Exception as error:
+            log.debug("%s does not run without its hooks: %s", type(unit.module).__name__, error)
+            return False
+        return True
+
+    modules = [unit.module for unit in units if runs_without(unit)]
+    return partial(hooks.aside, modules)
 
 
 def shared_arguments(trace: Trace, model: nn.Module, divided: AbstractSet[int]) -> dict[str, frozenset[int]]:

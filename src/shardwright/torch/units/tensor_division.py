@@ -33,6 +33,7 @@ from shardwright.torch.units.divided_costs import PartTimer, divided_operations,
 from shardwright.torch.units.divisible_units import (
     by_reason,
     divisible_units,
+    observers_aside,
     parameters_kept_whole,
     shared_arguments,
     warn_of_whole,
@@ -88,15 +89,17 @@ def division_of(
         decided_by = prices if shares_layers else prices.model_copy(update={"latency_s": 0.0})
     own_prices = Prices(**decided_by.model_dump(), sums_wait=not shares_layers)
     # Each context rank has a part of the work, and of what ranks exchange that share layers.
-    found = find_placements(
-        units,
-        num_ranks=searched.num_ranks,
-        prices=_for_a_part(own_prices, mesh.share // mesh.tensor) if shares_layers else own_prices,
-        optimize=config.goal_of_division,
-        num_microbatches=microbatches,
-        pinned={**_pinned(model, trace, mesh, experts), **kept_whole},
-        between=searched,
-    )
+    hooks_aside = observers_aside(trace, units.values())
+    with hooks_aside():
+        found = find_placements(
+            units,
+            num_ranks=searched.num_ranks,
+            prices=_for_a_part(own_prices, mesh.share // mesh.tensor) if shares_layers else own_prices,
+            optimize=config.goal_of_division,
+            num_microbatches=microbatches,
+            pinned={**_pinned(model, trace, mesh, experts), **kept_whole},
+            between=searched,
+        )
     for reason, names in by_reason(found.kept_whole).items():
         warn_of_whole(names, f"its code does not run on tensors without data ({reason})")
     of_tensor = _cuts_of_tensors(model, {**found.placements, **experts})
@@ -104,11 +107,12 @@ def division_of(
         shared = shared_arguments(trace, model, of_tensor.keys())
         units = {name: replace(unit, shared=shared.get(name, frozenset())) for name, unit in units.items()}
     of_experts = _ids_of(model, experts) if mesh.inner is not None else set()
-    shares = _shares_of_work(found.shares, units, of_experts, own_prices, between, mesh)
-    divided = divided_units(
-        units, found.kind_of, shares, of_tensor, of_experts, own_prices, between, time_part
-    )
-    operations, values = _outside_of_units(trace, tails, divided, own_prices, between)
+    with hooks_aside():
+        shares = _shares_of_work(found.shares, units, of_experts, own_prices, between, mesh)
+        divided = divided_units(
+            units, found.kind_of, shares, of_tensor, of_experts, own_prices, between, time_part
+        )
+        operations, values = _outside_of_units(trace, tails, divided, own_prices, between)
     cuts = {name: of_tensor[id(each)] for name, each in model.named_parameters() if id(each) in of_tensor}
     if mesh.tensor > 1:
         _tell(graph, cuts, num_ranks=mesh.tensor)

@@ -1,7 +1,9 @@
 """What a rank's part of a unit takes is measured beside the whole unit."""
 
 import math
+import random
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,9 +30,17 @@ def timed(
     each: Unit, *, operation_s: float = 1.0, operations: tuple[int, int] = (0, 0), autocast: Any = ()
 ) -> WorkShares | None:
     """What a part of a unit takes, with operations on divided tensors in forward and backward."""
-    samples = {id(each.module): Sample(each.module, [], flatten(())[1], autocast)}
-    timer = TimesParts(torch.device("cpu"), share_cores=False, operation_s=operation_s, samples=samples)
+    timer = timer_of(each, operation_s=operation_s, autocast=autocast)
     return timer(part_of(each), *(Phase(num_divided=number) for number in operations))
+
+
+def timer_of(each: Unit, *, operation_s: float = 1.0, autocast: Any = (), **more: Any) -> TimesParts:
+    samples = {id(each.module): Sample(each.module, [], flatten(())[1], autocast)}
+    classes = {id(each.module): "a class"}
+    device = torch.device("cpu")
+    return TimesParts(
+        device=device, share_cores=False, operation_s=operation_s, samples=samples, classes=classes, **more
+    )
 
 
 def unit(module: nn.Module | None = None) -> Unit:
@@ -63,6 +73,47 @@ def test_random_generators_and_parameters_stay_as_they_were():
     for parameter, weight in zip(each.module.parameters(), weights, strict=True):
         assert torch.equal(parameter, weight)
         assert parameter.grad is None
+
+
+class Draws(nn.Sequential):
+    """Draws from generators that the script has made, and from Python's."""
+
+    generator = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = random.random() + torch.rand((), generator=self.generator)
+        return super().forward(x) * scale
+
+
+def test_generators_of_the_script_stay_as_they_were():
+    """Bug: on the first rank they went on, and the ranks drew other numbers from there on."""
+    each = unit(Draws(*unit().module))
+    before, python_before = Draws.generator.get_state(), random.getstate()
+    timer = timer_of(each, generators=[Draws.generator])
+    assert timer(part_of(each), Phase(), Phase()) is not None
+    assert torch.equal(Draws.generator.get_state(), before)
+    assert random.getstate() == python_before
+
+
+def test_what_earlier_runs_have_timed_is_not_timed_again(monkeypatch):
+    each = unit()
+    first = timer_of(each, operation_s=0.0)
+    shares = first(part_of(each), Phase(), Phase())
+    monkeypatch.setattr(TimesParts, "_seconds", None)
+    later = timer_of(each, remembered=first.found)
+    assert later(part_of(each), Phase(), Phase()) == shares
+    assert later.found == {}
+    other = replace(part_of(each), cuts={"0.weight": CUTS["0.weight"]})
+    assert later(other, Phase(), Phase()) is None  # another part
+
+
+def test_parts_have_a_budget():
+    each = unit()
+    timer = timer_of(each, left_s=0.0)
+    assert timer(part_of(each), Phase(), Phase()) is None
+    timer.left_s = 1e-9
+    assert timer(part_of(each), Phase(), Phase()) is not None
+    assert timer.left_s < 0
 
 
 def test_generators_of_gpus_are_kept_where_there_are_any(monkeypatch):

@@ -41,7 +41,7 @@ from shardwright.torch.tensor_parallel.search.material import Material
 from shardwright.torch.tensor_parallel.search.no_ranks import group_without_ranks
 from shardwright.torch.tensor_parallel.search.search import find_placements
 from shardwright.torch.tensor_parallel.search.timed_run import TimedRun
-from shardwright.torch.tensor_parallel.search.unit import Unit, is_small, units_of
+from shardwright.torch.tensor_parallel.search.unit import Unit, is_small, results_of, units_of
 
 __all__ = [
     "CutTensor",
@@ -58,5 +58,6 @@ __all__ = [
     "find_placements",
     "group_without_ranks",
     "is_small",
+    "results_of",
     "units_of",
 ]

@@ -1,0 +1,176 @@
+"""Gradients are there from the first backward on: before it is the peak of one microbatch, and of GPipe."""
+
+from dataclasses import replace
+
+import pytest
+from graphs import chain_graph, profile_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planner.test_layout import lay_out
+from shardwright.plan import MemoryPrediction
+from shardwright.planner.chain.chain import StateBytes
+from shardwright.planner.memory.keeping import KeepingPolicy, choose_keeping
+from shardwright.planner.memory.rank_memory import (
+    Above,
+    above_at_most,
+    in_flight,
+    rank_memory,
+    scheduled_above,
+)
+from shardwright.planner.partition.layout import Layout
+from shardwright.profile import Profile, UnitCost
+from shardwright.schedule import Action, Kind, Schedule, build_schedule, simulate
+
+# Four units: each keeps 1000 bytes and has a gradient of 400; around each are gradients of 80.
+BLOCKS = 2
+GRADIENTS, KEPT = 4 * 400, 4 * 1000
+
+
+def one_stage(**changes: float) -> Layout:
+    return lay_out(chain_graph(BLOCKS), (0, 4), (0,), profile_of(**changes))
+
+
+def by_hand(num_microbatches: int, row: str) -> Schedule:
+    """One stage whose actions are written as F0 F1 B0 B1."""
+    kinds = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "I": Kind.BACKWARD_INPUT, "W": Kind.BACKWARD_WEIGHT}
+    actions = tuple(Action(kinds[each[0]], 0, int(each[1:])) for each in row.split())
+    return Schedule(kind="by hand", stage_ranks=(0,), num_microbatches=num_microbatches, actions=(actions,))
+
+
+def peak(layout: Layout, schedule: Schedule) -> MemoryPrediction:
+    costs = layout.stage_costs()
+    kept = simulate(schedule, costs, edges=layout.edges()).peak_bytes
+    (found,) = rank_memory(
+        layout, activation_bytes=kept, above=scheduled_above(schedule, layout, costs), optimizer_factor=1.0
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("row", "activations", "gradients"),
+    [
+        ("F0 B0", KEPT, 0),
+        ("F0 F1 B0 B1", 2 * KEPT, 0),
+        # When the third forward is over, the first backward has made them.
+        ("F0 F1 B0 F2 B1 B2", 2 * KEPT, GRADIENTS),
+        ("F0 B0 F1 B1", KEPT, GRADIENTS),
+    ],
+)
+def test_the_first_backward_makes_the_gradients(row: str, activations: int, gradients: int) -> None:
+    found = peak(one_stage(), by_hand(row.count("F"), row))
+    assert (found.activations_bytes, found.gradients_bytes, found.work_bytes) == (activations, gradients, 80)
+    assert found.peak_bytes == 2 * 1600 + activations + gradients + 80  # parameters and optimizer state
+
+
+def test_they_come_while_activations_go() -> None:
+    """Recomputed units keep 40 bytes: their gradients are more, so most is there before the last backward."""
+    layout = one_stage(input_bytes=40).with_recompute(range(4))
+    found = peak(layout, by_hand(1, "F0 B0"))
+    # Of the first unit: what it recomputes, the gradients of the three behind, its input, its own gradient.
+    assert found.peak_bytes == 2 * 1600 + 960 + 3 * 400 + 40 + 40
+
+
+def test_weights_put_off_have_their_gradients_later() -> None:
+    cost = UnitCost(forward_s=1.0, backward_s=2.0, weight_s=1.0, saved_bytes=1000, weight_bytes=900)
+    profile = Profile(costs=dict.fromkeys(("embed", "block", "head"), cost))
+    layout = lay_out(chain_graph(BLOCKS), (0, 4), (0,), profile)
+    costs = layout.stage_costs()
+    schedule = by_hand(2, "F0 I0 F1 I1 W0 W1")
+    # At the last forward's end: what I left of the first, the second whole; no gradient of weights yet.
+    assert scheduled_above(schedule, layout, costs) == [Above(80, 0)]
+    at_once = scheduled_above(by_hand(2, "F0 B0 F1 I1 W1"), layout, costs)
+    assert at_once == [Above(80 + GRADIENTS, GRADIENTS)]
+
+
+def test_an_update_has_them_all() -> None:
+    layout = one_stage(saved_bytes=10)
+    found = peak(layout, by_hand(1, "F0 B0"))
+    assert (found.gradients_bytes, found.activations_bytes) == (GRADIENTS - 40, 40)
+    assert found.peak_bytes == 3 * 1600
+
+
+def test_those_of_parameters_that_replicas_share_are_there_all_the_time() -> None:
+    layout = one_stage()
+    rows = StateBytes(parameters=200, gradients=200, optimized=200)
+    shared = tuple(replace(use, shared=rows) for use in layout.chain.parameters)
+    layout = replace(layout, chain=replace(layout.chain, parameters=shared))
+    found = peak(layout, by_hand(1, "F0 B0"))
+    assert found.gradients_bytes == 4 * 200
+
+
+SIZES = st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 2000)), min_size=1, max_size=5)
+
+
+def drawn(rows: list[tuple[int, int]], parameter_bytes: int, cut: int) -> Layout:
+    """Blocks by their saved bytes and their work; two stages."""
+    costs = {
+        f"c{index}": UnitCost(
+            forward_s=1.0, backward_s=1.0, saved_bytes=saved, input_bytes=10, work_bytes=work
+        )
+        for index, (saved, work) in enumerate(rows)
+    }
+    cheap = UnitCost(forward_s=0.1, backward_s=0.2)
+    profile = Profile(costs={**costs, "embed": cheap, "head": cheap})
+    graph = chain_graph(len(rows), classes=list(costs), parameter_bytes=parameter_bytes)
+    calls = len(rows) + 2
+    return lay_out(graph, (0, min(cut, calls - 1), calls), (0, 1), profile)
+
+
+@given(
+    rows=SIZES,
+    parameter_bytes=st.sampled_from([4, 400, 4000]),
+    cut=st.integers(1, 6),
+    kind=st.sampled_from(["gpipe", "1f1b"]),
+    num_microbatches=st.integers(1, 4),
+)
+def test_the_closed_form_bounds_the_simulated_peak(
+    rows: list[tuple[int, int]], parameter_bytes: int, cut: int, kind: str, num_microbatches: int
+) -> None:
+    layout = drawn(rows, parameter_bytes, cut)
+    costs = layout.stage_costs()
+    schedule = build_schedule(kind, stage_ranks=(0, 1), num_microbatches=num_microbatches, costs=costs)
+    flying = in_flight(schedule)
+    kept = [number * cost.saved_bytes for number, cost in zip(flying, costs, strict=True)]
+    at_most = above_at_most(layout, flying, num_microbatches=num_microbatches)
+    upper = rank_memory(layout, activation_bytes=kept, above=at_most)
+    simulated = simulate(schedule, costs, edges=layout.edges()).peak_bytes
+    found = rank_memory(layout, activation_bytes=simulated, above=scheduled_above(schedule, layout, costs))
+    for one, other in zip(found, upper, strict=True):
+        assert one.peak_bytes <= other.peak_bytes
+    if kind == "gpipe" or num_microbatches == 1:  # then the closed form is the simulated one
+        for one, other in zip(found, upper, strict=True):
+            assert other.peak_bytes - one.peak_bytes <= 40 * 3  # messages while no forward is left
+
+
+@given(
+    rows=SIZES,
+    parameter_bytes=st.sampled_from([4, 400, 4000]),
+    num_microbatches=st.integers(1, 3),
+    missing=st.floats(0, 1),
+)
+def test_units_keep_no_less_than_the_closed_form_requires(
+    rows: list[tuple[int, int]], parameter_bytes: int, num_microbatches: int, missing: float
+) -> None:
+    layout = replace(drawn(rows, parameter_bytes, 1), cuts=(0, len(rows) + 2), ranks=(0,))
+    calls = range(layout.chain.num_calls)
+
+    def bound(layout: Layout) -> int:
+        above = above_at_most(layout, [num_microbatches], num_microbatches=num_microbatches)
+        kept = [num_microbatches * cost.saved_bytes for cost in layout.stage_costs()]
+        (found,) = rank_memory(layout, activation_bytes=kept, above=above, optimizer_factor=1.0)
+        return found.peak_bytes
+
+    least, most = bound(layout.with_recompute(calls)), bound(layout)
+    limit = round(most - missing * max(0, most - least))
+    chosen = choose_keeping(
+        layout,
+        in_flight=[num_microbatches],
+        limit_bytes=limit,
+        policy=KeepingPolicy(),
+        num_microbatches=num_microbatches,
+        optimizer_factor=1.0,
+    )
+    assert bound(chosen) <= limit
+    if most <= limit:
+        assert not chosen.recompute.any()
