@@ -196,10 +196,6 @@ def test_features_of_later_versions_that_are_off(settings: dict[str, Any]) -> No
             {"tensor_parallel_degree": 2, "context_parallel_degree": 2, "expert_parallel_degree": 2},
             "context_parallel_degree 2 and expert_parallel_degree 2 and tensor_parallel_degree 2 are set",
         ),
-        (
-            {"tensor_parallel_degree": 2, "expert_parallel_degree": 2, "sequence_parallel": True},
-            "sequence_parallel is true, but expert_parallel_degree is 2",
-        ),
     ],
 )
 def test_contradictions(settings: dict[str, Any], text: str) -> None:

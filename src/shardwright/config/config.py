@@ -140,7 +140,7 @@ class Config(Settings):
         """The dimension along which the inner ranks of a grid cut what others have cut; None: none."""
         if mesh.inner == "ep":
             return 0
-        is_cut = mesh.inner == "tp" and mesh.expert == 1 and self.sequence_parallel is True
+        is_cut = mesh.inner == "tp" and self.sequence_parallel is True
         return self.sequence_dim if is_cut else None
 
     def resolve_world(self, world_size: int) -> Mesh:

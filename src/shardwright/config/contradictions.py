@@ -48,17 +48,11 @@ def _of_sharing(settings: Settings) -> Iterator[str]:
     above = {
         f"{name}_parallel_degree": degree for name, degree in settings.shared_degrees.items() if degree > 1
     }
-    shares_layers_and_experts = min(settings.tensor_parallel_degree, settings.expert_parallel_degree) > 1
     if len(above) > 2:
         given = " and ".join(f"{name} {degree}" for name, degree in above.items())
         yield (
             f"{given} are set, but ranks share a batch in two ways at most. Set one of them to 1; any "
             "two go together."
-        )
-    elif shares_layers_and_experts and settings.sequence_parallel is True:
-        yield (
-            f"sequence_parallel is true, but expert_parallel_degree is {settings.expert_parallel_degree}: "
-            "ranks that share experts cut a batch by its samples. Set one of the two to its default."
         )
 
 

@@ -134,11 +134,6 @@ class Plan(Record):
                 f"mesh is {mesh.title}, but tensor.cut_again is {self.tensor.cut_again}: ranks cut the parts "
                 "that others have cut, and two of tensor, context and expert must be above 1. Remove it"
             )
-        if self.tensor.cut_again is not None and min(mesh.tensor, mesh.expert) > 1:
-            raise ValueError(
-                f"mesh is {mesh.title}, but tensor.cut_again is {self.tensor.cut_again}: tensor ranks cut no "
-                "parts of expert ranks. Remove it"
-            )
         for name, cut in self.tensor.cuts.items():
             is_of_expert = name in self.tensor.experts or mesh.tensor == 1
             num, what = (mesh.parts, "the experts") if is_of_expert else (mesh.tensor, "layers")

@@ -183,7 +183,7 @@ class Way:
         }
         if o.tensor > 1:
             found["tensor_parallel_degree"] = int(o.tensor)
-            found["sequence_parallel"] = bool(o.sequence_parallel) and o.expert == 1
+            found["sequence_parallel"] = bool(o.sequence_parallel)
         if o.context > 1:
             found["context_parallel_degree"] = int(o.context)
         if o.expert > 1:

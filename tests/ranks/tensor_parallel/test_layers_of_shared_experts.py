@@ -16,6 +16,7 @@ from shardwright.testing import run_ranks
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
 
 WHOLE = {"tensor_parallel_degree": 2}
+CUT = {**WHOLE, "sequence_parallel": True}
 SEQUENCES = {"context_parallel_degree": 2}
 UNEVEN = (Iteration(batch_size=7, length=6), Iteration(batch_size=7, length=6), Iteration(length=5))
 
@@ -24,7 +25,11 @@ UNEVEN = (Iteration(batch_size=7, length=6), Iteration(batch_size=7, length=6), 
 def test_layers_and_experts_at_once(name):
     """Two ranks share layers, two share samples, and all four share experts; norms are counted once."""
     more = {"tolerance": TOLERANCES.get(name), "clip": clip_norm}
-    check(name, {"steps": case(2, WHOLE, iterations=(*UNEVEN, EVALUATION), **more)}, num_ranks=4)
+    cases = {
+        "whole sequences": case(2, WHOLE, iterations=(*UNEVEN, EVALUATION), **more),
+        "cut sequences": case(2, CUT, iterations=UNEVEN[1:], **more),
+    }
+    check(name, cases, num_ranks=4)
 
 
 @pytest.mark.parametrize("name", in_every_run(EXPERTS, ["mixtral"]))
@@ -45,7 +50,7 @@ def test_listed_experts_in_a_grid():
 @pytest.mark.sweep
 def test_all_kinds_of_lists():
     uneven = (Iteration(batch_size=7, length=5), Iteration(length=6))
-    cases = {str(given): case(2, given, iterations=uneven) for given in (WHOLE, SEQUENCES)}
+    cases = {str(given): case(2, given, iterations=uneven) for given in (WHOLE, CUT, SEQUENCES)}
     check_lists(sparse(*BLOCKS), cases, num_ranks=4)
 
 
@@ -70,7 +75,7 @@ def test_stages_replicas_and_shards_of_both(name):
 @pytest.mark.sweep
 def test_three_by_two():
     cases = {
-        f"{expert} x {tensor}": case(expert, {**WHOLE, "tensor_parallel_degree": tensor})
+        f"{expert} x {tensor}": case(expert, {**CUT, "tensor_parallel_degree": tensor})
         for expert, tensor in ((3, 2), (2, 3))
     }
     check_lists(sparse("Mixtral", "Switch", num_experts=7), cases, num_ranks=6)

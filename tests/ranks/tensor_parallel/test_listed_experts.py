@@ -37,6 +37,12 @@ def test_ranks_share_experts_in_lists():
     check(sparse(*BLOCKS), {"three steps": steps}, num_ranks=2)
 
 
+def test_a_shape_that_comes_later_is_traced_alike_on_all_ranks():
+    """Bug: all but the first rank forgot in copies of units whose experts are shared; all waited for ever."""
+    uneven = Iteration(batch_size=5, length=4)
+    check(sparse("Mixtral"), {"a step": case(2, iterations=(uneven,))}, num_ranks=2)
+
+
 @pytest.mark.thorough
 def test_stages_replicas_and_shards_of_listed_experts():
     steps = (Iteration(length=6),) * 2

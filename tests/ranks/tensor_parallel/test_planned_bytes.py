@@ -151,7 +151,7 @@ def test_bytes_of_shared_experts_are_those_of_the_plan(name):
 
 @pytest.mark.parametrize(
     "settings",
-    [GRID_OF_EXPERTS, in_sweep({**SEQUENCES, **EXPERTS})],
+    [{**EXPERTS, **BOTH}, in_sweep(GRID_OF_EXPERTS), in_sweep({**SEQUENCES, **EXPERTS})],
 )
 def test_bytes_of_layers_and_shared_experts_are_those_of_the_plan(settings):
     for sent, planned, calls in run_ranks(sent_and_planned, 4, "listed", 1, settings, timeout_s=120):

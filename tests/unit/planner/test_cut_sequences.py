@@ -44,11 +44,11 @@ def test_context_ranks_cut_sequences_in_any_case():
     """Bug: "Sequences stay whole between layers", of a grid whose context ranks had cut them."""
     _, (said,), _ = chosen("auto", whole=1.0, cut=2.0, context_parallel_degree=2)
     assert said.startswith(
-        "Parts of sequences stay as they are between layers, whole on each tensor rank: 2.00"
+        "Parts of a batch stay as they are between layers, whole on each tensor rank: 2.00"
     )
     _, (said,), _ = chosen("auto", whole=2.0, cut=1.0, context_parallel_degree=2)
     assert said.startswith(
-        "Parts of sequences are cut again between layers, over tensor ranks: 1.00 s a step"
+        "Parts of a batch are cut again between layers, along the sequence over tensor ranks: 1.00 s a step"
     )
 
 

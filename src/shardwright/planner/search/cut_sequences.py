@@ -15,9 +15,9 @@ from shardwright.quantities import format_seconds
 __all__ = ["with_or_without_sequences"]
 
 _SAID_OF_WHOLE_ONES = "Sequences are cut between layers", "Sequences stay whole between layers"
-_SAID_OF_PARTS = (  # context-parallel ranks have cut the sequences in any case
-    "Parts of sequences are cut again between layers, over tensor ranks",
-    "Parts of sequences stay as they are between layers, whole on each tensor rank",
+_SAID_OF_PARTS = (  # context ranks have cut the sequences in any case, or expert ranks the samples
+    "Parts of a batch are cut again between layers, along the sequence over tensor ranks",
+    "Parts of a batch stay as they are between layers, whole on each tensor rank",
 )
 
 
@@ -42,10 +42,8 @@ def with_or_without_sequences(
     tensor = config.tensor_parallel_degree if tensor is None else tensor
     if config.sequence_parallel != "auto" or tensor == 1:
         return plan_with(config)
-    if config.expert_parallel_degree > 1:  # which cuts samples
-        return plan_with(config.model_copy(update={"sequence_parallel": False}))
+    is_grid = max(config.context_parallel_degree, config.expert_parallel_degree) > 1
     if previous is not None and previous.tensor is not None:
-        is_grid = config.context_parallel_degree > 1
         dim = previous.tensor.cut_again if is_grid else previous.tensor.between_units
         kept = dim is not None
         with contextlib.suppress(PlanError):  # another machine, or less memory
@@ -63,7 +61,7 @@ def with_or_without_sequences(
             assert too_large is not None
             raise too_large from None
         return whole
-    is_cut, stay_whole = _SAID_OF_PARTS if config.context_parallel_degree > 1 else _SAID_OF_WHOLE_ONES
+    is_cut, stay_whole = _SAID_OF_PARTS if is_grid else _SAID_OF_WHOLE_ONES
     if whole is None:
         return _said(cut, f"{is_cut}: without that, tensors between layers do not fit.")
     cut_s, whole_s = (each.prediction.step_s if each.prediction else 0.0 for each in (cut, whole))

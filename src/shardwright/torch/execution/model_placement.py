@@ -103,6 +103,8 @@ class ModelPlacement:
             another one since.
         """
         context, module = self._context, self._model.get_module()
+        if context.mesh.expert > 1:
+            run_own_experts(module)  # before calls of units are intercepted: copies of units are as they were
         plan, known = self._plan(function, batch)
         self._take_room(plan)
         part = batch.split(plan.schedule.microbatches)[0]
@@ -220,8 +222,6 @@ class ModelPlacement:
         parameters = dict(module.named_parameters())
         waiting = self._model.replicas.filled_when_shared({n: p for n, p in parameters.items() if n in alone})
         divided = frozenset(held & cuts.keys())
-        if plan.mesh.expert > 1:
-            run_own_experts(module)
         if plan.tensor is not None:
             self._tensor_group = _tensor_group(context, plan.mesh, plan.tensor)
         divide = {id(parameters[n]): partial(self._share_and_divide, n, cuts[n]) for n in divided}

@@ -58,6 +58,8 @@ def decided_by_kind(
     if func.namespace != "aten" or not divided or len(list(_divided_in([args, kwargs]))) != len(divided):
         return None  # some are in lists
     specs = [args[place]._spec for place in divided]
+    if any(spec.group is not group for spec in specs):
+        return None  # those of an inner group alone: what they hold is no summand of the group's
     if any(spec.copied for spec in specs) or kwargs.get("rounding_mode") is not None:
         return None
     if divided == [0] and _is_looked_up(name, args):

@@ -79,8 +79,9 @@ def division_of(
         found_experts = _experts(model, trace, between, mesh)
         experts = {name: cut for name, cut in found_experts.items() if name not in kept_whole}
         run_own_experts(model)
-    if between.cuts and (mesh.expert == 1 or mesh.context > 1):
-        _refuse_without_sequences(trace, between, mesh)
+    of_sequences = searched if min(mesh.expert, mesh.tensor) > 1 else between
+    if of_sequences.cuts and (mesh.expert == 1 or mesh.inner is not None):
+        _refuse_without_sequences(trace, of_sequences, mesh)
     tails = {} if between.cuts else divided_tails(trace)
     units = dict(divisible_units(model, trace, tails))
     shares_layers = mesh.tensor > 1

@@ -9,11 +9,13 @@ from test_experts_of_a_list import WAYS, Expert, listed
 from test_stacked_experts import WIDTH, Block
 from torch import nn
 
-from shardwright.placement import BetweenUnits, Cut
+from shardwright.placement import PARTIAL_SUM, BetweenUnits, Cut
 from shardwright.torch.tensor_parallel.boundary import Boundary
 from shardwright.torch.tensor_parallel.divide import divide, settle_gradients
-from shardwright.torch.tensor_parallel.divided_tensor import local_of, whole
+from shardwright.torch.tensor_parallel.divided_tensor import local_of, whole, wrap
 from shardwright.torch.tensor_parallel.experts import cuts_of_experts, exchange, run_own_experts
+from shardwright.torch.tensor_parallel.experts.passages import summand
+from shardwright.torch.tensor_parallel.spec import spec_of
 
 OUTER = INNER = 2
 
@@ -102,3 +104,17 @@ def test_all_ranks_share_stacked_experts(taken, most, monkeypatch):
     torch.manual_seed(0)
     for traffic, _ in on_ranks_of_a_grid(Layer(Block(5, taken)), torch.randn(13, WIDTH)):
         assert bool(traffic.calls["all_to_all"]) is (most == 1.0)
+
+
+def test_a_sum_of_fewer_ranks_is_added_to_one_of_all():
+    """It is a gradient, say, that tensor ranks have still to add up, and all expert ranks have alike."""
+
+    def on_rank(group):
+        group.experts.route_tokens()
+        inner = group.inner
+        of_all = summand(torch.full([3, 4], 2.0 ** (group.rank * INNER + inner.rank)), group.experts)
+        own = torch.full([3, 4], 100.0 * (1 + inner.rank))
+        of_fewer = wrap(own, spec_of(inner, PARTIAL_SUM, own, shape=own.shape, strides=own.stride()))
+        return [whole(each)[0, 0].item() for each in (of_all + of_fewer, of_fewer - of_all, of_all)]
+
+    assert on_grid(OUTER, INNER, on_rank) == [[315, 285, 15]] * (OUTER * INNER)
