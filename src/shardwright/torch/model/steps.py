@@ -18,6 +18,7 @@ from shardwright.comm.joining.process_group import groups_in_doubt
 from shardwright.errors import PeerLostError
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_result import BatchResult, StepEngine
+from shardwright.torch.execution.kept_gradients import KeptGradients
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.backward_outside import BackwardWatch, refuse_backward_outside
 from shardwright.torch.interception.own_errors import point_out_in_run
@@ -67,6 +68,7 @@ class Steps:
         self._cores = OwnCores(context)
         self._trained_by: WeakSet[Callable[..., Any]] = WeakSet()  # step functions that have called backward
         self._pointed_out = False
+        self._kept_gradients = KeptGradients()
         self.called_to_train = False
         self.outside = BackwardWatch(refuse_backward_outside)
         self.together = TogetherUntil(context)
@@ -115,6 +117,9 @@ class Steps:
     def _run_batch(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
         """Runs a batch, with all rows of shared parameters and without the gradients of earlier batches."""
         replicas, scaling, engine = self._model.replicas, self._model.scaling, self._engine
+        if torch.is_grad_enabled():
+            parameters = self._model.get_module().parameters()
+            self._kept_gradients.look(parameters, self._context.plan, self._context.pipeline_rank)
         try:
             if replicas.sharding is not None:
                 replicas.sharding.to_whole()
