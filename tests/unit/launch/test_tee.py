@@ -155,3 +155,30 @@ def test_an_updated_line_is_no_wider_than_the_terminal(terminal):
 def test_elsewhere_each_state_is_a_line(stage):
     stage.write("10%\r20%\r\n")
     assert stage.shown() == "[rank 1] 10%\n[rank 1] 20%\n"
+
+
+def test_progress_is_folded_to_the_terminal(stage, monkeypatch):
+    """A terminal broke it in the middle of a word; the log keeps the line, for grep."""
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(tee_module, "_STDERR", stage.console_fd)
+    monkeypatch.setattr(stage.tee, "_is_terminal", True)
+    line = "step 5 | loss 0.9401 | 32.6 samples/s | bubble 23%\n"
+    stage.write(line)
+    shown = stage.shown().replace("\r\x1b[K", "")
+    assert shown.splitlines() == ["[rank 1] step 5 | loss 0.9401 |", "           32.6 samples/s | bubble 23%"]
+    assert stage.log.getvalue().decode() == line
+
+
+def test_a_line_of_one_colour_is_folded_inside_of_it(stage, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr(tee_module, "_STDERR", stage.console_fd)
+    monkeypatch.setattr(stage.tee, "_is_terminal", True)
+    stage.write("\x1b[2mnote: runs/train goes on\x1b[0m\n")
+    assert "[rank 1] \x1b[2mnote: runs/train goes\n           on\x1b[0m\n" in stage.shown()
+
+
+def test_results_of_a_script_are_not_folded(stage, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setattr(stage.tee, "_is_terminal", True)
+    stage.write("a row of a table | that is the script's own\n")
+    assert "[rank 1] a row of a table | that is the script's own\n" in stage.shown()

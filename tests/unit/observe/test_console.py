@@ -139,3 +139,13 @@ def test_a_launcher_on_a_terminal_passes_colour_and_updates_on(plain: io.StringI
     assert console.rewrite("step 1")
     console.line("done")
     assert plain.getvalue() == "\x1b[2mstep 1\x1b[0m\r\x1b[Kdone\n"
+
+
+def test_lines_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that is rewritten in place left its end behind at each update where it was too long."""
+    monkeypatch.setenv("COLUMNS", "20")
+    stream = Terminal()
+    console = Console(stream=stream, environ={"NO_COLOR": "1"})
+    console.line("step 5 | loss 0.94 | bubble 23%")
+    console.rewrite("step 6 | loss 0.93 | bubble 23%")
+    assert stream.getvalue() == "step 5 | loss 0.94 |\n  bubble 23%\nstep 6 | loss 0.93 \r"

@@ -126,6 +126,9 @@ def plan_of(answer: "Answer", sample: "Sample") -> "Plan":
         return best_plan(answer, make)
 
 
+_LEGEND = "m: microbatches of a step; mbs: samples of each; apart: how much slower than the first"
+
+
 def _text(answer: "Answer", ideal: "Way | None") -> str:
     from shardwright.cli.showing.ways_table import ways_table
     from shardwright.topology.explain import ideal_text, not_run_text, reasons
@@ -148,7 +151,7 @@ def _text(answer: "Answer", ideal: "Way | None") -> str:
         f"{best.title}\n{format_seconds(best.step_s)} a step, {rate}",
         align(steps),
         "\n".join(reasons(answer)),
-        ways_table(task, [best, *answer.alternatives, *others]),
+        ways_table(task, [best, *answer.alternatives, *others]) + f"\n{_LEGEND}",
     ]
     if ideal is not None:
         parts.append(ideal_text(best, ideal))

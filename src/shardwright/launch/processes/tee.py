@@ -1,6 +1,7 @@
 """Copies one output stream of a worker to its log, and line by line to the console."""
 
 import os
+import re
 import shutil
 import time
 from typing import BinaryIO
@@ -11,6 +12,8 @@ from shardwright.text_folding import folded
 __all__ = ["Tee"]
 
 _STDERR = 2
+_COLOURED = re.compile(r"((?:\x1b\[\d*m)*)(.*?)((?:\x1b\[\d*m)*)\Z", re.DOTALL)
+"""A line, and the colour that it may have as a whole."""
 _CHUNK_BYTES = 2**16
 _TAIL_BYTES = 2**16
 _HOLD_BACK_S = 5.0
@@ -133,10 +136,11 @@ class Tee:
     def _folded(self, line: bytes) -> bytes:
         """The line in lines of the terminal's width, below the first and right of the prefix."""
         room = shutil.get_terminal_size().columns - len(self._prefix)
-        text = line.decode(errors="replace").rstrip("\n")
+        begin, text, end = _COLOURED.match(line.decode(errors="replace").rstrip("\n")).groups()  # type: ignore[union-attr]
         if len(text) <= room or not text.isprintable():
             return line
-        return folded(text, room).replace("\n", "\n" + " " * len(self._prefix)).encode() + b"\n"
+        text = folded(text, room).replace("\n", "\n" + " " * len(self._prefix))
+        return f"{begin}{text}{end}\n".encode()
 
     def _put(self, text: bytes) -> None:
         try:
