@@ -265,7 +265,7 @@ def test_folders_that_are_in_use_are_left_alone(tmp_path, capsys):
     save_model(tmp_path / "run" / "checkpoints", 40, _state())
     code, _, err = _import(capsys, source, tmp_path / "run")
     assert code == 2
-    assert "has 1 checkpoints, the newest of step 40" in err
+    assert "has 1 checkpoint, the newest of step 40" in err
     (tmp_path / "held").mkdir()
     script = (
         "import sys, pathlib; from shardwright.observe.folder_lock import hold;"

@@ -151,7 +151,8 @@ def _text(answer: "Answer", ideal: "Way | None") -> str:
         f"{best.title}\n{format_seconds(best.step_s)} a step, {rate}",
         align(steps),
         "\n".join(reasons(answer)),
-        ways_table(task, [best, *answer.alternatives, *others]) + f"\n{_LEGEND}",
+        ways_table(task, [best, *answer.alternatives, *others]),
+        _LEGEND,
     ]
     if ideal is not None:
         parts.append(ideal_text(best, ideal))
