@@ -293,7 +293,7 @@ def test_what_the_run_was(tmp_path: Path) -> None:
         "GPTNeoX",
         "microbatches = 4",
     )
-    assert "GPTNeoX of 1.2k parameters" in html
+    assert "GPTNeoX of 1,234 parameters" in html
     assert listed["state"] == "finished"
     # A run writes its report before its launcher writes how it ended: it is not "running".
     RunRecord(script="train.py").ended_as(folder, "running")
