@@ -17,9 +17,9 @@ All ranks have to go through a backward alike, and a rank may find nothing to co
 experts, or the expert is another rank's. So what enters is one step of autograd, and gives a zero, too.
 Whoever adds that to a result has gradients for all that has entered, zeros for what is not used.
 
-A unit that is recomputed runs its forward again as soon as a backward asks for what it has kept, up to what it
-kept last. So a step at the end of the experts keeps a number and asks for it (`keep_a_number`): a rank without
-tokens would else go on to the next exchange, while all others repeat those of the forward.
+A unit that is recomputed runs its forward again as soon as a backward asks for what it has kept, up to what
+it kept last. So a step at the end of the experts keeps a number and asks for it (`keep_a_number`): a rank
+without tokens would else go on to the next exchange, while all others repeat those of the forward.
 """
 
 from collections.abc import Sequence
