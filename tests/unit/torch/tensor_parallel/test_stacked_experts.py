@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from ranks_in_threads import on_ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwright.placement import BetweenUnits, Cut
 from shardwright.torch.tensor_parallel.boundary import Boundary
@@ -50,6 +51,13 @@ class Block(nn.Module):
         return x + self.experts(x, index, weights)
 
 
+class RecomputedBlock(Block):
+    """Its forward runs again in the backward, as soon as that asks for what it has kept."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
 def shared(model, x, num_ranks):
     """Checks a block whose experts ranks share against one process; gives what each rank sent."""
     model = model.double()
@@ -80,13 +88,14 @@ def shared(model, x, num_ranks):
     return on_ranks(num_ranks, on_rank)
 
 
+@pytest.mark.parametrize("kind", [Block, RecomputedBlock])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("most", [0.0, 1.0])
-def test_a_rank_whose_experts_no_token_takes(num_ranks, most, monkeypatch):
+def test_a_rank_whose_experts_no_token_takes(kind, num_ranks, most, monkeypatch):
     """It had no gradients, and no part in the backward of its sum, so that the others waited for it."""
     monkeypatch.setattr(exchange, "MOST_SHARE", most)
     torch.manual_seed(0)
-    model = Block(4, taken=1)
+    model = kind(4, taken=1)
     with torch.no_grad():
         model.gate.bias.copy_(torch.tensor([9.0, 0.0, 0.0, 0.0]))
     shared(model, torch.randn(5, WIDTH), num_ranks)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from shardwright.placement import Cut
+from shardwright.torch.tensor_parallel.experts.passages import ask_for_the_number, keep_a_number
 from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.redistribution import all_to_all
 from shardwright.torch.tensor_parallel.transfer import Transfer
@@ -149,8 +150,10 @@ class _Back(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: Exchange, found: Tensor) -> Tensor:
         ctx.exchange = exchange
+        keep_a_number(ctx, found)
         return exchange.back(found.contiguous())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ask_for_the_number(ctx)
         return None, ctx.exchange.there(gradients[0].contiguous())

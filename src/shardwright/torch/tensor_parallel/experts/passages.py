@@ -16,6 +16,10 @@ other: each rank has other experts.
 All ranks have to go through a backward alike, and a rank may find nothing to compute: no token takes its
 experts, or the expert is another rank's. So what enters is one step of autograd, and gives a zero, too.
 Whoever adds that to a result has gradients for all that has entered, zeros for what is not used.
+
+A unit that is recomputed runs its forward again as soon as a backward asks for what it has kept, up to what
+it kept last. So a step at the end of the experts keeps a number and asks for it (`keep_a_number`): a rank
+without tokens would else go on to the next exchange, while all others repeat those of the forward.
 """
 
 from collections.abc import Sequence
@@ -31,7 +35,16 @@ from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.placing import placed
 from shardwright.torch.tensor_parallel.spec import Spec, spec_of
 
-__all__ = ["Entered", "entered", "own_part", "placed_like", "summand", "summed"]
+__all__ = [
+    "Entered",
+    "ask_for_the_number",
+    "entered",
+    "keep_a_number",
+    "own_part",
+    "placed_like",
+    "summand",
+    "summed",
+]
 
 
 class Entered(NamedTuple):
@@ -103,6 +116,16 @@ def placed_like(part: Tensor, other: DividedTensor) -> DividedTensor:
     return tensor
 
 
+def keep_a_number(ctx: Any, like: Tensor) -> None:
+    """Has autograd keep something of a step, on every rank: see above."""
+    ctx.save_for_backward(like.new_zeros(()))
+
+
+def ask_for_the_number(ctx: Any) -> None:
+    """Has a unit that is recomputed run again by now."""
+    assert len(ctx.saved_tensors) == 1
+
+
 def _has_gradient(item: Any) -> bool:
     return isinstance(item, Tensor) and item.is_floating_point()
 
@@ -128,10 +151,12 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: TensorGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        keep_a_number(ctx, tensors[0])
         return tuple(summand(each.detach().contiguous(), group) for each in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        ask_for_the_number(ctx)
         return None, *(None if each is None else whole(each) for each in gradients)
 
 
