@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from planner.test_layout import lay_out, recompute_profile
 from shardwright.cluster import Link
+from shardwright.costs.own_runtime import OFFLOADED_CALL_S
 from shardwright.planner.memory.keeping import KeepingPolicy, choose_keeping
 from shardwright.planner.memory.rank_memory import rank_memory
 from shardwright.planner.partition.layout import Layout
@@ -18,7 +19,7 @@ from shardwright.profile import Profile, UnitCost
 Way = tuple[bool, bool]  # recomputed, offloaded
 
 SLOW, FAST = (Link(latency_s=0.0, bandwidth_Bps=bandwidth) for bandwidth in (100.0, 1e6))
-BUSY = Link(latency_s=0.0, bandwidth_Bps=1e6, occupancy=1.0)
+BUSY = Link(latency_s=0.0, bandwidth_Bps=1e5, occupancy=1.0)
 OFFLOADS = KeepingPolicy(recompute=False, offload=True)
 FLIGHTS = [4]
 
@@ -70,8 +71,8 @@ def test_copies_that_hide_behind_computing_cost_less_than_recomputation() -> Non
 
 
 def test_copies_that_take_a_core_hide_nothing() -> None:
-    """A byte takes 2 us of a core, there and back, and a unit of 1000 bytes 100 us to repeat."""
-    cheap = blocks(*[(1e-4, 1000)] * 6)
+    """A byte takes 20 us of a core, there and back, and a unit of 1000 bytes 10 ms to repeat."""
+    cheap = blocks(*[(1e-2, 1000)] * 6)
     assert not any(away for _, away in choose(cheap, 4000, both(BUSY)))
     assert any(away for _, away in choose(cheap, 4000, both(FAST)))
 
@@ -177,6 +178,23 @@ def test_recomputed_calls_offload_their_inputs() -> None:
     layout = lay_out(shared_values().graph(loss=3), (0, 4), (0,), SHARED).with_recompute(range(4))
     # Each keeps an input of 40 bytes; those of c and d have left with b and c.
     assert layout.with_offload(range(4)).leaving_bytes().tolist() == [40, 40, 0, 0]
+
+
+def test_a_rank_hands_over_what_leaves() -> None:
+    """Bug: on one rank a step was predicted to take as long with offload as without it."""
+    layout = blocks(*MIDDLE)
+    (kept,) = layout.stage_costs()
+    (away,) = layout.with_offload(range(1, 7)).stage_costs()
+    assert away.forward_s - kept.forward_s == pytest.approx(6 * OFFLOADED_CALL_S)
+    assert away.backward_s - kept.backward_s == pytest.approx(6 * OFFLOADED_CALL_S)
+    # Of a recomputed unit hardly more than an input leaves.
+    again = layout.with_recompute(range(1, 7))
+    assert again.with_offload(range(1, 7)).stage_costs()[0].forward_s == again.stage_costs()[0].forward_s
+
+
+def test_units_that_are_repeated_at_once_do_not_leave() -> None:
+    tiny = blocks(*[(OFFLOADED_CALL_S, 1000)] * 6)
+    assert not any(away for _, away in choose(tiny, 4000, both(FAST)))
 
 
 @pytest.mark.parametrize("horizon", [1, 2])

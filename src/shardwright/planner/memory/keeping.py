@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from shardwright.cluster import Link
+from shardwright.costs.own_runtime import OFFLOADED_CALL_S
 from shardwright.planner.memory.rank_memory import gradients_come_late, messages
 from shardwright.planner.partition.layout import Layout
 
@@ -180,7 +181,10 @@ class _Need:
             self._kept[call] if call in choice.recompute else self._saved[call] for call in choice.offload
         )
         copies_s: float = self.byte_s * moved
-        return again_s + max(0.0, copies_s - self._compute_s - again_s) + self.occupancy * copies_s
+        handling_s = 2 * OFFLOADED_CALL_S * len(choice.offload - choice.recompute)
+        return (
+            again_s + max(0.0, copies_s - self._compute_s - again_s) + self.occupancy * copies_s + handling_s
+        )
 
     def bytes(self, choice: _Choice) -> float:
         """The peak of the rank."""

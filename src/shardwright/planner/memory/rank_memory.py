@@ -155,14 +155,24 @@ def above_at_most(
         in_flight: microbatches in flight, for each stage.
         num_microbatches: of a batch; None: any number, so that gradients are there all the time.
     """
-    found = []
+    states = layout.state_bytes()
+    found = [
+        Above(work + state.gradients, state.gradients)
+        for work, state in zip(work_bytes(layout), states, strict=True)
+    ]
+    late = [
+        rank
+        for rank in range(layout.num_ranks)
+        if gradients_come_late(layout, rank, in_flight, num_microbatches=num_microbatches)
+    ]
+    if not late:
+        return found
     costs, first, own = layout.stage_costs(), _stage_above(layout, first=True), layout.first_gradients()
-    rows = zip(work_bytes(layout), layout.state_bytes(), messages(layout), strict=True)
-    for rank, (work, state, under_way) in enumerate(rows):
-        if not gradients_come_late(layout, rank, in_flight, num_microbatches=num_microbatches):
-            found.append(Above(work + state.gradients, state.gradients))
-            continue
+    under_ways = messages(layout)
+    for rank in late:
         (stage,) = layout.stages_of(rank)
+        state, under_way = states[rank], under_ways[rank]
+        work = found[rank].num_bytes - state.gradients
         always = state.gradients - int(own[layout.calls(stage)].sum())
         before = Above(
             always + first[stage].num_bytes + under_way.num_bytes(), always + first[stage].gradients
@@ -170,7 +180,7 @@ def above_at_most(
         # The next backward begins with all gradients, and without what the first microbatch kept.
         work = work if num_microbatches != 1 else under_way.num_bytes()
         after = Above(work + state.gradients - costs[stage].saved_bytes, state.gradients)
-        found.append(max(before, after))
+        found[rank] = max(before, after)
     return found
 
 
@@ -249,12 +259,9 @@ class _StageWorks:
     """
 
     def __init__(self, layout: Layout):
+        self._layout = layout
         self._forward = _stage_above(layout, recompute=False)
-        self._backward = {
-            (split, first): _stage_above(layout, split=split, first=first)
-            for split in (False, True)
-            for first in (False, True)
-        }
+        self._backward: dict[tuple[bool, bool], list[Above]] = {}
         put_off, of_calls = _put_off(layout), layout.first_gradients()
         cuts = np.asarray(layout.cuts[:-1])
         self._inputs = np.add.reduceat(np.where(put_off, 0, of_calls), cuts).tolist()
@@ -270,7 +277,10 @@ class _StageWorks:
             return self._forward[stage]
         if kind is Kind.BACKWARD_WEIGHT:
             return Above(0, 0)
-        return self._backward[kind is Kind.BACKWARD_INPUT, first][stage]
+        split = kind is Kind.BACKWARD_INPUT
+        if (split, first) not in self._backward:
+            self._backward[split, first] = _stage_above(self._layout, split=split, first=first)
+        return self._backward[split, first][stage]
 
 
 def _put_off(layout: Layout) -> NDArray[np.bool_]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.costs.own_runtime import OFFLOADED_CALL_S
 from shardwright.planner.chain.chain import Chain, ParameterUse, StateBytes
 from shardwright.schedule import Edge, StageCost
 
@@ -70,13 +71,24 @@ class Layout:
         if not self.offloads:
             return costs
         leaving = self.leaving_bytes()
+        whole_calls = (leaving > 0) & ~self.recompute  # of others, hardly more than an input leaves
         return tuple(
-            self._with_offload(cost, [size for size in leaving[start:end].tolist() if size])
+            self._with_offload(
+                cost,
+                [size for size in leaving[start:end].tolist() if size],
+                handling_s=OFFLOADED_CALL_S * float(whole_calls[start:end].sum()),
+            )
             for cost, start, end in zip(costs, self.cuts[:-1], self.cuts[1:], strict=True)
         )
 
-    def _with_offload(self, cost: StageCost, sizes: Sequence[float]) -> StageCost:
-        """The cost of a stage of which calls offload so many bytes, in order."""
+    def _with_offload(self, cost: StageCost, sizes: Sequence[float], *, handling_s: float) -> StageCost:
+        """The cost of a stage of which calls offload so many bytes, in order.
+
+        Args:
+            cost: of the stage, with all that it keeps there.
+            sizes: bytes of each call that offloads some.
+            handling_s: seconds of the rank itself, in each direction.
+        """
         moved = int(sum(sizes))
         if not moved:
             return cost
@@ -84,6 +96,9 @@ class Layout:
         window = max(sum(sizes[first : first + most]) for first in range(len(sizes)))
         return replace(
             cost,
+            forward_s=cost.forward_s + handling_s,
+            backward_s=cost.backward_s + handling_s,
+            input_s=None if cost.input_s is None else cost.input_s + handling_s,
             saved_bytes=max(0, cost.saved_bytes - moved),
             weight_bytes=cost.saved_bytes if cost.weight_bytes is None else cost.weight_bytes,
             offload_bytes=moved,
