@@ -18,6 +18,7 @@ from shardwright.costs import (
     Options,
     Precision,
     Rates,
+    Recompute,
     Shape,
     Sharded,
     calibration_of_nodes,
@@ -58,13 +59,13 @@ def runs_experts(options: Options, *, num_experts: int) -> Any:
 
     It has the ranks of one batch share them, which are then as many as the replicas here, and have their
     samples. They may share layers or sequences, too; then all of them have different experts, and each has
-    one. They share no shards.
+    one. They share no shards, and where they share sequences as well nothing is recomputed.
 
     Args:
         options: of ways.
         num_experts: of a layer.
     """
-    in_one_way = (options.context == 1) | (options.tensor == 1)
+    in_one_way = (options.context == 1) | ((options.tensor == 1) & (options.recompute == Recompute.NONE))
     num_ranks = options.expert * options.tensor * options.context
     fits = (options.data % options.expert == 0) & (num_ranks <= num_experts)
     return (options.expert == 1) | (in_one_way & fits & (options.sharded == Sharded.NOTHING))

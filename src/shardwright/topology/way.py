@@ -153,6 +153,8 @@ class Way:
         o = self.options
         if o.sharded:
             return ZERO[Sharded(int(o.sharded))]
+        if o.context > 1 and o.tensor == 1 and o.recompute != Recompute.NONE:
+            return f"context {int(o.context)} and recomputation"
         return f"tensor {int(o.tensor)}, context {int(o.context)} and data {int(o.data)}"
 
     @property

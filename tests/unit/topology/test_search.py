@@ -265,6 +265,7 @@ def test_experts_are_shared_by_the_ranks_of_a_batch():
         ({"sharded": 3, "shard": 8}, "ZeRO-3"),
         ({"tensor": 4, "data": 4}, "tensor 4, context 1 and data 4"),
         ({"context": 2, "data": 4}, "tensor 2, context 2 and data 4"),
+        ({"context": 2, "tensor": 1, "recompute": Recompute.FULL}, "context 2 and recomputation"),
     ):
         others = replace(task, pins={**pins, **more})
         assert f"experts over 4 ranks in a way with {beside}" in search(others).best.not_run_yet
