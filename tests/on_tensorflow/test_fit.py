@@ -222,8 +222,8 @@ def found(request, tmp_path_factory):
     """What both scripts tell: in one process, and on each of two ranks."""
     folder = tmp_path_factory.mktemp("best")
     env = {"TF_CPP_MIN_LOG_LEVEL": "3", **({"TF_USE_LEGACY_KERAS": "1"} if request.param else {})}
-    (expected,) = run_ranks(_both, 1, 0, str(folder / "plain"), env=env, timeout_s=150)
-    ranks = run_ranks(_both, 2, 2, str(folder), env=env, timeout_s=150)
+    (expected,) = run_ranks(_both, 1, 0, str(folder / "plain"), env=env, timeout_s=240)
+    ranks = run_ranks(_both, 2, 2, str(folder), env=env, timeout_s=240)
     assert os.path.exists(folder / "best.weights.h5")
     assert len((folder / "epochs.csv").read_text().splitlines()) == 2  # of the first rank alone
     assert len(list((folder / "board").rglob("*tfevents*"))) == 1

@@ -1,5 +1,6 @@
 """A canary for each use of private TensorFlow and Keras (`shardwright.tensorflow._private`)."""
 
+import weakref
 from functools import partial
 
 import numpy as np
@@ -134,6 +135,16 @@ def test_what_a_file_has_of_objects(tmp_path):
     assert not found[id(gone)].has_value
     assert found[id(kept)].number != found[id(gone)].number
     assert found[id(optimizer)].num_slots == 1  # neither the counter nor the rate
+
+
+@pytest.mark.parametrize("root_of", [lambda module: module, weakref.ref], ids=["root", "weak"])
+def test_what_a_file_has_of_a_root(root_of, tmp_path):
+    module = tf.Module()
+    module.kept = tf.Variable(1.0)
+    checkpoint = tf.train.Checkpoint(root=root_of(module))
+    graph = _private.saved_graph(checkpoint.write(str(tmp_path / "ckpt")))
+    found = {id(held): saved for held, saved in _private.saved_objects(checkpoint, graph)}
+    assert found[id(module.kept)].has_value
 
 
 READS = {

@@ -125,21 +125,27 @@ def _refuse_one_path(run: KerasRun, where: str, path: str) -> None:
 
 def _read(run: KerasRun, original: Any) -> Any:
     def read(self: Any, save_path: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_soon(run, self, save_path)
         with run.variables.left_out():  # TensorFlow asks for the names of values by writing them
-            status = original(self, save_path, *args, **kwargs)
-        if save_path is None or run.keras_model is None or run.variables.are_whole:
-            return status
-        path = os.fspath(save_path)
-        graph = _private.saved_graph(path)  # now: somebody may remove the file before the first step
-        if graph is None:
-            return status
-        if run.is_placed:
-            _check(run, self, path, graph)
-        else:
-            run.after_placement.append(lambda: _check(run, self, path, graph))
-        return status
+            return original(self, save_path, *args, **kwargs)
 
     return read
+
+
+def _check_soon(run: KerasRun, checkpoint: Any, save_path: Any) -> None:
+    """Checks a file that is about to be read, now or when the layers have their ranks."""
+    if save_path is None or run.keras_model is None or run.variables.are_whole:
+        return
+    path = os.fspath(save_path)
+    if not tf.io.gfile.exists(f"{path}.index"):
+        return  # TensorFlow says so
+    graph = _private.saved_graph(path)  # somebody may remove the file before the first step
+    if graph is None:
+        return
+    if run.is_placed:
+        _check(run, checkpoint, path, graph)
+    else:
+        run.after_placement.append(lambda: _check(run, checkpoint, path, graph))
 
 
 def _check(run: KerasRun, checkpoint: Any, path: str, graph: Any) -> None:

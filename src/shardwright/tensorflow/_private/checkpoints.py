@@ -1,5 +1,6 @@
 """What TensorFlow's own checkpoints have of objects."""
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +54,9 @@ def saved_objects(checkpoint: Any, graph: Any) -> Iterator[tuple[Any, SavedObjec
     """
     view = tf.train.TrackableView(checkpoint)
     seen: set[tuple[int, int]] = set()
-    pending = [(checkpoint, 0)]
+    root = getattr(checkpoint, "root", None)  # whose attributes are those of the file then
+    root = root() if isinstance(root, weakref.ref) else root  # as legacy Keras gives it
+    pending = [(checkpoint, 0), *([] if root is None else [(root, 0)])]
     while pending:
         held, number = pending.pop()
         if (id(held), number) in seen:
