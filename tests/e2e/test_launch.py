@@ -359,7 +359,7 @@ def test_a_second_ctrl_c_is_immediate(folder):
     assert time.monotonic() - before_s < 10
     assert (process.returncode, err.splitlines()[1:]) == (
         128 + signal.SIGINT,
-        ["stopped by SIGINT; no state was saved (sw.Checkpoints in the script saves it)"],
+        ["stopped by SIGINT; the state of this moment was not saved (sw.Checkpoints in the script saves it)"],
     )
 
 

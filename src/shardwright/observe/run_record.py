@@ -144,15 +144,24 @@ def go_on(folder: RunFolder, record: RunRecord) -> str:
     return f"saved {saved} in {show_path(saved.folder)}; go on: {record.command}"
 
 
-def going_further(command: str) -> str:
+def going_further(record: RunRecord) -> str:
     """The command that continues a run which has finished: its name asks for that, or else ``--resume``.
 
-    >>> going_further("shardwright run -n 2 train.py"), going_further("shardwright run --name a train.py")
+    Options behind the script are its own.
+
+    >>> def continued(command: str, *arguments: str) -> str:
+    ...     return going_further(RunRecord(script="train.py", arguments=arguments, command=command))
+    >>> continued("shardwright run -n 2 train.py"), continued("shardwright run --name a train.py")
     ('shardwright run --resume -n 2 train.py', 'shardwright run --name a train.py')
+    >>> continued("shardwright run train.py --name big --fresh", "--name", "big", "--fresh")
+    'shardwright run --resume train.py --name big --fresh'
     """
-    if " --name" in command:
-        return command
-    return command.replace(" --fresh", "").replace(" --resume", "").replace(" run", " run --resume", 1)
+    words = shlex.split(record.command)
+    own, arguments = words[: len(words) - len(record.arguments)], list(record.arguments)
+    if any(word.partition("=")[0] == "--name" for word in own):
+        return record.command
+    options = [word for word in own[2:] if word not in ("--fresh", "--resume")]
+    return shlex.join([*own[:2], "--resume", *options, *arguments])
 
 
 def command_of_script(words: Sequence[str], *, settings: Mapping[str, Any], world_size: int) -> RunRecord:

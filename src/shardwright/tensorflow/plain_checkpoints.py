@@ -33,27 +33,29 @@ from shardwright.torch.run.joint_calls import meet_each
 
 __all__ = ["plain_checkpoints_over_ranks"]
 
-_REMEDY = (
+_REMEDY_OF_SLOTS = (
     "Save by sw.CheckpointManager(checkpoint, directory) on all ranks: it takes the same "
     "tf.train.Checkpoint, and any number of ranks restores it. model.save_weights() on all ranks writes the "
-    'weights as one file. Or give each rank a folder of its own: f"{directory}/rank-{sw.rank()}".'
+    "weights as one file."
 )
+_REMEDY = f'{_REMEDY_OF_SLOTS} Or give each rank a folder of its own: f"{{directory}}/rank-{{sw.rank()}}".'
 
 
 @contextmanager
 def plain_checkpoints_over_ranks(run: KerasRun) -> Iterator[None]:
-    """While it lasts, ranks do not write their parts of a model over each other."""
-    if run.mesh.pipeline == 1 and not run.config.shard_optimizer_state:
-        yield
-        return
+    """While it lasts, no rank writes its part of a model over another's, or takes a part for the whole."""
     of_file, manager = tf.train.Checkpoint, tf.train.CheckpointManager
     with ExitStack() as stack:
+        # One rank, too: the file may be a part of a run over several.
+        stack.enter_context(_private.replaced(of_file, "read", partial(_read, run)))
+        if run.mesh.pipeline == 1 and not run.config.shard_optimizer_state:
+            yield
+            return
         for name in ("save", "write"):
             make = partial(_written, run, f"tf.train.Checkpoint.{name}()", _file_of)
             stack.enter_context(_private.replaced(of_file, name, make))
         make = partial(_written, run, "tf.train.CheckpointManager.save()", _folder_of)
         stack.enter_context(_private.replaced(manager, "save", make))
-        stack.enter_context(_private.replaced(of_file, "read", partial(_read, run)))
         yield
 
 
@@ -74,7 +76,7 @@ def _folder_of(manager: Any, *_args: Any, **_kwargs: Any) -> tuple[Any, str]:
 def _written(run: KerasRun, where: str, path_of: Callable[..., tuple[Any, str]], original: Any) -> Any:
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
         checkpoint, path = path_of(self, *args, **kwargs)
-        if not _has_parts(run, checkpoint):
+        if not _has_parts(run, where, checkpoint):
             return original(self, *args, **kwargs)
         _refuse_one_path(run, where, path)
         with run.variables.left_out():
@@ -83,23 +85,26 @@ def _written(run: KerasRun, where: str, path_of: Callable[..., tuple[Any, str]],
     return write
 
 
-def _has_parts(run: KerasRun, checkpoint: Any) -> bool:
-    """Whether ranks have different parts of what a checkpoint has; the same answer on all."""
+def _has_parts(run: KerasRun, where: str, checkpoint: Any) -> bool:
+    """Whether ranks of a replica have different parts of what a checkpoint has; the same answer on all.
+
+    Raises:
+        UsageError: replicas have different parts of it, too.
+    """
     if not run.is_placed or run.variables.are_whole:
         return False
-    return any(
-        id(each) in run.optimizers_in_parts or run.variables.holder(each) is not None
-        for each in tf.train.TrackableView(checkpoint).descendants()
-    )
+    held = tf.train.TrackableView(checkpoint).descendants()
+    has_slots = any(id(each) in run.optimizers_in_parts for each in held)
+    if has_slots and run.shared_updates is not None:
+        raise UsageError(
+            f"{where}: with shard_optimizer_state each replica has slots of the optimizer for a part of the "
+            f"variables, and no file would have them all. Nothing was written. {_REMEDY_OF_SLOTS}"
+        )
+    return has_slots or any(run.variables.holder(each) is not None for each in held)
 
 
 def _refuse_one_path(run: KerasRun, where: str, path: str) -> None:
     """Refuses a path that ranks of a replica share; collective over them."""
-    if run.shared_updates is not None:
-        raise UsageError(
-            f"{where}: with shard_optimizer_state each replica has slots of the optimizer for a part of the "
-            f"variables, and no file would have them all. Nothing was written. {_REMEDY}"
-        )
     assert run.links.replica is not None
     ranks, whole = run.replica_ranks, os.path.realpath(path)
     needs = (

@@ -9,10 +9,12 @@ import tensorflow as tf
 
 from shardwright.errors import UsageError
 from shardwright.tensorflow import _private
-from shardwright.tensorflow.step_graph import READS
 from shardwright.tensorflow.variables import tf_variable
 
 __all__ = ["LayerCall", "Note", "Recorder"]
+
+
+_ASK_NO_VALUE = frozenset(("VariableShape", "VarIsInitializedOp"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +88,11 @@ class Recorder:
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def updated(self, variables: Iterable[Any]) -> None:
-        """Notes variables that an optimizer was given gradients of: they may not be read any more.
+        """Notes variables that an optimizer was given gradients of: they may not be used any more.
 
         Gradients are applied when the batch has ended. So the step function would go on with values from
-        before the update, as those do not that update the discriminator of a GAN first.
+        before the update, as those do not that update the discriminator of a GAN first; and the update would
+        change what the step assigns, such as clipped weights.
         """
         for variable in variables:
             own = tf_variable(variable)
@@ -108,7 +111,8 @@ class Recorder:
 
     def _note_operation(self, graph: Any, operation: Any) -> None:
         if graph is self._graph:
-            if self._updated and operation.type in READS:
+            # Branches and loops take a variable as it is, and read it inside.
+            if self._updated and operation.type not in _ASK_NO_VALUE:
                 self._refuse_old_value(operation)
             self.notes[operation.name] = Note(self._call, self._depth > 0)
 
@@ -116,11 +120,12 @@ class Recorder:
         for tensor in operation.inputs:
             if tensor.name in self._updated:
                 raise UsageError(
-                    f"{_private.line_of(operation)}: the step reads {self._updated[tensor.name]} after an "
+                    f"{_private.line_of(operation)}: the step uses {self._updated[tensor.name]} after an "
                     "optimizer was given its gradient. Gradients are applied when the batch has ended, so "
                     "this would be the value from before; in one process it is the new one. Take all "
                     "gradients first, and give them to the optimizers then; or make a step function "
-                    "(@sw.step) for each update, and call one after the other."
+                    "(@sw.step) for each update, and call one after the other. Optimizers average variables "
+                    "by themselves (use_ema=True), and clip them by the constraints of layers."
                 )
 
     def _begin_call(self, layer: Any) -> bool:

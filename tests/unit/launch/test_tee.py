@@ -152,6 +152,14 @@ def test_an_updated_line_is_no_wider_than_the_terminal(terminal):
     assert terminal.shown() == f"{CLEAR}[rank 1] {'x' * 30}\r"
 
 
+def test_a_terminal_may_be_narrower_than_the_name_of_a_rank(terminal, monkeypatch):
+    """Bug: folding to no columns at all ended what copies the output."""
+    monkeypatch.setenv("COLUMNS", "9")
+    monkeypatch.setattr(tee_module, "_STDERR", terminal.tee._console_fd)
+    terminal.write("words of a line\n")
+    assert terminal.shown() == f"{CLEAR}[rank 1] words of a line\n"
+
+
 def test_elsewhere_each_state_is_a_line(stage):
     stage.write("10%\r20%\r\n")
     assert stage.shown() == "[rank 1] 10%\n[rank 1] 20%\n"

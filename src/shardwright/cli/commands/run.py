@@ -177,7 +177,7 @@ def run(
     _check_ranks(request)
     if not quiet:
         _note_misplaced(script, arguments or (), num_ranks=num_ranks)
-    _note_crowd(request)
+        _note_crowd(request)
     command = _command(request)
     if dry_run:
         if name is None:
@@ -193,7 +193,7 @@ def run(
         name=name,
         part="logs" if num_nodes == 1 else None,  # the launchers of several hosts share the folder
         again=again,
-        resume_by=going_further(command.command),
+        resume_by=going_further(command),
     )
     request = dataclasses.replace(request, run_folder=begun.folder.path)
     _launch(request, begun, quiet=quiet, verbose=verbose)

@@ -137,7 +137,7 @@ class Tee:
         """The line in lines of the terminal's width, below the first and right of the prefix."""
         room = shutil.get_terminal_size().columns - len(self._prefix)
         begin, text, end = _COLOURED.match(line.decode(errors="replace").rstrip("\n")).groups()  # type: ignore[union-attr]
-        if len(text) <= room or not text.isprintable():
+        if not 0 < room < len(text) or not text.isprintable():
             return line
         text = folded(text, room).replace("\n", "\n" + " " * len(self._prefix))
         return f"{begin}{text}{end}\n".encode()

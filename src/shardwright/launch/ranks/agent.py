@@ -213,7 +213,7 @@ def _stopped(
     ]
     ranks = ", ".join(map(str, sorted(killed)))
     unsaved = f"; rank {ranks} did not save in time (--grace {request.grace_s:g}), and was killed"
-    nothing = "; no state was saved (sw.Checkpoints in the script saves it)"
+    nothing = "; the state of this moment was not saved (sw.Checkpoints in the script saves it)"
     report(f"stopped by {number.name}{unsaved if killed else nothing}")
     return 128 + number
 

@@ -12,7 +12,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,6 +47,7 @@ from shardwright.torch.batch.batch import Batch
 from shardwright.torch.measuring.cost_cache import CostCache
 from shardwright.torch.measuring.last_plan import LastPlan
 from shardwright.torch.measuring.part_timer import TimesParts
+from shardwright.torch.measuring.plan_of_first_rank import plan_of_first_rank
 from shardwright.torch.measuring.plan_review import PlanReview
 from shardwright.torch.measuring.profiler import Profiler, ToProfile, shares_cores
 from shardwright.torch.measuring.run_history import history_of
@@ -129,7 +130,7 @@ class Planner:
             _said_of_what_has_no_stage(traces[counts[0]]),
         ):
             parts = self._times_parts(next(iter(traces.values())), operation_s)
-            plan = _as_first_rank_does(
+            plan = plan_of_first_rank(
                 context,
                 lambda: with_or_without_sequences(
                     context.config,
@@ -333,21 +334,6 @@ class Planner:
                     placement[name] = rank
                     break
         return placement
-
-
-def _as_first_rank_does(context: Context, plan: Callable[[], Plan], *, on_all: bool) -> Plan:
-    """The first rank's plan.
-
-    Args:
-        context: the run.
-        plan: makes it.
-        on_all: all ranks make one, as they time parts of units: they will compute at the same time.
-    """
-    if not on_all or context.rank == 0:
-        return context.from_first_rank(plan)
-    with suppress(Exception):  # that of the first rank counts, and its error
-        plan()
-    return context.from_first_rank(plan)
 
 
 @contextmanager

@@ -272,8 +272,8 @@ class Reporter:
         if self._begun is not None:
             return f"saved {saved}; for more steps: run_name {folder.path.name}"
         record = read_record(folder)
-        command = "shardwright run" if record is None else record.command
-        return f"saved {saved}; for more steps: {going_further(command)}"
+        how = "shardwright run --resume" if record is None else going_further(record)
+        return f"saved {saved}; for more steps: {how}"
 
     def _write_end(self, state: RunState) -> None:
         """Writes how the run ended, and says how to go on with one that ended early: on the first rank."""
