@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from shardwright.plan import Plan
@@ -42,8 +43,9 @@ class KeptGradients:
         prediction = plan.prediction
         limit = prediction.conditions.memory_limit_bytes if prediction.conditions is not None else 0
         memory = prediction.memory[pipeline_rank]
-        there = (local_of(each.grad).nbytes for each in parameters if each.grad is not None)
-        kept = sum(there) - memory.gradients_bytes
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        dense = (local_of(each) for each in gradients if each.layout is torch.strided)
+        kept = sum(each.nbytes for each in dense) - memory.gradients_bytes
         if not limit or kept <= 0 or memory.peak_bytes + kept <= limit:
             return
         self._left = 0

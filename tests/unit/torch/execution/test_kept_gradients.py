@@ -50,6 +50,12 @@ def test_what_fits_is_not_told(caplog, spare_bytes, planned_bytes, kept_bytes):
     assert looked(caplog, with_limit(spare_bytes, gradients_bytes=planned_bytes), parameters) == []
 
 
+def test_sparse_gradients_are_small(caplog):
+    (parameter, *_) = with_gradients(4000)
+    parameter.grad = parameter.grad.to_sparse()
+    assert looked(caplog, with_limit(0), [parameter]) == []
+
+
 def test_later_steps_are_not_looked_at(caplog):
     watch = KeptGradients()
     for _ in range(3):
