@@ -121,7 +121,8 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
 
     def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         """Reads a file of Keras; each rank takes what it holds."""
-        is_in_fit = self.optimizer is not None and self.optimizer is vars(self).get("_optimizer_in_fit")
+        optimizer = getattr(self, "optimizer", None)  # which a model of Keras 3 has once it is compiled
+        is_in_fit = optimizer is not None and optimizer is vars(self).get("_optimizer_in_fit")
         with optimizer_from_file(keras_run(), self) if is_in_fit else nullcontext():
             return super().load_weights(filepath, *args, **kwargs)
 
