@@ -43,15 +43,17 @@ def surroundings(script: Path, *, own_version: str, device: str = "") -> dict[st
 
 
 def _version(package: str) -> str | None:
-    """Of a package that is loaded; None for others, and for one that does not tell."""
+    """Of a package that is loaded, with its build where it tells (``2.13.0+cu130``); None for others."""
     module = sys.modules.get(package)
     if module is None:
         return None
+    found = getattr(module, "__version__", None)
+    if isinstance(found, str):
+        return str(found)
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:  # such as tensorflow of the package tensorflow-cpu
-        found = getattr(module, "__version__", None)
-        return found if isinstance(found, str) else None
+        return None
 
 
 def commit_of(folder: Path) -> str:
