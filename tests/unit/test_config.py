@@ -196,24 +196,10 @@ def test_features_of_later_versions_that_are_off(settings: dict[str, Any]) -> No
             {"tensor_parallel_degree": 2, "context_parallel_degree": 2, "expert_parallel_degree": 2},
             "context_parallel_degree 2 and expert_parallel_degree 2 and tensor_parallel_degree 2 are set",
         ),
-        (
-            {
-                "context_parallel_degree": 2,
-                "expert_parallel_degree": 2,
-                "activation_checkpointing": "full",
-            },
-            "activation_checkpointing is full, but context_parallel_degree is 2 and expert_parallel_degree 2",
-        ),
     ],
 )
 def test_contradictions(settings: dict[str, Any], text: str) -> None:
     assert problem(settings).startswith(text)
-
-
-def test_ranks_that_share_sequences_and_experts_recompute_nothing() -> None:
-    sequences = {"context_parallel_degree": 2}
-    assert Config.parse({**sequences, "expert_parallel_degree": 2}).recomputation == "none"
-    assert Config.parse(sequences).recomputation == "auto"
 
 
 def test_two_names_that_agree() -> None:

@@ -129,15 +129,6 @@ class Config(Settings):
         """What ranks share layers for: who asks for a degree wants its memory, in a small model, too."""
         return "memory" if self.tensor_parallel_degree > 1 else self.optimize
 
-    @property
-    def recomputation(self) -> Literal["auto", "none", "full"]:
-        """What the planner may recompute: nothing where ranks share sequences and experts.
-
-        A repeated forward would gather what the first one exchanged.
-        """
-        shares_both = min(self.context_parallel_degree, self.expert_parallel_degree) > 1
-        return "none" if shares_both else self.activation_checkpointing
-
     def between_units(self, mesh: Mesh) -> int | None:
         """The dimension along which ranks that share a batch cut the tensors between units; None: none."""
         if mesh.expert > 1 and mesh.context == 1:

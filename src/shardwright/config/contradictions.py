@@ -48,18 +48,11 @@ def _of_sharing(settings: Settings) -> Iterator[str]:
     above = {
         f"{name}_parallel_degree": degree for name, degree in settings.shared_degrees.items() if degree > 1
     }
-    context, expert = settings.context_parallel_degree, settings.expert_parallel_degree
     if len(above) > 2:
         given = " and ".join(f"{name} {degree}" for name, degree in above.items())
         yield (
             f"{given} are set, but ranks share a batch in two ways at most. Set one of them to 1; any "
             "two go together."
-        )
-    if settings.activation_checkpointing == "full" and min(context, expert) > 1:
-        yield (
-            f"activation_checkpointing is full, but context_parallel_degree is {context} and "
-            f"expert_parallel_degree {expert}: ranks that share sequences and experts recompute nothing. "
-            "Leave it out, or use tensor_parallel_degree in place of the context degree."
         )
 
 

@@ -109,7 +109,7 @@ class Options(Columns):
         shard: replicas that divide states.
         sharded: what they divide; see `Sharded`.
         context: context parallel degree.
-        expert: expert parallel degree.
+        expert: ranks with different experts, of all replicas and those that share their sequences.
         microbatch: samples of a microbatch.
         microbatches: of a replica and step.
         schedule: see `ScheduleKind`.
@@ -164,6 +164,11 @@ class Options(Columns):
     def expert_shard(self) -> Numbers:
         """Replicas that divide the states of an expert: those of a shard group that hold the same experts."""
         return np.maximum(1.0, self.shard / self.expert)
+
+    @property
+    def expert_samples(self) -> Numbers:
+        """Replicas that share experts: ranks that share a sequence have different ones, too."""
+        return np.maximum(1.0, self.expert / self.context)
 
     @property
     def replica_stride(self) -> Numbers:

@@ -64,7 +64,7 @@ def best_plan(answer: Answer, make: Callable[[int, Mapping[str, Any]], Plan]) ->
 
     def plans_of(way: Way) -> tuple[Plan]:
         # Ranks that share experts share a batch.
-        samples = int(way.options.microbatch * way.options.microbatches * way.options.expert)
+        samples = int(way.options.microbatch * way.options.microbatches * way.options.expert_samples)
         return (make(samples, settings_of(answer, way)),)
 
     survivors = plan_survivors(

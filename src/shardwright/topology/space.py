@@ -59,9 +59,8 @@ def _with_experts_that_run(
         pins = " and ".join(f"{name}={value}" for name, value in task.pins.items())
         raise ConfigError(
             f"this version runs no way with {pins}: ranks that share experts share layers or sequences, not "
-            "both, and no shards, recompute nothing beside sequences, and each has one of "
-            f"{task.experts} experts. Unpin one of them, or search "
-            "all ways."
+            f"both, and no shards; each has one of {task.experts} experts, and other samples than some. "
+            "Unpin one of them, or search all ways."
         )
     return {name: column[runs] for name, column in columns.items()}
 

@@ -18,7 +18,6 @@ from shardwright.costs import (
     Options,
     Precision,
     Rates,
-    Recompute,
     Shape,
     Sharded,
     calibration_of_nodes,
@@ -59,16 +58,17 @@ def runs_experts(options: Options, *, num_experts: int) -> Any:
 
     It has the ranks of one batch share them, which are then as many as the replicas here, and have their
     samples. They may share layers or sequences, too; then all of them have different experts, and each has
-    one. They share no shards, and where they share sequences as well nothing is recomputed.
+    one. They share no shards.
 
     Args:
         options: of ways.
         num_experts: of a layer.
     """
-    in_one_way = (options.context == 1) | ((options.tensor == 1) & (options.recompute == Recompute.NONE))
-    num_ranks = options.expert * options.tensor * options.context
-    fits = (options.data % options.expert == 0) & (num_ranks <= num_experts)
-    return (options.expert == 1) | (in_one_way & fits & (options.sharded == Sharded.NOTHING))
+    in_one_way = (options.context == 1) | (options.tensor == 1)
+    of_samples = (options.expert > options.context) & (options.expert % options.context == 0)
+    fits = (options.data % options.expert_samples == 0) & (options.expert * options.tensor <= num_experts)
+    is_run = in_one_way & of_samples & fits & (options.sharded == Sharded.NOTHING)
+    return (options.expert == 1) | is_run
 
 
 _HOST_MARGIN = 0.2  # of the host's, for the system and the loaders of data

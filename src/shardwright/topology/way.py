@@ -153,8 +153,6 @@ class Way:
         o = self.options
         if o.sharded:
             return ZERO[Sharded(int(o.sharded))]
-        if o.context > 1 and o.tensor == 1 and o.recompute != Recompute.NONE:
-            return f"context {int(o.context)} and recomputation"
         return f"tensor {int(o.tensor)}, context {int(o.context)} and data {int(o.data)}"
 
     @property
@@ -180,7 +178,7 @@ class Way:
         # The ranks that share experts share a batch: the samples of so many replicas here.
         found: dict[str, Any] = {
             "pipeline_parallel_degree": int(o.pipeline),
-            "data_parallel_degree": int(o.data) // int(o.expert),
+            "data_parallel_degree": int(o.data) // int(o.expert_samples),
             "microbatches": int(o.microbatches),
         }
         if o.tensor > 1:
@@ -189,7 +187,7 @@ class Way:
         if o.context > 1:
             found["context_parallel_degree"] = int(o.context)
         if o.expert > 1:
-            found["expert_parallel_degree"] = int(o.expert)
+            found["expert_parallel_degree"] = int(o.expert_samples)
         if o.pipeline > 1:
             found["pipeline"] = self.schedule
             found["placement_strategy"] = Placement(int(o.placement)).name

@@ -47,6 +47,8 @@ def sent_and_planned(name, microbatches, settings):
     torch.manual_seed(0)
     is_listed = name == "listed"
     made = SparseModel("Mixtral", "DeepSeek", num_experts=4) if is_listed else model_of(name.split(",")[0])
+    if "router logits" in name:
+        made.config.output_router_logits = True
     model = sw.DistributedModel(made)
 
     @sw.step
@@ -143,7 +145,7 @@ def test_bytes_are_those_of_the_plan_whether_the_planner_cuts_sequences_or_not()
         assert sent == planned > 0, calls
 
 
-@pytest.mark.parametrize("name", ["mixtral", "listed"])
+@pytest.mark.parametrize("name", ["mixtral, router logits", "listed"])
 def test_bytes_of_shared_experts_are_those_of_the_plan(name):
     for sent, planned, calls in run_ranks(sent_and_planned, 2, name, 1, EXPERTS, timeout_s=120):
         assert sent == planned > 0, calls

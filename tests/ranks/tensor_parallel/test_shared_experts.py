@@ -41,9 +41,11 @@ _DEEPSEEK = {
     "v_head_dim": 8,
     "num_key_value_heads": 4,
 }
+# A loss that balances the routes comes on top.
+_BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 EXPERTS = {
-    "mixtral": ("Mixtral", {"num_local_experts": 4}),
-    "qwen2_moe": ("Qwen2Moe", {**_OF_LAYERS, "shared_expert_intermediate_size": 24}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, **_BALANCED}),
+    "qwen2_moe": ("Qwen2Moe", {**_OF_LAYERS, "shared_expert_intermediate_size": 24, **_BALANCED}),
     "olmoe": ("Olmoe", {"num_experts": 5}),
     "deepseek_v3": ("DeepseekV3", _DEEPSEEK),
 }

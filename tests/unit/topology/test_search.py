@@ -265,12 +265,25 @@ def test_experts_are_shared_by_the_ranks_of_a_batch():
         ({"sharded": 3, "shard": 8}, "ZeRO-3"),
         ({"tensor": 4, "data": 4}, "tensor 4, context 1 and data 4"),
         ({"context": 2, "data": 4}, "tensor 2, context 2 and data 4"),
-        ({"context": 2, "tensor": 1, "recompute": Recompute.FULL}, "context 2 and recomputation"),
     ):
         others = replace(task, pins={**pins, **more})
         assert f"experts over 4 ranks in a way with {beside}" in search(others).best.not_run_yet
         with pytest.raises(ConfigError, match="this version runs no way with expert=4"):
             search(replace(others, only_what_runs=True))
+
+
+def test_ranks_that_share_sequences_and_experts_have_one_part_of_these_each():
+    """An expert degree counts ranks with different experts: those of a sequence, times those of samples."""
+    task = Task(model=find_architecture("mixtral-8x7b"), machines=parse_inventory("p5.48xlarge*4"), batch=64)
+    pins = {"expert": 8, "pipeline": 2, "tensor": 1, "sharded": 0, "recompute": Recompute.FULL}
+    of_samples = search(replace(task, only_what_runs=True, pins={**pins, "data": 16})).best
+    pins["context"] = 2
+    way = search(replace(task, only_what_runs=True, pins=pins)).best
+    degrees = {name: way.settings[f"{name}_parallel_degree"] for name in ("context", "expert", "data")}
+    assert degrees == {"context": 2, "expert": 4, "data": 2}
+    assert way.num_bytes["parameters"] == of_samples.num_bytes["parameters"]
+    with pytest.raises(ConfigError, match="this version runs no way with expert=2 and"):
+        search(replace(task, only_what_runs=True, pins={**pins, "expert": 2}))
 
 
 @pytest.mark.parametrize(

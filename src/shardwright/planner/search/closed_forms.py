@@ -203,7 +203,7 @@ class _ClosedForms:
 
     def _with_recomputation(self, ways: Options, grids: Sequence[Mesh]) -> Floats:
         """Seconds with the recomputation that is asked for; infinite where memory is too small even so."""
-        policy, offload = self.config.recomputation, self.config.offload_activations
+        policy, offload = self.config.activation_checkpointing, self.config.offload_activations
         away = Offload.ACTIVATIONS if offload is True else Offload.NOTHING
         first = Recompute.FULL if policy == "full" else Recompute.NONE
         seconds, missing = self._priced(ways, grids, first, away)

@@ -62,15 +62,14 @@ def _remedies(best: Option, config: Config) -> list[str]:
 def _keeping_less(best: Option, config: Config) -> list[str]:
     """What units could keep less of, if the settings let them; both at once only where neither suffices."""
     demands = best.workload.demands
-    keeps_all = demands.recompute == "none" == config.activation_checkpointing
     again = 'Recompute activations: set activation_checkpointing to "auto".'
     away = 'Offload activations: set offload_activations to "auto".'
     found = []
-    if keeps_all and _fits(best, config, recompute="auto"):
+    if demands.recompute == "none" and _fits(best, config, recompute="auto"):
         found.append(again)
     if demands.offload is False and _fits(best, config, offload="auto"):
         found.append(away)
-    may_both = keeps_all and demands.offload is False
+    may_both = demands.recompute == "none" and demands.offload is False
     if may_both and not found and _fits(best, config, recompute="auto", offload="auto"):
         found.append(f'{again.removesuffix(".")}, and offload_activations to "auto".')
     return found

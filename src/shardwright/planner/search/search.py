@@ -96,7 +96,7 @@ def make_plan(
     demands = Demands(
         limit_bytes=config.memory_limit or cluster.device.memory_bytes,
         memory_weight=config.balance_weight,
-        recompute=config.recomputation,
+        recompute=config.activation_checkpointing,
         offload=_may_offload(config, cluster),
         horizon=config.activation_loading_horizon,
         active_microbatches=config.active_microbatches,

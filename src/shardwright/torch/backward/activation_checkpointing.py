@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwright.errors import UsageError
 from shardwright.torch._private import transforms_beside_hooks
 from shardwright.torch.counting.cost_counter import CostCounter
-from shardwright.torch.interception.attribute_inputs import FOUND, TakesFound, called_with_found
+from shardwright.torch.interception.attribute_inputs import TakesFound, called_with_hidden, has_hidden
 from shardwright.torch.pytorch.module_hooks import forward_hooks_put
 from shardwright.torch.pytorch.tree import flatten, leaves
 from shardwright.torch.randomness.python_random import PythonState, get_python_state, set_python_state
@@ -41,8 +41,8 @@ def _recomputed_class(user_class: Any) -> type:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = partial(user_class.__call__, self)
-        if FOUND in kwargs:  # in the backward, too
-            own = partial(called_with_found, self, own)
+        if has_hidden(kwargs):  # in the backward, too
+            own = partial(called_with_hidden, self, own)
         preserve = vars(self)[_MARK]
         if preserve is None:
             return own(*args, **kwargs)

@@ -6,14 +6,18 @@ must be timed with the hooks that belong to its computation::
     hook                                                        runs while a unit is measured
     PyTorch's own (weight_norm, spectral_norm, pruning)         yes
     returns other values, or sets a tensor (seen in a trace)    yes; what they count counts that
+    uses a context variable (`collected_outputs`)               yes: what it collects leaves the unit
     of the unit itself                                          no: it runs around the unit, as glue
     any other, and all for gradients                            no
+
+Hooks that collect are there also where the traced step function alone has registered them, as transformers
+does in the first forward that wants their lists: a trace leaves no hooks behind.
 
 A forward that fails without the other hooks (it reads what they left somewhere) is measured with them.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
@@ -22,6 +26,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from shardwright.torch._private import hooks_of_every_module
+from shardwright.torch.interception.collected_outputs import collects
 
 __all__ = ["HookEffects", "hooks_of"]
 
@@ -37,6 +42,7 @@ class HookEffects:
 
     def __init__(self) -> None:
         self._changing: dict[int, Any] = {}
+        self._collecting: dict[nn.Module, list[Any]] = {}
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -57,6 +63,14 @@ class HookEffects:
                 if registry.get(number) is own:
                     registry[number] = own.hook
 
+    def note_call(self, unit: nn.Module) -> None:
+        """Takes note of the hooks inside a unit that collect, as the step function has registered them."""
+        for module in unit.modules():
+            if module is not unit and (
+                own := [hook for hook in module._forward_hooks.values() if collects(hook)]
+            ):
+                self._collecting[module] = own
+
     def unseen(self, func: Any, call: Callable[[], T]) -> T:
         """Calls something with hooks that only look on put aside, or with those that its forward needs.
 
@@ -70,12 +84,12 @@ class HookEffects:
         if not isinstance(func, nn.Module):
             return call()
         try:
-            with _hooks_alone(func, self._takes_part):
+            with _hooks_alone(func, self._takes_part, self._collecting):
                 return call()
         except Exception:
             if not any(self._looks_on_inside(func)):
                 raise
-        with _hooks_alone(func, lambda hook: True):
+        with _hooks_alone(func, lambda hook: True, self._collecting):
             return call()
 
     @contextmanager
@@ -83,7 +97,7 @@ class HookEffects:
         """Inside, hooks of units that only look on do not run, nor do those of what is copied from them."""
         with ExitStack() as put_back:
             for unit in units:
-                put_back.enter_context(_hooks_alone(unit, self._takes_part))
+                put_back.enter_context(_hooks_alone(unit, self._takes_part, self._collecting))
             yield
 
     def looks_on(self, units: Iterable[nn.Module]) -> bool:
@@ -94,7 +108,7 @@ class HookEffects:
         self._changing[id(hook)] = hook
 
     def _takes_part(self, hook: Any) -> bool:
-        return id(hook) in self._changing or _is_of_a_library(hook)
+        return id(hook) in self._changing or _is_of_a_library(hook) or collects(_function_of(hook))
 
     def _looks_on_inside(self, unit: nn.Module) -> Iterator[bool]:
         for module in unit.modules():
@@ -133,8 +147,16 @@ def _tensors_of(module: nn.Module) -> dict[str, int]:
 
 
 @contextmanager
-def _hooks_alone(unit: nn.Module, stays: Callable[[Any], bool]) -> Iterator[None]:
-    """Inside, a unit has hooks of libraries, and modules inside it forward hooks that stay; no others."""
+def _hooks_alone(
+    unit: nn.Module, stays: Callable[[Any], bool], collecting: Mapping[nn.Module, Sequence[Any]]
+) -> Iterator[None]:
+    """Inside, a unit has hooks of libraries, and modules inside it forward hooks that stay; no others.
+
+    Args:
+        unit: which is run.
+        stays: tells which.
+        collecting: hooks behind forwards that modules inside have in any case.
+    """
     with ExitStack() as put_back:
         for registry in hooks_of_every_module():
             put_back.callback(registry.update, dict(registry))
@@ -143,8 +165,11 @@ def _hooks_alone(unit: nn.Module, stays: Callable[[Any], bool]) -> Iterator[None
             for name in (_BEFORE, _AFTER, *_FOR_GRADIENTS):
                 keep = _is_of_a_library if module is unit or name in _FOR_GRADIENTS else stays
                 registry = getattr(module, name)
-                if not all(map(keep, registry.values())):
+                added = collecting.get(module, ()) if name == _AFTER else ()
+                added = () if any(map(collects, registry.values())) else added
+                if added or not all(map(keep, registry.values())):
                     kept = OrderedDict((number, hook) for number, hook in registry.items() if keep(hook))
+                    kept.update((-number, hook) for number, hook in enumerate(added, start=1))
                     put_back.callback(setattr, module, name, registry)
                     setattr(module, name, kept)
         yield

@@ -14,6 +14,7 @@ from shardwright.comm.messages.small_collectives import SmallCollectives
 from shardwright.errors import TraceMismatchError, UsageError
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_broadcast import BatchBroadcast, loaded_another
+from shardwright.torch.interception.collected_outputs import collects
 from shardwright.torch.pytorch.autocast import autocast_state
 from shardwright.torch.pytorch.module_tree import all_modules
 from shardwright.torch.randomness.python_random import state_as_tensor, state_from_tensor
@@ -52,16 +53,20 @@ def path_settings(module: nn.Module, hooks: Hooks) -> dict[str, Any]:
 
 
 def hooks_between_steps(module: nn.Module) -> Hooks:
-    """The forward hooks that are there now: place of the module, code of those before it and behind it."""
-    return tuple(
+    """The forward hooks that are there now: place of the module, code of those before it and behind it.
+
+    Not those that collect: a forward of transformers registers them when it first wants what they collect.
+    """
+    found = (
         (
             place,
             tuple(map(_code_of, sub._forward_pre_hooks.values())),
-            tuple(map(_code_of, sub._forward_hooks.values())),
+            tuple(_code_of(hook) for hook in sub._forward_hooks.values() if not collects(hook)),
         )
         for place, sub in enumerate(all_modules(module))
         if sub._forward_hooks or sub._forward_pre_hooks
     )
+    return tuple((place, before, after) for place, before, after in found if before or after)
 
 
 def _code_of(hook: Callable[..., Any]) -> Any:

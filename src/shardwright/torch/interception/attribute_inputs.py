@@ -12,11 +12,13 @@ unit's call removes it again; the attribute holds it only during the call.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
+from shardwright.torch.interception.collected_outputs import COLLECTED, called_collecting
 from shardwright.torch.pytorch.slots import ABSENT
 
 __all__ = [
@@ -24,9 +26,10 @@ __all__ = [
     "FoundPlace",
     "TakesFound",
     "call_copy",
-    "called_with_found",
+    "called_with_hidden",
     "found_in",
     "found_places",
+    "has_hidden",
     "refuse_replaced",
     "with_found",
 ]
@@ -68,8 +71,19 @@ class TakesFound:
     """Mixed into the class of a unit that takes the argument off by itself, further inside."""
 
 
-def called_with_found(unit: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a unit with its attributes set from the call's arguments."""
+def has_hidden(kwargs: Mapping[str, Any]) -> bool:
+    """Whether there are arguments by name that the forward of a unit does not know."""
+    return FOUND in kwargs or COLLECTED in kwargs
+
+
+def called_with_hidden(unit: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a unit with its attributes set, and what its hooks collect kept, by the call's arguments."""
+    if COLLECTED in kwargs:
+        call = partial(called_collecting, unit, call)
+    return _called_with_found(unit, call, *args, **kwargs) if FOUND in kwargs else call(*args, **kwargs)
+
+
+def _called_with_found(unit: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     found = {path: item for path, item in kwargs.pop(FOUND).items() if isinstance(item, Tensor)}
     places = found_places(unit, found)
     before = [holder.get(key, ABSENT) for _, holder, key in places]
@@ -88,9 +102,9 @@ def called_with_found(unit: nn.Module, call: Callable[..., Any], *args: Any, **k
 
 
 def call_copy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a function, or a copy of a unit: that is of the user's class, and does not know the argument."""
-    if FOUND in kwargs and isinstance(func, nn.Module):
-        return called_with_found(func, func, *args, **kwargs)
+    """Calls a function, or a copy of a unit: that is of the user's class, and does not know hidden ones."""
+    if has_hidden(kwargs) and isinstance(func, nn.Module):
+        return called_with_hidden(func, func, *args, **kwargs)
     return func(*args, **kwargs)
 
 

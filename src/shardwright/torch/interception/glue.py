@@ -27,7 +27,8 @@ from shardwright.torch._private import (
     pop_function_mode,
     push_function_mode,
 )
-from shardwright.torch.interception.attribute_inputs import FOUND, TakesFound, called_with_found
+from shardwright.torch.interception.attribute_inputs import TakesFound, called_with_hidden, has_hidden
+from shardwright.torch.interception.collected_outputs import COLLECTED, Collected
 from shardwright.torch.interception.compiled_code import run_as_written
 from shardwright.torch.interception.step_code import in_step_code, writes_text
 from shardwright.torch.pytorch.functions import answer_for_released, is_metadata
@@ -329,17 +330,22 @@ def _unit_class(user_class: Any) -> type:
                 args, kwargs = map_tree(_Active.realise, (args, kwargs))
             own = partial(user_class.__call__, self)
             try:
-                if FOUND in kwargs and not isinstance(self, TakesFound):
-                    return called_with_found(self, own, *args, **kwargs)
+                if has_hidden(kwargs) and not isinstance(self, TakesFound):
+                    return called_with_hidden(self, own, *args, **kwargs)
                 return own(*args, **kwargs)
             except UsageError:
                 self._refuse_remote()
                 raise
         hooks = _Hooks.of(self)
-        if hooks is None:
-            return handler.unit_call(self, args, kwargs)
-        args, kwargs = hooks.before(args, kwargs)
-        return hooks.after(args, kwargs, handler.unit_call(self, args, kwargs))
+        if hooks is not None:
+            args, kwargs = hooks.before(args, kwargs)
+        collected = Collected.of(self)
+        if collected is None:
+            result = handler.unit_call(self, args, kwargs)
+        else:
+            result = handler.unit_call(self, args, {**kwargs, COLLECTED: collected.given})
+            collected.append()
+        return result if hooks is None else hooks.after(args, kwargs, result)
 
     def reduce(self: Any, protocol: Any) -> Any:
         # A pickled unit is an instance of the user's class: whoever loads it need not have Shardwright.

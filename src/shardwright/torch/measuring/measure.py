@@ -21,8 +21,8 @@ from shardwright.profile import Cost, UnitCost
 from shardwright.torch.backward.split_backward import allow_split, put_off_weights, split_modules, unsplit
 from shardwright.torch.counting.compiled_modules import compile_as
 from shardwright.torch.counting.stand_in_data import copy_of_module, random_like
-from shardwright.torch.interception.attribute_inputs import call_copy
 from shardwright.torch.interception.trace_marker import tracing
+from shardwright.torch.python_state.filled_containers import filled_copy
 from shardwright.torch.pytorch.autocast import autocast_as
 from shardwright.torch.pytorch.tree import leaves
 from shardwright.torch.script_collectives.replica_collectives import over_replicas
@@ -191,7 +191,7 @@ def _run_once(
     args, kwargs = sample.structure.rebuild([_input_like(leaf, clock.device) for leaf in sample.leaves])
     with autocast_as(sample.autocast):
         start = clock.now()
-        output = call_copy(func, args, kwargs)
+        output = filled_copy(func, args, kwargs)
         forward_s = clock.now() - start
     roots = [t for t in _tensors(output) if t.requires_grad]
     if not train or not roots:

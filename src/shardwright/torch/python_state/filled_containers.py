@@ -16,10 +16,11 @@ from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from shardwright.torch.interception.attribute_inputs import call_copy
 from shardwright.torch.pytorch.slots import entries_of, put_entries, same_entries
 from shardwright.torch.pytorch.tree import flatten
 
-__all__ = ["Containers", "Filled", "fill", "returning_contents"]
+__all__ = ["Containers", "Filled", "fill", "filled_copy", "returning_contents"]
 
 
 class Filled(NamedTuple):
@@ -106,6 +107,17 @@ def fill(result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return result
     Containers(args, kwargs).put(result.contents)
     return result.result
+
+
+def filled_copy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a function or a copy of a unit (see `call_copy`); gives what leaves it, containers included.
+
+    >>> filled_copy(lambda losses: losses.append(0.5), ([1.0],), {})
+    Filled(result=None, contents={0: {0: 1.0, 1: 0.5}})
+    """
+    containers = Containers(args, kwargs)
+    result = call_copy(func, args, kwargs)
+    return containers.filled(result, containers.changed)
 
 
 def returning_contents(

@@ -12,6 +12,7 @@ from shardwright.torch.tensor_parallel.divided_tensor import (
     wrap,
 )
 from shardwright.torch.tensor_parallel.redistribution import replaced
+from shardwright.torch.tensor_parallel.shared_memory import moved_to
 from shardwright.torch.tensor_parallel.spec import spec_of
 
 __all__ = ["at_hand", "known_sum", "settled"]
@@ -36,11 +37,10 @@ def settled(tensor: DividedTensor) -> Tensor:
     if tensor._seen:
         return spec.group.sums.total(tensor._local, summed)
     # Nothing else sees this memory, so the sum may take its place.
-    tensor._local = summed(tensor._local)
-    tensor._spec = spec_of(
-        spec.group, WHOLE, tensor._local, shape=spec.shape, strides=spec.strides, offset=spec.offset
-    )
-    return tensor._local
+    total = summed(tensor._local)
+    own = spec_of(spec.group, WHOLE, total, shape=spec.shape, strides=spec.strides, offset=spec.offset)
+    moved_to(tensor, total, own)
+    return total
 
 
 def known_sum(tensor: DividedTensor) -> DividedTensor:

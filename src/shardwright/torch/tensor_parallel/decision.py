@@ -23,6 +23,7 @@ from shardwright.torch.tensor_parallel.divided_tensor import (
 from shardwright.torch.tensor_parallel.form import Candidate
 from shardwright.torch.tensor_parallel.memory_order import in_order, put_in_order
 from shardwright.torch.tensor_parallel.redistribution import replaced
+from shardwright.torch.tensor_parallel.shared_memory import moved_to, note_view
 from shardwright.torch.tensor_parallel.spec import Spec, local_shape, spec_of
 
 __all__ = ["Composed", "Decision", "FastDecision", "returned_arguments"]
@@ -106,10 +107,10 @@ class Decision:
             # Nothing else sees this memory, so the part may take its place.
             part = moved()
             spec = tensor._spec  # type: ignore[attr-defined]
-            tensor._local = part  # type: ignore[attr-defined]
-            tensor._spec = spec_of(  # type: ignore[attr-defined]
+            own = spec_of(
                 self._group, target, part, shape=spec.shape, strides=spec.strides, offset=spec.offset
             )
+            moved_to(tensor, part, own)  # type: ignore[arg-type]
             return part
         is_gathered = isinstance(source, Cut) and isinstance(target, Whole)
         is_kept = self._group.gathers is not None and not is_nested(tensor)
@@ -182,9 +183,7 @@ class Decision:
         tensor = wrap(put_in_order(result, spec.strides) if self._unordered[index] else result, spec)
         if self._is_view:
             base: Any = tensors[0]
-            tensor._seen = base._seen = True
-            if is_nested(base):
-                base._local._seen = True
+            note_view(tensor, base, self.func)
             if self._copies_base:
                 replay = functools.partial(_view_of, self.func, args[1:], kwargs, index)
                 tensor._copy = CopiedView(base, replay, result, spec)
@@ -269,10 +268,10 @@ class Composed:
 class FastDecision:
     """A decision for an operation that runs on the parts as they are, with one result."""
 
-    __slots__ = ("_call", "_group", "_is_view", "_replaced", "_spec", "_writes")
+    __slots__ = ("_call", "_func", "_group", "_is_view", "_replaced", "_spec", "_writes")
 
     def __init__(self, slow: Decision, spec: Spec | None, replaced_arguments: list[tuple[int, Any]]):
-        self._call = slow._call
+        self._func, self._call = slow.func, slow._call
         self._group = slow._group
         self._replaced = replaced_arguments
         self._spec = spec
@@ -293,7 +292,7 @@ class FastDecision:
             return result
         tensor = wrap(result, self._spec)
         if self._is_view:
-            tensor._seen = args[0]._seen = True
+            note_view(tensor, args[0], self._func)
         return tensor
 
 

@@ -48,7 +48,8 @@ class DividedTensor(torch.Tensor):
     _local: Tensor  # what this rank has
     _spec: Spec
     _copy: Any  # `CopiedView`, where `_spec.copied`
-    _seen: bool  # another tensor shares this memory
+    _seen: bool  # a view that is no alias shares this memory
+    _aliases: Any  # references to the tensor and its aliases; None: it has none (`shared_memory.py`)
 
     # Without it every method of a tensor, even `shape`, takes a detour through Python.
     __torch_function__ = disabled_torch_function
@@ -172,7 +173,7 @@ class DividedTensor(torch.Tensor):
             placement = self._spec.placement if value.shape == self.shape else WHOLE
             value = divided(value.detach(), placement, self._spec.group)
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        self._local, self._spec, self._seen = value._local, value._spec, True
+        self._local, self._spec, self._seen, self._aliases = value._local, value._spec, True, None
         value._seen = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -268,6 +269,7 @@ def wrap(local: Tensor, spec: Spec) -> DividedTensor:
     tensor._local = local
     tensor._spec = spec
     tensor._seen = False
+    tensor._aliases = None
     return tensor  # type: ignore[no-any-return]
 
 

@@ -20,6 +20,7 @@ from shardwright.torch.tensor_parallel.call import name_of
 from shardwright.torch.tensor_parallel.copied_view import count_write
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, wrap
 from shardwright.torch.tensor_parallel.group import TensorGroup
+from shardwright.torch.tensor_parallel.shared_memory import note_view
 from shardwright.torch.tensor_parallel.spec import spec_of
 
 __all__ = ["ByKind", "decided_by_kind"]
@@ -164,5 +165,5 @@ class _StaysSum(ByKind):
         )
         tensor = wrap(result, spec)
         if is_view:
-            tensor._seen = args[0]._seen = True
+            note_view(tensor, args[0], func)
         return tensor

@@ -20,6 +20,7 @@ from shardwright.torch.tensor_parallel.divided_tensor import (
 from shardwright.torch.tensor_parallel.form import Candidate
 from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.nesting import agreed_placement, own_placement
+from shardwright.torch.tensor_parallel.shared_memory import moved_to, note_view
 from shardwright.torch.tensor_parallel.spec import spec_of
 
 __all__ = ["NestedDecision"]
@@ -120,10 +121,10 @@ class NestedDecision(Decision):
             # Nothing adds up in its place what others see.
             if isinstance(part, DividedTensor) and not (part._seen or tensors[index]._seen):  # type: ignore[attr-defined]
                 spec, data = part._spec, whole(part)
-                part._local = data
-                part._spec = spec_of(
+                own = spec_of(
                     spec.group, WHOLE, data, shape=spec.shape, strides=spec.strides, offset=spec.offset
                 )
+                moved_to(part, data, own)
 
     def _short_way(self, tensors: list[Tensor]) -> "FastDecision | None":
         return None if self._gathers or self._apart else super()._short_way(tensors)
@@ -153,9 +154,7 @@ class NestedFastDecision(FastDecision):
             return result
         tensor = wrap(result, self._spec)
         if self._is_view:
-            tensor._seen = args[0]._seen = True
-            if own[0].__class__ is DividedTensor:
-                own[0]._seen = True
+            note_view(tensor, args[0], self._func)
         return tensor
 
 

@@ -44,7 +44,7 @@ class ReshapedInPlace:
             before._copy = tensor._copy
         view = self._view(before, *args[1:], **kwargs)
         change_shape_only(self._func, args, kwargs)
-        tensor._local, tensor._spec, tensor._seen = view._local, view._spec, True
+        tensor._local, tensor._spec, tensor._seen, tensor._aliases = view._local, view._spec, True, None
         if view._spec.copied:
             tensor._copy = view._copy
         return tensor

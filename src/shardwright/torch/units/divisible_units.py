@@ -17,6 +17,7 @@ from shardwright.placement import WHOLE, Placement
 from shardwright.torch.counting.compiled_modules import calls_compiled, is_compiled
 from shardwright.torch.counting.hook_effects import HookEffects
 from shardwright.torch.interception.attribute_inputs import FOUND
+from shardwright.torch.python_state.filled_containers import filled_copy
 from shardwright.torch.pytorch.module_hooks import has_backward_hooks
 from shardwright.torch.tensor_parallel.search import Material, Unit, results_of
 from shardwright.torch.tracing.divided_tail import DividedTail, TailRun
@@ -59,7 +60,7 @@ def divisible_units(
         else:
             tail = tails.get(number)
             following = None if tail is None else partial(_run_of, tail, trace)
-            yield node.name, Unit(module, args, kwargs, following=following)
+            yield node.name, Unit(module, args, kwargs, following=following, run=filled_copy)
     for reason, names in whole.items():
         warn_of_whole(names, reason)
 
@@ -76,7 +77,7 @@ def observers_aside(trace: Trace, units: Iterable[Unit]) -> Callable[[], Abstrac
             return True
         try:
             with hooks.aside([unit.module]):
-                results_of(unit.module, unit.args, unit.kwargs)
+                results_of(unit.module, unit.args, unit.kwargs, run=unit.run)
         except Exception as error:
             log.debug("%s does not run without its hooks: %s", type(unit.module).__name__, error)
             return False

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from choices import some_combinations
 from shardwright.errors import UsageError
-from shardwright.placement import PARTIAL_SUM, WHOLE, Cut
+from shardwright.placement import PARTIAL_SUM, WHOLE, BetweenUnits, Cut
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, divided, placement_of, whole
 
 F64 = torch.float64
@@ -135,6 +135,26 @@ def data_of_parameter(x):
     x.data[0] = 9
     (x * x).sum().backward()
     return [first, second, x, x.grad]
+
+
+def test_a_sum_is_taken_for_its_aliases_too():
+    """As of what `torch.utils.checkpoint` keeps of a repeated forward, which must go on like the first."""
+
+    def on_rank(group):
+        group.shares(BetweenUnits(2, 0, frozenset([4])))
+        summand = divided(torch.ones(4, 6, dtype=F64), PARTIAL_SUM, group)
+        alias, view = summand.detach(), summand.detach().detach()
+        first = torch.tanh(summand)
+        sent = dict(group.traffic.calls)
+        again = torch.tanh(alias) + torch.tanh(view)
+        assert dict(group.traffic.calls) == sent
+        assert placement_of(alias) == placement_of(summand) != PARTIAL_SUM
+        alias.add_(1)
+        return [whole(each) for each in (first, again, summand, view)]
+
+    for first, again, *seen in on_ranks(2, on_rank):
+        torch.testing.assert_close(again, 2 * first)
+        assert all(torch.equal(each, torch.full((4, 6), 2.0, dtype=F64)) for each in seen)
 
 
 def set_by_masks_and_indices(x):

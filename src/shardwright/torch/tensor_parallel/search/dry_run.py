@@ -201,7 +201,8 @@ def _run(
             kept.count()
 
         with count, torch.autograd.graph.saved_tensors_hooks(kept.note, lambda tensor: tensor):
-            call = between.around(module, module) if between.cuts else module
+            call = unit.call_of(module)
+            call = between.around(module, call) if between.cuts else call
             step_of(following or unit.results, call, args, kwargs, boundary, turn, entering, unit.shared)
         _end(found.backward, group, count)
         settle_gradients(module.parameters())

@@ -217,7 +217,7 @@ def _record(unit: Unit, material: Material, underway: list[_Underway]) -> Record
     given = tensors_in((args, kwargs))
     entering([each for each in given if each.requires_grad] or given)  # others every rank has
     with material.in_use(), recorder:
-        step_of(results, module, args, kwargs, recorder.make_whole, at_backward, entering)
+        step_of(results, unit.call_of(module), args, kwargs, recorder.make_whole, at_backward, entering)
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             recording.gradients[name] = recorder.number(parameter.grad)

@@ -83,8 +83,9 @@ class TimedRun:
         return turned - begun, ended - turned
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        is_cut = self._boundary.cuts
-        call = self._boundary.around(self._module, self._module) if is_cut else self._module
+        call = self._unit.call_of(self._module)
+        if self._boundary.cuts:
+            call = self._boundary.around(self._module, call)
         with autocast_as(self._autocast):
             return call(*args, **kwargs)
 

@@ -24,6 +24,7 @@ __all__ = [
     "Boundary",
     "Following",
     "Results",
+    "Run",
     "StandIn",
     "Unit",
     "copy_of",
@@ -39,6 +40,14 @@ Boundary = Callable[[Sequence[Tensor]], None]
 
 Results = Callable[[Any], Sequence[Tensor]]
 """Which tensors of what a module returned are used further."""
+
+
+Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+"""Calls a copy of a module with arguments by position and by name; gives all that leaves it."""
+
+
+def _plain_run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return module(*args, **kwargs)
 
 
 class Following(Protocol):
@@ -75,6 +84,7 @@ class Unit:
             units, and not by this one.
         kept_whole: stand-ins for modules within it of which no step can be recorded, by name; the name is
             empty where it is the unit itself.
+        run: calls copies of the module.
     """
 
     module: nn.Module
@@ -85,6 +95,11 @@ class Unit:
     following: Callable[[Material], Following] | None = None
     shared: frozenset[int] = frozenset()
     kept_whole: Mapping[str, "StandIn"] = field(default_factory=dict)
+    run: Run = _plain_run
+
+    def call_of(self, module: nn.Module) -> Callable[..., Any]:
+        """The call of a copy of the module."""
+        return lambda *args, **kwargs: self.run(module, args, kwargs)
 
 
 class StandIn(nn.Module):
@@ -162,28 +177,33 @@ def is_small(module: nn.Module) -> bool:
     return sum(each.numel() * each.element_size() for each in tensors) <= _MOST_RANDOM_BYTES
 
 
-def results_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def results_of(module: nn.Module, args: Any, kwargs: Any, *, run: Run = _plain_run) -> Any:
     """What a module gives, on random numbers where it fails without data; as tensors without data.
+
+    Args:
+        module: of which a copy is called.
+        args, kwargs: of the call.
+        run: calls it.
 
     Raises:
         Exception: what it raises without data, if it is large, and else what it raises with data.
     """
     without_data = Material()
     try:
-        return _results(module, args, kwargs, without_data)
+        return _results(module, args, kwargs, without_data, run)
     except Exception:
         if not is_small(module):
             raise
-    found = _results(module, args, kwargs, Material(is_random=True))
+    found = _results(module, args, kwargs, Material(is_random=True), run)
     return map_tree(lambda each: without_data.like(each) if isinstance(each, Tensor) else each, found)
 
 
-def _results(module: nn.Module, args: Any, kwargs: Any, material: Material) -> Any:
+def _results(module: nn.Module, args: Any, kwargs: Any, material: Material, run: Run) -> Any:
     own_args, own_kwargs = map_tree(
         lambda each: material.like(each) if isinstance(each, Tensor) else each, (tuple(args), dict(kwargs))
     )
     with material.in_use(), torch.no_grad():
-        return copy_of(Unit(module), material, lambda tensors: None)(*own_args, **own_kwargs)
+        return run(copy_of(Unit(module), material, lambda tensors: None), own_args, own_kwargs)
 
 
 def kind_of(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.torch._private import num_hooks_registered
 from shardwright.torch.counting.cost_counter import Watch, cost_class
@@ -66,6 +66,8 @@ class CallSamples:
         autocast = autocast_state()
         casts = [f"{device} {dtype}" for device, enabled, dtype in autocast if enabled]
         noted = " ".join(str(part) for part in (from_batch, casts) if part)
+        if isinstance(call.func, nn.Module):
+            self._hooks.note_call(call.func)
         key = cost_class(call.func, f"{kind} {noted}" if noted else kind, call.fakes)
         if key not in self.samples:
             arguments = call.fakes if kept is None else kept

@@ -14,9 +14,8 @@ from shardwright.errors import TraceError
 from shardwright.torch.counting.cost_counter import CostCounter
 from shardwright.torch.counting.stand_in_data import copy_of_module, copy_of_object, random_like
 from shardwright.torch.counting.traced_draws import TracedDraws
-from shardwright.torch.interception.attribute_inputs import call_copy
 from shardwright.torch.interception.own_errors import is_own, point_out
-from shardwright.torch.python_state.filled_containers import Containers
+from shardwright.torch.python_state.filled_containers import filled_copy
 from shardwright.torch.python_state.snapshot import snapshot_of
 from shardwright.torch.pytorch import functions
 from shardwright.torch.pytorch.tree import flatten, leaves
@@ -84,15 +83,13 @@ class RealExecution:
         twin = self._twin(module)
         self._hidden.gives([*spare, *twin.parameters(), *twin.buffers()])
         args, kwargs = call.structure.rebuild(spare)
-        containers = Containers(args, kwargs)
         before = self._path.versions(spare)
         attributes = snapshot_of(twin)
         state = UnitState(module, twin)
         set_state(generators, self._device)
         try:
             with cost:
-                output = call_copy(twin, args, kwargs)
-                output = containers.filled(output, containers.changed)
+                output = filled_copy(twin, args, kwargs)
         except Exception as second:
             if is_own(error, second):
                 point_out(second, twin, name)
