@@ -75,6 +75,8 @@ class Unit:
             units, and not by this one.
         kept_whole: stand-ins for modules within it of which no step can be recorded, by name; the name is
             empty where it is the unit itself.
+        cost_classes: of the call in a trace, and of the operations that follow it; none where it was not
+            traced.
     """
 
     module: nn.Module
@@ -85,6 +87,7 @@ class Unit:
     following: Callable[[Material], Following] | None = None
     shared: frozenset[int] = frozenset()
     kept_whole: Mapping[str, "StandIn"] = field(default_factory=dict)
+    cost_classes: tuple[str, ...] = ()
 
 
 class StandIn(nn.Module):
