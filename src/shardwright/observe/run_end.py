@@ -160,11 +160,11 @@ def _why_they_part(totals: RunTotals, plan: Plan, ratio: float) -> list[str]:
         return []
     begin = f"  the step took {ratio:.1f} times its prediction"
     assert plan.prediction is not None
-    outside_s = totals.outside_s
+    outside_s = totals.outside_s - plan.prediction.outside_s
     if ratio > 1 and outside_s > _LARGE * totals.step_s:
         return [
             f"{begin}: {format_seconds(outside_s)} of it are code outside of the model's units, which every "
-            "rank runs and no plan counts (a teacher? make it a part of the wrapped model)"
+            "rank runs and this plan does not count (a teacher? make it a part of the wrapped model)"
         ]
     if plan.prediction.provenance == "estimated":
         return [f"{begin}, which rests on estimates: profile: measured times the units"]

@@ -48,7 +48,8 @@ def build_schedule(
     A microbatch passes the stages in order: the forward of a stage needs that of the stage before, its
     backward needs its own forward and the (input) backward of the stage after. The result never deadlocks,
     whatever the placement. On every stage, forwards, backwards and weight gradients each run in the order of
-    the microbatches, so that all families add gradients up in the same order.
+    the microbatches, so that all families add gradients up in the same order. On one rank all families take
+    the microbatches one by one.
 
     Args:
         kind: one of `KINDS`.
@@ -77,7 +78,9 @@ def build_schedule(
         active_microbatches=active_microbatches,
         costs=costs,
     )
-    rows = (forward_only_rows if forward_only else _FAMILIES[kind])(request)
+    # One rank waits for nobody: another order would only keep more, and this is how a plain loop goes.
+    family = one_f_one_b if request.num_ranks == 1 else _FAMILIES[kind]
+    rows = (forward_only_rows if forward_only else family)(request)
     return Schedule(
         kind=kind,
         stage_ranks=request.stage_ranks,

@@ -6,7 +6,7 @@ stages of a rank (tB = tI + tW):
 =================  ==========================  ==================================================
 schedule           bubble, seconds             activations of stages kept by rank r
 =================  ==========================  ==================================================
-gpipe              (p - 1)(tF + tB)            m v
+gpipe              (p - 1)(tF + tB)            m v, for p > 1
 1f1b               (p - 1)(tF + tB)            min(m, p - r)
 interleaved_1f1b   (p - 1)(tF + tB) / v        min(m v, 2 (p - r - 1) + (v - 1) g + 1), p <= g < 2p
 zb_h1              (p - 1)(tF + tI - tW)       min(m, p), for tW <= tI
@@ -15,7 +15,8 @@ zb_v               (p - 1) tF / 2              min(2 m, 2 p), for tF = tI = tW a
 
 The bubble is the time of a step beyond m (tF + tB). For ``zb_v`` papers write zero, since every rank is busy
 from its first action to its last; (p - 1) tF / 2 is the wait of the last rank before its first action. g is
-the size of the largest group of microbatches: p, if p divides m.
+the size of the largest group of microbatches: p, if p divides m. One rank alone takes them one by one, in
+GPipe, too.
 
 Sources: the papers named in the files of the families.
 """
@@ -76,7 +77,7 @@ def peak_activations(
     check_kind(kind)
     p, m, v = num_ranks, num_microbatches, stages_per_rank
     if kind == "gpipe":
-        return m * v
+        return m * v if p > 1 else v
     if kind == "zb_h1":
         return min(m, p)
     if kind == "zb_v":

@@ -69,8 +69,11 @@ def test_the_same_values_with_a_prediction(settings, tmp_path):
 
 
 def test_one_rank(tmp_path):
-    ((losses, _, plan),) = run_ranks(train, 1, {"run_dir": str(tmp_path)})
+    settings = {"pipeline": "gpipe", "microbatches": 4, "run_dir": str(tmp_path)}
+    ((losses, _, plan),) = run_ranks(train, 1, settings)
     assert len(losses) == 2
+    (memory,), (stage,) = plan["prediction"]["memory"], plan["prediction"]["stages"]
+    assert memory["activations_bytes"] == stage["saved_bytes"]  # a microbatch at a time, as it runs
     assert plan["mesh"] == {"pipeline": 1, "data": 1, "shard": 1, "placement_strategy": "DPT"}
 
 

@@ -44,7 +44,7 @@ def test_code_outside_of_the_units_is_told() -> None:
     assert format_end(found, predicting(1.0), replicas=1) == (
         "done: 3 steps | 2.00 samples/s | step 4.00 s, 300% slower than predicted (1.00 s)\n"
         "  the step took 4.0 times its prediction: 1.60 s of it are code outside of the model's units, which "
-        "every rank runs and no plan counts (a teacher? make it a part of the wrapped model)"
+        "every rank runs and this plan does not count (a teacher? make it a part of the wrapped model)"
     )
 
 

@@ -90,13 +90,28 @@ def test_an_update_has_them_all() -> None:
     assert found.peak_bytes == 3 * 1600
 
 
-def test_those_of_parameters_that_replicas_share_are_there_all_the_time() -> None:
+def sharing(most_reduced: int, gradients: int) -> Layout:
+    """Two replicas have half of each parameter."""
     layout = one_stage()
-    rows = StateBytes(parameters=200, gradients=200, optimized=200)
+    rows = StateBytes(parameters=200, gradients=gradients, optimized=200)
     shared = tuple(replace(use, shared=rows) for use in layout.chain.parameters)
-    layout = replace(layout, chain=replace(layout.chain, parameters=shared))
-    found = peak(layout, by_hand(1, "F0 B0"))
-    assert found.gradients_bytes == 4 * 200
+    return replace(layout, chain=replace(layout.chain, parameters=shared, most_reduced=most_reduced))
+
+
+def test_rows_of_shared_gradients_come_with_the_backward_too() -> None:
+    """Bug: they counted all the time, also beside the whole ones of several microbatches."""
+    reduced, kept = sharing(400, 200), sharing(0, 400)
+    assert reduced.first_gradients().tolist() == [200] * 4
+    assert kept.first_gradients().tolist() == [400] * 4
+    assert kept.reduced_gradients().tolist() == [0] * 4
+    found = peak(reduced, by_hand(1, "F0 B0"))
+    assert (found.activations_bytes, found.gradients_bytes) == (KEPT, 0)
+
+
+def test_whole_gradients_are_there_until_they_are_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwright.bucket_size._LEAST_BYTES", 1)
+    # Above its rows, each has 200 bytes more: one is filled, and one is reduced.
+    assert sharing(400, 200).reduced_gradients().tolist() == [400, 400, 200, 0]
 
 
 SIZES = st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 2000)), min_size=1, max_size=5)

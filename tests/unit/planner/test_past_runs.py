@@ -14,14 +14,15 @@ PIPELINE = RunKind.of(Mesh.of(world_size=2, pipeline=2), ranks_per_node=2)
 REPLICAS = RunKind.of(Mesh.of(world_size=2, data=2), ranks_per_node=2)
 
 
-def past(ratio, *, run="", kind=PIPELINE, predicted_s=0.1, samples=8):
+def past(ratio, *, run="", kind=PIPELINE, predicted_s=0.1, samples=8, outside_s=0.0):
     return PastRun(
         run=run or f"run {ratio}",
         kind=kind,
         model="f",
         samples=samples,
         predicted_s=predicted_s,
-        measured_s=predicted_s * ratio,
+        measured_s=predicted_s * ratio + outside_s,
+        outside_s=outside_s,
         steps=6,
         predicted_bytes=1,
         measured_bytes=2,
@@ -80,6 +81,20 @@ def test_the_interval_holds_nine_of_ten_runs(ratios):
     assert NO_CORRECTION.error_of("measured") < NO_CORRECTION.error_of("estimated")
 
 
+def test_what_the_last_run_did_outside_of_the_model_is_added_and_no_part_of_the_ratio():
+    """Bug: a teacher in the step function was measured in each run, and missing in each prediction."""
+    runs = [past(1.2, run=str(i), outside_s=outside_s) for i, outside_s in enumerate((0.0, 0.3, 0.12))]
+    first = correction_of(runs[:2], PIPELINE, model="f", samples=8)
+    assert (first.factor, first.outside_s, first.runs) == (1.0, 0.3, 0)
+    found = correction_of(runs, PIPELINE, model="f", samples=8)
+    assert found.outside_s == 0.12
+    assert found.factor == pytest.approx(1.2 ** (3 / 5))
+
+
+def test_a_mask_that_takes_a_moment_is_not_told():
+    assert correction_of([past(1.0, outside_s=1e-3)], PIPELINE, model="f", samples=8) == NO_CORRECTION
+
+
 @given(st.lists(st.floats(0.2, 5.0), min_size=3, max_size=40))
 def test_corrections_lie_between_none_and_the_runs(ratios):
     found = correction_of(
@@ -95,7 +110,8 @@ def test_a_run_survives_json():
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("predicted_s", 0), ("measured_s", math.nan), ("kind", 3), ("steps2", 1)]
+    ("key", "value"),
+    [("predicted_s", 0), ("measured_s", math.nan), ("outside_s", 9.0), ("kind", 3), ("steps2", 1)],
 )
 def test_what_is_no_run_is_refused(key, value):
     with pytest.raises(ValueError, match="no past run"):

@@ -15,7 +15,14 @@ from shardwright.config import Config
 from shardwright.errors import InfeasiblePlanError, PlanError
 from shardwright.mesh import Mesh
 from shardwright.plan import Plan
-from shardwright.planner import Candidates, build_chain, make_plan, microbatch_counts
+from shardwright.planner import (
+    NO_CORRECTION,
+    Candidates,
+    Correction,
+    build_chain,
+    make_plan,
+    microbatch_counts,
+)
 from shardwright.planner.machines.fabric import Fabric
 from shardwright.planner.search import draft
 from shardwright.planner.search.draft import make_draft
@@ -47,6 +54,7 @@ def plan(
     replicas: int = 1,
     cluster: Cluster | None = None,
     placement: dict[str, int] | None = None,
+    correction: Correction = NO_CORRECTION,
     **config: Any,
 ) -> Plan:
     return make_plan(
@@ -55,6 +63,7 @@ def plan(
         config=Config.parse(config),
         mesh=Mesh.of(world_size=ranks * replicas, pipeline=ranks, data=replicas),
         placement=placement,
+        correction=correction,
     )
 
 
@@ -79,6 +88,14 @@ def test_one_rank_takes_one_microbatch_where_nothing_is_gained_by_more() -> None
     found = plan(candidates(1, 2, 4), 1)
     assert (found.schedule.kind, found.schedule.microbatches) == ("1f1b", 1)
     assert len(found.stages) == 1
+
+
+@pytest.mark.parametrize("pins", [{"pipeline": "gpipe"}, {"pipeline": "zb_h1"}])
+def test_one_rank_keeps_one_microbatch_whatever_is_pinned(pins: dict[str, Any]) -> None:
+    found, plain = (plan(candidates(4), 1, **each).prediction for each in (pins, {}))
+    assert found is not None
+    assert plain is not None
+    assert found.memory[0].activations_bytes == plain.memory[0].activations_bytes
 
 
 def test_one_rank_takes_more_microbatches_where_memory_is_short() -> None:
@@ -223,6 +240,19 @@ def test_replicas_add_the_sum_of_gradients() -> None:
     assert two.prediction is not None
     assert two.mesh.world_size == 4
     assert any("Summing the gradients over 2 replicas takes 160 ms a step." in why for why in two.why)
+
+
+def test_code_outside_of_the_model_is_added() -> None:
+    plain, outside = (
+        plan(candidates(4), 2, correction=Correction(factor=2.0, outside_s=outside_s, runs=3))
+        for outside_s in (0.0, 0.5)
+    )
+    assert plain.prediction is not None
+    assert outside.prediction is not None
+    assert outside.prediction.step_s == pytest.approx(plain.prediction.step_s + 0.5)
+    assert outside.prediction.outside_s == 0.5
+    assert any("Code outside of the model takes 500 ms" in reason for reason in outside.why)
+    assert outside.stages == plain.stages
 
 
 def test_shared_cores_make_a_pipeline_pointless_but_not_wrong() -> None:

@@ -6,7 +6,7 @@ from planned import planned, plans
 
 from shardwright.errors import PlanError
 from shardwright.plan import Plan
-from shardwright.planner.explain.plan_replay import base_setting, play
+from shardwright.planner.explain.plan_replay import Change, base_setting, change_setting, play
 from shardwright.planner.explain.waterfall import Waterfall, break_down
 
 
@@ -59,6 +59,18 @@ def test_every_part_by_hand() -> None:
     assert found["sums of tied gradients"] == 0.01
     assert found["sums over replicas"] == pytest.approx(0.04)
     assert found["before and after the schedule"] == 4e-3
+
+
+def test_code_outside_of_the_model_has_a_row() -> None:
+    without, plan = planned(), planned(outside_s=0.12)
+    assert plan.prediction is not None
+    assert without.prediction is not None
+    assert plan.prediction.step_s == pytest.approx(without.prediction.step_s + 0.12)
+    assert plan.prediction.uncorrected_s == pytest.approx(without.prediction.step_s)
+    assert by_name(break_down(plan))["outside of the model, measured by the last run"] == 0.12
+    twice_as_fast = play(change_setting(plan, Change(compute_rate=2.0))).setting
+    assert twice_as_fast.outside_s == 0.06
+    assert "outside_s" not in without.to_json()  # older versions read it
 
 
 def test_cores_copying_and_crowding_show_where_they_cost() -> None:

@@ -102,9 +102,10 @@ def test_zb_v_rows():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_and_one_stage_runs_microbatch_by_microbatch(kind):
-    rows = text_of(build(kind, (0,), 3))
-    assert rows == (["0F0 0F1 0F2 0B0 0B1 0B2"] if kind == "gpipe" else ["0F0 0B0 0F1 0B1 0F2 0B2"])
+def test_one_rank_takes_microbatch_by_microbatch(kind):
+    """Bug: a plan with GPipe on one rank was predicted to keep all of them, and the run kept one."""
+    assert text_of(build(kind, (0,), 3)) == ["0F0 0B0 0F1 0B1 0F2 0B2"]
+    assert text_of(build(kind, (0, 0), 2)) == ["0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"]
 
 
 @pytest.mark.parametrize(

@@ -72,12 +72,14 @@ class TwoHopSum:
             self._both = first.then(hop)
 
     def wait_for_part(self) -> None:
-        """Waits for the first hop.
+        """Waits for the first hop, and lets go of the earlier sum where no other hop follows.
 
         Raises:
             PeerLostError: a rank has ended.
         """
         self._first.wait()
+        if self._replica_group is None:
+            self._add_earlier()
 
     def wait(self) -> Tensor:
         """Waits for both hops.
@@ -100,3 +102,4 @@ class TwoHopSum:
     def _add_earlier(self) -> None:
         if self._earlier is not None:
             self._sum.add_(self._earlier)
+            self._earlier = None

@@ -172,6 +172,8 @@ class Chain:
         most_gathered: bytes of rows of other ranks that a rank has at hand at once, at most.
         gatherings: how often in a batch they are gathered where they are more than that; else once.
         reductions: how often in a batch the gradients of shared parameters are reduced between their ranks.
+        most_reduced: bytes of them that are reduced at once, at most, in every backward; 0: all are there
+            until the last.
     """
 
     labels: tuple[str, ...]
@@ -186,6 +188,7 @@ class Chain:
     most_gathered: float = inf
     gatherings: int = 1
     reductions: int = 1
+    most_reduced: int = 0
     _columns: dict[str, Floats] = field(default_factory=dict, init=False, repr=False)
 
     def column(self, name: str) -> Floats:

@@ -38,6 +38,7 @@ class Setting:
         sync_s: sums of gradients.
         step_overhead_s: before the first action and after the last one.
         correction: factor on all of it, as earlier runs on the machines have it.
+        outside_s: code outside of the model, in addition.
     """
 
     schedule: Schedule
@@ -52,6 +53,7 @@ class Setting:
     sync_s: float = 0.0
     step_overhead_s: float = 0.0
     correction: float = 1.0
+    outside_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +103,8 @@ class Replay:
     Attributes:
         setting: what was played.
         simulation: the timeline of the schedule alone.
-        step_s: seconds of the whole step: schedule, crowding, sums of gradients, overhead, correction.
+        step_s: seconds of the whole step: schedule, crowding, sums of gradients, overhead, correction, and
+            code outside of the model.
     """
 
     setting: Setting
@@ -146,6 +149,7 @@ def base_setting(plan: Plan) -> Setting:
         sync_s=prediction.sync_s,
         step_overhead_s=conditions.step_overhead_s,
         correction=prediction.correction,
+        outside_s=conditions.outside_s,
     )
 
 
@@ -183,7 +187,9 @@ def change_setting(plan: Plan, change: Change) -> Setting:
             active_microbatches=plan.schedule.active_microbatches,
             costs=tuple(cost.scaled(seconds=share, num_bytes=share) for cost in base.costs),
         ).with_host_copies([number for number, cost in enumerate(base.costs) if cost.offload_bytes])
-    changed = replace(base, schedule=schedule, costs=costs)
+    slowest = max(1.0, *change.slow.values()) if change.slow else 1.0
+    outside_s = base.outside_s * slowest / change.compute_rate  # every rank runs it
+    changed = replace(base, schedule=schedule, costs=costs, outside_s=outside_s)
     if conditions is None:
         return changed
     return replace(
@@ -252,7 +258,9 @@ def play(setting: Setting) -> Replay:
         action_overhead_s=setting.action_overhead_s,
     )
     step_s = simulation.step_s * setting.crowding + setting.sync_s + setting.step_overhead_s
-    return Replay(setting=setting, simulation=simulation, step_s=step_s * setting.correction)
+    return Replay(
+        setting=setting, simulation=simulation, step_s=step_s * setting.correction + setting.outside_s
+    )
 
 
 def _prediction(plan: Plan) -> Prediction:

@@ -4,12 +4,15 @@ The ratio of measured to predicted step varies little between runs of one model 
 covers the load of a shared machine and the effects that the cost model omits. So the median ratio of the
 latest runs corrects the next ones, the more runs the more strongly; the spread around it is the interval that
 plans state.
+
+Code of the step function outside of the model (a frozen teacher) is in no profile; each rank runs it as it
+is. What it took in the last run is added to the next prediction, and is no part of the ratio.
 """
 
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardwright.mesh import Mesh
@@ -23,6 +26,7 @@ _CAUTION = 2
 _FEWEST_FOR_INTERVAL = 5
 _SHARE_INSIDE = 0.9
 _NARROWEST = 0.02
+_LEAST_OUTSIDE = 0.02  # of a step: what code outside of the model takes beyond that is told
 
 _MEASURED, _ESTIMATED = 0.15, 0.5
 """Where no run has told better: the worst of ``benchmarks/planner.py`` on one host, and what is common where
@@ -71,6 +75,8 @@ class PastRun:
         kind: what it has in common with others.
         model: fingerprint.
         samples: of a step of one replica; 0 in entries of versions that did not write it.
+        outside_s: the part of `measured_s` in code outside of the model; 0 in entries of versions that did
+            not write it.
         predicted_s: seconds of a step, before any correction.
         measured_s: the median of its steps.
         steps: that were timed.
@@ -89,6 +95,12 @@ class PastRun:
     measured_bytes: int
     when: str
     samples: int = 0
+    outside_s: float = 0.0
+
+    @property
+    def told_outside_s(self) -> float:
+        """`outside_s`, where it is enough to count."""
+        return self.outside_s if self.outside_s > _LEAST_OUTSIDE * self.measured_s else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """A form that `json` can write."""
@@ -104,6 +116,7 @@ class PastRun:
         try:
             found = cls(**{**document, "kind": RunKind(**document["kind"])})
             usable = 0 < found.predicted_s < math.inf and 0 < found.measured_s < math.inf
+            usable = usable and 0 <= found.outside_s < found.measured_s
         except (TypeError, KeyError) as error:
             raise ValueError(f"this is no past run: {error}") from error
         if not usable:
@@ -113,10 +126,11 @@ class PastRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """The factor on predictions of a kind of run.
+    """What earlier runs of a kind change in predictions.
 
     Attributes:
         factor: measured over predicted.
+        outside_s: seconds of a step outside of the model in the last run, which are added.
         error: half of an interval that held nine of ten runs, relative; None where too few are known.
         runs: that it rests on.
     """
@@ -124,6 +138,7 @@ class Correction:
     factor: float = 1.0
     error: float | None = None
     runs: int = 0
+    outside_s: float = 0.0
 
     def error_of(self, provenance: str, *, estimates: float | None = None) -> float:
         """The error of predictions; where few runs are known, the common one of measured or estimated units.
@@ -152,12 +167,15 @@ def correction_of(runs: Iterable[PastRun], kind: RunKind, *, model: str, samples
         samples: of a step of one of its replicas.
     """
     alike = (run for run in runs if (run.kind, run.model, run.samples) == (kind, model, samples))
-    latest = {run.run: run for run in alike}
-    ratios = [math.log(run.measured_s / run.predicted_s) for run in latest.values()][-_LATEST:]
+    latest = list({run.run: run for run in alike}.values())[-_LATEST:]
+    outside_s = latest[-1].told_outside_s if latest else 0.0
+    ratios = [math.log((run.measured_s - run.told_outside_s) / run.predicted_s) for run in latest]
     if len(ratios) < _FEWEST:
-        return NO_CORRECTION
+        return replace(NO_CORRECTION, outside_s=outside_s)
     factor = statistics.median(ratios) * len(ratios) / (len(ratios) + _CAUTION)
-    return Correction(factor=math.exp(factor), error=_interval(ratios, factor), runs=len(ratios))
+    return Correction(
+        factor=math.exp(factor), error=_interval(ratios, factor), runs=len(ratios), outside_s=outside_s
+    )
 
 
 def _interval(ratios: Sequence[float], factor: float) -> float | None:

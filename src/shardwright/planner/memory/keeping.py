@@ -126,7 +126,8 @@ class _Need:
         self.calls = [call for stage in self._stages for call in layout.calls(stage)]
         self._stage = {call: stage for stage in self._stages for call in layout.calls(stage)}
         self._saved, self._kept = chain.column("saved_bytes").tolist(), chain.column("kept_bytes").tolist()
-        self._glue, self._work = chain.column("glue_bytes").tolist(), chain.column("work_bytes").tolist()
+        self._glue = chain.column("glue_bytes").tolist()
+        self._work = (chain.column("work_bytes") + layout.reduced_gradients()).tolist()
         self._again_s = chain.column("recompute_s").tolist()
         compute_s = chain.column("forward_s") + chain.column("backward_s")
         self._compute_s = float(sum(compute_s[self.calls]))

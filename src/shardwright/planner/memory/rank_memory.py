@@ -19,7 +19,7 @@ microbatch, with GPipe, and on ranks with no more microbatches than stages follo
             ░░░░░░░░░░░▒▒▓▓▓▓▓▓  ▓▓   gradients: one unit's come while what it kept goes
              forward   backward  update
 
-Those of parameters that replicas share count all the time.
+Of parameters that replicas share, a rank keeps its rows of them; whole ones are there until they are reduced.
 """
 
 from collections.abc import Mapping, Sequence
@@ -299,7 +299,7 @@ def _stage_above(
 
     Args:
         layout: where every call runs.
-        recompute: count what is recomputed.
+        recompute: count what is recomputed, and what is reduced: it is a backward, or any action.
         split: the backward leaves the gradients of weights for later.
         first: it makes the gradients: those of the calls behind are there, and were not before.
     """
@@ -309,6 +309,7 @@ def _stage_above(
         layout.recompute & recompute, chain.column("saved_bytes") - chain.column("kept_bytes"), 0.0
     )
     left = new = np.zeros(len(saved))
+    reduced = layout.reduced_gradients()
     if first:
         new = np.where(_put_off(layout) & split, 0, layout.first_gradients())
     if split:
@@ -318,8 +319,9 @@ def _stage_above(
     for stage in range(layout.num_stages):
         behind, came = 0.0, 0
         for call in reversed(layout.calls(stage)):
-            taken = int(work[call] + again[call] - behind) + came
-            found[stage] = max(found[stage], Above(taken, came))
+            gradients = came + int(reduced[call]) * recompute
+            taken = int(work[call] + again[call] - behind) + gradients
+            found[stage] = max(found[stage], Above(taken, gradients))
             behind += float(saved[call] - left[call])
             came += int(new[call])
     return found

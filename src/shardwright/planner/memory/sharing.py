@@ -1,9 +1,9 @@
 """The memory of replicas that shard parameters, or train in 16 bits.
 
 Each of n sharding ranks keeps 1 / n of a large parameter, of its gradient and of its optimizer state. Until
-gradients are reduced, each rank also has whole ones: all of them if it accumulates several microbatches,
-otherwise those in the current reduction. Over several hosts, each also gathers the rows of others, up to the
-limit of gathered rows.
+gradients are reduced, each rank has whole ones instead: all of them if it accumulates several microbatches,
+otherwise those of the bucket that is filled and of the one that is reduced. Over several hosts, each also
+gathers the rows of others, up to the limit of gathered rows.
 """
 
 import math
@@ -27,6 +27,7 @@ class Sharing:
         adds_up: gradients are added up over microbatches before they are reduced.
         gatherings: how often in a batch rows of other hosts are gathered where there is no room for all.
         reductions: how often in a batch gradients are reduced between the ranks that share.
+        most_reduced: bytes of gradients that are reduced at once, at most.
         on_host: of the ranks that share, those on one host: together they have room for all rows where
             others are elsewhere.
         most_live: elements that may be gathered at once.
@@ -41,6 +42,7 @@ class Sharing:
     most_live: int = 10**9
     gatherings: int = 1
     reductions: int = 1
+    most_reduced: int = 0
     updates: int = 1
     low_precision: bool = False
 
@@ -70,6 +72,7 @@ class Sharing:
             adds_up=num_microbatches > 1 and not every,
             gatherings=2 * num_microbatches,
             reductions=num_microbatches if every else 1,
+            most_reduced=4 * config.sdp_reduce_bucket_size,
             on_host=hosts.count(hosts[0]),
             most_live=config.sdp_max_live_parameters,
             updates=mesh.data // mesh.shard if config.shard_optimizer_state else 1,
@@ -88,6 +91,7 @@ class Sharing:
             most_gathered=math.ceil(self.most_live * widest / self.on_host),
             gatherings=self.gatherings,
             reductions=self.reductions,
+            most_reduced=0 if self.adds_up or self.degree == 1 else self.most_reduced,
         )
 
     def _applied(self, use: ParameterUse) -> ParameterUse:
@@ -99,5 +103,5 @@ class Sharing:
         part = -(-use.num_bytes // self.degree)
         gathered = -(-use.num_bytes // self.on_host) if self.on_host < self.degree else 0
         trained = part if use.trained else 0
-        whole = use.num_bytes if use.trained and self.adds_up else 0
-        return StateBytes(parameters=part, gradients=trained + whole, optimized=trained, gathered=gathered)
+        gradients = use.num_bytes if use.trained and self.adds_up else trained
+        return StateBytes(parameters=part, gradients=gradients, optimized=trained, gathered=gathered)

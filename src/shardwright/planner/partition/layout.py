@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwright.bucket_size import size_of_buckets
 from shardwright.costs.own_runtime import OFFLOADED_CALL_S
 from shardwright.planner.chain.chain import Chain, ParameterUse, StateBytes
 from shardwright.schedule import Edge, StageCost
@@ -247,18 +248,37 @@ class Layout:
         ]
 
     def first_gradients(self) -> NDArray[np.int64]:
-        """For each call, the bytes of gradients of which its backward is the first on its rank.
-
-        Those of parameters that replicas share are not among them: they have memory of their own.
-        """
+        """For each call, the bytes of gradients that stay of which its backward is the first on its rank."""
         found = np.zeros(self.chain.num_calls, dtype=np.int64)
         rank_of = np.asarray(self.ranks)[self.stage_of_call].tolist()
         for use, ranks in self.holders():
-            if use.shared is not None and len(ranks) == 1:
-                continue
-            num_bytes = use.state(may_be_shared=False).gradients
+            num_bytes = use.state(may_be_shared=len(ranks) == 1).gradients
             for rank in ranks:
                 found[max(call for call in use.calls if rank_of[call] == rank)] += num_bytes
+        return found
+
+    def reduced_gradients(self) -> NDArray[np.int64]:
+        """For each call, the bytes of gradients that are reduced, or wait for it, while its backward runs.
+
+        They are those of parameters that replicas share, whole, above the rows that stay: one bucket is
+        filled while another is reduced.
+        """
+        chain = self.chain
+        found = np.zeros(chain.num_calls, dtype=np.int64)
+        if not chain.most_reduced:
+            return found
+        rank_of = np.asarray(self.ranks)[self.stage_of_call]
+        largest, behind = [0] * self.num_ranks, np.zeros(chain.num_calls, dtype=np.int64)
+        for use, ranks in self.holders():
+            if use.trained and use.shared is not None and len(ranks) == 1:
+                above = (use.num_bytes - use.shared.gradients) * use.wide
+                largest[min(ranks)] = max(largest[min(ranks)], above)
+                behind[max(use.calls)] += above
+        for rank, most in enumerate(largest):
+            calls = np.flatnonzero(rank_of == rank)
+            come = np.cumsum(behind[calls][::-1])[::-1]
+            bucket = max(most, size_of_buckets(int(come[0]), most=chain.most_reduced))
+            found[calls[:-1]] = np.minimum(come[1:], 2 * bucket)
         return found
 
     def gatherings(self) -> list[int]:

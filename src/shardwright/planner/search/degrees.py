@@ -143,7 +143,7 @@ def _seconds_of_replica(mesh: Mesh, plan: Plan) -> float:
     Not as earlier runs correct them: of some grids there were enough, of others not.
     """
     assert plan.prediction is not None
-    return plan.prediction.step_s / plan.prediction.correction / mesh.data
+    return plan.prediction.uncorrected_s / mesh.data
 
 
 def _simplicity(each: Planned[Mesh]) -> tuple[int, int, int]:

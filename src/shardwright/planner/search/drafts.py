@@ -55,8 +55,7 @@ def schedule_families(config: Config, *, pipeline: int) -> Iterator[tuple[str, i
     if config.pipeline != "auto":
         kinds: Sequence[str] = (config.pipeline,)
     elif pipeline == 1 and pinned in (None, 1):
-        # One stage runs its microbatches one by one, whatever the family; this one keeps the fewest
-        # activations.
+        # One rank takes its microbatches one by one, whatever the family.
         kinds = ("1f1b",)
     else:
         kinds = SIMPLICITY

@@ -94,6 +94,7 @@ def _conditions(option: Option) -> Conditions:
         hidden_s=option.replica_s.hidden_s,
         window_s=option.replica_s.window_s,
         memory_limit_bytes=option.workload.demands.limit_bytes,
+        outside_s=fabric.correction.outside_s,
     )
 
 

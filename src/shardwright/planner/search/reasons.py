@@ -55,12 +55,18 @@ def _times(best: Option) -> str:
 
 def _correction(best: Option) -> list[str]:
     correction = best.workload.fabric.correction
+    found = []
+    if correction.outside_s:
+        found.append(
+            f"Code outside of the model takes {format_seconds(correction.outside_s)} of it on every rank, as "
+            "the last run measured."
+        )
     if not correction.runs:
-        return []
+        return found
     by = f"{correction.factor - 1:+.1%}"
     text = f"{correction.runs} earlier runs like it on this machine correct the step by {by}"
     inside = "" if correction.error is None else f"; nine of ten took that within {correction.error:.0%}"
-    return [f"{text}{inside}."]
+    return [*found, f"{text}{inside}."]
 
 
 def _slow_hosts(best: Option) -> list[str]:

@@ -119,11 +119,11 @@ class Workload:
         return self._objectives[exposed]
 
     def step_seconds(self, schedule_s: float, sums_s: float, layout: Layout) -> float:
-        """Seconds of a step: the schedule, the sums of gradients, and what comes before and after."""
+        """Seconds of a step: schedule, sums of gradients, what is around them, code outside of the model."""
         fabric = self.fabric
         sums_s += layout.settling_seconds()
         step_s = schedule_s * fabric.crowding + sums_s + fabric.tie_seconds(layout) + fabric.step_overhead_s
-        return step_s * fabric.correction.factor
+        return step_s * fabric.correction.factor + fabric.correction.outside_s
 
     def in_flight(self, kind: str, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Microbatches in flight on each stage, by the order that the family takes for equal stages."""

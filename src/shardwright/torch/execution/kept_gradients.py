@@ -45,7 +45,8 @@ class KeptGradients:
         memory = prediction.memory[pipeline_rank]
         gradients = [each.grad for each in parameters if each.grad is not None]
         dense = (local_of(each) for each in gradients if each.layout is torch.strided)
-        kept = sum(each.nbytes for each in dense) - memory.gradients_bytes
+        # Of parameters that replicas share, this rank has some rows.
+        kept = sum(getattr(each, "local", each).nbytes for each in dense) - memory.gradients_bytes
         if not limit or kept <= 0 or memory.peak_bytes + kept <= limit:
             return
         self._left = 0

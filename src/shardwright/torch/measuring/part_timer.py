@@ -42,9 +42,8 @@ class TimesParts:
         device: where.
         share_cores: processes take turns on the cores.
         operation_s: what an operation on divided tensors takes beyond its own time.
-        samples: of units, by the id of the module: with autocast, and with the hooks that change something.
-            Others do not see that units are run.
-        classes: cost classes of units, by the id of the module.
+        samples: of calls, by cost class: with autocast, and with the hooks that change something. Others do
+            not see that units are run.
         generators: the script's own, from which units draw: they stay as they are.
         budget_s: seconds that the parts of one way to divide the model may take.
         left_s: what is left of them.
@@ -56,8 +55,7 @@ class TimesParts:
     device: torch.device
     share_cores: bool
     operation_s: float
-    samples: Mapping[int, Sample]
-    classes: Mapping[int, str]
+    samples: Mapping[str, Sample]
     generators: Sequence[torch.Generator] = ()
     budget_s: float = inf
     remembered: Mapping[str, Timing] = field(default_factory=dict)
@@ -81,7 +79,9 @@ class TimesParts:
             self.found[key] = known
         return WorkShares(known.forward_s, known.backward_s)
 
-    def _key(self, part: UnitPart) -> str:
+    @staticmethod
+    def _key(part: UnitPart) -> str:
+        """Of the call, of what follows it (a head takes another time with another loss), and of the part."""
         of_part = (
             sorted(part.cuts.items()),
             sorted(part.experts),
@@ -91,11 +91,11 @@ class TimesParts:
             sorted(part.unit.shared),
         )
         digest = hashlib.sha256(repr(of_part).encode()).hexdigest()[:16]
-        return f"{self.classes[id(part.unit.module)]} part {digest}"
+        return f"{' '.join(part.unit.cost_classes)} part {digest}"
 
     def _timing(self, part: UnitPart, phases: tuple[Phase, Phase]) -> Timing | None:
         module = part.unit.module
-        sample = self.samples[id(module)]
+        sample = self.samples[part.unit.cost_classes[0]]
         state, begun_s = get_state(self.device, self.generators), time.perf_counter()
         try:
             with self.on_own_cores(), python_random_kept():

@@ -57,12 +57,17 @@ class PlanReview:
     _stage_s: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=_LATEST))
     _factors: dict[str, float] = field(default_factory=dict)
 
-    def step_recorded(self, events: Sequence[MeasuredEvent]) -> None:
-        """A step was recorded: its actions on all ranks of the first replica."""
+    def step_recorded(self, events: Sequence[MeasuredEvent], *, outside_s: float = 0.0) -> None:
+        """A step was recorded.
+
+        Args:
+            events: its actions on all ranks of the first replica.
+            outside_s: seconds of them outside of units, on the first rank. The others run the same.
+        """
         self._num_seen += 1
         if self._num_seen <= _WARM_UP_STEPS:
             return
-        self._stage_s.append(self._seconds(events))
+        self._stage_s.append(self._seconds(events, outside_s))
         if not self.is_done:
             return
         middle = [median(column) for column in zip(*self._stage_s, strict=True)]
@@ -100,14 +105,16 @@ class PlanReview:
         )
         return NextPlan(found, text)
 
-    def _seconds(self, events: Sequence[MeasuredEvent]) -> tuple[float, ...]:
-        """Seconds of work of each stage for one microbatch."""
+    def _seconds(self, events: Sequence[MeasuredEvent], outside_s: float) -> tuple[float, ...]:
+        """Seconds of work of each stage for one microbatch, without what its rank does outside of units."""
         conditions = None if self.plan.prediction is None else self.plan.prediction.conditions
         overhead_s = 0.0 if conditions is None else conditions.action_overhead_s
         totals = [0.0] * len(self.plan.stages)
         for event in events:
             if event.action.kind in COMPUTE:
                 totals[event.action.stage] += max(0.0, event.busy_s - overhead_s)
+        for first in {rank: stage for stage, rank in reversed([*enumerate(self.plan.stage_ranks)])}.values():
+            totals[first] = max(0.0, totals[first] - outside_s)
         return tuple(total / self.plan.schedule.microbatches for total in totals)
 
     def _step_s(self, profile: Profile) -> float:

@@ -266,17 +266,11 @@ class Planner:
             return None
         measure_s = context.config.measure_s
         num_ways = 2 if context.config.sequence_parallel == "auto" else 1  # each with parts of its own
-        nodes = {
-            id(self._model.get_submodule(node.name)): node
-            for node in trace.graph.nodes
-            if node.kind == "unit"
-        }
         return TimesParts(
             device=context.device,
             share_cores=shares_cores(context),
             operation_s=operation_s,
-            samples={key: trace.samples[node.cost_class] for key, node in nodes.items()},
-            classes={key: node.cost_class for key, node in nodes.items()},
+            samples=trace.samples,
             generators=own_generators(draw for step in trace.steps for draw in step.draws),
             budget_s=max(measure_s * _OF_PARTS, measure_s - self._measured_s) / num_ways,
             remembered=context.from_first_rank(CostCache(context).read),

@@ -161,10 +161,10 @@ class Reporter:
         if self._model_is_unknown and context.model is not None:
             self._model_is_unknown = False
             observer.event("model_known", model=type(context.model.get_module()).__name__)
-        self._write_down(seconds, memory, samples=step.samples)
+        self._write_down(seconds, memory, step)
         events = self._recording.step_done(step, number=number, seconds=seconds, observer=observer)
         if self._review is not None and events:
-            self._review.step_recorded(events)
+            self._review.step_recorded(events, outside_s=step.outside_s)
         self._recording.asked_after(number, records_next)
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class Reporter:
 
     # ---- inside ----
 
-    def _write_down(self, seconds: float, memory: Sequence[int], *, samples: int) -> None:
+    def _write_down(self, seconds: float, memory: Sequence[int], step: BatchResult) -> None:
         """Keeps what the run takes for later predictions, if its own was made from measured costs here."""
         context = self._context
         prediction = context.plan.prediction if context.plan is not None else None
@@ -203,7 +203,11 @@ class Reporter:
             if self._recorder is None:
                 self._recorder = RunRecorder(history_of(context), context.local_size)
             self._recorder.step_done(
-                seconds, context.plan, samples=samples, memory_bytes=max(memory, default=0)
+                seconds,
+                context.plan,
+                samples=step.samples,
+                memory_bytes=max(memory, default=0),
+                outside_s=step.outside_s,
             )
 
     def _start(self) -> Observer:

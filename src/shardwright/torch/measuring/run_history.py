@@ -103,24 +103,35 @@ class RunRecorder:
 
     history: RunHistory | None
     ranks_per_node: int
-    _steps: list[tuple[float, int]] = field(default_factory=list)
+    _steps: list[tuple[float, float, int]] = field(default_factory=list)
     _run: str = ""
 
-    def step_done(self, seconds: float, plan: Plan, *, samples: int, memory_bytes: int) -> None:
-        """A training step ended, in all `seconds` long; the first ones plan and warm up."""
+    def step_done(
+        self, seconds: float, plan: Plan, *, samples: int, memory_bytes: int, outside_s: float = 0.0
+    ) -> None:
+        """A training step ended, in all `seconds` long; the first ones plan and warm up.
+
+        Args:
+            seconds: of the step.
+            plan: that it followed.
+            samples: of one replica.
+            memory_bytes: peak memory of a rank.
+            outside_s: seconds of code outside of the model.
+        """
         if len(self._steps) >= max(_WRITTEN_AFTER):
             return
-        self._steps.append((seconds, samples))
+        self._steps.append((seconds, outside_s, samples))
         number = len(self._steps)
         prediction = plan.prediction
         if self.history is None or prediction is None or number not in _WRITTEN_AFTER:
             return
         steady = self._steps[_WARM_UP_STEPS:]
-        usual = mode(size for _, size in steady)  # the last batch of an epoch may be shorter
-        timed = [taken for taken, size in steady if size == usual]
+        usual = mode(size for *_, size in steady)  # the last batch of an epoch may be shorter
+        timed, outside = zip(*((taken, out) for taken, out, size in steady if size == usual), strict=True)
         found = past_run(
             plan,
             median(timed),
+            outside_s=median(outside),
             steps=len(timed),
             samples=usual,
             ranks_per_node=self.ranks_per_node,
@@ -138,6 +149,7 @@ def past_run(
     steps: int,
     samples: int,
     ranks_per_node: int,
+    outside_s: float = 0.0,
     measured_bytes: int = 0,
     run: str = "",
 ) -> PastRun:
@@ -149,6 +161,7 @@ def past_run(
         steps: that were timed.
         samples: of a step of one replica.
         ranks_per_node: of the machines.
+        outside_s: seconds of a step in code outside of the model.
         measured_bytes: peak memory of a rank; 0 where it was not measured.
         run: name of the run; empty: a new one.
     """
@@ -169,8 +182,9 @@ def past_run(
         kind=RunKind.of(mesh, ranks_per_node=ranks_per_node),
         model=plan.model.fingerprint,
         samples=samples,
-        predicted_s=prediction.step_s / prediction.correction,
+        predicted_s=prediction.uncorrected_s,
         measured_s=step_s,
+        outside_s=outside_s,
         steps=steps,
         predicted_bytes=max((rank.peak_bytes for rank in prediction.memory), default=0),
         measured_bytes=measured_bytes,

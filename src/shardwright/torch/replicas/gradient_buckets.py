@@ -258,6 +258,7 @@ class ShardedBucket:
         self._work = [self._sum(data, 0, is_last, self._quantiser)]
         if apart:
             self._work.append(self._sum(flags.expand(layout.num_shards, -1), size, is_last, None))
+        self._total = None  # it is theirs, until they have added it
 
     def _sum(self, data: Tensor, place: int, is_last: bool, quantiser: BlockQuantiser | None) -> TwoHopSum:
         """Starts to sum what has a place in the total: (shards, n)."""

@@ -54,8 +54,8 @@ class WrappedOptimizer(Protocol):
 class ReviewsPlan(Protocol):
     """Compares the plan of a run with its recorded steps: see `PlanReview`."""
 
-    def step_recorded(self, events: Sequence[MeasuredEvent]) -> None:
-        """A step was recorded, with the actions of all pipeline ranks."""
+    def step_recorded(self, events: Sequence[MeasuredEvent], *, outside_s: float) -> None:
+        """A step was recorded, with the actions of all pipeline ranks, and their seconds outside of units."""
 
     @property
     def is_done(self) -> bool:

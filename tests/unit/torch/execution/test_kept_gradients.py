@@ -50,6 +50,19 @@ def test_what_fits_is_not_told(caplog, spare_bytes, planned_bytes, kept_bytes):
     assert looked(caplog, with_limit(spare_bytes, gradients_bytes=planned_bytes), parameters) == []
 
 
+class Shared(torch.Tensor):
+    """As a gradient that replicas share: this rank has some rows."""
+
+    local = torch.zeros(100)
+
+
+def test_of_shared_gradients_the_rows_of_this_rank_count(caplog):
+    (parameter, *_) = with_gradients(4000)
+    parameter.grad = parameter.grad.as_subclass(Shared)
+    (told,) = looked(caplog, with_limit(0), [parameter])
+    assert "the plan counts on their 400 B" in told
+
+
 def test_sparse_gradients_are_small(caplog):
     (parameter, *_) = with_gradients(4000)
     parameter.grad = parameter.grad.to_sparse()

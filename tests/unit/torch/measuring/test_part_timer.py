@@ -35,17 +35,15 @@ def timed(
 
 
 def timer_of(each: Unit, *, operation_s: float = 1.0, autocast: Any = (), **more: Any) -> TimesParts:
-    samples = {id(each.module): Sample(each.module, [], flatten(())[1], autocast)}
-    classes = {id(each.module): "a class"}
+    samples = {"a class": Sample(each.module, [], flatten(())[1], autocast)}
     device = torch.device("cpu")
-    return TimesParts(
-        device=device, share_cores=False, operation_s=operation_s, samples=samples, classes=classes, **more
-    )
+    return TimesParts(device=device, share_cores=False, operation_s=operation_s, samples=samples, **more)
 
 
 def unit(module: nn.Module | None = None) -> Unit:
     module = module or nn.Sequential(nn.Linear(8, 16, bias=False), nn.GELU(), nn.Linear(16, 8, bias=False))
-    return Unit(module, (torch.empty(4, 8, device="meta", requires_grad=True),))
+    call = (torch.empty(4, 8, device="meta", requires_grad=True),)
+    return Unit(module, call, cost_classes=("a class",))
 
 
 def part_of(each: Unit) -> UnitPart:
@@ -105,6 +103,8 @@ def test_what_earlier_runs_have_timed_is_not_timed_again(monkeypatch):
     assert later.found == {}
     other = replace(part_of(each), cuts={"0.weight": CUTS["0.weight"]})
     assert later(other, Phase(), Phase()) is None  # another part
+    with_loss = replace(each, cost_classes=("a class", "cross_entropy-1"))
+    assert later(part_of(with_loss), Phase(), Phase()) is None
 
 
 def test_parts_have_a_budget():

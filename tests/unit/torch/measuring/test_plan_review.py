@@ -100,6 +100,14 @@ def test_a_slow_stage_gives_the_next_run_other_cuts(review: PlanReview, kept: li
     assert kept[0]["u.0"] > 2 * kept[0]["u.1"]
 
 
+def test_code_outside_of_the_model_is_no_part_of_its_units(review: PlanReview) -> None:
+    """Bug: of a stage of few units, a teacher that every rank ran made the units look slow."""
+    for _ in range(6):
+        review.step_recorded(step(1.2 + 2.0, 1.2 + 2.0), outside_s=4 * 2.0)
+    assert review._stage_s[-1] == pytest.approx((1.2, 1.2), rel=1e-3)
+    assert review.next_plan() is None
+
+
 def test_one_disturbed_step_does_not_count(review: PlanReview) -> None:
     for seconds in (1.2, 1.2, 1.2, 1.2, 9.0):
         review.step_recorded(step(seconds, 1.2))

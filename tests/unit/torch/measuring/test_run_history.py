@@ -13,12 +13,15 @@ from shardwright.plan import (
     StagePlan,
     StagePrediction,
 )
+from shardwright.plan.conditions import Conditions, LinkConditions
 from shardwright.planner import RunKind
 from shardwright.torch.measuring import run_history
 from shardwright.torch.measuring.run_history import RunHistory, RunRecorder
 
 
-def plan_of(step_s, *, correction=1.0):
+def plan_of(step_s, *, correction=1.0, outside_s=0.0):
+    link = LinkConditions(latency_s=0.0, bandwidth_Bps=None)
+    conditions = Conditions(hosts=(0, 0), intra_node=link, inter_node=link, outside_s=outside_s)
     return Plan(
         model=ModelIdentity(fingerprint="f", num_parameters=1, units=("a",)),
         mesh=MeshPlan(pipeline=2),
@@ -35,6 +38,7 @@ def plan_of(step_s, *, correction=1.0):
             ),
             provenance="measured",
             correction=correction,
+            conditions=conditions,
         ),
     )
 
@@ -96,8 +100,11 @@ def test_predictions_are_kept_as_they_were_before_their_correction(tmp_path):
     history = RunHistory(tmp_path, "machine")
     recorder = RunRecorder(history, 2)
     for _ in range(8):
-        recorder.step_done(0.2, plan_of(0.3, correction=1.5), samples=8, memory_bytes=1)
-    assert abs(history.read()[0].predicted_s - 0.2) < 1e-12
+        plan = plan_of(0.35, correction=1.5, outside_s=0.05)
+        recorder.step_done(0.2, plan, samples=8, memory_bytes=1, outside_s=0.06)
+    (run,) = history.read()
+    assert abs(run.predicted_s - 0.2) < 1e-12
+    assert run.outside_s == 0.06
 
 
 def test_torn_and_foreign_lines_are_left_out(tmp_path):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwright.torch.interception.backward_calls import backward_intercepted
 from shardwright.torch.interception.glue import intercept_calls
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.tracing.trace import trace_step
@@ -60,3 +61,20 @@ def test_a_recomputation_around_the_call_does_not_begin():
 
     assert shape_of_result(layer, lambda x: checkpoint(region, x, use_reentrant=False).sum()) == (2, 4)
     assert len(ran) == 1
+
+
+def test_the_backward_of_an_operation_is_not_that_of_the_step_function():
+    """Bug: in a pipeline no memory was counted for a loss, whose backward was taken for the model's."""
+    layer = nn.Linear(4, 4)
+    model = nn.ModuleDict({"layer": layer})
+    unit_map = UnitMap.of(model, ["layer"])
+    intercept_calls(layer)
+
+    def step(x):
+        torch.autograd.backward(torch.log_softmax(layer(x), -1).sum())
+
+    with backward_intercepted():
+        trace = trace_step(unit_map, step, ((torch.ones(2, 4),), {}), count_memory=True)
+    work = {node.name: node.work_bytes for node in trace.graph.nodes}
+    assert work["log_softmax"] >= 2 * 2 * 4 * 4  # the gradients of its result and of its argument
+    assert trace.graph.loss is not None

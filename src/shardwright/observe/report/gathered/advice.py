@@ -39,6 +39,7 @@ _REMEDIES = {
     "recomputation": "a higher memory_limit if there is room, or shards (sharded_data_parallel_degree)",
     "communication": "stages on one host (placement_strategy), fewer stages, or larger microbatches",
     "overhead": "fewer microbatches or fewer ranks: the units are small",
+    "outside": "make it (a teacher?) a part of the wrapped model, so that ranks share it",
 }
 
 
@@ -60,7 +61,8 @@ def next_step(
         waterfall: the finer parts of the prediction.
         stages: (stage, measured / predicted seconds of its work), where both are known.
         slower: measured / predicted - 1 of the step.
-        outside_s: measured seconds of the step in operations that rest on no unit of the model.
+        outside_s: measured seconds of the step in operations that rest on no unit of the model, beyond those
+            that the plan counts.
         next_plan: that a new run will get, if it is another one.
     """
     if next_plan is not None and next_plan.prediction is not None:
@@ -76,7 +78,7 @@ def next_step(
             return (
                 f"look at the step function: {format_seconds(outside_s)} of a step, "
                 f"{outside_s / measured_s * 100:.0f} %, go to code outside of the model's units, which every "
-                "rank runs and no plan counts; a teacher can be a part of the wrapped model"
+                "rank runs and this plan does not count; a teacher can be a part of the wrapped model"
             )
         return _why_slower(plan, parts, stages)
     return _what_limits(plan, waterfall)

@@ -27,7 +27,7 @@ __all__ = ["MeasuredPartKind", "StepPart", "predicted_factor", "step_parts"]
 MeasuredPartKind = Literal["forward", "backward", "imbalance", "waiting", "around"]
 
 _MEANINGS: dict[MeasuredPartKind, str] = {
-    "forward": "Mean of the ranks.",
+    "forward": "Mean of the ranks, with code outside of the model.",
     "backward": "Mean of the ranks, with what it recomputes.",
     "imbalance": "Work of the busiest rank above the mean.",
     "waiting": "The busiest rank waits for others, or for messages.",
@@ -35,6 +35,7 @@ _MEANINGS: dict[MeasuredPartKind, str] = {
 }
 _BELONGS: dict[str, MeasuredPartKind] = {
     "forward": "forward",
+    "outside of the model, measured by the last run": "forward",
     "backward": "backward",
     "recomputation": "backward",
     "imbalance": "imbalance",
@@ -109,7 +110,9 @@ def step_parts(
     if plan is not None and replay is not None and plan.prediction is not None:
         spans = scaled(simulated_spans(replay.simulation), predicted_factor(replay))
         schedule_s = replay.simulation.step_s * predicted_factor(replay)
-        predicted = _seconds(spans, num_ranks, schedule_s, plan.prediction.step_s)
+        outside_s = replay.setting.outside_s  # where it is measured: inside of the forwards
+        predicted = _seconds(spans, num_ranks, schedule_s, plan.prediction.step_s - outside_s)
+        predicted["forward"] += outside_s
     if timeline is not None and timeline.schedule_s:
         step_s = timeline.seconds
         measured = _seconds(timeline.spans, num_ranks, timeline.schedule_s, step_s)

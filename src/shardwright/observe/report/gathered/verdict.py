@@ -109,6 +109,7 @@ def judge(
     idle = [step.bubble for step in steady if step.bubble is not None]
     predicted_idle = None if prediction is None or step_s is not None else prediction.bubble
     slower = None if step_s is None or not predicted_s else step_s / predicted_s - 1.0
+    outside_s = median(step.outside_s or 0.0 for step in steady) if steady else 0.0
     return Verdict(
         step_s=found_s,
         measured=step_s is not None,
@@ -123,7 +124,7 @@ def judge(
             waterfall,
             stages,
             slower=slower,
-            outside_s=median(step.outside_s or 0.0 for step in steady) if steady else 0.0,
+            outside_s=outside_s - (0.0 if prediction is None else prediction.outside_s),
             next_plan=next_plan,
         ),
     )

@@ -85,6 +85,8 @@ class Unit:
         kept_whole: stand-ins for modules within it of which no step can be recorded, by name; the name is
             empty where it is the unit itself.
         run: calls copies of the module.
+        cost_classes: of the call in a trace, and of the operations that follow it; none where it was not
+            traced.
     """
 
     module: nn.Module
@@ -96,6 +98,7 @@ class Unit:
     shared: frozenset[int] = frozenset()
     kept_whole: Mapping[str, "StandIn"] = field(default_factory=dict)
     run: Run = _plain_run
+    cost_classes: tuple[str, ...] = ()
 
     def call_of(self, module: nn.Module) -> Callable[..., Any]:
         """The call of a copy of the module."""

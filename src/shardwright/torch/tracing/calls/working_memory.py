@@ -28,6 +28,7 @@ from shardwright.torch.backward.split_backward import put_off_weights, split_mod
 from shardwright.torch.counting.cost_counter import Watch
 from shardwright.torch.counting.hook_effects import HookEffects
 from shardwright.torch.counting.stand_in_data import copy_of_object
+from shardwright.torch.interception.glue import plain_torch
 from shardwright.torch.python_state.snapshot import snapshot_of
 from shardwright.torch.pytorch.tree import Structure, leaves
 from shardwright.torch.tracing.traced_values import with_history
@@ -143,7 +144,8 @@ def _count(
 
 
 def _backward(edges: list[Any], gradients: list[Tensor]) -> None:
-    torch.autograd.backward(edges, gradients)
+    with plain_torch():  # it is not the one of the step function
+        torch.autograd.backward(edges, gradients)
 
 
 def _given(item: Any) -> Any:
