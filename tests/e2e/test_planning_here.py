@@ -8,6 +8,7 @@ import textwrap
 
 import pytest
 
+from fits import too_wide
 from shardwright.cli import main
 
 SHARDWRIGHT = [sys.executable, "-m", "shardwright"]
@@ -105,6 +106,7 @@ def test_a_plan_from_a_profile(shardwright, here, refused):
     assert found.returncode == 0, found.stderr
     assert "Linear" in found.stdout or "Sequential" in found.stdout
     assert "plan make model.py:build -n 2 --profile profile.json" in found.stderr
+    assert too_wide(found.stdout, folds=True) == []
     words = ("--world", "2", "--profile", "profile.json", "--search-degrees")
     code, out, err = here("plan", "make", "model.py:build", *words)
     assert code == 0, err

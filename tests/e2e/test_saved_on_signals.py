@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from terminal import OnTerminal
 
+from fits import too_wide
 from shardwright.checkpoint.folder import CheckpointFolder
 
 SCRIPT = """
@@ -78,22 +80,23 @@ def _started(command: list[str], tmp_path: Path) -> subprocess.Popen[str]:
     ],
 )
 def test_the_launcher_is_told(number: signal.Signals, tmp_path: Path) -> None:
-    process = _started(_command(tmp_path, ranks=1), tmp_path)
-    _until_it_says(process, "step 3 loss")
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
+    """On a terminal of 80 columns, to which every line is folded."""
+    job = OnTerminal(_command(tmp_path, ranks=1), tmp_path)
+    job.read_until("step 3 loss")
+    job.process.send_signal(number)
+    assert job.read_to_end() == 75, job.text
+    assert too_wide("\n".join(job.lines)) == []
+    output = " ".join(" ".join(job.lines).replace("[rank 0]", "").split())
     assert f"{number.name}: saved step" in output
     assert "the ranks saved their state (exit code 75)" in output
     assert re.search(r"saved step \d+ in runs/job/checkpoints; go on: shardwright run -n 1 ", output)
     (commit,) = CheckpointFolder(tmp_path / "runs" / "job" / "checkpoints").commits()
     assert 3 <= commit.step < 100
-    resumed = subprocess.run(
-        _command(tmp_path, "0", ranks=1), capture_output=True, text=True, cwd=tmp_path, check=False
-    )
-    assert resumed.returncode == 0, resumed.stderr
-    assert f"begins at {commit.step}" in resumed.stdout
-    assert re.search(r"step 100 loss \S+", resumed.stdout)
+    resumed = OnTerminal(_command(tmp_path, "0", ranks=1), tmp_path)
+    assert resumed.read_to_end() == 0, resumed.text
+    assert too_wide("\n".join(resumed.lines)) == []
+    assert f"begins at {commit.step}" in resumed.text
+    assert re.search(r"step 100 loss \S+", resumed.text)
 
 
 @pytest.mark.sweep

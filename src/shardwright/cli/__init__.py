@@ -15,8 +15,9 @@ import typer
 
 from shardwright import __version__
 from shardwright.cli.asking.application import new_application, say, show_text, taking_other_names
+from shardwright.cli.asking.misuse import CommandLineError, reworded
 from shardwright.errors import ShardwrightError, UsageError
-from shardwright.exit_codes import exit_code_of
+from shardwright.exit_codes import FAILED, OK, USAGE, exit_code_of
 from shardwright.printable import control_in, shown
 
 __all__ = ["COMMANDS", "Command", "main"]
@@ -92,10 +93,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         _refuse_control_characters(words)
-        _application(words)(words, prog_name="shardwright")
+        code = _run(words)
     except ShardwrightError as error:
         say(f"{type(error).__name__}: {error}")
-        sys.exit(exit_code_of(error))
+        code = exit_code_of(error)
+    sys.exit(code)
+
+
+def _run(words: Sequence[str]) -> int:
+    """Runs a command, and returns its exit code."""
+    try:
+        return _application(words)(words, prog_name="shardwright", standalone_mode=False) or OK
+    except CommandLineError as error:
+        better = reworded(error)
+        if better is not None:
+            raise better from error
+        say(error)
+        return USAGE
+    except typer.Abort:
+        say("stopped")
+        return FAILED
 
 
 def _refuse_control_characters(words: Sequence[str]) -> None:
@@ -112,7 +129,7 @@ _TEXT = "Train PyTorch models too big or too slow for one device. For example: s
 def _application(words: Sequence[str]) -> typer.Typer:
     application = new_application(text=_TEXT)
     application.callback()(_shardwright)
-    wanted = next((word for word in words if not word.startswith("-")), None)
+    wanted = next((word.replace("_", "-") for word in words if not word.startswith("-")), None)
     for command in COMMANDS:
         is_wanted = command.name == wanted
         if is_wanted and command.is_group:

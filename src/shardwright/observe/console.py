@@ -15,7 +15,7 @@ from typing import TextIO
 
 from shardwright.printable import printable
 from shardwright.quantities import format_seconds
-from shardwright.text_folding import folded
+from shardwright.text_folding import cut, folded
 
 __all__ = ["Console", "Phase"]
 
@@ -101,7 +101,7 @@ class Console:
         """Replaces the last rewritten line; returns False where lines cannot be rewritten."""
         if self.prints and self.rewrites:
             if self._is_terminal:  # what a terminal continues in the next line stays there
-                text = text[: shutil.get_terminal_size().columns - 1]
+                text = cut(text, shutil.get_terminal_size().columns - 1)
             self._write(f"{self._dim(text)}\r")  # whatever is written next replaces it
             self._live_line = True
         return self.rewrites

@@ -31,6 +31,8 @@ _OTHER_NAMES = {
     "tensor_parallel_degree": "tensor",
     "pipeline_parallel_degree": "pipeline",
     "data_parallel_degree": "data",
+    "context_parallel_degree": "context",
+    "expert_parallel_degree": "expert",
     "sharded_data_parallel_degree": "shard",
     "virtual_stages": "virtual",
     "vp": "virtual",

@@ -86,6 +86,28 @@ def test_steps_that_are_no_numbers_of_steps(method: str, step: Any, tmp_path: Pa
         run_ranks(run, 2)
 
 
+def test_a_loop_that_counts_from_0(tmp_path: Path) -> None:
+    """It saved one step too few, so that a resumed run repeated a step."""
+
+    def run() -> None:
+        import shardwright.torch as sw
+
+        sw.init(QUIET)
+        model = sw.DistributedModel(torch.nn.Linear(4, 1))
+        checkpoints = sw.Checkpoints(tmp_path)
+
+        @sw.step
+        def train(model: Any, x: torch.Tensor) -> None:
+            model.backward(model(x).square().mean())
+
+        checkpoints.step_done(0)
+        train(model, torch.ones(4, 4))
+        checkpoints.step_done(0)
+
+    with pytest.raises(RanksFailedError, match=r"write checkpoints\.step_done\(step \+ 1\)"):
+        run_ranks(run, 1)
+
+
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [("checkpoints/step-00000003", "is one checkpoint. Give the folder"), (".", "is the folder of a run")],

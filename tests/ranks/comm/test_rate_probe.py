@@ -4,6 +4,7 @@ import sys
 
 import torch
 
+from fits import too_wide
 from shardwright.cluster.cluster_file import read_inventory
 from shardwright.comm.probing.rate_probe import measure_memory_rates, measure_products
 from shardwright.testing import run_ranks
@@ -49,10 +50,14 @@ def probe(folder):
 
 
 def test_the_present_machines_are_a_cluster(tmp_path):
+    from shardwright.cli.commands.probe import choices_text
+    from shardwright.cli.showing.machines_text import format_machines
     from shardwright.collectives.prices_file import read_prices
 
     run_ranks(probe, 2, str(tmp_path), timeout_s=150)
     machines = read_inventory(tmp_path / "cluster.yaml")
+    for text in (format_machines(machines), choices_text(tmp_path / "prices.json")):
+        assert too_wide(text, folds=True) == []
     ((kind, number),) = machines.nodes
     assert (number, kind.num_accelerators) == (1, 2)
     assert kind.source == kind.accelerator.source == "measured"

@@ -1,5 +1,7 @@
 """Runs the command line in this process."""
 
+import io
+
 import pytest
 
 from shardwright.cli import main
@@ -10,3 +12,10 @@ def call(capsys, *words):
     with pytest.raises(SystemExit) as ended:
         main([str(word) for word in words])
     return ended.value.code or 0, *capsys.readouterr()
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self):
+        return True

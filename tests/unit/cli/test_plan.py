@@ -107,7 +107,7 @@ def test_no_command_is_make(capsys):
     assert Plan.parse(out).schedule.kind == "gpipe"
     code, _, err = call(capsys, "plan", "shwo")
     assert code == 2
-    assert "Did you mean 'show'?" in err
+    assert "Did you mean show?" in err
 
 
 MACHINE = """

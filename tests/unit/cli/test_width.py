@@ -1,38 +1,46 @@
-"""On a terminal of 80 columns, no line of a result is wider than it."""
+"""On a terminal of 80 columns, no line of a result or a message is wider than it."""
 
-import io
 import sys
 
 import pytest
+import torch
+from checkpoint.checkpoints import save, save_bad
+from checkpoint.models import save_model
+from files.good_files import READERS
 from observe.run_folders import run_folder
 from planned import planned
 
-from cli.calling import call
+from cli.calling import Terminal, call
+from fits import too_wide
+from shardwright.cli.commands import probe, profile
 
 TASK = ("llama3-8b", "p4d.24xlarge*2", "--batch", "512")
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 @pytest.fixture
 def shown(tmp_path, monkeypatch, capsys):
-    """Runs a command as on a terminal; returns what stdout gets there."""
+    """Runs a command as on a terminal; returns the lines of stdout and of stderr there."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
     run_folder(tmp_path / "a", planned(), recorded=True)
     run_folder(tmp_path / "b", planned(microbatches=8, ranks=4), steps=5, recorded=True)
     for name in ("a", "b"):
         (tmp_path / "runs" / name / "logs").mkdir(parents=True)
+    for reader in READERS:
+        if reader.name in ("cluster.yaml", "config.json", "prices.json", "profile.json"):
+            reader.write(tmp_path)
+    # Ranks that measure leave their files, which are there.
+    for module in (probe, profile):
+        monkeypatch.setattr(module, "run_for_files", lambda *_, **__: True)
 
     def run(*words):
-        terminal = Terminal()
+        out, err = Terminal(), Terminal()
         with monkeypatch.context() as patch:
-            patch.setattr(sys, "stdout", terminal)
+            patch.setattr(sys, "stdout", out)
+            patch.setattr(sys, "stderr", err)
             call(capsys, *words)
-        return terminal.getvalue().splitlines()
+        return out.getvalue(), err.getvalue()
 
     return run
 
@@ -47,7 +55,11 @@ def shown(tmp_path, monkeypatch, capsys):
         ("doctor",),
         ("explain", "b"),
         ("plan", "diff", "a", "b"),
+        ("plan", "make", "cli.models:build", "-n", "2", "-o", "plan.json"),
         ("plan", "show", "b"),
+        ("probe",),
+        ("profile", "cli.models:build"),
+        ("report", "b"),
         ("runs",),
         ("schedule", "show", "zb_v", "-n", "4", "--microbatches", "16"),
         ("search", *TASK),
@@ -61,7 +73,32 @@ def shown(tmp_path, monkeypatch, capsys):
     ids=" ".join,
 )
 def test_lines_fit(shown, words):
-    lines = shown(*words)
-    assert lines
-    # A path stays whole, however long.
-    assert [line for line in lines if len(line) > 80 and max(map(len, line.split())) < 60] == []
+    out, err = shown(*words)
+    assert out
+    assert too_wide(out) == []
+    assert too_wide(err) == []
+
+
+def test_lines_of_ckpt_fit(shown, tmp_path):
+    """The commands of one folder, which has a checkpoint that is damaged, and one that is not finite."""
+    root = tmp_path / "a" / "checkpoints"
+    save(root, 10)
+    save_model(root, 20, {"layers.0.attention.query.weight": torch.ones(4, 4)})
+    (root / "step-00000010" / "state.json").write_text("")
+    (root / "step-00000040.tmp-00ff").mkdir()
+    for words in (
+        ("ls", "a"),
+        ("verify", "a"),
+        ("export", "a", "-o", "exported"),
+        ("import", "exported", "-o", "imported"),
+        ("gc", "a", "--keep", "1"),
+        ("recover", "a"),
+        ("verify", "a", "step-00000050"),
+    ):
+        out, err = shown("ckpt", *words)
+        assert out or err
+        assert too_wide(out) == []
+        assert too_wide(err) == []
+    save_bad(root, 30)
+    for words in (("ls", "a"), ("verify", "a")):
+        assert [too_wide(each) for each in shown("ckpt", *words)] == [[], []]

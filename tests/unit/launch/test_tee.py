@@ -152,6 +152,12 @@ def test_an_updated_line_is_no_wider_than_the_terminal(terminal):
     assert terminal.shown() == f"{CLEAR}[rank 1] {'x' * 30}\r"
 
 
+def test_an_updated_line_loses_whole_fields_and_keeps_its_colour(terminal):
+    """It ended in the middle of "mem 0.4/11.8 GiB", and all that followed was dim."""
+    terminal.write("\x1b[2mstep 38 | loss 2.4424 | mem 0.4/11.8 GiB\x1b[0m\r")
+    assert terminal.shown() == f"{CLEAR}[rank 1] \x1b[2mstep 38 | loss 2.4424\x1b[0m\r"
+
+
 def test_a_terminal_may_be_narrower_than_the_name_of_a_rank(terminal, monkeypatch):
     """Bug: folding to no columns at all ended what copies the output."""
     monkeypatch.setenv("COLUMNS", "9")

@@ -148,4 +148,4 @@ def test_lines_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(stream=stream, environ={"NO_COLOR": "1"})
     console.line("step 5 | loss 0.94 | bubble 23%")
     console.rewrite("step 6 | loss 0.93 | bubble 23%")
-    assert stream.getvalue() == "step 5 | loss 0.94 |\n  bubble 23%\nstep 6 | loss 0.93 \r"
+    assert stream.getvalue() == "step 5 | loss 0.94 |\n  bubble 23%\nstep 6 | loss 0.93\r"

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any, TextIO
 
 import typer
-from typer.core import TyperGroup
 
+from shardwright.cli.asking.misuse import Group
 from shardwright.printable import printable
 from shardwright.text_folding import folded
 
@@ -43,7 +43,7 @@ BuildOn = Annotated[
 
 def new_application(
     *,
-    group: type[TyperGroup] = TyperGroup,
+    group: type[Group] = Group,
     text: str | None = None,
     other_names: Mapping[str, str] | None = None,
 ) -> typer.Typer:
@@ -68,10 +68,16 @@ def new_application(
 def taking_other_names(names: Mapping[str, str]) -> dict[str, Any]:
     """Settings of commands that understand other names of options and choices, which no help shows.
 
+    ``_`` is ``-`` in all names.
+
     Args:
-        names: for each of them, without dashes, the name of the present: ``{"world": "num-ranks"}``.
+        names: for each other name, without dashes, the name of the present: ``{"world": "num-ranks"}``.
     """
-    return {"token_normalize_func": lambda name: names.get(name, name)} if names else {}
+
+    def name_of(typed: str) -> str:
+        return names.get(typed, typed).replace("_", "-")
+
+    return {"token_normalize_func": name_of}
 
 
 def show_text(text: object = "", *, end: str = "\n", folds: bool = True) -> None:

@@ -13,7 +13,7 @@ import typer
 
 from shardwright.cli.asking.dtype import DTYPE_HELP, full_name
 from shardwright.cli.asking.factory_name import check_factory
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, UsageError
 from shardwright.files import UserFile
 from shardwright.printable import printable
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardwright.topology import Task
 
 _FINE_STAGES = 64  # units are as fine as so many stages need
+_PINS = "pins"
 
 __all__ = ["Asked", "on_task"]
 
@@ -115,18 +116,22 @@ def on_task(*, pins: Any = None) -> Callable[[Callable[..., None]], Callable[...
     """Gives a command the words of a task, and to its function what they ask for.
 
     Args:
-        pins: the annotation of an argument that takes pins in place of the option ``--pin``.
+        pins: the annotation of an argument that takes pins, besides the option ``--pin``; one of the two must
+            have some.
     """
     words = inspect.signature(_words).parameters
     model, machines, *options = words.values()
     if pins is not None:
-        wanted = words["pin"].replace(annotation=pins, default=inspect.Parameter.empty)
-        options = [wanted, *(each for each in options if each.name != "pin")]
+        options.insert(0, words["pin"].replace(name=_PINS, annotation=pins))
 
     def with_words(command: Callable[..., None]) -> Callable[..., None]:
         _, *own = inspect.signature(command).parameters.values()
 
         def run(**given: Any) -> None:
+            if pins is not None:
+                given["pin"] = [*(given.pop(_PINS) or ()), *(given["pin"] or ())]
+                if not given["pin"]:
+                    raise UsageError("no way is named that you have in mind. Add one: tensor=8 pipeline=4")
             asked = _words(**{name: given.pop(name) for name in words})
             command(asked, **given)
 

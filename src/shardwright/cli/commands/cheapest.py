@@ -28,7 +28,7 @@ def cheapest(
 ) -> None:
     """Find the cheapest number of machines, up to MACHINES, that trains so many tokens in time.
 
-    For example: shardwright cheapest llama3-8b "p5.48xlarge*64" --batch 1024 --tokens 300e9 --days 10
+    For example: shardwright cheapest llama3-8b "dgx-h100*64" -b 1024 --tokens 300e9 --days 10
     """
     if days is not None and not 0 < days <= _MOST_DAYS:
         raise UsageError(f"--days is {days:g}, but it must be more than 0, and at most {_MOST_DAYS:g}.")

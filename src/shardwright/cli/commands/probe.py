@@ -17,7 +17,7 @@ from shardwright.files import UserFile
 from shardwright.limits import MOST_RANKS_OF_HOST
 from shardwright.text_table import align
 
-__all__ = ["probe"]
+__all__ = ["choices_text", "probe"]
 
 Out = Annotated[Path, typer.Argument(metavar="FILE", help="Where the prices go, or are.")]
 NumRanks = Annotated[int, typer.Option(*NUM_RANKS, min=1, max=MOST_RANKS_OF_HOST, help="Ranks on this host.")]
@@ -70,14 +70,14 @@ def probe(
         show_text(format_machines(read_inventory(cluster)))
         show_text()
     if not alone:
-        show_text(_choices(out))
+        show_text(choices_text(out))
     if not show:
         show_text(f"\nwrote {cluster}: for plan make --cluster {cluster}, and search MODEL {cluster}")
         if not alone:
             show_text(f"for runs that are to choose by it:\nexport {PRICES_VARIABLE}={out.absolute()}")
 
 
-def _choices(path: Path) -> str:
+def choices_text(path: Path) -> str:
     """The algorithms of collectives, by size."""
     prices, topology = read_prices(path)
     lines = []

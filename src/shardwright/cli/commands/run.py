@@ -44,8 +44,7 @@ Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help
 IsModule = Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module.")]
 _CROWD = 8
 """So many ranks a core, and a note says that they are many."""
-# The last two as torchrun has them.
-_NUM_RANKS = ("--num-ranks", "-n", "--nproc-per-node", "--nproc_per_node")
+_NUM_RANKS = ("--num-ranks", "-n", "--nproc-per-node")  # the last as torchrun has it
 NumRanks = Annotated[
     int | None,
     typer.Option(
@@ -99,7 +98,6 @@ MpParameters = Annotated[
     str | None,
     typer.Option(
         "--mp-parameters",
-        "--mp_parameters",
         metavar="K=V,... | JSON | FILE.json",
         help="Parameters of SageMaker's model parallel library, for scripts that use its names.",
     ),
@@ -268,7 +266,7 @@ def _note_misplaced(script: str, arguments: Sequence[str], *, num_ranks: int | N
     The script may have such an option of its own, so this is no error.
     """
     words = [word.partition("=")[0] for word in arguments]
-    found = next((word for word in words if word in _NUM_RANKS), None)
+    found = next((word for word in words if word.replace("_", "-") in _NUM_RANKS), None)
     if found is not None and num_ranks is None:
         say(
             f"note: {found} stands after {script}, so {script} gets it. For shardwright, put it before: "

@@ -10,7 +10,8 @@ from shardwright.cli.asking.topology_task import Asked, on_task
 __all__ = ["why_not"]
 
 Wanted = Annotated[
-    list[str], typer.Argument(metavar="NAME=VALUE...", help="What you have in mind: tensor=8 pipeline=4.")
+    list[str] | None,
+    typer.Argument(metavar="NAME=VALUE...", help="What you have in mind: tensor=8 pipeline=4."),
 ]
 
 
@@ -18,7 +19,7 @@ Wanted = Annotated[
 def why_not(asked: Asked, as_json: AsJson = False) -> None:
     """Say why the best way to train is not the one that you have in mind: how much slower, or larger, it is.
 
-    For example: shardwright why-not gpt-neox-20b "p4d.24xlarge*4" tensor=8 pipeline=4 --batch 512
+    For example: shardwright why-not gpt-neox-20b "p4d.24xlarge*4" tensor=8 pipeline=4 -b 512
     """
     task = asked.task
     from shardwright.topology.explain import why_not as explain

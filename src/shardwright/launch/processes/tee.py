@@ -7,7 +7,7 @@ import time
 from typing import BinaryIO
 
 from shardwright.launch.processes.last_words import begins_last_words, is_uncaught
-from shardwright.text_folding import folded
+from shardwright.text_folding import cut, folded
 
 __all__ = ["Tee"]
 
@@ -123,9 +123,9 @@ class Tee:
 
     def _show_for_now(self, state: bytes) -> None:
         """Shows a line that the next one replaces, whichever rank writes that."""
-        width = shutil.get_terminal_size().columns - 1
-        text = (self._prefix + state).decode(errors="replace")[:width]
-        self._put(_CLEAR_LINE + text.encode() + b"\r")
+        room = shutil.get_terminal_size().columns - 1 - len(self._prefix)
+        begin, text, end = _COLOURED.match(state.decode(errors="replace")).groups()  # type: ignore[union-attr]
+        self._put(_CLEAR_LINE + self._prefix + f"{begin}{cut(text, max(room, 0))}{end}\r".encode())
 
     def _write(self, line: bytes) -> None:
         if self._is_terminal and self._console_fd == _STDERR:

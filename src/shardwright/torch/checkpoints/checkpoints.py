@@ -163,10 +163,17 @@ class Checkpoints:
 
         Raises:
             CheckpointError: a save in the background has failed.
+            UsageError: `step` is 0 after a step: the loop counts from 0, and would repeat one when resumed.
             SystemExit: after a signal.
         """
         refuse_inside_step("checkpoints.step_done() is called", "Call it in the training loop.")
         step = _num_steps(step)
+        assert self._context.reporter is not None
+        if step == 0 and self._context.reporter.num_steps:
+            raise UsageError(
+                "step_done was given 0 after the first step, but it takes how many steps are done. In a loop "
+                "that counts from 0, write checkpoints.step_done(step + 1)."
+            )
         signal_number = self._saves.look(wait=False)
         if signal_number:
             self._end(step, signal_number)

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from shardwright.cli.asking.application import AsJson, new_application, print_json, show_text
+from shardwright.cli.asking.misuse import Group
 from shardwright.cli.asking.run_path import run_path
 from shardwright.cli.commands.plan.make import make
 from shardwright.errors import PlanError
@@ -19,7 +19,7 @@ from shardwright.plan.diff import diff_plans
 __all__ = ["application", "diff"]
 
 
-class _PlanGroup(TyperGroup):
+class _PlanGroup(Group):
     """``shardwright plan -n 512 model.py:build`` is ``plan make``: no command is called so."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -56,8 +56,8 @@ def show(plan: PlanPath, as_json: AsJson = False) -> None:
 
 @application.command("diff", short_help="Compare two plans; exit code 1 if they differ.")
 def diff(
-    first: Annotated[Path, typer.Argument(metavar="A", callback=run_path, help=_PLAN)],
-    second: Annotated[Path, typer.Argument(metavar="B", callback=run_path, help="Another.")],
+    first: Annotated[Path, typer.Argument(metavar="PLAN", callback=run_path, help=_PLAN)],
+    second: Annotated[Path, typer.Argument(metavar="OTHER_PLAN", callback=run_path, help="Another.")],
     as_json: AsJson = False,
 ) -> None:
     """Compare two plans: which units moved, which degrees and settings changed.

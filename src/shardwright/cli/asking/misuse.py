@@ -1,0 +1,174 @@
+"""Words what is wrong with a command line: what was asked, what is true, what to do.
+
+click finds it: an unknown option, a missing argument, a value of another type. Its own words name no remedy,
+and are not folded to the terminal.
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from shardwright.errors import ConfigError, UsageError
+from shardwright.printable import printable
+
+__all__ = ["CommandLineError", "Group", "reworded"]
+
+# Of the copy of click in typer, or of click itself: that depends on the version of typer.
+_click = sys.modules[typer.BadParameter.__module__]
+CommandLineError: type[Exception] = _click.UsageError
+"""What click raises for a command line that it cannot read."""
+
+_MOST_LETTERS = 60
+_EXAMPLE = re.compile(r"For example:\s+(shardwright .*?)(?:\n\n|$)", re.DOTALL)
+_LEFT_OVER = re.compile(r"unexpected extra arguments?(?:\(s\))? \((.*)\)$", re.DOTALL)
+_FIRST_LETTER = re.compile(r"^[A-Z](?=[a-z ])")
+
+
+class Group(TyperGroup):
+    """Commands of a group, of which another one is refused in our words."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As click has it, for a command that there is."""
+        name = args[0]
+        if not name.startswith("-") and name.replace("_", "-") not in self.commands:
+            raise UsageError(self._no_command(ctx, name))
+        return super().resolve_command(ctx, args)
+
+    def _no_command(self, context: Any, name: str) -> str:
+        of_group = f"{_command(context)} has" if context.parent else "there is"
+        said = f"{of_group} no command {_short(name)}."
+        if name.endswith(".py"):
+            return f"{said} To run a script: shardwright run -n 2 {_short(name)}"
+        return f"{said} {_near(name, self.commands)}All of them: {context.command_path} --help"
+
+
+def reworded(error: Any) -> UsageError | None:
+    """What click complains about, as our own error; None for a group without a command, which shows its help.
+
+    Args:
+        error: a `CommandLineError`.
+    """
+    if isinstance(error, getattr(_click, "NoArgsIsHelpError", ())):  # click 8.1 has none
+        return None
+    if isinstance(error, _click.NoSuchOption):
+        return UsageError(_no_option(error))
+    if isinstance(error, _click.MissingParameter):
+        return UsageError(_missing(error))
+    if isinstance(error, _click.BadParameter) and error.param is not None:
+        return UsageError(_bad_value(error))
+    if isinstance(error, _click.BadOptionUsage):
+        return UsageError(_bad_use(error))
+    return UsageError(_other(error))
+
+
+def _no_option(error: Any) -> str:
+    context, typed = error.ctx, error.option_name
+    if context.parent is None:
+        return f"{_short(typed)} stands before a command. Put it behind: shardwright run -n 2 train.py"
+    said = f"{_command(context)} has no option {_short(typed)}"
+    options = [name for each in context.command.params for name in each.opts if name.startswith("-")]
+    instead = _by_another_way(typed, options)
+    if instead is not None:
+        return f"{said}. Write {instead}"
+    near = _near(typed, options) if typed.startswith("--") else ""
+    return f"{said}. {near}All of them: {context.command_path} --help"
+
+
+def _near(typed: str, known: Iterable[str]) -> str:
+    near = get_close_matches(typed, known, n=1)
+    return f"Did you mean {near[0]}? " if near else ""
+
+
+def _by_another_way(typed: str, options: Sequence[str]) -> str | None:
+    """How a command takes what is no option of it: as a setting, or as a pin of a search."""
+    # Here, because they import pydantic and numpy: --help answers before.
+    if "--set" in options:
+        from shardwright.config import Config
+
+        name = typed.lstrip("-").replace("-", "_")
+        if name in Config.model_fields:
+            return f"--set {name}=VALUE, for it is a setting."
+    if "--pin" in options:
+        from shardwright.topology.pins import parse_pins
+
+        name = typed.lstrip("-")
+        try:
+            parse_pins([f"{name}=1"])
+        except ConfigError:
+            return None
+        return f"--pin {name}=VALUE"
+    return None
+
+
+def _missing(error: Any) -> str:
+    context, parameter = error.ctx, error.param
+    meaning = _FIRST_LETTER.sub(lambda found: found[0].lower(), parameter.help or "").rstrip(".")
+    said = f"{_command(context)} needs {_name(parameter)}{f': {meaning}' if meaning else ''}."
+    return f"{said} {_example(context)}"
+
+
+def _bad_value(error: Any) -> str:
+    name, cause = _name(error.param), error.__cause__
+    findings = cause.errors() if hasattr(cause, "errors") else []
+    if findings and findings[0]["type"] != "value_error":
+        from shardwright.problems import describe
+
+        return str(describe([{**findings[0], "loc": (name,)}], root=name)[0])
+    return f"{name}: {error.message.removeprefix('Value error, ').rstrip('.')}."
+
+
+def _bad_use(error: Any) -> str:
+    """A value is missing behind an option, or one stands behind a switch."""
+    name = error.option_name
+    if "does not take" in error.message:
+        return f"{name} takes no value. Write it alone."
+    return f"{name} needs a value behind it: {name} VALUE"
+
+
+def _other(error: Any) -> str:
+    message, context = error.format_message(), error.ctx
+    left_over = _LEFT_OVER.search(message)
+    if context is None:
+        return message
+    if left_over is None:
+        return f"{message} See: {context.command_path} --help"
+    takes = [_name(each) for each in context.command.params if not _is_option(each)]
+    return (
+        f"{_command(context)} takes {_joined(takes)}, and {_short(left_over[1])} is left over. Leave it out, "
+        "or put quotes around what has spaces."
+    )
+
+
+def _command(context: Any) -> str:
+    """Without the name of the program, which would look like a line to copy."""
+    return str(context.command_path).partition(" ")[2]
+
+
+def _name(parameter: Any) -> str:
+    """An option by its first long name, an argument as the help has it."""
+    if _is_option(parameter):
+        return str(next((name for name in parameter.opts if name.startswith("--")), parameter.opts[0]))
+    return str(parameter.metavar or parameter.name).strip("[]")
+
+
+def _is_option(parameter: Any) -> bool:
+    return bool(parameter.param_type_name == "option")
+
+
+def _joined(names: Iterable[str]) -> str:
+    return " and ".join(names) or "no argument"
+
+
+def _example(context: Any) -> str:
+    """The one in the help of a command, or where the help is."""
+    found = _EXAMPLE.search(context.command.help or "")
+    return f"For example: {' '.join(found[1].split())}" if found else f"See: {context.command_path} --help"
+
+
+def _short(word: str) -> str:
+    return printable(word if len(word) <= _MOST_LETTERS else f"{word[:_MOST_LETTERS]}...")

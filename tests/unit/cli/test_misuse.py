@@ -1,0 +1,94 @@
+"""A command line that cannot be read: what was asked, what is true, what to do; within 80 columns."""
+
+import sys
+
+import pytest
+
+from cli.calling import Terminal, call
+from shardwright.cli import COMMANDS
+
+TASK = "gpt2-1.5b p4d.24xlarge --batch 512"
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys):
+    """Runs words that are refused; returns what a terminal of 80 columns shows, and the same in one line."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*words):
+        terminal = Terminal()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", terminal)
+            code, out, _ = call(capsys, *words)
+        lines = terminal.getvalue().splitlines()
+        assert (code, out) == (2, "")
+        assert max(map(len, lines)) <= 80
+        assert lines[0].startswith(("UsageError: ", "ConfigError: "))
+        return " ".join(" ".join(lines).split()).removeprefix("UsageError: ")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("run --nnode 2 train.py", "run has no option --nnode. Did you mean --nnodes? All of them: "),
+        ("run -x train.py", "run has no option -x. All of them: shardwright run --help"),
+        ("-n 2 train.py", "-n stands before a command. Put it behind: shardwright run -n 2 train.py"),
+        ("run --microbatches 4 train.py", "Write --set microbatches=VALUE, for it is a setting."),
+        ("run --tensor-parallel-degree=2 train.py", "Write --set tensor_parallel_degree=VALUE, for"),
+        (f"search {TASK} --tensor 8", "search has no option --tensor. Write --pin tensor=VALUE"),
+        ("run -n two train.py", "--num-ranks is 'two', but it must be a whole number."),
+        ("run -n 1.5 train.py", "--num-ranks is '1.5', but it must be a whole number."),
+        ("run -n 0 train.py", "--num-ranks is '0', but it must be at least 1."),
+        ("run --device gpu train.py", "--device: 'gpu' is not one of 'auto', 'cpu'."),
+        ("run -n", "-n needs a value behind it: -n VALUE"),
+        ("runs --json=yes", "--json takes no value. Write it alone."),
+        ("runs a b", "runs takes DIR, and b is left over. Leave it out, or put quotes"),
+        ("doctor a", "doctor takes no argument, and a is left over."),
+        ("rnu train.py", "there is no command rnu. Did you mean run? All of them: shardwright --help"),
+        ("train.py", "there is no command train.py. To run a script: shardwright run -n 2 train.py"),
+        ("ckpt list a", "ckpt has no command list. Did you mean ls? All of them: shardwright ckpt --help"),
+        ("search gpt2-1.5b", "search needs MACHINES: such as p4d.24xlarge*4, or"),
+        ("search gpt2-1.5b p4d.24xlarge", "search needs --batch: samples of a step, over all"),
+        (f"why-not {TASK}", "no way is named that you have in mind. Add one: tensor=8 pipeline=4"),
+    ],
+)
+def test_a_command_line_is_refused_in_our_words(refused, words, message):
+    assert message in refused(*words.split())
+
+
+def _commands():
+    for command in COMMANDS:
+        if command.is_group:
+            yield from ((command.name, each.name) for each in command.load().registered_commands)
+        else:
+            yield (command.name,)
+
+
+@pytest.mark.parametrize("words", list(_commands()), ids=" ".join)
+def test_what_is_missing_comes_with_an_example(refused, words):
+    """Commands that need nothing are given too much."""
+    needs_nothing = words in {("runs",), ("doctor",), ("catalogue",), ("probe",), ("watch",)}
+    if needs_nothing:
+        assert "is left over" in refused(*words, "a", "b")
+        return
+    said = refused(*words)
+    assert said.startswith(f"{' '.join(words)} needs ")
+    assert f"For example: shardwright {' '.join(words)} " in said or said.endswith("--help")
+
+
+def test_underscores_are_dashes(capsys, tmp_path):
+    script = tmp_path / "train.py"
+    script.touch()
+    code, out, _ = call(capsys, "run", "--dry_run", "--nproc_per_node", "2", "--name", "one", script)
+    assert code == 0
+    assert "--nproc-per-node=2" in out
+    assert call(capsys, "what_if", "--help") == call(capsys, "what-if", "--help")
+
+
+def test_a_pin_has_one_name_in_all_commands(capsys):
+    task = ("why-not", "gpt-neox-20b", "p4d.24xlarge*4", "-b", "512")
+    words = call(capsys, *task, "pipeline=4", "tensor=8")
+    assert words[0] == 0
+    assert call(capsys, *task, "pp=4", "--pin", "tensor_parallel_degree=8") == words
