@@ -65,6 +65,16 @@ def _plain():
     return [np.asarray(v) for v in model.trainable_variables]
 
 
+def _horovod():
+    from smdistributed import horovod
+
+    horovod.provide()
+    import horovod.tensorflow as hvd
+
+    hvd.init()
+    return hvd
+
+
 def _replicated(pipeline, folder, in_function, settings):
     import tensorflow as tf
 
@@ -75,10 +85,11 @@ def _replicated(pipeline, folder, in_function, settings):
     model = sw.DistributedModel(model)
     model(tf.zeros([2, 6], tf.int64))
     step = sw.step(_step(tf, model, loss_of))
+    over_replicas = _horovod().allreduce if settings.get("horovod") else lambda mean: mean
 
     def train(ids, labels):
         gradients, loss = step(ids, labels)
-        means = [each.accumulate() for each in gradients]
+        means = [over_replicas(each.accumulate()) for each in gradients]
         optimizer.apply_gradients(zip(means, model.trainable_variables, strict=True))
         return loss.reduce_mean()
 
@@ -108,7 +119,8 @@ def _trained_by_one_process():
 
 
 # Name of the settings -> settings.
-SETTINGS_OF = {"whole": {}, "shared_slots": {"shard_optimizer_state": True}}
+# A script for Horovod averages once more what is alike on all replicas.
+SETTINGS_OF = {"whole": {"horovod": True}, "shared_slots": {"shard_optimizer_state": True}}
 
 
 def _each(pipeline, folder):
@@ -132,7 +144,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("pipeline", [1, 2], ids=["1x2", "2x2"])
 def test_replicas_train_what_one_process_trains(pipeline, name, folder):
     expected = _trained_by_one_process()
-    is_shared = bool(SETTINGS_OF[name])
+    is_shared = name == "shared_slots"
     ranks = [rank[name] for rank in _replicas(pipeline, f"{folder}/{pipeline}")]
     num_slots = sum(2 * each.size for each in expected)  # Adam has two for each variable, and two numbers
     of_all = sum(rank[-1] - 2 for rank in ranks)

@@ -149,7 +149,7 @@ def test_out_of_range(settings: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"horovod": True},
+        {"fp16_params": True},
         {"prescaled_batch": True},
     ],
 )
@@ -159,7 +159,7 @@ def test_features_of_later_versions(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"tensor_parallel_degree": 1}, {"horovod": "False"}, {"bf16": False}, {"fp16": None}]
+    "settings", [{"tensor_parallel_degree": 1}, {"prescaled_batch": "False"}, {"bf16": False}, {"fp16": None}]
 )
 def test_features_of_later_versions_that_are_off(settings: dict[str, Any]) -> None:
     assert Config.parse(settings) == Config()
@@ -213,20 +213,20 @@ def test_plan_file_under_its_old_name() -> None:
 
 
 def test_all_problems_at_once() -> None:
-    text = problem({"microbatches": 0, "optimize": "money", "nonsense": 1, "horovod": True})
+    text = problem({"microbatches": 0, "optimize": "money", "nonsense": 1, "prescaled_batch": True})
     assert text.splitlines()[0] == "4 settings cannot be used:"
     assert len(text.splitlines()) == 5
 
 
 def test_merge_takes_the_last_and_knows_aliases() -> None:
     config = Config.merge(
-        {"partitions": 2, "microbatches": 4, "seed": 1, "static_mode": True},
+        {"partitions": 2, "microbatches": 4, "seed": 1, "static_mode": True, "horovod": True},
         None,
         Config.parse({"seed": 2}),
         {"pipeline_parallel_degree": 4, "microbatches": None},
     )
     assert (config.pipeline_parallel_degree, config.microbatches, config.seed) == (4, None, 2)
-    assert config.ignored == ("static_mode",)
+    assert config.ignored == ("static_mode", "horovod")
 
 
 def test_merge_with_a_config_overrides_only_what_it_sets() -> None:

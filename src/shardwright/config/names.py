@@ -26,6 +26,7 @@ _WITHOUT_EFFECT = frozenset(
         "deterministic_server",
         "fast_mode",
         "fork",
+        "horovod",  # replicas are averaged here, so that a script's own average of them changes nothing
         "overlapping_allreduce",
         "sdp_hierarchical_allgather",
         "skip_tracing",
@@ -41,7 +42,6 @@ _NOT_YET: dict[str, tuple[Any, str]] = {
         "build the model under sw.delay_param_initialization()",
     ),
     "fp16_params": (False, "cast the model with model.half()"),
-    "horovod": (False, "use data_parallel_degree, which needs no Horovod"),
     "prescaled_batch": (False, "give each replica its own batch"),
 }
 

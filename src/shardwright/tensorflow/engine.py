@@ -25,6 +25,7 @@ from shardwright.tensorflow.program import Program
 from shardwright.tensorflow.recorder import Recorder
 from shardwright.tensorflow.replicas import Replicas
 from shardwright.tensorflow.results import Results, positions_of
+from shardwright.tensorflow.row_gradients import dense, dense_if_fixed
 from shardwright.tensorflow.step_end import StepEnd
 from shardwright.tensorflow.trace import Trace, trace_step
 from shardwright.tensorflow.variables import Variables, tf_variable
@@ -331,7 +332,8 @@ class Engine:
                 args, kwargs = arguments.rebuild(tensors)
                 result = function(*args, **kwargs)
                 # Replicas would have different rows of a sparse gradient.
-                return result if self._replicas is None else tf.nest.map_structure(_dense, result)
+                made = dense_if_fixed if self._replicas is None else dense
+                return tf.nest.map_structure(made, result)
 
             name = getattr(function, "__qualname__", "the step function")
             self.is_tracing, self.recorder = True, Recorder()
@@ -346,10 +348,6 @@ class Engine:
         self._functions[id(function)] = function  # kept, so that no other one gets its id
         specs = tuple((tuple(spec.shape), spec.dtype.name) for spec in arguments.specs(size))
         return id(function), arguments.key, specs
-
-
-def _dense(value: Any) -> Any:
-    return tf.convert_to_tensor(value) if isinstance(value, tf.IndexedSlices) else value
 
 
 def _losses(prepared: Sequence[Prepared], results: Results) -> list[float]:

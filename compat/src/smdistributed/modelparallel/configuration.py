@@ -82,6 +82,7 @@ _OUR_OWN_BUSINESS = frozenset(
         "delayed_parameter_initialization",
         "prescaled_batch",
         "fp16_params",
+        "horovod",
         "_match_weights",  # distributed modules always take over the weights of what they replace
     )
 )
@@ -225,7 +226,6 @@ def _for_shardwright(found: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in found.items():
         if key not in _WITHOUT_EFFECT and key not in _OUR_OWN_BUSINESS:
             settings[key] = value
-    settings.pop("horovod", None)
     if settings["pipeline"] == "_only_forward":
         settings["pipeline"] = "auto"  # what a step does decides it
     return settings

@@ -1,6 +1,6 @@
 """Callbacks of ``model.fit`` for ranks with different data."""
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from smdistributed.dataparallel.tensorflow.collectives import broadcast_variable
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
 ]
@@ -61,14 +62,72 @@ class MetricAverageCallback(_Callback):  # type: ignore[misc]
         logs.update(zip(names, reduced(mine).numpy().tolist(), strict=True))
 
 
-class LearningRateWarmupCallback(_Callback):  # type: ignore[misc]
+class LearningRateScheduleCallback(_Callback):  # type: ignore[misc]
+    """Multiplies the learning rate, in some epochs.
+
+    Args:
+        initial_lr: the learning rate that is multiplied, as scaled for all ranks.
+        multiplier: a number, or a function of the epoch that gives one.
+        start_epoch: the first of these epochs.
+        end_epoch: the first one after them; None for no end.
+        staircase: the function is called once for each epoch; else for each batch, with a fraction of the
+            epoch. A number is set once for each epoch.
+        momentum_correction: changes nothing; Keras's optimizers hold velocities without the learning rate, or
+            have no use for the correction.
+        steps_per_epoch: batches of an epoch; None to take them from ``fit``.
+
+    Raises:
+        UsageError: nobody knows how many batches an epoch has.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ):
+        super().__init__()
+        self._rate = initial_lr
+        self._multiplier = multiplier
+        self._start = start_epoch
+        self._end = end_epoch
+        self._staircase = staircase or not callable(multiplier)
+        self._steps = steps_per_epoch
+        self._epoch = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Takes note of the epoch."""
+        self._epoch = epoch
+
+    def on_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Sets the learning rate of a batch."""
+        is_before_end = self._end is None or self._epoch < self._end
+        if self._epoch < self._start or not is_before_end or (self._staircase and batch != 0):
+            return
+        epoch = self._epoch if self._staircase else self._epoch + batch / self._batches()
+        factor = self._multiplier(epoch) if callable(self._multiplier) else self._multiplier
+        self.model.optimizer.learning_rate = self._rate * factor
+
+    def _batches(self) -> int:
+        steps = self._steps or (self.params or {}).get("steps")
+        if not steps:
+            raise UsageError(
+                f"{type(self).__name__} does not know how many batches an epoch has. Give it steps_per_epoch."
+            )
+        return int(steps)
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raises the learning rate from that of one rank to that of all, over some epochs, batch by batch.
 
     Args:
         initial_lr: the learning rate at the end, as scaled for all ranks.
         warmup_epochs: how long it rises.
-        momentum_correction: changes nothing; Keras's optimizers hold velocities without the learning rate, or
-            have no use for the correction.
+        momentum_correction: changes nothing, as in `LearningRateScheduleCallback`.
         steps_per_epoch: batches of an epoch; None to take them from ``fit``.
         verbose: 1 to print the learning rate that is reached.
 
@@ -84,32 +143,23 @@ class LearningRateWarmupCallback(_Callback):  # type: ignore[misc]
         steps_per_epoch: int | None = None,
         verbose: int = 0,
     ):
-        super().__init__()
-        self._rate = initial_lr
-        self._epochs = warmup_epochs
-        self._steps = steps_per_epoch
+        def multiplier(epoch: float) -> float:
+            # The last batch of the last epoch has the whole learning rate.
+            share = (epoch + 1 / self._batches()) / warmup_epochs
+            size = data_ranks().size
+            return (share * (size - 1) + 1) / size
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self._last_epoch = warmup_epochs - 1
         self._verbose = verbose
-        self._epoch = 0
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Takes note of the epoch."""
-        self._epoch = epoch
-
-    def on_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Sets the learning rate of a batch."""
-        if self._epoch >= self._epochs:
-            return
-        steps = self._steps or (self.params or {}).get("steps")
-        if not steps:
-            raise UsageError(
-                "LearningRateWarmupCallback does not know how many batches an epoch has. Give it "
-                "steps_per_epoch."
-            )
-        size = data_ranks().size
-        share = (self._epoch + (batch + 1) / steps) / self._epochs
-        self.model.optimizer.learning_rate = self._rate / size * (share * (size - 1) + 1)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Tells where it has ended."""
-        if self._verbose and epoch == self._epochs - 1:
+        if self._verbose and epoch == self._last_epoch:
             tf.print(f"Epoch {epoch + 1}: the learning rate has reached {self._rate:g}")

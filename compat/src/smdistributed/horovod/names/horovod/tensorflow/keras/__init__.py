@@ -1,7 +1,36 @@
 """``import horovod.tensorflow.keras as hvd``."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
 from .. import *  # noqa: F403
+from .. import Compression, DistributedOptimizer
 from .. import __all__ as _names
 from . import callbacks
 
-__all__ = [*_names, "callbacks"]
+__all__ = [*_names, "callbacks", "load_model"]
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Sequence[Any] = (),
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: Any = Compression.none,
+    **options: Any,
+) -> Any:
+    """Reads a model that ``model.save`` wrote; its optimizer, if it has one, averages over all ranks.
+
+    Args:
+        filepath: of the file or folder.
+        custom_optimizers: classes of a script's own that the file may name.
+        custom_objects: further classes by name, as for ``tf.keras.models.load_model``.
+        compression: of `Compression`.
+        options: change nothing.
+    """
+    known = {each.__name__: each for each in custom_optimizers or ()} | dict(custom_objects or {})
+    model = tf.keras.models.load_model(filepath, custom_objects=known)
+    if getattr(model, "optimizer", None) is not None:
+        DistributedOptimizer(model.optimizer, compression=compression)
+    return model
