@@ -62,7 +62,10 @@ def divisible_units(
             following = None if tail is None else partial(_run_of, tail, trace)
             behind = () if tail is None else (trace.graph.nodes[each].cost_class for each in tail.nodes)
             classes = (node.cost_class, *behind)
-            yield node.name, Unit(module, args, kwargs, following=following, cost_classes=classes, run=filled_copy)
+            yield (
+                node.name,
+                Unit(module, args, kwargs, following=following, cost_classes=classes, run=filled_copy),
+            )
     for reason, names in whole.items():
         warn_of_whole(names, reason)
 
