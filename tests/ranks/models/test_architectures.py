@@ -15,6 +15,7 @@ from shardwright.testing import run_ranks
 pytest.importorskip("transformers")
 
 from architectures import ARCHITECTURES
+from architectures_further import FURTHER_ARCHITECTURES
 
 pytestmark = [pytest.mark.sweep, pytest.mark.filterwarnings("ignore")]  # transformers warns a lot
 
@@ -43,6 +44,20 @@ def test_ranks_share_the_layers_of_an_architecture(name, num_ranks):
     case = Case(config=config, tolerance=(ROUNDS | GROWS).get(name), least_divided=0.5)
     found = run_ranks(divided_differences, num_ranks, recipe, case, timeout_s=120, env=ENVIRONMENT)
     assert found == [[]] * num_ranks
+
+
+# Most of their parameters are those of a patch embedding, which text does not use.
+MOSTLY_OF_PICTURES = {"FuyuForCausalLM": 0.25, "NeoMMEForMaskedLM": 0.45}
+
+
+@pytest.mark.parametrize("name", FURTHER_ARCHITECTURES)
+def test_ranks_share_the_layers_of_an_architecture_held_out(name):
+    recipe = FURTHER_ARCHITECTURES[name].recipe()
+    case = Case(
+        config=SHARED | {"tensor_parallel_degree": 2}, least_divided=MOSTLY_OF_PICTURES.get(name, 0.5)
+    )
+    found = run_ranks(divided_differences, 2, recipe, case, timeout_s=120, env=ENVIRONMENT)
+    assert found == [[], []]
 
 
 FEW_KEY_HEADS = ("Gemma2", "GLM", "Llama", "Mistral", "Mixtral", "Phi3", "Qwen2", "Starcoder2")
