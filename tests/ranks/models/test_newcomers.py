@@ -320,6 +320,20 @@ def test_settings_that_are_no_settings():
     for given, kind in ((2, "int"), (["microbatches", 2], "list")):
         with pytest.raises(ConfigError, match=f"init takes a dictionary of settings, .* not a {kind}"):
             sw.init(given)
+    with pytest.raises(ConfigError, match=r"settings goes to the command: shardwright run --config a\.yaml"):
+        sw.init("a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [("class", r"Make one of the class: DistributedModel\(Linear"), ("state", "model.load_state_dict")],
+)
+def test_what_is_no_model(kind, remedy):
+    from shardwright.errors import UsageError
+    from shardwright.torch.model.accepted_module import accepted
+
+    with pytest.raises(UsageError, match=remedy):
+        accepted(nn.Linear if kind == "class" else nn.Linear(1, 1).state_dict(), None)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,8 @@ def test_the_cores_are_divided_among_the_ranks(script, monkeypatch, num_ranks, t
     [
         ({"target": "missing.py"}, r"There is no script missing\.py .*Check the path"),
         ({"target": "missing"}, "for a module: shardwright run -m missing"),
+        ({"target": "{folder}/n.ipynb"}, r"n\.ipynb is a notebook, and no script"),
+        ({"target": "{folder}/my", "arguments": ("script.py",)}, r'Put quotes around it: .*my script\.py"'),
         ({"target": "/"}, "/ is a folder. Give the path of a script"),
         ({"num_nodes": 2}, "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
         (
@@ -66,6 +68,10 @@ def test_the_cores_are_divided_among_the_ranks(script, monkeypatch, num_ranks, t
     ],
 )
 def test_what_does_not_go_together_is_refused(script, changes, message):
+    for name in ("n.ipynb", "my script.py"):
+        (script.parent / name).touch()
+    if "target" in changes:
+        changes = changes | {"target": changes["target"].format(folder=script.parent)}
     with pytest.raises(UsageError, match=message):
         request_for(script, **changes)
 

@@ -158,6 +158,22 @@ def test_a_script_for_horovod_is_told_where_its_names_come_from():
     assert "python -m smdistributed.horovod install" in report
 
 
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (
+            "AttributeError: 'list' object has no attribute 'reduce_mean'",
+            "(loss.item()) becomes a list",
+        ),
+        ("AttributeError: 'Net' object has no attribute 'backward'", "Hand that to the step function."),
+        ("ValueError: trying to initialize the default process group twice!", "before sw.init()."),
+    ],
+)
+def test_errors_of_others_come_with_what_to_do(error, remedy):
+    assert remedy in failure_report([ended(0, 1, error=traceback_of("train.py", error=error))])
+    assert remedy not in failure_report([ended(0, 1, error=BOOM)])
+
+
 def test_the_exit_log_keeps_lives_apart(tmp_path):
     log = ExitLog(tmp_path / "exits")
     assert (log.read(), log.of_last_life(), log.next_life(0)) == ([], [], 0)

@@ -131,7 +131,7 @@ def _bad_use(error: Any) -> str:
 
 
 def _other(error: Any) -> str:
-    message, context = error.format_message(), error.ctx
+    message, context = str(error.format_message()), error.ctx
     left_over = _LEFT_OVER.search(message)
     if context is None:
         return message

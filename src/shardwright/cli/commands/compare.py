@@ -46,7 +46,7 @@ def compare(
     if comparison.labels != comparison.names:
         show_text(align(list(zip(comparison.labels, comparison.names, strict=True))))
     show_text(f"{comparison.verdict}.")
-    rows = [[cell.replace(" %", "%") for cell in row.cells()] for row in comparison.rows]
+    rows = [row.cells() for row in comparison.rows]
     show_text(align([["", *comparison.labels, "change"], *rows]))
     if comparison.differences:
         show_text("what was different")

@@ -1,8 +1,9 @@
 """A launch request."""
 
 import json
+import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -66,7 +67,13 @@ class LaunchRequest:
         self._check_names()
         self._check_numbers()
         if not self.is_module and not Path(self.target).is_file():
-            raise UsageError(_no_script(self.target))
+            raise UsageError(_no_script(self.target, self.arguments))
+        if not self.is_module and self.target.endswith(".ipynb"):
+            raise UsageError(
+                f"{self.target} is a notebook, and no script. Start ranks from inside of it with "
+                f"sw.notebook_launcher(train, {self.num_ranks}), or make a script of it: "
+                f"jupyter nbconvert --to script {shlex.quote(self.target)}"
+            )
         for what, path in (("plan", self.plan), ("config", self.config)):
             if path is not None and not path.exists():
                 raise UsageError(f"--{what} {path}: there is no such file. Give the path of a {what} file.")
@@ -150,7 +157,10 @@ class LaunchRequest:
         return chosen
 
 
-def _no_script(target: str) -> str:
+def _no_script(target: str, arguments: Sequence[str]) -> str:
+    whole = f"{target} {arguments[0]}" if arguments else ""
+    if whole and Path(whole).is_file():
+        return f'There is no script {target}, but "{whole}". Put quotes around it: shardwright run "{whole}"'
     if Path(target).is_dir():
         return (
             f"{target} is a folder. Give the path of a script: shardwright run {target.rstrip('/')}/train.py"

@@ -25,8 +25,8 @@ _WAIT_FOR_EACH_OTHER = "All ranks of a group make the same collectives"
 _HUNG = re.compile(
     r"(?:receiving from|sending to) rank (\d+) failed: no answer|Rank (\d+) has not come within"
 )
-# Errors of others that miss something, and how a script gets it from us.
-_MISSES = {
+# Errors of others, and what a script does about them with us.
+_REMEDIES = {
     # Of PyTorch on a machine, or in a build, without CUDA.
     re.compile(
         r"Torch not compiled with CUDA enabled|'torch\._C' has no attribute '_cuda_|"
@@ -39,6 +39,18 @@ _MISSES = {
     re.compile(r"No module named 'horovod\b"): (
         "It imports Horovod, which is not here. Have a part of its names over Shardwright, once in this "
         "environment: python -m smdistributed.horovod install (after pip install -e compat in a checkout)."
+    ),
+    re.compile(r"trying to initialize the default process group twice"): (
+        "sw.init() has made the process group. Leave init_process_group out, or call it before sw.init()."
+    ),
+    re.compile(r"object has no attribute '(?:reduce_mean|concat|stack)'"): (
+        "A step function gives a StepOutput for each tensor that it returns, also inside of a dictionary: "
+        'train_step(...)["loss"].reduce_mean(). What is no tensor (loss.item()) becomes a list with an '
+        "item for each microbatch, and a function without return gives None."
+    ),
+    re.compile(r"'(?!float|int|list|tuple|dict|NoneType|Tensor)\w+' object has no attribute 'backward'"): (
+        "model.backward(loss) is of what sw.DistributedModel returns: model = sw.DistributedModel(model). "
+        "Hand that to the step function."
     ),
 }
 # Errors of ours that are defined elsewhere, by the names in tracebacks: what they are in our tree.
@@ -131,7 +143,7 @@ def failure_report(exits: Sequence[WorkerExit]) -> str:
     if names_a_lost_peer(first.error) and _WAIT_FOR_EACH_OTHER not in first.error:
         lines.append(f"  {_about_lost_peer(first, exits)}")
     error = _error_in_a_line(first.error)
-    lines += [f"  {remedy}" for missing, remedy in _MISSES.items() if missing.search(error)]
+    lines += [f"  {remedy}" for missing, remedy in _REMEDIES.items() if missing.search(error)]
     lines.append(f"  log: {first.log}")
     alike: dict[str, list[WorkerExit]] = {}
     for other in others:

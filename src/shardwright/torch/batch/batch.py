@@ -55,6 +55,12 @@ class Batch:
         return self._splitter.num_samples(self._named)
 
     @property
+    def described_kinds(self) -> str:
+        """What the arguments are, for a message; empty without any."""
+        kinds = ", ".join(f"{name} is a {type(tree).__name__}" for name, tree, *_ in self._named)
+        return f": {kinds}" if kinds else ""
+
+    @property
     def num_tokens(self) -> int | None:
         """Entries of its first tensor; None if that is not a matrix of whole numbers."""
         for leaf in self.leaves:

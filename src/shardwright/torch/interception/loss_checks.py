@@ -85,7 +85,8 @@ def refuse_untrained(trained: bool) -> None:
     if not trained:
         raise TraceError(
             f"{user_line()}: the loss does not depend on any trained parameter of the model, so there is "
-            "nothing to train. Compute it from what the model returns, without detach() or no_grad()."
+            "nothing to train. Compute it from what the model returns, without detach() or no_grad(), with "
+            "parameters that require gradients."
         )
 
 

@@ -157,8 +157,8 @@ class Planner:
         config, pipeline = self._context.config, self._context.mesh.pipeline
         if batch.num_samples is None:
             raise PlanError(
-                "the step function gets no tensor that can be cut into microbatches. Pass the batch "
-                "as an argument."
+                "the step function gets no tensor that can be cut into microbatches"
+                f"{batch.described_kinds}. Pass the batch as an argument, in tensors."
             )
         return microbatch_counts(batch.num_samples, config=config, pipeline=pipeline)
 

@@ -1,5 +1,8 @@
 """Checks that a module can be wrapped, before any rank waits for another."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 
 from shardwright.errors import UsageError
@@ -24,7 +27,9 @@ def accepted(module: nn.Module, current: Context) -> nn.Module:
         UsageError: it cannot be wrapped, or is another one than on other ranks.
     """
     if not isinstance(module, nn.Module):
-        raise UsageError(f"DistributedModel wraps an nn.Module, not a {type(module).__name__}.")
+        raise UsageError(
+            f"DistributedModel wraps an nn.Module, not a {type(module).__name__}.{_instead(module)}"
+        )
     if current.model is not None:
         raise UsageError(
             "a model is wrapped already, and a run has one. Put both into one nn.Module, and wrap that."
@@ -51,3 +56,12 @@ def _refuse_lazy(module: nn.Module) -> None:
                 f"{name} has no shape yet: it gets one in the first forward. Call the model once on a "
                 "sample, under torch.no_grad(), before DistributedModel."
             )
+
+
+def _instead(given: Any) -> str:
+    """What to pass, where it is known."""
+    if isinstance(given, type) and issubclass(given, nn.Module):
+        return f" Make one of the class: DistributedModel({given.__name__}(...))."
+    if isinstance(given, Mapping):
+        return " Build the model, wrap it, and give it these values: model.load_state_dict(values)."
+    return " Pass the model itself, such as DistributedModel(Net())."

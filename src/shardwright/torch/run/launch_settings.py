@@ -32,6 +32,11 @@ def given_settings(
     if isinstance(config, Plan):
         plan = config
     elif isinstance(config, str | os.PathLike):
+        if Path(config).suffix in (".yaml", ".yml"):
+            raise ConfigError(
+                f"init was given {shown(str(config))}, but it takes a plan file, or settings. A file of "
+                f"settings goes to the command: shardwright run --config {config} train.py"
+            )
         given = {"plan": str(Path(config))}
     elif config is None or isinstance(config, Mapping | Config):
         given = config

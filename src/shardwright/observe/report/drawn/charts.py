@@ -125,14 +125,15 @@ def _step_times(numbers: Sequence[int], values: Sequence[float | None], predicte
 
 
 def line_chart(curves: Sequence[tuple[str, Sequence[int], Sequence[float | None]]], title: str) -> Figure:
-    """Curves over steps: the first is solid, a second one dashed.
+    """Curves over steps. Of two, the first is dashed, as it is hatched elsewhere on the page.
 
     Args:
         curves: name, steps and values of each.
         title: of the vertical axis.
     """
     traces = []
-    for (name, numbers, values), dash in zip(curves, ("solid", "dash"), strict=False):
+    dashes = ("solid",) if len(curves) == 1 else ("dash", "solid")
+    for (name, numbers, values), dash in zip(curves, dashes, strict=True):
         every = max(1, -(-len(numbers) // _MOST_POINTS))
         x, y = list(numbers[::every]), list(values[::every])
         traces.append(_line(name, x, y, {"color": TEXT, "dash": dash, "width": 1.5}))

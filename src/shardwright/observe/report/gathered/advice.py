@@ -77,7 +77,7 @@ def next_step(
         if outside_s > _LARGE * measured_s:
             return (
                 f"look at the step function: {format_seconds(outside_s)} of a step, "
-                f"{outside_s / measured_s * 100:.0f} %, go to code outside of the model's units, which every "
+                f"{outside_s / measured_s * 100:.0f}%, go to code outside of the model's units, which every "
                 "rank runs and this plan does not count; a teacher can be a part of the wrapped model"
             )
         return _why_slower(plan, parts, stages)
@@ -129,15 +129,14 @@ def _slow_work(stages: Sequence[tuple[int, float]], more: str) -> str:
 
 def _what_limits(plan: Plan, waterfall: Waterfall) -> str:
     step_s = waterfall.step_s
-    # The planner has timed what it has rejected: a rule of proportion must not contradict it.
-    rejected = {each.microbatches for each in plan.alternatives}
+    # A planner that chose the number has timed others: a rule of proportion must not contradict it.
+    others = sensitivities(plan) if "microbatches" in plan.pins else ()
     may_not_be_cut = any(NOT_CUT_FURTHER in reason for reason in plan.why)
     best = max(
         (
             each
-            for each in sensitivities(plan)
+            for each in others
             if "microbatch" in each.name
-            and int(each.name.split()[0]) not in rejected
             and not (may_not_be_cut and int(each.name.split()[0]) > plan.schedule.microbatches)
         ),
         key=lambda each: each.saved_s,
@@ -145,16 +144,16 @@ def _what_limits(plan: Plan, waterfall: Waterfall) -> str:
     )
     if best is not None and step_s and best.saved_s > _WORTH * step_s:
         return (
-            f"try {best.name}: the same batch in so many parts saves {best.saved_s / step_s * 100:.0f} % by "
+            f"try {best.name}: the same batch in so many parts saves {best.saved_s / step_s * 100:.0f}% by "
             "prediction, if a microbatch takes time in proportion to its size"
         )
     kinds = {kind: waterfall.seconds(kind) for kind in _REMEDIES}  # type: ignore[arg-type]
     largest = max(kinds, key=lambda kind: kinds[kind])
     share = kinds[largest] / step_s if step_s else 0.0
     if share > _LARGE:
-        return f"{largest} takes {share * 100:.0f} % of the step: {_REMEDIES[largest]}"
+        return f"{largest} takes {share * 100:.0f}% of the step: {_REMEDIES[largest]}"
     compute = waterfall.seconds("compute") / step_s if step_s else 0.0
     return (
-        f"forward and backward are {compute * 100:.0f} % of the step, so only faster units or other machines "
+        f"forward and backward are {compute * 100:.0f}% of the step, so only faster units or other machines "
         "help: torch.profiler shows our actions by name, shardwright what-if tries machines"
     )

@@ -50,7 +50,7 @@ def _peak_memory(plan: Plan | None, peaks: Sequence[float], rows: Sequence[Memor
     if known:
         most = max(known, key=lambda row: row.measured or 0.0)
         return Compared("memory without temporaries (bytes)", most.predicted, most.measured)
-    return Compared(name, predicted, max(peaks, default=None), _WHOLE_PROCESS)
+    return Compared(name, predicted, max(peaks, default=None), _WHOLE_PROCESS if peaks else "")
 
 
 _WHOLE_PROCESS = "measured of the whole process: Python and its libraries are a part of it"

@@ -52,7 +52,7 @@ class ComparedRow:
         if self.change is not None:
             percent = round(self.change * 100, 0 if self.unit == "share" else 1)
             points = "point" if abs(percent) == 1 else "points"
-            change = f"{percent:+g} {points if self.unit == 'share' else '%'}" if percent else "0"
+            change = f"{percent:+g}{f' {points}' if self.unit == 'share' else '%'}" if percent else "0"
         return [self.name, self._shown(self.first), self._shown(self.second), change]
 
     def _shown(self, value: float | None) -> str:
@@ -63,7 +63,7 @@ class ComparedRow:
             "1/s": format_rate,
             "bytes": format_bytes,
             "loss": format_loss,
-            "share": lambda share: f"{share * 100:.0f} %",
+            "share": lambda share: f"{share * 100:.0f}%",
             "times": lambda times: f"{times:.2f}",
         }
         return forms[self.unit](value) if self.unit in forms else f"{value:g}"

@@ -58,11 +58,11 @@ class Verdict:
         if self.speed_up is not None and self.speed_up > _ALONE:
             found.append(f"{self.speed_up:.2f} times one process")
         if self.idle is not None:
-            found.append(f"{self.idle:.0%} idle".replace("%", " %"))
+            found.append(f"{self.idle:.0%} idle")
         if self.slower is not None:
             how = "slower" if self.slower >= 0 else "faster"
             percent = abs(self.slower) * 100
-            found.append(f"{percent:.{int(percent < 10)}f} % {how} than predicted")
+            found.append(f"{percent:.{int(percent < 10)}f}% {how} than predicted")
         return tuple(found)
 
     def __str__(self) -> str:

@@ -26,7 +26,7 @@ def head(data: ReportData) -> str:
         lines.append(f'<div class="top">{_verdict(data.verdict)}{loss}</div>')
     lines += [f'<p class="note">{escape(note)}</p>' for note in data.notes]
     keyed = zip(data.compared, ("step", "update", "memory"), strict=True)
-    known = [(row, key) for row, key in keyed if key != "update" or row.predicted or row.measured]
+    known = [(row, key) for row, key in keyed if row.predicted or row.measured]
     lines.append(f'<div class="cards">{"".join(_card(row, key) for row, key in known)}</div>')
     return "\n".join(lines)
 
@@ -99,8 +99,9 @@ def _card(row: Compared, key: str) -> str:
     form = format_bytes if key == "memory" else format_seconds
     figures = "".join(
         f'<div><span class="soft">{part}</span><b data-figure="{key}_{part}" data-value="{value!r}">'
-        f"{'unknown' if value is None else form(value)}</b></div>"
+        f"{form(value)}</b></div>"
         for part, value in (("predicted", row.predicted), ("measured", row.measured))
+        if value is not None
     )
     apart = "" if row.above is None else difference(row.predicted, row.measured, num_bytes=key == "memory")
     error = f'<div class="soft">{apart}</div>' if apart else ""

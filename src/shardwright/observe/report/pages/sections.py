@@ -16,7 +16,7 @@ __all__ = ["alternatives", "memory", "metrics", "parts", "parts_table", "plot", 
 _SLIGHT = 0.02
 """A difference of this share or less is marked in no row."""
 
-_ZOOM = "Drag across the plot to zoom in, click twice to zoom out."
+_ZOOM = '<span class="mouse">Drag across the plot to zoom in, click twice to zoom out.</span>'
 
 
 def plot(plots: Mapping[str, Figure], name: str, *, label: str) -> str:

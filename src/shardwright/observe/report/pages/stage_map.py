@@ -74,7 +74,7 @@ def _stage(plan: Plan, number: int, stage: StagePlan, *, share: float | None) ->
         if cost.send_bytes:
             facts.append(f"sends {format_bytes(cost.send_bytes)}")
     if share is not None:
-        facts.insert(0, f"{share * 100:.0f} % of the work")
+        facts.insert(0, f"{share * 100:.0f}% of the work")
         bar = f'<div class="share"><div style="width:{share * 100:.1f}%"></div></div>'
     return (
         f'<div class="stage"><div><b>stage {number}</b> on rank {stage.rank}</div>'

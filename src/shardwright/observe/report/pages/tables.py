@@ -62,7 +62,7 @@ def difference(predicted: float | None, measured: float | None, *, num_bytes: bo
     A line may break between the two, and nowhere else.
 
     >>> [difference(0.1, other).replace("\xa0", "_") for other in (0.105, 0.1, None)]
-    ['+5.00_ms (+5_%)', '0', '-']
+    ['+5.00_ms (+5%)', '0', '-']
     """
     if predicted is None or measured is None:
         return "-"
@@ -70,6 +70,6 @@ def difference(predicted: float | None, measured: float | None, *, num_bytes: bo
     shown = bytes_of(abs(found)) if num_bytes else seconds_of(abs(found))
     if shown in ("0", "0 B"):
         return "0"
-    share = f"({found / predicted * 100:+.0f}\xa0%)" if predicted > 0 and abs(found) < 10 * predicted else ""
+    share = f"({found / predicted * 100:+.0f}%)" if predicted > 0 and abs(found) < 10 * predicted else ""
     apart = f"{'+' if found > 0 else '-'}{shown}".replace(" ", "\xa0")
     return f"{apart} {share}".rstrip()
