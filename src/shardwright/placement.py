@@ -286,6 +286,13 @@ class BetweenUnits:
         """Whether any tensor may be cut."""
         return self.dim is not None
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether some ranks have more of a tensor than others."""
+        if any(length % self.num_ranks for length in self.lengths):
+            return True
+        return self.inner_dim is not None and self.inside.is_uneven
+
     def placement(self, shape: Sequence[int]) -> Whole | Cut:
         """The placement of a tensor of this shape."""
         if self.dim is None or self.dim >= len(shape) or shape[self.dim] not in self.lengths:

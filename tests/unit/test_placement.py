@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.placement import PARTIAL_SUM, WHOLE, Cut, Run
+from shardwright.placement import PARTIAL_SUM, WHOLE, BetweenUnits, Cut, Run
 
 RANKS = 3
 runs = st.lists(st.tuples(st.integers(0, RANKS - 1), st.integers(0, 4)), max_size=6)
@@ -141,3 +141,11 @@ def test_reshapes_of_models(shape, new_shape, cut, expected):
     from shardwright.torch.tensor_parallel.view_dims import cut_after_reshape
 
     assert cut_after_reshape(shape, new_shape, cut) == expected
+
+
+def test_parts_are_uneven_where_lengths_do_not_divide():
+    samples = [(8, 6), (8,)]
+    assert not BetweenUnits.of_batch(samples, 0, num_ranks=2).is_uneven
+    assert BetweenUnits.of_batch(samples, 0, num_ranks=3).is_uneven
+    assert not BetweenUnits.of_batch(samples, 0, num_ranks=2, inner_ranks=3, inner_dim=1).is_uneven
+    assert BetweenUnits.of_batch(samples, 0, num_ranks=2, inner_ranks=4, inner_dim=1).is_uneven

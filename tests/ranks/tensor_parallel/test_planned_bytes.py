@@ -58,7 +58,8 @@ def sent_and_planned(name, microbatches, settings):
         return loss
 
     words = 50 if name == "listed" else WORDS
-    ids = torch.randint(3, words, (4, 32), generator=torch.Generator().manual_seed(0))
+    length = 31 if "odd" in name else 32
+    ids = torch.randint(3, words, (4, length), generator=torch.Generator().manual_seed(0))
     train(model, ids)
     groups = [each for each in gc.get_objects() if isinstance(each, TensorGroup)]
     groups = [each for each in groups if isinstance(each.collectives, ProcessGroupCollectives)]
@@ -102,6 +103,14 @@ def test_bytes_are_those_of_the_plan(name, microbatches):
 def test_bytes_of_shared_sequences_are_those_of_the_plan(name, settings):
     for sent, planned, calls in run_ranks(sent_and_planned, 2, name, 2, settings, timeout_s=120):
         assert sent == planned > 0, calls
+
+
+@pytest.mark.thorough
+def test_bytes_of_the_rank_that_sends_most_are_those_of_the_plan():
+    """Of an odd length, the last rank has most, and the first one scatters most to others."""
+    found = run_ranks(sent_and_planned, 2, "llama, odd", 2, BOTH, timeout_s=120)
+    assert {planned for _, planned, _ in found} == {max(sent for sent, _, _ in found)}
+    assert found[0][0] > found[1][0]
 
 
 @pytest.mark.parametrize(

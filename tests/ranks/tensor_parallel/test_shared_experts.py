@@ -97,7 +97,10 @@ def check(name: str, cases: Mapping[str, Case], *, num_ranks: int, experts: str 
 def test_ranks_share_experts(name):
     uneven = Iteration(batch_size=7, length=5)
     steps = case(2, iterations=(uneven, uneven, uneven, EVALUATION), tolerance=TOLERANCES.get(name))
-    check(name, {"three steps": steps}, num_ranks=2)
+    cases = {"three steps": steps}
+    if name == "mixtral":
+        cases["layers alone"] = case(1, {"tensor_parallel_degree": 2}, iterations=(uneven, uneven))
+    check(name, cases, num_ranks=2)
 
 
 @pytest.mark.thorough

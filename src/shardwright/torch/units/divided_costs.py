@@ -117,20 +117,33 @@ def _divided(
 
     busiest = max(range(degree), key=lambda rank: (slices(rank), order * rank))
     whole = dry_run(unit, {}, rank=0, num_ranks=degree, prices=prices)
-    part = dry_run(unit, own, experts=experts, rank=busiest, num_ranks=degree, prices=prices, between=between)
+    parts = [
+        dry_run(unit, own, experts=experts, rank=rank, num_ranks=degree, prices=prices, between=between)
+        for rank in dict.fromkeys((busiest, *_first_of_uneven(between)))
+    ]
+    part, sender = parts[0], max(parts, key=_sent_bytes)
     timed = None
     if time_part is not None:
         asked = UnitPart(unit, own, experts, busiest, degree, prices, between)
         timed = time_part(asked, part.forward, part.backward)
     timed = timed or shares
     return DividedUnit(
-        forward=_passage(part.forward, shares.forward, timed.forward),
-        backward=_passage(part.backward, shares.backward, timed.backward),
+        forward=_passage(part.forward, sender.forward, shares.forward, timed.forward),
+        backward=_passage(part.backward, sender.backward, shares.backward, timed.backward),
         kept_share=part.kept_bytes / whole.kept_bytes if whole.kept_bytes else 1.0,
         settling_calls=part.settling.traffic.calls.total(),
         settling_bytes=part.settling.traffic.sent_bytes.total(),
         inside_share=_share_inside(part, busiest),
     )
+
+
+def _first_of_uneven(between: BetweenUnits) -> tuple[int, ...]:
+    """The first rank, where the last one has most: it may send most, as it scatters most to others."""
+    return (0,) if between.is_uneven else ()
+
+
+def _sent_bytes(found: DryRun) -> int:
+    return (found.forward.traffic + found.backward.traffic).sent_bytes.total()
 
 
 def _share_inside(found: DryRun, rank: int) -> float:
@@ -191,34 +204,45 @@ def _operation(
     last = between.num_ranks - 1
     num_ranks = between.num_ranks * between.inner_ranks
     args, kwargs = sample.structure.rebuild(sample.leaves)
-    part, placements = dry_run_of_operation(
-        sample.func,
-        args,
-        kwargs,
-        cuts,
-        rank=num_ranks - 1,
-        num_ranks=num_ranks,
-        prices=prices,
-        between=between,
-    )
+    found = [
+        dry_run_of_operation(
+            sample.func,
+            args,
+            kwargs,
+            cuts,
+            rank=rank,
+            num_ranks=num_ranks,
+            prices=prices,
+            between=between,
+        )
+        for rank in dict.fromkeys((num_ranks - 1, *_first_of_uneven(between)))
+    ]
+    (part, placements), (sender, _) = found[0], max(found, key=lambda each: _sent_bytes(each[0]))
     share = min(each.cut.length(last) / each.cut.size for each in cuts.values())
     share /= 1 if between.inner_dim is None else between.inner_ranks
     return (
         DividedUnit(
-            forward=_passage(part.forward, share),
-            backward=_passage(part.backward, share),
+            forward=_passage(part.forward, sender.forward, share),
+            backward=_passage(part.backward, sender.backward, share),
             kept_share=share,
         ),
         placements,
     )
 
 
-def _passage(phase: Phase, share: float, timed: float | None = None) -> Passage:
-    """Args: timed: the share of the seconds; by default that of the work."""
+def _passage(phase: Phase, of_sender: Phase, share: float, timed: float | None = None) -> Passage:
+    """The passage of the busiest rank.
+
+    Args:
+        phase: of that rank.
+        of_sender: of the rank that sends most.
+        share: of the work.
+        timed: the share of the seconds; by default that of the work.
+    """
     return Passage(
         share=share,
         pace=1.0 if timed is None or not share else min(max(timed / share, 1 / _MOST_PACE), _MOST_PACE),
-        calls=phase.traffic.calls.total(),
-        num_bytes=phase.traffic.sent_bytes.total(),
+        calls=of_sender.traffic.calls.total(),
+        num_bytes=of_sender.traffic.sent_bytes.total(),
         operations=phase.num_divided,
     )
