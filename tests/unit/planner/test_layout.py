@@ -38,7 +38,7 @@ def test_costs_of_stages() -> None:
     layout = lay_out(chain_graph(2), (0, 2, 4), (0, 1)).with_recompute([1])
     first, second = layout.stage_costs()
     assert (first.forward_s, first.backward_s, first.weight_s, first.recompute_s) == (1.5, 3.0, 1.5, 1.0)
-    assert (first.saved_bytes, second.saved_bytes) == (1000 + 40 + 40, 2000)
+    assert (first.saved_bytes, second.saved_bytes) == (1000 + 40 + 40, 2000 + 40)
     assert layout.stages_of(1) == [1]
     assert (layout.num_stages, layout.num_ranks) == (2, 2)
     assert layout.stage_of_call.tolist() == [0, 0, 1, 1]
@@ -70,6 +70,27 @@ def test_a_value_that_several_calls_keep_counts_once_a_stage() -> None:
     # Recomputed calls keep what they read, c and d both b.
     again = whole.with_recompute([0, 1, 2, 3])
     assert again.stage_costs()[0].saved_bytes == 4 * 40 - 40
+
+
+def test_what_another_rank_has_sent_stays_though_nothing_keeps_it() -> None:
+    """Bug: a decoder was predicted without the encoder's results that it concatenates: 9 % of a U-Net."""
+    builder = GraphBuilder()
+    skipped = builder.unit("a", output_bytes=40)
+    deep = builder.unit("b", [skipped], output_bytes=8)
+    up = builder.unit("c", [deep], output_bytes=8, saved_values=[deep])
+    both = builder.op("cat", [up, skipped], output_bytes=48)
+    graph = builder.graph(loss=builder.unit("d", [both], saved_values=[both]))
+    profile = Profile(
+        costs={"block": UnitCost(forward_s=1.0, backward_s=2.0, saved_bytes=100, input_bytes=48)}
+    )
+    # Kept to be sent back to: both. Received: the deep one, which c keeps anyway, and the other.
+    for ranks, received in (((0, 1), 40), ((0, 0), 0)):
+        layout = lay_out(graph, (0, 2, 4), ranks, profile)
+        assert [cost.saved_bytes for cost in layout.stage_costs()] == [200 + 40 + 8, 200 + received]
+    layout = lay_out(graph, (0, 2, 4), (0, 1), profile)
+    kept = [cost.saved_bytes for cost in layout.stage_costs()]
+    tight = choose_keeping(layout, in_flight=(1, 1), limit_bytes=max(kept), policy=REPEATS)
+    assert tight.recompute.any()
 
 
 def test_edges_skip_stages_and_count_each_value_once() -> None:

@@ -53,6 +53,8 @@ class SavedValue:
         savers: positions of the calls that keep it.
         glue_savers: for each operation that keeps it, the call at which it is at home.
         readers: positions of the calls that read it, and keep it when they are recomputed.
+        takers: positions of the calls that read it, or at which an operation does; of another rank, their
+            stages keep what they have received.
         sent: the last call that sends a gradient back; a stage that ends before it keeps the value.
     """
 
@@ -61,6 +63,7 @@ class SavedValue:
     savers: tuple[int, ...]
     glue_savers: tuple[int, ...]
     readers: tuple[int, ...]
+    takers: tuple[int, ...]
     sent: int
 
     def keepers(self, recompute: Sequence[bool] | Mapping[int, bool]) -> list[int]:

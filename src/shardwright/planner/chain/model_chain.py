@@ -225,6 +225,7 @@ def _saved_values(
                 savers=tuple(savers.get(index, ())),
                 glue_savers=tuple(glue_savers.get(index, ())),
                 readers=tuple(home_of[r] for r in readers if graph.nodes[r].kind == "unit"),
+                takers=tuple(dict.fromkeys(home_of[r] for r in readers)),
                 sent=max(returning, default=-1),
             )
         )

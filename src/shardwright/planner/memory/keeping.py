@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 
 from shardwright.cluster import Link
 from shardwright.costs.own_runtime import OFFLOADED_CALL_S
+from shardwright.planner.chain.chain import SavedValue
 from shardwright.planner.memory.rank_memory import gradients_come_late, messages
 from shardwright.planner.partition.layout import Layout
 
@@ -137,7 +138,7 @@ class _Need:
         self._values = [
             (value, stage_of_call[value.source], stage_of_call[value.sent] if value.sent >= 0 else -1)
             for value in chain.saved_values
-            if not self._stage.keys().isdisjoint((*value.savers, *value.glue_savers, *value.readers))
+            if not self._stage.keys().isdisjoint((*value.savers, *value.glue_savers, *value.takers))
         ]
         came = layout.first_gradients().tolist() if gradients_late else [0] * chain.num_calls
         self._gradients = {call: came[call] for call in self.calls}
@@ -211,9 +212,7 @@ class _Need:
             window = max([window, *(sum(leaving[i : i + most]) for i in range(len(leaving)))])
             tail = max(tail, sum(leaving[: most - 1]))
         for value, home, target in self._values:
-            total -= self._counted_twice(value.keepers(recompute), value.savers, choice, home, target) * (
-                value.num_bytes
-            )
+            total -= self._counted_twice(value, recompute, choice, home, target) * value.num_bytes
         # Of stages with several microbatches, another one's last units are on their way.
         flying = max((self._in_flight[stage] for stage in self._stages), default=1)
         if self._late_bytes:  # of one stage: the next backward begins when the first has freed a microbatch
@@ -221,15 +220,15 @@ class _Need:
         return self._fixed + total + work + window + (tail if flying > 1 else 0.0)
 
     def _counted_twice(
-        self, keepers: Sequence[int], savers: Sequence[int], choice: _Choice, home: int, target: int
+        self, value: SavedValue, recompute: Mapping[int, bool], choice: _Choice, home: int, target: int
     ) -> int:
         """How often, over microbatches, a value was counted too much; negative: it stays, and was not."""
         kept: dict[int, int] = {}
         left: set[int] = set()
-        for call in keepers:
+        for call in value.keepers(recompute):
             if call not in self._stage:
                 continue
-            if call in choice.offload and (call in savers or call in choice.recompute):
+            if call in choice.offload and (call in value.savers or call in choice.recompute):
                 left.add(self._stage[call])
             else:
                 kept[self._stage[call]] = kept.get(self._stage[call], 0) + 1
@@ -239,6 +238,10 @@ class _Need:
         for stage in left - kept.keys():
             if stage != home:  # it came from another stage, and stays
                 kept[stage] = 0
+        if home not in self._stages:  # of another rank: it has been received
+            for call in value.takers:
+                if call in self._stage:
+                    kept.setdefault(self._stage[call], 0)
         return sum(self._in_flight[stage] * (count - 1) for stage, count in kept.items())
 
 

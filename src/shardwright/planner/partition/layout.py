@@ -179,7 +179,10 @@ class Layout:
         return np.maximum(leaving, 0.0)
 
     def _counted_twice(self) -> list[int]:
-        """For each stage, the bytes of values that several of its calls keep, but for the first time."""
+        """For each stage, the bytes of values that several of its calls keep, but for the first time.
+
+        Less those of values that it has received, and keeps until its backward though no call does.
+        """
         stage, recompute = self.stage_of_call.tolist(), self.recompute.tolist()
         extra = [0] * self.num_stages
         for value in self.chain.saved_values:
@@ -189,6 +192,9 @@ class Layout:
             home = stage[value.source]
             if value.sent >= 0 and stage[value.sent] != home and home in counts:
                 counts[home] += 1
+            for taker in {stage[call] for call in value.takers}:
+                if self.ranks[taker] != self.ranks[home]:
+                    counts.setdefault(taker, 0)
             for where, count in counts.items():
                 extra[where] += (count - 1) * value.num_bytes
         return extra
