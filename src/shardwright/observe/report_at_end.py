@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from importlib.util import find_spec
 
+from shardwright.errors import ShardwrightError
 from shardwright.observe.console import Console
 from shardwright.observe.run_folder import RunFolder, show_path
 from shardwright.plan import Plan
@@ -36,7 +37,8 @@ def write_at_end(
 
             write_report(folder.path, folder.report_file)
         except Exception as error:  # whatever it is, the training is done and must not fail for a page
-            reason = f"{type(error).__name__}: {error}"
+            told = str(error).rstrip(".")
+            reason = told if isinstance(error, ShardwrightError) else f"{type(error).__name__}: {told}"
         else:
             event("report_written")
             return

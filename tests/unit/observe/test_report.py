@@ -340,6 +340,7 @@ def test_a_plan_alone(tmp_path: Path) -> None:
     assert f'data-figure="step_predicted" data-value="{plan.prediction.step_s!r}"' in text
     assert "_measured" not in text  # nothing was: no "unknown", and no remark about it
     assert "Python and its libraries" not in text
+    assert "<h2>The plan</h2>" in text
     assert "12.5% slower, with 4.0 KiB" in text
     assert "The times of the units were measured." in text
 
@@ -548,16 +549,25 @@ def test_a_run_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not folder.report_file.exists()
 
 
-def test_an_error_in_it_does_not_fail_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero"),
+        (UsageError("the disk is full. Name another file."), "the disk is full. Name another file"),
+    ],
+)
+def test_an_error_in_it_does_not_fail_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
+) -> None:
     def fail(*_: object) -> None:
-        raise ZeroDivisionError("division by zero")
+        raise error
 
     monkeypatch.setattr(report_at_end, "find_spec", lambda name: True)
     monkeypatch.setattr("shardwright.observe.report.write_report", fail)
     folder, said = observed(tmp_path, two_stage_plan())
-    assert "no report.html: ZeroDivisionError: division by zero. To write it: shardwright report" in said
+    assert f"no report.html: {reason}. To write it: shardwright report" in said
     last = read_json_lines(folder.events_file)[-1]
-    assert (last["kind"], last["reason"]) == ("report_not_written", "ZeroDivisionError: division by zero")
+    assert (last["kind"], last["reason"]) == ("report_not_written", reason)
 
 
 def test_a_run_that_wants_none_leaves_none(tmp_path: Path) -> None:

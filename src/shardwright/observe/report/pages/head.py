@@ -114,14 +114,15 @@ def _card(row: Compared, key: str) -> str:
 
 
 def facts(data: ReportData) -> str:
-    """What the run was, in one block."""
+    """What the run was, or the plan of none, in one block."""
     rows = [] if data.facts is None else data.facts.rows()
     if data.plan is not None:
         rows += _of_plan(data.plan)
     if not rows:
         return ""
     listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in rows)
-    return f'<h2>The run</h2>\n<dl class="facts">{listed}</dl>'
+    title = "The plan" if data.facts is None and not data.steps else "The run"
+    return f'<h2>{title}</h2>\n<dl class="facts">{listed}</dl>'
 
 
 def _of_plan(plan: Plan) -> list[tuple[str, str]]:
