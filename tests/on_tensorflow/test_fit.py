@@ -76,7 +76,7 @@ def _fitted(ranks, folder):
 
 
 class _WithStep:
-    """A model with a step of its own, in which two optimizers have their parts."""
+    """A model with a step of its own, two optimizers, and a metric of its own."""
 
     def __new__(cls, tf):
         class Model(tf.keras.Model):
@@ -84,6 +84,11 @@ class _WithStep:
                 super().__init__()
                 self.first, self.last = tf.keras.layers.Dense(8), tf.keras.layers.Dense(3)
                 self.optimizer_of_last = tf.keras.optimizers.SGD(0.3)
+                self.mean = tf.keras.metrics.Mean()
+
+            @property
+            def metrics(self):
+                return [self.mean]
 
             def call(self, x, training=None):
                 return self.last(self.first(x))
@@ -97,7 +102,8 @@ class _WithStep:
                 of_first, of_last = tape.gradient(loss, (first, last))
                 self.optimizer.apply_gradients(zip(of_first, first, strict=True))
                 self.optimizer_of_last.apply_gradients(zip(of_last, last, strict=True))
-                return {"error": loss}
+                self.mean.update_state(loss)
+                return {"error": loss, self.mean.name: self.mean.result()}
 
         return Model()
 
@@ -250,7 +256,8 @@ def test_fit_over_two_ranks_is_fit(found):
 def test_a_train_step_of_the_users_own(found):
     (_, expected, *_), ranks, _ = found
     for _, history, *_ in ranks:
-        assert history["error"] == pytest.approx(expected["error"], rel=1e-5)
+        for name in ("error", "mean"):
+            assert history[name] == pytest.approx(expected[name], rel=1e-5)
 
 
 def test_the_run_folder_has_every_training_step_and_the_actions_of_one(found):

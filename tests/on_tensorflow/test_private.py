@@ -60,6 +60,17 @@ def test_layers_of_a_model_in_lists_and_dictionaries():
     assert [layer.units for layer in _private.layers_of(Model())] == [1, 2, 3]
 
 
+def test_metrics_of_a_model_have_no_variables_of_it():
+    class Model(tf.keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense, self.tracker = tf.keras.layers.Dense(1), tf.keras.metrics.Mean()
+
+    model = Model()
+    model.dense.build([None, 2])
+    assert [tuple(each.shape) for each in _private.variables_without_metrics(model)] == [(2, 1), (1,)]
+
+
 def test_what_is_stateful():
     graph = tf.function(lambda: (tf.random.uniform([2]), tf.ones([2]))).get_concrete_function().graph
     stateful = {op.type for op in graph.get_operations() if _private.is_stateful(op)}

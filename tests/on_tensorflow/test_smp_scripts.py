@@ -48,13 +48,16 @@ def test_a_data_parallel_script_trains_one_model():
 
 @pytest.mark.parametrize("env", [LEGACY, {}], ids=["legacy", "keras3"])
 def test_horovod_has_callbacks_and_an_optimizer_for_fit(env):
-    ranks = run_ranks(_run, 2, "keras_hvd.py", "history weights rate", env=env, timeout_s=100)
+    names = "history weights rates weights_again updates"
+    ranks = run_ranks(_run, 2, "keras_hvd.py", names, env=env, timeout_s=150)
     for rank in ranks:
         assert rank["history"] == ranks[0]["history"]
         assert rank["history"]["loss"][-1] < rank["history"]["loss"][0]
-        assert rank["rate"] == pytest.approx(0.02)
-        for mine, first in zip(rank["weights"], ranks[0]["weights"], strict=True):
-            np.testing.assert_array_equal(mine, first)
+        assert rank["rates"] == pytest.approx([0.015, 0.02, 0.002])
+        assert rank["updates"] == 16  # 12 of them before the model was saved
+        for name in ("weights", "weights_again"):
+            for mine, first in zip(rank[name], ranks[0][name], strict=True):
+                np.testing.assert_array_equal(mine, first)
 
 
 def _trained(smp, tf, directory, placed, *, restores):

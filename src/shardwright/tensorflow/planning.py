@@ -178,7 +178,9 @@ class Planning:
         # A model that is built when it is first called has its layers only now. Keras looks for them anew
         # whenever it is asked.
         self._names = layer_names(self.model)
-        self._handles = {id(tf_variable(variable).handle) for variable in self.model.variables}
+        # Metrics are every rank's, as those that the model does not hold.
+        own = _private.variables_without_metrics(self.model)
+        self._handles = {id(tf_variable(variable).handle) for variable in own}
         self._refuse_hidden_layers(trace)
         stages_per_rank = self.context.config.virtual_stages or 1
         plan = self.context.plan

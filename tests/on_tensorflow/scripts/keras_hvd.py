@@ -1,4 +1,7 @@
-"""Horovod's example for Keras: fit with its optimizer and its callbacks."""
+"""Horovod's example for Keras: fit with its optimizer and its callbacks, and a model that is loaded again."""
+
+import os
+import tempfile
 
 import horovod.tensorflow.keras as hvd
 import numpy as np
@@ -17,11 +20,22 @@ opt = hvd.DistributedOptimizer(
 model.compile(
     loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True), optimizer=opt, metrics=["accuracy"]
 )
+rates = []
 callbacks = [
     hvd.callbacks.BroadcastGlobalVariablesCallback(0),
     hvd.callbacks.MetricAverageCallback(),
     hvd.callbacks.LearningRateWarmupCallback(initial_lr=scaled_lr, warmup_epochs=2, verbose=0),
+    hvd.callbacks.LearningRateScheduleCallback(
+        initial_lr=scaled_lr, multiplier=lambda epoch: 0.1 ** (epoch - 1), start_epoch=2
+    ),
+    tf.keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda *_: rates.append(float(tf.convert_to_tensor(model.optimizer.learning_rate)))
+    ),
 ]
 history = model.fit(x, y, batch_size=8, epochs=3, callbacks=callbacks, verbose=0).history
 weights = model.get_weights()
-rate = float(tf.convert_to_tensor(model.optimizer.learning_rate))
+with tempfile.TemporaryDirectory() as folder:
+    model.save(os.path.join(folder, "model.keras"))
+    again = hvd.load_model(os.path.join(folder, "model.keras"))
+again.fit(x, y, batch_size=8, verbose=0)
+weights_again, updates = again.get_weights(), int(again.optimizer.iterations)

@@ -26,6 +26,7 @@ from shardwright.tensorflow._private.keras import (
     stays_without_slots,
     steps_per_execution,
     uses_keras_3,
+    variables_without_metrics,
     weights_logged,
 )
 from shardwright.tensorflow._private.loss_scales import (
@@ -97,6 +98,7 @@ __all__ = [
     "steps_per_execution",
     "update_scale",
     "uses_keras_3",
+    "variables_without_metrics",
     "weights_logged",
     "without_autocast",
 ]

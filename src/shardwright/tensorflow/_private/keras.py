@@ -20,6 +20,7 @@ __all__ = [
     "stays_without_slots",
     "steps_per_execution",
     "uses_keras_3",
+    "variables_without_metrics",
     "weights_logged",
 ]
 
@@ -170,3 +171,14 @@ def layers_of(layer: Any) -> list[Any]:
     `_flatten_layers` is what Keras goes by; ``layers`` exists for models alone.
     """
     return list(layer._flatten_layers(include_self=False, recursive=False))
+
+
+def variables_without_metrics(model: Any) -> list[Any]:
+    """The variables of a model, without those of metrics that it has as attributes.
+
+    Legacy Keras counts these as well, and keeps such metrics of a model, or a layer, in ``_metrics``.
+    """
+    layers = model._flatten_layers()
+    metrics = [metric for layer in layers for metric in getattr(layer, "_metrics", ())]
+    left_out = {id(each) for metric in metrics for each in metric.variables}
+    return [each for each in model.variables if id(each) not in left_out]

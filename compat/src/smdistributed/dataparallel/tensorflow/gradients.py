@@ -72,6 +72,8 @@ def distributed_optimizer(optimizer: Any, average: Average) -> Any:
         return super(wrapper, self).apply_gradients(zip(means, variables, strict=True), *args, **kwargs)
 
     chosen = apply if method == "apply" else apply_gradients
-    wrapper: Any = type(own.__name__, (own,), {method: chosen, "averages_over_ranks": True})
+    # Models are saved with the name of the class, and are loaded with that of Keras.
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    wrapper: Any = type(own.__name__, (own,), {**names, method: chosen, "averages_over_ranks": True})
     optimizer.__class__ = wrapper
     return optimizer
