@@ -101,6 +101,12 @@ class DividedTensor(torch.Tensor):
         fast = decision.fast
         return decision.run(args, kwargs) if fast is None else fast.run(args, kwargs)
 
+    def alike(self) -> "list[DividedTensor]":
+        """The tensor and its aliases."""
+        if self._aliases is None:
+            return [self]
+        return [each for reference in self._aliases if (each := reference()) is not None]
+
     # ---- the part of a tensor that other ranks share, too ----
 
     def gathered(self) -> Tensor:
@@ -173,8 +179,9 @@ class DividedTensor(torch.Tensor):
             placement = self._spec.placement if value.shape == self.shape else WHOLE
             value = divided(value.detach(), placement, self._spec.group)
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        self._local, self._spec, self._seen, self._aliases = value._local, value._spec, True, None
-        value._seen = True
+        for each in (*self.alike(), *value.alike()):
+            each._seen = True
+        self._local, self._spec = value._local, value._spec
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) in memo:

@@ -44,7 +44,9 @@ class ReshapedInPlace:
             before._copy = tensor._copy
         view = self._view(before, *args[1:], **kwargs)
         change_shape_only(self._func, args, kwargs)
-        tensor._local, tensor._spec, tensor._seen, tensor._aliases = view._local, view._spec, True, None
+        for each in tensor.alike():  # its aliases keep their shape
+            each._seen = True
+        tensor._local, tensor._spec = view._local, view._spec
         if view._spec.copied:
             tensor._copy = view._copy
         return tensor

@@ -28,24 +28,17 @@ def note_view(view: DividedTensor, base: DividedTensor, func: Any) -> None:
         view._aliases = base._aliases
         view._aliases.append(weakref.ref(view))
         return
-    for tensor in (view, *_alike(base)):
+    for tensor in (view, *base.alike()):
         tensor._seen = True
     if is_nested(base):
-        for part in _alike(base._local):  # type: ignore[arg-type]
+        for part in base._local.alike():  # type: ignore[attr-defined]
             part._seen = True
 
 
 def moved_to(tensor: DividedTensor, local: Tensor, spec: Spec) -> None:
     """Gives a tensor, and its aliases, another part in the place of what was pending."""
-    for each in _alike(tensor):
+    for each in tensor.alike():
         each._local, each._spec = local, spec
-
-
-def _alike(tensor: DividedTensor) -> list[DividedTensor]:
-    """The tensor and its aliases."""
-    if tensor._aliases is None:
-        return [tensor]
-    return [each for reference in tensor._aliases if (each := reference()) is not None]
 
 
 def _is_pending(tensor: DividedTensor) -> bool:

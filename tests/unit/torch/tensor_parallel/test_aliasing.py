@@ -157,6 +157,32 @@ def test_a_sum_is_taken_for_its_aliases_too():
         assert all(torch.equal(each, torch.full((4, 6), 2.0, dtype=F64)) for each in seen)
 
 
+def other_memory(x):
+    y, z = x.detach() * 1, x.detach() * 2
+    alias, of_other = y.detach(), z.detach()
+    y.data = z
+    first = [torch.tanh(alias), torch.tanh(of_other)]
+    of_other.add_(1)
+    return [*first, y, z]
+
+
+def another_shape(x):
+    y, z = x.detach() * 1, x.detach() * 1
+    of_y, of_z = y.detach(), z.detach()
+    y.unsqueeze_(0)
+    of_z.t_()
+    first = [torch.tanh(of_y), torch.tanh(z)]
+    of_y.add_(1)
+    z.add_(1)
+    return [*first, y, of_z]
+
+
+@pytest.mark.parametrize("script", [other_memory, another_shape])
+def test_aliases_of_a_sum_part(script):
+    """Bug: the sum of one was put into the other, which has other values, or another shape, by then."""
+    same_as_plain(script, 4, 6, placement=PARTIAL_SUM)
+
+
 def set_by_masks_and_indices(x):
     y = x * 1
     y[y > 0] = 0.5
