@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.torch.batch.splitter import Argument, Splitter, is_batch_tensor
 from shardwright.torch.pytorch.tree import Structure, flatten
@@ -56,9 +56,10 @@ class Batch:
 
     @property
     def described_kinds(self) -> str:
-        """What the arguments are, for a message; empty without any."""
-        kinds = ", ".join(f"{name} is a {type(tree).__name__}" for name, tree, *_ in self._named)
-        return f": {kinds}" if kinds else ""
+        """The arguments beside the model with their types, for a message; empty without any."""
+        others = [(name, tree) for name, tree, *_ in self._named if not isinstance(tree, nn.Module)]
+        kinds = ", ".join(f"{name} ({type(tree).__name__})" for name, tree in others)
+        return f" among {kinds}" if kinds else ""
 
     @property
     def num_tokens(self) -> int | None:

@@ -27,6 +27,14 @@ def test_microbatches_put_together_are_the_batch(batch, microbatches):
     assert max(sizes) - min(sizes) <= 1
 
 
+def test_what_cannot_be_cut_is_described():
+    splitter = Splitter(names=("model", "x", "y"))
+    batch = Batch(((torch.nn.Linear(1, 1), [[1.0]]), {"y": 2}), splitter)
+    assert batch.num_samples is None
+    assert batch.described_kinds == " among x (list), y (int)"
+    assert Batch(((), {}), splitter).described_kinds == ""
+
+
 def test_numbers_and_scalars_go_to_every_microbatch():
     (args, _), (again, _) = split(Splitter(), ((torch.ones(4), 3, torch.tensor(2.0), None), {}), 2)
     assert args[1:] == again[1:] == (3, torch.tensor(2.0), None)
