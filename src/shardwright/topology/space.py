@@ -58,9 +58,9 @@ def _with_experts_that_run(
     if not runs.any():
         pins = " and ".join(f"{name}={value}" for name, value in task.pins.items())
         raise ConfigError(
-            f"this version runs no way with {pins}: ranks that share experts share layers or sequences, not "
-            f"both, and no shards; each has one of {task.experts} experts, and other samples than some. "
-            "Unpin one of them, or search all ways."
+            f"this version runs no way with {pins}: ranks that share experts may share layers or sequences, "
+            "not both, and no shards. expert is a multiple of context, and more than it; expert * tensor is "
+            f"at most {task.experts}, the experts of a layer. Unpin one of them, or search all ways."
         )
     return {name: column[runs] for name, column in columns.items()}
 

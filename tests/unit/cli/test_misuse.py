@@ -33,6 +33,8 @@ def refused(monkeypatch, capsys):
     ("words", "message"),
     [
         ("run --nnode 2 train.py", "run has no option --nnode. Did you mean --nnodes? All of them: "),
+        ("run --lr 3 train.py", "run has no option --lr. All of them: shardwright run --help"),
+        ("--verison", "there is no option --verison. Did you mean --version? All of them: "),
         ("run -x train.py", "run has no option -x. All of them: shardwright run --help"),
         ("-n 2 train.py", "-n stands before a command. Put it behind: shardwright run -n 2 train.py"),
         ("run --microbatches 4 train.py", "Write --set microbatches=VALUE, for it is a setting."),

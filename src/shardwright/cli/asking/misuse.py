@@ -68,20 +68,24 @@ def reworded(error: Any) -> UsageError | None:
 
 def _no_option(error: Any) -> str:
     context, typed = error.ctx, error.option_name
+    options = [name for each in context.command.params for name in each.opts if name.startswith("-")]
     if context.parent is None:
+        near = _near(typed, options)
+        if near:
+            return f"there is no option {_short(typed)}. {near}All of them: {context.command_path} --help"
         return f"{_short(typed)} stands before a command. Put it behind: shardwright run -n 2 train.py"
     said = f"{_command(context)} has no option {_short(typed)}"
-    options = [name for each in context.command.params for name in each.opts if name.startswith("-")]
     instead = _by_another_way(typed, options)
     if instead is not None:
         return f"{said}. Write {instead}"
-    near = _near(typed, options) if typed.startswith("--") else ""
-    return f"{said}. {near}All of them: {context.command_path} --help"
+    return f"{said}. {_near(typed, options)}All of them: {context.command_path} --help"
 
 
 def _near(typed: str, known: Iterable[str]) -> str:
-    near = get_close_matches(typed, known, n=1)
-    return f"Did you mean {near[0]}? " if near else ""
+    # Without dashes, which would make all short words alike; a letter is like none.
+    words = {name.lstrip("-"): name for name in known if len(name.lstrip("-")) > 1}
+    near = get_close_matches(typed.lstrip("-"), words, n=1)
+    return f"Did you mean {words[near[0]]}? " if near else ""
 
 
 def _by_another_way(typed: str, options: Sequence[str]) -> str | None:

@@ -26,7 +26,7 @@ class BatchResult:
         flops: of the model's forward for the batch; 0 where they were not counted.
         row: what this rank did, action by action.
         outside_s: seconds of operations that rest on no unit, and that every rank of a pipeline runs; part of
-            `row`, and no plan counts them.
+            `row`, in no profile, and predicted as the last run measured them.
         memory: bytes in use at the end of each of them; empty where nobody asked.
         host_copies: (action, start, end) of copies of what units keep to the host and back.
         schedule: the order of work; None where it is none that has a name.

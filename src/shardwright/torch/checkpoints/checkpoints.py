@@ -163,7 +163,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: a save in the background has failed.
-            UsageError: `step` is 0 after a step: the loop counts from 0, and would repeat one when resumed.
+            UsageError: `step` is 0 after a step: a loop that counts from 0 would repeat one when resumed.
             SystemExit: after a signal.
         """
         refuse_inside_step("checkpoints.step_done() is called", "Call it in the training loop.")
@@ -172,7 +172,8 @@ class Checkpoints:
         if step == 0 and self._context.reporter.num_steps:
             raise UsageError(
                 "step_done was given 0 after the first step, but it takes how many steps are done. In a loop "
-                "that counts from 0, write checkpoints.step_done(step + 1)."
+                "that counts from 0, write checkpoints.step_done(step + 1); in one that adds up gradients of "
+                "several batches, call it after the optimizer's step."
             )
         signal_number = self._saves.look(wait=False)
         if signal_number:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from shardwright.errors import UsageError
+from shardwright.torch.pytorch.module_tree import all_modules
 
 __all__ = ["COLLECTED", "Collected", "called_collecting", "collects"]
 
@@ -92,7 +93,7 @@ def _variables_inside(unit: nn.Module) -> dict[str, ContextVar[Any]]:
     """The context variables that forward hooks of modules inside a unit use, by name."""
     return {
         variable.name: variable
-        for module in unit.modules()
+        for module in all_modules(unit)
         if module._forward_hooks and module is not unit
         for hook in module._forward_hooks.values()
         for variable in _variables_of(hook)

@@ -72,8 +72,8 @@ class LearningRateScheduleCallback(_Callback):  # type: ignore[misc]
         end_epoch: the first one after them; None for no end.
         staircase: the function is called once for each epoch; else for each batch, with a fraction of the
             epoch. A number is set once for each epoch.
-        momentum_correction: changes nothing; Keras's optimizers hold velocities without the learning rate, or
-            have no use for the correction.
+        momentum_correction: changes nothing; where Horovod scales the momentum for a batch after the learning
+            rate has changed, it stays as it is.
         steps_per_epoch: batches of an epoch; None to take them from ``fit``.
 
     Raises:
