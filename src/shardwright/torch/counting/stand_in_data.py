@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.torch._private import TorchFunctionMode
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 
 __all__ = ["copy_of_module", "copy_of_object", "random_like"]
 
@@ -32,7 +33,7 @@ class _Replacing(TorchFunctionMode):
         self._replace = replace
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not Tensor.__deepcopy__:
+        if func not in (Tensor.__deepcopy__, DividedTensor.__deepcopy__):
             return func(*args, **(kwargs or {}))
         tensor, memo = args
         memo[id(tensor)] = new = self._replace(tensor)
@@ -79,7 +80,7 @@ def copy_of_module(
 
     def replaced(tensor: Tensor) -> Tensor:
         # What a forward left in the module: `deepcopy` refuses tensors that were computed.
-        if type(tensor) in (Tensor, nn.Parameter) and tensor.grad_fn is None:
+        if type(tensor) in (Tensor, nn.Parameter, DividedTensor) and tensor.grad_fn is None:
             same: Tensor = copy.deepcopy(tensor, memo)
             return same
         own: Tensor = random_like(tensor, device).detach()

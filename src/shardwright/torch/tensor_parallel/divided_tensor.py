@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from shardwright.errors import UsageError
 from shardwright.placement import WHOLE, Cut, Placement, Whole
@@ -184,6 +185,9 @@ class DividedTensor(torch.Tensor):
         self._local, self._spec = value._local, value._spec
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if has_torch_function_unary(self):  # a mode decides what the copy is, as for other tensors
+            given: Tensor = handle_torch_function(DividedTensor.__deepcopy__, (self,), self, memo)
+            return given
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
         if not self.is_leaf:

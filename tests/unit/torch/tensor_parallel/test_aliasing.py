@@ -1,6 +1,7 @@
 """Writes in place, through views and copies of views, and what leaves the usual way of an operation."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from choices import some_combinations
 from shardwright.errors import UsageError
 from shardwright.placement import PARTIAL_SUM, WHOLE, BetweenUnits, Cut
+from shardwright.torch.counting.stand_in_data import copy_of_object
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, divided, placement_of, whole
 
 F64 = torch.float64
@@ -524,3 +526,19 @@ def test_memory_and_pickles_are_refused():
             torch.mul(x, 2, out=divided(numbers(3, 2), Cut.even(0, 3, num_ranks=2), group))
 
     on_ranks(2, on_rank)
+
+
+def test_a_cache_of_tensors_that_ranks_share_is_copied_with_others_inside():
+    """Units in a trace that run on random data get such a copy: others have put tensors into it."""
+
+    def on_rank(group):
+        x = divided(numbers(4, 6), PLACEMENTS["rows"], group).requires_grad_()
+        cache = SimpleNamespace(seen=[x * 2])
+        twin = copy_of_object(cache, lambda tensor: torch.zeros(tensor.shape))
+        assert copy_of_object(cache).seen[0] is cache.seen[0]
+        return twin.seen[0], copy.deepcopy(x)
+
+    for own, again in on_ranks(2, on_rank):
+        assert torch.equal(own, torch.zeros(4, 6))
+        assert type(again) is DividedTensor
+        assert again.requires_grad
