@@ -121,6 +121,8 @@ def _gathered(
     slice_size = prod(shape) // max(source.size, 1)
     sent = data.new_empty(most * slice_size)
     sent[: data.numel()] = data.reshape(-1)
+    if data.numel() < sent.numel():  # a dry run takes these for another rank's, and computes with them
+        sent[data.numel() :] = 0
     parts = data.new_empty(group.num_ranks * most * slice_size)
     if sent.numel():
         group.collectives.all_gather(parts.view(torch.uint8), sent.view(torch.uint8))
