@@ -3,6 +3,8 @@
 A key bias of an attention adds the same number to all scores of a query, and the softmax takes that out. So
 its gradient is zero, and what is computed is rounding: in float32 some 1e-8 of the largest gradient, and
 another number whenever sums have another order. Adam divides it by its own size. All else is alike.
+
+Adam of Keras 3 squares each row of a lookup's gradient for itself, so it has to get the rows of one process.
 """
 
 import functools
@@ -33,22 +35,36 @@ def _made(tf):
         def __init__(self):
             super().__init__()
             self.words, self.places = layers.Embedding(WORDS, 8), layers.Embedding(LENGTH, 8)
+            self.types, self.learned = layers.Embedding(2, 8), layers.Embedding(LENGTH, 8)
+            self.position_ids = tf.Variable(tf.range(LENGTH), trainable=False)
+            # As of Swin: a row for each distance of two places, looked up several times.
+            self.distances = self.add_weight(shape=(2 * LENGTH - 1, 8), name="distances")
+            apart = np.arange(LENGTH)[:, None] - np.arange(LENGTH)[None] + LENGTH - 1
+            self.relative_index = tf.Variable(apart.reshape(-1), trainable=False)
             self.blocks = [Block() for _ in range(2)]
             self.head = layers.Dense(WORDS)
 
+        @tf.function
+        def relative(self):
+            return tf.gather(self.distances, self.relative_index)
+
         def call(self, ids):
-            x = self.words(ids) + self.places(tf.range(LENGTH))
+            x = self.words(ids) + self.places(tf.range(LENGTH)) + self.learned(self.position_ids)
+            x += self.types(tf.zeros([keras.ops.shape(ids)[0], LENGTH], tf.int32))
+            x += tf.reduce_mean(tf.reshape(self.relative(), [LENGTH, LENGTH, 8]), 1)
             for block in self.blocks:
                 x = block(x)
             return self.head(x)
 
-    model, ids = Gpt(), np.random.RandomState(1).randint(0, WORDS, (2 * BATCH, LENGTH))
+    # The last batch has one sample in a microbatch.
+    samples = 2 * BATCH + MICROBATCHES
+    model, ids = Gpt(), np.random.RandomState(1).randint(0, WORDS, (samples, LENGTH))
     model(ids[:1])
     return model, ids, np.roll(ids, -1, 1), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def _each(over_ranks):
-    """Weights after two steps, and gradients of the first in one process, by type of numbers and by name."""
+    """Weights after three steps, and gradients of the first in one process, by type of numbers and name."""
     import tensorflow as tf
 
     return {floatx: _trained(tf, floatx, over_ranks) for floatx in RUNS}

@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +25,7 @@ from shardwright.tensorflow.program import Program
 from shardwright.tensorflow.recorder import Recorder
 from shardwright.tensorflow.replicas import Replicas
 from shardwright.tensorflow.results import Results, positions_of
-from shardwright.tensorflow.row_gradients import dense, dense_if_fixed
+from shardwright.tensorflow.row_gradients import dense, fixed_rows
 from shardwright.tensorflow.step_end import StepEnd
 from shardwright.tensorflow.trace import Trace, trace_step
 from shardwright.tensorflow.variables import Variables, tf_variable
@@ -282,13 +282,30 @@ class Engine:
             assert context.links.transport is not None
             self._executor = Executor(context.links.transport, context.device)
 
-    def _of_size(self, function: Callable[..., Any], arguments: Arguments, size: int | None) -> Prepared:
+    def _of_size(self, function: Callable[..., Any], arguments: Arguments, size: int) -> Prepared:
         key = self._key(function, arguments, size)
         if key not in self._prepared:
-            self._prepared[key] = self._prepare(self._trace(function, arguments, size))
+            trace = self._trace(function, arguments, size)
+            fixed = self._fixed_rows(trace, function, arguments, size)
+            self._prepared[key] = self._prepare(trace, fixed)
         return self._prepared[key]
 
-    def _prepare(self, trace: Trace) -> Prepared:
+    def _fixed_rows(
+        self, trace: Trace, function: Callable[..., Any], arguments: Arguments, size: int
+    ) -> frozenset[int]:
+        """The outputs of a trace with rows of which the whole batch has as many."""
+        if self._num_microbatches == 1:
+            return frozenset()
+        whole = arguments.num_samples
+        if whole == size:  # a batch of one microbatch, of the size that larger batches may have as well
+            whole = 2 * size
+        return fixed_rows(
+            trace,
+            lambda: self._trace(function, arguments, whole),
+            samples=None if whole is None else (size, whole),
+        )
+
+    def _prepare(self, trace: Trace, fixed: Collection[int]) -> Prepared:
         context, planning = self._context, self._planning
         assert context.plan is not None
         program = planning.program(context.plan, trace)
@@ -297,6 +314,7 @@ class Engine:
             program.graph,
             is_of_model=planning.is_of_model,
             holder=program.holder,
+            fixed=fixed,
         )
         if context.mesh.pipeline > 1:
             self._variables.give_up(
@@ -332,8 +350,7 @@ class Engine:
                 args, kwargs = arguments.rebuild(tensors)
                 result = function(*args, **kwargs)
                 # Replicas would have different rows of a sparse gradient.
-                made = dense_if_fixed if self._replicas is None else dense
-                return tf.nest.map_structure(made, result)
+                return result if self._replicas is None else tf.nest.map_structure(dense, result)
 
             name = getattr(function, "__qualname__", "the step function")
             self.is_tracing, self.recorder = True, Recorder()

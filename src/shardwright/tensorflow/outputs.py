@@ -1,6 +1,6 @@
 """The outputs of a step function: which are gradients, and how they come back to the caller."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,13 @@ class Leaf:
         positions: of its tensors among the outputs of the graph; several for the rows of a sparse gradient.
         example: the symbolic value; None where the step function returned None.
         variable: handle of the model's variable whose gradient it is.
+        rows_are_fixed: it has rows of a variable, of which the whole batch has as many.
     """
 
     positions: tuple[int, ...]
     example: Any
     variable: Any = None
+    rows_are_fixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Outputs:
         *,
         is_of_model: Callable[[Any], bool],
         holder: Callable[[int], int],
+        fixed: Collection[int] = frozenset(),
     ) -> "Outputs":
         """Of a trace.
 
@@ -65,6 +68,7 @@ class Outputs:
             graph: the same as plain data.
             is_of_model: whether a variable belongs to the model.
             holder: number of a variable -> pipeline rank that holds it.
+            fixed: numbers of the outputs with rows of which the whole batch has as many.
 
         Raises:
             TraceError: an output cannot be sent.
@@ -72,7 +76,7 @@ class Outputs:
         names, leaves = trace.outputs, []
         holders: dict[int, int] = {}
         position = 0
-        for example in tf.nest.flatten(trace.function.structured_outputs):
+        for at, example in enumerate(tf.nest.flatten(trace.function.structured_outputs)):
             if example is None:
                 leaves.append(Leaf((), None))
                 continue
@@ -82,10 +86,10 @@ class Outputs:
             number = graph.gradients.get(names[positions[0]])
             variable = None if number is None else trace.variable_of(number)
             if variable is None or not is_of_model(variable):
-                leaves.append(Leaf(positions, example))
+                leaves.append(Leaf(positions, example, rows_are_fixed=at in fixed))
                 continue
             assert number is not None
-            leaves.append(Leaf(positions, example, variable.handle))
+            leaves.append(Leaf(positions, example, variable.handle, at in fixed))
             holders.update(dict.fromkeys(positions, holder(number)))
         shared = tuple(each for each in range(len(names)) if each not in holders)
         for each in shared:
@@ -156,7 +160,7 @@ class Outputs:
                     )
                     for _ in range(num_microbatches)
                 ]
-                packed.append(StepOutput(parts))
+                packed.append(StepOutput(parts, rows_are_fixed=leaf.rows_are_fixed))
         return tf.nest.pack_sequence_as(self.structure, packed)
 
     def _is_here(self, leaf: Leaf, rank: int) -> bool:

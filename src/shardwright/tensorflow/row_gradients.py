@@ -1,26 +1,27 @@
-"""Gradients that are rows of a variable, as those of lookups: which of them come as dense tensors.
+"""Gradients that are rows of a variable, as those of lookups: how the rows of microbatches come together.
 
-The rows of all microbatches together are those of the whole batch, if each sample looks up its own, as token
-embeddings have it::
+The optimizer gets the rows that one process has: Adam of Keras 3 squares each row for itself, and clipping
+takes the norm of the rows as they are. Where each sample looks up its own, as token embeddings have it, the
+rows of all microbatches stand behind each other. Where rows follow from no sample, as those of positions, one
+process has them once, and the microbatches' are added up, row by row::
 
-    one process   [ rows of samples 0 .. 7 ]
-    microbatches  [ 0, 1 ] [ 2, 3 ] [ 4, 5 ] [ 6, 7 ]
+                  tokens of samples 0 .. 7        positions(tf.range(length))
+    one process   [ rows of samples 0 .. 7 ]      [ rows ]
+    microbatches  [ 0, 1 ] [ 2, 3 ] [ 4, 5 ] ..   [ rows ] + [ rows ] + [ rows ] ..
 
-Where rows follow from no sample (``positions(tf.range(length))``), one process has each of them once, and
-four microbatches have it four times. That is not the same: Adam of Keras 3 squares each row for itself, and
-clipping takes the norm of the rows as they are. As dense tensors they are added up, as in one process.
+Equal rows of two microbatches tell no difference: token types that are all zero are the samples' own. The
+number of rows does: a trace with the whole batch has as many rows of positions, and more of token types.
 """
 
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from shardwright.tensorflow import _private
+from shardwright.tensorflow.trace import Trace
 
-__all__ = ["dense", "dense_if_fixed"]
-
-_NO_VALUES = (tf.resource, tf.variant)
+__all__ = ["dense", "fixed_rows", "rows_together"]
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -29,37 +30,75 @@ def dense(value: Any) -> Any:
     return tf.convert_to_tensor(value) if isinstance(value, tf.IndexedSlices) else value
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def dense_if_fixed(value: Any) -> Any:
-    """The same for a gradient whose rows are alike in all microbatches, and each is there once."""
-    if not isinstance(value, tf.IndexedSlices):
-        return value
-    rows = _fixed(value.indices)
-    is_fixed = rows is not None and np.unique(rows).size == rows.size
-    return tf.convert_to_tensor(value) if is_fixed else value
+def fixed_rows(
+    trace: Trace, whole: Callable[[], Trace], *, samples: tuple[int, int] | None = None
+) -> frozenset[int]:
+    """The outputs, by their number, that are rows of which the whole batch has as many as a microbatch.
 
-
-def _fixed(tensor: Any) -> Any:
-    """The value of a symbolic tensor that follows from constants alone; None for another."""
-    graph = tensor.graph
-    # Tensors of the script; variables are there as resources.
-    held = {inner.name: outer for outer, inner in graph.captures if outer.dtype not in _NO_VALUES}
-    pending, seen = [tensor.op], set[str]()
-    while pending:
-        operation = pending.pop()
-        if operation.name in seen:
+    Args:
+        trace: of a microbatch.
+        whole: gives that of the whole batch; called where there are rows at all.
+        samples: of the microbatch, and of the batch; None where they are not known.
+    """
+    rows = _num_rows(trace)
+    if not rows:
+        return frozenset()
+    try:
+        of_batch = _num_rows(whole())
+    except Exception as error:  # whatever it is: the model may be written for microbatches alone
+        _warn("cannot be compared to that of the whole batch, for which the step function fails", error)
+        return frozenset()
+    found = set()
+    for at, count in rows.items():
+        others = of_batch.get(at)
+        if count is None or others is None:
             continue
-        seen.add(operation.name)
-        is_given = operation.type == "Placeholder" and operation.outputs[0].name not in held
-        if is_given or _private.is_stateful(operation):
-            return None
-        pending += [each.op for each in operation.inputs]
-    definition = tf.compat.v1.graph_util.extract_sub_graph(graph.as_graph_def(), [tensor.op.name])
+        if count == others:
+            found.add(at)
+        elif samples is not None and count * samples[1] != others * samples[0]:
+            _warn(
+                f"has {count} rows for {samples[0]} samples and {others} for {samples[1]}",
+                "some are the samples', others are not: give these a table of their own",
+            )
+    return frozenset(found)
 
-    def again() -> Any:
-        known = {name: tf.identity(each) for name, each in held.items() if name.partition(":")[0] in seen}
-        return tf.import_graph_def(definition, input_map=known, return_elements=[tensor.name])
 
-    with tf.init_scope():
-        (value,) = tf.compat.v1.wrap_function(again, [])()
-        return value.numpy()
+def rows_together(parts: Sequence[Any], *, scale: float, are_fixed: bool = False) -> Any:
+    """The rows of all microbatches, times a number.
+
+    Args:
+        parts: the gradient of each microbatch.
+        scale: what values are multiplied by.
+        are_fixed: the whole batch has as many rows as each microbatch: see `fixed_rows`. They are added up
+            if they are rows of the same indices, which random ones are not.
+    """
+    values, indices = [part.values for part in parts], [part.indices for part in parts]
+
+    def added() -> Any:
+        return tf.add_n(values), indices[0]
+
+    def behind() -> Any:
+        return tf.concat(values, 0), tf.concat(indices, 0)
+
+    if are_fixed and len(parts) > 1:
+        same = tf.reduce_all(tf.equal(tf.stack(indices[1:]), indices[0]))
+        total, rows = tf.cond(same, added, behind)
+    else:
+        total, rows = behind()
+    return tf.IndexedSlices(total * tf.cast(scale, total.dtype), rows, parts[0].dense_shape)
+
+
+def _num_rows(trace: Trace) -> dict[int, int | None]:
+    """How many rows the outputs have that are rows; None where that follows from values."""
+    outputs = tf.nest.flatten(trace.function.structured_outputs)
+    rows = {at: output for at, output in enumerate(outputs) if isinstance(output, tf.IndexedSlices)}
+    return {at: output.indices.shape[0] for at, output in rows.items()}
+
+
+def _warn(fact: str, remedy: object) -> None:
+    warnings.warn(
+        f"the gradient of a lookup {fact} ({remedy}). Its rows come once for each microbatch, so Adam of "
+        "Keras 3 and clipping, which take each row for itself, may train otherwise than in one process. With "
+        "microbatches set to 1 they do not.",
+        stacklevel=3,
+    )

@@ -7,12 +7,17 @@ import tensorflow as tf
 
 from shardwright.errors import UsageError
 from shardwright.runtime.microbatch_values import MicrobatchValues
+from shardwright.tensorflow.row_gradients import rows_together
 
 __all__ = ["GradientOutput", "StepOutput", "mean_of"]
 
 
 class StepOutput(MicrobatchValues):
     """The tensors that a step function returned, one for each microbatch, on every rank.
+
+    Args:
+        outputs: the tensors, by microbatch.
+        rows_are_fixed: they are rows of a variable, of which the whole batch has as many.
 
     Attributes:
         outputs: the tensors, by microbatch.
@@ -23,10 +28,14 @@ class StepOutput(MicrobatchValues):
         "gradient, merge() for what has a row for each sample."
     )
 
+    def __init__(self, outputs: Sequence[Any], *, rows_are_fixed: bool = False):
+        super().__init__(outputs)
+        self._rows_are_fixed = rows_are_fixed
+
     def reduce_mean(self) -> Any:
         """The mean over the microbatches, element by element; shape as one of them."""
         if isinstance(self.outputs[0], tf.IndexedSlices):
-            return _slices(self.outputs, 1 / len(self.outputs))
+            return self._rows(1 / len(self.outputs))
         return self.reduce_sum() / tf.cast(len(self.outputs), self.outputs[0].dtype)
 
     def sum_and_count(self) -> tuple[Any, int]:
@@ -36,7 +45,7 @@ class StepOutput(MicrobatchValues):
     def reduce_sum(self) -> Any:
         """The sum over the microbatches, element by element; shape as one of them."""
         if isinstance(self.outputs[0], tf.IndexedSlices):
-            return _slices(self.outputs, 1)
+            return self._rows(1)
         total = self.outputs[0]
         for output in self.outputs[1:]:
             total = tf.add(total, output)
@@ -75,6 +84,9 @@ class StepOutput(MicrobatchValues):
         """
         self.refuse_different_shapes()
         return tf.stack(self.outputs, axis)
+
+    def _rows(self, scale: float) -> Any:
+        return rows_together(self.outputs, scale=scale, are_fixed=self._rows_are_fixed)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} microbatches; reduce_mean() makes one tensor of them)"
@@ -134,14 +146,5 @@ def mean_of(total: Any, count: int) -> Any:
     if total is None or count == 1:
         return total
     if isinstance(total, tf.IndexedSlices):
-        return _slices([total], 1 / count)
+        return rows_together([total], scale=1 / count)
     return total / tf.cast(count, total.dtype)
-
-
-def _slices(parts: Sequence[Any], scale: float) -> Any:
-    """Rows of gradients, those of all parts."""
-    return tf.IndexedSlices(
-        values=tf.concat([part.values * tf.cast(scale, part.values.dtype) for part in parts], 0),
-        indices=tf.concat([part.indices for part in parts], 0),
-        dense_shape=parts[0].dense_shape,
-    )
