@@ -1,13 +1,14 @@
 """Settings: names, limits, contradictions, merging, the world."""
 
 import json
+import re
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.config import Config
+from shardwright.config import Config, words_elsewhere
 from shardwright.errors import ConfigError
 from shardwright.printable import control_in
 
@@ -309,3 +310,24 @@ def test_replicas_without_ddp() -> None:
 def test_default_partition_beyond_the_world() -> None:
     with pytest.raises(ConfigError, match="default_partition is 4, but pipeline_parallel_degree is 2"):
         Config.parse({"default_partition": 4}).resolve_world(2)
+
+
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [
+        ("schedule", "Did you mean pipeline?"),
+        ("tp", "Did you mean tensor_parallel_degree?"),
+        ("num_stages", "Did you mean pipeline_parallel_degree?"),  # by letters alone: virtual_stages
+        ("micro_batch_size", "microbatches says into how many parts it is cut"),
+        ("gradient_accumulation_steps", "call optimizer.step() after as many steps"),
+    ],
+)
+def test_words_of_other_libraries_name_what_is_meant(word: str, advice: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(advice)):
+        Config.parse({word: 2})
+
+
+def test_advice_on_words_of_other_libraries_names_settings_that_exist() -> None:
+    advised = {*words_elsewhere._DEGREES, *words_elsewhere._SETTINGS}
+    assert advised <= set(Config.model_fields)
+    assert not set(words_elsewhere._WORDS) & set(Config.model_fields), "a setting is advised against itself"

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from shardwright.config.words_elsewhere import advice_for
 from shardwright.errors import ConfigError
 from shardwright.printable import printable, shown
 
@@ -131,9 +132,8 @@ def _same(a: Any, b: Any) -> bool:
 def _unknown(raw_key: str, key: str, known: Collection[str]) -> str:
     names = [*known, *_RENAMED, *_NOT_YET, *_WITHOUT_EFFECT, "load_partition", "partition_file"]
     close = get_close_matches(key, names, n=1, cutoff=0.6)
-    return f"{printable(raw_key)} is not a setting. " + (
-        f"Did you mean {close[0]}?" if close else "Remove it."
-    )
+    advice = advice_for(key.lower()) or (f"Did you mean {close[0]}?" if close else "Remove it.")
+    return f"{printable(raw_key)} is not a setting. {advice}"
 
 
 def _not_yet(key: str, value: Any) -> str:

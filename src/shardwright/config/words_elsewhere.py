@@ -1,0 +1,58 @@
+"""What other libraries, and people in a hurry, call what a setting does here: for advice, never accepted."""
+
+__all__ = ["advice_for"]
+
+_BATCH = "the script makes the batch; microbatches says into how many parts it is cut"
+_ORDINARY = "write it in the script as for one process"
+_PRECISION = (
+    "set bf16 or fp16 to true for parameters of that type, or use torch.autocast in the step function"
+)
+_SHARDED = (
+    "set sharded_data_parallel_degree to the ranks that share parameters (shard_optimizer_state for ZeRO-1)"
+)
+_RANKS = "the launcher starts ranks: shardwright run -n 4, or torchrun"
+_DEVICES = "each rank takes the accelerator of its local rank: see sw.device()"
+
+_DEGREES = {
+    "context_parallel_degree": ("cp", "cp_size", "context_parallel"),
+    "data_parallel_degree": ("dp", "dp_size", "replicas", "num_replicas"),
+    "expert_parallel_degree": ("ep", "ep_size", "expert_parallel"),
+    "pipeline_parallel_degree": ("pp", "pp_size", "num_stages", "stages", "split_points"),
+    "tensor_parallel_degree": ("tp", "tp_size", "tp_degree"),
+}
+_SETTINGS = {
+    "activation_checkpointing": ("recompute", "recomputation", "gradient_checkpointing", "checkpointing"),
+    "microbatches": ("chunks", "num_chunks", "micro_batches", "num_microbatches", "n_microbatches"),
+    "offload_activations": ("cpu_offload", "activation_offload"),
+    "pipeline": ("schedule", "pipeline_schedule", "pipeline_parallel_schedule"),
+    "memory_limit": ("max_memory", "memory_budget"),
+    "log_interval": ("log_level", "verbose", "logging_steps"),
+    "run_dir": ("output_dir", "log_dir", "checkpoint_dir", "save_dir"),
+}
+_ADVICE = {
+    _BATCH: ("batch_size", "micro_batch_size", "train_batch_size", "global_batch_size"),
+    "call optimizer.step() after as many steps, as in one process": ("gradient_accumulation_steps",),
+    _PRECISION: ("amp", "dtype", "mixed_precision", "precision"),
+    _SHARDED: ("fsdp", "shard", "sharding_strategy", "zero", "zero_optimization", "zero_stage"),
+    _RANKS: ("nnodes", "nproc_per_node", "num_processes", "world_size"),
+    _DEVICES: ("device", "devices", "gpus", "num_gpus"),
+    _ORDINARY: ("clip_grad", "gradient_clipping", "max_grad_norm", "learning_rate", "lr"),
+    "unused parameters need nothing here": ("find_unused_parameters",),
+    "sw.Checkpoints(...).resume() goes on from checkpoints, as shardwright run --resume does": (
+        "resume",
+        "resume_from_checkpoint",
+    ),
+}
+
+_WORDS = {word: f"Did you mean {ours}?" for ours, words in _SETTINGS.items() for word in words}
+_WORDS |= {word: f"Did you mean {ours}?" for ours, words in _DEGREES.items() for word in words}
+_WORDS |= {word: f"Remove it: {advice}." for advice, words in _ADVICE.items() for word in words}
+
+
+def advice_for(word: str) -> str | None:
+    """What to do in place of a setting of that name; None where we know of none.
+
+    >>> advice_for("schedule")
+    'Did you mean pipeline?'
+    """
+    return _WORDS.get(word)
