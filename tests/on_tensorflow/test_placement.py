@@ -4,6 +4,7 @@ import pytest
 
 from shardwright.errors import TraceError
 from shardwright.model_graph import TensorSpec
+from shardwright.tensorflow.cost import model_graph
 from shardwright.tensorflow.placement import Place, place
 from shardwright.tensorflow.program import Program
 from shardwright.tensorflow.routes import routes_of
@@ -152,6 +153,32 @@ def test_weights_are_read_again_and_not_kept():
     assert "read1" in placement.read_again
     assert "read1:0" not in routes.pieces["backward", 1].feeds
     assert "read1" in routes.pieces["backward", 1].body
+
+
+def test_weights_in_another_type_or_shape_are_made_again_and_not_kept():
+    gradient = {"in_gradient": True}
+    step = graph(
+        ("x", "Placeholder", (), {}),
+        ("w", "Handle", (), {}),
+        ("rows", "Const", (), {}),
+        ("read", "ReadVariableOp", ("w",), {"call": 0, **READ}),
+        ("half", "Cast", ("read",), {"call": 0}),  # as layers in float16 read weights in float32
+        ("flat", "Reshape", ("half", "rows"), {"call": 0}),
+        ("y", "MatMul", ("x", "flat"), {"call": 0}),
+        ("z", "Cast", ("y",), {"call": 0}),
+        ("loss", "Mean", ("z",), {"call": 1}),
+        ("dz", "Mul", ("loss", "z"), gradient),
+        ("dx", "MatMul", ("dz", "flat"), gradient),
+        ("dw", "MatMul", ("x", "dz"), gradient),
+        outputs=("loss", "dx", "dw"),
+        gradients={"dw": 0},
+    )
+    placement, routes = routed(step)
+    assert placement.read_again == {"read", "half", "flat"}
+    assert sorted(routes.pieces["forward", 0].gives) == ["z:0"]
+    assert {"read", "half", "flat"} <= routes.pieces["backward", 0].body
+    described = model_graph(step, ["a#1", "b#1"], ["A", "B"], variables={}, parameters=[], batch_size=1)
+    assert described.nodes[0].saved_bytes == 4  # of z alone
 
 
 def test_what_a_step_writes_is_kept_and_not_read_again():

@@ -81,12 +81,13 @@ class _Description:
             if any(makers[tensor].name in backward for tensor in operation.inputs):
                 backward.add(operation.name)
         forward = [op for op in forward if op.name not in backward and op.name not in graph.variables]
+        read_again = graph.weight_reads()
         self._saved = {
             tensor
             for operation in graph.operations
             if operation.name in backward
             for tensor in operation.inputs
-            if makers[tensor].name not in backward
+            if makers[tensor].name not in backward and makers[tensor].name not in read_again
         }
         self._trains = bool(backward)
         self._groups = _groups(forward)

@@ -50,7 +50,7 @@ class Placement:
         num_stages: of the pipeline.
         places: name of an operation -> its place.
         owners: number of a variable -> stage that holds it.
-        read_again: reads of variables that a backward repeats, so that no value is kept for it.
+        read_again: reads of weights that a backward repeats, so that no value is kept for it.
         recomputed: name of an operation that a backward repeats -> its unit call.
         addends: gradients that each stage sums its own part of.
     """
@@ -159,6 +159,7 @@ class _Placer:
         self._stage_of_call = stage_of_call
         self._num_stages = num_stages
         self._written = graph.written()
+        self._weight_reads = graph.weight_reads()
         self._maker = {tensor: op.name for op in graph.operations for tensor in op.outputs}
         # Stages whose forward makes or takes in a value.
         self._there: defaultdict[str, set[int]] = defaultdict(set)
@@ -246,6 +247,8 @@ class _Placer:
         if operation.call is not None:
             latest = max(latest, self._stage_of_call[operation.call])
         if not variables:
+            if operation.name in self._weight_reads and self._is_read_at(latest, forward):
+                self.read_again.add(operation.name)
             return self._taken(operation, latest, forward)
         owner = max(self.owners.setdefault(variable, latest) for variable in variables)
         made = max((self._stage_of(tensor) for tensor in forward), default=0)
@@ -253,9 +256,14 @@ class _Placer:
             owner = max(owner, made)
         if made > owner:
             raise self._out_of_reach(operation, owner, made)
-        if operation.kind == "ReadVariableOp" and not self._written.intersection(variables):
+        if operation.name in self._weight_reads:
             self.read_again.add(operation.name)
         return self._taken(operation, owner, forward)
+
+    def _is_read_at(self, stage: int, tensors: Sequence[str]) -> bool:
+        """Whether a stage reads these again in its backward."""
+        makers = (self._maker[tensor] for tensor in tensors)
+        return all(name in self.read_again and self.places[name].stage == stage for name in makers)
 
     def _place_in_backward(
         self, operation: Operation, forward: Sequence[str], backward: Sequence[str], variables: Sequence[int]

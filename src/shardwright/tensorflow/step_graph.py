@@ -12,6 +12,8 @@ __all__ = ["READS", "Operation", "StepGraph", "unknown_line"]
 
 # Operations that look at a variable and leave it as it is.
 READS = frozenset(("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"))
+# What gives a tensor another shape or type: next to nothing beside the products that a weight is in.
+_RECASTS = frozenset(("Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StopGradient"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +90,18 @@ class StepGraph:
             if operation.stateful and operation.kind not in READS
             for variable in self.variables_of(operation)
         )
+
+    def weight_reads(self) -> frozenset[str]:
+        """Operations that give the value of a variable that the step leaves as it is, perhaps in another
+        shape or type. A backward repeats them, so that microbatches under way keep no copies of weights."""
+        written, makers = self.written(), self.makers()
+        found: set[str] = set()
+        for operation in self.operations:
+            if operation.kind == "ReadVariableOp":
+                if written.isdisjoint(self.variables_of(operation)):
+                    found.add(operation.name)
+            elif operation.kind in _RECASTS and not operation.in_gradient:
+                value, *shape = (makers[tensor] for tensor in operation.inputs)
+                if value.name in found and all(maker.kind == "Const" for maker in shape):
+                    found.add(operation.name)
+        return frozenset(found)
