@@ -123,7 +123,10 @@ def _refuse_control_characters(words: Sequence[str]) -> None:
             raise UsageError(f"{shown(word)} has a control character, {control}. No name has; leave it out.")
 
 
-_TEXT = "Train PyTorch models too big or too slow for one device. For example: shardwright run -n 2 train.py"
+_TEXT = (
+    "Train PyTorch and Keras models too big or too slow for one device. "
+    "For example: shardwright run -n 2 train.py"
+)
 
 
 def _application(words: Sequence[str]) -> typer.Typer:

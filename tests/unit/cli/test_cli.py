@@ -31,7 +31,7 @@ def test_the_version(capsys):
 def test_help_lists_every_command(capsys):
     code, out, _ = call(capsys, "--help")
     assert code == 0
-    assert "Train PyTorch models too big or too slow for one device." in out
+    assert "Train PyTorch and Keras models too big or too slow for one device." in out
     in_one_line = " ".join(out.split())
     for command in COMMANDS:
         assert f"  {command.name} " in out
