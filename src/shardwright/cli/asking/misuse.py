@@ -98,14 +98,15 @@ def _by_another_way(typed: str, options: Sequence[str]) -> str | None:
         if name in Config.model_fields:
             return f"--set {name}=VALUE, for it is a setting."
     if "--pin" in options:
-        from shardwright.topology.pins import parse_pins
+        from shardwright.topology.pins import parse_pins, values_of
 
-        name = typed.lstrip("-")
+        name = typed.lstrip("-").replace("-", "_")
         try:
-            parse_pins([f"{name}=1"])
+            found = parse_pins([f"{name}=1"])
         except ConfigError:
             return None
-        return f"--pin {name}=VALUE"
+        values = values_of(*found)
+        return f"--pin {name}=VALUE{values and f', one of {values}'}"
     return None
 
 

@@ -14,6 +14,7 @@ With a secret, all values carry its code.
 import json
 import os
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from datetime import datetime
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from shardwright.comm.joining.tcp_store import LOOPBACK, loopback_tcp_store
 from shardwright.comm.trust.run_secret import seal_of_run
 from shardwright.comm.trust.sealed_store import SealedStore
+from shardwright.launch.ranks.meeting_place import told_if_long
 
 __all__ = ["BACKEND"]
 
@@ -46,9 +48,22 @@ def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
     """The way for so many hosts."""
     if parameters.max_nodes == 1:
         return _OneHost(parameters.run_id)
-    if parameters.get("rank") is not None:
-        return _numbered(parameters)
-    return _numbering_themselves(parameters)
+    say: Callable[[str], None] = parameters.get("say", lambda _: None)
+
+    def waiting() -> AbstractContextManager[None]:
+        return told_if_long(parameters.endpoint, parameters.max_nodes, say)
+
+    with waiting():  # for the store, which another host may serve
+        numbered = parameters.get("rank") is not None
+        handler = _numbered(parameters) if numbered else _numbering_themselves(parameters)
+    meet = handler.next_rendezvous
+
+    def told_meeting() -> RendezvousInfo:
+        with waiting():
+            return meet()
+
+    handler.next_rendezvous = told_meeting  # type: ignore[method-assign]
+    return handler
 
 
 def _sealed(store: Store) -> Store:

@@ -120,6 +120,7 @@ class Steps:
         if torch.is_grad_enabled():
             parameters = self._model.get_module().parameters()
             self._kept_gradients.look(parameters, self._context.plan, self._context.pipeline_rank)
+            self._step_end.updates.begin()
         try:
             if replicas.sharding is not None:
                 replicas.sharding.to_whole()

@@ -137,7 +137,7 @@ class DistributedOptimizer(Optimizer):
         if scaler is not None and not scaler.begin_update():
             return None
         if (model := wrapped_model()) is not None:
-            model.step_end.numbers.note(self.optimizer)
+            model.step_end.note(self.optimizer)
         self._clip()
         with (
             self.clock.running(self._device()),
