@@ -92,7 +92,7 @@ class UpdateWatch:
         elif self._kept == _UPDATES:
             self._warn(
                 "gradients were not cleared after %d updates, so each update is by the sum of all so far. "
-                "Call  optimizer.zero_grad() in the loop, before the step function.",
+                "Call optimizer.zero_grad() in the loop, before the step function.",
                 _UPDATES,
             )
 
