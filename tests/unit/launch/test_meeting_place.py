@@ -7,7 +7,12 @@ import pytest
 
 from shardwright.errors import LaunchError
 from shardwright.launch.ranks import meeting_place
-from shardwright.launch.ranks.meeting_place import check_endpoint, told_if_long
+from shardwright.launch.ranks.meeting_place import (
+    check_endpoint,
+    is_own,
+    told_if_long,
+    wait_until_answered,
+)
 
 
 class Names:
@@ -94,3 +99,18 @@ def test_hosts_that_meet_soon_say_nothing():
     with told_if_long("127.0.0.1:1", 2, said.append):
         pass
     assert not said
+
+
+def test_a_store_is_waited_for_until_it_answers():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        wait_until_answered("127.0.0.1", port, limit_s=0)
+    names = Names()
+    with pytest.raises(TimeoutError, match=rf"nothing has answered at 127.0.0.1:{port} in 10 s \(.*refused"):
+        wait_until_answered("127.0.0.1", port, limit_s=10, clock=lambda: names.now_s, sleep=names.sleep)
+
+
+def test_an_address_of_this_host_is_known():
+    assert is_own("localhost")
+    assert not is_own("203.0.113.5")  # for documentation: no host has it
+    assert not is_own("no-such-host.invalid")

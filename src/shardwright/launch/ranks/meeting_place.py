@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from shardwright.errors import LaunchError
 from shardwright.quantities import counted
 
-__all__ = ["check_endpoint", "told_if_long"]
+__all__ = ["check_endpoint", "is_own", "told_if_long", "wait_until_answered"]
 
 _TRIES_S = 2.0
 """A resolver that has just started may need a second question."""
 _NEW_POD_S = 300.0
 _BETWEEN_S = 1.0
 _PATIENCE_S = 5.0
+_CONNECTING_S = 3.0
 
 
 def check_endpoint(
@@ -64,6 +65,53 @@ def check_endpoint(
             return
 
 
+def wait_until_answered(
+    host: str,
+    port: int,
+    *,
+    limit_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Waits until something listens at an address.
+
+    PyTorch's store waits, too, but neither Ctrl-C nor SIGTERM ends that.
+
+    Args:
+        host: a name or an address.
+        port: of the store.
+        limit_s: how long.
+        clock: seconds from any fixed point.
+        sleep: waits for so many seconds.
+
+    Raises:
+        TimeoutError: nothing has answered.
+    """
+    end_s = clock() + limit_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=_CONNECTING_S).close()
+        except OSError as error:
+            if clock() > end_s:
+                raise TimeoutError(
+                    f"nothing has answered at {host}:{port} in {limit_s:g} s ({error})"
+                ) from error
+            sleep(_BETWEEN_S)
+        else:
+            return
+
+
+def is_own(host: str) -> bool:
+    """Whether an address is one of this host: no other can be bound."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
 @contextmanager
 def told_if_long(endpoint: str, num_hosts: int, say: Callable[[str], None]) -> Iterator[None]:
     """Says once what is waited for, if the hosts have not met after 5 s.
@@ -85,7 +133,8 @@ def told_if_long(endpoint: str, num_hosts: int, say: Callable[[str], None]) -> I
 def _waiting(endpoint: str, num_hosts: int) -> str:
     """What is true of the endpoint at this moment."""
     try:
-        socket.create_connection((_host(endpoint), int(endpoint.rpartition(":")[2])), timeout=3).close()
+        port = int(endpoint.rpartition(":")[2])
+        socket.create_connection((_host(endpoint), port), timeout=_CONNECTING_S).close()
     except OSError as error:
         return (
             f"waiting: nothing answers at {endpoint} yet ({error.strerror or error}). The same command must "

@@ -88,6 +88,8 @@ class Steps:
         current = self._context
         begun_s = time.perf_counter()
         self.called_to_train = False
+        if current.reporter is not None:
+            current.reporter.calls_steps = True
         scaling_begins()
         self.outside.step_begins()
         partitioned = self._model.partitioned
