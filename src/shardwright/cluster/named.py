@@ -82,6 +82,12 @@ def kind_called(name: str) -> NodeKind:
     plain = name.lower()
     if plain in kinds:
         return kinds[plain]
+    # "h100", "8xh100": machines are named, and each has several of these.
+    chip = re.sub(r"^\d+x", "", plain)
+    of_it = [kind for kind in kinds.values() if kind.accelerator.name.lower().partition("-")[0] == chip]
+    if of_it:
+        found = ", ".join(f"{kind.name} ({kind.num_accelerators} of it)" for kind in of_it)
+        raise ConfigError(f"{shown(name)} is an accelerator, and machines have several. Name these: {found}.")
     near = difflib.get_close_matches(plain, kinds, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(kinds)}."
     raise ConfigError(f"there are no machines called {shown(name)}; {hint}")

@@ -168,8 +168,8 @@ class ShardwrightStrategy(ParallelStrategy):
         if sw.size() == 1:
             return decision
         votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return int(votes) == sw.size() if all else int(votes) > 0
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(votes)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """The tensors of all replicas, along a new first dimension."""
@@ -258,18 +258,20 @@ class ShardwrightStrategy(ParallelStrategy):
         batch, *further = args
         plugin = self.precision_plugin
         training = name == "training_step"
+        # Of the numbers among the arguments, batch_idx changes in every step, and a trace holds for all of its
+        # values as long as no number is handed to an operation. That of samples is: it goes as text.
         with (
             plugin.train_step_context() if training else plugin.val_step_context(),
             options_of_logs(self.lightning_module) as options,
         ):
-            *result, logged = step(name, batch, samples=batch_size(batch), further=(further, kwargs))
+            *result, logged = step(name, batch, samples=str(batch_size(batch)), further=(further, kwargs))
         for key, values in logged.items():
             self.lightning_module.log(key, values.reduce_sum(), **options[key])
         result = [map_tree(_joined, result[0]), *result[1:]]
         return result if training else result[0]
 
-    def _train_microbatch(self, name: str, batch: Any, samples: int, further: Any) -> tuple[Any, ...]:
-        share = batch_size(batch) / samples
+    def _train_microbatch(self, name: str, batch: Any, samples: str, further: Any) -> tuple[Any, ...]:
+        share = batch_size(batch) / int(samples)
         output, logged = self._call(name, batch, further, share)
         loss = output["loss"] if isinstance(output, Mapping) else output
         if loss is None:
@@ -278,8 +280,8 @@ class ShardwrightStrategy(ParallelStrategy):
         rest = {key: value for key, value in output.items() if key != "loss"} if output is not loss else None
         return rest, loss.detach() * share, logged
 
-    def _evaluate_microbatch(self, name: str, batch: Any, samples: int, further: Any) -> tuple[Any, ...]:
-        return self._call(name, batch, further, batch_size(batch) / samples)
+    def _evaluate_microbatch(self, name: str, batch: Any, samples: str, further: Any) -> tuple[Any, ...]:
+        return self._call(name, batch, further, batch_size(batch) / int(samples))
 
     def _call(self, name: str, batch: Any, further: Any, share: float) -> tuple[Any, dict[str, Tensor]]:
         """Calls a step of the module on a microbatch; returns its result, and its share of what it logs."""

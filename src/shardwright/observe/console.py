@@ -20,6 +20,7 @@ from shardwright.text_folding import cut, folded
 __all__ = ["Console", "Phase"]
 
 _PATIENCE_S = 2.0
+_BETWEEN_PARTS_S = 10.0
 _DIM, _RESET = "\x1b[2m", "\x1b[0m"
 _CLEAR_LINE = "\x1b[K"
 
@@ -138,7 +139,7 @@ class Phase:
         self._said_at = clock()
 
     def update(self, done: int, *, total: int) -> None:
-        """Shows how far it is, ``measuring units 3/12``: in place on a terminal, else every 2 s.
+        """Shows how far it is, ``measuring units 3/12``: in place on a terminal, else every 10 s.
 
         Args:
             done: parts that are done.
@@ -148,7 +149,7 @@ class Phase:
         if self._console.rewrite(text):
             return
         now = self._clock()
-        if now - self._said_at > _PATIENCE_S:
+        if now - self._said_at >= _BETWEEN_PARTS_S:
             self._said_at = now
             self._console.status(text)
 

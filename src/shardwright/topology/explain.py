@@ -80,7 +80,7 @@ def reasons(answer: Answer) -> list[str]:
     low, high = best.interval_s
     found = [
         f"Chosen of {answer.num_ways} ways, of which {answer.num_fitting} fit: {describe(best)} "
-        f"(80 % interval {format_seconds(low)} to {format_seconds(high)})."
+        f"(80% interval {format_seconds(low)} to {format_seconds(high)})."
     ]
     if answer.alternatives:
         found.append(f"The next best with other degrees: {difference(best, answer.alternatives[0])}.")

@@ -128,7 +128,8 @@ def step_function(
             f"the step function {function.__name__} is a generator or asynchronous: it would return before "
             "it has run. Use a plain function, with return."
         )
-    parameters = inspect.signature(function).parameters
+    signature = inspect.signature(function)
+    parameters = signature.parameters
     takes_any_name = _named(parameters, Parameter.VAR_KEYWORD)
     for name in (*non_split_inputs, *(input_split_axes or {}), *split_lists):
         if parameters and not takes_any_name and name not in parameters:
@@ -158,11 +159,26 @@ def step_function(
                 "a step function is called inside of an optimizer that updates the parameters of all stages. "
                 "Call it from the training loop, before optimizer.step()."
             )
+        _refuse_unfit(function, signature, args, kwargs)
         refuse_wrapped_model((*args, *kwargs.values()), model)
         batch = Batch((args, kwargs), splitter)
         return gather_outputs(model.run_step(called, batch if prepared is None else prepared(batch)))
 
     return run
+
+
+def _refuse_unfit(
+    function: Callable[..., Any], signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Refuses arguments that the function does not take: its own error would come from far inside a step."""
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        takes = ", ".join(signature.parameters)
+        raise UsageError(
+            f"{function.__name__}({takes}) does not take these arguments: {error}. A step function gets all "
+            "that it uses, the model, too."
+        ) from None
 
 
 def _named(parameters: Mapping[str, Parameter], *kinds: Any) -> tuple[str, ...]:

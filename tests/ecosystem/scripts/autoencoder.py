@@ -57,7 +57,7 @@ def main():
     args = parser.parse_args()
 
     L.seed_everything(5)
-    train_loader = DataLoader(TensorDataset(torch.rand(44, 28)), batch_size=8, shuffle=True)
+    train_loader = DataLoader(TensorDataset(torch.rand(76, 28)), batch_size=8, shuffle=True)
     val_loader = DataLoader(TensorDataset(torch.rand(20, 28)), batch_size=8)
     model = LitAutoEncoder()
     trainer = L.Trainer(

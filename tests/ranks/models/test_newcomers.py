@@ -391,3 +391,46 @@ def test_a_sampler_that_counts_ranks_is_pointed_out():
     assert "cuts the data set in 2 parts, one for each rank, but only 1 of them" in of_ranks[0]
     assert of_replicas == afterwards == []
     assert other == ([], [], [])
+
+
+@pytest.mark.parametrize("loader", [[], [1]], ids=["empty", "one batch"])
+def test_a_script_that_calls_no_step_function_says_so(loader, capfd):
+    """It ended with exit code 0, and said nothing."""
+
+    def job(loader):
+        script = Script(first_step=False)
+        script.sw.DistributedOptimizer(torch.optim.SGD(script.model.parameters(), lr=0.1))
+        for _ in loader:
+            script.evaluate(script.model.eval(), script.x)
+        script.sw.shutdown()
+
+    run_ranks(job, 1, loader)
+    said = capfd.readouterr().err
+    assert ("has called no step function: its loop had no batch" in said) is (not loader)
+
+
+def test_arguments_that_a_step_function_does_not_take():
+    """The error came from far inside of the trace."""
+
+    def job():
+        script = Script(first_step=False)
+        with pytest.raises(RuntimeError, match=r"train\(model, x\) does not take these arguments: missing"):
+            script.train(script.x)
+
+    run_ranks(job, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda parameters: torch.optim.AdamW, "not the class AdamW"),
+        (lambda parameters: parameters, "not generator"),
+    ],
+    ids=["class", "parameters"],
+)
+def test_what_is_no_optimizer(make, words):
+    """It was refused for its option lr."""
+    import shardwright.torch as sw
+
+    with pytest.raises(RuntimeError, match=f"wraps a torch.optim.Optimizer, {words}. Pass for example"):
+        sw.DistributedOptimizer(make(nn.Linear(1, 1).parameters()), lr=0.1)

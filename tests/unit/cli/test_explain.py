@@ -21,7 +21,7 @@ def test_a_plan_is_explained(capsys, tmp_path):
         assert re.search(rf"^  {part} +[\d.]+ (s|ms|us) +[\d.]+% +█+$", out, re.MULTILINE), part
     assert re.search(r"^  predicted step +[\d.]+ s +100.0%", out, re.MULTILINE)
     assert "limit 9.8 KiB" in out
-    assert re.search(r"^  10 % faster compute +[\d.]+ s +-\d.\d%$", out, re.MULTILINE)
+    assert re.search(r"^  10% faster compute +[\d.]+ s +-\d.\d%$", out, re.MULTILINE)
     assert re.search(r"^  twice the bandwidth", out, re.MULTILINE)
     assert re.search(r"8 microbatches .* assuming seconds and bytes of a microbatch in proportion", out)
     assert "12.5% slower, with 4.0 KiB" in out
@@ -56,7 +56,7 @@ def test_as_json(capsys, tmp_path):
     parts = document["predicted"]["waterfall"]["parts"]
     assert sum(part["seconds"] for part in parts) == pytest.approx(plan.prediction.step_s, rel=1e-9)
     assert [row["name"] for row in document["sensitivities"]][:2] == [
-        "10 % faster compute",
+        "10% faster compute",
         "twice the bandwidth",
     ]
     assert "timeline" not in document["predicted"]

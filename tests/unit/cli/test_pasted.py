@@ -1,34 +1,26 @@
-"""What a reader would paste from README and docs: commands can be read, code compiles, names exist."""
+"""What a reader would paste from README and docs: commands can be read, code compiles, names exist.
+
+Those that can run by themselves do, in tests/e2e/test_page_code.py and test_page_commands.py.
+"""
 
 import ast
 import re
 import shlex
-import textwrap
 from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.core import TyperCommand
 
 from cli.calling import call
-
-ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def _blocks(language: str) -> Iterator[tuple[str, str]]:
-    pattern = re.compile(rf"^ *```{language}\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
-    for page in PAGES:
-        for block in pattern.findall(page.read_text()):
-            yield page.name, block
+from pages import Block, blocks, typed
 
 
 def _commands() -> Iterator[str]:
-    for _, block in _blocks("console"):
-        for line in block.replace("\\\n", " ").splitlines():
-            yield from re.findall(r"^\$ (?:\w+=\S+ )*shardwright (.*)", line)
+    for block in blocks("console"):
+        for line in typed(block):
+            yield from re.findall(r"^(?:\w+=\S+ )*shardwright (.*)", line)
 
 
 COMMANDS = sorted({each for each in _commands() if "..." not in each})
@@ -46,22 +38,17 @@ def test_a_command_can_be_read(line: str, capsys: Any, monkeypatch: Any) -> None
     assert call(capsys, *words)[::2] == (0, "")
 
 
-def _python() -> Iterator[Any]:
-    for number, (page, block) in enumerate(_blocks("python")):
-        yield pytest.param(page, textwrap.dedent(block), id=f"{page}-{number}")
-
-
-@pytest.mark.parametrize(("page", "block"), list(_python()))
-def test_code_compiles_and_its_names_exist(page: str, block: str) -> None:
+@pytest.mark.parametrize("block", list(blocks("python")), ids=str)
+def test_code_compiles_and_its_names_exist(block: Block) -> None:
     import shardwright.torch as sw
 
-    code = compile(block, "block", "exec", flags=ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    code = compile(block.text, "block", "exec", flags=ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     names = {
         node.attr
         for node in ast.walk(code)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "sw"
     }
-    if not page.startswith("tensorflow"):
+    if not block.page.startswith("tensorflow"):
         assert [name for name in sorted(names) if not hasattr(sw, name)] == []
     for node in ast.walk(code):
         name = str(node.module) if isinstance(node, ast.ImportFrom) else ""

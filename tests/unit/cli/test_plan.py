@@ -91,7 +91,7 @@ def test_a_plan_for_ranks_that_are_not_there(capsys, tmp_path):
     plan = Plan.read(file)
     assert plan.mesh.pipeline == 2
     assert len({stage.rank for stage in plan.stages}) == 2
-    assert "expect an error of 25 % or more" in out
+    assert "expect an error of 25% or more" in out
     assert "no --cluster and no --profile: assuming" in err
     assert f"run it: shardwright run -n 2 --plan {file} train.py" in err
     assert call(capsys, "plan", "show", file)[1] == out

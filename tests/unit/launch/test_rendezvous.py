@@ -1,6 +1,7 @@
 """The launchers of the hosts meet at a store that strangers reach: what they write there is refused."""
 
 import pickle
+import socket
 import threading
 from datetime import timedelta
 
@@ -57,6 +58,28 @@ def test_hosts_without_numbers_tell_under_a_code_where_the_ranks_meet(monkeypatc
         found.get(key)
     for each in handlers:
         each.shutdown()
+
+
+def test_hosts_with_numbers_wait_for_one_another_where_signals_end_it():
+    """PyTorch waits for them in C++, and Ctrl-C was answered after ten minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+    found, numbers = [], [threading.Event(), threading.Event()]
+
+    def host(number):
+        each = handler(hosts=2, endpoint=endpoint, rank=number)
+        numbers[number].set()
+        found.append((number, each.next_rendezvous()))
+
+    threads = [threading.Thread(target=host, args=(number,), daemon=True) for number in (1, 0)]
+    threads[0].start()
+    numbers[1].wait(20)
+    threads[0].join(0.3)
+    assert not found
+    threads[1].start()
+    for thread in threads:
+        thread.join(20)
+    assert sorted((number, info.rank, info.world_size) for number, info in found) == [(0, 0, 2), (1, 1, 2)]
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,11 @@ def test_the_cores_are_divided_among_the_ranks(script, monkeypatch, num_ranks, t
         ({"target": "missing.py"}, r"There is no script missing\.py .*Check the path"),
         ({"target": "missing"}, "for a module: shardwright run -m missing"),
         ({"target": "{folder}/n.ipynb"}, r"n\.ipynb is a notebook, and no script"),
+        ({"target": "{folder}/job.sh"}, r"job\.sh is a shell script, and ranks run Python"),
+        (
+            {"target": "python3", "arguments": ("a.py", "-v")},
+            r"ranks are started with it as it is\. Write shardwright run a\.py -v",
+        ),
         ({"target": "{folder}/my", "arguments": ("script.py",)}, r'Put quotes around it: .*my script\.py"'),
         ({"target": "/"}, "/ is a folder. Give the path of a script"),
         ({"num_nodes": 2}, "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
@@ -68,7 +73,7 @@ def test_the_cores_are_divided_among_the_ranks(script, monkeypatch, num_ranks, t
     ],
 )
 def test_what_does_not_go_together_is_refused(script, changes, message):
-    for name in ("n.ipynb", "my script.py"):
+    for name in ("n.ipynb", "job.sh", "my script.py"):
         (script.parent / name).touch()
     if "target" in changes:
         changes = changes | {"target": changes["target"].format(folder=script.parent)}

@@ -167,6 +167,8 @@ def test_a_script_for_horovod_is_told_where_its_names_come_from():
         ),
         ("AttributeError: 'Net' object has no attribute 'backward'", "Hand that to the step function."),
         ("ValueError: trying to initialize the default process group twice!", "before sw.init()."),
+        ("bdb.BdbQuit", "breakpoint() and input() need a terminal"),
+        ("EOFError: EOF when reading a line", "breakpoint() and input() need a terminal"),
     ],
 )
 def test_errors_of_others_come_with_what_to_do(error, remedy):
@@ -228,6 +230,14 @@ def test_many_ranks_that_ended_alike_share_a_line():
         "4 ranks (1, 3, 5, 7), the first of them 510 ms later: stopped by SIGTERM; "
         "logs beside that of rank 0",
     ]
+
+
+def test_a_rank_that_noticed_the_first_cause_does_not_tell_it_once_more():
+    """It was "an error of its own (it was about to end when SIGTERM came)", and the first cause again."""
+    error = "shardwright.errors.PeerLostError: rank 1 failed first (IndexError: 3); rank 0 noticed it ..."
+    peer = ended(0, -15, 10.3, error=traceback_of("train.py", error=error), signal_number=15)
+    report = failure_report([peer, ended(1, 1, error=BOOM)])
+    assert report.splitlines()[-1] == "rank 0 noticed it, and ended; log: logs/rank0.log"
 
 
 def traceback_of(*files, error="ValueError: boom"):

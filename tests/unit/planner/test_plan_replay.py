@@ -114,16 +114,16 @@ def test_links_of_a_plan_that_does_not_know_them_are_refused() -> None:
 def test_sensitivities_name_what_they_assume() -> None:
     found = {row.name: row for row in sensitivities(planned())}
     assert list(found) == [
-        "10 % faster compute",
+        "10% faster compute",
         "twice the bandwidth",
         "half the latency",
         "8 microbatches",
         "2 microbatches",
     ]
     base_s = play(base_setting(planned())).step_s
-    assert found["10 % faster compute"].saved_s == pytest.approx(1.5 * (1 - 1 / 1.1))
+    assert found["10% faster compute"].saved_s == pytest.approx(1.5 * (1 - 1 / 1.1))
     assert all(row.step_s + row.saved_s == pytest.approx(base_s) for row in found.values())
     assert found["2 microbatches"].saved_s < 0
     assert "in proportion" in found["8 microbatches"].assumption
     names = [row.name for row in sensitivities(planned(conditions=False, microbatches=1))]
-    assert names == ["10 % faster compute", "2 microbatches"]
+    assert names == ["10% faster compute", "2 microbatches"]

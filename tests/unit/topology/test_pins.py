@@ -35,11 +35,21 @@ def test_names_of_others_and_values_by_name():
         ("recompute=some", "must be one of none, selective, full"),
         ("sharded=7", "sharded is 7, but it must be from 0 to 3"),
         ("tensor=2,tp=4", "tensor is given as 2 and as 4"),
+        ("expert_parallel_degree=4", "is a setting, which does not count the ranks of a sequence"),
+        ("expert_parallel_degree=4,context=2,ep=4", "is expert=8 with context=2, but expert is given as 4"),
     ],
 )
 def test_what_is_no_pin(text, message):
     with pytest.raises(ConfigError, match=message):
         parse_pins([text])
+
+
+@pytest.mark.parametrize(("text", "experts"), [("context=1", 4), ("context=2", 8), ("context=2,expert=8", 8)])
+def test_experts_as_a_setting_counts_them(text, experts):
+    """Bug: taken for the pin, which counts the ranks of a sequence as well: the way had another setting."""
+    for pins in ([f"expert_parallel_degree=4,{text}"], [text, "expert-parallel-degree=4"]):
+        assert parse_pins(pins)["expert"] == experts
+    assert parse_pins(["expert_parallel_degree=1"]) == {"expert": 1}
 
 
 @pytest.mark.parametrize("text", ["flash=7", "sequence_parallel=2", "whole_layers=3"])

@@ -26,6 +26,16 @@ CommandLineError: type[Exception] = _click.UsageError
 _MOST_LETTERS = 60
 _EXAMPLE = re.compile(r"For example:\s+(shardwright .*?)(?:\n\n|$)", re.DOTALL)
 _LEFT_OVER = re.compile(r"unexpected extra arguments?(?:\(s\))? \((.*)\)$", re.DOTALL)
+_OF_OTHERS = {
+    "resume": "To continue a run: shardwright run --resume train.py",
+    **dict.fromkeys(("launch", "start", "train"), "To start ranks: shardwright run -n 2 train.py"),
+}
+"""Commands that are not there, by what does it."""
+
+_OF_TORCHRUN = frozenset(
+    "--local-addr --log-dir --master-addr --master-port --monitor-interval --no-python --rdzv-backend "
+    "--rdzv-conf --rdzv-id --redirects --role --standalone --start-method --tee".split()
+)
 _FIRST_LETTER = re.compile(r"^[A-Z](?=[a-z ])")
 
 
@@ -44,6 +54,8 @@ class Group(TyperGroup):
         said = f"{of_group} no command {_short(name)}."
         if name.endswith(".py"):
             return f"{said} To run a script: shardwright run -n 2 {_short(name)}"
+        if context.parent is None and name in _OF_OTHERS:
+            return f"{said} {_OF_OTHERS[name]}"
         return f"{said} {_near(name, self.commands)}All of them: {context.command_path} --help"
 
 
@@ -75,6 +87,8 @@ def _no_option(error: Any) -> str:
             return f"there is no option {_short(typed)}. {near}All of them: {context.command_path} --help"
         return f"{_short(typed)} stands before a command. Put it behind: shardwright run -n 2 train.py"
     said = f"{_command(context)} has no option {_short(typed)}"
+    if "--rdzv-endpoint" in options and typed in _OF_TORCHRUN:
+        return f"{said}, which is torchrun's. Leave it out; several hosts meet at --rdzv-endpoint."
     instead = _by_another_way(typed, options)
     if instead is not None:
         return f"{said}. Write {instead}"
@@ -98,14 +112,15 @@ def _by_another_way(typed: str, options: Sequence[str]) -> str | None:
         if name in Config.model_fields:
             return f"--set {name}=VALUE, for it is a setting."
     if "--pin" in options:
-        from shardwright.topology.pins import parse_pins
+        from shardwright.topology.pins import parse_pins, values_of
 
-        name = typed.lstrip("-")
+        name = typed.lstrip("-").replace("-", "_")
         try:
-            parse_pins([f"{name}=1"])
+            found = parse_pins([f"{name}=1"])
         except ConfigError:
             return None
-        return f"--pin {name}=VALUE"
+        values = values_of(*found)
+        return f"--pin {name}=VALUE{values and f', one of {values}'}"
     return None
 
 
@@ -122,8 +137,15 @@ def _bad_value(error: Any) -> str:
     if findings and findings[0]["type"] != "value_error":
         from shardwright.problems import describe
 
-        return str(describe([{**findings[0], "loc": (name,)}], root=name)[0])
+        return f"{describe([{**findings[0], 'loc': (name,)}], root=name)[0]}{_hint_for_value(error.param)}"
     return f"{name}: {error.message.removeprefix('Value error, ').rstrip('.')}."
+
+
+def _hint_for_value(parameter: Any) -> str:
+    """For ``-np 2`` of mpirun, and ``--nproc-per-node=auto`` of torchrun."""
+    if "-n" not in parameter.opts:
+        return ""
+    return f" Write -n 2{'' if parameter.required else '; without it, a rank for each GPU'}."
 
 
 def _bad_use(error: Any) -> str:

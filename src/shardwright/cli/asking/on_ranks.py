@@ -1,5 +1,6 @@
 """Runs one of our modules on several ranks of one or more hosts, for commands that measure."""
 
+import os
 import shutil
 import sys
 import tempfile
@@ -9,6 +10,7 @@ from pathlib import Path
 from shardwright.cli.asking.application import say
 from shardwright.errors import UsageError
 from shardwright.files import check_place, replace_file
+from shardwright.launch.ranks.meeting_place import check_endpoint
 from shardwright.launch.ranks.request import LaunchRequest
 from shardwright.observe.run_folder import RunFolder
 
@@ -110,6 +112,8 @@ def run_on_ranks(
         endpoint=endpoint,
         run_folder=RunFolder.create(Path(folder), name="ranks", environ={}).path,
     )
+    if endpoint is not None and num_nodes > 1:
+        check_endpoint(endpoint, os.environ, say=say)
     # Here, because it imports torch: --help answers before.
     from shardwright.launch.ranks.agent import launch
 

@@ -52,7 +52,11 @@ OnlyWhatRuns = Annotated[
 ]
 Pins = Annotated[
     list[str] | None,
-    typer.Option("--pin", metavar="NAME=VALUE", help="An option that is given: tensor=8, recompute=full."),
+    typer.Option(
+        "--pin",
+        metavar="NAME=VALUE",
+        help="An option that is given: tensor=8, recompute=full; expert counts ranks of a sequence, too.",
+    ),
 ]
 BuildOn = Annotated[
     str,

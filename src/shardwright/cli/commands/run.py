@@ -19,6 +19,7 @@ from shardwright.config import Config
 from shardwright.errors import UsageError
 from shardwright.exit_codes import FAILED
 from shardwright.launch.processes.host_cores import cores_of_host
+from shardwright.launch.ranks.meeting_place import check_endpoint
 from shardwright.launch.ranks.request import LaunchRequest
 from shardwright.launch.ranks.smp_parameters import check_smp_parameters, read_smp_parameters
 from shardwright.launch.ranks.torchrun import torchrun_command, torchrun_line
@@ -42,6 +43,8 @@ class Device(StrEnum):
 Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script; with -m, a module.")]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="What the script gets.")]
 IsModule = Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module.")]
+_OWN_NAMES = ("localhost", "127.0.0.1", "[::1]")
+"""Endpoints of torchrun lines for one host."""
 _CROWD = 8
 """So many ranks a core, and a note says that they are many."""
 _NUM_RANKS = ("--num-ranks", "-n", "--nproc-per-node")  # the last as torchrun has it
@@ -176,6 +179,7 @@ def run(
     if not quiet:
         _note_misplaced(script, arguments or (), num_ranks=num_ranks)
         _note_crowd(request)
+        _note_lone_host(request)
     command = _command(request)
     if dry_run:
         if name is None:
@@ -185,6 +189,8 @@ def run(
             request = dataclasses.replace(request, run_folder=path)
         show_text(_as_json(request) if as_json else torchrun_line(request, os.environ))
         return
+    if request.endpoint is not None and num_nodes > 1:
+        check_endpoint(request.endpoint, os.environ, say=say)
     begun = begin_run(
         run_dir,
         command,
@@ -257,6 +263,15 @@ def _note_crowd(request: LaunchRequest) -> None:
         say(
             f"note: {request.num_ranks} ranks on {counted(cores, 'core')}: they start slowly, and compute "
             f"one after the other. As many as cores: shardwright run -n {cores}"
+        )
+
+
+def _note_lone_host(request: LaunchRequest) -> None:
+    """Says so where an endpoint has nobody to meet: each host would train a model of its own."""
+    if request.num_nodes == 1 and request.endpoint and request.endpoint.rpartition(":")[0] not in _OWN_NAMES:
+        say(
+            f"note: --rdzv-endpoint {request.endpoint} is not used, for these ranks meet no other host. "
+            "For several hosts, add their number: --nnodes 2"
         )
 
 

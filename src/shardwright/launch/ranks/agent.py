@@ -86,7 +86,9 @@ def launch(request: LaunchRequest, *, report: Callable[[str], None], verbose: bo
         exits = ExitLog(Path(folder) / "exits.jsonl")
         stack.callback(_publish, exits, os.environ.pop(EXITS_VARIABLE, None))
         try:
-            elastic_launch(_launch_config(request), sys.executable)(*_worker_arguments(request, folder))
+            elastic_launch(_launch_config(request, report), sys.executable)(
+                *_worker_arguments(request, folder)
+            )
         except ChildFailedError:
             pass  # the exit log knows better
         except SignalException as stopped:
@@ -161,7 +163,7 @@ def _worker_arguments(request: LaunchRequest, folder: str) -> list[str]:
     return as_it_is([*supervisor, *limits, "--", sys.executable, "-u", *request.script])
 
 
-def _launch_config(request: LaunchRequest) -> LaunchConfig:
+def _launch_config(request: LaunchRequest, report: Callable[[str], None]) -> LaunchConfig:
     # Hosts that have numbers meet at the first one; hosts without get them in the order in which they come.
     is_static = request.num_nodes > 1 and request.node_rank is not None
     options: dict[str, Any] = {
@@ -172,7 +174,7 @@ def _launch_config(request: LaunchRequest) -> LaunchConfig:
         "role": "worker",
         "rdzv_backend": BACKEND,
         "rdzv_endpoint": request.endpoint or "localhost:0",
-        "rdzv_configs": {"rank": request.node_rank} if is_static else {},
+        "rdzv_configs": {"say": report, **({"rank": request.node_rank} if is_static else {})},
         "max_restarts": request.max_restarts,
         "logs_specs": _NoLogs(),
         # One host needs no name for itself, and its name need not resolve.

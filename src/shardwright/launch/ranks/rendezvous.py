@@ -13,11 +13,13 @@ With a secret, all values carry its code.
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterable
-from datetime import datetime
+from contextlib import AbstractContextManager
+from datetime import datetime, timedelta
 from typing import Any
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -33,6 +35,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from shardwright.comm.joining.tcp_store import LOOPBACK, loopback_tcp_store
 from shardwright.comm.trust.run_secret import seal_of_run
 from shardwright.comm.trust.sealed_store import SealedStore
+from shardwright.launch.ranks.meeting_place import is_own, told_if_long, wait_until_answered
 
 __all__ = ["BACKEND"]
 
@@ -40,15 +43,31 @@ BACKEND = "shardwright"
 """The name of these ways in a LaunchConfig of torchelastic."""
 
 _LONGEST_START_S = 600
+_CONNECTING_S = 60.0
+_BETWEEN_S = 0.2
+_NO_PORT = -1  # a request has one
 
 
 def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
     """The way for so many hosts."""
     if parameters.max_nodes == 1:
         return _OneHost(parameters.run_id)
-    if parameters.get("rank") is not None:
-        return _numbered(parameters)
-    return _numbering_themselves(parameters)
+    say: Callable[[str], None] = parameters.get("say", lambda _: None)
+
+    def waiting() -> AbstractContextManager[None]:
+        return told_if_long(parameters.endpoint, parameters.max_nodes, say)
+
+    with waiting():  # for the store, which another host may serve
+        numbered = parameters.get("rank") is not None
+        handler = _numbered(parameters) if numbered else _numbering_themselves(parameters)
+    meet = handler.next_rendezvous
+
+    def told_meeting() -> RendezvousInfo:
+        with waiting():
+            return meet()
+
+    handler.next_rendezvous = told_meeting  # type: ignore[method-assign]
+    return handler
 
 
 def _sealed(store: Store) -> Store:
@@ -94,19 +113,48 @@ class _OneHost(RendezvousHandler):
 
 
 class _Numbered(StaticTCPRendezvous):
-    """Hosts that have numbers, with what they keep in the store sealed."""
+    """Hosts that have numbers, with what they keep in the store sealed.
+
+    They wait for one another here: neither Ctrl-C nor SIGTERM ends the waits of PyTorch's store.
+    """
 
     def get_backend(self) -> str:
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
+        if self._store is None:
+            self._store = self._met()
         found = super().next_rendezvous()
         meeting: Any = found.bootstrap_store_info
         return RendezvousInfo(_sealed(found.store), found.rank, found.world_size, meeting)
 
+    def _met(self) -> Store:
+        """The store, once all hosts are there."""
+        limit_s = self.timeout.total_seconds()
+        end_s = time.monotonic() + limit_s
+        if self.rank:
+            wait_until_answered(self.master_addr, self.master_port, limit_s=limit_s)
+        store = TCPStore(
+            self.master_addr,
+            self.master_port,
+            is_master=self.rank == 0,
+            timeout=timedelta(seconds=_CONNECTING_S),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+        there = f"{self.run_id}.hosts"
+        number = store.add(there, 1)
+        while number < self.world_size:
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"{number} of {self.world_size} hosts came within {limit_s:g} s")
+            time.sleep(_BETWEEN_S)
+            number = store.add(there, 0)
+        store.set_timeout(self.timeout)
+        return store
+
 
 def _numbered(parameters: RendezvousParameters) -> RendezvousHandler:
-    address, port = parse_rendezvous_endpoint(parameters.endpoint, -1)
+    address, port = parse_rendezvous_endpoint(parameters.endpoint, _NO_PORT)
     return _Numbered(
         address, port, parameters.config["rank"], parameters.max_nodes, parameters.run_id, _LONGEST_START_S
     )
@@ -124,6 +172,9 @@ def _numbering_themselves(parameters: RendezvousParameters) -> RendezvousHandler
     """Hosts that get their numbers in the order in which they come."""
     # Its only use of pickle is for its state. Tried on torch 2.13.
     dynamic_rendezvous.pickle = _StatesAsJson()  # type: ignore[assignment, attr-defined]
+    host, port = parse_rendezvous_endpoint(parameters.endpoint, _NO_PORT)
+    if not is_own(host):  # else this host may serve the store
+        wait_until_answered(host, port, limit_s=_LONGEST_START_S)
     _, store = create_backend(parameters)
     sealed = _sealed(store)
     # Under a key of its own: torchelastic's has a value without a code already.

@@ -20,6 +20,9 @@ CPU_MODE = "shardwright.cpu_mode"
 """The module that starts a script in CPU mode."""
 
 
+_SHELL = (".sh", ".bash", ".slurm", ".sbatch")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
     """The script to launch, and how.
@@ -73,6 +76,11 @@ class LaunchRequest:
                 f"{self.target} is a notebook, and no script. Start ranks from inside of it with "
                 f"sw.notebook_launcher(train, {self.num_ranks}), or make a script of it: "
                 f"jupyter nbconvert --to script {shlex.quote(self.target)}"
+            )
+        if not self.is_module and self.target.endswith(_SHELL):
+            raise UsageError(
+                f"{self.target} is a shell script, and ranks run Python. Give the Python script that it "
+                "starts: shardwright run -n 2 train.py; or write that line into it, and start it with sh."
             )
         for what, path in (("plan", self.plan), ("config", self.config)):
             if path is not None and not path.exists():
@@ -161,6 +169,9 @@ def _no_script(target: str, arguments: Sequence[str]) -> str:
     whole = f"{target} {arguments[0]}" if arguments else ""
     if whole and Path(whole).is_file():
         return f'There is no script {target}, but "{whole}". Put quotes around it: shardwright run "{whole}"'
+    if Path(target).name.rstrip("0123456789.") == "python":
+        rest = shlex.join(arguments) or "train.py"
+        return f"{target} is no script: ranks are started with it as it is. Write shardwright run {rest}"
     if Path(target).is_dir():
         return (
             f"{target} is a folder. Give the path of a script: shardwright run {target.rstrip('/')}/train.py"

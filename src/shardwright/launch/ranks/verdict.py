@@ -16,6 +16,7 @@ __all__ = ["WORKER_CRASHED", "exit_code", "failure_report", "first_cause_first"]
 
 WORKER_CRASHED = 5
 _SAME = "with the same error"
+_NOTICED = "noticed it, and ended"
 _MANY = 4
 """So many ranks that ended alike share a line."""
 _LONGEST = 160
@@ -47,6 +48,10 @@ _REMEDIES = {
         "A step function gives a StepOutput for each tensor that it returns, also inside of a dictionary: "
         'train_step(...)["loss"].reduce_mean(). What is no tensor (loss.item()) becomes a list with an '
         "item for each microbatch, and a function without return gives None."
+    ),
+    re.compile(r"^bdb\.BdbQuit|^EOFError: EOF when reading a line"): (
+        "breakpoint() and input() need a terminal, which ranks of a launcher have not. One rank has it: "
+        "python train.py"
     ),
     re.compile(r"'(?!float|int|list|tuple|dict|NoneType|Tensor)\w+' object has no attribute 'backward'"): (
         "model.backward(loss) is of what sw.DistributedModel returns: model = sw.DistributedModel(model). "
@@ -149,7 +154,9 @@ def failure_report(exits: Sequence[WorkerExit]) -> str:
     for other in others:
         alike.setdefault(_consequence(other, first), []).append(other)
     for consequence, group in alike.items():
-        if len(group) < _MANY and consequence == _SAME:
+        if len(group) < _MANY and consequence == _NOTICED:
+            lines += [f"rank {o.rank} {_NOTICED}; log: {o.log}" for o in group]
+        elif len(group) < _MANY and consequence == _SAME:
             lines += [f"rank {o.rank} failed {_later(o, first)} {_SAME}; log: {o.log}" for o in group]
         elif len(group) < _MANY:
             lines += [f"rank {o.rank}, {_later(o, first)}: {consequence}; log: {o.log}" for o in group]
@@ -217,6 +224,8 @@ def _consequence(worker_exit: WorkerExit, first: WorkerExit) -> str:
     error = _error_in_a_line(worker_exit.error)
     if error and error == _error_in_a_line(first.error):
         return _SAME
+    if f"PeerLostError: rank {first.rank} failed first (" in error:
+        return _NOTICED
     if len(error) > _LONGEST:
         error = f"{error[:_LONGEST]} ..."
     return " - ".join(filter(None, (_cause(worker_exit), error)))

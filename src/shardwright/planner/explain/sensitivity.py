@@ -39,7 +39,7 @@ def sensitivities(plan: Plan) -> tuple[Sensitivity, ...]:
     base_s = play(base_setting(plan)).step_s
     assert plan.prediction is not None
     microbatches = plan.schedule.microbatches
-    changes = [("10 % faster compute", Change(compute_rate=1.1), "")]
+    changes = [("10% faster compute", Change(compute_rate=1.1), "")]
     if plan.prediction.conditions is not None:
         changes.append(("twice the bandwidth", Change(bandwidth=2.0), ""))
         changes.append(("half the latency", Change(latency=0.5), ""))

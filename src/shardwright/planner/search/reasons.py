@@ -49,7 +49,7 @@ def _times(best: Option) -> str:
     device = best.workload.fabric.cluster.device
     basis = f", {calibration_of(device.family).provenance}" if device.family else ""
     return (
-        f"The times of the units are estimated from FLOPs and bytes{basis}: expect an error of 25 % or more."
+        f"The times of the units are estimated from FLOPs and bytes{basis}: expect an error of 25% or more."
     )
 
 

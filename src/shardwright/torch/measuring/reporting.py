@@ -1,6 +1,7 @@
 """Reports plan, steps and timelines to the observer."""
 
 import atexit
+import logging
 import os
 import sys
 from collections import ChainMap
@@ -41,6 +42,8 @@ __all__ = ["Reporter"]
 
 NO_FOLDER = "off"
 
+log = logging.getLogger(__name__)
+
 
 class Reporter:
     """Reports a run; every rank has one, the first rank's writes and prints.
@@ -49,6 +52,7 @@ class Reporter:
 
     Attributes:
         num_steps: how many steps were done.
+        calls_steps: a step function was called, to train or to evaluate.
         ends_saved: a signal came, and the run has saved and ends.
     """
 
@@ -62,7 +66,10 @@ class Reporter:
         self._review: ReviewsPlan | None = None
         self._model_is_unknown = True
         self.num_steps = 0
+        self.calls_steps = False
         self.ends_saved = False
+        # Scripts that end without shutdown() leave a report, too.
+        atexit.register(self.close)
 
     @property
     def observer(self) -> Observer:
@@ -169,8 +176,11 @@ class Reporter:
 
     def close(self) -> None:
         """The run is over."""
+        atexit.unregister(self.close)
+        state = self._state()
+        if state == "finished" and not self.calls_steps and self._context.rank == 0:
+            self._point_out_no_steps()
         if self._observer is not None:
-            state = self._state()
             review = self._review if state != "failed" and self._review and self._review.is_done else None
             self._observer.close(
                 ended={"finished": "done", "saved": "stopped"}.get(state, state),
@@ -178,7 +188,6 @@ class Reporter:
                 reviewed=review is not None,
             )
             self._write_end(state)
-            atexit.unregister(self.close)
 
     @property
     def draws_next_step(self) -> bool:
@@ -191,6 +200,13 @@ class Reporter:
         return self._recording.asks_after(self.num_steps + 1)
 
     # ---- inside ----
+
+    def _point_out_no_steps(self) -> None:
+        if self._context.optimizers:  # else it may only have converted a model
+            log.warning(
+                "the script ends, and has called no step function: its loop had no batch (an empty loader, "
+                "or one that drops its only batch as too small), or all its steps were done before."
+            )
 
     def _write_down(self, seconds: float, memory: Sequence[int], step: BatchResult) -> None:
         """Keeps what the run takes for later predictions, if its own was made from measured costs here."""
@@ -228,8 +244,6 @@ class Reporter:
         )
         observer.going_on = self._going_on
         observer.track(self._trackers)
-        # Scripts that end without shutdown() leave a report, too.
-        atexit.register(self.close)
         if self._begun is not None:
             for line in self._begun.told:
                 observer.status(line)

@@ -88,6 +88,8 @@ class Steps:
         current = self._context
         begun_s = time.perf_counter()
         self.called_to_train = False
+        if current.reporter is not None:
+            current.reporter.calls_steps = True
         scaling_begins()
         self.outside.step_begins()
         partitioned = self._model.partitioned
@@ -120,6 +122,7 @@ class Steps:
         if torch.is_grad_enabled():
             parameters = self._model.get_module().parameters()
             self._kept_gradients.look(parameters, self._context.plan, self._context.pipeline_rank)
+            self._step_end.updates.begin()
         try:
             if replicas.sharding is not None:
                 replicas.sharding.to_whole()

@@ -67,18 +67,21 @@ class DistributedOptimizer(Optimizer):
         dynamic_loss_args: Mapping[str, Any] | None = None,
         **others: Any,
     ):
+        if isinstance(optimizer, DistributedOptimizer):
+            raise UsageError("this optimizer is wrapped already. Call DistributedOptimizer once.")
+        if not isinstance(optimizer, Optimizer):
+            given = (
+                f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
+            )
+            raise UsageError(
+                f"DistributedOptimizer wraps a torch.optim.Optimizer, not {given}. "
+                "Pass for example torch.optim.AdamW(model.parameters(), lr=3e-4)."
+            )
         refuse_misplaced(
             "sw.DistributedOptimizer",
             others,
             takes=("static_loss_scale", "dynamic_loss_scale", "dynamic_loss_args"),
         )
-        if isinstance(optimizer, DistributedOptimizer):
-            raise UsageError("this optimizer is wrapped already. Call DistributedOptimizer once.")
-        if not isinstance(optimizer, Optimizer):
-            raise UsageError(
-                f"DistributedOptimizer wraps a torch.optim.Optimizer, not a {type(optimizer).__name__}. "
-                "Pass for example torch.optim.AdamW(model.parameters(), lr=3e-4)."
-            )
         self.optimizer = optimizer
         self._to_load: dict[str, Any] | None = None
         self._over_stages = UpdatesOverStages(optimizer)
@@ -137,7 +140,7 @@ class DistributedOptimizer(Optimizer):
         if scaler is not None and not scaler.begin_update():
             return None
         if (model := wrapped_model()) is not None:
-            model.step_end.numbers.note(self.optimizer)
+            model.step_end.note(self.optimizer)
         self._clip()
         with (
             self.clock.running(self._device()),

@@ -80,7 +80,7 @@ class UpdatesOverStages:
                     "finite."
                 )
             if (model := wrapped_model()) is not None:
-                model.step_end.numbers.note(self._optimizer)
+                model.step_end.note(self._optimizer)
             with self._over_all(context()), stepping():
                 return method(*args, **kwargs)
 

@@ -69,6 +69,7 @@ class Reports(Protocol):
     """Reports to the observer: see `Reporter`."""
 
     num_steps: int
+    calls_steps: bool
 
     @property
     def observer(self) -> Observer:

@@ -14,6 +14,7 @@ import time
 from enum import IntEnum
 
 import torch
+from torch.optim import Optimizer
 
 from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.comm.identity.purpose import Purpose
@@ -29,6 +30,7 @@ from shardwright.torch.step_end.finiteness import Finiteness
 from shardwright.torch.step_end.frozen_alike import frozen_otherwise
 from shardwright.torch.step_end.group_numbers import GroupNumbers
 from shardwright.torch.step_end.same_samples import SameSamples
+from shardwright.torch.step_end.update_watch import UpdateWatch
 
 __all__ = ["Column", "StepEnd"]
 
@@ -65,6 +67,7 @@ class StepEnd:
     Attributes:
         finiteness: whether the update is left out.
         numbers: what optimizers update with.
+        updates: whether the loop makes them.
     """
 
     def __init__(self, context: Context, model: TrainedModel):
@@ -72,7 +75,13 @@ class StepEnd:
         self._model = model
         self.finiteness = Finiteness(context, model)
         self.numbers = GroupNumbers(context)
+        self.updates = UpdateWatch(warns=context.rank == 0)
         self._samples = SameSamples(context)
+
+    def note(self, optimizer: Optimizer) -> bool:
+        """An optimizer updates parameters of the model; returns whether it does so for the first time."""
+        self.updates.note(optimizer)
+        return self.numbers.note(optimizer)
 
     def come(self, run: BatchResult, *, begun_s: float) -> None:
         """A training step has ended on this rank; collective over all ranks.
@@ -109,6 +118,8 @@ class StepEnd:
         problem = problem or self.finiteness.judge(rows[:, Column.LOSS :], losses, step=step)
         problem = problem or self.numbers.judge(rows[:, Column.NUMBERS : Column.LOSS], step=step)
         self._samples.look(rows[:, Column.LOSS])
+        scale = scale_of_losses()
+        self.updates.end(self._model.get_module().parameters(), scaled=scale != 1)
         busy_s, pipeline_s, memory = rows[:, : Column.RECORDS].unbind(1)
         reporter.step_done(
             run,
@@ -117,7 +128,7 @@ class StepEnd:
             pipeline_s=pipeline_s.tolist(),
             memory=[int(num_bytes) for num_bytes in memory.tolist()],
             records_next=bool(rows[0, Column.RECORDS]),
-            loss_scale=scale_of_losses(),
+            loss_scale=scale,
             skipped=self.finiteness.num_skipped,
             gradient_error=_lost_in(self._model.replicas.gradient_quantiser),
             parameter_error=_lost_in(self._model.replicas.parameter_quantiser),

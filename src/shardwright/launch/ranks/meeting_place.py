@@ -1,0 +1,150 @@
+"""The host at which several hosts meet: its name is checked before ranks start, and a wait for it is told.
+
+A name that does not resolve is mostly a typo, and nobody comes to it. Kubernetes knows the name of a pod some
+seconds after the pod, so there it is waited for.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from shardwright.errors import LaunchError
+from shardwright.quantities import counted
+
+__all__ = ["check_endpoint", "is_own", "told_if_long", "wait_until_answered"]
+
+_TRIES_S = 2.0
+"""A resolver that has just started may need a second question."""
+_NEW_POD_S = 300.0
+_BETWEEN_S = 1.0
+_PATIENCE_S = 5.0
+_CONNECTING_S = 3.0
+
+
+def check_endpoint(
+    endpoint: str,
+    environ: Mapping[str, str],
+    *,
+    say: Callable[[str], None],
+    resolve: Callable[[str], object] = lambda name: socket.getaddrinfo(name, None),
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Refuses an endpoint whose host has no address here.
+
+    Args:
+        endpoint: where the hosts meet, as ``host:port``.
+        environ: variables of this process; those of Kubernetes tell that a name may come later.
+        say: takes a line for the user.
+        resolve: raises `OSError` where a name has no address.
+        clock: seconds from any fixed point.
+        sleep: waits for so many seconds.
+
+    Raises:
+        LaunchError: the name does not resolve.
+    """
+    name = _host(endpoint)
+    is_pod = "KUBERNETES_SERVICE_HOST" in environ
+    begun_s, said = clock(), False
+    while True:
+        try:
+            resolve(name)
+        except OSError as error:
+            if clock() - begun_s >= (_NEW_POD_S if is_pod else _TRIES_S):
+                raise LaunchError(
+                    f"--rdzv-endpoint {endpoint}: the host name {name} does not resolve here "
+                    f"({error.strerror}). Give a name or an address of one of the hosts that all know."
+                ) from error
+            if is_pod and not said:
+                say(f"waiting for the name {name}, which does not resolve yet; at most {_NEW_POD_S:g} s")
+                said = True
+            sleep(_BETWEEN_S)
+        else:
+            return
+
+
+def wait_until_answered(
+    host: str,
+    port: int,
+    *,
+    limit_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Waits until something listens at an address.
+
+    PyTorch's store waits, too, but neither Ctrl-C nor SIGTERM ends that.
+
+    Args:
+        host: a name or an address.
+        port: of the store.
+        limit_s: how long.
+        clock: seconds from any fixed point.
+        sleep: waits for so many seconds.
+
+    Raises:
+        TimeoutError: nothing has answered.
+    """
+    end_s = clock() + limit_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=_CONNECTING_S).close()
+        except OSError as error:
+            if clock() > end_s:
+                raise TimeoutError(
+                    f"nothing has answered at {host}:{port} in {limit_s:g} s ({error})"
+                ) from error
+            sleep(_BETWEEN_S)
+        else:
+            return
+
+
+def is_own(host: str) -> bool:
+    """Whether an address is one of this host: no other can be bound."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def told_if_long(endpoint: str, num_hosts: int, say: Callable[[str], None]) -> Iterator[None]:
+    """Says once what is waited for, if the hosts have not met after 5 s.
+
+    Args:
+        endpoint: where they meet.
+        num_hosts: how many they are.
+        say: takes a line for the user; called from another thread.
+    """
+    timer = threading.Timer(_PATIENCE_S, lambda: say(_waiting(endpoint, num_hosts)))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _waiting(endpoint: str, num_hosts: int) -> str:
+    """What is true of the endpoint at this moment."""
+    try:
+        port = int(endpoint.rpartition(":")[2])
+        socket.create_connection((_host(endpoint), port), timeout=_CONNECTING_S).close()
+    except OSError as error:
+        return (
+            f"waiting: nothing answers at {endpoint} yet ({error.strerror or error}). The same command must "
+            f"run on that host, too, and the port be free and open there"
+        )
+    return (
+        f"waiting at {endpoint} until {counted(num_hosts, 'host')} are there: start the same command on each "
+        "of them"
+    )
+
+
+def _host(endpoint: str) -> str:
+    return endpoint.rpartition(":")[0].strip("[]")

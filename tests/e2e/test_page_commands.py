@@ -1,0 +1,124 @@
+"""Runs the commands of README and docs in one folder, page by page, where what they read is there.
+
+What a reader has already (a script, two runs of it, a model of Hugging Face) is made first. Later commands
+find what a page makes.
+"""
+
+import shlex
+import shutil
+import subprocess
+import sys
+import webbrowser
+
+import pytest
+
+from pages import ROOT, blocks, typed
+from shardwright.cli import main
+
+TRAIN = """
+import sys
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import shardwright.torch as sw
+
+sw.init({"seed": 0, "microbatches": 2, "profile": "estimated"})
+sizes = dict(n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=16)
+model = sw.DistributedModel(GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)))
+optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
+
+
+@sw.step
+def train_step(model, ids):
+    loss = model(input_ids=ids, labels=ids).loss
+    model.backward(loss)
+    return loss
+
+
+checkpoints = sw.Checkpoints(every=2)
+for step in range(checkpoints.resume(), 4):
+    optimizer.zero_grad()
+    train_step(model, torch.arange(64).reshape(4, 16) % 32)
+    optimizer.step()
+    checkpoints.step_done(step + 1)
+checkpoints.close()
+"""
+
+GPT2 = """
+from transformers import GPT2Config, GPT2LMHeadModel
+sizes = dict(n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=16)
+GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained("gpt2")
+"""
+
+NOT_RUN = {
+    "pip install": "needs the network",
+    "python -m pip": "needs the network",
+    "git clone": "needs the network; `make demo` is examples/demo.py",
+    "python -m pytest": "sweeps of other tests",
+    "shardwright probe -n": "times a machine for half a minute: tests/e2e/test_planning_here.py",
+    "shardwright probe --show": "reads what that has written",
+    "export SHARDWRIGHT_PRICES": "names what that has written",
+    "shardwright run -n 2 --set trackers=wandb": "tests/unit/observe has the trackers",
+    "shardwright run -n 2 --set pipeline_parallel_degree=2 -m shardwright.integrations": "tests/ecosystem",
+}
+"""Why a command is not run, by its first words."""
+
+CODES = {"shardwright schedule check mine.csv": 2}
+"""Exit codes of commands whose page shows an error."""
+
+
+def _commands():
+    return [
+        (str(block), line)
+        for block in blocks("console")
+        for line in typed(block)
+        if not any(line.startswith(words) for words in NOT_RUN)
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What a reader has."""
+    path = tmp_path_factory.mktemp("reader")
+    (path / "examples").symlink_to(ROOT / "examples")
+    (path / "train.py").write_text(TRAIN)
+    (path / "mine.csv").write_text("0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
+    launcher = [sys.executable, "-m", "shardwright", "run", "-q", "-n", "2"]
+    for words in ([sys.executable, "-c", GPT2], [*launcher, "train.py"], [*launcher, "--fresh", "train.py"]):
+        subprocess.run(words, cwd=path, check=True, timeout=120)
+    for name in ("NAME", "demo-2026-11-20_15-28-12", "2026-11-20_12-58-37"):
+        shutil.copytree(path / "runs/train", path / "runs" / name)
+    shutil.copytree(path / "gpt2", path / "SOURCE")
+    make = [sys.executable, "-m", "shardwright", "plan", "make", "examples/train_gpt.py:build", "-n", "2"]
+    subprocess.run([*make, "--set", "pipeline=1f1b", "-o", "other.json"], cwd=path, check=True, timeout=120)
+    return path
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("block", "line"), _commands(), ids=[block for block, _ in _commands()])
+def test_a_command_runs(folder, block, line, monkeypatch, capfd):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(webbrowser, "open", lambda *_: True)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = shlex.split(line, comments=True)
+    if words[0] != "shardwright" or words[1] == "run":
+        code = subprocess.run([sys.executable, *_of_python(words)], timeout=120).returncode
+    else:
+        with pytest.raises(SystemExit) as ended:
+            main(words[1:])
+        code = ended.value.code or 0
+    assert code == CODES.get(line, 0), capfd.readouterr()
+
+
+def _of_python(words):
+    if words[0] == "python":
+        return words[1:]
+    assert words[0] == "shardwright", words
+    return ["-m", *words]
+
+
+def test_reasons_are_of_commands_that_are_there():
+    lines = [line for block in blocks("console") for line in typed(block)]
+    for words in NOT_RUN:
+        assert any(line.startswith(words) for line in lines), words

@@ -1,0 +1,116 @@
+"""Where several hosts meet: a name that nobody knows is refused, and a wait is told."""
+
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from shardwright.errors import LaunchError
+from shardwright.launch.ranks import meeting_place
+from shardwright.launch.ranks.meeting_place import (
+    check_endpoint,
+    is_own,
+    told_if_long,
+    wait_until_answered,
+)
+
+
+class Names:
+    """A resolver that knows a name after some questions, and the clock beside it."""
+
+    def __init__(self, known_after=None):
+        self.left, self.now_s, self.said = known_after, 0.0, []
+
+    def resolve(self, name):
+        assert name == "first-host"
+        if self.left is None:
+            raise socket.gaierror(-2, "Name or service not known")
+        if self.left:
+            self.left -= 1
+            raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+
+    def check(self, **environ):
+        check_endpoint(
+            "first-host:29400",
+            environ,
+            say=self.said.append,
+            resolve=self.resolve,
+            clock=lambda: self.now_s,
+            sleep=self.sleep,
+        )
+
+
+def test_a_name_without_an_address_is_refused_within_seconds():
+    """Ranks waited for a minute, and then for a store that could not be reached."""
+    names = Names()
+    with pytest.raises(
+        LaunchError, match=r"first-host:29400: the host name first-host does not resolve here"
+    ):
+        names.check()
+    assert names.now_s <= 3
+    assert not names.said
+
+
+def test_a_resolver_may_be_late():
+    Names(known_after=1).check()
+
+
+def test_the_name_of_a_pod_may_come_later():
+    names = Names(known_after=40)
+    names.check(KUBERNETES_SERVICE_HOST="10.0.0.1")
+    assert names.said == [
+        "waiting for the name first-host, which does not resolve yet; at most 300 s",
+    ]
+    with pytest.raises(LaunchError):
+        Names().check(KUBERNETES_SERVICE_HOST="10.0.0.1")
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """A timer that is due when it is started."""
+
+    def timer(seconds, function):
+        return SimpleNamespace(start=function, cancel=lambda: None, daemon=False)
+
+    monkeypatch.setattr(meeting_place.threading, "Timer", timer)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_long_wait_says_whether_anybody_answers():
+    said = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
+        with told_if_long(endpoint, 2, said.append):
+            pass
+    with told_if_long(endpoint, 2, said.append):
+        pass
+    assert said == [
+        f"waiting at {endpoint} until 2 hosts are there: start the same command on each of them",
+        f"waiting: nothing answers at {endpoint} yet (Connection refused). The same command must run on that "
+        "host, too, and the port be free and open there",
+    ]
+
+
+def test_hosts_that_meet_soon_say_nothing():
+    said = []
+    with told_if_long("127.0.0.1:1", 2, said.append):
+        pass
+    assert not said
+
+
+def test_a_store_is_waited_for_until_it_answers():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        wait_until_answered("127.0.0.1", port, limit_s=0)
+    names = Names()
+    with pytest.raises(TimeoutError, match=rf"nothing has answered at 127.0.0.1:{port} in 10 s \(.*refused"):
+        wait_until_answered("127.0.0.1", port, limit_s=10, clock=lambda: names.now_s, sleep=names.sleep)
+
+
+def test_an_address_of_this_host_is_known():
+    assert is_own("localhost")
+    assert not is_own("203.0.113.5")  # for documentation: no host has it
+    assert not is_own("no-such-host.invalid")
