@@ -261,7 +261,8 @@ def test_names_are_those_of_the_model():
         model, module = script.model, script.model.module
         assert dict(model.named_parameters()) == dict(module.named_parameters())
         assert [name for name, _ in model.named_buffers()] == [name for name, _ in module.named_buffers()]
-        assert model.state_dict().keys() == {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+        names = [*dict(model.named_parameters()), *dict(model.named_buffers())]
+        assert model.state_dict().keys() == set(names)
         assert all(model.get_submodule(name) is each for name, each in model.named_modules())
         assert model.get_parameter("0.0.weight") is module[0][0].weight
 

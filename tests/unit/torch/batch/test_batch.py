@@ -72,7 +72,7 @@ def test_one_microbatch_is_the_batch_whatever_its_rows():
     nodes, edges = torch.ones(5, 3), torch.zeros(2, 9)
     ((args, _),) = split(Splitter(names=("nodes", "edges")), ((nodes, edges), {}), 1)
     assert [each.shape for each in args] == [nodes.shape, edges.shape]
-    with pytest.raises(UsageError, match="such as a graph, .*: microbatches 1"):
+    with pytest.raises(UsageError, match=r"such as a graph, .*: microbatches 1"):
         split(Splitter(names=("nodes", "edges")), ((nodes, edges), {}), 2)
 
 
