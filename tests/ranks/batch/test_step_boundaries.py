@@ -213,6 +213,31 @@ def test_arguments_of_functions_that_take_any_go_by_their_names(function, num_we
     run_ranks(job, 1)
 
 
+def test_a_batch_that_is_not_cut_is_one_microbatch():
+    """A graph, of which no tensor has a row for each sample, was refused over stages."""
+
+    def job():
+        sw, plain, model = start(Stack, {"microbatches": None})
+
+        def loss_of(model: Any, nodes: Tensor, edges: Tensor) -> Tensor:
+            sources, targets = edges
+            return model(nodes.index_add(0, targets, nodes[sources])).square().mean()
+
+        @sw.step(non_split_inputs=["nodes", "edges"])
+        def train(model: Any, nodes: Tensor, edges: Tensor) -> Tensor:
+            loss = loss_of(model, nodes, edges)
+            model.backward(loss)
+            return loss
+
+        nodes = batches(0, 1)[0]
+        edges = torch.tensor([[0, 1, 2], [1, 2, 0]])
+        train(model, nodes, edges)
+        loss_of(plain, nodes, edges).backward()
+        return apart(plain, model)
+
+    assert run_ranks(job, 2) == [[], []]
+
+
 def test_an_empty_batch_is_one_error_on_all_ranks():
     """Ranks other than the first ended with an IndexError: they looked for a batch of their own."""
 

@@ -253,6 +253,22 @@ def test_an_attribute_of_the_module_inside():
     run_ranks(job, 1)
 
 
+def test_names_are_those_of_the_model():
+    """Behind "module.", groups that a script makes by name (learning rates by layer) were other ones."""
+
+    def job():
+        script = Script(nn.Sequential(*four_layers(), nn.BatchNorm1d(4)), first_step=False)
+        model, module = script.model, script.model.module
+        assert dict(model.named_parameters()) == dict(module.named_parameters())
+        assert [name for name, _ in model.named_buffers()] == [name for name, _ in module.named_buffers()]
+        names = [*dict(model.named_parameters()), *dict(model.named_buffers())]
+        assert model.state_dict().keys() == set(names)
+        assert all(model.get_submodule(name) is each for name, each in model.named_modules())
+        assert model.get_parameter("0.0.weight") is module[0][0].weight
+
+    run_ranks(job, 1)
+
+
 def test_replicas_of_pytorch_around_the_model():
     """A replica failed in the first step for another reason."""
 

@@ -55,6 +55,11 @@ class Batch:
         return self._splitter.num_samples(self._named)
 
     @property
+    def is_kept_whole(self) -> bool:
+        """Whether the script has said that none of its tensors is cut."""
+        return self.num_samples is None and self._splitter.keeps_whole(self._named)
+
+    @property
     def described_kinds(self) -> str:
         """The arguments beside the model with their types, for a message; empty without any."""
         others = [(name, tree) for name, tree, *_ in self._named if not isinstance(tree, nn.Module)]

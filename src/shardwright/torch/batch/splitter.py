@@ -64,6 +64,13 @@ class Splitter:
         """The size of the first tensor along its axis; None if no tensor is cut."""
         return next((size for _, _, size in self._cut_tensors(arguments)), None)
 
+    def keeps_whole(self, arguments: Sequence[Argument]) -> bool:
+        """Whether the script has named tensors that every microbatch gets whole."""
+        return any(
+            argument.name in self.non_split and any(map(is_batch_tensor, argument.leaves))
+            for argument in arguments
+        )
+
     def split(self, arguments: Sequence[Argument], num_microbatches: int) -> list[tuple[Any, ...]]:
         """The arguments of each microbatch, in the same order.
 
@@ -132,14 +139,15 @@ class Splitter:
         first_name, _, batch = cut[0]
         self._look_at_lists(arguments, first_name, batch)
         for name, tensor, size in cut:
-            if size != batch:
+            if size != batch and num_microbatches > 1:  # one is the whole batch, say of a graph
                 raise UsageError(
                     f"{name} has {size} rows along axis {self._axis(name)} (shape "
                     f"{tuple(tensor.shape)}), but {first_name} has {batch}, so the batch cannot be cut "
                     "into microbatches. Name what must not be cut: "
                     f'@sw.step(non_split_inputs=["{name}"]), or another axis: '
                     f'input_split_axes={{"{name}": 1}}, or a list with an item for each sample: '
-                    f'split_lists=["{name}"].'
+                    f'split_lists=["{name}"]. A batch that cannot be cut at all, such as a graph, goes '
+                    "through the model as one: microbatches 1."
                 )
         if batch == 0:
             raise UsageError(

@@ -155,6 +155,8 @@ class Planner:
 
     def _counts(self, batch: Batch) -> tuple[int, ...]:
         config, pipeline = self._context.config, self._context.mesh.pipeline
+        if batch.is_kept_whole:
+            return (config.microbatches or 1,)
         if batch.num_samples is None:
             raise PlanError(
                 "the step function gets no tensor that can be cut into microbatches"

@@ -39,6 +39,20 @@ class SpreadModule(nn.Module):
         """The user's module."""
         return self.module
 
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Modules by their names in the user's module, itself first.
+
+        Parameters and buffers are named after them. A script that chooses parameters by name (learning rates
+        by layer, no weight decay) thus finds the same ones as before the model was wrapped.
+        """
+        return self.get_module().named_modules(memo, prefix, remove_duplicate)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The module of a name as `named_modules` gives it."""
+        return self.get_module().get_submodule(target)
+
     def local_named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters that this rank holds, by their names in the user's module."""
         return ((name, p) for name, p in self.get_module().named_parameters() if self._is_local(p))

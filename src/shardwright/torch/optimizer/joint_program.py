@@ -30,6 +30,7 @@ from shardwright.torch.pytorch.operator_schema import (
 )
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.pytorch.tree import leaves, map_tree
+from shardwright.torch.randomness.rng import draw_as_elsewhere
 from shardwright.torch.run.context import Context
 
 __all__ = ["Holding", "JointProgram"]
@@ -132,6 +133,7 @@ class JointProgram(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._refuse_shape(func, holding)
         self.holds([item for item in written if not isinstance(item, RemoteTensor)], holding)
         if not is_here:
+            draw_as_elsewhere(func, args, kwargs, self._context.device)
             if kwargs.get("device") is not None:
                 kwargs["device"] = torch.device("meta")
             return without_values(func, args, kwargs, name=holding.name, holders=sorted(ranks))

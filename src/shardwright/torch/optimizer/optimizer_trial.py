@@ -1,7 +1,9 @@
 """Tries an optimizer on small parameters, to find out whether it couples them.
 
 Two copies of the optimizer make some steps, with different gradients for all parameters but the first of each
-group. If a first parameter, or a number of the groups, comes out different, parameters are coupled.
+group. If a first parameter, or a number of the groups, comes out different, parameters are coupled. So they
+are if the optimizer draws random numbers (noise, stochastic rounding): what a parameter gets depends on how
+many were drawn before, for others.
 """
 
 import contextlib
@@ -22,6 +24,7 @@ from torch.optim import Optimizer
 from shardwright.torch.interception.glue import plain_torch
 from shardwright.torch.pytorch.tree import leaves, map_tree
 from shardwright.torch.randomness.python_random import python_random_kept
+from shardwright.torch.randomness.rng import get_state, same_state
 from shardwright.torch.run.context import context, is_initialized
 from shardwright.torch.script_collectives.replica_collectives import num_collectives, over_replicas
 
@@ -61,7 +64,8 @@ class Trial:
     """The findings about an optimizer.
 
     Attributes:
-        couples: the update of a parameter, or a number of the groups, depends on several parameters.
+        couples: the update of a parameter, or a number of the groups, depends on several parameters, or on
+            how many random numbers were drawn for others.
         collects: it calls collectives of `torch.distributed`.
         problem: why it cannot be tried; empty where it can.
     """
@@ -111,11 +115,11 @@ def trial(
             given = None if closes else arguments
             run = functools.partial(_steps_of_copy, optimizer, method, firsts, dtype, given)
             try:
-                found, again = run(others=4.0), run(others=-0.2)
+                (found, draws), (again, _) = run(others=4.0), run(others=-0.2)
             except Exception as error:  # whatever one raises on parameters that it was not made for
                 problem = problem or f"{type(error).__name__}: {error}"[:_MOST_LETTERS]
                 continue
-        return Trial(str(found) != str(again), collects=num_collectives() > calls_before)
+        return Trial(draws or str(found) != str(again), collects=num_collectives() > calls_before)
     inside = [trial(inner) for inner in inner_optimizers(optimizer)]
     return next((found for found in inside if found.couples), Trial(problem=problem))
 
@@ -128,8 +132,8 @@ def _steps_of_copy(
     arguments: Arguments | None,
     *,
     others: float,
-) -> list[dict[str, Any]]:
-    """The first parameter of each group, and the numbers of the groups, after steps of a copy.
+) -> tuple[list[dict[str, Any]], bool]:
+    """The first parameter and the numbers of each group, after steps of a copy; and whether that draws.
 
     Args:
         optimizer: of which a copy is made.
@@ -147,24 +151,30 @@ def _steps_of_copy(
     own = {id(group["params"][0]) for group in groups}
     parameters = [parameter for group in groups for parameter in group["params"]]
     directions = [torch.randn_like(parameter) for parameter in parameters]
-    size = 1.0
+    size, draws = 1.0, False
+    device = next(iter(parameters), torch.empty(0)).device
+    own_generator = torch.Generator(device).manual_seed(0)  # the optimizer has the other one for itself
 
     def closure() -> Tensor:
         for parameter, direction in zip(parameters, directions, strict=True):
             along = direction if id(parameter) in own else others * direction
-            parameter.grad = size * (along + torch.randn_like(parameter) / 2)
+            noise = torch.empty_like(parameter).normal_(generator=own_generator)
+            parameter.grad = size * (along + noise / 2)
         return torch.ones((), dtype=dtype)
 
     args, options = ((closure,), {}) if arguments is None else arguments
     for number in range(_STEPS):
         size = _LARGE if number >= _STEPS - _LARGE_STEPS else 1.0
         closure()
+        before = get_state(device)
         getattr(type(optimizer), method)(made, *args, **options)
-    return [
+        draws |= not same_state(before, get_state(device))
+    found = [
         {name: value.tolist() if isinstance(value, Tensor) else value for name, value in group.items()}
         | {"params": small["params"][0].tolist()}
         for group, small in zip(made.param_groups, groups, strict=True)
     ]
+    return found, draws
 
 
 def _small_group(group: dict[str, Any], like: Tensor, dtype: torch.dtype) -> dict[str, Any]:

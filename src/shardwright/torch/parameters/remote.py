@@ -6,6 +6,8 @@ PyTorch accepts a tensor without values where it changes one that has some, and 
 
 So a tensor on another rank is not just a meta tensor: its class refuses such an operation. A result computed
 from remote tensors alone is remote too. A write to one is left to its holder, which makes the same write.
+Where the holder draws random numbers for it (``p.add_(torch.randn_like(p))``, ``reset_parameters()``), all
+ranks draw as many, so that the next parameter gets on its rank what it gets in one process.
 """
 
 import copy
@@ -29,6 +31,7 @@ from shardwright.torch.pytorch.operator_schema import (
 )
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.pytorch.tree import map_tree
+from shardwright.torch.randomness.rng import draw_as_elsewhere
 
 __all__ = ["RemoteTensor", "make_remote", "without_values"]
 
@@ -70,14 +73,21 @@ class RemoteTensor(torch.Tensor):
         first = next(tensor for tensor in tensors if isinstance(tensor, RemoteTensor))
         changed = _changed(func, args, kwargs)
         if changed and all(isinstance(tensor, RemoteTensor) for tensor in changed):
+            draw_as_elsewhere(func, args, kwargs, first._given_up_on)
             return changed[0] if func._schema.returns else None
         if not all(tensor.is_meta for tensor in tensors) or torch.Tag.data_dependent_output in func.tags:
             first.refuse()
+        draw_as_elsewhere(func, args, kwargs, first._given_up_on)
         try:
             result = without_values(func, args, kwargs, name=first.first_name, holders=first.holders)
         except NotImplementedError:  # it needs values: to copy them to a device, or to know the shape
             first.refuse()
         return map_tree(lambda item: _as_given_up(first, item), result)
+
+    @property
+    def _given_up_on(self) -> torch.device:
+        """The device on which this rank would have it."""
+        return vars(self).get(RELEASED) or torch.device("cpu")
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

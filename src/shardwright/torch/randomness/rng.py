@@ -14,7 +14,7 @@ values, a step leaves the generator in another state than the replay did, which 
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ __all__ = [
     "GeneratorState",
     "Turn",
     "describe_draw",
+    "draw_as_elsewhere",
     "get_state",
     "is_default",
     "own_generators",
@@ -111,6 +112,26 @@ def skip(draws: Sequence[Draw]) -> None:
         for draw in draws:
             args, kwargs = draw.structure.rebuild([_scratch(item) for item in draw.items])
             draw.func(*args, **kwargs)
+
+
+def draw_as_elsewhere(func: Any, args: Any, kwargs: Any, device: torch.device) -> None:
+    """Moves the generator on as it moves on a rank that runs an operation.
+
+    Args:
+        func: the aten operation; nothing happens if it draws nothing.
+        args: tensors that have no values here, on the meta device, and others.
+        kwargs: likewise.
+        device: where the other rank has the values.
+    """
+
+    def there(item: Any) -> Any:
+        if isinstance(item, _Shape) and item.device.type == "meta":
+            return replace(item, device=device)
+        return device if item == torch.device("meta") else item
+
+    draw = describe_draw(func, args, kwargs)
+    if draw is not None:
+        skip([replace(draw, items=tuple(map(there, draw.items)))])
 
 
 def own_generators(draws: Iterable[Draw]) -> tuple[torch.Generator, ...]:

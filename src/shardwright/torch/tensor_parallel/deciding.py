@@ -64,11 +64,18 @@ def choose(call: Call) -> tuple[Candidate, bool]:
 
 def _candidates(call: Call) -> list[Candidate]:
     rule = rule_of(call.func)
+    if not call.inputs and _takes_a_tensor(call.func):
+        return []  # PyTorch hands a number as it is: the conjugate of 1j, in the backward of a product
     found = None if rule is None else rule(call)
     if isinstance(found, Form):
         call.flops = found.flops
         return candidates_of(call, found)
     return found or []
+
+
+@functools.cache
+def _takes_a_tensor(func: Any) -> bool:
+    return any("Tensor" in str(argument.type) for argument in func._schema.arguments)
 
 
 def _leaves_written(call: Call, candidate: Candidate) -> bool:

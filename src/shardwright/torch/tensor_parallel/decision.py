@@ -234,7 +234,8 @@ class Decision:
 
     def _short_way(self, tensors: list[Tensor]) -> "FastDecision | None":
         """The same decision without what it does not need."""
-        one_result = len(self._specs or ()) == 1
+        in_a_list = any(each.type.kind() == "ListType" for each in self.func._schema.returns)
+        one_result = len(self._specs or ()) == 1 and not in_a_list  # a split into one piece
         as_they_are = self.candidate.inputs == self._placements and self.candidate.compute is None
         positional = self._num_tensors == len(tensors) and all(
             place < self._num_positional for place, _ in self._replaced

@@ -67,6 +67,22 @@ def test_rows_that_do_not_match_are_named():
         split(Splitter(names=("x", "weights")), ((torch.ones(4), torch.ones(7)), {}), 2)
 
 
+def test_one_microbatch_is_the_batch_whatever_its_rows():
+    """The nodes and the edges of a graph: nothing is cut, so their numbers need not agree."""
+    nodes, edges = torch.ones(5, 3), torch.zeros(2, 9)
+    ((args, _),) = split(Splitter(names=("nodes", "edges")), ((nodes, edges), {}), 1)
+    assert [each.shape for each in args] == [nodes.shape, edges.shape]
+    with pytest.raises(UsageError, match=r"such as a graph, .*: microbatches 1"):
+        split(Splitter(names=("nodes", "edges")), ((nodes, edges), {}), 2)
+
+
+def test_a_batch_is_kept_whole_if_the_script_says_so_of_its_tensors():
+    whole = Splitter(names=("x", "y"), non_split=frozenset({"x"}))
+    assert Batch(((torch.ones(4), 2), {}), whole).is_kept_whole
+    assert not Batch(((torch.ones(4), torch.ones(4)), {}), whole).is_kept_whole  # y is cut
+    assert not Batch((([1.0], 2), {}), whole).is_kept_whole  # forgotten: a list is no tensor
+
+
 def test_a_batch_smaller_than_the_microbatches():
     with pytest.raises(UsageError, match="the batch has 2 samples, but microbatches is 4"):
         split(Splitter(), ((torch.ones(2),), {}), 4)

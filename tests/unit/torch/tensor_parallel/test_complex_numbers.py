@@ -3,10 +3,12 @@
 import pytest
 import torch
 from ranks_in_threads import on_ranks
+from torch import nn
 
 from shardwright.placement import Cut
 from shardwright.torch.tensor_parallel.divided_tensor import whole
 from shardwright.torch.tensor_parallel.placing import placed
+from shardwright.torch.tensor_parallel.search import Unit, find_placements
 
 CUT = Cut.even(0, 4, num_ranks=2)
 CALLS = {
@@ -62,3 +64,21 @@ def test_a_conjugate_follows_what_it_is_a_view_of():
     for before, after in on_ranks(2, on_rank):
         torch.testing.assert_close(before, (2 * x).conj().resolve_conj())
         torch.testing.assert_close(after, 2 * x - 1j)
+
+
+class Polar(nn.Module):
+    """Multiplies with an imaginary number, whose conjugate its backward asks for."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.complex128))
+
+    def forward(self, x):
+        z = x @ self.weight
+        return z.abs() * torch.exp(1j * z.angle())
+
+
+def test_an_imaginary_number_is_no_tensor():
+    """Bug: no plan for a complex network, whose rule was asked for the conjugate of a number."""
+    unit = Unit(Polar(), (torch.zeros(4, 8, dtype=torch.complex128, requires_grad=True),))
+    assert find_placements(unit, num_ranks=2).placements.keys() == {"weight"}

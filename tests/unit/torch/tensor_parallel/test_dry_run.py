@@ -13,6 +13,7 @@ from shardwright.placement import Cut
 from shardwright.torch.tensor_parallel.divide import divide, settle_gradients, tensor_group
 from shardwright.torch.tensor_parallel.divided_tensor import divided, placement_of, whole, wrap
 from shardwright.torch.tensor_parallel.group import Prices
+from shardwright.torch.tensor_parallel.search import Unit, dry_run
 from shardwright.torch.tensor_parallel.search.no_ranks import group_without_ranks
 from shardwright.torch.tensor_parallel.spec import spec_of
 
@@ -131,3 +132,20 @@ def test_a_dry_run_gets_no_numbers_that_nobody_has_written(monkeypatch):
     group = group_without_ranks(0, 2, Prices())
     index = divided(torch.tensor([0, 3, 1, 2, 1]), Cut.of(0, [(0, 2), (1, 3)]), group)
     assert whole(index).min() >= 0
+
+
+class Jacobian(nn.Module):
+    """Has the diagonal of a Jacobian."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+
+    def forward(self, x):
+        return torch.vmap(torch.func.jacrev(self.inner))(x).diagonal(dim1=1, dim2=2)
+
+
+def test_gradients_of_torch_func_within_a_unit():
+    """Bug: PyTorch refuses them under the hooks that count what the unit keeps."""
+    unit = Unit(Jacobian(), (torch.zeros(4, 8, requires_grad=True),))
+    assert dry_run(unit, {"inner.0.weight": Cut.even(0, 16, num_ranks=2)}, rank=0, num_ranks=2).traffic.calls

@@ -148,3 +148,15 @@ def test_attention_from_own_queries_to_keys_of_another_length():
 
     for found in on_ranks(2, on_rank):
         _compare(found, wanted, "attention")
+
+
+def test_a_split_into_one_piece_again():
+    """Bug: the second time, a short way took the list of one tensor for the tensor."""
+    x = torch.arange(12.0).view(4, 3)
+
+    def on_rank(group):
+        own = placed(x, Cut.even(0, 4, num_ranks=2), group)
+        return [whole(piece * 2) for _ in range(2) for piece in own.split([3], dim=1)]
+
+    for found in on_ranks(2, on_rank):
+        torch.testing.assert_close(found, [x * 2] * 2)

@@ -281,6 +281,10 @@ class DistributedModel(ModelStates):
 
     # ---- what lives here ----
 
+    # Scripts for SageMaker know the names of a wrapper: "module.layers.0".
+    named_modules = nn.Module.named_modules
+    get_submodule = nn.Module.get_submodule
+
     def local_buffers(self) -> Iterator[Tensor]:
         """Buffers that this rank holds."""
         return (buffer for _, buffer in self.local_named_buffers())

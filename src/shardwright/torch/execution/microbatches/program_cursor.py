@@ -224,9 +224,12 @@ class ProgramCursor:
         spoilt = bool(self._spoilt) and storage_key(item) in self._spoilt
         if spoilt or not self.is_free(item):
             what = "a tensor that a module has changed in place" if spoilt else "a parameter"
+            line = self._program.trace.end.line
             raise TraceMismatchError(
-                f"{user_line()}: {what} is used by the step function, behind a value that was read. Only one "
-                "rank has it. Compute what you need of it before anything is read."
+                f"{user_line()}: {what} is used by the step function, behind a value that was read"
+                f"{f' ({line})' if line else ''}. Only one rank has it. Compute what you need of it before "
+                "anything is read, or put this code into a module inside the model, which is then one unit. "
+                "Sizes that follow from values (bincount, unique, a boolean mask) are read, too."
             )
 
     def clear(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.placement import WHOLE, BetweenUnits, Cut, Placement, Whole
-from shardwright.torch._private import memory_of
+from shardwright.torch._private import memory_of, transforms_beside_hooks
 from shardwright.torch.pytorch.tree import flatten, leaves, map_tree
 from shardwright.torch.tensor_parallel.boundary import Boundary
 from shardwright.torch.tensor_parallel.divide import divide, settle_gradients
@@ -200,7 +200,8 @@ def _run(
             _end(found.forward, group, count)
             kept.count()
 
-        with count, torch.autograd.graph.saved_tensors_hooks(kept.note, lambda tensor: tensor):
+        hooks = torch.autograd.graph.saved_tensors_hooks(kept.note, lambda tensor: tensor)
+        with count, hooks, transforms_beside_hooks():
             call = unit.call_of(module)
             call = between.around(module, call) if between.cuts else call
             step_of(following or unit.results, call, args, kwargs, boundary, turn, entering, unit.shared)

@@ -1,0 +1,55 @@
+"""Random numbers that a script or an optimizer draws for parameters, of which each rank has some."""
+
+from typing import Any
+
+import torch
+from stacks import Stack, batches, start, trainer
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwright.testing import run_ranks
+from shardwright.torch.optimizer.optimizer_trial import trial
+
+
+class Langevin(Optimizer):
+    """Adds noise to each update, as stochastic gradient Langevin dynamics do."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.sub_(p.grad, alpha=0.05).add_(torch.randn_like(p), alpha=0.1)
+
+
+def test_an_optimizer_that_draws_needs_the_parameters_of_all_stages():
+    assert trial(Langevin([nn.Parameter(torch.ones(3))])).couples
+
+
+@torch.no_grad()
+def shrink_and_perturb(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.mul_(0.9).add_(torch.randn_like(parameter), alpha=0.1)
+
+
+def test_they_are_those_of_one_process():
+    """Bug: each rank drew for its own parameters alone, so that stages had the same noise."""
+
+    def job():
+        sw, plain, model = start(Stack, {})
+        optimizers = Langevin(plain.parameters()), sw.DistributedOptimizer(Langevin(model.parameters()))
+        x = batches(0, 1)[0]
+        trainer(sw)(model, x)
+        plain(x).square().mean().backward()
+        for module, optimizer in zip((plain, model.module), optimizers, strict=True):
+            torch.manual_seed(1)
+            optimizer.step()
+            shrink_and_perturb(module)
+            module.blocks[0].up.reset_parameters()
+            nn.init.orthogonal_(module.blocks[3].down.weight)
+            module.head.reset_parameters()
+        state = model.state_dict()
+        return max((state[name] - value).abs().max().item() for name, value in plain.state_dict().items())
+
+    assert max(run_ranks(job, 2)) < 1e-12
