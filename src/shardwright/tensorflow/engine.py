@@ -112,6 +112,7 @@ class Engine:
         The first one makes the plan, and gives up the variables of other ranks.
         """
         samples = arguments.num_samples
+        self._agreement.refuse_text(arguments)  # before its trace fails over shapes that follow from values
         if self._schedules is None:
             self._place(function, arguments)
         if samples is None:
