@@ -36,6 +36,7 @@ def _made(tf):
             super().__init__()
             self.words, self.places = layers.Embedding(WORDS, 8), layers.Embedding(LENGTH, 8)
             self.types, self.learned = layers.Embedding(2, 8), layers.Embedding(LENGTH, 8)
+            self.words_and_places = layers.Embedding(WORDS + LENGTH, 8)
             self.position_ids = tf.Variable(tf.range(LENGTH), trainable=False)
             # As of Swin: a row for each distance of two places, looked up several times.
             self.distances = self.add_weight(shape=(2 * LENGTH - 1, 8), name="distances")
@@ -51,6 +52,7 @@ def _made(tf):
         def call(self, ids):
             x = self.words(ids) + self.places(tf.range(LENGTH)) + self.learned(self.position_ids)
             x += self.types(tf.zeros([keras.ops.shape(ids)[0], LENGTH], tf.int32))
+            x += self.words_and_places(ids) + self.words_and_places(WORDS + tf.range(LENGTH))
             x += tf.reduce_mean(tf.reshape(self.relative(), [LENGTH, LENGTH, 8]), 1)
             for block in self.blocks:
                 x = block(x)

@@ -13,7 +13,8 @@ from shardwright.errors import UsageError
 from shardwright.observe.jsonl import read_json_lines
 from shardwright.observe.report.gathered.data import gather
 from shardwright.observe.report.gathered.spans import WORK
-from shardwright.tensorflow.fit import refuse_sums, sums_among
+from shardwright.tensorflow.fit import logs_of, refuse_sums, sums_among
+from shardwright.tensorflow.step_output import StepOutput
 from shardwright.testing import run_ranks
 
 
@@ -103,7 +104,7 @@ class _WithStep:
                 self.optimizer.apply_gradients(zip(of_first, first, strict=True))
                 self.optimizer_of_last.apply_gradients(zip(of_last, last, strict=True))
                 self.mean.update_state(loss)
-                return {"error": loss, self.mean.name: self.mean.result()}
+                return {"error": loss, self.mean.name: self.mean.result(), "of epoch": self.mean.result()}
 
         return Model()
 
@@ -256,7 +257,7 @@ def test_fit_over_two_ranks_is_fit(found):
 def test_a_train_step_of_the_users_own(found):
     (_, expected, *_), ranks, _ = found
     for _, history, *_ in ranks:
-        for name in ("error", "mean"):
+        for name in ("error", "mean", "of epoch"):
             assert history[name] == pytest.approx(expected[name], rel=1e-5)
 
 
@@ -307,6 +308,15 @@ def test_a_fit_that_was_interrupted_goes_on_or_is_refused(found):
             assert "stopped" in first
             assert told == pytest.approx(expected, rel=1e-5)
     assert isinstance(ranks[0][-1][1], str) == ("legacy" in os.environ["PYTEST_CURRENT_TEST"])
+
+
+def test_what_a_step_tells_of_an_uneven_batch_is_a_mean_over_samples():
+    """Bug: the smaller microbatch counted as much as the others."""
+    import tensorflow as tf
+
+    told = {"error": StepOutput([tf.constant(1.0), tf.constant(4.0)]), "mean": StepOutput([])}
+    found = logs_of(lambda: {"mean": tf.constant(5.0)}, told, 3)
+    assert {name: float(value) for name, value in found.items()} == {"error": 2.0, "mean": 5.0}
 
 
 def test_a_loss_that_is_a_sum_over_the_batch_is_refused_with_several_microbatches():

@@ -50,6 +50,30 @@ def test_calls_of_layers_are_told_and_new_layers_too():
     assert called == [layer, "end"]
 
 
+def test_functions_of_the_script_are_converted_as_they_ask():
+    """Bug: an ``if`` on a tensor failed in a ``tf.function`` that a step function, or a layer, calls."""
+
+    def doubled(x):
+        if tf.reduce_mean(x) > 0.5:
+            x = x * 2.0
+        return x
+
+    class Doubled(tf.keras.layers.Layer):
+        def call(self, x):
+            return tf.function(doubled)(x)
+
+    def step(x):
+        with _private.layers_told(lambda layer: True, lambda: None), _private.functions_inlined():
+            return layer(x) + tf.function(doubled)(x)
+
+    layer = Doubled()
+    traced = tf.function(step, input_signature=[tf.TensorSpec([1])]).get_concrete_function()
+    assert [traced(tf.fill([1], value)).numpy() for value in (1.0, 0.25)] == [4.0, 0.5]
+    as_it_is = tf.function(doubled, autograph=False)
+    with _private.functions_inlined(), pytest.raises(Exception, match="as a Python `bool`"):
+        tf.function(lambda x: as_it_is(x)).get_concrete_function(tf.ones([1]))
+
+
 def test_layers_of_a_model_in_lists_and_dictionaries():
     class Model(tf.keras.Model):
         def __init__(self):

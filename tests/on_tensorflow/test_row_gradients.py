@@ -4,85 +4,130 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from shardwright.tensorflow.row_gradients import fixed_rows, rows_together
+from shardwright.tensorflow.row_gradients import Rows, rows_of, rows_together
 from shardwright.tensorflow.trace import trace_step
 
 LENGTH, SAMPLES, BATCH = 6, 2, 8
 PLACES = tf.Variable(tf.range(LENGTH), trainable=False)
+OUTSIDE = tf.constant([2, 4])
 TABLE = tf.Variable(tf.random.stateless_normal([200, 3], [1, 2]))
 
-# What looks rows up, for ids of shape (samples, LENGTH) -> whether the whole batch has as many rows.
+# What makes indices of ids, of shape (samples, LENGTH) -> how many follow from no sample.
 LOOKUPS = {
-    "range": (lambda x: tf.range(LENGTH)[None], True),
-    "variable": (lambda x: PLACES, True),
-    "repeated": (lambda x: tf.constant([3, 1, 3, 3]), True),
-    "function": (tf.function(lambda x: PLACES + 0 * x[0]), True),
-    "samples": (lambda x: x, False),
-    "types": (lambda x: tf.zeros([x.shape[0], LENGTH], tf.int32), False),
-    "types by values": (lambda x: tf.zeros_like(x), False),
-    "of unknown number": (lambda x: tf.boolean_mask(x, x > 3), False),
+    "range": (lambda x: tf.range(LENGTH)[None], LENGTH),
+    "variable": (lambda x: PLACES, LENGTH),
+    "outside": (lambda x: OUTSIDE, 2),
+    "repeated": (lambda x: tf.constant([3, 1, 3, 3]), 4),
+    "function": (tf.function(lambda x: PLACES + 0 * x[0]), LENGTH),
+    "samples": (lambda x: x, 0),
+    "types": (lambda x: tf.zeros([x.shape[0], LENGTH], tf.int32), 0),
+    "types by values": (lambda x: tf.zeros_like(x), 0),
+    "of unknown number": (lambda x: tf.boolean_mask(x, x > 3), 0),
 }
 
 
-def _trace(rows_of, samples):
+def _trace(indices_of, samples, recorder=None, *, behind=lambda: None):
+    """Of a step whose lookup has indices of its argument; `behind` is called when the rows are there."""
+
     def step(x):
         with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(tf.gather(TABLE, rows_of(x)) ** 2)
+            rows = tf.gather(TABLE, indices_of(x))
+            behind()
+            loss = tf.reduce_sum(rows**2)
         return None, loss, tape.gradient(loss, TABLE)
 
-    return trace_step(step, [tf.TensorSpec([samples, LENGTH], tf.int32)])
+    return trace_step(step, [tf.TensorSpec([samples, LENGTH], tf.int32)], recorder=recorder)
+
+
+def _rows(indices_of, samples, whole, **options):
+    """Of the gradient, which is the second output; the first one is None."""
+    sizes = None if whole is None else (samples, whole)
+    found = rows_of(
+        _trace(indices_of, samples),
+        lambda recorder: _trace(indices_of, whole, recorder, **options),
+        samples=sizes,
+    )
+    assert found.keys() <= {2}
+    return found.get(2)
 
 
 @pytest.mark.parametrize("samples", [SAMPLES, 1])
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_rows_are_fixed_if_the_whole_batch_has_as_many(name, samples):
-    rows_of, is_fixed = LOOKUPS[name]
-    trace = _trace(rows_of, samples)
+    indices_of, count = LOOKUPS[name]
     for whole in (BATCH, None):  # None: the caller's function knows no number of samples
-        sizes = None if whole is None else (samples, whole)
-        found = fixed_rows(trace, lambda size=whole: _trace(rows_of, size), samples=sizes)
-        # By number of the output; the first one is None. Static sizes are not there without a batch size.
-        assert found == ({2} if is_fixed else frozenset())
-        if name == "types":
+        expected = (Rows(count, are_fixed=True),) if count else None
+        assert _rows(indices_of, samples, whole) == expected
+        if name == "types":  # static sizes are not there without a batch size
             break
+
+
+@pytest.mark.parametrize("whole", [BATCH, None])
+def test_a_table_for_samples_and_positions_has_both_apart(whole):
+    def indices_of(x):
+        return tf.concat([tf.reshape(x, [-1]), x[:, 0], tf.range(5), tf.reshape(x, [-1])], 0)
+
+    counts = SAMPLES * LENGTH + SAMPLES, 5, SAMPLES * LENGTH
+    expected = tuple(Rows(count, are_fixed=count == 5) for count in counts)
+    assert _rows(indices_of, SAMPLES, whole) == expected
+
+
+def test_the_trace_of_the_whole_batch_ends_with_the_indices():
+    for indices_of, _ in LOOKUPS.values():
+        if indices_of is not LOOKUPS["of unknown number"][0]:
+            _rows(indices_of, SAMPLES, BATCH, behind=lambda: pytest.fail("traced on"))
 
 
 def test_without_rows_nothing_is_traced_again():
     trace = trace_step(lambda x: tf.reduce_sum(x), [tf.TensorSpec([2])])
-    assert fixed_rows(trace, lambda: pytest.fail("traced")) == frozenset()
+    assert rows_of(trace, lambda recorder: pytest.fail("traced")) == {}
 
 
-def test_a_table_for_samples_and_positions_is_told():
-    def rows_of(x):
-        return tf.concat([tf.reshape(x, [-1]), tf.range(5)], 0)
+def test_rows_of_samples_and_others_that_cannot_be_taken_apart_are_told():
+    def indices_of(x):
+        return tf.pad(tf.reshape(x, [-1]), [[0, 5]])
 
     with pytest.warns(UserWarning, match="has 17 rows for 2 samples and 53 for 8 .*table of their own"):
-        assert not fixed_rows(_trace(rows_of, SAMPLES), lambda: _trace(rows_of, BATCH), samples=(2, 8))
+        assert _rows(indices_of, SAMPLES, BATCH) is None
 
 
 def test_a_step_for_microbatches_alone_is_told():
-    def rows_of(x):
+    def indices_of(x):
         return tf.range(LENGTH) + tf.ensure_shape(x, [SAMPLES, LENGTH])
 
     with pytest.warns(UserWarning, match="for which the step function fails"):
-        assert not fixed_rows(_trace(rows_of, SAMPLES), lambda: _trace(rows_of, BATCH), samples=(2, 8))
+        assert _rows(indices_of, SAMPLES, BATCH) is None
+
+
+def _slices(values, indices):
+    return tf.IndexedSlices(tf.constant(values)[:, None], tf.constant(indices), tf.constant([9, 1]))
+
+
+FIXED = (Rows(3, are_fixed=True),)
 
 
 @pytest.mark.parametrize("wrapped", [lambda f: f, tf.function], ids=["eager", "graph"])
 @pytest.mark.parametrize(
-    ("indices", "are_fixed", "together", "values"),
+    ("indices", "rows", "together", "values"),
     [
-        ([[3, 1, 3], [3, 1, 3]], True, [3, 1, 3], [2.0, 3.0, 4.0]),
-        ([[3, 1, 3], [3, 1, 3]], False, [3, 1, 3, 3, 1, 3], [0.5, 1.0, 1.5, 1.5, 2.0, 2.5]),
-        ([[3, 1, 3], [3, 2, 3]], True, [3, 1, 3, 3, 2, 3], [0.5, 1.0, 1.5, 1.5, 2.0, 2.5]),
+        ([[3, 1, 3], [3, 1, 3]], FIXED, [3, 1, 3], [2.0, 3.0, 4.0]),
+        ([[3, 1, 3], [3, 1, 3]], (), [3, 1, 3, 3, 1, 3], [0.5, 1.0, 1.5, 1.5, 2.0, 2.5]),
+        ([[3, 1, 3], [3, 2, 3]], FIXED, [3, 1, 3, 3, 2, 3], [0.5, 1.0, 1.5, 1.5, 2.0, 2.5]),
     ],
     ids=["added", "samples", "random"],
 )
-def test_fixed_rows_are_added_up_and_others_stand_behind_each_other(
-    indices, are_fixed, together, values, wrapped
-):
-    given = zip([[[1.0], [2.0], [3.0]], [[3.0], [4.0], [5.0]]], indices, strict=True)
-    parts = [tf.IndexedSlices(tf.constant(v), tf.constant(i), tf.constant([9, 1])) for v, i in given]
-    found = wrapped(lambda *each: rows_together(each, scale=0.5, are_fixed=are_fixed))(*parts)
+def test_fixed_rows_are_added_up_and_others_stand_behind_each_other(indices, rows, together, values, wrapped):
+    parts = [_slices([1.0, 2.0, 3.0], indices[0]), _slices([3.0, 4.0, 5.0], indices[1])]
+    found = wrapped(lambda *each: rows_together(each, scale=0.5, rows=rows))(*parts)
     assert found.indices.numpy().tolist() == together
     np.testing.assert_allclose(found.values[:, 0], values)
+
+
+@pytest.mark.parametrize("wrapped", [lambda f: f, tf.function], ids=["eager", "graph"])
+def test_rows_of_both_kinds_come_together_each_in_its_way(wrapped):
+    """The second microbatch has one sample, the first has two; each has two rows, around one for a place."""
+    rows = (Rows(2, are_fixed=False), Rows(1, are_fixed=True), Rows(2, are_fixed=False))
+    parts = [_slices([1.0, 2.0, 3.0, 4.0, 5.0], [5, 6, 0, 7, 8]), _slices([1.0, 2.0, 3.0], [7, 0, 8])]
+    found = wrapped(lambda *each: rows_together(each, scale=1.0, rows=rows))(*parts)
+    assert found.indices.numpy().tolist() == [5, 6, 7, 0, 7, 8, 8]
+    np.testing.assert_allclose(found.values[:, 0], [1.0, 2.0, 1.0, 5.0, 4.0, 5.0, 3.0])

@@ -38,14 +38,24 @@ class Agreement:
         """
         if self._broadcast is None:
             return arguments
+        self.refuse_text(arguments)
+        mine: Any = tuple(to_torch(tensor) for tensor in arguments.tensors)
+        (tensors,), _ = self._broadcast(((mine,), {}))
+        if tensors is mine:
+            return arguments
+        return replace(arguments, tensors=[to_tensorflow(tensor) for tensor in tensors])
+
+    def refuse_text(self, arguments: Arguments) -> None:
+        """Refuses text, where other ranks would get it.
+
+        Raises:
+            UsageError: there is some.
+        """
+        if self._broadcast is None:
+            return
         for tensor, name in zip(arguments.tensors, arguments.names, strict=True):
             if tensor.dtype == tf.string:
                 raise UsageError(
                     f"the argument {name} of the step function is text, which ranks cannot send each other. "
                     "Make numbers of it before: dataset.map(lambda x, y: (vectorize(x), y)) in tf.data."
                 )
-        mine: Any = tuple(to_torch(tensor) for tensor in arguments.tensors)
-        (tensors,), _ = self._broadcast(((mine,), {}))
-        if tensors is mine:
-            return arguments
-        return replace(arguments, tensors=[to_tensorflow(tensor) for tensor in tensors])

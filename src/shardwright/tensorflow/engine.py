@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +25,7 @@ from shardwright.tensorflow.program import Program
 from shardwright.tensorflow.recorder import Recorder
 from shardwright.tensorflow.replicas import Replicas
 from shardwright.tensorflow.results import Results, positions_of
-from shardwright.tensorflow.row_gradients import dense, fixed_rows
+from shardwright.tensorflow.row_gradients import Rows, dense, rows_of
 from shardwright.tensorflow.step_end import StepEnd
 from shardwright.tensorflow.trace import Trace, trace_step
 from shardwright.tensorflow.variables import Variables, tf_variable
@@ -112,6 +112,7 @@ class Engine:
         The first one makes the plan, and gives up the variables of other ranks.
         """
         samples = arguments.num_samples
+        self._agreement.refuse_text(arguments)  # before its trace fails over shapes that follow from values
         if self._schedules is None:
             self._place(function, arguments)
         if samples is None:
@@ -286,26 +287,27 @@ class Engine:
         key = self._key(function, arguments, size)
         if key not in self._prepared:
             trace = self._trace(function, arguments, size)
-            fixed = self._fixed_rows(trace, function, arguments, size)
-            self._prepared[key] = self._prepare(trace, fixed)
+            rows = self._rows_of(trace, function, arguments, size)
+            self._prepared[key] = self._prepare(trace, rows)
         return self._prepared[key]
 
-    def _fixed_rows(
+    def _rows_of(
         self, trace: Trace, function: Callable[..., Any], arguments: Arguments, size: int
-    ) -> frozenset[int]:
+    ) -> dict[int, tuple[Rows, ...]]:
         """The outputs of a trace with rows of which the whole batch has as many."""
         if self._num_microbatches == 1:
-            return frozenset()
+            return {}
         whole = arguments.num_samples
         if whole == size:  # a batch of one microbatch, of the size that larger batches may have as well
             whole = 2 * size
-        return fixed_rows(
+
+        return rows_of(
             trace,
-            lambda: self._trace(function, arguments, whole),
+            lambda recorder: self._traced(function, arguments, whole, recorder),
             samples=None if whole is None else (size, whole),
         )
 
-    def _prepare(self, trace: Trace, fixed: Collection[int]) -> Prepared:
+    def _prepare(self, trace: Trace, rows: Mapping[int, tuple[Rows, ...]]) -> Prepared:
         context, planning = self._context, self._planning
         assert context.plan is not None
         program = planning.program(context.plan, trace)
@@ -314,7 +316,7 @@ class Engine:
             program.graph,
             is_of_model=planning.is_of_model,
             holder=program.holder,
-            fixed=fixed,
+            rows=rows,
         )
         if context.mesh.pipeline > 1:
             self._variables.give_up(
@@ -345,21 +347,24 @@ class Engine:
     def _trace(self, function: Callable[..., Any], arguments: Arguments, size: int | None) -> Trace:
         key = self._key(function, arguments, size)
         if key not in self._traces:
-
-            def flat(*tensors: Any) -> Any:
-                args, kwargs = arguments.rebuild(tensors)
-                result = function(*args, **kwargs)
-                # Replicas would have different rows of a sparse gradient.
-                return result if self._replicas is None else tf.nest.map_structure(dense, result)
-
-            name = getattr(function, "__qualname__", "the step function")
-            self.is_tracing, self.recorder = True, Recorder()
-            try:
-                specs = arguments.specs(size)
-                self._traces[key] = trace_step(flat, specs, name=name, recorder=self.recorder)
-            finally:
-                self.is_tracing, self.recorder = False, None
+            self._traces[key] = self._traced(function, arguments, size, Recorder())
         return self._traces[key]
+
+    def _traced(
+        self, function: Callable[..., Any], arguments: Arguments, size: int | None, recorder: Recorder
+    ) -> Trace:
+        def flat(*tensors: Any) -> Any:
+            args, kwargs = arguments.rebuild(tensors)
+            result = function(*args, **kwargs)
+            # Replicas would have different rows of a sparse gradient.
+            return result if self._replicas is None else tf.nest.map_structure(dense, result)
+
+        name = getattr(function, "__qualname__", "the step function")
+        self.is_tracing, self.recorder = True, recorder
+        try:
+            return trace_step(flat, arguments.specs(size), name=name, recorder=recorder)
+        finally:
+            self.is_tracing, self.recorder = False, None
 
     def _key(self, function: Callable[..., Any], arguments: Arguments, size: int | None) -> Hashable:
         self._functions[id(function)] = function  # kept, so that no other one gets its id

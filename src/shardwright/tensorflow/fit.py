@@ -8,19 +8,23 @@ gives to optimizers are put aside, and applied when the batch has ended::
     train_step(microbatch 1)  ─ gradients ─┴─ mean over the samples ─▶ optimizer.apply_gradients
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
 from shardwright.errors import UsageError
 from shardwright.tensorflow import _private
+from shardwright.tensorflow.batch import microbatch_sizes
 from shardwright.tensorflow.keras_run import KerasRun, keras_run
 from shardwright.tensorflow.step import step
 from shardwright.tensorflow.step_output import mean_of
 
 __all__ = [
     "averaged_over_replicas",
+    "logs_of",
     "predict_function",
     "refuse_sums",
     "sums_among",
@@ -38,12 +42,14 @@ def train_function(model: Any) -> Callable[[Iterator[Any]], Logs]:
     """
     run = keras_run()
     targets: list[tuple[Any, list[Any]]] = []
+    told_metrics: Logs = {}
 
     @step
     def one_step(data: Any, per_sample: float | None) -> Any:
-        with run.gradients_put_aside() as aside:
+        with run.gradients_put_aside() as aside, _results_noted(model) as noted:
             logs = model.train_step(data)
         _note_targets(targets, aside)
+        _note_told(told_metrics, logs, noted)
         loss = _loss(run, model.optimizer)
         weight = None if per_sample is None else per_sample * _num_samples(data)
         scaled = [[_scaled(each, weight) for each in gradients] for _, gradients, _ in aside]
@@ -51,7 +57,7 @@ def train_function(model: Any) -> Callable[[Iterator[Any]], Logs]:
 
     # One call for all gradients: an operation of its own takes 20 us for each.
     apply = tf.function(lambda *given: _apply(targets, *given), autograph=False)
-    results = _results_of(model)
+    results = _results_of(model, told_metrics)
 
     sums = sums_among(model)
 
@@ -64,7 +70,7 @@ def train_function(model: Any) -> Callable[[Iterator[Any]], Logs]:
         ]
         apply([[total for total, _ in group] for group in pairs], [[n for _, n in group] for group in pairs])
         _private.count_batch(model)
-        return _logs(results, logs)
+        return logs_of(results, logs, _num_samples(data))
 
     return _several(model, train)
 
@@ -72,16 +78,21 @@ def train_function(model: Any) -> Callable[[Iterator[Any]], Logs]:
 def test_function(model: Any) -> Callable[[Iterator[Any]], Logs]:
     """Evaluates the next batch of an iterator, or the next few; gives the metrics."""
 
+    told_metrics: Logs = {}
+
     @step
     def one_step(data: Any) -> Any:
-        return _numbers(model.test_step(data))
+        with _results_noted(model) as noted:
+            logs = model.test_step(data)
+        _note_told(told_metrics, logs, noted)
+        return _numbers(logs)
 
-    sums, results = sums_among(model), _results_of(model)
+    sums, results = sums_among(model), _results_of(model, told_metrics)
 
     def test(data: Any) -> Logs:
         told = one_step(data)
         refuse_sums(keras_run(), sums)
-        return _logs(results, told)
+        return logs_of(results, told, _num_samples(data))
 
     return _several(model, test)
 
@@ -221,16 +232,65 @@ def _flat(logs: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return found
 
 
-def _results_of(model: Any) -> Callable[[], Any]:
-    """Gives the values of the model's metrics, of this replica."""
+@contextmanager
+def _results_noted(model: Any) -> Iterator[list[tuple[Any, Any]]]:
+    """While it lasts, results of the model's metrics are collected, each with its metric.
+
+    A step may tell one under another name: ``{"loss": self.total_loss_tracker.result()}``.
+    """
+    noted: list[tuple[Any, Any]] = []
+
+    def noting(metric: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        def result(*args: Any, **kwargs: Any) -> Any:
+            value = original(*args, **kwargs)
+            noted.append((value, metric))
+            return value
+
+        return result
+
+    with ExitStack() as stack:
+        for metric in {id(each): each for each in model.metrics}.values():
+            stack.enter_context(_private.replaced(metric, "result", partial(noting, metric)))
+        yield noted
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def _note_told(told: Logs, logs: Any, noted: Sequence[tuple[Any, Any]]) -> None:
+    """Notes the metrics whose results a step tells, by the names under which it does."""
+    if isinstance(logs, Mapping):
+        of_values = {id(value): metric for value, metric in noted}
+        told.update({name: of_values[id(value)] for name, value in logs.items() if id(value) in of_values})
+
+
+def _results_of(model: Any, told: Logs) -> Callable[[], Any]:
+    """Gives the values of the model's metrics, of this replica.
+
+    Args:
+        model: of Keras.
+        told: metrics by names that they do not have themselves; filled before the first call.
+    """
     get = _private.keras_model_class().get_metrics_result
-    function: Callable[[], Any] = tf.function(lambda: dict(get(model)), autograph=False)
+
+    def results() -> Logs:
+        return {**get(model), **{name: metric.result() for name, metric in told.items()}}
+
+    function: Callable[[], Any] = tf.function(results, autograph=False)
     return function
 
 
-def _logs(results: Callable[[], Any], told: Any) -> Logs:
-    """The metrics after a batch; what is no metric is the mean of what the step has told."""
+def logs_of(results: Callable[[], Any], told: Any, num_samples: int) -> Logs:
+    """The metrics after a batch; what is no metric is the mean over its samples of what the step has told."""
     if not isinstance(told, Mapping):
-        return {"loss": told.reduce_mean()}
+        return {"loss": _mean_over_samples(told, num_samples)}
     known = results()
-    return {name: known[name] if name in known else each.reduce_mean() for name, each in told.items()}
+    return {
+        name: known[name] if name in known else _mean_over_samples(each, num_samples)
+        for name, each in told.items()
+    }
+
+
+def _mean_over_samples(output: Any, num_samples: int) -> Any:
+    sizes = microbatch_sizes(num_samples, len(output))
+    if len(set(sizes)) == 1 or not output[0].dtype.is_floating:
+        return output.reduce_mean()
+    return tf.add_n([each * (size / num_samples) for each, size in zip(output, sizes, strict=True)])

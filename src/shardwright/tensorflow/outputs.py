@@ -1,6 +1,6 @@
 """The outputs of a step function: which are gradients, and how they come back to the caller."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ import tensorflow as tf
 from shardwright.errors import TraceError
 from shardwright.model_graph import TensorSpec
 from shardwright.tensorflow.results import Results
+from shardwright.tensorflow.row_gradients import Rows
 from shardwright.tensorflow.step_graph import StepGraph
 from shardwright.tensorflow.step_output import GradientOutput, StepOutput
 from shardwright.tensorflow.trace import Trace
@@ -24,13 +25,13 @@ class Leaf:
         positions: of its tensors among the outputs of the graph; several for the rows of a sparse gradient.
         example: the symbolic value; None where the step function returned None.
         variable: handle of the model's variable whose gradient it is.
-        rows_are_fixed: it has rows of a variable, of which the whole batch has as many.
+        rows: of a variable, where the whole batch has as many of some: see `row_gradients`.
     """
 
     positions: tuple[int, ...]
     example: Any
     variable: Any = None
-    rows_are_fixed: bool = False
+    rows: tuple[Rows, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Outputs:
         *,
         is_of_model: Callable[[Any], bool],
         holder: Callable[[int], int],
-        fixed: Collection[int] = frozenset(),
+        rows: Mapping[int, tuple[Rows, ...]],
     ) -> "Outputs":
         """Of a trace.
 
@@ -68,7 +69,7 @@ class Outputs:
             graph: the same as plain data.
             is_of_model: whether a variable belongs to the model.
             holder: number of a variable -> pipeline rank that holds it.
-            fixed: numbers of the outputs with rows of which the whole batch has as many.
+            rows: by number, the outputs with rows of which the whole batch has as many.
 
         Raises:
             TraceError: an output cannot be sent.
@@ -86,10 +87,10 @@ class Outputs:
             number = graph.gradients.get(names[positions[0]])
             variable = None if number is None else trace.variable_of(number)
             if variable is None or not is_of_model(variable):
-                leaves.append(Leaf(positions, example, rows_are_fixed=at in fixed))
+                leaves.append(Leaf(positions, example, rows=rows.get(at, ())))
                 continue
             assert number is not None
-            leaves.append(Leaf(positions, example, variable.handle, at in fixed))
+            leaves.append(Leaf(positions, example, variable.handle, rows.get(at, ())))
             holders.update(dict.fromkeys(positions, holder(number)))
         shared = tuple(each for each in range(len(names)) if each not in holders)
         for each in shared:
@@ -160,7 +161,7 @@ class Outputs:
                     )
                     for _ in range(num_microbatches)
                 ]
-                packed.append(StepOutput(parts, rows_are_fixed=leaf.rows_are_fixed))
+                packed.append(StepOutput(parts, rows=leaf.rows))
         return tf.nest.pack_sequence_as(self.structure, packed)
 
     def _is_here(self, leaf: Leaf, rank: int) -> bool:

@@ -1,6 +1,6 @@
 """Notes in a trace which layer makes each operation, and which gradients are asked for."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,10 +49,18 @@ class Note:
     in_gradient: bool
 
 
+class _AllMade(Exception):  # noqa: N818
+    """Ends a trace that has made what it was for."""
+
+
 class Recorder:
     """Records one trace.
 
+    Args:
+        until: names of tensors; when all are made, an exception ends the trace. None: it goes on to its end.
+
     Attributes:
+        sizes: name of each of these tensors that was made -> number of entries; None where that is not known.
         notes: name of an operation -> note.
         calls: all calls of layers, in order.
         hidden: layers that were called in a graph inside this one, where they cannot have stages.
@@ -60,8 +68,9 @@ class Recorder:
         target: the tensor whose gradients were asked for last; None before, and where they are several.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, until: Collection[str] | None = None) -> None:
         self._graph: Any = None
+        self._until = until
         self._clear()
 
     @contextmanager
@@ -80,6 +89,8 @@ class Recorder:
         """Notes what the current graph gets; TensorFlow traces a function anew that has made variables."""
         self._clear()
         self._graph = tf.compat.v1.get_default_graph()
+        for argument in self._graph.get_operations():
+            self._note_sizes(argument)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def end(self) -> None:
@@ -101,6 +112,7 @@ class Recorder:
 
     def _clear(self) -> None:
         self._updated: dict[str, str] = {}
+        self.sizes: dict[str, int | None] = {}
         self.notes: dict[str, Note] = {}
         self.calls: list[LayerCall] = []
         self.gradients: dict[str, Any] = {}
@@ -115,6 +127,16 @@ class Recorder:
             if self._updated and operation.type not in _ASK_NO_VALUE:
                 self._refuse_old_value(operation)
             self.notes[operation.name] = Note(self._call, self._depth > 0)
+            self._note_sizes(operation)
+
+    def _note_sizes(self, operation: Any) -> None:
+        if self._until is None:
+            return
+        for tensor in operation.outputs:
+            if tensor.name in self._until:
+                self.sizes[tensor.name] = tensor.shape.num_elements()
+        if len(self.sizes) == len(self._until):
+            raise _AllMade
 
     def _refuse_old_value(self, operation: Any) -> None:
         for tensor in operation.inputs:

@@ -3,25 +3,41 @@
 The optimizer gets the rows that one process has: Adam of Keras 3 squares each row for itself, and clipping
 takes the norm of the rows as they are. Where each sample looks up its own, as token embeddings have it, the
 rows of all microbatches stand behind each other. Where rows follow from no sample, as those of positions, one
-process has them once, and the microbatches' are added up, row by row::
+process has them once, and the microbatches' are added up, row by row. A table with both has them apart::
 
                   tokens of samples 0 .. 7        positions(tf.range(length))
     one process   [ rows of samples 0 .. 7 ]      [ rows ]
     microbatches  [ 0, 1 ] [ 2, 3 ] [ 4, 5 ] ..   [ rows ] + [ rows ] + [ rows ] ..
 
 Equal rows of two microbatches tell no difference: token types that are all zero are the samples' own. The
-number of rows does: a trace with the whole batch has as many rows of positions, and more of token types.
+number of rows does: a trace with the whole batch has as many rows of positions, and more of token types. That
+trace ends when all indices are made, which a model mostly begins with.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
+from shardwright.tensorflow.recorder import Recorder
 from shardwright.tensorflow.trace import Trace
 
-__all__ = ["dense", "fixed_rows", "rows_together"]
+__all__ = ["Rows", "dense", "rows_of", "rows_together"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a gradient that stand together: of one lookup, or of several that samples have.
+
+    Attributes:
+        count: of them, in the microbatch that was traced.
+        are_fixed: they follow from no sample: the whole batch has as many.
+    """
+
+    count: int
+    are_fixed: bool
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -30,69 +46,128 @@ def dense(value: Any) -> Any:
     return tf.convert_to_tensor(value) if isinstance(value, tf.IndexedSlices) else value
 
 
-def fixed_rows(
-    trace: Trace, whole: Callable[[], Trace], *, samples: tuple[int, int] | None = None
-) -> frozenset[int]:
-    """The outputs, by their number, that are rows of which the whole batch has as many as a microbatch.
+def rows_of(
+    trace: Trace, whole: Callable[[Recorder], Any], *, samples: tuple[int, int] | None = None
+) -> dict[int, tuple[Rows, ...]]:
+    """The outputs, by their number, that have rows of which the whole batch has as many as a microbatch.
 
     Args:
         trace: of a microbatch.
-        whole: gives that of the whole batch; called where there are rows at all.
+        whole: traces the whole batch; called where there are rows at all.
         samples: of the microbatch, and of the batch; None where they are not known.
     """
-    rows = _num_rows(trace)
-    if not rows:
-        return frozenset()
+    outputs = tf.nest.flatten(trace.function.structured_outputs)
+    indices = {
+        at: _behind_each_other(output.indices)
+        for at, output in enumerate(outputs)
+        if isinstance(output, tf.IndexedSlices)
+    }
+    # What the trace takes in from outside is alike for every batch.
+    names = {each.name for parts in indices.values() for each in parts if each.name not in trace.captures}
     try:
-        of_batch = _num_rows(whole())
+        of_batch = _sizes(names, whole) if names else {}
     except Exception as error:  # whatever it is: the model may be written for microbatches alone
         _warn("cannot be compared to that of the whole batch, for which the step function fails", error)
-        return frozenset()
-    found = set()
-    for at, count in rows.items():
-        others = of_batch.get(at)
-        if count is None or others is None:
-            continue
-        if count == others:
-            found.add(at)
-        elif samples is not None and count * samples[1] != others * samples[0]:
-            _warn(
-                f"has {count} rows for {samples[0]} samples and {others} for {samples[1]}",
-                "some are the samples', others are not: give these a table of their own",
-            )
-    return frozenset(found)
+        return {}
+    if missing := names - of_batch.keys():
+        _warn("cannot be compared to that of the whole batch", f"which has no {sorted(missing)[0]}")
+        return {}
+    found = {}
+    for at, parts in indices.items():
+        counts = [(each.shape.num_elements(), each) for each in parts]
+        pairs = [(n, n if each.name in trace.captures else of_batch[each.name]) for n, each in counts]
+        if rows := _kinds(pairs, samples):
+            found[at] = rows
+    return found
 
 
-def rows_together(parts: Sequence[Any], *, scale: float, are_fixed: bool = False) -> Any:
+def rows_together(parts: Sequence[Any], *, scale: float, rows: Sequence[Rows] = ()) -> Any:
     """The rows of all microbatches, times a number.
 
     Args:
         parts: the gradient of each microbatch.
         scale: what values are multiplied by.
-        are_fixed: the whole batch has as many rows as each microbatch: see `fixed_rows`. They are added up
-            if they are rows of the same indices, which random ones are not.
+        rows: of a microbatch, as `rows_of` has them. Those that are fixed are added up if they are rows of
+            the same indices, which random ones are not.
     """
-    values, indices = [part.values for part in parts], [part.indices for part in parts]
-
-    def added() -> Any:
-        return tf.add_n(values), indices[0]
-
-    def behind() -> Any:
-        return tf.concat(values, 0), tf.concat(indices, 0)
-
-    if are_fixed and len(parts) > 1:
-        same = tf.reduce_all(tf.equal(tf.stack(indices[1:]), indices[0]))
-        total, rows = tf.cond(same, added, behind)
+    if rows and len(parts) > 1:
+        columns = zip(*(_apart(part, rows) for part in parts), strict=True)
+        made = [_added(column) if of.are_fixed else column for of, column in zip(rows, columns, strict=True)]
+        pairs = [pair for column in made for pair in column]
     else:
-        total, rows = behind()
-    return tf.IndexedSlices(total * tf.cast(scale, total.dtype), rows, parts[0].dense_shape)
+        pairs = [(part.values, part.indices) for part in parts]
+    values, indices = _behind(pairs)
+    return tf.IndexedSlices(values * tf.cast(scale, values.dtype), indices, parts[0].dense_shape)
 
 
-def _num_rows(trace: Trace) -> dict[int, int | None]:
-    """How many rows the outputs have that are rows; None where that follows from values."""
-    outputs = tf.nest.flatten(trace.function.structured_outputs)
-    rows = {at: output for at, output in enumerate(outputs) if isinstance(output, tf.IndexedSlices)}
-    return {at: output.indices.shape[0] for at, output in rows.items()}
+def _behind(pairs: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """(values, indices) behind each other."""
+    return tf.concat([values for values, _ in pairs], 0), tf.concat([indices for _, indices in pairs], 0)
+
+
+def _added(pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """(values, indices) of all microbatches added up, if they have the same indices."""
+    first = pairs[0][1]
+    same = tf.reduce_all(tf.equal(tf.stack([indices for _, indices in pairs[1:]]), first))
+    return [tf.cond(same, lambda: (tf.add_n([v for v, _ in pairs]), first), lambda: _behind(pairs))]
+
+
+def _apart(part: Any, rows: Sequence[Rows]) -> list[tuple[Any, Any]]:
+    """(values, indices) of each kind of rows; microbatches may have other numbers of samples."""
+    total = part.indices.shape[0]
+    total = tf.shape(part.indices)[0] if total is None else total
+    fixed = sum(each.count for each in rows if each.are_fixed)
+    of_samples = sum(each.count for each in rows if not each.are_fixed)
+    sizes = [each.count if each.are_fixed else each.count * (total - fixed) // of_samples for each in rows]
+    return list(zip(tf.split(part.values, sizes), tf.split(part.indices, sizes), strict=True))
+
+
+def _sizes(names: Collection[str], traces: Callable[[Recorder], Any]) -> dict[str, int | None]:
+    """How many entries tensors have in a trace, by name, which ends when it has them all."""
+    recorder = Recorder(until=names)
+    try:
+        traces(recorder)
+    except Exception:  # what becomes of the recorder's own on its way through Keras and AutoGraph
+        if len(recorder.sizes) < len(names):
+            raise
+    return recorder.sizes
+
+
+def _behind_each_other(indices: Any) -> list[Any]:
+    """The tensors that indices are made of, one behind the other: a table looked up twice has two."""
+    made_by = indices.op
+    if made_by.type == "ConcatV2" and indices.shape.rank == 1:
+        return [part for each in made_by.inputs[:-1] for part in _behind_each_other(each)]
+    if made_by.type in ("Identity", "Reshape", "Cast"):
+        return _behind_each_other(made_by.inputs[0])
+    return [indices]
+
+
+def _kinds(
+    counts: Sequence[tuple[int | None, int | None]], samples: tuple[int, int] | None
+) -> tuple[Rows, ...]:
+    """The rows of a gradient; empty where none are fixed, or where that cannot be told.
+
+    Args:
+        counts: of a microbatch, and of the whole batch; None where it follows from values.
+        samples: of them; None where they are not known.
+    """
+    found: list[Rows] = []
+    for count, others in counts:
+        if count is None:
+            return ()
+        are_fixed = count == others
+        is_known = not are_fixed and others is not None and samples is not None
+        if is_known and count * samples[1] != others * samples[0]:
+            _warn(
+                f"has {count} rows for {samples[0]} samples and {others} for {samples[1]}",
+                "some are the samples', others are not: give these a table of their own",
+            )
+            return ()
+        if found and not are_fixed and not found[-1].are_fixed:
+            count += found.pop().count
+        found.append(Rows(count, are_fixed))
+    return tuple(found) if any(each.are_fixed for each in found) else ()
 
 
 def _warn(fact: str, remedy: object) -> None:

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from shardwright.errors import UsageError
 from shardwright.runtime.microbatch_values import MicrobatchValues
-from shardwright.tensorflow.row_gradients import rows_together
+from shardwright.tensorflow.row_gradients import Rows, rows_together
 
 __all__ = ["GradientOutput", "StepOutput", "mean_of"]
 
@@ -17,7 +17,7 @@ class StepOutput(MicrobatchValues):
 
     Args:
         outputs: the tensors, by microbatch.
-        rows_are_fixed: they are rows of a variable, of which the whole batch has as many.
+        rows: of a variable, where the whole batch has as many of some: see `row_gradients`.
 
     Attributes:
         outputs: the tensors, by microbatch.
@@ -28,9 +28,9 @@ class StepOutput(MicrobatchValues):
         "gradient, merge() for what has a row for each sample."
     )
 
-    def __init__(self, outputs: Sequence[Any], *, rows_are_fixed: bool = False):
+    def __init__(self, outputs: Sequence[Any], *, rows: Sequence[Rows] = ()):
         super().__init__(outputs)
-        self._rows_are_fixed = rows_are_fixed
+        self._rows_of = rows
 
     def reduce_mean(self) -> Any:
         """The mean over the microbatches, element by element; shape as one of them."""
@@ -86,7 +86,7 @@ class StepOutput(MicrobatchValues):
         return tf.stack(self.outputs, axis)
 
     def _rows(self, scale: float) -> Any:
-        return rows_together(self.outputs, scale=scale, are_fixed=self._rows_are_fixed)
+        return rows_together(self.outputs, scale=scale, rows=self._rows_of)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} microbatches; reduce_mean() makes one tensor of them)"

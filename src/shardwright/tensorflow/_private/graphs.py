@@ -105,7 +105,8 @@ def functions_inlined() -> Iterator[None]:
     """Puts the operations of the user's own ``tf.function`` objects into the graph that calls them.
 
     A function in a graph is one operation, so the layers inside would have no stages. Those of Keras and
-    TensorFlow, such as the loops of LSTM, stay, and so do those that XLA compiles.
+    TensorFlow, such as the loops of LSTM, stay, and so do those that XLA compiles. AutoGraph converts the
+    others as they ask for, also in layers of Keras 3, which it does not convert.
     """
 
     def make(original: Any) -> Any:
@@ -114,7 +115,8 @@ def functions_inlined() -> Iterator[None]:
             module = getattr(own, "__module__", None) or ""
             if self._jit_compile or module.partition(".")[0] in ("keras", "tf_keras", "tensorflow"):
                 return original(self, *args, **kwargs)
-            return autograph.tf_convert(own, autograph_ctx.control_status_ctx())(*args, **kwargs)
+            status = autograph_ctx.Status.ENABLED if self._autograph else autograph_ctx.Status.DISABLED
+            return autograph.tf_convert(own, autograph_ctx.ControlStatusCtx(status))(*args, **kwargs)
 
         return call
 

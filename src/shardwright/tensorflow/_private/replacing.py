@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import tensorflow as tf
+from tensorflow.python.autograph.impl import api as autograph
 
 __all__ = ["added", "replaced"]
 
@@ -16,7 +16,8 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
     original = getattr(owner, name)
     made = make(original)
     # AutoGraph would convert what it comes upon inside of a step function, with no use and not always right.
-    setattr(owner, name, tf.autograph.experimental.do_not_convert(made) if callable(made) else made)
+    # It goes on with what is called in there, so `do_not_convert` is too much.
+    setattr(owner, name, autograph.autograph_artifact(made) if callable(made) else made)
     try:
         yield
     finally:
