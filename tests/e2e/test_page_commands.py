@@ -65,7 +65,8 @@ NOT_RUN = {
 """Why a command is not run, by its first words."""
 
 CODES = {
-    "shardwright schedule check mine.csv": 2,  # the page shows the error
+    "shardwright schedule check mine.csv": 1,  # the page shows the error
+    "shardwright plan diff gpt.json other.json": 1,  # they differ
     "shardwright ckpt recover runs/NAME": 2,  # nothing is to be recovered
 }
 """Exit codes other than 0."""
