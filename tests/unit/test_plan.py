@@ -117,7 +117,7 @@ def test_cut_off(fraction: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "nonsense"])
 def test_not_json(text: str) -> None:
-    assert "It may be cut off: make it anew." in refusal(text)
+    assert "Mend that line (a comma too many?), or make the plan anew." in refusal(text)
 
 
 def test_no_text_and_too_deep() -> None:

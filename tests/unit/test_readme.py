@@ -67,3 +67,9 @@ def test_the_citation_has_the_version_of_the_package(project: dict[str, object])
 def test_every_page_is_on_the_site() -> None:
     listed = set(re.findall(r"- (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert listed == {path.name for path in (ROOT / "docs").glob("*.md")}
+
+
+def test_shares_are_written_as_commands_print_them(readme: str) -> None:
+    pages = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.md")} | {"README.md": readme}
+    apart = {name: re.findall(r".{20}\d\s%(?! ?\d).{10}", page, re.DOTALL) for name, page in pages.items()}
+    assert {name: found for name, found in apart.items() if found} == {}, "12%, and not 12 %"

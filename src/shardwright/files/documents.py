@@ -92,7 +92,9 @@ def parse_yaml(content: str | bytes) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
-        raise DocumentError(f"no YAML: {where}{error.problem or error.context}") from None
+        problem = str(error.problem or error.context)
+        tab = " (a tab? Indent with spaces)" if "cannot start any token" in problem and "\t" in text else ""
+        raise DocumentError(f"no YAML: {where}{problem}{tab}") from None
     except yaml.reader.ReaderError as error:
         raise DocumentError(f"no YAML: {error.reason} (character {error.character!r})") from None
     except yaml.YAMLError as error:

@@ -209,7 +209,9 @@ class Plan(Record):
         try:
             document = parse_json(text)
         except DocumentError as error:
-            advice = " It may be cut off: make it anew." if error.is_other_text else ""
+            advice = (
+                " Mend that line (a comma too many?), or make the plan anew." if error.is_other_text else ""
+            )
             raise PlanError(f"{source} {error.predicate}.{advice}") from None
         return cls.of_document(document, source=source)
 
@@ -223,6 +225,8 @@ class Plan(Record):
         """
         if not isinstance(document, dict):
             raise PlanError(f"{source} holds {shown(document)}, but a plan is a JSON object.")
+        if "plan_version" not in document:
+            raise PlanError(f"{source} has no plan_version, so it is no plan. Plans are in run folders.")
         document = brought_up(document)
         version = document.get("plan_version")
         if version != PLAN_VERSION or isinstance(version, bool):

@@ -108,6 +108,46 @@ def test_a_loop_that_counts_from_0(tmp_path: Path) -> None:
         run_ranks(run, 1)
 
 
+def test_a_loop_that_counts_anew(tmp_path: Path) -> None:
+    """In each epoch, or after a resume that it does not heed: checkpoints had the names of earlier steps."""
+
+    def run() -> None:
+        import shardwright.torch as sw
+
+        sw.init(QUIET)
+        sw.DistributedModel(torch.nn.Linear(4, 1))
+        checkpoints = sw.Checkpoints(tmp_path)
+        assert checkpoints.resume() == 0
+        for step in (1, 2, 2, 3):
+            checkpoints.step_done(step)
+        with pytest.raises(
+            RuntimeError, match=r"step_done was given 1 after 3, .* over all epochs, and from"
+        ):
+            checkpoints.step_done(1)
+
+    run_ranks(run, 1)
+
+
+def test_another_kind_of_optimizer(tmp_path: Path) -> None:
+    """It resumed with AdamW's betas in the groups of SGD, and without its momentum."""
+
+    def run(kind: str) -> None:
+        import shardwright.torch as sw
+
+        sw.init(QUIET)
+        model = sw.DistributedModel(torch.nn.Linear(4, 1))
+        make = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}[kind]
+        sw.DistributedOptimizer(make(model.parameters(), lr=0.1))
+        checkpoints = sw.Checkpoints(tmp_path)
+        checkpoints.resume()
+        checkpoints.save(1)
+        checkpoints.close()
+
+    run_ranks(run, 1, "AdamW")
+    with pytest.raises(RanksFailedError, match=r"with amsgrad, betas, .* and this one \(SGD\) has dampening"):
+        run_ranks(run, 1, "SGD")
+
+
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [("checkpoints/step-00000003", "is one checkpoint. Give the folder"), (".", "is the folder of a run")],

@@ -121,3 +121,13 @@ def test_a_script_sees_no_word_of_ours(tmp_path, monkeypatch):
     )
     with pytest.raises(UsageError, match=r"ended the process \(exit code 2\) before it gave a model"):
         build(f"{tmp_path / 'wants.py'}:build", device="meta")
+
+
+def test_a_script_that_trains_when_it_is_imported_is_stopped_there(tmp_path):
+    """It trained to its end, before anything was said of the function."""
+    script = tmp_path / "trains_at_once.py"
+    script.write_text("import shardwright.torch as sw\nsw.init()\nraise SystemExit('has trained')\n")
+    with pytest.raises(
+        UsageError, match=r"trains_at_once\.py calls sw\.init\(\) when it is imported, and only"
+    ):
+        build(f"{script}:build", device="meta")

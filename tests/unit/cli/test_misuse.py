@@ -23,7 +23,7 @@ def refused(monkeypatch, capsys):
         lines = terminal.getvalue().splitlines()
         assert (code, out) == (2, "")
         assert max(map(len, lines)) <= 80
-        assert lines[0].startswith(("UsageError: ", "ConfigError: "))
+        assert lines[0].startswith(("UsageError: ", "ConfigError: ", "PlanError: "))
         return " ".join(" ".join(lines).split()).removeprefix("UsageError: ")
 
     return run
@@ -102,3 +102,22 @@ def test_a_pin_has_one_name_in_all_commands(capsys):
     words = call(capsys, *task, "pipeline=4", "tensor=8")
     assert words[0] == 0
     assert call(capsys, *task, "pp=4", "--pin", "tensor_parallel_degree=8") == words
+
+
+@pytest.mark.parametrize(
+    ("option", "content", "message"),
+    [
+        ("--config", '{"plan_version": 2}', "is a plan, and no settings. Follow it with --plan a.json"),
+        ("--config", "pipeline:\n\tgpipe\n", "cannot start any token (a tab? Indent with spaces)."),
+        ("--plan", '{"microbatches": 4}', "has no plan_version, so it is no plan. Plans are in run folders."),
+        ("--plan", '{"plan_version": 2,}', "Mend that line (a comma too many?), or make the plan anew."),
+    ],
+)
+def test_files_that_are_something_else(refused, tmp_path, monkeypatch, option, content, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "a.json").write_text(content)
+    if content.startswith("pipeline"):
+        (tmp_path / "a.json").rename("a.yaml")
+    name = next(path.name for path in tmp_path.iterdir() if path.stem == "a")
+    assert message in refused("run", option, name, "train.py")

@@ -232,6 +232,14 @@ def test_many_ranks_that_ended_alike_share_a_line():
     ]
 
 
+def test_a_gradient_of_another_rank_is_explained():
+    """Only Python's "'NoneType' object has no attribute 'norm'" was said."""
+    words = traceback_of("train.py", error="AttributeError: 'NoneType' object has no attribute 'norm'")
+    remedy = "A rank has the gradients of its own parameters; grad of the others is None."
+    assert remedy not in failure_report([ended(0, 1, error=words)])
+    assert remedy in failure_report([ended(0, 1, error=words.replace("call()", "p.grad.norm()"))])
+
+
 def test_a_rank_that_noticed_the_first_cause_does_not_tell_it_once_more():
     """It was "an error of its own (it was about to end when SIGTERM came)", and the first cause again."""
     error = "shardwright.errors.PeerLostError: rank 1 failed first (IndexError: 3); rank 0 noticed it ..."

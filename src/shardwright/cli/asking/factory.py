@@ -28,6 +28,7 @@ from torch import nn
 
 from shardwright.cli.asking.factory_name import check_factory, split_factory
 from shardwright.errors import ShardwrightError, TraceError, UsageError
+from shardwright.torch.run.joining import IMPORTED_FOR_MODEL
 
 __all__ = ["Sample", "advice_on_meta", "build"]
 
@@ -77,7 +78,9 @@ def _own_words(factory: str) -> Iterator[None]:
         UsageError: it ends the process, as a parser does that misses an argument.
     """
     words = sys.argv
-    sys.argv = [split_factory(factory)[0]]
+    script = split_factory(factory)[0]
+    sys.argv = [script]
+    imported = IMPORTED_FOR_MODEL.set(script)
     try:
         yield
     except SystemExit as error:
@@ -87,6 +90,7 @@ def _own_words(factory: str) -> Iterator[None]:
         ) from error
     finally:
         sys.argv = words
+        IMPORTED_FOR_MODEL.reset(imported)
 
 
 @contextmanager
@@ -134,6 +138,8 @@ def _load(where: str) -> ModuleType:
         sys.modules[path.stem] = module
         spec.loader.exec_module(module)
         return module
+    except ShardwrightError:
+        raise
     except ModuleNotFoundError as error:
         if error.name is not None and (where == error.name or where.startswith(f"{error.name}.")):
             raise UsageError(

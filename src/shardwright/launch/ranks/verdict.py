@@ -49,7 +49,11 @@ _REMEDIES = {
         'train_step(...)["loss"].reduce_mean(). What is no tensor (loss.item()) becomes a list with an '
         "item for each microbatch, and a function without return gives None."
     ),
-    re.compile(r"^bdb\.BdbQuit|^EOFError: EOF when reading a line"): (
+    re.compile(r"\.grad\b.*\n.*\^\n?AttributeError: 'NoneType' object"): (
+        "A rank has the gradients of its own parameters; grad of the others is None. Those of this rank: "
+        "model.local_parameters(). The norm over all: torch.nn.utils.clip_grad_norm_(..., math.inf)."
+    ),
+    re.compile(r"^bdb\.BdbQuit|^EOFError: EOF when reading a line", re.MULTILINE): (
         "breakpoint() and input() need a terminal, which ranks of a launcher have not. One rank has it: "
         "python train.py"
     ),
@@ -127,6 +131,12 @@ def _raised(last_words: str) -> str:
     return next((line for line in lines[inside[-1] + 1 :] if line[:1].strip()), "") if inside else ""
 
 
+def _to_the_error(last_words: str) -> list[str]:
+    """The lines up to the error, or the last one."""
+    lines, error = last_words.splitlines(), _error_in_a_line(last_words)
+    return lines[: lines.index(error) + 1] if error in lines else [error]
+
+
 def _error_in_a_line(last_words: str) -> str:
     return _raised(last_words) or (last_words.splitlines() or [""])[-1]
 
@@ -147,7 +157,7 @@ def failure_report(exits: Sequence[WorkerExit]) -> str:
     lines += [f"  {line}" for line in fold(first.error, to_the_end=is_for_users).splitlines()]
     if names_a_lost_peer(first.error) and _WAIT_FOR_EACH_OTHER not in first.error:
         lines.append(f"  {_about_lost_peer(first, exits)}")
-    error = _error_in_a_line(first.error)
+    error = "\n".join(_to_the_error(first.error)[-3:])  # with the line of the script
     lines += [f"  {remedy}" for missing, remedy in _REMEDIES.items() if missing.search(error)]
     lines.append(f"  log: {first.log}")
     alike: dict[str, list[WorkerExit]] = {}

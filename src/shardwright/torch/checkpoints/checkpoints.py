@@ -100,6 +100,7 @@ class Checkpoints:
         self.folder = self._folder(folder)
         self._store = CheckpointFolder(self.folder)
         self._resumed: Resumed | None = None
+        self._last_done = 0
         self._signals = SaveSignals(signals, says=current.rank == 0)
         self._saves = Saves(
             current,
@@ -143,7 +144,7 @@ class Checkpoints:
             on_every_rank(current, lambda: resumed.check(self._states.objects))
             resumed.load(self._states.objects)
         self._resumed = resumed
-        self._saves.last_step = resumed.step
+        self._saves.last_step = self._last_done = resumed.step
         assert current.reporter is not None
         current.reporter.num_steps = resumed.calls
         self._say("resumed", f"resumed from {show_path(saved.path)}", step=resumed.step, name=saved.path.name)
@@ -163,7 +164,8 @@ class Checkpoints:
 
         Raises:
             CheckpointError: a save in the background has failed.
-            UsageError: `step` is 0 after a step: a loop that counts from 0 would repeat one when resumed.
+            UsageError: `step` is 0 after a step: a loop that counts from 0 would repeat one when resumed. Or
+                it is smaller than the last one.
             SystemExit: after a signal.
         """
         refuse_inside_step("checkpoints.step_done() is called", "Call it in the training loop.")
@@ -175,6 +177,13 @@ class Checkpoints:
                 "that counts from 0, write checkpoints.step_done(step + 1); in one that adds up gradients of "
                 "several batches, call it after the optimizer's step."
             )
+        if step < self._last_done:
+            raise UsageError(
+                f"step_done was given {step} after {self._last_done}, but it takes how many steps are done "
+                "in the whole run: over all epochs, and from what checkpoints.resume() returns. Write step = "
+                "checkpoints.resume(), and in the loop step += 1; checkpoints.step_done(step)."
+            )
+        self._last_done = step
         signal_number = self._saves.look(wait=False)
         if signal_number:
             self._end(step, signal_number)

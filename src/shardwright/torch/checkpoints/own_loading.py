@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.saved import SavedCheckpoint
@@ -26,7 +28,7 @@ from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, loca
 from shardwright.torch.tensor_parallel.parts import in_whole
 from shardwright.torch.tensor_parallel.spec import Spec
 
-__all__ = ["check_fits", "load_model", "load_optimizer_state", "own_elements"]
+__all__ = ["check_fits", "load_model", "load_optimizer_state", "own_elements", "refuse_another_kind"]
 
 _MOST_NAMES = 5
 
@@ -247,3 +249,29 @@ def _listed(names: Iterable[str]) -> str:
     ordered = sorted(names)
     more = len(ordered) - _MOST_NAMES
     return ", ".join(ordered[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def refuse_another_kind(
+    path: Path, saved: Mapping[str, Any], group: Mapping[str, Any], optimizer: Optimizer
+) -> None:
+    """Refuses the options of another optimizer: its state would be of no use, and that of this one missing.
+
+    Those that a scheduler, or another version of PyTorch, has added are on one side alone.
+
+    Args:
+        path: of the checkpoint.
+        saved: options of a parameter group in it.
+        group: that group of this run.
+        optimizer: that has it.
+
+    Raises:
+        CheckpointError: each has options that the other lacks.
+    """
+    passing = {"params", "initial_lr", "max_lr", "min_lr"}
+    theirs, own = saved.keys() - group.keys() - passing, group.keys() - saved.keys() - passing
+    if theirs and own:
+        raise CheckpointError(
+            f"{path} has an optimizer with {', '.join(sorted(theirs))}, and this one "
+            f"({type(optimizer).__name__}) has {', '.join(sorted(own))} instead. Make the optimizer as it "
+            "was; or take the weights alone: shardwright ckpt export, and ckpt import for a new run."
+        )

@@ -18,7 +18,12 @@ from shardwright.planner import overruled_settings
 from shardwright.torch.checkpoints.documents import OptimizerDocument, StateDocument
 from shardwright.torch.checkpoints.encoded import decode
 from shardwright.torch.checkpoints.extra_states import check_extra_states, set_extra_states
-from shardwright.torch.checkpoints.own_loading import check_fits, load_model, load_optimizer_state
+from shardwright.torch.checkpoints.own_loading import (
+    check_fits,
+    load_model,
+    load_optimizer_state,
+    refuse_another_kind,
+)
 from shardwright.torch.checkpoints.random_states import further_generators, set_generators
 from shardwright.torch.checkpoints.remade_buffers import remake
 from shardwright.torch.checkpoints.snapshot import optimizer_prefix
@@ -195,6 +200,8 @@ class Resumed:
                     f"{self._saved.path} has an optimizer with {len(saved.groups)} parameter groups, and "
                     f"here it has {len(optimizer.param_groups)}. Make the groups as they were."
                 )
+            for options, group in zip(saved.groups, optimizer.param_groups, strict=True):
+                refuse_another_kind(self._saved.path, options, group, optimizer.optimizer)
             self._places_of_groups(saved, optimizer)
         theirs = document.states.keys() | document.states_of_ranks.keys()
         if theirs != states.keys():

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -37,10 +38,23 @@ from shardwright.torch.run.context import Context
 from shardwright.torch.run.launch_settings import following
 from shardwright.torch.run.rank_ties import RankWatch
 
-__all__ = ["joined"]
+__all__ = ["IMPORTED_FOR_MODEL", "joined"]
 
 _ContextT = TypeVar("_ContextT", bound=Context)
 _PORTS = ("SHARDWRIGHT_MASTER_PORT", "MASTER_PORT")
+
+
+IMPORTED_FOR_MODEL: ContextVar[str] = ContextVar("IMPORTED_FOR_MODEL")
+"""The script that is imported for a function in it, and not to be run."""
+
+
+def _refuse_imports() -> None:
+    """Refuses a script that is imported for a function of it, as for a plan, and begins to train."""
+    if script := IMPORTED_FOR_MODEL.get(""):
+        raise UsageError(
+            f"{script} calls sw.init() when it is imported, and only its model is wanted. Put what trains "
+            "into a function, and call that under if __name__ == '__main__':"
+        )
 
 
 def _refuse_spawned_children() -> None:
@@ -65,8 +79,9 @@ def joined(config: Config, plan: Plan | None, *, kind: type[_ContextT]) -> _Cont
         kind: of the run.
 
     Raises:
-        UsageError: a child of this rank imports the script again.
+        UsageError: a child of this rank, or a command that wants the model, imports the script.
     """
+    _refuse_imports()
     _refuse_spawned_children()
     environment = detect(os.environ)
     if config.ddp_port is not None and os.environ.keys().isdisjoint(_PORTS):
