@@ -67,6 +67,10 @@ def _fitted(ranks, folder):
     found["predicted again"] = model.predict(x, batch_size=8, verbose=0)
     found["evaluated again"] = model.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)
     found["weights"] = model.get_weights()
+    model.save_weights(f"{folder}/then.weights.h5")
+    model.fit(x, y, **options)
+    model.load_weights(f"{folder}/then.weights.h5")
+    found["from there"] = model.fit(x, y, epochs=2, **options).history
     model.save(f"{folder}/whole.keras")
     if ranks:
         sw.shutdown()
@@ -241,7 +245,7 @@ def test_fit_over_two_ranks_is_fit(found):
     (expected, *_), ranks, _ = found
     assert ranks[0][0]["goes on"]["loss"] == pytest.approx(expected["goes on"]["loss"], rel=1e-5)
     for rank, *_ in ranks:
-        for name in ("history", "again"):
+        for name in ("history", "again", "from there"):
             assert rank[name].keys() == expected[name].keys()
             for key, values in expected[name].items():
                 assert rank[name][key] == pytest.approx(values, rel=1e-5)

@@ -242,8 +242,10 @@ def test_a_concrete_function_can_be_called_without_checks():
 
 
 def test_a_variable_without_value_has_shape_and_type_and_takes_one():
-    options = {"dtype": tf.float16, "name": "late", "trainable": False, "initial_value": None}
-    variable = _private.made_without_value(tf.TensorShape([2]), options)
+    options = {"dtype": tf.float16, "name": "late", "trainable": False}
+    assert _private.made_without_value({**options, "initial_value": tf.ones([2])}) is None
+    assert _private.made_without_value({**options, "initial_value": lambda: tf.ones([])}) is None
+    variable = _private.made_without_value({**options, "initial_value": lambda: tf.ones([2])})
     assert isinstance(variable, tf.Variable)
     assert (variable.shape, variable.dtype, variable.trainable) == ((2,), tf.float16, False)
     _private.given_up(variable, lambda: False, "not yet")

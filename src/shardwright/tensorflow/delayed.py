@@ -38,17 +38,13 @@ def delayed_initialization() -> Iterator[None]:
     run = keras_run()
 
     def create(next_creator: Callable[..., Any], **options: Any) -> Any:
-        make = options.get("initial_value")
-        if not callable(make) or run.is_placed or not tf.executing_eagerly():
+        own = None
+        if not run.is_placed and tf.executing_eagerly():
+            own = _private.made_without_value(options, fewest_elements=_FEWEST_ELEMENTS)
+        if own is None:
             return next_creator(**options)
-        with tf.Graph().as_default():  # what it will look like
-            like = make()
-        if not like.shape.is_fully_defined() or like.shape.num_elements() < _FEWEST_ELEMENTS:
-            return next_creator(**options)
-        own = _private.made_without_value(
-            like.shape, {**options, "dtype": options.get("dtype") or like.dtype}
-        )
-        run.variables.delay(own, partial(_first_value, make, own.dtype), is_tracing=lambda: run.is_tracing)
+        make = partial(_first_value, options["initial_value"], own.dtype)
+        run.variables.delay(own, make, is_tracing=lambda: run.is_tracing)
         return own
 
     with tf.variable_creator_scope(create):

@@ -122,8 +122,12 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
     def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
         """Reads a file of Keras; each rank takes what it holds."""
         optimizer = getattr(self, "optimizer", None)  # which a model of Keras 3 has once it is compiled
-        is_in_fit = optimizer is not None and optimizer is vars(self).get("_optimizer_in_fit")
-        with optimizer_from_file(keras_run(), self) if is_in_fit else nullcontext():
+        # In one process it has slots now; here it has those of this rank, if any.
+        is_built = optimizer is not None and (
+            optimizer is vars(self).get("_optimizer_in_fit")
+            or id(optimizer) in keras_run().optimizers_in_parts
+        )
+        with optimizer_from_file(keras_run(), self) if is_built else nullcontext():
             return super().load_weights(filepath, *args, **kwargs)
 
     def save(self, filepath: Any, *args: Any, **kwargs: Any) -> None:

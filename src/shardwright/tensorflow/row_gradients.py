@@ -157,13 +157,14 @@ def _kinds(
         if count is None:
             return ()
         are_fixed = count == others
-        is_known = not are_fixed and others is not None and samples is not None
-        if is_known and count * samples[1] != others * samples[0]:
-            _warn(
-                f"has {count} rows for {samples[0]} samples and {others} for {samples[1]}",
-                "some are the samples', others are not: give these a table of their own",
-            )
-            return ()
+        if not are_fixed and others is not None and samples is not None:
+            few, many = samples
+            if count * many != others * few:
+                _warn(
+                    f"has {count} rows for {few} samples and {others} for {many}",
+                    "some are the samples', others are not: give these a table of their own",
+                )
+                return ()
         if found and not are_fixed and not found[-1].are_fixed:
             count += found.pop().count
         found.append(Rows(count, are_fixed))

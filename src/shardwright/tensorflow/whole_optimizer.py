@@ -1,7 +1,8 @@
 """An optimizer with the slots of all variables, while a file with the whole model is written or read."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,15 +66,21 @@ def optimizer_from_file(run: KerasRun, model: Any) -> Iterator[None]:
     if run.mesh.world_size == 1 or own is None:
         yield
         return
-    whole = _with_slots(own, model, {})
-    before = [each.numpy() for each in _private.optimizer_variables(whole)]
+    given: dict[int, Any] = {}  # values from the file, by the id of a slot; None for those of other ranks
+    of_others: set[int] = set()
+    with _slots_without_values(given, of_others):
+        whole = _with_slots(own, model, {})
+    given.clear()
+    for variable in filter(run.variables.is_remote, model.trainable_variables):
+        of_others.update(id(tf_variable(slot)) for slot in _private.slots_of(whole, variable).values())
+    before = [each.numpy() for each in _others(whole)]
     model.optimizer = whole
     try:
         yield
     finally:
         model.optimizer = own
-    after = [each.numpy() for each in _private.optimizer_variables(whole)]
-    if all(np.array_equal(*each) for each in zip(before, after, strict=True)):
+    after = [each.numpy() for each in _others(whole)]
+    if not given and all(np.array_equal(*each) for each in zip(before, after, strict=True)):
         return  # a file without an optimizer
 
     def take(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -83,14 +90,43 @@ def optimizer_from_file(run: KerasRun, model: Any) -> Iterator[None]:
             for variable in variables:
                 there = _private.slots_of(whole, variable)
                 for slot, target in _private.slots_of(optimizer, variable).items():
-                    target.assign(there[slot])
+                    made = tf_variable(there[slot])
+                    target.assign(given.get(id(made), made))
 
     for mine, theirs in zip(_others(own), _others(whole), strict=True):
         mine.assign(theirs)
     if _private.has_slots(own):
-        take(own, model.trainable_variables)
+        take(own, [each for each in model.trainable_variables if not run.variables.is_remote(each)])
     else:
         run.slots_to_load[id(own)] = take
+
+
+@contextmanager
+def _slots_without_values(given: dict[int, Any], of_others: Collection[int]) -> Iterator[None]:
+    """Slots that are made inside have no memory.
+
+    Args:
+        given: gets the values that they are given, by the id of the slot; None for those of other ranks.
+        of_others: ids of slots that other ranks have.
+    """
+
+    def create(next_creator: Callable[..., Any], **options: Any) -> Any:
+        begins_as = options.get("initial_value")
+        if isinstance(begins_as, tf.Variable):  # as an average of legacy Keras does; it may be another rank's
+            options["initial_value"] = partial(tf.zeros, begins_as.shape, begins_as.dtype)
+        slot = _private.made_without_value(options)
+        if slot is None:
+            return next_creator(**options)
+
+        def take(value: Any) -> None:
+            is_here = id(slot) not in of_others
+            given[id(slot)] = tf.convert_to_tensor(value, slot.dtype) if is_here else None
+
+        _private.given_up(slot, lambda: False, f"{slot.name} is there for a file to be read.", take)
+        return slot
+
+    with tf.variable_creator_scope(create):
+        yield
 
 
 def _slots_of_all(run: KerasRun, optimizer: Any) -> dict[str, Any]:

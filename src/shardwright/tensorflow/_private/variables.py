@@ -1,6 +1,6 @@
 """Variables whose memory is given up, because another rank holds them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, cast
 
@@ -20,16 +20,27 @@ def without_autocast(variable: Any) -> Any:
     return variable._variable if type(variable).__name__ == "AutoCastVariable" else variable
 
 
-def made_without_value(shape: Any, options: dict[str, Any]) -> Any:
+def made_without_value(options: Mapping[str, Any], *, fewest_elements: int = 2) -> Any:
     """A variable that gets its value later, and no memory until then.
 
     Args:
-        shape: of the value.
         options: what `tf.variable_creator_scope` is told of the variable.
+        fewest_elements: of such a variable.
+
+    Returns:
+        The variable; None where it has fewer elements, or a value already.
     """
-    names = "trainable", "dtype", "name", "constraint", "synchronization", "aggregation"
+    make = options.get("initial_value")
+    if not callable(make):
+        return None
+    with tf.Graph().as_default():  # what it will look like
+        like = make()
+    if not like.shape.is_fully_defined() or like.shape.num_elements() < fewest_elements:
+        return None
+    names = "trainable", "name", "constraint", "synchronization", "aggregation"
     given = {name: options[name] for name in names if options.get(name) is not None}
-    return resource_variable_ops.UninitializedVariable(shape=shape, **given)
+    dtype = options.get("dtype") or like.dtype
+    return resource_variable_ops.UninitializedVariable(shape=like.shape, dtype=dtype, **given)
 
 
 def given_up(
