@@ -258,8 +258,8 @@ class ShardwrightStrategy(ParallelStrategy):
         batch, *further = args
         plugin = self.precision_plugin
         training = name == "training_step"
-        # Of the numbers among the arguments, batch_idx changes in every step, and a trace holds for all of its
-        # values as long as no number is handed to an operation. That of samples is: it goes as text.
+        # Of the numbers among the arguments, batch_idx changes in every step, and a trace holds for all of
+        # its values as long as no number is handed to an operation. That of samples is: it goes as text.
         with (
             plugin.train_step_context() if training else plugin.val_step_context(),
             options_of_logs(self.lightning_module) as options,
