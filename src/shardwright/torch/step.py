@@ -128,8 +128,7 @@ def step_function(
             f"the step function {function.__name__} is a generator or asynchronous: it would return before "
             "it has run. Use a plain function, with return."
         )
-    signature = inspect.signature(function)
-    parameters = signature.parameters
+    parameters = inspect.signature(function).parameters
     takes_any_name = _named(parameters, Parameter.VAR_KEYWORD)
     for name in (*non_split_inputs, *(input_split_axes or {}), *split_lists):
         if parameters and not takes_any_name and name not in parameters:
@@ -159,7 +158,7 @@ def step_function(
                 "a step function is called inside of an optimizer that updates the parameters of all stages. "
                 "Call it from the training loop, before optimizer.step()."
             )
-        _refuse_unfit(function, signature, args, kwargs)
+        _refuse_unfit(function, args, kwargs)
         refuse_wrapped_model((*args, *kwargs.values()), model)
         batch = Batch((args, kwargs), splitter)
         return gather_outputs(model.run_step(called, batch if prepared is None else prepared(batch)))
@@ -167,10 +166,10 @@ def step_function(
     return run
 
 
-def _refuse_unfit(
-    function: Callable[..., Any], signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
+def _refuse_unfit(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuses arguments that the function does not take: its own error would come from far inside a step."""
+    # A decorator (functools.wraps) may give the function inside more arguments than it takes itself.
+    signature = inspect.signature(function, follow_wrapped=False)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:

@@ -1,6 +1,7 @@
 """What people do who know DistributedDataParallel: each mistake is an error at once."""
 
 import copy
+import functools
 import pickle
 import re
 import time
@@ -425,6 +426,16 @@ def test_a_script_that_calls_no_step_function_says_so(loader, capfd):
     assert ("has called no step function: its loop had no batch" in said) is (not loader)
 
 
+def with_a_scale(function):
+    """A decorator that gives an argument itself: what it makes takes fewer than the function does."""
+
+    @functools.wraps(function)
+    def made(model, x):
+        return function(0.5, model, x)
+
+    return made
+
+
 def test_arguments_that_a_step_function_does_not_take():
     """The error came from far inside of the trace."""
 
@@ -432,6 +443,15 @@ def test_arguments_that_a_step_function_does_not_take():
         script = Script(first_step=False)
         with pytest.raises(RuntimeError, match=r"train\(model, x\) does not take these arguments: missing"):
             script.train(script.x)
+
+        @script.sw.step
+        @with_a_scale
+        def scaled(scale, model, x):
+            loss = model(x).square().mean() * scale
+            model.backward(loss)
+            return loss
+
+        scaled(script.model, script.x)
 
     run_ranks(job, 1)
 

@@ -54,6 +54,13 @@ def test_a_name_without_an_address_is_refused_within_seconds():
     assert not names.said
 
 
+def test_what_can_be_no_name_is_refused_as_well():
+    """Python raises another error for it, and its traceback was shown."""
+    names = Names()
+    with pytest.raises(LaunchError, match=r"the host name a\.\.b does not resolve here \(.*label"):
+        check_endpoint("a..b:29400", {}, say=print, clock=lambda: names.now_s, sleep=names.sleep)
+
+
 def test_a_resolver_may_be_late():
     Names(known_after=1).check()
 
@@ -114,3 +121,18 @@ def test_an_address_of_this_host_is_known():
     assert is_own("localhost")
     assert not is_own("203.0.113.5")  # for documentation: no host has it
     assert not is_own("no-such-host.invalid")
+
+
+def test_a_host_knows_its_name_behind_an_address_that_it_does_not_have(monkeypatch):
+    """It waited for the store that it had to serve itself."""
+    monkeypatch.setattr(meeting_place.socket, "gethostname", lambda: "203.0.113.5")
+    assert is_own("203.0.113.5")
+
+
+def test_one_of_several_addresses_is_enough(monkeypatch):
+    """As where localhost is ::1 as well, and the host has no IPv6."""
+    unknown, own = (
+        socket.getaddrinfo(each, 0, type=socket.SOCK_STREAM) for each in ("203.0.113.5", "127.0.0.1")
+    )
+    monkeypatch.setattr(meeting_place.socket, "getaddrinfo", lambda *_, **__: [*unknown, *own])
+    assert is_own("first-host")

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from shardwright.errors import LaunchError
 from shardwright.quantities import counted
@@ -51,11 +52,12 @@ def check_endpoint(
     while True:
         try:
             resolve(name)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter for what is no name, as "a..b"
             if clock() - begun_s >= (_NEW_POD_S if is_pod else _TRIES_S):
+                reason = getattr(error, "strerror", None) or error
                 raise LaunchError(
                     f"--rdzv-endpoint {endpoint}: the host name {name} does not resolve here "
-                    f"({error.strerror}). Give a name or an address of one of the hosts that all know."
+                    f"({reason}). Give a name or an address of one of the hosts that all know."
                 ) from error
             if is_pod and not said:
                 say(f"waiting for the name {name}, which does not resolve yet; at most {_NEW_POD_S:g} s")
@@ -102,14 +104,15 @@ def wait_until_answered(
 
 
 def is_own(host: str) -> bool:
-    """Whether an address is one of this host: no other can be bound."""
+    """Whether this host is meant: one of its addresses, for no other can be bound, or its own name.
+
+    Behind NAT, a host's own name may have an address that it does not have itself.
+    """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind(address)
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
-        return False
-    return True
+        found = []
+    return any(map(_can_be_bound, found)) or host in (socket.gethostname(), socket.getfqdn())
 
 
 @contextmanager
@@ -128,6 +131,17 @@ def told_if_long(endpoint: str, num_hosts: int, say: Callable[[str], None]) -> I
         yield
     finally:
         timer.cancel()
+
+
+def _can_be_bound(found: tuple[Any, ...]) -> bool:
+    """Whether an address, as the resolver has found it, is one of this host."""
+    family, kind, _, _, address = found
+    try:
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
 
 
 def _waiting(endpoint: str, num_hosts: int) -> str:

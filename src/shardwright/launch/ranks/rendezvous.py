@@ -142,13 +142,14 @@ class _Numbered(StaticTCPRendezvous):
             wait_for_workers=False,
             multi_tenant=True,
         )
-        there = f"{self.run_id}.hosts"
-        number = store.add(there, 1)
-        while number < self.world_size:
+        # By number, as a host may come twice: its command was stopped, and started again.
+        keys = [f"{self.run_id}.host.{rank}" for rank in range(self.world_size)]
+        store.set(keys[self.rank], "here")
+        while not store.check(keys):
             if time.monotonic() > end_s:
-                raise TimeoutError(f"{number} of {self.world_size} hosts came within {limit_s:g} s")
+                missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+                raise TimeoutError(f"no host with --node-rank {missing} came within {limit_s:g} s")
             time.sleep(_BETWEEN_S)
-            number = store.add(there, 0)
         store.set_timeout(self.timeout)
         return store
 
