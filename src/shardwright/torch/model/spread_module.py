@@ -47,7 +47,7 @@ class SpreadModule(nn.Module):
         Parameters and buffers are named after them. A script that chooses parameters by name (learning rates
         by layer, no weight decay) thus finds the same ones as before the model was wrapped.
         """
-        return self.get_module().named_modules(memo, prefix, remove_duplicate)
+        yield from self.get_module().named_modules(memo, prefix, remove_duplicate)
 
     def get_submodule(self, target: str) -> nn.Module:
         """The module of a name as `named_modules` gives it."""
