@@ -25,5 +25,4 @@ def _assign(tensor: Tensor, value: Tensor) -> None:
 
 def gather_assigned_data() -> None:
     """From now on, a whole tensor takes all elements of what is assigned to its `data`."""
-    if torch.Tensor.data is _DATA:
-        torch.Tensor.data = property(_DATA.__get__, _assign)  # type: ignore[assignment]
+    torch.Tensor.data = property(_DATA.__get__, _assign)  # type: ignore[assignment]
