@@ -200,13 +200,13 @@ def _remedy(name: str, size: int, batch: int) -> str:
     each = ""
     if rows > 1 and rows * batch == size:
         each = (
-            f"If it has {rows} for each sample, pass {name}.unflatten(0, (-1, {rows})), and flatten it in the "
-            "step function. "
+            f"If it has {rows} for each sample, pass {name}.unflatten(0, (-1, {rows})), and flatten it in "
+            "the step function. "
         )
     return (
         f'{each}Name what must not be cut: @sw.step(non_split_inputs=["{name}"]), or another axis: '
-        f'input_split_axes={{"{name}": 1}}, or a list with an item for each sample: split_lists=["{name}"]. A '
-        "batch that cannot be cut at all, such as a graph, goes through the model as one: microbatches 1."
+        f'input_split_axes={{"{name}": 1}}, or a list with an item for each sample: split_lists=["{name}"]. '
+        "A batch that cannot be cut at all, such as a graph, goes through the model as one: microbatches 1."
     )
 
 
