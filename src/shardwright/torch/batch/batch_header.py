@@ -190,8 +190,8 @@ def _own_container(own: Structure | None, kind: str, class_name: str, keys: list
     if own is None or not is_same or _class_name(own.template) != class_name:
         raise UsageError(
             f"the first rank of the replica passes a {class_name[:200]} to the step function, this rank "
-            "passes other arguments, and ranks without a secret send such objects to nobody; so do all where a "
-            "function defines the class. Pass the same kinds of objects on every rank; or define the class "
+            "passes other arguments, and such objects are sent to nobody by ranks without a secret, or if a "
+            "function defines their class. Pass the same kinds of objects on every rank; or define the class "
             "in a module, and set SHARDWRIGHT_SECRET, the same on all hosts (openssl rand -hex 32)."
         )
     return own.without_template().template
