@@ -46,7 +46,9 @@ class SpreadModule(nn.Module):
         Parameters and buffers are named after them. A script that chooses parameters by name (learning rates
         by layer, no weight decay) thus finds the same ones as before the model was wrapped.
         """
-        yield from self.get_module().named_modules(memo, prefix, remove_duplicate)
+        # A module around this one, which gives a memo, has all modules below it, and finds this one too.
+        asked = self.get_module().named_modules if memo is None else super().named_modules
+        yield from asked(memo, prefix, remove_duplicate)
 
     def get_submodule(self, target: str) -> nn.Module:
         """The module of a name as `named_modules` gives it."""
