@@ -454,6 +454,24 @@ def test_a_teacher_follows_wherever_its_layers_are() -> None:
 
 
 @pytest.mark.thorough
+def test_a_teacher_follows_where_replicas_share_the_rows() -> None:
+    """Bug: the loop of the documentation was refused as soon as shards were asked for."""
+
+    def run() -> list[float]:
+        import shardwright.torch as sw
+
+        shards = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 4}
+        stages = {"pipeline_parallel_degree": 2, **BY_HAND}
+        found = []
+        for settings in ({**stages, **shards}, {"pipeline_parallel_degree": 1, **shards}):
+            found.append(differences_of_a_teacher(follows_pair_by_pair, settings)[0])
+            sw.shutdown()
+        return found
+
+    assert all(worst < 1e-12 for found in run_ranks(run, 4) for worst in found)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(("ranks", "pipeline"), [in_sweep(2, 1), (4, 2)])
 def test_a_teacher_follows_where_ranks_share_layers(ranks: int, pipeline: int) -> None:
     """Inside, parameters are ordinary tensors; behind it each rank has its part of what they became."""

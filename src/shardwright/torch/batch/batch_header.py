@@ -6,8 +6,9 @@
     tree                    0 is a leaf, [name, keys, trees] a container of Python's, or of an own class
 
 A custom container (a dataclass, a named tuple, a library's dictionary) is pickled without its leaves,
-authenticated with the run's secret. Where the ranks have no secret, no pickle is sent: each rank takes the
-container at the same place in its own arguments, which must have the same class and keys.
+authenticated with the run's secret. Where the ranks have no secret, or pickle cannot find the class because a
+function defines it, no pickle is sent: each rank takes the container at the same place in its own arguments,
+which must have the same class and keys.
 """
 
 from collections.abc import Sequence
@@ -150,7 +151,8 @@ def _plain_tree(structure: Structure, seal: Seal | None) -> Any:
     name = _PLAIN_KINDS.get(type(structure.template))
     if name is not None:
         return [name, list(structure.keys), children]
-    container = None if seal is None else _Own(structure.without_template().template)
+    is_found = "<locals>" not in type(structure.template).__qualname__
+    container = _Own(structure.without_template().template) if is_found and seal is not None else None
     return [_OWN, list(structure.keys), children, structure.kind, _class_name(structure.template), container]
 
 
@@ -188,8 +190,8 @@ def _own_container(own: Structure | None, kind: str, class_name: str, keys: list
     if own is None or not is_same or _class_name(own.template) != class_name:
         raise UsageError(
             f"the first rank of the replica passes a {class_name[:200]} to the step function, this rank "
-            "passes "
-            "other arguments, and ranks without a secret send such objects to nobody. Pass the same kinds of "
-            "objects on every rank; or set SHARDWRIGHT_SECRET, the same on all hosts (openssl rand -hex 32)."
+            "passes other arguments, and such objects are sent to nobody by ranks without a secret, or if a "
+            "function defines their class. Pass the same kinds of objects on every rank; or define the class "
+            "in a module, and set SHARDWRIGHT_SECRET, the same on all hosts (openssl rand -hex 32)."
         )
     return own.without_template().template

@@ -143,11 +143,7 @@ class Splitter:
                 raise UsageError(
                     f"{name} has {size} rows along axis {self._axis(name)} (shape "
                     f"{tuple(tensor.shape)}), but {first_name} has {batch}, so the batch cannot be cut "
-                    "into microbatches. Name what must not be cut: "
-                    f'@sw.step(non_split_inputs=["{name}"]), or another axis: '
-                    f'input_split_axes={{"{name}": 1}}, or a list with an item for each sample: '
-                    f'split_lists=["{name}"]. A batch that cannot be cut at all, such as a graph, goes '
-                    "through the model as one: microbatches 1."
+                    f"into microbatches. {_remedy(name, size, batch)}"
                 )
         if batch == 0:
             raise UsageError(
@@ -197,6 +193,21 @@ class Splitter:
             else:
                 columns.append([item] * num_microbatches)
         return [structure.rebuild([column[index] for column in columns]) for index in range(num_microbatches)]
+
+
+def _remedy(name: str, size: int, batch: int) -> str:
+    rows = size // batch if batch else 0
+    each = ""
+    if rows > 1 and rows * batch == size:
+        each = (
+            f"If it has {rows} for each sample, pass {name}.unflatten(0, (-1, {rows})), and flatten it in "
+            "the step function. "
+        )
+    return (
+        f'{each}Name what must not be cut: @sw.step(non_split_inputs=["{name}"]), or another axis: '
+        f'input_split_axes={{"{name}": 1}}, or a list with an item for each sample: split_lists=["{name}"]. '
+        "A batch that cannot be cut at all, such as a graph, goes through the model as one: microbatches 1."
+    )
 
 
 def _cuts_itself(item: Any) -> bool:

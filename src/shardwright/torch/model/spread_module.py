@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
-from shardwright.errors import UsageError
 from shardwright.torch.parameters.gathered_values import gathered_values
 from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.parameters.state_gathering import rank_that_runs
@@ -47,7 +46,9 @@ class SpreadModule(nn.Module):
         Parameters and buffers are named after them. A script that chooses parameters by name (learning rates
         by layer, no weight decay) thus finds the same ones as before the model was wrapped.
         """
-        return self.get_module().named_modules(memo, prefix, remove_duplicate)
+        # A module around this one, which gives a memo, has all modules below it, and finds this one too.
+        asked = self.get_module().named_modules if memo is None else super().named_modules
+        yield from asked(memo, prefix, remove_duplicate)
 
     def get_submodule(self, target: str) -> nn.Module:
         """The module of a name as `named_modules` gives it."""
@@ -74,13 +75,14 @@ class SpreadModule(nn.Module):
 
         Collective over the replica, with the same parts on all ranks, which then compute the same. A rank
         that holds a parameter, or a part of one, keeps what it is changed to. They take memory on every rank
-        meanwhile: pass few of them at a time.
+        meanwhile: pass few of them at a time. Parameters of which replicas share the rows stay in rows on the
+        ranks that hold them, and behave like ordinary tensors (`ShardedTensor`).
 
         Args:
             parts: modules, parameters or buffers of the model; all of it if there are none.
 
         Raises:
-            UsageError: replicas share the parameters, or a part is not of the model.
+            UsageError: a part is not of the model.
 
         Example, a teacher that follows the model (BYOL, DINO, MoCo), wherever its layers are::
 
@@ -90,11 +92,6 @@ class SpreadModule(nn.Module):
                     with model.gathered(student, teacher):
                         teacher.lerp_(student, 0.01)
         """
-        if self.replicas.sharding is not None:
-            raise UsageError(
-                "model.gathered() cannot be used where replicas share the parameters: each rank has some "
-                "rows of them. Compute with model.local_parameters(), or model.state_dict() on all ranks."
-            )
         current = context()
         if self._residency is None or current.groups.pipeline is None:
             return nullcontext()

@@ -11,6 +11,7 @@ from shardwright.errors import UsageError
 from shardwright.torch._private import put_in_place
 from shardwright.torch.parameters.remote import make_remote
 from shardwright.torch.parameters.residency import Residency
+from shardwright.torch.parameters.sharded_tensor import ShardedTensor
 from shardwright.torch.pytorch.functions import RELEASED
 from shardwright.torch.run.context import Context
 from shardwright.torch.tensor_parallel.divide import shown_in_parts, shown_whole
@@ -54,7 +55,8 @@ def gathered_values(
             else:
                 if isinstance(tensor, DividedTensor):
                     shared.append((tensor, shown_whole(tensor)))
-                payload = tensor.detach().contiguous()
+                rows = tensor.full() if isinstance(tensor, ShardedTensor) else tensor
+                payload = rows.detach().contiguous()
             if payload.numel():
                 dist.broadcast(payload, context.pipeline_ranks[owner], group=context.groups.pipeline)
             if away:

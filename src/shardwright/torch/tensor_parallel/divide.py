@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from shardwright.errors import UsageError
 from shardwright.placement import WHOLE, Cut, PartialSum, Placement, Whole
 from shardwright.torch._private import memory_of, put_in_place
+from shardwright.torch.tensor_parallel.assigned_data import gather_assigned_data
 from shardwright.torch.tensor_parallel.deciding import decide
 from shardwright.torch.tensor_parallel.divided_tensor import (
     DividedTensor,
@@ -52,6 +53,7 @@ def tensor_group(
     """
     if ranks is None or isinstance(ranks, dist.ProcessGroup):
         ranks = ProcessGroupCollectives(ranks)
+    gather_assigned_data()
     return TensorGroup(ranks, decide, prices=prices)
 
 

@@ -83,6 +83,11 @@ def test_a_batch_is_kept_whole_if_the_script_says_so_of_its_tensors():
     assert not Batch((([1.0], 2), {}), whole).is_kept_whole  # forgotten: a list is no tensor
 
 
+def test_several_rows_for_each_sample_go_in_with_an_axis_more():
+    with pytest.raises(UsageError, match=r"3 for each sample, pass crops\.unflatten\(0, \(-1, 3\)\)"):
+        split(Splitter(names=("x", "crops")), ((torch.ones(4), torch.ones(12)), {}), 2)
+
+
 def test_a_batch_smaller_than_the_microbatches():
     with pytest.raises(UsageError, match="the batch has 2 samples, but microbatches is 4"):
         split(Splitter(), ((torch.ones(2),), {}), 4)

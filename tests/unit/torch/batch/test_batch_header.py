@@ -43,6 +43,16 @@ def sent(batch, own, seal):
     return data, found.rebuild(items)
 
 
+def test_a_class_that_a_function_defines():
+    """Bug: pickle cannot find it, and said so."""
+    Point = namedtuple("Point", ["x", "y"])
+    Point.__qualname__ = "test.<locals>.Point"
+    _, found = sent(Point(torch.ones(2), 1), Point(torch.zeros(2), 0), SEAL)
+    assert found._fields == ("x", "y")
+    with pytest.raises(UsageError, match="define the class in a module"):
+        sent(Point(torch.ones(2), 1), (torch.zeros(2), 0), SEAL)
+
+
 PLAIN = {
     "args": ((torch.ones(2, 3), 3, 1.5, None), [True, "text", b"bytes", 2j, slice(1, 2)]),
     3: {"mask": torch.zeros(2, dtype=torch.bool), (1, 2): {"a"}},

@@ -159,6 +159,19 @@ def test_a_sum_is_taken_for_its_aliases_too():
         assert all(torch.equal(each, torch.full((4, 6), 2.0, dtype=F64)) for each in seen)
 
 
+def test_data_of_a_whole_tensor_may_be_that_of_a_divided_one():
+    """Bug: it had no memory, and the next operation ended the process."""
+
+    def on_rank(group):
+        own = nn.Parameter(torch.zeros(4, 6, dtype=F64))
+        own.data = divided(torch.ones(4, 6, dtype=F64), Cut.even(0, 4, num_ranks=2), group) * 2
+        own.data.add_(1)
+        return own.detach()
+
+    for found in on_ranks(2, on_rank):
+        assert torch.equal(found, torch.full((4, 6), 3.0, dtype=F64))
+
+
 def other_memory(x):
     y, z = x.detach() * 1, x.detach() * 2
     alias, of_other = y.detach(), z.detach()
