@@ -1,12 +1,15 @@
 """Random numbers that a script or an optimizer draws for parameters, of which each rank has some."""
 
+from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from stacks import Stack, batches, start, trainer
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwright.errors import UsageError
 from shardwright.testing import run_ranks
 from shardwright.torch.optimizer.optimizer_trial import trial
 
@@ -47,9 +50,17 @@ def test_they_are_those_of_one_process():
             optimizer.step()
             shrink_and_perturb(module)
             module.blocks[0].up.reset_parameters()
+            # Bug: PyTorch asks whether a tensor is on the meta device, and draws nothing for it then.
             nn.init.orthogonal_(module.blocks[3].down.weight)
+            nn.init.sparse_(module.blocks[0].down.weight, 0.3)
             module.head.reset_parameters()
+            with model.gathered(module.blocks[3].up) if module is not plain else nullcontext():
+                nn.init.trunc_normal_(module.blocks[3].up.weight)  # draws until all are within bounds
+            module.blocks[1].up.reset_parameters()
         state = model.state_dict()
+        with pytest.raises(UsageError, match="needs the values of"):
+            for block in model.module.blocks:
+                nn.init.trunc_normal_(block.down.bias)
         return max((state[name] - value).abs().max().item() for name, value in plain.state_dict().items())
 
     assert max(run_ranks(job, 2)) < 1e-12

@@ -140,8 +140,9 @@ def refuse_coupling(optimizer: Optimizer, because: str, remedy: str) -> NoReturn
         UsageError: always, on all ranks alike.
     """
     raise UsageError(
-        f"{type(optimizer).__name__} updates each parameter by what it knows of all, and each rank of a "
-        f"pipeline has those of its own stages: it would make other updates than for the whole model. "
+        f"{type(optimizer).__name__} updates each parameter by what it knows of all (or draws random "
+        "numbers for one after the other), and each rank of a pipeline has those of its own stages: it would "
+        "make other updates than for the whole model. "
         f"{because} {remedy}"
     )
 

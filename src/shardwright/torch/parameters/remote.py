@@ -12,6 +12,7 @@ ranks draw as many, so that the next parameter gets on its rank what it gets in 
 
 import copy
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn
 
@@ -94,6 +95,12 @@ class RemoteTensor(torch.Tensor):
         """The device that it claims to be on."""
         device: torch.device = self.told_device or Tensor.device.__get__(self)
         return device
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        """Whether it is without values. `torch.nn.init` is told that it has some: what it draws for its holder
+        (``orthogonal_``) is drawn on all ranks, and what depends on values (``trunc_normal_``) is refused."""
+        return sys._getframe(1).f_globals.get("__name__") != "torch.nn.init"
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
