@@ -64,7 +64,10 @@ def parse_pins(texts: Iterable[str]) -> dict[str, int]:
         if not equals or not value:
             raise ConfigError(f"{text!r} is no option and value, such as tensor=8.")
         if name.lower().replace("-", "_") == _SETTING:
-            experts = _value(_SETTING, value)
+            degree = _value(_SETTING, value)
+            if experts not in (None, degree):
+                raise ConfigError(f"{_SETTING} is given as {experts} and as {degree}. Give it once.")
+            experts = degree
             continue
         name = _name(name)
         number = _value(name, value)

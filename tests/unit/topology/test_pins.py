@@ -37,6 +37,7 @@ def test_names_of_others_and_values_by_name():
         ("tensor=2,tp=4", "tensor is given as 2 and as 4"),
         ("expert_parallel_degree=4", "is a setting, which does not count the ranks of a sequence"),
         ("expert_parallel_degree=4,context=2,ep=4", "is expert=8 with context=2, but expert is given as 4"),
+        ("expert_parallel_degree=4,expert_parallel_degree=2", "is given as 4 and as 2. Give it once"),
     ],
 )
 def test_what_is_no_pin(text, message):
