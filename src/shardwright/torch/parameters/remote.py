@@ -98,8 +98,11 @@ class RemoteTensor(torch.Tensor):
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
-        """Whether it is without values. `torch.nn.init` is told that it has some: what it draws for its holder
-        (``orthogonal_``) is drawn on all ranks, and what depends on values (``trunc_normal_``) is refused."""
+        """Whether it is without values.
+
+        `torch.nn.init` would draw nothing then, and is told that it has some: all ranks draw as its holder
+        does (``orthogonal_``), and what follows from values is refused (``trunc_normal_``).
+        """
         return sys._getframe(1).f_globals.get("__name__") != "torch.nn.init"
 
     @property
