@@ -129,7 +129,8 @@ ROWS: dict[str, Runs | str] = {
     "script.md-4": Runs(f"{WRAPPED}\n{_SPREADS}; optimizer.step()", "average(); exchange(); exchange()"),
     "script.md-5": Runs(WRAPPED.replace("sw.init()", f"{TEACHER}\nsw.init()"), f"{_SPREADS}; follow()"),
     "script.md-6": Runs(f"{WRAPPED}\n{_SPREADS}"),
-    "script.md-7": Runs(
+    "script.md-7": Runs(f"{WRAPPED}\n{_SPREADS}"),
+    "script.md-8": Runs(
         f"{LANGUAGE}\nsw.init()\nconfig = GPTJConfig(**sizes, rotary_dim=4)",
         "assert model.module.config is config",
     ),
