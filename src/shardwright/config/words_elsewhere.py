@@ -2,16 +2,19 @@
 
 __all__ = ["advice_for"]
 
-_BATCH = "the script makes the batch; microbatches says into how many parts it is cut"
-_ORDINARY = "write it in the script as for one process"
+_BATCH = "Remove it: the script makes the batch; microbatches says into how many parts it is cut."
+_STEPS = "Remove it: call optimizer.step() after as many steps, as in one process."
+_ORDINARY = "Remove it, and write it in the script as for one process."
 _PRECISION = (
-    "set bf16 or fp16 to true for parameters of that type, or use torch.autocast in the step function"
+    "Set bf16 or fp16 to true for parameters of that type, or use torch.autocast in the step function."
 )
-_SHARDED = (
-    "set sharded_data_parallel_degree to the ranks that share parameters (shard_optimizer_state for ZeRO-1)"
+_SHARDED = "Set sharded_data_parallel_degree to the ranks that share parameters, or shard_optimizer_state for ZeRO-1."
+_RANKS = "Remove it: the launcher starts ranks (shardwright run -n 4, or torchrun)."
+_DEVICES = "Remove it: each rank takes the accelerator of its local rank (sw.device())."
+_UNUSED = "Remove it: unused parameters need nothing here."
+_RESUME = (
+    "Remove it: sw.Checkpoints(...).resume() goes on from checkpoints, as shardwright run --resume does."
 )
-_RANKS = "the launcher starts ranks: shardwright run -n 4, or torchrun"
-_DEVICES = "each rank takes the accelerator of its local rank: see sw.device()"
 
 _DEGREES = {
     "context_parallel_degree": ("cp", "cp_size", "context_parallel"),
@@ -31,22 +34,19 @@ _SETTINGS = {
 }
 _ADVICE = {
     _BATCH: ("batch_size", "micro_batch_size", "train_batch_size", "global_batch_size"),
-    "call optimizer.step() after as many steps, as in one process": ("gradient_accumulation_steps",),
+    _STEPS: ("gradient_accumulation_steps",),
     _PRECISION: ("amp", "dtype", "mixed_precision", "precision"),
     _SHARDED: ("fsdp", "shard", "sharding_strategy", "zero", "zero_optimization", "zero_stage"),
     _RANKS: ("nnodes", "nproc_per_node", "num_processes", "world_size"),
     _DEVICES: ("device", "devices", "gpus", "num_gpus"),
     _ORDINARY: ("clip_grad", "gradient_clipping", "max_grad_norm", "learning_rate", "lr"),
-    "unused parameters need nothing here": ("find_unused_parameters",),
-    "sw.Checkpoints(...).resume() goes on from checkpoints, as shardwright run --resume does": (
-        "resume",
-        "resume_from_checkpoint",
-    ),
+    _UNUSED: ("find_unused_parameters",),
+    _RESUME: ("resume", "resume_from_checkpoint"),
 }
 
 _WORDS = {word: f"Did you mean {ours}?" for ours, words in _SETTINGS.items() for word in words}
 _WORDS |= {word: f"Did you mean {ours}?" for ours, words in _DEGREES.items() for word in words}
-_WORDS |= {word: f"Remove it: {advice}." for advice, words in _ADVICE.items() for word in words}
+_WORDS |= {word: advice for advice, words in _ADVICE.items() for word in words}
 
 
 def advice_for(word: str) -> str | None:

@@ -15,19 +15,29 @@ from shardwright.torch.optimizer.optimizer_trial import trial
 
 
 class Langevin(Optimizer):
-    """Adds noise to each update, as stochastic gradient Langevin dynamics do."""
+    """Adds noise to each update, as stochastic gradient Langevin dynamics do.
 
-    def __init__(self, params: Any):
+    Args:
+        params: to train.
+        generator: of the noise; None for PyTorch's own.
+    """
+
+    def __init__(self, params: Any, generator: torch.Generator | None = None):
         super().__init__(params, {"lr": 0.05})
+        self.generator = generator
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            p.sub_(p.grad, alpha=0.05).add_(torch.randn_like(p), alpha=0.1)
+            noise = torch.empty_like(p).normal_(generator=self.generator)
+            p.sub_(p.grad, alpha=0.05).add_(noise, alpha=0.1)
 
 
-def test_an_optimizer_that_draws_needs_the_parameters_of_all_stages():
-    assert trial(Langevin([nn.Parameter(torch.ones(3))])).couples
+@pytest.mark.parametrize("generator", [None, torch.Generator()], ids=["of PyTorch", "of its own"])
+def test_an_optimizer_that_draws_needs_the_parameters_of_all_stages(generator):
+    before = None if generator is None else generator.get_state()
+    assert trial(Langevin([nn.Parameter(torch.ones(3))], generator)).couples
+    assert generator is None or torch.equal(generator.get_state(), before), "the trial drew from the script's"
 
 
 @torch.no_grad()
@@ -41,13 +51,19 @@ def test_they_are_those_of_one_process():
 
     def job():
         sw, plain, model = start(Stack, {})
+        mine, its = torch.Generator().manual_seed(2), torch.Generator().manual_seed(2)
         optimizers = Langevin(plain.parameters()), sw.DistributedOptimizer(Langevin(model.parameters()))
+        seeded = (
+            Langevin(plain.parameters(), mine),
+            sw.DistributedOptimizer(Langevin(model.parameters(), its)),
+        )
         x = batches(0, 1)[0]
         trainer(sw)(model, x)
         plain(x).square().mean().backward()
-        for module, optimizer in zip((plain, model.module), optimizers, strict=True):
+        for module, optimizer, other in zip((plain, model.module), optimizers, seeded, strict=True):
             torch.manual_seed(1)
             optimizer.step()
+            other.step()
             shrink_and_perturb(module)
             module.blocks[0].up.reset_parameters()
             # Bug: PyTorch asks whether a tensor is on the meta device, and draws nothing for it then.

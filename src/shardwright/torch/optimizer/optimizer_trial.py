@@ -163,12 +163,13 @@ def _steps_of_copy(
         return torch.ones((), dtype=dtype)
 
     args, options = ((closure,), {}) if arguments is None else arguments
+    generators = [item for item in leaves(vars(made)) if isinstance(item, torch.Generator)]
     for number in range(_STEPS):
         size = _LARGE if number >= _STEPS - _LARGE_STEPS else 1.0
         closure()
-        before = get_state(device)
+        before = get_state(device, generators)
         getattr(type(optimizer), method)(made, *args, **options)
-        draws |= not same_state(before, get_state(device))
+        draws |= not same_state(before, get_state(device, generators))
     found = [
         {name: value.tolist() if isinstance(value, Tensor) else value for name, value in group.items()}
         | {"params": small["params"][0].tolist()}
