@@ -8,7 +8,10 @@ _ORDINARY = "Remove it, and write it in the script as for one process."
 _PRECISION = (
     "Set bf16 or fp16 to true for parameters of that type, or use torch.autocast in the step function."
 )
-_SHARDED = "Set sharded_data_parallel_degree to the ranks that share parameters, or shard_optimizer_state for ZeRO-1."
+_SHARDED = (
+    "Set sharded_data_parallel_degree to the ranks that share parameters, or, for ZeRO-1, "
+    "shard_optimizer_state."
+)
 _RANKS = "Remove it: the launcher starts ranks (shardwright run -n 4, or torchrun)."
 _DEVICES = "Remove it: each rank takes the accelerator of its local rank (sw.device())."
 _UNUSED = "Remove it: unused parameters need nothing here."
