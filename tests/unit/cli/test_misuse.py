@@ -107,7 +107,7 @@ def test_a_pin_has_one_name_in_all_commands(capsys):
 @pytest.mark.parametrize(
     ("option", "content", "message"),
     [
-        ("--config", '{"plan_version": 2}', "is a plan, and no settings. Follow it with --plan a.json"),
+        ("--config", '{"plan_version": 2}', "this is a plan, and no settings. Follow it with --plan a.json"),
         ("--config", "pipeline:\n\tgpipe\n", "cannot start any token (a tab? Indent with spaces)."),
         ("--plan", '{"microbatches": 4}', "has no plan_version, so it is no plan. Plans are in run folders."),
         ("--plan", '{"plan_version": 2,}', "Mend that line (a comma too many?), or make the plan anew."),

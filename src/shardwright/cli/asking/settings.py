@@ -44,7 +44,7 @@ def read_settings(path: Path | None) -> dict[str, Any]:
     file = UserFile(path, what="--config", error=ConfigError)
     found = file.read_yaml()
     if isinstance(found, dict) and "plan_version" in found:
-        raise ConfigError(f"{file} is a plan, and no settings. Follow it with --plan {path}")
+        raise ConfigError(f"{file}: this is a plan, and no settings. Follow it with --plan {path}")
     Config.check(found, source=str(file))
     return found or {}
 

@@ -103,7 +103,10 @@ class RemoteTensor(torch.Tensor):
         `torch.nn.init` would draw nothing then, and is told that it has some: all ranks draw as its holder
         does (``orthogonal_``), and what follows from values is refused (``trunc_normal_``).
         """
-        return sys._getframe(1).f_globals.get("__name__") != "torch.nn.init"
+        if sys._getframe(1).f_globals.get("__name__") == "torch.nn.init":
+            return False
+        is_meta: bool = Tensor.is_meta.__get__(self)
+        return is_meta
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]

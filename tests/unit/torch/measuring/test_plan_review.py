@@ -153,7 +153,7 @@ def test_a_run_too_short_to_be_reviewed_leaves_what_an_earlier_part_found(
     """Bug: a run that went on for a few steps removed next_plan.json of the part before."""
     for _ in range(num_steps):
         review.step_recorded(step(1.2, 1.2))
-    reporter = Reporter(SimpleNamespace(rank=0, config=Config()))  # type: ignore[arg-type]
+    reporter = Reporter(SimpleNamespace(rank=0, config=Config(), optimizers=[]))  # type: ignore[arg-type]
     closed: dict[str, Any] = {}
     reporter._observer = SimpleNamespace(close=closed.update)  # type: ignore[assignment]
     reporter.reviewed_by(review)
