@@ -105,7 +105,7 @@ class RemoteTensor(torch.Tensor):
         """
         if sys._getframe(1).f_globals.get("__name__") == "torch.nn.init":
             return False
-        is_meta: bool = Tensor.is_meta.__get__(self)
+        is_meta: bool = Tensor.is_meta.__get__(self)  # type: ignore[attr-defined]
         return is_meta
 
     @property
