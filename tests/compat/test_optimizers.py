@@ -343,7 +343,7 @@ def test_other_things_are_no_optimizers():
         import smdistributed.modelparallel.torch as smp
 
         smp.init(QUIET)
-        with pytest.raises(UsageError, match=r"wraps a torch\.optim\.Optimizer, not a int"):
+        with pytest.raises(UsageError, match=r"wraps a torch\.optim\.Optimizer, not int"):
             smp.DistributedOptimizer(3)
         return True
 

@@ -15,6 +15,7 @@ of the model (norms) differ, and are right.
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +36,9 @@ __all__ = ["metrics_over_replicas", "sums_pointed_out"]
 log = logging.getLogger(__name__)
 
 _METRICS = "torchmetrics.metric"
+# Code of others that sums nothing of what it collects: Trainer takes means of losses, Accelerate pads to the
+# largest size. (What scripts gather by an Accelerator is collected over replicas.)
+_SUMS_NOTHING = frozenset({"transformers.trainer_pt_utils", "accelerate.utils.operations"})
 # All ranks make the same calls over all ranks, so that all look at the same ones.
 _LOOKED_AT = 10
 # Functions that sum or collect, and where the tensor of this rank is among their arguments.
@@ -96,7 +100,8 @@ class _Watch:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not self._left or not self._is_meant(args, kwargs):
+            caller = sys._getframe(1).f_globals.get("__name__")
+            if not self._left or caller in _SUMS_NOTHING or not self._is_meant(args, kwargs):
                 return function(*args, **kwargs)
             given = args[position] if position < len(args) else kwargs.get(key)
             own = _digest(given, self._run.device)
