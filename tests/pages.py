@@ -1,12 +1,13 @@
 """The code blocks of README and docs."""
 
+import os
 import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["PAGES", "ROOT", "Block", "blocks", "typed"]
+__all__ = ["PAGES", "ROOT", "Block", "blocks", "execute", "typed"]
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -36,3 +37,11 @@ def typed(block: Block) -> Iterator[str]:
     for line in block.text.replace("\\\n", " ").splitlines():
         if line.startswith("$ "):
             yield line.removeprefix("$ ")
+
+
+def execute(source: str, folder: Path) -> None:
+    """Runs a script as a file of this rank, with the folder as the working directory."""
+    os.chdir(folder)
+    path = Path(f"rank{os.environ['RANK']}.py")
+    path.write_text(source)
+    exec(compile(source, str(path), "exec"), {"__name__": "__main__"})

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from pages import blocks
+from pages import blocks, execute
 from shardwright.config import Config
 from shardwright.testing import run_ranks
 
@@ -180,17 +180,15 @@ def test_a_block_runs(name, tmp_path):
         text = text.replace(words, others)
     source = "\n".join([row.before, text, row.after])
 
-    def run():
-        import os
-
-        os.chdir(tmp_path)
-        path = f"rank{os.environ['RANK']}.py"
-        with open(path, "w") as file:
-            file.write(source)
-        exec(compile(source, path, "exec"), {"__name__": "__main__"})
-
     makes_group = "init_process_group" in text
-    run_ranks(run, row.ranks, env={"SHARDWRIGHT_SET": SETTINGS}, init_process_group=not makes_group)
+    run_ranks(
+        execute,
+        row.ranks,
+        source,
+        tmp_path,
+        env={"SHARDWRIGHT_SET": SETTINGS},
+        init_process_group=not makes_group,
+    )
 
 
 @pytest.mark.parametrize("name", SETTINGS_ALONE)

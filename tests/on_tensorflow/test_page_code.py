@@ -2,7 +2,7 @@
 
 import pytest
 
-from pages import blocks
+from pages import blocks, execute
 from shardwright.testing import run_ranks
 
 BLOCKS = [block.text for block in blocks("python") if block.page == "tensorflow.md"]
@@ -26,14 +26,5 @@ layers = [tf.keras.layers.Dense(8, activation="relu"), tf.keras.layers.Dense(2)]
     ids=["train and save", "delayed"],
 )
 def test_a_script_of_the_page_runs(script, tmp_path):
-    def run():
-        import os
-
-        os.chdir(tmp_path)
-        path = f"rank{os.environ['RANK']}.py"
-        with open(path, "w") as file:
-            file.write(script)
-        exec(compile(script, path, "exec"), {"__name__": "__main__"})
-
     settings = '{"run_dir": "off", "profile": "estimated"}'
-    run_ranks(run, 2, env={"SHARDWRIGHT_SET": settings}, init_process_group=False)
+    run_ranks(execute, 2, script, tmp_path, env={"SHARDWRIGHT_SET": settings}, init_process_group=False)
