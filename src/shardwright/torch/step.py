@@ -4,13 +4,14 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter
-from typing import Any, ParamSpec, Protocol, overload
+from typing import Any, Literal, ParamSpec, Protocol, overload
 
 from torch import Tensor
 
 from shardwright.config.misplaced import refuse_misplaced
 from shardwright.errors import UsageError
 from shardwright.torch.batch.batch import Batch
+from shardwright.torch.batch.batch_result import BatchResult
 from shardwright.torch.batch.splitter import Splitter
 from shardwright.torch.batch.step_output import StepOutput, gather_outputs
 from shardwright.torch.interception.compiled_code import uncompiled
@@ -50,6 +51,7 @@ def step(
     non_split_inputs: Sequence[str] = (),
     input_split_axes: Mapping[str, int] | None = None,
     split_lists: Sequence[str] = (),
+    loss_reduction: Literal["mean", "sum"] | None = None,
 ) -> _Decorator: ...
 
 
@@ -60,6 +62,7 @@ def step(
     non_split_inputs: Sequence[str] = (),
     input_split_axes: Mapping[str, int] | None = None,
     split_lists: Sequence[str] = (),
+    loss_reduction: Literal["mean", "sum"] | None = None,
     **others: Any,
 ) -> Any:
     """Makes a function run once for each microbatch, pipelined over the stages.
@@ -75,6 +78,8 @@ def step(
         input_split_axes: name -> axis along which an argument is cut; 0 where it is not named.
         split_lists: names of arguments that are lists with an item for each sample (texts, the targets of
             detection), of which each microbatch gets its own.
+        loss_reduction: what the loss is over samples, where that shall not be read from it: ``"sum"``, or
+            ``"mean"``, which takes each microbatch for itself.
 
     Raises:
         UsageError: another option is given; the message says where it belongs.
@@ -87,7 +92,10 @@ def step(
         ...     model.backward(loss)
         ...     return loss
     """
-    refuse_misplaced("@sw.step", others, takes=("non_split_inputs", "input_split_axes", "split_lists"))
+    names_of_options = ("non_split_inputs", "input_split_axes", "split_lists", "loss_reduction")
+    refuse_misplaced("@sw.step", others, takes=names_of_options)
+    if loss_reduction not in (None, "mean", "sum"):
+        raise UsageError(f'loss_reduction is "mean" or "sum", and not {loss_reduction!r}.')
     for option, names in (("non_split_inputs", non_split_inputs), ("split_lists", split_lists)):
         if isinstance(names, str):
             raise UsageError(f'{option} is a list of names: {option}=["{names}"], and not "{names}".')
@@ -97,12 +105,14 @@ def step(
             non_split_inputs=non_split_inputs,
             input_split_axes=input_split_axes,
             split_lists=split_lists,
+            loss_reduction=loss_reduction,
         )
     return step_function(
         function,
         non_split_inputs=non_split_inputs,
         input_split_axes=input_split_axes,
         split_lists=split_lists,
+        loss_reduction=loss_reduction,
     )
 
 
@@ -112,6 +122,7 @@ def step_function(
     non_split_inputs: Sequence[str] = (),
     input_split_axes: Mapping[str, int] | None = None,
     split_lists: Sequence[str] = (),
+    loss_reduction: str | None = None,
     prepared: Callable[[Batch], Batch] | None = None,
 ) -> Callable[..., Any]:
     """Makes a step function, as `step` does with its options.
@@ -121,6 +132,7 @@ def step_function(
         non_split_inputs: as there.
         input_split_axes: as there.
         split_lists: as there.
+        loss_reduction: as there.
         prepared: makes the batch that is run from the one that is given.
     """
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
@@ -143,7 +155,7 @@ def step_function(
         lists=frozenset(split_lists),
     )
 
-    called = ReadingStep(function)
+    called = ReadingStep(function, loss_reduction=loss_reduction)
 
     @uncompiled
     @functools.wraps(function)
@@ -161,9 +173,19 @@ def step_function(
         _refuse_unfit(function, args, kwargs)
         refuse_wrapped_model((*args, *kwargs.values()), model)
         batch = Batch((args, kwargs), splitter)
-        return gather_outputs(model.run_step(called, batch if prepared is None else prepared(batch)))
+        return _gathered(model.run_step(called, batch if prepared is None else prepared(batch)))
 
     return run
+
+
+def _gathered(done: BatchResult) -> Any:
+    """The results of the microbatches, put together."""
+    if done.weights is None:
+        return gather_outputs(done.results)
+    places = done.loss_places if done.losses is not None else ()
+    return gather_outputs(
+        done.results, shares=done.weights.shares, loss_places=places, of_losses=done.weights.of_values
+    )
 
 
 def _refuse_unfit(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -13,6 +13,8 @@ from shardwright.torch._private.autograd import (
     newest_node,
     run_backward,
     running_node,
+    saved_by,
+    shape_behind,
 )
 from shardwright.torch._private.compiler import compiler_of, put_compiler_stance
 from shardwright.torch._private.fake_tensors import (
@@ -131,7 +133,9 @@ __all__ = [
     "replace_total_norm",
     "run_backward",
     "running_node",
+    "saved_by",
     "saved_tensor_hooks",
+    "shape_behind",
     "spec_like",
     "storage_key",
     "take_saved_tensor_hooks",

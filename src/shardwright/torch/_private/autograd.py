@@ -18,6 +18,8 @@ __all__ = [
     "newest_node",
     "run_backward",
     "running_node",
+    "saved_by",
+    "shape_behind",
 ]
 
 _CODE_OF_CUSTOM_BACKWARD = tuple(
@@ -90,3 +92,14 @@ def gradient_is_wanted(node: Any, position: int) -> bool:
         return bool(torch._C._will_engine_execute_node(node.next_functions[position][0]))
     except RuntimeError:
         return True  # `torch.autograd.grad` asks for this parameter
+
+
+def saved_by(node: Any, name: str) -> Any:
+    """What a node of autograd has saved under a name; None where it has no such thing."""
+    return getattr(node, f"_saved_{name}", None)
+
+
+def shape_behind(node: Any) -> tuple[int, ...] | None:
+    """The shape of the tensor that a node of autograd has made, its first; None where it is unknown."""
+    metadata = getattr(node, "_input_metadata", None)
+    return tuple(metadata[0].shape) if metadata else None

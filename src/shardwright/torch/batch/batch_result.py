@@ -8,10 +8,31 @@ from torch import Tensor
 
 from shardwright.observe.timeline import Row
 from shardwright.schedule import Action, Edge, Schedule
+from shardwright.torch._private import storage_key
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.pytorch.tree import flatten
 
-__all__ = ["BatchResult", "StepEngine", "detached"]
+__all__ = ["BatchResult", "StepEngine", "Weights", "detached", "places_of"]
+
+
+class Weights(Protocol):
+    """How much microbatches count: see `LossWeights`."""
+
+    @property
+    def shares(self) -> list[float]:
+        """Of each microbatch, its samples over those of the batch."""
+
+    @property
+    def of_values(self) -> list[float]:
+        """By what losses are multiplied, to add up to that of the batch."""
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether losses are means over what counts, so that gradients may have to be divided."""
+
+    @property
+    def total(self) -> float:
+        """What the gradients of the batch are still to be divided by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +41,8 @@ class BatchResult:
 
     Attributes:
         results: what the step function returned, by microbatch.
-        losses: what was given to ``backward``, by microbatch; None for an evaluation.
+        losses: what was given to ``backward``, by microbatch; None for an evaluation, and in it for a
+            microbatch without a loss.
         samples: in the batch of this replica.
         tokens: in the batch of this replica; None if it is not made of tokens.
         flops: of the model's forward for the batch; 0 where they were not counted.
@@ -31,10 +53,12 @@ class BatchResult:
         host_copies: (action, start, end) of copies of what units keep to the host and back.
         schedule: the order of work; None where it is none that has a name.
         edges: transfers between stages, with bytes.
+        loss_places: among the leaves of each result, where it has the loss.
+        weights: how much each loss counts, and each microbatch; None where all count alike.
     """
 
     results: list[Any]
-    losses: list[Tensor] | None
+    losses: Sequence[Tensor | None] | None
     samples: int
     tokens: int | None
     flops: float = 0.0
@@ -44,6 +68,8 @@ class BatchResult:
     host_copies: Sequence[tuple[Action, float, float]] = ()
     schedule: Schedule | None = None
     edges: Sequence[Edge] = ()
+    loss_places: Sequence[tuple[int, ...]] = ()
+    weights: Weights | None = None
 
     @property
     def pipeline_s(self) -> float:
@@ -70,3 +96,13 @@ def detached(tree: Any) -> Any:
     """The same tree with tensors that have no autograd history."""
     items, structure = flatten(tree)
     return structure.rebuild([item.detach() if isinstance(item, Tensor) else item for item in items])
+
+
+def places_of(loss: Tensor, tree: Any) -> tuple[int, ...]:
+    """Where among the leaves of a tree a loss is, or another view of it."""
+    memory = storage_key(loss)
+    return tuple(
+        place
+        for place, item in enumerate(flatten(tree)[0])
+        if isinstance(item, Tensor) and item.numel() == 1 and storage_key(item) == memory
+    )

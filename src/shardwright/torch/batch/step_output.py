@@ -1,6 +1,6 @@
 """The output of a step: one value per microbatch, and ways to reduce them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from textwrap import shorten
 from typing import Any, NoReturn
 
@@ -28,12 +28,23 @@ class StepOutput(MicrobatchValues):
         "for what has a row for each sample."
     )
 
-    def __init__(self, outputs: Sequence[Tensor]):
+    def __init__(self, outputs: Sequence[Tensor], weights: Sequence[float] | None = None):
         super().__init__(outputs)
+        self._weights = weights
 
     def reduce_mean(self) -> Tensor:
-        """The mean over the microbatches, element by element; shape as one of them."""
-        return self.stack().mean(0)
+        """The value over the whole batch, element by element; shape as one of the microbatches.
+
+        The loss that was trained is that of the batch: a mean over samples, or over the labels that count, or
+        a sum where it is one. Anything else is a mean of the microbatches, weighed by their samples.
+        """
+        weights, stacked = self._weights, self.stack()
+        if weights is None or (len(set(weights)) == 1 and len(weights) * weights[0] == 1):
+            return stacked.mean(0)
+        chosen = [place for place, weight in enumerate(weights) if weight]
+        factors = stacked.new_tensor([weights[place] for place in chosen])
+        total: Tensor = torch.tensordot(factors, stacked[chosen], dims=1)
+        return total
 
     def reduce_sum(self) -> Tensor:
         """The sum over the microbatches, element by element; shape as one of them."""
@@ -56,7 +67,7 @@ class StepOutput(MicrobatchValues):
 
     def detach(self) -> "StepOutput":
         """The same tensors without autograd history."""
-        return StepOutput([output.detach() for output in self.outputs])
+        return StepOutput([output.detach() for output in self.outputs], self._weights)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
@@ -71,11 +82,23 @@ class StepOutput(MicrobatchValues):
         )
 
 
-def gather_outputs(results: Sequence[Any]) -> Any:
+def gather_outputs(
+    results: Sequence[Any],
+    *,
+    shares: Sequence[float] | None = None,
+    loss_places: Sequence[Collection[int]] = (),
+    of_losses: Sequence[float] = (),
+) -> Any:
     """Turns one result a microbatch into one result: tensors become `StepOutput`, other things lists.
 
     A result that is None in every microbatch stays None. Dictionaries may have their keys in another order in
     each microbatch.
+
+    Args:
+        results: by microbatch.
+        shares: of the samples, by microbatch.
+        loss_places: where each result has the loss that was trained.
+        of_losses: by what the losses are multiplied, to add up to that of the batch.
 
     Raises:
         UsageError: the microbatches have other keys, or lists of other lengths.
@@ -101,7 +124,10 @@ def gather_outputs(results: Sequence[Any]) -> Any:
             )
         for column, path in zip(columns, paths, strict=True):
             column.append(items[path])
-    return structure.rebuild([_combine(column) for column in columns])
+    losses = set(loss_places[0]).intersection(*loss_places[1:]) if loss_places else ()
+    return structure.rebuild(
+        [_combine(c, of_losses if place in losses else shares) for place, c in enumerate(columns)]
+    )
 
 
 def _by_path(result: Any) -> dict[tuple[Any, ...], Any]:
@@ -115,9 +141,9 @@ def _named(paths: Iterable[tuple[Any, ...]]) -> str:
     return shorten(", ".join(names), _LONGEST_NAMES) if names else "nothing"
 
 
-def _combine(column: list[Any]) -> Any:
+def _combine(column: list[Any], weights: Sequence[float] | None) -> Any:
     if all(isinstance(item, Tensor) for item in column):
-        return StepOutput(column)
+        return StepOutput(column, weights)
     if all(item is None for item in column):
         return None
     return column

@@ -21,6 +21,7 @@ from shardwright.runtime.crossings import Crossing
 from shardwright.runtime.messages import Messages
 from shardwright.torch._private import run_backward
 from shardwright.torch.backward.split_backward import allow_split, count_uses, put_off_weights
+from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.execution.microbatches.microbatch import Microbatch
 from shardwright.torch.tracing.recomputed_statistics import RecomputedStatistics
 
@@ -36,7 +37,7 @@ class AutogradStage:
         microbatches: of the batch.
         messages: where other ranks' tensors come in.
         split: the microbatches whose backward is split in two.
-        loss_scale: factor on the gradient of the loss.
+        losses: how much the loss of each microbatch counts.
         device: where this rank computes.
         on_backward: called when a backward of the stage begins and when it has ended: see
             `GradientReducer.on_backward`.
@@ -47,7 +48,7 @@ class AutogradStage:
     microbatches: Sequence[Microbatch]
     messages: Messages
     split: frozenset[int]
-    loss_scale: float
+    losses: LossWeights
     device: torch.device
     on_backward: Callable[..., None] | None
     statistics: RecomputedStatistics | None
@@ -155,8 +156,10 @@ class AutogradStage:
             loss = running.loss
             assert loss is not None
             given = running.loss_gradient
-            scale = torch.ones_like(loss) if given is None else given
-            pairs.append((loss, scale * self.loss_scale))
+            factor = self.losses.factor(running.index, loss, given=given is not None, form=program.trace.loss)
+            if not (isinstance(factor, float) and factor == 0):  # nothing in it counts: it may be NaN
+                scale = torch.ones_like(loss) if given is None else given
+                pairs.append((loss, scale * factor))
         # A view that was made under no_grad says that it requires gradients when its base does.
         pairs = [
             (tensor, gradient)

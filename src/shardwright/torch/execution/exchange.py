@@ -12,6 +12,7 @@ from torch import Tensor
 from shardwright.comm.encoding.tensor_bytes import bytes_of
 from shardwright.comm.identity.purpose import Purpose
 from shardwright.errors import TraceMismatchError
+from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.program.program import Program
 from shardwright.torch.pytorch.tree import flatten
@@ -43,7 +44,7 @@ class Returned:
 
 def exchange_outputs(
     context: Context, returned: Sequence[Returned], programs: Sequence[Program]
-) -> tuple[list[Any], list[Tensor]]:
+) -> tuple[list[Any], list[Tensor | None], list[tuple[int, ...]]]:
     """Broadcasts what each stage of the replica made; collective over its stages.
 
     Args:
@@ -52,7 +53,8 @@ def exchange_outputs(
         programs: of each microbatch.
 
     Returns:
-        The results with all tensors in place, without autograd history; and the loss of each microbatch.
+        The results with all tensors in place, without autograd history; the loss of each microbatch; where
+        its result has that loss.
     """
     assert context.links.stages is not None
     returned = [_with_loss(each, program) for each, program in zip(returned, programs, strict=True)]
@@ -75,11 +77,20 @@ def exchange_outputs(
             offset += spec.num_bytes
     flat = [([_detach(item) for item in items], structure) for items, structure in flat]
     losses = [
-        items[each.loss_at]
+        None if each.loss_at is None else items[each.loss_at]
         for (items, _), each in zip(flat, returned, strict=True)
-        if each.loss_at is not None
     ]
-    return [structure.rebuild(items)[0] for items, structure in flat], losses
+    of_losses = [_losses_in(each, program) for each, program in zip(returned, programs, strict=True)]
+    return [structure.rebuild(items)[0] for items, structure in flat], losses, of_losses
+
+
+def _losses_in(each: Returned, program: Program) -> tuple[int, ...]:
+    """Where a result has the loss, or another view of it (``loss.detach()``)."""
+    facts, loss = program.trace.tensors, program.trace.graph.loss
+    if loss is None or each.behind_end:
+        return () if each.loss_at is None else (each.loss_at,)
+    memory = facts.memory[loss]
+    return tuple(place for place, value in each.values if facts.memory[value] == memory)
 
 
 def _with_loss(each: Returned, program: Program) -> Returned:
@@ -113,10 +124,18 @@ def _detach(item: Any) -> Any:
     return item.detach() if isinstance(item, Tensor) and not isinstance(item, DeferredTensor) else item
 
 
-def refuse_other_paths(context: Context, returned: Sequence[Returned], programs: Sequence[Program]) -> None:
+def refuse_other_paths(
+    context: Context, returned: Sequence[Returned], programs: Sequence[Program], losses: LossWeights
+) -> None:
     """Refuses what ranks have computed if it was not the same microbatches, each by the same graph.
 
     Collective over the replica; to be called before anything else that depends on what was computed.
+
+    Args:
+        context: the run.
+        returned: what the step function returned on this rank, by microbatch.
+        programs: of each microbatch.
+        losses: how much each counts; the rank that has them tells the others.
 
     Raises:
         TraceMismatchError: ranks of the replica have computed other things in this step.
@@ -126,8 +145,10 @@ def refuse_other_paths(context: Context, returned: Sequence[Returned], programs:
         (program.trace.graph.fingerprint, each.behind_end, each.trains, each.values)
         for program, each in zip(programs, returned, strict=True)
     ]
-    mine = torch.tensor(crc32(repr(paths).encode()), device=context.device)
-    different = (context.links.replica.gather(mine, Purpose.AGREEMENT) != mine).nonzero().flatten().tolist()
+    here = torch.tensor([float(crc32(repr(paths).encode()))], dtype=torch.float64, device=context.device)
+    mine = torch.cat([here, losses.row(context.device)])
+    rows = context.links.replica.gather(mine, Purpose.AGREEMENT).cpu()
+    different = (rows[:, 0] != mine[0].cpu()).nonzero().flatten().tolist()
     if different:
         ranks = ", ".join(str(context.replica_ranks[place]) for place in different)
         raise TraceMismatchError(
@@ -136,3 +157,4 @@ def refuse_other_paths(context: Context, returned: Sequence[Returned], programs:
             "step are wrong. Let nothing in the step function depend on what only this rank knows: its "
             "number, its own parameters and gradients, files, the time, sets in their order."
         )
+    losses.take(rows[:, 1:])

@@ -133,7 +133,7 @@ class Executor:
                 microbatches=microbatches,
                 messages=messages,
                 split=frozenset(microbatch for stage, microbatch in split if stage == number),
-                loss_scale=batch.loss_scale,
+                losses=batch.losses,
                 device=self._device,
                 on_backward=self._on_backward,
                 statistics=statistics,

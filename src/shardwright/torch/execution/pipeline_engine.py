@@ -23,6 +23,7 @@ from shardwright.torch.execution.agreement import (
 )
 from shardwright.torch.execution.exchange import Returned, exchange_outputs, refuse_other_paths
 from shardwright.torch.execution.executor import Executor
+from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.execution.model_placement import ModelPlacement
 from shardwright.torch.execution.placed_model import PlacedModel
 from shardwright.torch.execution.program_maker import KnownTrace, ProgramMaker
@@ -102,6 +103,7 @@ class PipelineEngine:
         self._board: ValueBoard | None = None
         self._reads = ReadCosts(context)
         self._number = next(_ENGINES)
+        self._told_of_losses: set[str] = set()
 
     def run(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
         """Runs one batch; collective over all ranks."""
@@ -133,12 +135,16 @@ class PipelineEngine:
         path, attributes = (function, hooks, *settings.values()), self._attributes.step_begins()
         programs = self._programs.of_batch(function, parts, path, attributes, known)
         check_one_order(programs)
+        losses = LossWeights(
+            self._model, function, parts, replicas=context.mesh.data, told=self._told_of_losses
+        )
+        losses.check((program.trace.loss for program in programs), tells=context.rank == 0)
         if _trains(programs):
             self._statistics.training_begins(module, batch, microbatches=len(parts))
         schedule = placed.schedules.of_batch(programs, trains=_trains(programs))
         self._agree_on_random_numbers(programs)
         try:
-            of_rank = self._rank_batch(schedule, programs, function, parts)
+            of_rank = self._rank_batch(schedule, programs, function, parts, losses)
             returned, train = self._execute(placed, of_rank, gradients)
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
@@ -148,13 +154,15 @@ class PipelineEngine:
         for part, own in zip(parts, of_rank.parts, strict=True):
             if own is not part:
                 part.take_changes(own)
-        results, losses = exchange_outputs(context, returned, programs)
+        results, of_microbatches, loss_places = exchange_outputs(context, returned, programs)
         assert self._board is not None
         self._reads.tell(function, programs, self._board)
         self._board.clear()
         return BatchResult(
             results=results,
-            losses=losses if train else None,
+            losses=losses.counted(of_microbatches) if train else None,
+            loss_places=loss_places,
+            weights=losses,
             samples=batch.num_samples or 0,
             tokens=batch.num_tokens,
             flops=sum(program.flops for program in programs),
@@ -218,11 +226,11 @@ class PipelineEngine:
         programs: Sequence[Program],
         function: Callable[..., Any],
         parts: Sequence[Batch],
+        losses: LossWeights,
     ) -> RankBatch:
         context = self._context
         changes_batch = any(program.trace.effects.changes_batch for program in programs)
         state = homes_of_buffers(programs)
-        averages = self._model.average_grads_across_microbatches
         return RankBatch(
             rank=context.pipeline_rank,
             schedule=schedule,
@@ -230,7 +238,7 @@ class PipelineEngine:
             parts=[part.copied() for part in parts] if changes_batch else parts,
             programs=programs,
             board=self._board_of_batch(),
-            loss_scale=self._model.loss_scale / (len(parts) if averages else 1),
+            losses=losses,
             buffers=GlueBuffers(self._model.get_module(), state) if state else None,
             watch_memory=context.reporter is not None and context.reporter.draws_next_step,
         )
@@ -249,7 +257,7 @@ class PipelineEngine:
         if reduces and reducer is not None:
             reducer.begin(overlap=all(program.as_planned for program in batch.programs))
         returned = self._compute(placed.executor, batch)
-        refuse_other_paths(context, returned, batch.programs)
+        refuse_other_paths(context, returned, batch.programs, batch.losses)
         train = any(each.trains for each in returned)
         if batch.buffers is not None:
             assert context.groups.pipeline is not None

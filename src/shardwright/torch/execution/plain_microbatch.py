@@ -28,6 +28,9 @@ __all__ = ["PlainMicrobatch", "tensor_backward"]
 class PlainMicrobatch:
     """The handler of a step function that is run as it is, for one microbatch.
 
+    Args:
+        factor: gives the factor on the gradient of a loss.
+
     Attributes:
         loss: what ``backward`` was called with; None as long as it was not.
         backward_s: when that began and ended.
@@ -37,7 +40,7 @@ class PlainMicrobatch:
 
     def __init__(
         self,
-        scale: float,
+        factor: Callable[..., Tensor | float],
         reducer: GradientReducer | None,
         *,
         first: bool,
@@ -49,7 +52,7 @@ class PlainMicrobatch:
     ):
         self._offload = offload
         self._offloaded = offloaded
-        self._scale = scale
+        self._factor = factor
         self._look_at_loss = look
         self._opens = reducer if first else None
         self._reducer = reducer
@@ -81,7 +84,7 @@ class PlainMicrobatch:
             set_active_handler(before)
 
     def backward(self, loss: Tensor, gradient: Tensor | None) -> None:
-        """Runs autograd, with the loss scaled so that microbatches are averaged."""
+        """Runs autograd, with the loss scaled by how much the microbatch counts."""
         refuse_second_backward(self.loss is not None)
         refuse_untrained(loss.requires_grad)
         refuse_several_numbers(loss, gradient)
@@ -89,13 +92,15 @@ class PlainMicrobatch:
         if self._look_at_loss is not None:
             self._look_at_loss(loss)
         begin_s = self._moment()
-        start = torch.ones_like(loss) if gradient is None else gradient
+        factor = self._factor(loss, given=gradient is not None)
         if self._opens is not None:
             self._opens.begin()
         if self._reducer is not None:
             self._reducer.on_backward(0, begins=True, last=self._is_last)
         with self._brought_back():
-            torch.autograd.backward(loss, start * self._scale)
+            if not (isinstance(factor, float) and factor == 0):  # nothing in it counts: it may be NaN
+                start = torch.ones_like(loss) if gradient is None else gradient
+                torch.autograd.backward(loss, start * factor)
         if self._reducer is not None:
             self._reducer.on_backward(0, begins=False, last=self._is_last)
         self.backward_s = (begin_s, self._moment())

@@ -139,6 +139,7 @@ class ProgramMaker:
             function,
             part.arguments,
             device=self._context.device,
+            batch_size=part.num_samples or 1,
             agree_on_end=agree_on_end or self._agreement.on_end,
             numbers=numbers,
         )

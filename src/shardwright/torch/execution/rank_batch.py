@@ -7,6 +7,7 @@ from typing import Any
 from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.schedule import Schedule
 from shardwright.torch.batch.batch import Batch
+from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.program.program import Program
 from shardwright.torch.tracing.glue_buffers import GlueBuffers
 
@@ -24,7 +25,7 @@ class RankBatch:
         parts: the microbatches.
         programs: of each microbatch.
         board: where ranks put up values that a `ReadingStep` reads.
-        loss_scale: factor on the gradient of the loss: 1 / microbatches for a mean.
+        losses: how much the loss of each microbatch counts.
         buffers: those of the model that the step function changes between modules; None without any.
         watch_memory: look after each action how much is in use.
     """
@@ -35,6 +36,6 @@ class RankBatch:
     parts: Sequence[Batch]
     programs: Sequence[Program]
     board: ValueBoard
-    loss_scale: float
+    losses: LossWeights
     buffers: GlueBuffers | None
     watch_memory: bool

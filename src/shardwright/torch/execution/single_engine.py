@@ -17,8 +17,9 @@ from shardwright.planner import offloaded_bytes
 from shardwright.quantities import format_bytes
 from shardwright.schedule import Action, Kind, Schedule, build_schedule
 from shardwright.torch.batch.batch import Batch
-from shardwright.torch.batch.batch_result import BatchResult, detached
+from shardwright.torch.batch.batch_result import BatchResult, detached, places_of
 from shardwright.torch.counting.compiled_modules import compile_units
+from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.execution.one_stage import keep_as_wished
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.backward_calls import backward_intercepted
@@ -66,6 +67,7 @@ class SingleEngine:
         self._buffers: ReplicaBuffers | None = None
         self._reduced: set[int] | None = None
         self._prepared = False
+        self._told_of_losses: set[str] = set()
         self._looked_at: WeakSet[Callable[..., Any]] = WeakSet()
         self._norms = SynchronisedNorms(context, model.get_module())
         self._statistics = BatchStatistics(context.config, prints=context.rank == 0)
@@ -92,12 +94,15 @@ class SingleEngine:
         if self._context.groups.data is not None:
             refuse_accumulation_hooks(self._model.get_module())
             self._prepare_replicas(self._context.groups.data)
-        loop = _Loop()
+        losses = LossWeights(
+            self._model, function, parts, replicas=self._context.mesh.data, told=self._told_of_losses
+        )
+        loop = _Loop(losses)
         self._offloading.begin_batch()
         lasting = self._lasting(parts)
         try:
             for part in parts:
-                self._run_microbatch(function, part, loop, num_microbatches, lasting)
+                self._run_microbatch(function, part, loop, lasting)
         finally:
             self._offloading.end_batch()
         trains = bool(loop.losses)
@@ -109,7 +114,9 @@ class SingleEngine:
             self._buffers.agree()
         return BatchResult(
             results=[detached(result) for result in loop.results],
-            losses=loop.losses if trains else None,
+            losses=losses.counted(loop.all_losses) if trains else None,
+            loss_places=loop.loss_places,
+            weights=losses,
             samples=batch.num_samples or 0,
             tokens=batch.num_tokens,
             row=loop.row,
@@ -155,20 +162,18 @@ class SingleEngine:
         function: Callable[..., Any],
         part: Batch,
         loop: "_Loop",
-        num_microbatches: int,
         lasting: frozenset[int] | None,
     ) -> None:
         """Calls the step function with one microbatch; its backward comes back to the handler."""
         index = len(loop.results)
-        scale = 1.0 / num_microbatches if self._model.average_grads_across_microbatches else 1.0
         offload = None
         if lasting is not None:
             offload = self._offloading.stage(0, index, lambda: lasting)
         handler = PlainMicrobatch(
-            scale * self._model.loss_scale,
+            partial(loop.weights.factor, index),
             self._reducer,
             first=not loop.losses,
-            last=index == num_microbatches - 1,
+            last=index == len(loop.weights.shares) - 1,
             in_use=partial(memory_in_use, self._context.device) if self._draws else None,
             look=partial(self._look, function) if index == 0 else None,
             offload=offload,
@@ -270,8 +275,11 @@ def _point_out_unused_limit(context: Context) -> None:
 class _Loop:
     """The results of a batch's microbatches so far: see `BatchResult`."""
 
+    weights: LossWeights
     results: list[Any] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
+    all_losses: list[Tensor | None] = field(default_factory=list)
+    loss_places: list[tuple[int, ...]] = field(default_factory=list)
     row: list[tuple[Action, float, float, float]] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
 
@@ -279,6 +287,8 @@ class _Loop:
         """Adds the results of a microbatch."""
         index = len(self.results)
         self.results.append(result)
+        self.all_losses.append(handler.loss)
+        self.loss_places.append(() if handler.loss is None else places_of(handler.loss, result))
         if handler.loss is not None:
             self.losses.append(handler.loss)
             begin_s, end_s = handler.backward_s

@@ -1,6 +1,9 @@
 """The protocol of a model that engines, and the end of a step, rely on."""
 
+from collections.abc import Iterator
 from typing import Protocol
+
+from torch import nn
 
 from shardwright.torch.loss_scale.gradient_scaling import GradientScaling
 from shardwright.torch.parameters.residency import Residency
@@ -32,6 +35,9 @@ class TrainedModel(WrappedModel, Protocol):
 
     def settle(self) -> None:
         """Called once this rank has only the parameters that it trains."""
+
+    def local_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank."""
 
     def stage_of(self, name: str) -> int:
         """The stage of a parameter."""

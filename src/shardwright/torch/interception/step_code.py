@@ -57,15 +57,17 @@ class ReadingStep:
 
     Args:
         function: the step function.
+        loss_reduction: what the script says of its loss; None where it says nothing.
 
     Attributes:
         may_read: whether its code has a call that reads, maybe one that not every step and rank makes.
         has_forward: the forward of the model itself counts as its code: it reads values behind its modules.
     """
 
-    def __init__(self, function: Callable[..., Any]):
+    def __init__(self, function: Callable[..., Any], *, loss_reduction: str | None = None):
         functools.update_wrapper(self, function)
         self._function = function
+        self.loss_reduction = loss_reduction
         self.may_read = _mentions_readers(function)
         self.has_forward = False
 

@@ -10,7 +10,38 @@ from shardwright.torch.loss_scale.loss_scaler import LossScaler
 from shardwright.torch.parameters.sharded_tensor import own_part
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
-__all__ = ["GradientScaling"]
+__all__ = ["EarlierGradients", "GradientScaling"]
+
+
+class EarlierGradients:
+    """Puts aside the gradients of earlier batches, while those of another one change.
+
+    Args:
+        parameters: gives those of this rank.
+    """
+
+    def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]]):
+        self._parameters = parameters
+        self._earlier: dict[int, Tensor] = {}
+
+    def begin(self, but: Collection[int] = ()) -> None:
+        """Takes them out.
+
+        Args:
+            but: ids of parameters whose gradients stay.
+        """
+        self._earlier.clear()
+        for parameter in self._parameters():
+            if parameter.grad is not None and id(parameter) not in but:
+                self._earlier[id(parameter)] = parameter.grad
+                parameter.grad = None
+
+    def leave(self) -> None:
+        """Adds them."""
+        for parameter in self._parameters() if self._earlier else ():
+            earlier = self._earlier.pop(id(parameter), None)
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
 
 
 class GradientScaling:
@@ -28,7 +59,7 @@ class GradientScaling:
         self.scaler = scaler
         self._parameters = parameters
         self._device = device
-        self._earlier: dict[int, Tensor] = {}
+        self._earlier = EarlierGradients(parameters)
 
     def begin(self, reduced: Collection[int]) -> None:
         """Puts aside the gradients of earlier batches, which have no scale any more.
@@ -36,11 +67,7 @@ class GradientScaling:
         Args:
             reduced: ids of parameters for whose gradients the reducer does so.
         """
-        self._earlier.clear()
-        for parameter in self._parameters():
-            if parameter.grad is not None and id(parameter) not in reduced:
-                self._earlier[id(parameter)] = parameter.grad
-                parameter.grad = None
+        self._earlier.begin(reduced)
 
     def finish(self, reduced: Collection[int], sums: Iterable[Tensor], *, trained: bool) -> None:
         """Divides by the scale, and tells the scaler whether any gradient of the job has overflowed.
@@ -68,10 +95,7 @@ class GradientScaling:
 
     def leave(self) -> None:
         """Adds the gradients of earlier batches."""
-        for parameter in self._parameters():
-            earlier = self._earlier.pop(id(parameter), None)
-            if earlier is not None:
-                parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        self._earlier.leave()
 
     def _any_overflow(self, gradients: list[Tensor]) -> bool:
         # Each rank looks at what it has, before all tell each other.

@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 from collections import ChainMap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -141,13 +141,13 @@ class Reporter:
         observer = self.observer
         prediction = context.plan.prediction if context.plan else None
         # None for microbatches that the step function has left out; many numbers where it gave gradients.
-        losses = [float(loss.double().mean()) for loss in step.losses or () if loss is not None]
+        losses = list(_weighed(step))
         num_replicas = context.mesh.data
         observer.step_done(
             StepRecord(
                 step=number,
                 seconds=seconds,
-                loss=sum(losses) / len(losses) / loss_scale if losses else None,
+                loss=sum(losses) / loss_scale if losses else None,
                 samples=step.samples * num_replicas,
                 tokens=None if step.tokens is None else step.tokens * num_replicas,
                 flops=3.0 * step.flops * num_replicas or None,
@@ -333,3 +333,13 @@ def _learning_rate(context: Context) -> float | None:
     groups = (group for optimizer in context.optimizers for group in optimizer.param_groups)
     rate = next(groups, {}).get("lr")
     return None if rate is None else float(rate)
+
+
+def _weighed(step: BatchResult) -> Iterator[float]:
+    """The losses of the microbatches, each by how much it counts."""
+    losses = [] if step.losses is None else [loss for loss in step.losses if loss is not None]
+    equal = [1 / max(len(losses), 1)] * len(step.losses or ())
+    weights = equal if step.weights is None else step.weights.of_values
+    for loss, weight in zip(step.losses or (), weights, strict=True):
+        if loss is not None:
+            yield float(loss.double().mean()) * weight

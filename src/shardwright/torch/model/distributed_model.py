@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwright.config.misplaced import refuse_misplaced
 from shardwright.errors import UsageError
 from shardwright.torch.batch.batch import Batch
-from shardwright.torch.batch.batch_result import StepEngine
+from shardwright.torch.batch.batch_result import BatchResult, StepEngine
 from shardwright.torch.counting.compiled_modules import without_prefixes
 from shardwright.torch.execution.pipeline_engine import PipelineEngine
 from shardwright.torch.execution.single_engine import SingleEngine
@@ -209,7 +209,7 @@ class DistributedModel(SpreadModule):
         with plain_torch():
             handler.backward(loss, gradient)
 
-    def run_step(self, function: Callable[..., Any], batch: Batch) -> list[Any]:
+    def run_step(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
         """Runs a step function on a batch; `sw.step` calls it."""
         return self._steps.run(function, batch)
 

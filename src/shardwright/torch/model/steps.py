@@ -19,6 +19,7 @@ from shardwright.errors import PeerLostError
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_result import BatchResult, StepEngine
 from shardwright.torch.execution.kept_gradients import KeptGradients
+from shardwright.torch.execution.loss_weights import WeighedGradients
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.backward_outside import BackwardWatch, refuse_backward_outside
 from shardwright.torch.interception.own_errors import point_out_in_run
@@ -69,12 +70,13 @@ class Steps:
         self._trained_by: WeakSet[Callable[..., Any]] = WeakSet()  # step functions that have called backward
         self._pointed_out = False
         self._kept_gradients = KeptGradients()
+        self._weighed = WeighedGradients(model.local_parameters)
         self.called_to_train = False
         self.outside = BackwardWatch(refuse_backward_outside)
         self.together = TogetherUntil(context)
 
-    def run(self, function: Callable[..., Any], batch: Batch) -> list[Any]:
-        """Runs a step function on a batch: its results, one for each microbatch."""
+    def run(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
+        """Runs a step function on a batch."""
         self.together.begin_step()
         try:
             return self._run(function, batch)
@@ -84,7 +86,7 @@ class Steps:
                 raise
             raise told from error
 
-    def _run(self, function: Callable[..., Any], batch: Batch) -> list[Any]:
+    def _run(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
         current = self._context
         begun_s = time.perf_counter()
         self.called_to_train = False
@@ -102,19 +104,22 @@ class Steps:
             self._gives_back = False
             give_back_freed_memory()
         with first_cause_named(current), own_cores, together:
-            try:
-                result = self._run_batch(function, batch)
-            except BaseException as error:
-                groups_in_doubt()
-                if isinstance(error, Exception):
-                    point_out_in_run(error, self._model.get_module())
-                raise
-            if result.losses is not None:
-                self._trained_by.add(function)
-                self._step_end.come(result, begun_s=begun_s)
-            elif self.called_to_train and current.rank == 0:
+            with self._weighed.around(function):
+                try:
+                    result = self._run_batch(function, batch)
+                except BaseException as error:
+                    groups_in_doubt()
+                    if isinstance(error, Exception):
+                        point_out_in_run(error, self._model.get_module())
+                    raise
+                if result.losses is not None:
+                    self._trained_by.add(function)
+                    total = self._step_end.come(result, begun_s=begun_s)
+                    if result.weights is not None:
+                        self._weighed.divide(function, result.weights, total)
+            if result.losses is None and self.called_to_train and current.rank == 0:
                 self._point_out_missing_backward(function)
-        return result.results
+        return result
 
     def _run_batch(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
         """Runs a batch, with all rows of shared parameters and without the gradients of earlier batches."""

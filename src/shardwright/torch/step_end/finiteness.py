@@ -55,7 +55,7 @@ class Finiteness:
         self.leaves_out = False
         self.num_skipped = 0
 
-    def look(self, losses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def look(self, losses: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
         """Sums of the losses of this replica and of the gradients of this rank, on its device.
 
         Args:
@@ -68,7 +68,7 @@ class Finiteness:
         loss = torch.stack(numbers).sum().to(zero.device) if numbers else zero
         return loss, self._norm_of_gradients().to(zero.device)
 
-    def judge(self, sums: Tensor, losses: Sequence[Tensor], *, step: int) -> NonFiniteError | None:
+    def judge(self, sums: Tensor, losses: Sequence[Tensor | None], *, step: int) -> NonFiniteError | None:
         """Says what becomes of the update; collective over all ranks where something is not finite.
 
         Args:
@@ -139,7 +139,7 @@ class Finiteness:
 
     # ---- where something is not finite ----
 
-    def _told(self, losses: Sequence[Tensor]) -> str:
+    def _told(self, losses: Sequence[Tensor | None]) -> str:
         """The findings of all ranks, the one next to the loss first; collective over all ranks."""
         world, mesh = self._context.links.world, self._context.mesh
         mine = f"{self._of_losses(losses)}\n{self._of_gradients()}"
@@ -154,7 +154,7 @@ class Finiteness:
         more = f", and so on ({len(parts)} findings)" if len(parts) > _MOST_FINDINGS else ""
         return "; ".join(parts[:_MOST_FINDINGS]) + more
 
-    def _of_losses(self, losses: Sequence[Tensor]) -> str:
+    def _of_losses(self, losses: Sequence[Tensor | None]) -> str:
         numbers = [None if loss is None else float(loss.double().sum()) for loss in losses]
         bad = [i for i, n in enumerate(numbers) if n is not None and not abs(n) < float("inf")]
         if not bad:

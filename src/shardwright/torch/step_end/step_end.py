@@ -40,8 +40,9 @@ class Column(IntEnum):
 
     ``BUSY_S`` and ``PIPELINE_S`` are seconds of work, and from the first action to the last; ``MEMORY`` is in
     bytes. ``RECORDS`` of the first rank is 1 where the next step is to be recorded. ``TRAINED`` is a digest
-    of which parameters are trained; from ``NUMBERS`` on come digests of what optimizers have. ``LOSS`` and
-    ``GRADIENTS`` are sums that are finite where everything in them is.
+    of which parameters are trained; ``WEIGHT`` is the sum of the weights of losses; from ``NUMBERS`` on come
+    digests of what optimizers have. ``LOSS`` and ``GRADIENTS`` are sums that are finite where everything in
+    them is.
     """
 
     BUSY_S = 0
@@ -49,12 +50,13 @@ class Column(IntEnum):
     MEMORY = 2
     RECORDS = 3
     TRAINED = 4
-    NUMBERS = 5
-    COMMON_NUMBERS = 6
-    DEVICE_NUMBERS = 7
-    COMMON_DEVICE_NUMBERS = 8
-    LOSS = 9
-    GRADIENTS = 10
+    WEIGHT = 5
+    NUMBERS = 6
+    COMMON_NUMBERS = 7
+    DEVICE_NUMBERS = 8
+    COMMON_DEVICE_NUMBERS = 9
+    LOSS = 10
+    GRADIENTS = 11
 
 
 class StepEnd:
@@ -83,12 +85,15 @@ class StepEnd:
         self.updates.note(optimizer)
         return self.numbers.note(optimizer)
 
-    def come(self, run: BatchResult, *, begun_s: float) -> None:
+    def come(self, run: BatchResult, *, begun_s: float) -> float:
         """A training step has ended on this rank; collective over all ranks.
 
         Args:
             run: the step.
             begun_s: when it began, on `time.perf_counter`.
+
+        Returns:
+            What gradients are to be divided by: see `LossWeights.total`, as a mean over the replicas.
 
         Raises:
             NonFiniteError: a loss or a gradient is not finite, and the run is to stop then.
@@ -104,7 +109,9 @@ class StepEnd:
         busy = sum(end - start - waited for _, start, end, waited in run.row)
         device, world = self._context.device, self._context.links.world
         asks = reporter.asks_to_record
-        told = [busy, run.pipeline_s, peak_memory(), asks, self._model.replicas.digest_of_trained, *plain]
+        digest = self._model.replicas.digest_of_trained
+        weight = 1.0 if run.weights is None else run.weights.total
+        told = [busy, run.pipeline_s, peak_memory(), asks, digest, weight, *plain]
         here = torch.tensor(told, dtype=torch.float64, device=device)
         row = torch.cat([here, torch.stack([*on_device, *looked])])
         # On a GPU this is where the host waits for the step.
@@ -137,6 +144,7 @@ class StepEnd:
             self._context.watch.whereabouts.steps = reporter.num_steps
         if problem is not None:
             raise problem
+        return float(rows[:, Column.WEIGHT].mean())
 
 
 def _lost_in(quantiser: BlockQuantiser | None) -> float | None:

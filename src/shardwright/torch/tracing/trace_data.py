@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwright.model_graph import ModelGraph
 from shardwright.runtime.traced import TensorFacts
+from shardwright.torch.backward.loss_reduction import LossForm
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.counting.hook_effects import HookEffects
 from shardwright.torch.python_state.attribute_use import AttributeUse
@@ -114,6 +115,7 @@ class Trace:
         random: random numbers that the steps do not tell of.
         effects: what else it changes.
         end: where the trace ends.
+        loss: how the loss is reduced over samples; None where the trace ends before.
         samples: cost class -> arguments of its first call, to be timed.
         batch_shapes: of the tensors of the microbatch.
     """
@@ -130,6 +132,7 @@ class Trace:
     random: RandomUse
     effects: SideEffects
     end: TraceEnd
+    loss: LossForm | None
     samples: Mapping[str, Sample]
     batch_shapes: tuple[tuple[int, ...], ...] = ()
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardwright.errors import TraceError
 from shardwright.model_graph import ModelGraph, Together
 from shardwright.torch._private import gradient_transform_active, storage_key
+from shardwright.torch.backward.loss_reduction import LossForm, form_of_loss
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.interception.glue import plain_torch, without_hooks
 from shardwright.torch.interception.loss_checks import (
@@ -93,11 +94,16 @@ class Tracer:
         self._batch_bytes = 0
         self._batch_shapes: list[tuple[int, ...]] = []
         self._shapes_asked: set[int] = set()
+        self._constants: set[int] = set()
+        self._loss: LossForm | None = None
 
     def note_batch(self, tensors: Sequence[Tensor]) -> None:
         """Records the tensors of the microbatch: that autograd saves them takes no memory."""
         for tensor in tensors:
-            self._recorder.batch_memory.add(storage_key(self._values.as_fake(tensor)))
+            memory = storage_key(self._values.as_fake(tensor))
+            self._recorder.batch_memory.add(memory)
+            if not tensor.dim():  # a number of the whole batch, which is not cut
+                self._constants.add(memory)
             self._batch_bytes += tensor.nbytes
             self._batch_shapes.append(tuple(tensor.shape))
 
@@ -194,6 +200,13 @@ class Tracer:
         value = self._values.find(loss)
         refuse_untrained(value is not None and self._values[value].fake.requires_grad)
         refuse_several_numbers(loss, gradient)
+        if gradient is None and value is not None:
+            self._loss = form_of_loss(
+                self._values[value].fake,
+                samples=self._request.batch_size,
+                constants=self._constants,
+                is_fixed=lambda tensor: bool(self._values.lent_in([storage_key(tensor)])),
+            )
         self._recorder.pass_backward(value)
 
     def assume_loss(self) -> None:
@@ -264,6 +277,7 @@ class Tracer:
             random=recording.random_use(),
             effects=replace(effects, replaced_buffers=replaced),
             end=self.end.end(left),
+            loss=self._loss,
             samples=self.samples.samples,
             batch_shapes=tuple(self._batch_shapes),
         )

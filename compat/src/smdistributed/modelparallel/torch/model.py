@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwright import cpu_mode
 from shardwright.errors import UsageError
+from shardwright.torch.batch.batch_result import BatchResult
 from shardwright.torch.interception.backward_outside import BackwardWatch
 from shardwright.torch.interception.glue import active_handler
 from shardwright.torch.interception.loss_checks import refuse_no_tensor
@@ -153,7 +154,7 @@ class DistributedModel(ModelStates):
         else:
             self._without_step.run(tensors, grad_tensors)
 
-    def run_step(self, *args: Any) -> list[Any]:
+    def run_step(self, *args: Any) -> BatchResult:
         """Runs a step function on a batch; ``smp.step`` calls it."""
         if self._is_whole:
             raise UsageError(

@@ -50,6 +50,7 @@ def step(
         function,
         non_split_inputs=tuple(non_split_inputs or ()),
         input_split_axes=input_split_axes,
+        loss_reduction="mean",  # SMP divides any loss by the number of microbatches
         prepared=with_batches_of_peers,
     )
 

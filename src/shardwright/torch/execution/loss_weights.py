@@ -1,0 +1,290 @@
+"""How much the loss of each microbatch counts, in gradients and in what is told: the one place that says so.
+
+::
+
+    loss of a microbatch ── form_of_loss ──► mean      its samples / those of the batch
+                                             weighted  the same, times the share of labels that count
+                                             sum       1: microbatches and replicas add up
+                                             neither   refused where a batch is cut
+
+The weights of weighted losses add up to one only once all microbatches are known, so gradients are divided by
+their sum at the end of the step, where ranks exchange a row of numbers anyway.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from math import isclose
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import UsageError
+from shardwright.torch._private import storage_key
+from shardwright.torch.backward.loss_reduction import LossForm, Reduction, form_of_loss
+from shardwright.torch.batch.batch import Batch
+from shardwright.torch.batch.batch_result import Weights
+from shardwright.torch.execution.trained_model import TrainedModel
+from shardwright.torch.loss_scale.gradient_scaling import EarlierGradients
+from shardwright.torch.parameters.sharded_tensor import own_part
+from shardwright.torch.pytorch.source_line import line_of
+from shardwright.torch.tensor_parallel.divided_tensor import local_of
+
+__all__ = ["LossWeights"]
+
+log = logging.getLogger(__name__)
+
+_NO_LOSS = -1.0
+
+
+class LossWeights:
+    """The weights of the losses of one batch of one replica.
+
+    Args:
+        model: the wrapped model.
+        function: the step function, with what the script says of its loss.
+        parts: the microbatches.
+        replicas: how many there are.
+        told: what has been said of losses; it grows.
+
+    Attributes:
+        reduction: of the losses so far.
+        shares: of each microbatch, its samples over those of the batch.
+        weights: of each loss so far: its share, times the part of it that counts; 1 in a sum.
+    """
+
+    def __init__(
+        self,
+        model: TrainedModel,
+        function: Callable[..., Any],
+        parts: Sequence[Batch],
+        *,
+        replicas: int,
+        told: set[str],
+    ):
+        self._model = model
+        self._parts = parts
+        self._function = function
+        self._replicas = replicas
+        self._told = told
+        self._stated = getattr(function, "loss_reduction", None)
+        sizes = [part.num_samples for part in parts]
+        total = sum(size for size in sizes if size is not None)
+        num = len(parts)
+        self.shares = [1 / num if size is None or not total else size / total for size in sizes]
+        self.reduction = Reduction.UNKNOWN
+        self.weights: list[Tensor | float] = [_NO_LOSS] * num
+
+    def check(self, forms: Iterable[LossForm | None], *, tells: bool = True) -> None:
+        """Refuses to cut a batch whose loss does not follow from those of its microbatches.
+
+        Args:
+            forms: of losses; None for one that is not known yet.
+            tells: this rank says what is not known.
+
+        Raises:
+            UsageError: it is cut, and a loss is neither a mean nor a sum.
+        """
+        num = len(self._parts)
+        if self._stated is not None or num == 1 or not self._model.average_grads_across_microbatches:
+            return
+        for form in forms:
+            if form is None:
+                continue
+            if form.reduction is Reduction.UNKNOWN and tells:
+                self._warn_once(
+                    f"is computed by {form.reason or 'code'} that shows no sum and no mean. It is taken for "
+                    'a mean over samples; @sw.step(loss_reduction="sum") says otherwise.'
+                )
+            if form.reduction is Reduction.NEITHER:
+                raise UsageError(
+                    f"{line_of(self._function)}: the loss is neither a mean nor a sum over samples: "
+                    f"{form.reason}. Cut into {num} microbatches, it would train otherwise than in one "
+                    "process. Set microbatches to 1. If each microbatch may stand for itself (a contrastive "
+                    "loss that sees the negatives of its microbatch alone), say so: "
+                    '@sw.step(loss_reduction="mean").'
+                )
+
+    def _warn_once(self, what: str) -> None:
+        line = f"{line_of(self._function)}: the loss {what}"
+        if line not in self._told:
+            self._told.add(line)
+            log.warning("%s", line)
+
+    def factor(
+        self, index: int, loss: Tensor, *, given: bool = False, form: LossForm | None = None
+    ) -> Tensor | float:
+        """The factor on the gradient of the loss of a microbatch; 0 where nothing in it counts.
+
+        Args:
+            index: which microbatch.
+            loss: its loss, before its backward.
+            given: the script gives its gradient.
+            form: of the loss, as a trace has shown it.
+
+        Raises:
+            UsageError: the loss is neither a mean nor a sum over samples, and the batch is cut.
+        """
+        scale = self._model.loss_scale
+        if not self._model.average_grads_across_microbatches:
+            self.weights[index] = self.shares[index]
+            return scale
+        reduction = self._reduction(index, loss, given, form)
+        kinds = {reduction, self.reduction} - {Reduction.UNKNOWN}
+        if Reduction.SUM in kinds and len(kinds) > 1:
+            raise UsageError(
+                f"{line_of(self._function)}: the loss is a sum over samples in some microbatches, and a mean "
+                "in others: it may be divided by a number that is the size of some of them. Say what it is: "
+                '@sw.step(loss_reduction="sum"), or "mean".'
+            )
+        self.reduction = max(self.reduction, reduction)
+        if self.reduction is Reduction.SUM:
+            self.weights[index] = 1.0
+            return scale * self._replicas
+        weight = self.shares[index] * self._counted
+        self.weights[index] = weight
+        return weight * scale
+
+    def _reduction(self, index: int, loss: Tensor, given: bool, form: LossForm | None) -> Reduction:
+        """How the loss of a microbatch is reduced; notes how much of it counts."""
+        self._counted: Tensor | float = 1.0
+        if self._stated is not None:
+            return Reduction[self._stated.upper()]
+        if given or (len(self._parts) == 1 and self._replicas == 1):
+            return Reduction.MEAN
+        if form is None or form.reduction is Reduction.WEIGHTED:
+            here = _form_in_batch(loss, self._parts[index], self._model.get_module())
+            if form is None:
+                self.check([here])
+            if here.counts:
+                self._counted = self._alike([count() for count in here.counts])
+            form = form or here
+        return Reduction.MEAN if form.reduction in (Reduction.NEITHER, Reduction.UNKNOWN) else form.reduction
+
+    def _alike(self, counts: Sequence[Tensor | float]) -> Tensor | float:
+        first, *others = counts
+        if any(isinstance(count, float) and not isclose(count, float(first)) for count in others):
+            self._warn_once(
+                "adds means over different numbers of labels. Those of the first weigh the microbatches, "
+                "so the others are not those of one process. Set microbatches to 1 where that matters."
+            )
+        return first
+
+    # ---- over ranks ----
+
+    def row(self, device: torch.device) -> Tensor:
+        """The reduction and the weights, for the ranks that have no loss: (1 + microbatches)."""
+        weights = [
+            w.to(device) if isinstance(w, Tensor) else torch.tensor(w, dtype=torch.float64, device=device)
+            for w in self.weights
+        ]
+        first = torch.tensor(float(self.reduction), dtype=torch.float64, device=device)
+        return torch.stack([first, *weights])
+
+    def take(self, rows: Tensor) -> None:
+        """Takes the rows of all ranks of the replica: (ranks, 1 + microbatches)."""
+        reduction, *weights = rows.max(0).values.tolist()
+        self.reduction = Reduction(int(reduction))
+        self.weights = list(weights)
+
+    # ---- when all microbatches are known ----
+
+    @cached_property
+    def known(self) -> list[float]:
+        """The weights as numbers; 0 for microbatches without a loss."""
+        return [max(float(weight), 0.0) for weight in self.weights]
+
+    def counted(self, losses: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The losses of the microbatches; None where nothing counts: a mean of no labels is NaN."""
+        return [loss if weight else None for loss, weight in zip(losses, self.known, strict=True)]
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether the losses are means over what counts."""
+        return self.reduction is Reduction.WEIGHTED
+
+    @property
+    def total(self) -> float:
+        """What the gradients of the batch are still to be divided by."""
+        return sum(self.known) if self.is_weighted else 1.0
+
+    @property
+    def of_values(self) -> list[float]:
+        """By what the losses of microbatches are multiplied, to add up to that of the batch."""
+        total = 1.0 if self.reduction is Reduction.SUM else sum(self.known)
+        return [weight / total if total else 0.0 for weight in self.known]
+
+
+class WeighedGradients:
+    """Divides the gradients of a batch by the weights of its losses, where these do not add up to one.
+
+    Args:
+        parameters: gives those of this rank.
+    """
+
+    def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]]):
+        self._parameters = parameters
+        self._earlier = EarlierGradients(parameters)
+        self._weighted: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
+        self._has_earlier = False
+
+    @contextmanager
+    def around(self, function: Callable[..., Any]) -> Iterator[None]:
+        """Surrounds a step: the gradients of earlier batches are put aside where they must not be divided.
+
+        Args:
+            function: the step function.
+        """
+        first = next(iter(self._parameters()), None) if torch.is_grad_enabled() else None
+        self._has_earlier = first is not None and first.grad is not None
+        if self._has_earlier and self._weighted.get(function, True):
+            self._earlier.begin()
+            self._has_earlier = False
+        try:
+            yield
+        finally:
+            self._earlier.leave()
+
+    def divide(self, function: Callable[..., Any], weights: Weights, total: float) -> None:
+        """Divides.
+
+        Args:
+            function: the step function.
+            weights: of the losses.
+            total: their sum, as a mean over the replicas.
+
+        Raises:
+            UsageError: gradients of earlier batches are among them.
+        """
+        self._weighted[function] = weights.is_weighted
+        if not total or isclose(total, 1.0, rel_tol=1e-12):
+            return
+        if self._has_earlier:
+            raise UsageError(
+                f"{line_of(function)}: this batch is the first whose loss is a mean over labels of which "
+                "some do not count, and gradients of earlier batches are there: it cannot be weighed. Call "
+                "optimizer.zero_grad() before such a batch."
+            )
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                local_of(own_part(parameter.grad)).div_(total)
+
+
+def _form_in_batch(loss: Tensor, part: Batch, model: nn.Module) -> LossForm:
+    """How a loss is reduced over the samples of a microbatch, which is at hand."""
+    uncut = {
+        storage_key(leaf)
+        for _, leaf, cut in part.named_leaves()
+        if isinstance(leaf, Tensor) and not cut and leaf.layout is torch.strided
+    }
+    own: set[int] = set()
+
+    def is_fixed(tensor: Tensor) -> bool:
+        if not own:
+            own.update(storage_key(each) for each in (*model.parameters(), *model.buffers()))
+        return storage_key(tensor) in own
+
+    return form_of_loss(loss, samples=part.num_samples or 1, constants=uncut, is_fixed=is_fixed)

@@ -1,0 +1,195 @@
+"""The number and the sizes of microbatches never change the training, whatever a loss is over its samples."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwright.torch as sw
+from choices import combinations_of
+from shardwright.testing import RanksFailedError, run_ranks
+
+D = torch.float64
+CLASSES, WIDTH, LENGTH = 7, 16, 5
+QUIET = {"profile": "estimated", "run_dir": "off"}
+KINDS: dict[str, dict[str, Any]] = {
+    "stages": {},
+    "replicas": {"pipeline_parallel_degree": 1},
+    "shards": {
+        "pipeline_parallel_degree": 1,
+        "sharded_data_parallel_degree": 2,
+        "sdp_param_persistence_threshold": 1,
+    },
+    "parts of layers": {"tensor_parallel_degree": 2},
+    "zb_h1": {"pipeline": "zb_h1"},
+}
+WEIGHTS = torch.linspace(0.5, 2, CLASSES, dtype=D)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _each(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
+
+
+def _masked(z: Tensor, y: Tensor, n: Tensor) -> Tensor:
+    mask = y != -100
+    return (_each(z, y) * mask).sum() / mask.sum().clamp(min=1)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "sum": lambda z, y, n: _each(z, y).sum() + z.square().sum(),
+    "mean": lambda z, y, n: z.square().mean(),
+    "sum over the samples": lambda z, y, n: z.square().sum() / len(z),
+    "sum over the labels of the batch": lambda z, y, n: _each(z, y).sum() / n,
+    "ignored labels": lambda z, y, n: F.cross_entropy(z.flatten(0, 1), y.flatten()),
+    "masked": _masked,
+    "smoothed": lambda z, y, n: F.cross_entropy(z.flatten(0, 1), y.flatten(), label_smoothing=0.002),
+    "weights of classes": lambda z, y, n: F.cross_entropy(z.flatten(0, 1), y.flatten(), weight=WEIGHTS),
+}
+
+
+def _batch(samples: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    x, y = (torch.randint(0, CLASSES, (samples, LENGTH), generator=g) for _ in range(2))
+    y[0, 2:] = -100
+    y[4:7] = -100  # all labels of a microbatch
+    return x, y, (y != -100).sum()
+
+
+def _mine(*tensors: Tensor) -> list[Tensor]:
+    return [tensor.chunk(sw.rdp_size())[sw.rdp_rank()] for tensor in tensors]
+
+
+def _largest(pairs: Any) -> float:
+    """Relative to the largest entry, over all ranks."""
+    found = max((float((a - b).abs().max() / b.abs().max().clamp(min=1e-2)) for a, b in pairs), default=0.0)
+    told = torch.tensor(found, dtype=D)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return float(told)
+
+
+def _trained(kind: str, samples: int, microbatches: int, names: tuple[str, ...]) -> dict[str, Any]:
+    """How losses and gradients differ from those of one process with the whole batch."""
+    sw.init({**QUIET, "microbatches": microbatches, **KINDS[kind]})
+    torch.manual_seed(0)
+    net = Net().to(D)
+    plain = copy.deepcopy(net)
+    model = sw.DistributedModel(net)
+    optimizer = sw.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.002))
+    plain_optimizer = torch.optim.SGD(plain.parameters(), 0.002)
+    differences = {}
+    for name in names:
+        loss_of = LOSSES[name]
+
+        @sw.step
+        def train(model: Any, x: Tensor, y: Tensor, n: Tensor, loss_of: Any = loss_of) -> Any:
+            loss = loss_of(model(x), y, n)
+            model.backward(loss)
+            return {"loss": loss, "detached": loss.detach()}
+
+        for seed in range(2):
+            x, y, n = _batch(samples, seed)
+            # The second time gradients of the first are still there.
+            if not seed:
+                optimizer.zero_grad()
+                plain_optimizer.zero_grad()
+            out = train(model, *_mine(x, y), n)
+            want = loss_of(plain(x), y, n)
+            want.backward()
+            if sw.rdp_size() == 1:
+                for told in out.values():
+                    assert told.reduce_mean().item() == pytest.approx(want.item(), rel=1e-9), name
+        optimizer.step()
+        plain_optimizer.step()
+        state, own = model.state_dict(), plain.state_dict()
+        worst = _largest((state[key], own[key]) for key in own)
+        if worst > 1e-10:
+            differences[name] = worst
+    return differences
+
+
+@pytest.mark.parametrize(
+    ("kind", "samples"),
+    combinations_of(
+        list(KINDS),
+        [16, 14],
+        kept=[("stages", 14), ("replicas", 16), ("shards", 14), ("parts of layers", 16)],
+    ),
+)
+def test_gradients_are_those_of_the_whole_batch(kind: str, samples: int) -> None:
+    """A sum got 1/m of its gradient, uneven microbatches and those with ignored labels counted alike."""
+    assert run_ranks(_trained, 2, kind, samples, 4, tuple(LOSSES)) == [{}, {}]
+
+
+def _refused(kind: str) -> None:
+    sw.init({**QUIET, "microbatches": 4, **KINDS[kind]})
+    model = sw.DistributedModel(Net().to(D))
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        z = model(x)[:, 0]
+        loss = F.cross_entropy(z @ z.T, torch.arange(len(z)))
+        model.backward(loss)
+        return loss
+
+    train(model, _batch(16, 0)[0])
+
+
+@pytest.mark.parametrize("kind", ["stages", "replicas"])
+def test_a_loss_over_pairs_of_samples_is_refused_where_the_batch_is_cut(kind: str) -> None:
+    with pytest.raises(RanksFailedError, match=r"it compares samples .* Cut into 4 microbatches"):
+        run_ranks(_refused, 2, kind)
+
+
+def _taken_for_itself() -> float:
+    sw.init({**QUIET, "microbatches": 4})
+    torch.manual_seed(0)
+    net = Net().to(D)
+    plain = copy.deepcopy(net)
+    model = sw.DistributedModel(net)
+
+    def loss_of(z: Tensor) -> Tensor:
+        return F.cross_entropy(z[:, 0] @ z[:, 0].T, torch.arange(len(z)))
+
+    @sw.step(loss_reduction="mean")
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = loss_of(model(x))
+        model.backward(loss)
+        return loss
+
+    x = _batch(16, 0)[0]
+    train(model, x)
+    for part in x.chunk(4):
+        (loss_of(plain(part)) / 4).backward()
+    own = dict(plain.named_parameters())
+    return _largest((p.grad, own[name].grad) for name, p in model.local_named_parameters())
+
+
+def test_a_script_may_take_each_microbatch_for_itself() -> None:
+    assert max(run_ranks(_taken_for_itself, 2)) < 1e-10

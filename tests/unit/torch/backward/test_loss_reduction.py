@@ -1,0 +1,160 @@
+"""What is read of a loss makes, of the losses of uneven microbatches, that of their batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwright.torch.backward.loss_reduction import Reduction, form_of_loss
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+SIZES = 5, 4, 3
+NUM_WHOLE = torch.tensor(72.0)
+WEIGHT = nn.Parameter(torch.full((5,), 0.3, dtype=torch.float64))
+CLASSES = torch.tensor([1.0, 2, 3, 0.5, 1], dtype=torch.float64)
+
+
+def _flat(z: Tensor) -> Tensor:
+    return z.flatten(0, 1)
+
+
+def _masked(z: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    return (F.cross_entropy(_flat(z), y.flatten(), reduction="none") * mask.flatten()).sum() / mask.sum()
+
+
+def _smooth(z: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    labels = torch.where(mask, y, -100)
+    return F.cross_entropy(_flat(z), labels.flatten(), label_smoothing=0.1)
+
+
+def _clamped(z: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    return (z.square().mean(-1) * mask).sum() / mask.sum().clamp(min=1)
+
+
+def _vae(z: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    bce = F.binary_cross_entropy(z.sigmoid(), torch.full_like(z, 0.3), reduction="sum")
+    return bce - 0.5 * torch.sum(1 + z - z.pow(2) - z.exp())
+
+
+def _weighted_classes(z: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    return F.cross_entropy(_flat(z), y.flatten(), weight=CLASSES)
+
+
+MEANS: dict[str, Loss] = {
+    "mse": lambda z, y, mask: F.mse_loss(z, torch.ones_like(z)),
+    "l1 + huber": lambda z, y, mask: (
+        F.l1_loss(z, torch.ones_like(z)) + 2 * F.huber_loss(z, torch.ones_like(z))
+    ),
+    "sum / len": lambda z, y, mask: z.square().sum() / len(z),
+    "sum / numel": lambda z, y, mask: z.square().sum() / z.numel(),
+    "sum over features, mean over samples": lambda z, y, mask: z.square().sum((1, 2)).mean(),
+    "mean over samples first": lambda z, y, mask: z.square().mean(0).sum(),
+    "batchmean": lambda z, y, mask: F.kl_div(
+        _flat(z).log_softmax(-1), _flat(z).detach().softmax(-1), reduction="batchmean"
+    ),
+    "a penalty of weights": lambda z, y, mask: z.square().mean() + WEIGHT.square().sum() + WEIGHT.norm(),
+    "a learned weight of the loss": lambda z, y, mask: z.square().mean() * torch.exp(-WEIGHT[0]) + WEIGHT[0],
+    "bce with logits": lambda z, y, mask: F.binary_cross_entropy_with_logits(z, torch.full_like(z, 0.2)),
+    "a stack of means": lambda z, y, mask: torch.stack([z.mean(), z.abs().mean()]).sum() / 2,
+    "attention inside": lambda z, y, mask: ((z @ z.transpose(1, 2)).softmax(-1) @ z).square().mean(),
+    "a linear layer": lambda z, y, mask: (z @ WEIGHT.expand(5, 5)).square().mean(),
+}
+SUMS: dict[str, Loss] = {
+    "sum": lambda z, y, mask: z.square().sum(),
+    "variational autoencoder": _vae,
+    "sum / a number of the whole batch": lambda z, y, mask: (
+        F.cross_entropy(_flat(z), y.flatten(), reduction="sum") / 73
+    ),
+    "sum / num_items_in_batch": lambda z, y, mask: z.square().sum() / NUM_WHOLE,
+    "half of the square": lambda z, y, mask: 0.5 * (z - 1).square().sum(),
+}
+WEIGHTED: dict[str, Loss] = {
+    "ignored labels": lambda z, y, mask: F.cross_entropy(_flat(z), torch.where(mask, y, -100).flatten()),
+    "ignored labels, smoothed": _smooth,
+    "weights of classes": _weighted_classes,
+    "cross entropy of one label": lambda z, y, mask: F.nll_loss(z[:, 0].log_softmax(-1), y[:, 0]),
+    "mask": _masked,
+    "mask that may be empty": _clamped,
+    "picked rows": lambda z, y, mask: F.cross_entropy(z[mask], y[mask]),
+    "mean of picked rows": lambda z, y, mask: z[mask].square().mean(),
+    "images": lambda z, y, mask: F.cross_entropy(z.transpose(1, 2), torch.where(mask, y, -100)),
+    "a mean beside it, equal counts": lambda z, y, mask: _masked(z, y, mask) + _clamped(z, y, mask),
+}
+NEITHER: dict[str, Loss] = {
+    "root of a mean": lambda z, y, mask: F.mse_loss(z, torch.ones_like(z)).sqrt(),
+    "focal loss of the mean": lambda z, y, mask: (1 - torch.exp(-z.square().mean())) ** 2 * z.square().mean(),
+    "pairs": lambda z, y, mask: F.cross_entropy(z[:, 0] @ z[:, 0].T, torch.arange(len(z))),
+    "pairs with the batch": lambda z, y, mask: F.cross_entropy(
+        z[:, 0] @ z.detach()[:, 1].T, torch.arange(len(z))
+    ),
+    "differences of pairs": lambda z, y, mask: (z[:, None, 0] - z[None, :, 0]).square().mean(),
+    "distances": lambda z, y, mask: torch.cdist(z[:, 0], z[:, 1]).mean(),
+    "standard deviation": lambda z, y, mask: F.relu(1 - z[:, 0].std(0)).mean(),
+    "covariance": lambda z, y, mask: (z[:, 0].T @ z[:, 0]).square().sum(),
+    "dice": lambda z, y, mask: 1 - 2 * (z.sigmoid() * 0.5).sum() / (z.sigmoid().sum() + 3),
+    "largest": lambda z, y, mask: z.square().max(),
+    "sum and mean": lambda z, y, mask: z.square().sum() + z.abs().mean(),
+    "centred": lambda z, y, mask: (z.mean(0) - 1).square().sum(),
+}
+
+
+def _batch(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    z = torch.randn(sum(SIZES), 6, 5, generator=g, dtype=torch.float64, requires_grad=True)
+    mask = torch.rand(sum(SIZES), 6, generator=g) > 0.4
+    return z, torch.randint(0, 5, (sum(SIZES), 6), generator=g), mask
+
+
+def _form(loss: Tensor, samples: int) -> Any:
+    return form_of_loss(loss, samples=samples, constants={NUM_WHOLE.untyped_storage()._cdata})
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [
+        *(pytest.param(Reduction.MEAN, each, id=f"mean: {name}") for name, each in MEANS.items()),
+        *(pytest.param(Reduction.SUM, each, id=f"sum: {name}") for name, each in SUMS.items()),
+        *(pytest.param(Reduction.WEIGHTED, each, id=f"weighted: {name}") for name, each in WEIGHTED.items()),
+    ],
+)
+def test_the_loss_of_a_batch_follows_from_those_of_uneven_microbatches(kind: Reduction, loss: Loss) -> None:
+    batch = _batch()
+    parts = list(zip(*(each.split(SIZES) for each in batch), strict=True))
+    total, weights = 0.0, 0.0
+    for part, size in zip(parts, SIZES, strict=True):
+        found = loss(*part)
+        form = _form(found, size)
+        is_even = kind is Reduction.WEIGHTED and form.reduction is Reduction.MEAN
+        assert form.reduction is kind or is_even, form
+        counts = {round(float(count()), 12) for count in form.counts} or {1.0}
+        assert len(counts) == 1, "terms of one count each"
+        weight = 1.0 if kind is Reduction.SUM else size * counts.pop()
+        weights += weight
+        total += weight * found.item()
+    total = total if kind is Reduction.SUM else total / weights
+    assert total == pytest.approx(loss(*batch).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("loss", [pytest.param(each, id=name) for name, each in NEITHER.items()])
+def test_a_loss_that_is_neither_is_known_with_its_reason(loss: Loss) -> None:
+    form = _form(loss(*_batch()), sum(SIZES))
+    assert form.reduction is Reduction.NEITHER
+    assert form.reason
+
+
+def test_a_loss_of_a_function_of_ones_own_is_not_known() -> None:
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, z: Tensor) -> Tensor:
+            return z.mean()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            return gradient
+
+    form = _form(Own.apply(_batch()[0]), sum(SIZES))  # type: ignore[no-untyped-call]
+    assert form.reduction is Reduction.UNKNOWN
+    assert "Own" in form.reason
