@@ -164,7 +164,7 @@ EVERY = list(range(1, STEPS))
         (reads_now_and_then, [1, 4, 8]),
         # As in `test_what_it_costs_is_told_once_with_its_line`.
         pytest.param(weighs, EVERY, marks=pytest.mark.sweep),
-        pytest.param(looks_up, EVERY, marks=pytest.mark.sweep),
+        (looks_up, [1, 2, 3]),
         (asks_on_one_rank, [1, 3, 7, 11]),
         pytest.param(asks_for_its_type, EVERY, marks=pytest.mark.sweep),
         pytest.param(asks_for_its_type_first, EVERY, marks=pytest.mark.sweep),

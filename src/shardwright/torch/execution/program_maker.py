@@ -277,7 +277,7 @@ class ProgramMaker:
         trace = self.trace(function, part, agree_on_end=None if together else self._on_end_alone)
         # Some code asks for the type of a number: it must not have made a difference.
         same = general is not None and not reads.matter and general.digest == trace.digest
-        return trace, numbers if self._on_all(same, together) else None
+        return trace, numbers if self._on_all(same and numbers is not None, together) else None
 
     def _built(self, trace: Trace, assignment: Assignment | None) -> Program:
         """The program of this rank."""

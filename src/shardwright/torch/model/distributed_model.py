@@ -57,8 +57,8 @@ class DistributedModel(SpreadModule):
         module: the model, the same on every rank. One per script.
         initialize: for a model on the meta device: called with each module whose parameters or buffers get
             memory, after its own methods; fills those in place that nothing else fills.
-        average_grads_across_microbatches: gradients are the mean over the microbatches of a batch; else
-            their sum.
+        average_grads_across_microbatches: gradients are those of the whole batch, by what the loss is over
+            its samples; else the sum over the microbatches, whatever it is.
         overlapping_allreduce: reduce gradients over replicas during the last backward; else after it.
         bucket_cap_mb: most megabytes (2**20 bytes) reduced in one message.
 

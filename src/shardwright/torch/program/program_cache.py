@@ -104,7 +104,7 @@ class _NumbersSeen:
     Attributes:
         traced: numbers of the first traces that hold for no others.
         num_watched: traces that were tried with watched numbers.
-        num_general: those that hold for other numbers, too.
+        num_general: those that hold for any numbers, and uses of others that hold for more than their own.
     """
 
     traced: dict[tuple[str, ...], None] = field(default_factory=dict)
@@ -139,7 +139,10 @@ class ProgramCache:
         """
         found = _find(self._entries, (signature_of(part), circumstances), part)
         if found is None and self._general:
-            found = _find(self._general, (signature_of(part, but_numbers=True), circumstances), part)
+            general = signature_of(part, but_numbers=True), circumstances
+            found = _find(self._general, general, part)
+            if found is not None:
+                self._numbers[general].num_general += 1
         return found
 
     def watches_numbers(self, part: Batch, circumstances: Hashable) -> bool:
@@ -188,11 +191,11 @@ class ProgramCache:
         seen.num_watched += watched
         entry = _Entry(program, trace.path, numbers)
         if numbers is not None:
-            seen.num_general += 1
+            seen.num_general += numbers.is_free
             _keep(self._general, general, entry)
         else:
-            signature = signature_of(part), circumstances
-            _keep(self._entries, signature, entry)
+            _keep(self._entries, (signature_of(part), circumstances), entry)
+        if numbers is None or not numbers.is_free:
             self._note_numbers(seen, part, where)
         while len(self._numbers) > _SIGNATURES_KEPT:
             del self._numbers[next(iter(self._numbers))]

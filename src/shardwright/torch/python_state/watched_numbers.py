@@ -5,29 +5,29 @@ step would take as long as the first. So a trace that differs from an earlier on
 objects in their place which take note of what is asked of them::
 
     step % 100 == 0       computed, and compared: False          holds for 1 to 99, not for 100
-    losses[step]          Python wants the number itself         holds for this number alone
+    losses[step]          Python wants the number itself         holds for this step alone
+    loss * weight         so does an operation                   holds for this weight, and any step
 
-A trace that only computes with numbers and compares them holds for all numbers with the same answers
-(`NumberPath`): that is found out by computing again, without Python's code. One that wants a number itself is
-given up (`NumberMatters`), and made again with the number.
+A trace holds for all numbers with the same answers, and with the same values where a number itself was wanted
+(`NumberPath`): that is found out by computing again, without Python's code.
 """
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardwright.torch.pytorch.tree import Structure
 
-__all__ = ["NumberMatters", "NumberPath", "NumberReads", "WatchedNumber", "note_used", "numbers_among"]
+__all__ = ["NumberMatters", "NumberPath", "NumberReads", "WatchedNumber", "numbers_among", "plain_numbers"]
 
 _MOST_STEPS = 256  # computing again takes time, too
 _NO_NUMBERS = frozenset({type(None), str, bytes})
 
 
 class NumberMatters(BaseException):
-    """Leaves a step function that is traced, where it wants a number itself."""
+    """Leaves a step function that is traced, where too much is asked of its numbers."""
 
 
 def is_number(item: Any) -> bool:
@@ -52,10 +52,17 @@ class NumberPath:
         positions: of the numbers among the leaves of the arguments.
         steps: in order, an operator, its operands, and the truth value that it gave, or the type of number.
             An operand is (place,): the number of a position or a step, counted together; or (type, constant).
+        bound: place -> the number there, which was wanted itself.
     """
 
     positions: tuple[int, ...]
     steps: tuple[tuple[Callable[..., Any], tuple[Any, ...], bool | type], ...]
+    bound: Mapping[int, Any]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it holds for other numbers, wherever they are."""
+        return not self.bound
 
     def taken_by(self, items: Sequence[Any]) -> bool:
         """Whether other arguments give the same answers.
@@ -71,7 +78,7 @@ class NumberPath:
                     return False
         except Exception:
             return False  # the trace that follows raises it in the user's own code
-        return True
+        return all(repr(found[place]) == repr(number) for place, number in self.bound.items())
 
 
 def _answer(found: Any) -> bool | type:
@@ -82,13 +89,14 @@ class NumberReads:
     """Watches numbers during one trace.
 
     Attributes:
-        matter: a number itself was wanted. (Code may have gone on: ``except:`` catches everything.)
+        matter: too much was asked. (Code may have gone on: ``except:`` catches everything.)
     """
 
     def __init__(self) -> None:
         self.matter = False
         self._positions: list[int] = []
         self._steps: dict[tuple[Any, ...], tuple[int, bool | type]] = {}  # what -> its place, the answer
+        self._bound: dict[int, Any] = {}
         self._has_ended = False
 
     def watched(self, items: Sequence[Any], structure: Structure) -> list[Any]:
@@ -111,33 +119,39 @@ class NumberReads:
         place = len(self._positions) + len(self._steps)
         place, _ = self._steps.setdefault((function, of), (place, _answer(result)))
         if len(self._steps) > _MOST_STEPS:
-            self.note_used()
+            self._give_up()
         return place
 
-    def note_used(self) -> None:
-        """A number itself is wanted.
+    def bind(self, place: int, number: Any) -> None:
+        """A number itself is wanted: the trace holds for it alone."""
+        if not self._has_ended:
+            self._bound[place] = number
 
-        Raises:
-            NumberMatters: during the trace.
-        """
+    def _give_up(self) -> None:
         if not self._has_ended:
             self.matter = True
             raise NumberMatters
 
-    def path(self) -> NumberPath:
-        """The computations on the numbers; to be called once, at the end of the trace."""
+    def path(self) -> NumberPath | None:
+        """What the trace asked of the numbers, once, at its end; None if it wanted each itself."""
         self._has_ended = True
+        if all(place in self._bound for place in range(len(self._positions))):
+            return None
         steps = tuple((function, of, answer) for (function, of), (_, answer) in self._steps.items())
-        return NumberPath(tuple(self._positions), steps)
+        return NumberPath(tuple(self._positions), steps, dict(self._bound))
 
 
-def note_used(items: Iterable[Any]) -> None:
-    """Torch functions and units get these arguments: what they make of numbers is not followed."""
-    for item in items:
-        parts = (item.start, item.stop, item.step) if isinstance(item, slice) else (item,)
-        for part in parts:
-            if type(part) is WatchedNumber:
-                part.plain()
+def plain_numbers(items: list[Any]) -> list[Any] | None:
+    """Arguments of torch functions and units, whose numbers are wanted themselves; None without any."""
+    found = [_plain(item) for item in items]
+    return None if all(a is b for a, b in zip(found, items, strict=True)) else found
+
+
+def _plain(item: Any) -> Any:
+    if isinstance(item, slice):
+        parts = (item.start, item.stop, item.step)
+        return slice(*map(_plain, parts)) if any(type(part) is WatchedNumber for part in parts) else item
+    return item.plain() if type(item) is WatchedNumber else item
 
 
 class WatchedNumber:
@@ -159,7 +173,7 @@ class WatchedNumber:
 
     def plain(self) -> Any:
         """The number itself."""
-        self._reads.note_used()
+        self._reads.bind(self._place, self._value)
         return self._value
 
     def __bool__(self) -> bool:
@@ -187,19 +201,17 @@ def _computed(function: Callable[..., Any], *operands: Any) -> Any:
     if not all(is_number(value) or type(value) is bool for value in values):
         if function in (operator.eq, operator.ne) and type(values[1]) in _NO_NUMBERS:
             return function is operator.ne
-        reads.note_used()
-        return function(*values)
+        return function(*map(_plain, operands))
     try:
         result = function(*values)
     except Exception:
-        reads.note_used()
-        raise
+        return function(*map(_plain, operands))
     if type(result) is bool:
         reads.note(function, operands, result)
     elif is_number(result):
         return WatchedNumber(result, reads.note(function, operands, result), reads)
     else:
-        reads.note_used()
+        return function(*map(_plain, operands))
     return result
 
 

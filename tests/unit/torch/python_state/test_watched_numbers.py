@@ -18,8 +18,8 @@ from shardwright.torch.python_state.watched_numbers import (
     NumberMatters,
     NumberReads,
     WatchedNumber,
-    note_used,
     numbers_among,
+    plain_numbers,
 )
 from shardwright.torch.pytorch.tree import flatten
 
@@ -82,17 +82,33 @@ WANTS_IT = {
     "a copy": copy.deepcopy,
     "a method": lambda n: n.bit_length(),
     "what is computed": lambda n: int((n + 1) * 2.5),
-    "an operation": lambda n: note_used([torch.ones(2), n]),
-    "a slice of a tensor": lambda n: note_used([slice(None, n)]),
-    "many questions": lambda n: [n == k for k in range(1000)],
+    "an operation": lambda n: plain_numbers([torch.ones(2), n]),
+    "a slice of a tensor": lambda n: plain_numbers([slice(None, n)]),
 }
 
 
 @pytest.mark.parametrize("use", WANTS_IT.values(), ids=WANTS_IT)
-def test_a_number_that_is_wanted_itself_ends_the_trace(use):
+def test_a_number_that_is_wanted_itself_is_bound_and_no_other(use):
+    """One number that an operation took made all numbers matter: a step number beside a weight."""
+    reads, (number, step) = watched(3, 7)
+    use(number)
+    assert step % 100 != 0
+    path = reads.path()
+    assert path.taken_by([3, 8])
+    assert not path.taken_by([3, 100])
+    assert not path.taken_by([4, 8])
+
+
+def test_a_trace_that_wants_all_numbers_themselves_has_no_path():
+    reads, (number, step) = watched(3, 7)
+    assert [0, 1, 2, 3][number] + int(step) == 10
+    assert reads.path() is None
+
+
+def test_many_questions_end_the_trace():
     _, (number,) = watched(3)
     with pytest.raises(NumberMatters):
-        use(number)
+        assert [number == k for k in range(1000)]
 
 
 def test_behind_the_trace_it_is_a_number_as_any():
@@ -125,9 +141,12 @@ def test_what_fails_for_another_number_is_another_path():
     path = reads.path()
     assert path.taken_by([4])
     assert not path.taken_by([0])
-    reads, (number,) = watched(0)
-    with pytest.raises(NumberMatters):
+    reads, (number, _) = watched(0, 5)
+    with pytest.raises(ZeroDivisionError):
         1 / number
+    path = reads.path()
+    assert path.taken_by([0, 6])
+    assert not path.taken_by([3, 6])
 
 
 def test_what_another_number_makes_complex_is_another_path():
@@ -159,7 +178,7 @@ def test_code_that_catches_everything_does_not_hide_that_a_number_matters():
     reads, (number,) = watched(3)
     with contextlib.suppress(BaseException):
         [1, 2, 3, 4][number]
-    assert reads.matter
+    assert reads.path() is None
 
 
 @dataclasses.dataclass

@@ -13,7 +13,7 @@ from shardwright.torch.interception.deferred import REMEDY, REMEDY_IN_HOOK
 from shardwright.torch.interception.glue import plain_torch, refuse_gradient_inside_step
 from shardwright.torch.interception.loss_checks import refuse_gradient_of
 from shardwright.torch.interception.step_code import in_step_code, reads_values, writes_text
-from shardwright.torch.python_state.watched_numbers import note_used
+from shardwright.torch.python_state.watched_numbers import plain_numbers
 from shardwright.torch.pytorch import functions
 from shardwright.torch.pytorch.module_hooks import forward_hook_is_running
 from shardwright.torch.pytorch.source_line import user_line
@@ -57,7 +57,9 @@ class OperationTracer:
         """
         found = self._recording
         items, structure = flatten((args, kwargs))
-        note_used(items)
+        if (plain := plain_numbers(items)) is not None:
+            items = plain
+            args, kwargs = structure.rebuild(items)
         reads = found.recorder.reads(items)
         parameters = found.values.parameters_among(items)
         found.hidden.read_between(items)

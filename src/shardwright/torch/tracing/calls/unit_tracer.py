@@ -12,7 +12,7 @@ from shardwright.torch.counting.stand_in_data import copy_of_object
 from shardwright.torch.interception.attribute_inputs import FOUND, found_in
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.python_state.filled_containers import fill
-from shardwright.torch.python_state.watched_numbers import note_used
+from shardwright.torch.python_state.watched_numbers import plain_numbers
 from shardwright.torch.pytorch.source_line import called_from, user_line
 from shardwright.torch.pytorch.tree import flatten, leaves
 from shardwright.torch.tracing.calls.traced_call import Outcome, TracedCall, is_opaque
@@ -60,7 +60,9 @@ class UnitTracer:
         found = found_in(module, self._is_value)
         own = args, {**kwargs, FOUND: found} if found else kwargs
         items, structure = flatten(own)
-        note_used(items)
+        if (plain := plain_numbers(items)) is not None:
+            items = plain
+            own = structure.rebuild(items)
         reads = recording.recorder.reads(items)
         fake = recording.values.fake
         call = TracedCall.of(module, items, structure, reads, fake=fake, line=user_line())
