@@ -238,7 +238,7 @@ class _Comparison:
                 with torch.set_grad_enabled(iteration.train):
                     loss = self._case.loss(self._recipe, self._plain, part)
                 if iteration.train:
-                    (loss / (self._microbatches * sw.rdp_size())).backward()
+                    (loss * (_samples(part) / _samples(batch)) / sw.rdp_size()).backward()
                 losses[-1].append(loss.detach())
             self._buffers_of_replica[replica] = _buffers(self._plain)
         self._buffers_of_replica = [self._buffers_of_replica[0]] * sw.rdp_size()
@@ -296,6 +296,10 @@ def _sgd(model: nn.Module) -> torch.optim.SGD:
 
 def _cast(item: Any, dtype: torch.dtype) -> Any:
     return item.to(dtype) if isinstance(item, Tensor) and item.is_floating_point() else item
+
+
+def _samples(batch: Any) -> int:
+    return next(len(item) for item in flatten(batch)[0] if isinstance(item, Tensor))
 
 
 def _split(batch: Any, num_microbatches: int) -> list[Any]:

@@ -202,7 +202,9 @@ def test_replicas_average_their_gradients(name, kinds):
 
 @pytest.mark.parametrize("name", ["GPT-NeoX", "ResNet"])
 def test_replicas_without_stages_average_their_gradients(name):
-    check(ZOO[name], {"two replicas": case({"pipeline_parallel_degree": 1})})
+    # GPT-NeoX computes its loss in float32, and replicas weigh the first by a number of labels.
+    tolerance = 1e-6 if name == "GPT-NeoX" else None
+    check(ZOO[name], {"two replicas": case({"pipeline_parallel_degree": 1}, tolerance=tolerance)})
 
 
 @pytest.mark.parametrize("name", ["GPT-NeoX", "changes its input", "dropout between blocks"])

@@ -50,14 +50,12 @@ class _Term:
     Attributes:
         reduction: of what it is made of.
         shape: of what was summed.
-        picked: its rows were picked by values.
-        count: gives how much counts in it, relative to the samples; for a weighted mean.
+        count: gives how much counts in it; for a weighted mean.
     """
 
     reduction: Reduction
     shape: tuple[int, ...] = ()
-    picked: bool = False
-    count: Callable[[], Tensor | float] = lambda: 1.0
+    count: Callable[[], Tensor | float] | None = None
 
 
 _Flow: TypeAlias = "_Rows | tuple[_Term, ...]"
@@ -69,7 +67,7 @@ class LossForm:
 
     Attributes:
         reduction: over the samples.
-        counts: of each weighted term, gives how much counts in it, relative to the samples.
+        counts: of each term of a weighted mean, gives how much counts in it; the samples for a plain mean.
         reason: why it is neither, or unknown: what the loss does.
     """
 
@@ -135,7 +133,9 @@ def form_of_loss(
         return LossForm(Reduction.UNKNOWN, reason=walk.unknown)
     if Reduction.WEIGHTED not in known:
         return LossForm(max(known))
-    counts = tuple(term.count for term in terms if term.reduction is not Reduction.UNKNOWN)
+    counts = tuple(
+        term.count or (lambda: float(samples)) for term in terms if term.reduction is not Reduction.UNKNOWN
+    )
     return LossForm(Reduction.WEIGHTED, counts=counts)
 
 
@@ -244,8 +244,7 @@ class _Walk:
             return _Term(Reduction.MEAN) if divisor.item() in self._sizes(term.shape) else term
         if storage_key(divisor) in self._constants:
             return term
-        of = self._samples if term.picked else max(prod(term.shape), 1)
-        return _Term(Reduction.WEIGHTED, count=lambda: self._divisor(divisor) / of)
+        return _Term(Reduction.WEIGHTED, count=lambda: self._divisor(divisor))
 
     def _divisor(self, divisor: Tensor) -> Tensor | float:
         """What counts; nothing where ``sum() / count.clamp(min=1)`` is 0 / 1."""
@@ -279,9 +278,9 @@ class _Walk:
         if at is not None and at not in chosen:
             return below
         if name == "Sum":
-            return (_Term(Reduction.SUM, shape=shape, picked=below is _Rows.PICKED),)
+            return (_Term(Reduction.SUM, shape=shape),)
         if below is _Rows.PICKED:
-            return (_Term(Reduction.WEIGHTED, count=lambda: shape[0] / self._samples),)
+            return (_Term(Reduction.WEIGHTED, count=lambda: float(shape[0])),)
         return (_Term(Reduction.MEAN),)
 
     def _fused(self, node: Any, name: str, depth: int) -> _Flow:
@@ -298,23 +297,12 @@ class _Walk:
         if name.startswith("NllLoss"):
             shape = (*shape[:1], *shape[2:])  # a label for each row
         if reduction == 2:
-            return (_Term(Reduction.SUM, shape=shape, picked=below is _Rows.PICKED),)
+            return (_Term(Reduction.SUM, shape=shape),)
         if name.startswith("NllLoss"):
-            return (_Term(Reduction.WEIGHTED, count=lambda: self._labels(node, below)),)
+            return (_Term(Reduction.WEIGHTED, count=lambda: _labels(node)),)
         if below is _Rows.PICKED:
-            return (_Term(Reduction.WEIGHTED, count=lambda: prod(shape) / self._samples),)
+            return (_Term(Reduction.WEIGHTED, count=lambda: float(prod(shape))),)
         return (_Term(Reduction.MEAN),)
-
-    def _labels(self, node: Any, below: _Rows) -> Tensor | float:
-        """How much of the labels counts, each by the weight of its class, relative to the samples."""
-        target, ignored = saved_by(node, "target"), saved_by(node, "ignore_index")
-        if saved_by(node, "weight") is None:
-            ignored = ignored - 2**64 if ignored >= 2**63 else ignored
-            count: Tensor = (target != ignored).sum()
-        else:
-            count = saved_by(node, "total_weight")
-        of = target.numel() if below is _Rows.ROWS else self._samples
-        return _number(count) / of if of else 0.0
 
     def _normalised(self, node: Any, depth: int) -> _Flow:
         shape, dims = shape_behind(node), saved_by(node, "dim")
@@ -402,6 +390,15 @@ class _Walk:
         return (_Term(Reduction.UNKNOWN),)
 
 
+def _labels(node: Any) -> Tensor | float:
+    """How many labels count, each by the weight of its class."""
+    if saved_by(node, "weight") is not None:
+        return _number(saved_by(node, "total_weight"))
+    ignored = saved_by(node, "ignore_index")
+    ignored = ignored - 2**64 if ignored >= 2**63 else ignored
+    return _number((saved_by(node, "target") != ignored).sum())
+
+
 def _name_of(node: Any) -> str:
     """``Mean`` for ``MeanBackward1``."""
     return str(node.name()).rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
@@ -422,4 +419,4 @@ def _is_number(divisor: Tensor) -> bool:
 
 def _number(tensor: Tensor) -> Tensor | float:
     """A number of Python's where nobody waits for it; on a GPU the tensor."""
-    return tensor.item() if tensor.device.type == "cpu" else tensor.double()
+    return float(tensor.item()) if tensor.device.type == "cpu" else tensor.double()

@@ -3,12 +3,13 @@
 ::
 
     loss of a microbatch ── form_of_loss ──► mean      its samples / those of the batch
-                                             weighted  the same, times the share of labels that count
+                                             weighted  its labels that count / those of the batch
                                              sum       1: microbatches and replicas add up
                                              neither   refused where a batch is cut
 
-The weights of weighted losses add up to one only once all microbatches are known, so gradients are divided by
-their sum at the end of the step, where ranks exchange a row of numbers anyway.
+How many labels of a batch count is known only when all microbatches of all replicas are, so losses are
+weighed by what the batch before had. Where this batch has another number, gradients are divided by the ratio
+at the end of the step, in which ranks exchange a row of numbers anyway.
 """
 
 import logging
@@ -17,7 +18,6 @@ from contextlib import contextmanager
 from functools import cached_property
 from math import isclose
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ __all__ = ["LossWeights"]
 log = logging.getLogger(__name__)
 
 _NO_LOSS = -1.0
+_LABELS = 1024.0  # a power of two: a loss is divided by it without an error
 
 
 class LossWeights:
@@ -45,7 +46,7 @@ class LossWeights:
 
     Args:
         model: the wrapped model.
-        function: the step function, with what the script says of its loss.
+        function: the `ReadingStep`, which knows what the script says of its loss.
         parts: the microbatches.
         replicas: how many there are.
         told: what has been said of losses; it grows.
@@ -53,13 +54,13 @@ class LossWeights:
     Attributes:
         reduction: of the losses so far.
         shares: of each microbatch, its samples over those of the batch.
-        weights: of each loss so far: its share, times the part of it that counts; 1 in a sum.
+        weights: of each loss so far: its share of the samples, or of what counts; 1 in a sum.
     """
 
     def __init__(
         self,
         model: TrainedModel,
-        function: Callable[..., Any],
+        function: Any,
         parts: Sequence[Batch],
         *,
         replicas: int,
@@ -77,6 +78,8 @@ class LossWeights:
         self.shares = [1 / num if size is None or not total else size / total for size in sizes]
         self.reduction = Reduction.UNKNOWN
         self.weights: list[Tensor | float] = [_NO_LOSS] * num
+        self._samples = total or num
+        self._first_counts: list[Tensor | float] = []
 
     def check(self, forms: Iterable[LossForm | None], *, tells: bool = True) -> None:
         """Refuses to cut a batch whose loss does not follow from those of its microbatches.
@@ -144,13 +147,15 @@ class LossWeights:
         if self.reduction is Reduction.SUM:
             self.weights[index] = 1.0
             return scale * self._replicas
-        weight = self.shares[index] * self._counted
+        weight: Tensor | float = self.shares[index]
+        if self._count is not None:
+            weight = self._count / self._samples / self._labels_a_sample(index, self._count)
         self.weights[index] = weight
         return weight * scale
 
     def _reduction(self, index: int, loss: Tensor, given: bool, form: LossForm | None) -> Reduction:
-        """How the loss of a microbatch is reduced; notes how much of it counts."""
-        self._counted: Tensor | float = 1.0
+        """How the loss of a microbatch is reduced; notes how much counts in it."""
+        self._count: Tensor | float | None = None
         if self._stated is not None:
             return Reduction[self._stated.upper()]
         if given or (len(self._parts) == 1 and self._replicas == 1):
@@ -160,18 +165,32 @@ class LossWeights:
             if form is None:
                 self.check([here])
             if here.counts:
-                self._counted = self._alike([count() for count in here.counts])
+                self._count = self._alike([count() for count in here.counts])
             form = form or here
         return Reduction.MEAN if form.reduction in (Reduction.NEITHER, Reduction.UNKNOWN) else form.reduction
 
     def _alike(self, counts: Sequence[Tensor | float]) -> Tensor | float:
-        first, *others = counts
-        if any(isinstance(count, float) and not isclose(count, float(first)) for count in others):
+        """What counts in the first term; the others of a microbatch should have the same share of theirs."""
+        self._first_counts = self._first_counts or list(counts)
+        ratios = [
+            count / first
+            for count, first in zip(counts, self._first_counts, strict=False)
+            if isinstance(count, float) and isinstance(first, float) and first
+        ]
+        if any(not isclose(ratio, ratios[0]) for ratio in ratios):
             self._warn_once(
                 "adds means over different numbers of labels. Those of the first weigh the microbatches, "
                 "so the others are not those of one process. Set microbatches to 1 where that matters."
             )
-        return first
+        return counts[0]
+
+    def _labels_a_sample(self, index: int, count: Tensor | float) -> float:
+        """What losses are weighed by; in a first batch, replicas do not know those of each other."""
+        known: float = self._function.labels_a_sample
+        if not known:
+            labels = float(count) / (self._parts[index].num_samples or 1) if self._replicas == 1 else 0.0
+            known = self._function.labels_a_sample = labels or _LABELS
+        return known
 
     # ---- over ranks ----
 
@@ -228,11 +247,10 @@ class WeighedGradients:
     def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]]):
         self._parameters = parameters
         self._earlier = EarlierGradients(parameters)
-        self._weighted: WeakKeyDictionary[Callable[..., Any], bool] = WeakKeyDictionary()
         self._has_earlier = False
 
     @contextmanager
-    def around(self, function: Callable[..., Any]) -> Iterator[None]:
+    def around(self, function: Any) -> Iterator[None]:
         """Surrounds a step: the gradients of earlier batches are put aside where they must not be divided.
 
         Args:
@@ -240,7 +258,7 @@ class WeighedGradients:
         """
         first = next(iter(self._parameters()), None) if torch.is_grad_enabled() else None
         self._has_earlier = first is not None and first.grad is not None
-        if self._has_earlier and self._weighted.get(function, True):
+        if self._has_earlier and getattr(function, "weighs_labels", True):
             self._earlier.begin()
             self._has_earlier = False
         try:
@@ -248,7 +266,7 @@ class WeighedGradients:
         finally:
             self._earlier.leave()
 
-    def divide(self, function: Callable[..., Any], weights: Weights, total: float) -> None:
+    def divide(self, function: Any, weights: Weights, total: float) -> None:
         """Divides.
 
         Args:
@@ -259,7 +277,7 @@ class WeighedGradients:
         Raises:
             UsageError: gradients of earlier batches are among them.
         """
-        self._weighted[function] = weights.is_weighted
+        function.weighs_labels = weights.is_weighted
         if not total or isclose(total, 1.0, rel_tol=1e-12):
             return
         if self._has_earlier:
@@ -268,6 +286,7 @@ class WeighedGradients:
                 "some do not count, and gradients of earlier batches are there: it cannot be weighed. Call "
                 "optimizer.zero_grad() before such a batch."
             )
+        function.labels_a_sample *= total
         for parameter in self._parameters():
             if parameter.grad is not None:
                 local_of(own_part(parameter.grad)).div_(total)

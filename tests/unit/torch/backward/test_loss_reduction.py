@@ -127,11 +127,10 @@ def test_the_loss_of_a_batch_follows_from_those_of_uneven_microbatches(kind: Red
     for part, size in zip(parts, SIZES, strict=True):
         found = loss(*part)
         form = _form(found, size)
-        is_even = kind is Reduction.WEIGHTED and form.reduction is Reduction.MEAN
-        assert form.reduction is kind or is_even, form
-        counts = {round(float(count()), 12) for count in form.counts} or {1.0}
+        assert form.reduction is kind, form
+        counts = {round(float(count()), 12) for count in form.counts} or {float(size)}
         assert len(counts) == 1, "terms of one count each"
-        weight = 1.0 if kind is Reduction.SUM else size * counts.pop()
+        weight = 1.0 if kind is Reduction.SUM else counts.pop()
         weights += weight
         total += weight * found.item()
     total = total if kind is Reduction.SUM else total / weights
