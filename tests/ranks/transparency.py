@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import shardwright.torch as sw
 from shardwright.errors import PlanError
+from shardwright.torch.backward.loss_reduction import form_of_loss
 from shardwright.torch.pytorch.tree import flatten
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 
@@ -229,6 +230,7 @@ class _Comparison:
     def _plain_iteration(self, number: int, iteration: Iteration) -> list[Tensor]:
         """Computes the microbatches of all replicas; returns the losses of this rank's replica."""
         losses: list[list[Tensor]] = []
+        counts: list[float] = []
         for replica in range(sw.rdp_size()):
             _load_buffers(self._plain, self._buffers_of_replica[replica])
             batch = self._batch(number, iteration, replica=replica)
@@ -238,11 +240,15 @@ class _Comparison:
                 with torch.set_grad_enabled(iteration.train):
                     loss = self._case.loss(self._recipe, self._plain, part)
                 if iteration.train:
-                    (loss * (_samples(part) / _samples(batch)) / sw.rdp_size()).backward()
+                    counts.append(_counted(loss, part))
+                    (loss * (counts[-1] / counts[0])).backward()
                 losses[-1].append(loss.detach())
             self._buffers_of_replica[replica] = _buffers(self._plain)
         self._buffers_of_replica = [self._buffers_of_replica[0]] * sw.rdp_size()
         _load_buffers(self._plain, self._buffers_of_replica[0])
+        for parameter in self._plain.parameters() if counts else ():
+            if parameter.grad is not None:
+                parameter.grad /= sum(counts) / counts[0]
         return losses[sw.rdp_rank()]
 
     def _batch(self, number: int, iteration: Iteration, *, replica: int) -> Any:
@@ -296,6 +302,12 @@ def _sgd(model: nn.Module) -> torch.optim.SGD:
 
 def _cast(item: Any, dtype: torch.dtype) -> Any:
     return item.to(dtype) if isinstance(item, Tensor) and item.is_floating_point() else item
+
+
+def _counted(loss: Tensor, part: Any) -> float:
+    """What counts in a loss; `test_loss_reduction.py` compares it with losses of whole batches."""
+    form = form_of_loss(loss, samples=_samples(part))
+    return float(form.counts[0]()) if form.counts else float(_samples(part))
 
 
 def _samples(batch: Any) -> int:

@@ -21,7 +21,7 @@ LAYOUTS: list[dict[str, Any]] = [{}, {"data_parallel_degree": 2}, SHARDED]
 def trainer(sw: Any, where: str) -> Any:
     """In the bad step `flag` is 0: the loss is NaN, or its gradient alone is."""
 
-    @sw.step
+    @sw.step(loss_reduction="mean")
     def train(model: Any, x: Tensor, flag: Tensor) -> Tensor:
         y = model(x)
         loss = y.square().mean()

@@ -176,6 +176,8 @@ class _Walk:
             return self._product(node, name)
         if name in _LINEAR:
             return self._joined(self._children(node, depth))
+        if name == "Add" and _is_made_up(node):
+            return _Rows.ROWS if shape_behind(node) else self._not_known("a module that looks at values")
         if name in ("Add", "Sub", "Stack", "Cat"):
             return self._joined(self._children(node, depth), outer=node)
         if name == "Mul":
@@ -351,8 +353,7 @@ class _Walk:
             leaf = node
             while _name_of(leaf) in _LINEAR:
                 leaf = leaf.next_functions[0][0]
-            is_leaf = _name_of(leaf) == "AccumulateGrad"
-            return not (is_leaf and self._leaf(leaf.variable) is _Rows.FIXED)
+            return not (_is_leaf(leaf) and self._leaf(leaf.variable) is _Rows.FIXED)
         return saved is not None and self._samples in saved.shape and not self._is_fixed(saved)
 
     def _refuse_pairs(self, node: Any) -> None:
@@ -388,6 +389,16 @@ class _Walk:
     def _not_known(self, what: str) -> tuple[_Term, ...]:
         self.unknown = self.unknown or what
         return (_Term(Reduction.UNKNOWN),)
+
+
+def _is_made_up(node: Any) -> bool:
+    """Whether a node stands for a module that a trace could not follow (`traced_values.with_history`)."""
+    leaves = [child.variable for child, _ in node.next_functions if child is not None and _is_leaf(child)]
+    return any(isinstance(x, FakeTensor) and not x.dim() and not isinstance(x, nn.Parameter) for x in leaves)
+
+
+def _is_leaf(node: Any) -> bool:
+    return _name_of(node) == "AccumulateGrad"
 
 
 def _labels(node: Any) -> Tensor | float:
