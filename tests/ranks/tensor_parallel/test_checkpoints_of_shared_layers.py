@@ -46,9 +46,9 @@ ONE = Layout()
 SHOWN = [
     (ONE, Layout(2, 2, placement="TPD")),
     (Layout(2, 1, 2, shard=2), Layout(3)),
-    (Layout(2), Layout(2, context=2)),
 ]
 MORE = [
+    (Layout(2), Layout(2, context=2)),
     (Layout(2, 2), Layout(2, 1, 2, shares_state=True)),
     (Layout(context=2), Layout(2)),
     (Layout(2, 2, context=2), Layout(4)),

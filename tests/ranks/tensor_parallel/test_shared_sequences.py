@@ -12,7 +12,7 @@ from test_shared_layers import CHANGING, RECOMPUTED, SCHEDULES, adamw, check, la
 from torch import Tensor, nn
 from transparency import Case, Iteration, Recipe, differences_by_case
 
-from choices import in_every_run, thorough
+from choices import in_every_run, in_sweep, thorough
 from shardwright.testing import RanksFailedError, run_ranks
 from shardwright.torch.tensor_parallel.rules import ring_attention
 
@@ -25,7 +25,7 @@ def case(context: int, settings: Mapping[str, Any] | None = None, **more: Any) -
     return Case(config={**config, **(settings or {})}, **given)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [thorough(2), 3])
 def test_ranks_share_sequences(num_ranks):
     cases = {"three steps": case(num_ranks, iterations=(Iteration(length=11),) * 3)}
     if num_ranks == 2:
@@ -34,10 +34,12 @@ def test_ranks_share_sequences(num_ranks):
     check(language(tied=True, dropout=0.1), cases, num_ranks=num_ranks)
 
 
-@pytest.mark.parametrize(
-    "kinds", in_every_run([("1f1b", "zb_h1"), ("interleaved_1f1b", "zb_v")], [("interleaved_1f1b", "zb_v")])
-)
-def test_stages_of_shared_sequences(kinds):
+def test_stages_of_shared_sequences():
+    check(language(dropout=0.1), {"": case(2, {"microbatches": 4, **SCHEDULES["zb_v"]})}, num_ranks=4)
+
+
+@pytest.mark.parametrize("kinds", [in_sweep(("1f1b", "zb_h1")), thorough(("interleaved_1f1b", "zb_v"))])
+def test_recomputed_stages_of_shared_sequences(kinds):
     cases = {kind: case(2, {"microbatches": 4, **SCHEDULES[kind]}) for kind in kinds}
     cases["recomputed"] = case(
         2, {"microbatches": 4, **SCHEDULES[kinds[-1]], **RECOMPUTED}, iterations=CHANGING
@@ -66,13 +68,16 @@ BOTH = {"context_parallel_degree": 1, "tensor_parallel_degree": 2, "sequence_par
 
 
 def test_ranks_share_layers_and_sequences():
-    settings = {**BOTH, "microbatches": 4}
-    cases = {
-        "three steps": case(2, BOTH, iterations=(Iteration(length=11),) * 3),
-        "other shapes": case(2, {**BOTH, **RECOMPUTED}, iterations=CHANGING),
-    }
-    check(language(dropout=0.1), cases, num_ranks=2)
-    check(language(tied=True), {"zb_v": case(2, {**settings, **SCHEDULES["zb_v"]})}, num_ranks=4)
+    steps = case(2, BOTH, iterations=(Iteration(length=11),) * 3)
+    check(language(dropout=0.1), {"three steps": steps}, num_ranks=2)
+
+
+@pytest.mark.thorough
+def test_stages_and_recomputation_of_both():
+    shapes = case(2, {**BOTH, **RECOMPUTED}, iterations=CHANGING)
+    check(language(dropout=0.1), {"other shapes": shapes}, num_ranks=2)
+    stages = case(2, {**BOTH, "microbatches": 4, **SCHEDULES["zb_v"]})
+    check(language(tied=True), {"zb_v": stages}, num_ranks=4)
 
 
 def of_hugging_face(name: str) -> Recipe:
