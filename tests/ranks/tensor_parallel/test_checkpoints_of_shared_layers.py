@@ -120,6 +120,7 @@ def _samples(results: list[Any], layout: Layout, *, steps: int) -> list[int]:
     return [sample for seen in of_replicas for sample in seen[: steps * share]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layout", "options"),
     [

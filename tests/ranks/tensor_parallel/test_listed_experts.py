@@ -88,6 +88,7 @@ def losses(settings: Mapping[str, Any], folder: Path, steps: int) -> list[float]
     return found
 
 
+@pytest.mark.thorough
 def test_other_ranks_go_on_from_a_checkpoint(tmp_path: Path):
     shared = {"expert_parallel_degree": 2}
     plain = run_ranks(losses, 1, {}, tmp_path / "plain", 6)[0]
@@ -97,6 +98,7 @@ def test_other_ranks_go_on_from_a_checkpoint(tmp_path: Path):
     assert [*before, *alone, *after] == pytest.approx(plain, rel=1e-9)
 
 
+@pytest.mark.thorough
 def test_an_unedited_model_of_transformers():
     """Switch Transformers have their experts in a dictionary of modules."""
     check(switch_transformers(), {"steps": case(2, iterations=(Iteration(length=6),) * 2)}, num_ranks=2)

@@ -143,6 +143,7 @@ def memory_of_a_rank(settings: dict[str, Any]) -> tuple[int, int, int, int]:
     return sum(p.numel() for p in parameters), rows, state, rest
 
 
+@pytest.mark.thorough
 def test_a_rank_keeps_its_share():
     """Of 8 ranks, 2 are stages, 2 share rows and 2 share layers: each has a quarter of its stage."""
     found = run_ranks(memory_of_a_rank, 8, {**THREE_AXES, "tensor_parallel_degree": 2}, timeout_s=200)

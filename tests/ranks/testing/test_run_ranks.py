@@ -349,6 +349,7 @@ def test_a_module_that_cannot_be_preloaded_is_named():
         run_ranks(total_of_ranks, 1, preload=["no_such_module"])
 
 
+@pytest.mark.thorough
 def test_a_rank_can_run_ranks():
     def nested():
         return run_ranks(total_of_ranks, 2)
