@@ -138,7 +138,7 @@ def test_replicas_of_shared_layers(more):
     check(language(tied=True, dropout=0.1), {"two replicas": replicas}, num_ranks=4)
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_stages_and_replicas_of_shared_layers():
     settings = {"pipeline_parallel_degree": 2, "data_parallel_degree": 2}
     settings |= {"microbatches": 4, **SCHEDULES["zb_v"], **RECOMPUTED}

@@ -51,8 +51,11 @@ def clip_norm(model: Any) -> Tensor:
     return nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
-@pytest.mark.thorough
-def test_replicas_and_shards_of_shared_sequences():
+@pytest.mark.parametrize(
+    "kind",
+    [in_sweep("two replicas"), in_sweep("in another order"), thorough("shards"), in_sweep("shared updates")],
+)
+def test_replicas_and_shards_of_shared_sequences(kind):
     alone = {"pipeline_parallel_degree": 1}
     shards = {**alone, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 20}
     cases = {
@@ -61,7 +64,7 @@ def test_replicas_and_shards_of_shared_sequences():
         "shards": case(2, shards, clip=clip_norm),
         "shared updates": case(2, {**alone, "shard_optimizer_state": True}),
     }
-    check(language(), cases, num_ranks=4)
+    check(language(), {kind: cases[kind]}, num_ranks=4)
 
 
 BOTH = {"context_parallel_degree": 1, "tensor_parallel_degree": 2, "sequence_parallel": True}
@@ -136,7 +139,7 @@ def test_long_sequences_go_around_in_a_ring(settings):
 
 
 @pytest.mark.parametrize("num_ranks", in_every_run([2, 3], [2]))
-@pytest.mark.parametrize("name", ["llama", thorough("gpt2"), thorough("bert")])
+@pytest.mark.parametrize("name", ["llama", in_sweep("gpt2"), thorough("bert")])
 def test_models_of_hugging_face(name, num_ranks):
     uneven = Iteration(length=11, batch_size=5)
     cases = {"three steps": case(num_ranks, iterations=(uneven,) * 3)}
