@@ -1,5 +1,6 @@
 # make test PYTHON=python3.12          another interpreter
 # make test TEST_WORKERS=8              tests at a time
+# make test CPU_BUDGETS=yes            fail where a suite takes more CPU seconds than it may, as CI does
 # make test PIP_ARGS='--no-index -f /path/to/wheels'   options for pip, for example another source of packages
 
 PYTHON ?= python3
@@ -26,7 +27,7 @@ TENSORFLOW_STAMP := $(TENSORFLOW_VENV)/installed-for-$(PYTHON_VERSION)
 
 DOCS_STAMP := $(VENV)/docs-installed-for-$(PYTHON_VERSION)
 
-.PHONY: help test test-library test-thorough test-all test-jobs test-compat test-trainer test-tensorflow check sweep demo demo-tensorflow docs dist clean
+.PHONY: help test test-library test-thorough test-thorough-tensorflow test-all test-jobs test-compat test-trainer test-tensorflow check sweep demo demo-tensorflow docs dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -51,6 +52,10 @@ ELSEWHERE := e2e cluster ecosystem compat compat_trainer on_tensorflow
 LIBRARY := $(patsubst %,--ignore tests/%,$(ELSEWHERE))
 
 PYTEST = $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
+# Tests of a file of TensorFlow's share the runs that they look at.
+PYTEST_TENSORFLOW = $(TENSORFLOW_VENV)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile
+# CPU seconds of the first argument at most, see tests/cpu_seconds.py.
+BUDGET = $(if $(CPU_BUDGETS),--cpu-budget $(1))
 EVERY_RUN := -m 'not thorough and not sweep'
 THOROUGH := -m 'thorough and not sweep'
 NO_SWEEP := -m 'not sweep'
@@ -58,31 +63,34 @@ NO_SWEEP := -m 'not sweep'
 test: test-library test-tensorflow
 
 test-library: check
-	$(PYTEST) $(EVERY_RUN) --doctest-modules --ignore src/shardwright/tensorflow $(LIBRARY) src tests
+	$(PYTEST) $(EVERY_RUN) $(call BUDGET,1300) --doctest-modules --ignore src/shardwright/tensorflow $(LIBRARY) src tests
 
-test-thorough: $(STAMP)
-	$(PYTEST) $(THOROUGH) $(LIBRARY) tests
+test-thorough: test-thorough-tensorflow $(STAMP)
+	$(PYTEST) $(THOROUGH) $(call BUDGET,900) $(LIBRARY) tests
 
 test-all: test test-thorough test-jobs test-compat test-trainer
 
 test-jobs: $(STAMP)
-	$(PYTEST) $(NO_SWEEP) tests/e2e tests/cluster tests/ecosystem
+	$(PYTEST) $(NO_SWEEP) $(call BUDGET,800) tests/e2e tests/cluster tests/ecosystem
 
 test-compat: $(STAMP)
-	$(PYTEST) $(NO_SWEEP) tests/compat
+	$(PYTEST) $(NO_SWEEP) $(call BUDGET,500) tests/compat
 
 ifneq ($(filter $(PYTHON_VERSION),3.11 3.12 3.13),)
 test-tensorflow: $(TENSORFLOW_STAMP)
-	$(TENSORFLOW_VENV)/bin/python -m pytest -m 'not sweep' --doctest-modules src/shardwright/tensorflow tests/on_tensorflow
+	$(PYTEST_TENSORFLOW) $(EVERY_RUN) $(call BUDGET,300) --doctest-modules src/shardwright/tensorflow tests/on_tensorflow
+
+test-thorough-tensorflow: $(TENSORFLOW_STAMP)
+	$(PYTEST_TENSORFLOW) $(THOROUGH) $(call BUDGET,450) tests/on_tensorflow
 else
-test-tensorflow:
+test-tensorflow test-thorough-tensorflow:
 	@echo 'TensorFlow 2.21 has no wheel for Python $(PYTHON_VERSION): shardwright.tensorflow is not tested.' \
 	  'make test-tensorflow PYTHON=python3.11 does' >&2
 endif
 
 ifeq ($(PYTHON_VERSION),3.11)
 test-trainer: $(TRAINER_STAMP)
-	$(TRAINER_VENV)/bin/python -m pytest tests/compat_trainer
+	$(TRAINER_VENV)/bin/python -m pytest $(call BUDGET,200) tests/compat_trainer
 else
 test-trainer:
 	@echo 'transformers 4.28 cannot be installed for Python $(PYTHON_VERSION) (tokenizers 0.13.3 has no wheel):' \

@@ -24,6 +24,7 @@ if "SHARDWRIGHT_CACHE" not in os.environ:
 
 import pytest
 
+from cpu_seconds import CpuSeconds
 from mounts import can_mount
 from shardwright.launch.processes.hosts_network import missing_for_networks
 from shardwright.testing import preload
@@ -45,6 +46,23 @@ collect_ignore_glob = [
 
 if importlib.util.find_spec("transformers") is not None:
     preload(*_TRANSFORMERS_MODULES)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What CI gives, see ``cpu_seconds.py``."""
+    told = "fail where the session takes more CPU seconds"
+    parser.addoption("--cpu-budget", type=float, metavar="S", help=told)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In each process of a session.
+
+    A rank that comes late on a busy machine is no fault; other warnings are errors. Tests that ask for this
+    one wait for a second and expect it.
+    """
+    config.addinivalue_line("filterwarnings", r"default:.*ha(s|ve) not come after \d+ s:UserWarning")
+    if (budget_s := config.getoption("--cpu-budget")) is not None:
+        config.pluginmanager.register(CpuSeconds(budget_s))
 
 
 def _capabilities() -> dict[str, bool]:

@@ -12,6 +12,7 @@ import functools
 import numpy as np
 import pytest
 
+from choices import thorough
 from shardwright.testing import run_ranks
 
 BATCH, LENGTH, WORDS, MICROBATCHES = 8, 6, 11, 4
@@ -63,14 +64,10 @@ def _made(tf):
     return model, ids, np.roll(ids, -1, 1), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def _each(over_ranks):
-    """Weights after two steps, and gradients of the first in one process, by type of numbers and name."""
+def _trained(floatx, over_ranks):
+    """Weights after two steps, and gradients of the first in one process, by name."""
     import tensorflow as tf
 
-    return {floatx: _trained(tf, floatx, over_ranks) for floatx in RUNS}
-
-
-def _trained(tf, floatx, over_ranks):
     import shardwright.tensorflow as sw
 
     tf.keras.backend.clear_session()
@@ -101,18 +98,21 @@ def _trained(tf, floatx, over_ranks):
 
 
 @functools.cache
-def _found():
+def _found(floatx):
     """Of one process, and of the first rank of two."""
-    return run_ranks(_each, 1, False, timeout_s=100)[0], run_ranks(_each, 2, True, timeout_s=200)[0]
+    return (
+        run_ranks(_trained, 1, floatx, False, timeout_s=100)[0],
+        run_ranks(_trained, 2, floatx, True, timeout_s=200)[0],
+    )
 
 
 def _is_key_bias(name):
     return name.endswith("key/bias")
 
 
-@pytest.mark.parametrize(("floatx", "rounding"), [("float64", 1e-12), ("float32", 1e-6)])
+@pytest.mark.parametrize(("floatx", "rounding"), [("float64", 1e-12), thorough("float32", 1e-6)])
 def test_the_gradient_of_a_key_bias_alone_is_rounding(floatx, rounding):
-    gradients = _found()[0][floatx][1]
+    gradients = _found(floatx)[0][1]
     largest = max(np.abs(each).max() for each in gradients.values())
     sizes = {name: np.abs(each).max() / largest for name, each in gradients.items()}
     assert {name for name, size in sizes.items() if size < rounding} == {*filter(_is_key_bias, gradients)}
@@ -120,9 +120,9 @@ def test_the_gradient_of_a_key_bias_alone_is_rounding(floatx, rounding):
 
 
 # Rounding in float64 is far less than the epsilon that Adam adds to the size of a gradient.
-@pytest.mark.parametrize(("floatx", "tolerance"), [("float64", 1e-12), ("float32", 2e-6)])
+@pytest.mark.parametrize(("floatx", "tolerance"), [("float64", 1e-12), thorough("float32", 2e-6)])
 def test_adam_moves_all_other_variables_as_in_one_process(floatx, tolerance):
-    (expected, _), (found, _) = (each[floatx] for each in _found())
+    (expected, _), (found, _) = _found(floatx)
     for name, wanted in expected.items():
         if floatx == "float64" or not _is_key_bias(name):
             np.testing.assert_allclose(found[name], wanted, rtol=0, atol=tolerance, err_msg=name)

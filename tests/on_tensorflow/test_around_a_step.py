@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from keras_features import SCRIPTS, results
 
+from choices import thorough
 
-@pytest.mark.parametrize("legacy", [False, True], ids=["keras3", "legacy"])
+
+@pytest.mark.parametrize("legacy", [False, thorough(True)], ids=["keras3", "legacy"])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_two_ranks_give_what_one_process_gives(script, legacy):
     expected, found = results(legacy=legacy)

@@ -6,6 +6,7 @@ import gc
 import numpy as np
 import pytest
 
+from choices import thorough
 from shardwright.tensorflow.optimizer import has_nothing_here
 from shardwright.testing import run_ranks
 
@@ -217,14 +218,14 @@ def _found(*, legacy):
     return run_ranks(_each, 2, legacy, env=env, timeout_s=60)
 
 
-@pytest.mark.parametrize("legacy", [False, True], ids=["keras3", "legacy"])
+@pytest.mark.parametrize("legacy", [False, thorough(True)], ids=["keras3", "legacy"])
 def test_a_rank_without_variables_takes_part_in_a_global_norm(legacy):
     """Bug: the other ranks waited for it."""
     for norm, *_ in _found(legacy=legacy):
         assert norm == pytest.approx(0.5, rel=1e-5)
 
 
-@pytest.mark.parametrize("legacy", [False, True], ids=["keras3", "legacy"])
+@pytest.mark.parametrize("legacy", [False, thorough(True)], ids=["keras3", "legacy"])
 def test_a_metric_of_gradients_counts_every_microbatch(legacy):
     """Bug: later microbatches read its value before earlier ones had changed it, and undid the changes."""
     for _, (total, losses), *_ in _found(legacy=legacy):
@@ -238,7 +239,7 @@ def test_a_step_tells_all_metrics_by_name():
         assert history["loss"][0] > 0.0
 
 
-@pytest.mark.parametrize("legacy", [False, True], ids=["keras3", "legacy"])
+@pytest.mark.parametrize("legacy", [False, thorough(True)], ids=["keras3", "legacy"])
 def test_a_step_that_goes_on_after_an_update_is_refused(legacy):
     """Bug: it went on with the values from before; in one process it has the new ones."""
     for _, _, _, *told in _found(legacy=legacy):

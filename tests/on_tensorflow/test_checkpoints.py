@@ -8,6 +8,7 @@ import sys
 import pytest
 from keras_features import SETTINGS, data, layers
 
+from choices import thorough
 from shardwright.errors import CorruptCheckpointError
 from shardwright.testing import RanksFailedError, run_ranks
 
@@ -79,7 +80,7 @@ def _begun(folder, optimizers):
     ]
 
 
-@pytest.mark.parametrize("legacy", [False, True], ids=["keras3", "legacy"])
+@pytest.mark.parametrize("legacy", [False, thorough(True)], ids=["keras3", "legacy"])
 def test_it_goes_on_with_another_number_of_ranks(legacy, tmp_path):
     env = {"TF_USE_LEGACY_KERAS": "1"} if legacy else {}
     optimizers = ["adam", "legacy"] if legacy else ["adam", "sgd"]

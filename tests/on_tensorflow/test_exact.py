@@ -21,6 +21,16 @@ CASES = (
     ("gpt", 4, MEASURED, False),
     ("unet", 4, (*RECOMPUTED, *INTERLEAVED), False),
 )
+# In each `make test`: even and uneven microbatches, one stage a rank and two, a backward in two halves.
+EVERY_RUN = (
+    ("conv", 4, (), False),
+    ("recurrent", 4, (), False),
+    ("unet", 7, (("pipeline", "gpipe"),), True),
+    ("gpt", 4, INTERLEAVED, True),
+    ("unet", 4, (("pipeline", "zb_v"), ("virtual_stages", 2)), False),
+    ("metric", 7, (), True),
+)
+THOROUGH = tuple(case for case in CASES if case not in EVERY_RUN)
 FURTHER = (
     ("unet", 4, INTERLEAVED, False),
     ("gpt", 1, (), True),
@@ -46,11 +56,18 @@ def _assert_equal(case, cases, *, legacy=False):
     assert_equal(expected[case[:2]], found[case], tolerance=TOLERANCE)
 
 
-@pytest.mark.parametrize("case", CASES, ids=_name)
+@pytest.mark.parametrize("case", EVERY_RUN, ids=_name)
 def test_two_ranks_give_what_a_plain_script_gives(case):
-    _assert_equal(case, CASES)
+    _assert_equal(case, EVERY_RUN)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", THOROUGH, ids=_name)
+def test_more_of_them(case):
+    _assert_equal(case, THOROUGH)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", WITH_LEGACY, ids=_name)
 def test_two_ranks_of_legacy_keras_give_what_a_plain_script_gives(case):
     _assert_equal(case, WITH_LEGACY, legacy=True)

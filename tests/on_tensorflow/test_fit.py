@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from keras_features import SETTINGS
 
+from choices import thorough
 from shardwright.errors import UsageError
 from shardwright.observe.jsonl import read_json_lines
 from shardwright.observe.report.gathered.data import gather
@@ -228,7 +229,7 @@ def _both(ranks, folder):
     )
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["keras3", "legacy"])
+@pytest.fixture(scope="module", params=[False, thorough(True)], ids=["keras3", "legacy"])
 def found(request, tmp_path_factory):
     """What both scripts tell: in one process, and on each of two ranks."""
     folder = tmp_path_factory.mktemp("best")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from keras_features import SETTINGS
 
+from choices import thorough
 from shardwright.testing import run_ranks
 
 # Samples of each replica, step by step. One sample is one microbatch, where others are two.
@@ -141,7 +142,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", SETTINGS_OF)
-@pytest.mark.parametrize("pipeline", [1, 2], ids=["1x2", "2x2"])
+@pytest.mark.parametrize("pipeline", [1, thorough(2)], ids=["1x2", "2x2"])
 def test_replicas_train_what_one_process_trains(pipeline, name, folder):
     expected = _trained_by_one_process()
     is_shared = name == "shared_slots"

@@ -1,8 +1,8 @@
 """What ``import shardwright`` costs and gives."""
 
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -10,11 +10,17 @@ import shardwright
 
 
 def seconds_of(code):
+    """CPU seconds: others may share the machine."""
+
+    def so_far_s():
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
     best_s = float("inf")
     for _ in range(7):
-        before_s = time.perf_counter()
+        before_s = so_far_s()
         subprocess.run([sys.executable, "-c", code], check=True)
-        best_s = min(best_s, time.perf_counter() - before_s)
+        best_s = min(best_s, so_far_s() - before_s)
     return best_s
 
 

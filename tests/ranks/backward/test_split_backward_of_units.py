@@ -315,6 +315,7 @@ def test_only_what_the_schedule_splits_is_made_ready_for_it(kind):
     assert any(split < layers for layers, _, split in found)
 
 
+@pytest.mark.thorough
 def test_units_may_be_recomputed():
     check(ANY[::2], {"full": {"pipeline": "zb_h1", "activation_checkpointing": "full"}})
 

@@ -14,7 +14,7 @@ import torch
 from checkpointed import GLOBAL_BATCH, SAMPLES, Dropped, training
 from sharded import QUIET
 
-from choices import in_sweep
+from choices import in_every_run
 from shardwright.testing import run_ranks
 
 PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 4}
@@ -47,7 +47,9 @@ MORE_OF_IT: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", [*SAME_LAYOUT, *(in_sweep(case) for case in MORE_OF_IT)])
+@pytest.mark.parametrize(
+    "case", in_every_run([*SAME_LAYOUT, *MORE_OF_IT], ["SGD", "in the foreground"], in_thorough=SAME_LAYOUT)
+)
 def test_a_resumed_run_is_the_uninterrupted_one(case: str, tmp_path: Path) -> None:
     """Dropout, a schedule, a buffer that changes, shuffled data over two epochs; saves are asynchronous."""
     settings, ranks, options = {**SAME_LAYOUT, **MORE_OF_IT}[case]
@@ -150,6 +152,7 @@ def two_optimizers(folder: Path, first: int, until: int) -> tuple[list[float], d
     return losses, {**tensors, "scale": torch.tensor(scaler.get_scale())}
 
 
+@pytest.mark.thorough
 def test_two_optimizers_a_scaler_and_one_checkpoint_that_stays(tmp_path: Path) -> None:
     """Groups may come in another order; older checkpoints go."""
     (whole, state), *_ = run_ranks(two_optimizers, 2, tmp_path / "whole", 0, 5)
@@ -176,10 +179,16 @@ SHOWN = [
 ]
 
 
+def _marks(pair: tuple[tuple[int, ...], tuple[int, ...]]) -> Any:
+    if pair not in SHOWN:
+        return pytest.mark.sweep
+    return pytest.mark.thorough if pair == SHOWN[0] else ()
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param(*pair, marks=() if pair in SHOWN else pytest.mark.sweep, id="-".join(map(str, pair)))
+        pytest.param(*pair, marks=_marks(pair), id="-".join(map(str, pair)))
         for pair in product(SMALL, SMALL)
     ],
 )

@@ -176,6 +176,7 @@ def test_before_a_model_is_wrapped(tmp_path: Path) -> None:
         run_ranks(run, 1)
 
 
+@pytest.mark.thorough
 def test_two_runs_do_not_save_in_one_folder(tmp_path: Path) -> None:
     """The first holds the folder until its process ends."""
 

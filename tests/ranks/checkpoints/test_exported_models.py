@@ -73,6 +73,7 @@ SHARDS = {**STAGES, "sharded_data_parallel_degree": 2}
 TENSOR = {**STAGES, "tensor_parallel_degree": 2}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("settings", "tied", "wrapped"),
     [

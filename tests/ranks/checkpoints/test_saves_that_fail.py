@@ -305,6 +305,7 @@ def test_states_that_differ_by_rank_come_back_on_the_same_ranks(tmp_path: Path) 
     assert "states that differ by rank (own)" in run_ranks(run, 1, 50, 1)[0][1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("victim", "kills"),
     [(1, 2), in_sweep(0, 3), in_sweep(0, 8), in_sweep(1, 8)],

@@ -31,6 +31,7 @@ def group_of(hosts, **more):
     return connect(store, rank=rank, num_ranks=len(hosts), timeout_s=30.0, host=hosts[rank], **more)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("hosts", [pytest.param("aa", marks=pytest.mark.sweep), "aab"])
 def test_all_ranks_measure_the_same_prices_and_choose_alike(hosts):
     def measure():

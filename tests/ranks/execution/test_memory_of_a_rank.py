@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from choices import combinations_of, in_sweep
+from choices import combinations_of, in_sweep, thorough
 from shardwright.testing import run_ranks
 
 QUIET = {"run_dir": "off", "profile": "estimated"}
@@ -149,7 +149,7 @@ def peak_of_a_step(settings):
 
 @pytest.mark.parametrize(
     ("settings", "way"),
-    [({}, 0), ({"activation_checkpointing": "none", "offload_activations": "auto"}, 1)],
+    [({}, 0), thorough({"activation_checkpointing": "none", "offload_activations": "auto"}, 1)],
     ids=["recomputation", "offload"],
 )
 def test_a_memory_limit_is_kept(settings, way):

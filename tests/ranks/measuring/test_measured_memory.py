@@ -4,6 +4,7 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -37,6 +38,7 @@ def train(folder):
     sw.shutdown()
 
 
+@pytest.mark.thorough
 def test_every_forward_of_gpipe_adds_what_it_keeps(tmp_path: Path) -> None:
     run_ranks(train, STAGES, str(tmp_path))
     events = json.loads((tmp_path / "run/trace.json").read_text())["traceEvents"]

@@ -20,7 +20,7 @@ from zoo import ZOO, classify, features
 from zoo_modules import AddsToViews, ChangesWhatAnotherStageReads
 
 import shardwright.torch as sw
-from choices import in_every_run, in_sweep, some_combinations
+from choices import in_every_run, in_sweep, some_combinations, thorough
 from shardwright.testing import RanksFailedError, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
@@ -183,7 +183,7 @@ def test_hidden_states_of_every_layer(name, kind):
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        ("tied embeddings", ("interleaved_1f1b", "zb_v")),
+        thorough("tied embeddings", ("interleaved_1f1b", "zb_v")),
         in_sweep("unused parameters", ("gpipe",)),
         ("ResNet", ("zb_h1",)),
         in_sweep("parameters in glue", ("1f1b",)),

@@ -410,6 +410,7 @@ def test_what_has_values_keeps_them():
     assert run_ranks(run, 2) == [True, None]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama", in_sweep("gpt2")])
 def test_a_transformer(name):
     """Values as `_init_weights` of the library makes them: rotary tables, scaled projections, ties."""

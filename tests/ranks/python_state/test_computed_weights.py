@@ -236,6 +236,7 @@ def test_a_computed_weight_is_one_more_argument(name, pipeline):
     check(MODELS[name], case(pipeline))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "ranks", "settings"),
     [

@@ -216,6 +216,7 @@ def test_a_table_is_computed_once_and_found_by_later_microbatches(check, kind):
     check(partial(AddsTable, kind), *KINDS[number:], *KINDS[:number])
 
 
+@pytest.mark.thorough
 def test_a_table_is_copied_into_a_buffer_by_every_microbatch(check):
     """The buffer had a home, for which the path of the first microbatch was every other's."""
     check(partial(AddsTableOnce, TableCopiedIntoABuffer), "interleaved_1f1b", "1f1b", "zb_v")
@@ -340,6 +341,7 @@ class CountsInPlaceForLater(CountsInPlace):
         return super().forward(x) / (self.calls + self.more[0] + self.helper.tables[0])
 
 
+@pytest.mark.thorough
 def test_a_tensor_that_microbatches_change_in_turn_needs_one_stage_a_rank(check):
     check(CountsInPlaceForLater, "1f1b")
     with pytest.raises(RanksFailedError, match=r"the attribute (calls|more) of .* stages change in between"):

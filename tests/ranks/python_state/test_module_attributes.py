@@ -11,7 +11,7 @@ from transparency import Case, Iteration, Recipe, differences_by_case
 from zoo import classify, features
 from zoo_modules import WIDTH, Block, Stack
 
-from choices import in_sweep
+from choices import in_sweep, thorough
 from shardwright.testing import RanksFailedError, run_ranks
 
 KINDS = ("1f1b", "interleaved_1f1b", "zb_v")
@@ -348,7 +348,8 @@ def test_an_attribute_may_refuse_to_be_changed(check):
 
 
 @pytest.mark.parametrize(
-    ("block", "first"), [(Expert, "interleaved_1f1b"), in_sweep(ChoosyExpert, "zb_v"), (Routes, "1f1b")]
+    ("block", "first"),
+    [(Expert, "interleaved_1f1b"), in_sweep(ChoosyExpert, "zb_v"), thorough(Routes, "1f1b")],
 )
 def test_what_a_unit_leaves_in_an_attribute_is_found_on_every_stage(check, block, first):
     check(lambda: SumsAttributes(block), *beginning_with(first))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from sharded import QUIET, Net, batches, loss_of
 from torch import Tensor
 
-from choices import in_sweep
+from choices import in_sweep, thorough
 from shardwright.testing import run_ranks
 
 STEPS = 12
@@ -161,7 +161,7 @@ EVERY = list(range(1, STEPS))
     [
         (ignores, [1]),
         pytest.param(asks, [1, 2, 4], marks=pytest.mark.sweep),  # 1 is asked for first, and found to be so
-        (reads_now_and_then, [1, 4, 8]),
+        thorough(reads_now_and_then, [1, 4, 8]),
         # As in `test_what_it_costs_is_told_once_with_its_line`.
         pytest.param(weighs, EVERY, marks=pytest.mark.sweep),
         (looks_up, [1, 2, 3]),

@@ -60,6 +60,7 @@ def test_beside_a_pipeline(kind, ranks_per_host):
     assert all(names for _, _, _, names in found)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("placement", ["spread", in_sweep("cluster")])
 def test_shard_groups_that_span_hosts(placement):
     check(4, {**PIPELINE, "placement_strategy": placement, "pipeline": "zb_h1"}, ranks_per_host=2)
@@ -380,6 +381,7 @@ def test_a_rank_keeps_its_part_of_the_state(degree):
         assert kept == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("degree", "shares_updates", "bf16"),
     combinations_of([1, 2], [False, True], [False, True], kept=[(2, True, True)]),

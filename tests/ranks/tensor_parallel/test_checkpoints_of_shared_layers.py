@@ -46,9 +46,9 @@ ONE = Layout()
 SHOWN = [
     (ONE, Layout(2, 2, placement="TPD")),
     (Layout(2, 1, 2, shard=2), Layout(3)),
-    (Layout(2), Layout(2, context=2)),
 ]
 MORE = [
+    (Layout(2), Layout(2, context=2)),
     (Layout(2, 2), Layout(2, 1, 2, shares_state=True)),
     (Layout(context=2), Layout(2)),
     (Layout(2, 2, context=2), Layout(4)),
@@ -120,6 +120,7 @@ def _samples(results: list[Any], layout: Layout, *, steps: int) -> list[int]:
     return [sample for seen in of_replicas for sample in seen[: steps * share]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("layout", "options"),
     [

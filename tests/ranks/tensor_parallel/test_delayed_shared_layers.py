@@ -11,7 +11,7 @@ import torch
 from test_shared_layers import LanguageModel, Layer, language
 from torch import Tensor, nn
 
-from choices import combinations_of, in_sweep
+from choices import combinations_of, in_sweep, thorough
 from shardwright.testing import run_ranks
 
 QUIET = {"run_dir": "off", "profile": "estimated", "microbatches": 2, "seed": 3}
@@ -100,7 +100,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     ("layout", "built"),
-    combinations_of(list(LAYOUTS), ["meta", "delayed"], kept=[("layers", "delayed"), ("stages", "meta")]),
+    [
+        *combinations_of(
+            ["layers", "three parts", "replicas"], ["meta", "delayed"], kept=[("layers", "delayed")]
+        ),
+        thorough("stages", "meta"),
+        in_sweep("stages", "delayed"),
+    ],
 )
 def test_values_are_those_of_one_process(layout: str, built: str) -> None:
     ranks, settings = LAYOUTS[layout]

@@ -7,7 +7,6 @@ from test_shared_layers import CHANGING, RECOMPUTED, SCHEDULES, check, language
 from test_shared_sequences import case, check_model, clip_norm, differences_in_64_bits
 from transparency import Iteration
 
-from choices import in_every_run
 from shardwright.testing import run_ranks
 from shardwright.torch.tensor_parallel.rules import attention, ring_attention
 
@@ -17,14 +16,20 @@ WHOLE = {"tensor_parallel_degree": 2}
 CUT_AGAIN = {**WHOLE, "sequence_parallel": True}
 
 
+UNEVEN = (Iteration(length=11),) * 2
+
+
 def test_layers_and_sequences_at_once():
     """Two ranks share layers, two share sequences whose lengths are uneven; norms are counted once."""
-    uneven = (Iteration(length=11),) * 2
-    offloaded = {**WHOLE, "offload_activations": True}
+    cut_again = case(2, CUT_AGAIN, iterations=UNEVEN, clip=clip_norm)
+    check(language(tied=True, dropout=0.1), {"cut again between layers": cut_again}, num_ranks=4)
+
+
+@pytest.mark.thorough
+def test_whole_sequences_between_layers_and_offload():
     cases = {
-        "whole between layers": case(2, WHOLE, iterations=uneven, clip=clip_norm),
-        "cut again between layers": case(2, CUT_AGAIN, iterations=uneven, clip=clip_norm),
-        "offloaded": case(2, offloaded, iterations=uneven),
+        "whole between layers": case(2, WHOLE, iterations=UNEVEN, clip=clip_norm),
+        "offloaded": case(2, {**WHOLE, "offload_activations": True}, iterations=UNEVEN),
     }
     check(language(tied=True, dropout=0.1), cases, num_ranks=4)
 
@@ -53,8 +58,8 @@ def test_stages_replicas_and_shards_of_both():
     check(language(tied=True, dropout=0.1), cases, num_ranks=8)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", in_every_run(["llama", "gpt2", "bert"], ["llama"]))
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_models_of_hugging_face(name):
     uneven = (Iteration(length=11, batch_size=5),)
     cases = {

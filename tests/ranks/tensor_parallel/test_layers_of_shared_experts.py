@@ -11,7 +11,7 @@ from test_shared_experts import EXPERTS, TOLERANCES, case, check
 from test_shared_sequences import clip_norm
 from transparency import EVALUATION, Iteration
 
-from choices import in_every_run
+from choices import in_every_run, in_sweep, thorough
 from shardwright.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
@@ -26,7 +26,7 @@ UNEVEN = (  # the second update is by the gradients of two steps
 )
 
 
-@pytest.mark.parametrize("name", in_every_run(EXPERTS, ["qwen2_moe"], in_thorough=["mixtral"]))
+@pytest.mark.parametrize("name", in_every_run(EXPERTS, [], in_thorough=["qwen2_moe"]))
 def test_layers_and_experts_at_once(name):
     """Two ranks share layers, two share samples, and all four share experts; norms are counted once."""
     more = {"tolerance": TOLERANCES.get(name), "clip": clip_norm}
@@ -37,7 +37,7 @@ def test_layers_and_experts_at_once(name):
     check(name, cases, num_ranks=4)
 
 
-@pytest.mark.parametrize("name", in_every_run(EXPERTS, ["mixtral"]))
+@pytest.mark.parametrize("name", in_every_run(EXPERTS, [], in_thorough=["mixtral"]))
 def test_sequences_and_experts_at_once(name):
     """Two ranks share sequences, two share samples, and all four share experts.
 
@@ -56,6 +56,12 @@ def test_sequences_and_experts_at_once(name):
 
 @pytest.mark.thorough
 def test_listed_experts_in_a_grid():
+    steps = case(2, CUT, iterations=(Iteration(length=6),) * 2)
+    check_lists(sparse("Mixtral"), {"steps": steps}, num_ranks=4)
+
+
+@pytest.mark.sweep
+def test_more_listed_experts_in_a_grid():
     steps = (Iteration(length=6),) * 2
     cases = {str(given): case(2, given, iterations=steps) for given in (WHOLE, SEQUENCES)}
     cases["in 16 bits"] = case(2, CUT, iterations=steps, autocast=torch.bfloat16, tolerance=0.03)
@@ -98,12 +104,20 @@ def test_three_by_two():
     check_lists(sparse("Mixtral", "Switch", num_experts=7), cases, num_ranks=6)
 
 
-@pytest.mark.thorough
-def test_other_ranks_go_on_from_a_checkpoint_of_both(tmp_path: Path):
+GRID = {**WHOLE, "expert_parallel_degree": 2}
+BY_EXPERT = {"expert_parallel_degree": 2}
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        thorough([(4, GRID), (2, BY_EXPERT), (4, GRID)]),
+        in_sweep([(4, GRID), (2, WHOLE), (4, {**BY_EXPERT, **SEQUENCES}), (2, BY_EXPERT), (4, GRID)]),
+    ],
+    ids=len,
+)
+def test_other_ranks_go_on_from_a_checkpoint_of_both(layouts, tmp_path: Path):
     """Of each kind of parameter, all ranks together save each element once."""
-    grid = {**WHOLE, "expert_parallel_degree": 2}
-    experts = {"expert_parallel_degree": 2}
-    layouts = [(4, grid), (2, WHOLE), (4, {**experts, **SEQUENCES}), (2, experts), (4, grid)]
     plain = run_ranks(losses, 1, {}, tmp_path / "plain", 2 * len(layouts))[0]
     found: list[float] = []
     for num_ranks, settings in layouts:

@@ -13,6 +13,7 @@ from test_shared_sequences import clip_norm
 from torch import Tensor, nn
 from transparency import EVALUATION, Case, Iteration, Recipe, differences_by_case
 
+from choices import in_sweep, thorough
 from shardwright.testing import run_ranks
 
 
@@ -43,8 +44,8 @@ def test_a_shape_that_comes_later_is_traced_alike_on_all_ranks():
     check(sparse("Mixtral"), {"a step": case(2, iterations=(uneven,))}, num_ranks=2)
 
 
-@pytest.mark.thorough
-def test_stages_replicas_and_shards_of_listed_experts():
+@pytest.mark.parametrize("kind", [in_sweep("stages"), in_sweep("replicas"), thorough("shards")])
+def test_stages_replicas_and_shards_of_listed_experts(kind):
     steps = (Iteration(length=6),) * 2
     recomputed = {"pipeline_parallel_degree": 1, "activation_checkpointing": "full"}
     shards = {
@@ -57,7 +58,7 @@ def test_stages_replicas_and_shards_of_listed_experts():
         "replicas": case(2, recomputed, iterations=steps, least_divided=0.5),
         "shards": case(2, shards, iterations=steps, clip=clip_norm, least_divided=0.0),
     }
-    check(sparse("Mixtral", "Switch"), cases, num_ranks=4)
+    check(sparse("Mixtral", "Switch"), {kind: cases[kind]}, num_ranks=4)
 
 
 def losses(settings: Mapping[str, Any], folder: Path, steps: int) -> list[float]:
@@ -88,6 +89,7 @@ def losses(settings: Mapping[str, Any], folder: Path, steps: int) -> list[float]
     return found
 
 
+@pytest.mark.thorough
 def test_other_ranks_go_on_from_a_checkpoint(tmp_path: Path):
     shared = {"expert_parallel_degree": 2}
     plain = run_ranks(losses, 1, {}, tmp_path / "plain", 6)[0]
@@ -97,6 +99,7 @@ def test_other_ranks_go_on_from_a_checkpoint(tmp_path: Path):
     assert [*before, *alone, *after] == pytest.approx(plain, rel=1e-9)
 
 
+@pytest.mark.thorough
 def test_an_unedited_model_of_transformers():
     """Switch Transformers have their experts in a dictionary of modules."""
     check(switch_transformers(), {"steps": case(2, iterations=(Iteration(length=6),) * 2)}, num_ranks=2)

@@ -11,7 +11,7 @@ from listed_experts import SparseModel
 from searching import model_of
 
 import shardwright.torch as sw
-from choices import combinations_of, in_every_run, in_sweep
+from choices import combinations_of, in_every_run, in_sweep, thorough
 from shardwright.testing import run_ranks
 from shardwright.torch.run.context import context
 from shardwright.torch.tensor_parallel.divide import settle_gradients
@@ -117,7 +117,7 @@ def test_bytes_of_the_rank_that_sends_most_are_those_of_the_plan():
     ("name", "settings"),
     [
         ("llama", {**GRID, **BOTH}),
-        ("llama, shifted", {**GRID, **BOTH}),
+        thorough("llama, shifted", {**GRID, **BOTH}),
         *(in_sweep(name, settings) for name in ("gpt2", "bert") for settings in (GRID, {**GRID, **BOTH})),
         in_sweep("llama", GRID),
         in_sweep("llama, shifted", GRID),
@@ -154,12 +154,13 @@ def test_bytes_are_those_of_the_plan_whether_the_planner_cuts_sequences_or_not()
         assert sent == planned > 0, calls
 
 
-@pytest.mark.parametrize("name", ["mixtral, router logits", "listed"])
+@pytest.mark.parametrize("name", [thorough("mixtral, router logits"), "listed"])
 def test_bytes_of_shared_experts_are_those_of_the_plan(name):
     for sent, planned, calls in run_ranks(sent_and_planned, 2, name, 1, EXPERTS, timeout_s=120):
         assert sent == planned > 0, calls
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "settings",
     [{**EXPERTS, **BOTH}, in_sweep(GRID_OF_EXPERTS), in_sweep({**SEQUENCES, **EXPERTS})],

@@ -9,7 +9,7 @@ from test_shared_layers import CHANGING, RECOMPUTED, SCHEDULES, adamw, case, che
 from torch import Tensor, nn
 from transparency import Case, Iteration, Recipe, differences_by_case
 
-from choices import in_sweep
+from choices import in_sweep, thorough
 from shardwright.testing import run_ranks
 
 SHARDED = {"sdp_param_persistence_threshold": 20, "pipeline_parallel_degree": 1}
@@ -26,12 +26,9 @@ def clip_values(model: Any) -> None:
     nn.utils.clip_grad_value_(model.parameters(), 1e-3)
 
 
-def test_rows_of_parts():
-    cases = {
-        "three steps": case(2, DEGREE_2, clip=clip_norm),
-        "in every backward": case(2, {**DEGREE_2, "sdp_reduce_every_microbatch": True}, clip=clip_norm),
-    }
-    check(language(), cases, num_ranks=4)
+@pytest.mark.parametrize("more", [{}, thorough({"sdp_reduce_every_microbatch": True})], ids=str)
+def test_rows_of_parts(more):
+    check(language(), {"three steps": case(2, {**DEGREE_2, **more}, clip=clip_norm)}, num_ranks=4)
 
 
 @pytest.mark.thorough
@@ -50,7 +47,7 @@ def test_optimizer_state_of_parts():
     check(language(tied=True, dropout=0.1), cases, num_ranks=4)
 
 
-@pytest.mark.parametrize("kind", ["1f1b", in_sweep("zb_v"), in_sweep("interleaved_1f1b")])
+@pytest.mark.parametrize("kind", [thorough("1f1b"), in_sweep("zb_v"), in_sweep("interleaved_1f1b")])
 def test_stages_of_rows_of_parts(kind):
     """Eight ranks: two stages, each shared by rows and by layers."""
     settings = {**THREE_AXES, **SCHEDULES[kind]}
@@ -146,6 +143,7 @@ def memory_of_a_rank(settings: dict[str, Any]) -> tuple[int, int, int, int]:
     return sum(p.numel() for p in parameters), rows, state, rest
 
 
+@pytest.mark.thorough
 def test_a_rank_keeps_its_share():
     """Of 8 ranks, 2 are stages, 2 share rows and 2 share layers: each has a quarter of its stage."""
     found = run_ranks(memory_of_a_rank, 8, {**THREE_AXES, "tensor_parallel_degree": 2}, timeout_s=200)

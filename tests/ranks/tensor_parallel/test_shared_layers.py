@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transparency import EVALUATION, Case, Iteration, Recipe, differences_by_case
 from zoo import ZOO
 
-from choices import in_every_run, in_sweep
+from choices import in_every_run, in_sweep, thorough
 from shardwright.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
@@ -101,7 +101,6 @@ RECOMPUTED = {"activation_checkpointing": "full"}
 @pytest.mark.parametrize("num_ranks", [in_sweep(2), 3, in_sweep(4)])
 def test_ranks_share_every_layer(num_ranks):
     cases = {
-        "three steps": case(num_ranks),
         "other shapes, evaluations, gradients of two steps": case(num_ranks, iterations=CHANGING),
         "recomputed": case(num_ranks, RECOMPUTED, optimizer_first=True),
     }
@@ -113,12 +112,17 @@ def test_tied_weights_and_dropout():
     check(language(tied=True, dropout=0.1), cases, num_ranks=2)
 
 
+def test_stages_of_shared_layers():
+    zb_v = case(2, {"microbatches": 4, **SCHEDULES["zb_v"]})
+    check(language(tied=True, dropout=0.1), {"zb_v": zb_v}, num_ranks=4)
+
+
 @pytest.mark.parametrize(
     "kinds",
-    [in_sweep(("gpipe", "1f1b")), in_sweep(("interleaved_1f1b",)), ("zb_h1", "zb_v")],
+    [in_sweep(("gpipe", "1f1b")), in_sweep(("interleaved_1f1b",)), thorough(("zb_h1", "zb_v"))],
     ids="+".join,
 )
-def test_stages_of_shared_layers(kinds):
+def test_recomputed_stages_of_shared_layers(kinds):
     """A rank of the pipeline is a group of ranks here: each has its part of the stage."""
     cases = {kind: case(2, {"microbatches": 4, **SCHEDULES[kind]}) for kind in kinds}
     cases["recomputed"] = case(
@@ -127,15 +131,14 @@ def test_stages_of_shared_layers(kinds):
     check(language(tied=True, dropout=0.1), cases, num_ranks=4)
 
 
-def test_replicas_of_shared_layers():
-    cases = {
-        "two replicas": case(2, {"pipeline_parallel_degree": 1}, iterations=CHANGING),
-        "in another order": case(2, {"pipeline_parallel_degree": 1, "placement_strategy": "TPD"}),
-    }
-    check(language(tied=True, dropout=0.1), cases, num_ranks=4)
+@pytest.mark.parametrize("more", [{"placement_strategy": "TPD"}, thorough({})], ids=["TPD", "DPT"])
+def test_replicas_of_shared_layers(more):
+    given = {"pipeline_parallel_degree": 1, **more}
+    replicas = case(2, given) if more else case(2, given, iterations=CHANGING)
+    check(language(tied=True, dropout=0.1), {"two replicas": replicas}, num_ranks=4)
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_stages_and_replicas_of_shared_layers():
     settings = {"pipeline_parallel_degree": 2, "data_parallel_degree": 2}
     settings |= {"microbatches": 4, **SCHEDULES["zb_v"], **RECOMPUTED}

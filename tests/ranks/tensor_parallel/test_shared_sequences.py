@@ -12,7 +12,7 @@ from test_shared_layers import CHANGING, RECOMPUTED, SCHEDULES, adamw, check, la
 from torch import Tensor, nn
 from transparency import Case, Iteration, Recipe, differences_by_case
 
-from choices import in_every_run, thorough
+from choices import in_every_run, in_sweep, thorough
 from shardwright.testing import RanksFailedError, run_ranks
 from shardwright.torch.tensor_parallel.rules import ring_attention
 
@@ -25,7 +25,7 @@ def case(context: int, settings: Mapping[str, Any] | None = None, **more: Any) -
     return Case(config={**config, **(settings or {})}, **given)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [thorough(2), 3])
 def test_ranks_share_sequences(num_ranks):
     cases = {"three steps": case(num_ranks, iterations=(Iteration(length=11),) * 3)}
     if num_ranks == 2:
@@ -34,10 +34,12 @@ def test_ranks_share_sequences(num_ranks):
     check(language(tied=True, dropout=0.1), cases, num_ranks=num_ranks)
 
 
-@pytest.mark.parametrize(
-    "kinds", in_every_run([("1f1b", "zb_h1"), ("interleaved_1f1b", "zb_v")], [("interleaved_1f1b", "zb_v")])
-)
-def test_stages_of_shared_sequences(kinds):
+def test_stages_of_shared_sequences():
+    check(language(dropout=0.1), {"": case(2, {"microbatches": 4, **SCHEDULES["zb_v"]})}, num_ranks=4)
+
+
+@pytest.mark.parametrize("kinds", [in_sweep(("1f1b", "zb_h1")), thorough(("interleaved_1f1b", "zb_v"))])
+def test_recomputed_stages_of_shared_sequences(kinds):
     cases = {kind: case(2, {"microbatches": 4, **SCHEDULES[kind]}) for kind in kinds}
     cases["recomputed"] = case(
         2, {"microbatches": 4, **SCHEDULES[kinds[-1]], **RECOMPUTED}, iterations=CHANGING
@@ -49,8 +51,11 @@ def clip_norm(model: Any) -> Tensor:
     return nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
-@pytest.mark.thorough
-def test_replicas_and_shards_of_shared_sequences():
+@pytest.mark.parametrize(
+    "kind",
+    [in_sweep("two replicas"), in_sweep("in another order"), thorough("shards"), in_sweep("shared updates")],
+)
+def test_replicas_and_shards_of_shared_sequences(kind):
     alone = {"pipeline_parallel_degree": 1}
     shards = {**alone, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 20}
     cases = {
@@ -59,20 +64,23 @@ def test_replicas_and_shards_of_shared_sequences():
         "shards": case(2, shards, clip=clip_norm),
         "shared updates": case(2, {**alone, "shard_optimizer_state": True}),
     }
-    check(language(), cases, num_ranks=4)
+    check(language(), {kind: cases[kind]}, num_ranks=4)
 
 
 BOTH = {"context_parallel_degree": 1, "tensor_parallel_degree": 2, "sequence_parallel": True}
 
 
 def test_ranks_share_layers_and_sequences():
-    settings = {**BOTH, "microbatches": 4}
-    cases = {
-        "three steps": case(2, BOTH, iterations=(Iteration(length=11),) * 3),
-        "other shapes": case(2, {**BOTH, **RECOMPUTED}, iterations=CHANGING),
-    }
-    check(language(dropout=0.1), cases, num_ranks=2)
-    check(language(tied=True), {"zb_v": case(2, {**settings, **SCHEDULES["zb_v"]})}, num_ranks=4)
+    steps = case(2, BOTH, iterations=(Iteration(length=11),) * 3)
+    check(language(dropout=0.1), {"three steps": steps}, num_ranks=2)
+
+
+@pytest.mark.thorough
+def test_stages_and_recomputation_of_both():
+    shapes = case(2, {**BOTH, **RECOMPUTED}, iterations=CHANGING)
+    check(language(dropout=0.1), {"other shapes": shapes}, num_ranks=2)
+    stages = case(2, {**BOTH, "microbatches": 4, **SCHEDULES["zb_v"]})
+    check(language(tied=True), {"zb_v": stages}, num_ranks=4)
 
 
 def of_hugging_face(name: str) -> Recipe:
@@ -121,27 +129,27 @@ def differences_in_a_ring(cases: Mapping[str, Case]) -> tuple[dict[str, list[str
         return differences_in_64_bits("llama with one head", cases), forward.call_count
 
 
-def test_long_sequences_go_around_in_a_ring():
+@pytest.mark.parametrize("settings", [{}, thorough(RECOMPUTED)], ids=["ring", "recomputed"])
+def test_long_sequences_go_around_in_a_ring(settings):
     """Ranks cannot share its head, and need not gather its keys and values."""
-    uneven = (Iteration(length=11),) * 2
-    cases = {"ring": case(3, iterations=uneven), "recomputed": case(3, RECOMPUTED, iterations=uneven)}
+    cases = {"ring": case(3, settings, iterations=(Iteration(length=11),) * 2)}
     found = run_ranks(differences_in_a_ring, 3, cases, timeout_s=200)
     assert [differences for differences, _ in found] == [{}] * 3
-    assert all(count >= 2 * 2 * 2 * 2 for _, count in found)  # cases, steps, microbatches, layers
+    assert all(count >= 2 * 2 * 2 for _, count in found)  # steps, microbatches, layers
 
 
 @pytest.mark.parametrize("num_ranks", in_every_run([2, 3], [2]))
-@pytest.mark.parametrize("name", ["llama", thorough("gpt2"), thorough("bert")])
+@pytest.mark.parametrize("name", ["llama", in_sweep("gpt2"), thorough("bert")])
 def test_models_of_hugging_face(name, num_ranks):
     uneven = Iteration(length=11, batch_size=5)
-    layers = {**BOTH, "tensor_parallel_degree": num_ranks}
-    cases = {
-        "three steps": case(num_ranks, iterations=(uneven,) * 3),
-        "layers, too": case(num_ranks, layers, iterations=(uneven,)),
-    }
+    cases = {"three steps": case(num_ranks, iterations=(uneven,) * 3)}
+    if name != "llama":
+        layers = {**BOTH, "tensor_parallel_degree": num_ranks}
+        cases["layers, too"] = case(num_ranks, layers, iterations=(uneven,))
     check_model(name, cases, num_ranks=num_ranks)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", in_every_run(["llama", "gpt2", "bert"], ["llama"]))
 def test_stages_of_models_of_hugging_face(name):
     check_model(name, {"1f1b": case(2, {"microbatches": 4, "pipeline": "1f1b"})}, num_ranks=4)

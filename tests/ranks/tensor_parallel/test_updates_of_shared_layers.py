@@ -143,6 +143,7 @@ def test_all_ranks_see_an_overflow_on_one():
     assert run_ranks(on_rank, 2) == [(True, 32.0, True)] * 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("num_ranks", "settings"), AXES, ids=["layers", "rows"])
 def test_all_ranks_stop_where_the_gradient_of_one_is_not_finite(num_ranks, settings):
     def on_rank(settings):

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from choices import in_every_run
 from shardwright.errors import LaunchError, UsageError
 from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
+from shardwright.testing.run import Run
 
 
 @dataclasses.dataclass
@@ -236,10 +238,9 @@ def test_a_hang_ends_with_every_stack():
             threading.Event().wait()
         dist.barrier()
 
-    before_s = time.monotonic()
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(hang_here, 3, timeout_s=1.0)
-    assert time.monotonic() - before_s < 30  # a fork server may have to start first
+    assert all(1 <= outcome.seconds < 30 for outcome in caught.value.outcomes)
     text = str(caught.value)
     assert text.startswith("3 of 3 ranks did not end within 1 s: 0, 1, 2.")
     assert "pass timeout_s=2" in text
@@ -267,12 +268,20 @@ def test_the_others_are_stopped_soon_after_the_first_failure():
             raise ValueError("boom")
         threading.Event().wait()
 
-    before_s = time.monotonic()
     with pytest.raises(RanksFailedError, match="boom") as caught:
-        run_ranks(fail_and_wait, 2, grace_s=0.2)
-    assert time.monotonic() - before_s < 10
+        run_ranks(fail_and_wait, 2, grace_s=0.2, timeout_s=300)
     assert caught.value.outcomes[1].stopped == "grace"
     assert "stopped, because another rank had failed" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("grace_s", "limit"), [(0.2, (100.2, "grace")), (20.0, (110.0, "timeout")), (None, (110.0, "timeout"))]
+)
+def test_the_grace_counts_from_the_first_failure(grace_s, limit):
+    """Bug: the test above asked a clock, by which a fork server had to start where another had been ended."""
+    run = Run.__new__(Run)
+    run._job, run._first_failure_at_s = SimpleNamespace(grace_s=grace_s), 100.0
+    assert run._next_limit(110.0) == limit
 
 
 def test_outcomes_tell_what_survivors_of_an_expected_death_saw():
@@ -334,11 +343,13 @@ def test_preloaded_modules_are_there_before_the_function_runs():
     assert run_ranks(lambda: module in sys.modules, 1, preload=[module]) == [True]
 
 
+@pytest.mark.thorough  # the server has to start again
 def test_a_module_that_cannot_be_preloaded_is_named():
     with pytest.raises(LaunchError, match="No module named 'no_such_module'"):
         run_ranks(total_of_ranks, 1, preload=["no_such_module"])
 
 
+@pytest.mark.thorough
 def test_a_rank_can_run_ranks():
     def nested():
         return run_ranks(total_of_ranks, 2)

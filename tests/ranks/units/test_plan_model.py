@@ -1,5 +1,7 @@
 """A plan that was made without ranks, followed by ranks."""
 
+import pytest
+
 from shardwright.testing import run_ranks
 
 
@@ -45,6 +47,7 @@ def test_ranks_follow_a_plan_that_was_made_from_a_model_without_data():
     assert sorted(first + second) == [f"{i}.0.{what}" for i in range(4) for what in ("bias", "weight")]
 
 
+@pytest.mark.thorough
 def test_degrees_that_were_searched_for_run_as_they_are():
     def on_each_rank():
         import torch

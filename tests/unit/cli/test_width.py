@@ -13,6 +13,7 @@ from planned import planned
 from cli.calling import Terminal, call
 from fits import too_wide
 from shardwright.cli.commands import probe, profile
+from shardwright.observe import following
 
 TASK = ("llama3-8b", "p4d.24xlarge*2", "--batch", "512")
 
@@ -30,6 +31,7 @@ def shown(tmp_path, monkeypatch, capsys):
     for reader in READERS:
         if reader.name in ("cluster.yaml", "config.json", "prices.json", "profile.json"):
             reader.write(tmp_path)
+    monkeypatch.setattr(following, "_SILENT_S", 0.2)  # what writes the run has ended
     # Ranks that measure leave their files, which are there.
     for module in (probe, profile):
         monkeypatch.setattr(module, "run_for_files", lambda *_, **__: True)

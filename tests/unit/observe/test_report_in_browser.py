@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from planned import planned
 
+from choices import thorough
 from observe.run_folders import run_folder
 from shardwright.observe.report import gather, write_comparison, write_report
 from shardwright.observe.report.gathered.comparison import compare
@@ -131,8 +132,11 @@ def comparison(tmp_path_factory: pytest.TempPathFactory, report: Path) -> Path:
     return write_comparison(compare(gather(report.parent), gather(other)), folder / "compare.html")
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("phone", [False, True], ids=["1280", "390"])
+@pytest.mark.parametrize(
+    ("phone", "dark"),
+    [(True, False), (False, True), thorough(True, True), thorough(False, False)],
+    ids=["390-light", "1280-dark", "390-dark", "1280-light"],
+)
 def test_pages_fit_and_answer_first(
     browser: Any, report: Path, comparison: Path, phone: bool, dark: bool
 ) -> None:
@@ -151,6 +155,7 @@ def test_pages_fit_and_answer_first(
         assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
 
 
+@pytest.mark.thorough
 def test_a_phone_shows_some_of_many_ranks(browser: Any, tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", planned(ranks=512, microbatches=2, unit=EVIL), trace=False)
     show(browser, write_report(folder, folder / "report.html"), phone=True)

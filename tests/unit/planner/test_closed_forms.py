@@ -215,6 +215,7 @@ def test_layers_are_shared_where_that_is_fastest() -> None:
     assert "1 cannot be planned" in plan.why[-1]
 
 
+@pytest.mark.thorough
 def test_measured_units_count_before_estimates() -> None:
     """Ten times as slow as estimated, units hide the sums that seemed to make replicas slow."""
     machines = cluster(per_node=2, flops=1e13, far=1e9)
