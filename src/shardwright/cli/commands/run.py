@@ -226,7 +226,7 @@ def _command(request: LaunchRequest) -> RunRecord:
     own = len(words) - len(request.arguments)  # what follows belongs to the script
     words = [word for place, word in enumerate(words) if place >= own or word != "--fresh"]
     return RunRecord(
-        script=request.target if request.is_module else str(Path(request.target).absolute()),
+        script=request.named_after,
         arguments=request.arguments,
         settings=json.loads(json.dumps(settings, default=str)),
         command=shlex.join(["shardwright", *words]),
