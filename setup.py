@@ -1,4 +1,4 @@
-"""Writes the README for an index page, which lacks the files of the repository; pyproject.toml has the rest."""
+"""Writes the README for an index page, which lacks the other files; pyproject.toml has the rest."""
 
 import re
 from pathlib import Path
