@@ -8,7 +8,7 @@ FROM python:${PYTHON}-slim
 
 ARG PIP_ARGS=
 WORKDIR /opt/shardwright
-COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY constraints.txt pyproject.toml setup.py README.md LICENSE ./
 COPY src src
 COPY examples examples
 RUN pip install --no-cache-dir $PIP_ARGS -c constraints.txt torch \

@@ -157,7 +157,11 @@ def beside_prediction(measured_s: float, predicted_s: float) -> str:
 
     >>> beside_prediction(0.5, 0.4), beside_prediction(0.3, 0.4), beside_prediction(0.4, 0.4)
     ('25% slower than predicted (400 ms)', '25% faster than predicted (400 ms)', 'as predicted (400 ms)')
+    >>> beside_prediction(12.6, 0.4)
+    '31.5 times the predicted 400 ms'
     """
+    if measured_s > 2 * predicted_s:
+        return f"{measured_s / predicted_s:.1f} times the predicted {format_seconds(predicted_s)}"
     percent = round((measured_s / predicted_s - 1) * 100)
     told = f"{abs(percent)}% {'slower' if percent > 0 else 'faster'} than" if percent else "as"
     return f"{told} predicted ({format_seconds(predicted_s)})"

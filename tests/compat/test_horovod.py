@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwright.errors import UsageError
 from shardwright.testing import run_ranks
 from smdistributed import horovod
 
@@ -140,3 +141,30 @@ def test_a_real_horovod_is_found_first_and_nothing_is_installed_over_it(folder, 
     assert horovod.is_ours() is False
     with pytest.raises(FileExistsError, match="a real Horovod is installed"):
         horovod.install()
+
+
+@pytest.mark.parametrize(
+    ("asks", "remedy"),
+    [
+        ("import horovod.torch as hvd; hvd.Adasum", r"horovod.torch.Adasum is not here.*hvd.Average"),
+        ("import horovod.torch as hvd; hvd.elastic", r"--max-restarts"),
+        ("import horovod.torch.elastic", r"--max-restarts"),
+        ("import horovod; horovod.run(print, np=2)", r"horovod.run is not here.*shardwright run -n 2"),
+        ("from horovod import run", r"shardwright run -n 2"),
+        ("from horovod.runner import run", r"shardwright run -n 2"),
+        ("import horovod.torch as hvd; hvd.mpi_built_since", r"compat/README.md lists its names"),
+    ],
+)
+def test_a_name_that_is_not_here_says_what_to_do(folder, asks, remedy):
+    """Each was a bare AttributeError, ImportError or ModuleNotFoundError."""
+    horovod.provide()
+    with pytest.raises(UsageError, match=remedy):
+        exec(asks, {})
+
+
+def test_a_script_may_ask_whether_a_name_is_here(folder):
+    horovod.provide()
+    import horovod.torch as hvd
+
+    assert hasattr(hvd, "Sum")
+    assert not hasattr(hvd, "Adasum")

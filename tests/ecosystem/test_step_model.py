@@ -101,6 +101,33 @@ def test_a_loss_that_was_multiplied_is_refused(run: None) -> None:
         (model(x, labels=labels)["loss"] * 0.5).backward()
 
 
+class Counted(Tagger):
+    """Divides its loss by the labels of the whole update, as models of transformers do when told."""
+
+    def forward(self, x: Tensor, labels: Tensor, num_items_in_batch: object = None) -> object:  # type: ignore[override]
+        logits = self.body(x).flatten(0, 1)
+        return {
+            "loss": nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+            / num_items_in_batch
+        }
+
+
+def test_a_loss_divided_by_the_labels_of_an_update(run: None) -> None:
+    """It was weighed once more, by the labels of its microbatches, and the factor of the loop was refused."""
+    x, labels = batch()
+    num_items = int(labels.ne(-100).sum())
+    plain = Counted()
+    plain(x, labels, num_items)["loss"].backward()
+    model = StepModel(Counted(), accumulation=2)
+    for half in (slice(0, 3), slice(3, 8)):
+        loss = model(x[half], labels=labels[half], num_items_in_batch=num_items)["loss"]
+        (loss * 2 / 2).backward()  # the loop's factor, and Accelerate's
+    assert torch.allclose(model.get_module().body.weight.grad, plain.body.weight.grad, atol=1e-12)
+    loss = model(x, labels=labels, num_items_in_batch=num_items)["loss"]
+    with pytest.raises(UsageError, match=r"multiplied by 1 .*not by 2 \(calls of an update \* replicas\)"):
+        (loss / 2).backward()
+
+
 def test_a_second_backward_is_refused(run: None) -> None:
     model = StepModel(Tagger())
     x, labels = batch()

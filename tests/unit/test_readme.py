@@ -1,6 +1,7 @@
-"""The README as an index page shows it, what it says of extras, and the files of a public project."""
+"""The README in a checkout and on an index page, what it says of extras, and files of a public project."""
 
 import re
+import runpy
 import tomllib
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 REPOSITORY = "https://github.com/shardwright/shardwright"
-RAW = "https://raw.githubusercontent.com/shardwright/shardwright/main/"
+RAW = "https://raw.githubusercontent.com/shardwright/shardwright/main"
 
 
 @pytest.fixture(scope="module")
@@ -27,16 +28,33 @@ def test_it_is_short(readme: str) -> None:
     assert len(readme.splitlines()) < 150
 
 
+def links_of(page: str) -> list[str]:
+    found = re.findall(r"\]\(([^)]+)\)", re.sub(r"```.*?```", "", page, flags=re.DOTALL))
+    assert len(found) > 10
+    return found
+
+
+def test_nothing_depends_on_an_address(readme: str) -> None:
+    """In a checkout all links lead to files that are there."""
+    for link in links_of(readme):
+        if not link.startswith("#"):
+            assert (ROOT / link).is_file(), link
+    assert "https://" not in readme
+
+
 def test_links_work_on_an_index_page(readme: str) -> None:
-    """Relative ones do not. Those to the repository lead to files that are there."""
-    prose = re.sub(r"```.*?```", "", readme, flags=re.DOTALL)
-    links = re.findall(r"\]\(([^)]+)\)", prose)
-    assert len(links) > 10
-    for link in links:
-        assert link.startswith("https://"), link
-        for prefix in (f"{REPOSITORY}/blob/main/", RAW):
-            if link.startswith(prefix):
-                assert (ROOT / link.removeprefix(prefix)).is_file(), link
+    """Relative ones do not: the package has them written out."""
+    page = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["for_an_index"](readme)
+    assert len(links_of(page)) == len(links_of(readme))
+    for link in links_of(page):
+        kept = f"{RAW}/" if link.endswith(".png") else f"{REPOSITORY}/blob/main/"
+        assert link.startswith(("#", kept)), link
+
+
+def test_the_first_screen_has_the_change_and_the_commands_before_what_never_ran(readme: str) -> None:
+    places = [readme.index(each) for each in ("```diff", "make demo", "make test", "never run")]
+    assert places == sorted(places)
+    assert readme[: places[2]].count("\n") < 45
 
 
 def test_extras_are_those_of_the_package(readme: str, project: dict[str, object]) -> None:
@@ -44,8 +62,8 @@ def test_extras_are_those_of_the_package(readme: str, project: dict[str, object]
     assert isinstance(extras, dict)
     table = readme.partition("| extra |")[2].partition("\n\n")[0]
     named = set(re.findall(r"`([a-z]+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:])))
-    # The report needs nothing more than the package; docs and dev are for those who change it.
-    assert named == set(extras) - {"report", "docs", "dev"}
+    assert named == set(extras) - {"docs", "dev"}  # these are for those who change it
+    assert all(extras.values()), "an empty extra"
 
 
 def test_workflows_run_targets_that_exist() -> None:

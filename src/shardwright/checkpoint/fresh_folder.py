@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shardwright.checkpoint.disk import Disk
 from shardwright.errors import CheckpointError
+from shardwright.quantities import counted
 
 __all__ = ["fresh_folder", "refuse_filled"]
 
@@ -55,6 +56,6 @@ def refuse_filled(target: Path) -> None:
     found = sorted(path.name for path in target.iterdir())
     if found:
         raise CheckpointError(
-            f"{target} is there already, with {len(found)} files ({', '.join(found[:3])}"
+            f"{target} is there already, with {counted(len(found), 'file')} ({', '.join(found[:3])}"
             f"{', ...' if len(found) > 3 else ''}). Nothing is written over: give the name of a new folder."
         )

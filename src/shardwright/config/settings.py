@@ -27,6 +27,7 @@ from shardwright.config.values import (
 from shardwright.errors import ConfigError
 from shardwright.limits import MOST_BYTES, MOST_DIMS, MOST_ELEMENTS, MOST_RANKS
 from shardwright.mesh import canonical_placement
+from shardwright.printable import shown
 from shardwright.quantities import parse_bytes
 
 __all__ = ["PipelineKind", "Settings"]
@@ -258,6 +259,8 @@ class Settings(BaseModel):
             num_bytes = 0
         if num_bytes < 1:
             raise ValueError("it must be a size such as 6GiB or 500MB, or a number of bytes")
+        if num_bytes < 1000:  # of a number without a unit
+            raise ValueError(f"{shown(value)} means bytes, which holds no model: write a unit, as in 8GiB")
         return num_bytes
 
     @property

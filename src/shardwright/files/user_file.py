@@ -62,6 +62,11 @@ class UserFile:
         """The kind of the file, and its path as a console shows it."""
         return f"{self.what} {printable(os.fspath(self.path))}".strip()
 
+    def _inside(self) -> str:
+        """The plan in a run folder that is named in its place."""
+        plan = Path(self.path) / "plan.json"
+        return f". The plan in it: {printable(str(plan))}" if plan.is_file() else ""
+
     def refused(self, problem: str) -> ShardwrightError:
         """The error to raise; the problem goes on from the name of the file."""
         return self.error(f"{self} {problem}.{self.advice and f' {self.advice}.'}")
@@ -148,7 +153,7 @@ class UserFile:
         except ShardwrightError:
             raise
         except OSError as error:
-            raise self.refused(f"cannot be read: {error.strerror}") from error
+            raise self.refused(f"cannot be read: {error.strerror}{self._inside()}") from error
         except ValueError as error:  # of a path with a NUL in it
             raise self.refused(f"cannot be read: {error}") from error
 

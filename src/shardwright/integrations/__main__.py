@@ -11,10 +11,13 @@ from shardwright.cpu_mode.script import from_command_line
 
 _STANDS_IN = {
     "accelerate": "shardwright.integrations.accelerate",
-    "transformers": "shardwright.integrations.transformers",
+    "transformers.trainer": "shardwright.integrations.transformers",
     "lightning.pytorch": "shardwright.integrations.lightning",
 }
-"""A library -> the module whose public names stand for those of the library."""
+"""A module -> that whose public names stand for its own.
+
+Not ``transformers``: peft imports it while half of peft is there, and the Trainer asks for the other half.
+"""
 
 _USAGE = """\
 usage: python -m shardwright.integrations SCRIPT [ARGUMENTS]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import PartialState
 from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor, nn
 
@@ -82,6 +83,16 @@ class Accelerator(accelerate.Accelerator):
     def process_index(self) -> int:
         """The replica of this rank."""
         return sw.dp_rank()
+
+    def split_between_processes(
+        self, inputs: Any, apply_padding: bool = False
+    ) -> AbstractContextManager[Any]:
+        """The part of this replica: all of its ranks have the same."""
+        counts_replicas: Any = self
+        part: AbstractContextManager[Any] = PartialState.split_between_processes(
+            counts_replicas, inputs, apply_padding
+        )
+        return part
 
     # ---- preparing ----
 
@@ -176,6 +187,10 @@ class Accelerator(accelerate.Accelerator):
         """The whole model's state, under the names of the module inside; call it on all ranks."""
         return model.state_dict()
 
+    def save_model(self, model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Writes the whole model, with arguments as for `accelerate.Accelerator`; call it on all ranks."""
+        super().save_model(_Whole(self.get_state_dict(model)), save_directory, *args, **kwargs)
+
     def save_state(self, output_dir: str | None = None, *_: Any, **__: Any) -> str:
         """Saves model, optimizers, schedulers and generators; call it on all ranks, between two steps.
 
@@ -197,14 +212,25 @@ class Accelerator(accelerate.Accelerator):
             checkpoints.resume()
 
     def _checkpoints(self, folder: str) -> sw.Checkpoints:
-        objects = (*self._schedulers, *self._custom_objects)
-        state = {f"{type(each).__name__}_{number}": each for number, each in enumerate(objects)}
+        kinds = (("scheduler", self._schedulers), ("registered", self._custom_objects))
+        state = {f"{kind}_{number}": each for kind, found in kinds for number, each in enumerate(found)}
         return sw.Checkpoints(Path(folder), state=state, asynchronous=False, signals=())
 
     def _folder(self, given: str | None, call: str) -> str:
         if given is None:
             raise UsageError(f'accelerator.{call}() needs a folder: accelerator.{call}("checkpoints/first").')
         return given
+
+
+class _Whole(nn.Module):
+    """Has the state of a whole model, where the model itself has no data of other ranks' layers."""
+
+    def __init__(self, state: dict[str, Any]):
+        super().__init__()
+        self._state = state
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return self._state
 
 
 class _Optimizer(AcceleratedOptimizer):

@@ -33,6 +33,10 @@ _REMEDY = (
 )
 
 
+_NUM_ITEMS = "num_items_in_batch"
+"""The labels that count in all batches of an update, by which a model of transformers divides its loss."""
+
+
 class StepModel(sw.DistributedModel):
     """A `DistributedModel` that may be called outside of step functions.
 
@@ -60,6 +64,7 @@ class StepModel(sw.DistributedModel):
         self._autocast = autocast
         self._training_outputs = training_outputs
         self._awaits_backward = False
+        self._factor = 1
         whole = ["samples", "num_labels"]
         self._train = sw.step(non_split_inputs=whole)(self._train_microbatch)
         self._evaluate = sw.step(non_split_inputs=whole)(self._evaluate_microbatch)
@@ -78,9 +83,12 @@ class StepModel(sw.DistributedModel):
         if trains:
             self.refuse_waiting("the model is called again")
         run = self._train if trains else self._evaluate
-        outputs, loss = run(
-            args, kwargs, samples=batch_size(args, kwargs), num_labels=self._num_labels(kwargs)
-        )
+        num_labels = self._num_labels(kwargs)
+        if kwargs.get(_NUM_ITEMS) is not None:
+            num_labels = _of_update(kwargs[_NUM_ITEMS], num_labels)
+            kwargs = {**kwargs, _NUM_ITEMS: True}  # each microbatch is told its own
+        self._factor = self._factor_of(kwargs)
+        outputs, loss = run(args, kwargs, samples=batch_size(args, kwargs), num_labels=num_labels)
         outputs = map_tree(_whole, outputs)
         mean = _loss_of(outputs)  # over the microbatches, whatever their shares
         if loss is None or mean is None:
@@ -118,18 +126,23 @@ class StepModel(sw.DistributedModel):
         if not self._awaits_backward:
             raise UsageError(f"{user_line()}: this is the second backward of one loss. {_REMEDY}")
         factor *= self.accumulation
-        if abs(factor - 1) > 1e-6:
+        if abs(factor - self._factor) > 1e-6:
+            wanted = (
+                "" if self._factor == 1 else f", and not by {self._factor} (calls of an update * replicas)"
+            )
             raise UsageError(
-                f"{user_line()}: the loss was multiplied by {factor:g} before accelerator.backward(loss). "
-                f"{_REMEDY} To accumulate over batches, set Accelerator(gradient_accumulation_steps=...), "
-                "and divide nothing."
+                f"{user_line()}: the loss was multiplied by {factor:g} before accelerator.backward(loss)"
+                f"{wanted}. {_REMEDY} To accumulate over batches, set "
+                "Accelerator(gradient_accumulation_steps=...), and divide nothing; or give the model "
+                f"{_NUM_ITEMS}, and multiply its loss by accelerator.gradient_accumulation_steps * "
+                "accelerator.num_processes."
             )
         self._awaits_backward = False
 
     # ---- inside ----
 
     def _train_microbatch(self, args: Any, kwargs: Any, samples: int, num_labels: Any) -> tuple[Any, Tensor]:
-        outputs = self(*args, **kwargs)
+        outputs = self(*args, **self._with_own_items(kwargs))
         loss = _loss_of(outputs)
         if loss is None:
             raise UsageError(
@@ -138,13 +151,13 @@ class StepModel(sw.DistributedModel):
             )
         own = batch_size(args, kwargs) / samples
         share = self._share(kwargs, own, num_labels)
-        backward_of_share(self, loss, share / self.accumulation, samples=own)
+        backward_of_share(self, loss, share * self._factor_of(kwargs) / self.accumulation, samples=own)
         return map_tree(_kept if self._training_outputs else _number, outputs), loss.detach() * share
 
     def _evaluate_microbatch(
         self, args: Any, kwargs: Any, samples: int, num_labels: Any
     ) -> tuple[Any, Tensor | None]:
-        outputs = self(*args, **kwargs)
+        outputs = self(*args, **self._with_own_items(kwargs))
         loss = _loss_of(outputs)
         if loss is not None:
             loss = loss * self._share(kwargs, batch_size(args, kwargs) / samples, num_labels)
@@ -155,11 +168,36 @@ class StepModel(sw.DistributedModel):
         own = self._num_labels(kwargs)
         return samples if own is None or num_labels is None else own / num_labels
 
+    def _factor_of(self, kwargs: Mapping[str, Any]) -> int:
+        """What the loop multiplies the loss by: with items, it undoes the means over calls and replicas."""
+        return 1 if kwargs.get(_NUM_ITEMS) is None else self.accumulation * sw.dp_size()
+
+    def _with_own_items(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """With the labels of the microbatch that count in the place of those of the update."""
+        if kwargs.get(_NUM_ITEMS) is None:
+            return kwargs
+        return {**kwargs, _NUM_ITEMS: self._num_labels(kwargs)}
+
     def _num_labels(self, kwargs: Mapping[str, Any]) -> Tensor | None:
         labels = kwargs.get("labels")
         if not isinstance(labels, Tensor) or labels.dtype.is_floating_point:
             return None
         return counted_labels(labels, shifted=shifts_labels(self.get_module())).clamp(min=1)
+
+
+def _of_update(num_items: Any, num_labels: Tensor | None) -> Tensor:
+    """The labels that count in an update, as one number.
+
+    Raises:
+        UsageError: the batch has none, by which a microbatch would have its share.
+    """
+    if num_labels is None:
+        raise UsageError(
+            f"{user_line()}: the model is given {_NUM_ITEMS} without labels (a tensor of whole numbers, by "
+            "keyword), so the share of a microbatch is not known. Give it labels=..., or compute the loss in "
+            "a function decorated with @sw.step."
+        )
+    return torch.as_tensor(num_items, dtype=torch.float64).reshape(()).to(num_labels.device)
 
 
 class _LeftOut:

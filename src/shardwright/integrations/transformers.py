@@ -72,6 +72,12 @@ class Trainer(transformers.Trainer):
         """The samples of one update: those of all replicas."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * sw.dp_size())
 
+    def store_flos(self) -> None:
+        """Counts the work of each replica: all of its ranks share one."""
+        before = self.state.total_flos
+        super().store_flos()
+        self.state.total_flos = before + (self.state.total_flos - before) * sw.dp_size() / sw.size()
+
     # ---- a batch ----
 
     def training_step(
@@ -210,10 +216,18 @@ class Trainer(transformers.Trainer):
     def _load_best_model(self) -> None:
         from safetensors.torch import load_file
 
-        folder = Path(str(self.state.best_model_checkpoint))
+        folder, model = Path(str(self.state.best_model_checkpoint)), self._spread_model()
         files = sorted(folder.glob("model*.safetensors"))
+        adapter = folder / "adapter_model.safetensors"
         state = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        self._spread_model().load_state_dict(state, strict=False)  # tied weights are there once
+        if adapter.is_file():
+            state = _of_adapter(model, load_file(adapter))
+        if not state:
+            raise UsageError(
+                f"load_best_model_at_end: {folder} has neither model*.safetensors nor {adapter.name}. Save "
+                "checkpoints in these formats, or load the best one yourself."
+            )
+        model.load_state_dict(state, strict=False)  # tied weights are there once
 
     def _checkpoints(self, folder: str) -> sw.Checkpoints:
         """Of one checkpoint of the Trainer, which keeps and removes them itself."""
@@ -246,6 +260,16 @@ def _tied(model: sw.DistributedModel) -> dict[str, Any]:
     for name, parameter in model.get_module().named_parameters(remove_duplicate=False):
         state[name] = state[first.setdefault(id(parameter), name)]
     return state
+
+
+def _of_adapter(model: sw.DistributedModel, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The saved tensors of an adapter under the names of the model, which have the adapter's own in them."""
+    from peft import get_peft_model_state_dict
+
+    whole = model.state_dict()
+    names = {id(tensor): name for name, tensor in whole.items()}
+    short = get_peft_model_state_dict(model.get_module(), state_dict=whole)
+    return {names[id(tensor)]: saved[name] for name, tensor in short.items()}
 
 
 def _joined(item: Any) -> Any:

@@ -133,7 +133,7 @@ def _parts(interval: _Interval, world_size: int) -> list[str]:
     if interval.seconds > 0:
         if interval.tokens is not None:
             parts.append(f"{format_rate(interval.tokens / interval.seconds)} tok/s")
-        else:
+        elif interval.samples:  # none are known of a batch that is one whole, such as a graph
             parts.append(f"{format_rate(interval.samples / interval.seconds)} samples/s")
         if interval.flops is not None:
             parts.append(f"{_format_flops(interval.flops / interval.seconds / world_size)}/s/rank")

@@ -108,7 +108,7 @@ def format_end(
         steps += f" to step {totals.last_step}"
     loss = "" if totals.loss is None else f", loss {format_loss(totals.loss)}"
     rate, unit = totals.rate
-    parts = [f"{ended}: {steps}{loss}", f"{format_rate(rate)} {unit}"]
+    parts = [f"{ended}: {steps}{loss}", *([f"{format_rate(rate)} {unit}"] if rate else [])]
     speed_up = _speed_up(totals, plan, replicas)
     if speed_up is not None:
         parts.append(f"{speed_up:.2f} times one process")

@@ -74,3 +74,12 @@ def test_what_is_no_run(capsys, runs):
     code, _, err = call(capsys, "compare", "slow", "fats")
     assert code == 2
     assert "there is no fats" in err
+
+
+def test_runs_of_different_models_are_not_ranked(capsys, runs):
+    """The smaller one was "14.77 times as fast"."""
+    other = planned(forward_s=0.005)
+    model = other.model.model_copy(update={"fingerprint": "beef"})
+    run_folder(runs / "small", other.model_copy(update={"model": model}), recorded=True)
+    _, out, _ = call(capsys, "compare", "slow", "small", "--json")
+    assert "They trained different models, so their speed does not compare" in json.loads(out)["verdict"]

@@ -1,11 +1,13 @@
 """A command line that cannot be read: what was asked, what is true, what to do; within 80 columns."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from cli.calling import Terminal, call
 from shardwright.cli import COMMANDS
+from shardwright.cli.commands.run import _where
 
 TASK = "gpt2-1.5b p4d.24xlarge --batch 512"
 
@@ -36,6 +38,11 @@ def refused(monkeypatch, capsys):
         ("run --lr 3 train.py", "run has no option --lr. All of them: shardwright run --help"),
         ("--verison", "there is no option --verison. Did you mean --version? All of them: "),
         ("run -x train.py", "run has no option -x. All of them: shardwright run --help"),
+        ("run --gpus 2 train.py", "run has no option --gpus. Write -n NUMBER"),
+        ("run --nproc 2 train.py", "Write -n NUMBER"),
+        (f"search {TASK} --seq 128", "search has no option --seq. Write --sequence NUMBER"),
+        ("plan make model.py:build -n 2 --seq 128", "the batch says that model.py:build returns."),
+        ("export runs/train", "shardwright ckpt export RUN"),
         ("-n 2 train.py", "-n stands before a command. Put it behind: shardwright run -n 2 train.py"),
         ("run --microbatches 4 train.py", "Write --set microbatches=VALUE, for it is a setting."),
         ("run --tensor-parallel-degree=2 train.py", "Write --set tensor_parallel_degree=VALUE, for"),
@@ -121,3 +128,25 @@ def test_files_that_are_something_else(refused, tmp_path, monkeypatch, option, c
         (tmp_path / "a.json").rename("a.yaml")
     name = next(path.name for path in tmp_path.iterdir() if path.stem == "a")
     assert message in refused("run", option, name, "train.py")
+
+
+def test_a_folder_of_a_run_in_the_place_of_its_plan(refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/plan.json").touch()
+    assert "The plan in it: run/plan.json" in refused("run", "--plan", "run", "train.py")
+
+
+def test_machines_in_the_place_of_a_plan(refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").touch()
+    assert "Machines: shardwright cluster FILE" in refused("explain", "mine.yaml")
+
+
+def test_settings_that_name_the_run_folder_are_obeyed(tmp_path):
+    settings = ["run_dir=elsewhere", "run_name=mine"]
+    assert _where(Path("runs"), None, None, settings) == (Path("elsewhere"), "mine")
+    assert _where(Path("own"), "first", None, settings) == (Path("own"), "first")
+    (tmp_path / "settings.yaml").write_text('run_name: big\nrun_dir: "off"\n')
+    assert _where(Path("runs"), None, tmp_path / "settings.yaml", ()) == (Path("runs"), "big")

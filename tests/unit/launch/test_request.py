@@ -110,3 +110,20 @@ def test_the_torchrun_line_for_several_hosts(script):
 def test_the_torchrun_line_for_a_module(script):
     command = torchrun_command(request_for(script, target="package.train", is_module=True))
     assert command[-2:] == ["-m", "package.train"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["shardwright.integrations", "{script}", "--lr", "1"], "{script}"),
+        (["shardwright.cpu_mode", "-m", "shardwright.integrations", "{script}"], "{script}"),
+        (["shardwright.integrations", "-m", "my.train"], "my.train"),
+        (["my.train", "-m", "x"], "my.train"),
+        (["shardwright.integrations"], "shardwright.integrations"),
+    ],
+)
+def test_a_run_is_named_after_the_script_behind_a_module_of_ours(script, words, expected):
+    """Each was named ``integrations``, and offered to continue another script's run."""
+    target, *arguments = (word.format(script=script) for word in words)
+    request = request_for(script, target=target, is_module=True, arguments=tuple(arguments))
+    assert request.named_after == expected.format(script=script)

@@ -158,6 +158,13 @@ def test_a_script_for_horovod_is_told_where_its_names_come_from():
     assert "python -m smdistributed.horovod install" in report
 
 
+def test_a_script_for_the_second_version_of_smp_is_told_what_is_here():
+    error = "ModuleNotFoundError: No module named 'torch.sagemaker'"
+    report = failure_report([ended(0, 1, error=traceback_of("train.py", error=error))])
+    assert "version 2 of SageMaker" in report
+    assert "docs/coming_from.md" in report
+
+
 @pytest.mark.parametrize(
     ("error", "remedy"),
     [

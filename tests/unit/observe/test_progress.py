@@ -190,3 +190,8 @@ def test_on_a_terminal_one_line_is_updated() -> None:
     run.progress.flush()
     rate = " | 32.0 samples/s"
     assert run.stream.getvalue() == (f"step 1{rate}\nstep 3{rate}\r\x1b[Kstep 5{rate}\r\x1b[Kstep 7{rate}\r")
+
+
+def test_a_batch_that_is_one_whole_has_no_rate_of_samples() -> None:
+    """A graph had 0.00 samples/s."""
+    assert line_of(samples=0) == "step 1"

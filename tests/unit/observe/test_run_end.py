@@ -42,7 +42,7 @@ def test_code_outside_of_the_units_is_told() -> None:
     """A frozen teacher beside the model: "units took 34 times what they took alone", they said."""
     found = totals(9.0, 4.0, 4.0, work_s=5.0, outside_s=1.6)
     assert format_end(found, predicting(1.0), replicas=1) == (
-        "done: 3 steps | 2.00 samples/s | step 4.00 s, 300% slower than predicted (1.00 s)\n"
+        "done: 3 steps | 2.00 samples/s | step 4.00 s, 4.0 times the predicted 1.00 s\n"
         "  the step took 4.0 times its prediction: 1.60 s of it are code outside of the model's units, which "
         "every rank runs and this plan does not count (a teacher? make it a part of the wrapped model)"
     )

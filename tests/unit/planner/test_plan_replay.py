@@ -112,7 +112,9 @@ def test_links_of_a_plan_that_does_not_know_them_are_refused() -> None:
 
 
 def test_sensitivities_name_what_they_assume() -> None:
-    found = {row.name: row for row in sensitivities(planned())}
+    pinned = {"pins": {"microbatches": 4}}
+    one = planned(conditions=False, microbatches=1)
+    found = {row.name: row for row in sensitivities(planned().model_copy(update=pinned))}
     assert list(found) == [
         "10% faster compute",
         "twice the bandwidth",
@@ -125,5 +127,10 @@ def test_sensitivities_name_what_they_assume() -> None:
     assert all(row.step_s + row.saved_s == pytest.approx(base_s) for row in found.values())
     assert found["2 microbatches"].saved_s < 0
     assert "in proportion" in found["8 microbatches"].assumption
-    names = [row.name for row in sensitivities(planned(conditions=False, microbatches=1))]
+    names = [row.name for row in sensitivities(one.model_copy(update=pinned))]
     assert names == ["10% faster compute", "2 microbatches"]
+
+
+def test_microbatches_that_the_planner_has_weighed_are_not_offered() -> None:
+    """It said "4 microbatches -7.2%" beside a runner-up with 4 microbatches that was 4.4% slower."""
+    assert not [row.name for row in sensitivities(planned()) if "microbatch" in row.name]

@@ -28,6 +28,7 @@ _EXAMPLE = re.compile(r"For example:\s+(shardwright .*?)(?:\n\n|$)", re.DOTALL)
 _LEFT_OVER = re.compile(r"unexpected extra arguments?(?:\(s\))? \((.*)\)$", re.DOTALL)
 _OF_OTHERS = {
     "resume": "To continue a run: shardwright run --resume train.py",
+    "export": "To write a model from checkpoints: shardwright ckpt export RUN -o FOLDER",
     **dict.fromkeys(("launch", "start", "train"), "To start ranks: shardwright run -n 2 train.py"),
 }
 """Commands that are not there, by what does it."""
@@ -36,6 +37,11 @@ _OF_TORCHRUN = frozenset(
     "--local-addr --log-dir --master-addr --master-port --monitor-interval --no-python --rdzv-backend "
     "--rdzv-conf --rdzv-id --redirects --role --standalone --start-method --tee".split()
 )
+_IN_OTHER_WORDS = {
+    "-n": frozenset("--gpus --ngpus --nproc --nprocs --num-gpus --num-processes --world-size".split()),
+    "--sequence": frozenset("--seq --seq-len --seq-length --sequence-length --length --context".split()),
+}
+"""Options of ours, and what others call them."""
 _FIRST_LETTER = re.compile(r"^[A-Z](?=[a-z ])")
 
 
@@ -89,6 +95,12 @@ def _no_option(error: Any) -> str:
     said = f"{_command(context)} has no option {_short(typed)}"
     if "--rdzv-endpoint" in options and typed in _OF_TORCHRUN:
         return f"{said}, which is torchrun's. Leave it out; several hosts meet at --rdzv-endpoint."
+    dashed = typed.replace("_", "-")
+    for option, words in _IN_OTHER_WORDS.items():
+        if dashed in words and option in options:
+            return f"{said}. Write {option} NUMBER"
+    if dashed in _IN_OTHER_WORDS["--sequence"]:
+        return f"{said}: how long a sequence is, the batch says that model.py:build returns."
     instead = _by_another_way(typed, options)
     if instead is not None:
         return f"{said}. Write {instead}"

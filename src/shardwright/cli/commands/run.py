@@ -47,7 +47,10 @@ _OWN_NAMES = ("localhost", "127.0.0.1", "[::1]")
 """Endpoints of torchrun lines for one host."""
 _CROWD = 8
 """So many ranks a core, and a note says that they are many."""
+_RUNS = Path("runs")
 _NUM_RANKS = ("--num-ranks", "-n", "--nproc-per-node")  # the last as torchrun has it
+_OURS = ("--set", "--plan", "--run-dir")
+"""Options that hardly any script has."""
 NumRanks = Annotated[
     int | None,
     typer.Option(
@@ -123,7 +126,7 @@ def run(
     plan: PlanFile = None,
     config: ConfigFile = None,
     settings: Settings = None,
-    run_dir: RunDir = Path("runs"),
+    run_dir: RunDir = _RUNS,
     name: Name = None,
     resume: Resume = False,
     fresh: Fresh = False,
@@ -148,6 +151,7 @@ def run(
         raise UsageError(
             "--json is for --dry-run: what a script prints is its own. Add --dry-run, or drop it."
         )
+    run_dir, name = _where(run_dir, name, config, settings or ())
     if num_nodes > 1 and name is None:
         raise UsageError(f"--nnodes {num_nodes} needs --name, so that all hosts write into one run folder.")
     if name is not None:
@@ -203,6 +207,18 @@ def run(
     _launch(request, begun, quiet=quiet, verbose=verbose)
 
 
+def _where(
+    run_dir: Path, name: str | None, config: Path | None, settings: Sequence[str]
+) -> tuple[Path, str | None]:
+    """The folder of run folders and the name of the new one: by options, or else by settings."""
+    given = read_settings(config if config is not None and config.is_file() else None)
+    given |= parse_settings(settings)
+    named, where = given.get("run_name"), given.get("run_dir", "off")
+    if run_dir == _RUNS and where != "off":  # the launcher's logs need a folder
+        run_dir = Path(where)
+    return run_dir, str(named) if name is None and named is not None else name
+
+
 def _again(*, name: str | None, resume: bool, fresh: bool) -> Again:
     if resume and fresh:
         raise UsageError("--resume continues a run, and --fresh begins one. Leave one of them out.")
@@ -226,7 +242,7 @@ def _command(request: LaunchRequest) -> RunRecord:
     own = len(words) - len(request.arguments)  # what follows belongs to the script
     words = [word for place, word in enumerate(words) if place >= own or word != "--fresh"]
     return RunRecord(
-        script=request.target if request.is_module else str(Path(request.target).absolute()),
+        script=request.named_after,
         arguments=request.arguments,
         settings=json.loads(json.dumps(settings, default=str)),
         command=shlex.join(["shardwright", *words]),
@@ -276,16 +292,18 @@ def _note_lone_host(request: LaunchRequest) -> None:
 
 
 def _note_misplaced(script: str, arguments: Sequence[str], *, num_ranks: int | None) -> None:
-    """Says so where the number of ranks stands behind the script, which then gets it.
+    """Says so where an option of ours stands behind the script, which then gets it.
 
     The script may have such an option of its own, so this is no error.
     """
     words = [word.partition("=")[0] for word in arguments]
-    found = next((word for word in words if word.replace("_", "-") in _NUM_RANKS), None)
-    if found is not None and num_ranks is None:
+    wanted = (*(_NUM_RANKS if num_ranks is None else ()), *_OURS)
+    found = next((word for word in words if word.replace("_", "-") in wanted), None)
+    if found is not None:
+        value = {"--set": "KEY=VALUE", "--plan": "FILE", "--run-dir": "DIR"}.get(found.replace("_", "-"), 2)
         say(
             f"note: {found} stands after {script}, so {script} gets it. For shardwright, put it before: "
-            f"shardwright run {found} 2 {script}"
+            f"shardwright run {found} {value} {script}"
         )
 
 

@@ -49,6 +49,8 @@ def from_torchrun(variables: Variables) -> LaunchEnvironment | None:
         return None  # WORLD_SIZE alone: an indexed Kubernetes job sets it
     variables.together("RANK", "WORLD_SIZE")
     source = "torchrun" if variables.text("TORCHELASTIC_RUN_ID") else "RANK and WORLD_SIZE"
+    if variables.text("SHARDWRIGHT_RUN_DIR"):
+        source = "shardwright run"
     return _by_names(variables, source=source)
 
 

@@ -213,8 +213,9 @@ def _stopped(
         for worker_exit in exits.of_last_life()
         if worker_exit.was_killed and worker_exit.patience_s >= request.grace_s
     ]
-    ranks = ", ".join(map(str, sorted(killed)))
-    unsaved = f"; rank {ranks} did not save in time (--grace {request.grace_s:g}), and was killed"
+    ranks, were = ", ".join(map(str, sorted(killed))), "were" if killed[1:] else "was"
+    plural = "s" * (len(killed) > 1)
+    unsaved = f"; rank{plural} {ranks} did not save in time (--grace {request.grace_s:g}), and {were} killed"
     nothing = "; the state of this moment was not saved (sw.Checkpoints in the script saves it)"
     report(f"stopped by {number.name}{unsaved if killed else nothing}")
     return 128 + number

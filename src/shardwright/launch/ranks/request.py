@@ -19,6 +19,8 @@ __all__ = ["LaunchRequest"]
 CPU_MODE = "shardwright.cpu_mode"
 """The module that starts a script in CPU mode."""
 
+_STARTERS = (CPU_MODE, "shardwright.integrations")
+"""Modules that run the script or module behind them."""
 
 _SHELL = (".sh", ".bash", ".slurm", ".sbatch")
 
@@ -138,6 +140,14 @@ class LaunchRequest:
         """The script and its arguments, for torchrun or Python."""
         starter = ("-m", CPU_MODE) if self.device == "cpu" else ()
         return (*starter, *(("-m",) if self.is_module else ()), self.target, *self.arguments)
+
+    @property
+    def named_after(self) -> str:
+        """What the run is named after and known by: the path of the script, or a module's name."""
+        words = (*(("-m",) if self.is_module else ()), self.target, *self.arguments)
+        while words[:1] == ("-m",) and words[1] in _STARTERS and words[2:]:
+            words = words[2:]
+        return words[1] if words[0] == "-m" and words[1:] else str(Path(words[0]).absolute())
 
     def worker_environ(self, environ: Mapping[str, str]) -> dict[str, str]:
         """The variables to set for the ranks, besides those of `environ`.

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from shardwright.plan import Plan
 from shardwright.planner.explain.plan_replay import Change, base_setting, change_setting, play
+from shardwright.quantities import counted
 
 __all__ = ["Sensitivity", "sensitivities"]
 
@@ -31,7 +32,8 @@ _PROPORTION = "seconds and bytes of a microbatch in proportion to its size"
 def sensitivities(plan: Plan) -> tuple[Sensitivity, ...]:
     """Faster compute, faster links, other microbatches: the step with each, everything else as planned.
 
-    Links are left out where the plan does not say which it was made for.
+    Links are left out where the plan does not say which it was made for. So are microbatches whose number no
+    pin has set: the planner has weighed others by their own costs, which proportion would contradict.
 
     Raises:
         PlanError: the plan has no prediction.
@@ -43,14 +45,12 @@ def sensitivities(plan: Plan) -> tuple[Sensitivity, ...]:
     if plan.prediction.conditions is not None:
         changes.append(("twice the bandwidth", Change(bandwidth=2.0), ""))
         changes.append(("half the latency", Change(latency=0.5), ""))
-    changes.append(
-        (f"{2 * microbatches} microbatches", Change(num_microbatches=2 * microbatches), _PROPORTION)
-    )
-    if microbatches > 1:
-        fewer = microbatches // 2
-        changes.append(
-            (f"{fewer} microbatch{'es' * (fewer > 1)}", Change(num_microbatches=fewer), _PROPORTION)
-        )
+    if "microbatches" in plan.pins:
+        changes += [
+            (counted(number, "microbatch", "es"), Change(num_microbatches=number), _PROPORTION)
+            for number in (2 * microbatches, microbatches // 2)
+            if number
+        ]
     found = []
     for name, change, assumption in changes:
         step_s = play(change_setting(plan, change)).step_s

@@ -129,13 +129,11 @@ def _slow_work(stages: Sequence[tuple[int, float]], more: str) -> str:
 
 def _what_limits(plan: Plan, waterfall: Waterfall) -> str:
     step_s = waterfall.step_s
-    # A planner that chose the number has timed others: a rule of proportion must not contradict it.
-    others = sensitivities(plan) if "microbatches" in plan.pins else ()
     may_not_be_cut = any(NOT_CUT_FURTHER in reason for reason in plan.why)
     best = max(
         (
             each
-            for each in others
+            for each in sensitivities(plan)
             if "microbatch" in each.name
             and not (may_not_be_cut and int(each.name.split()[0]) > plan.schedule.microbatches)
         ),

@@ -107,6 +107,10 @@ class Comparison:
         first, second = (None if each.verdict is None else each.verdict.step_s for each in self.data)
         if not first or not second:
             return "One of the two has no step, so nothing can be said about their speed"
+        models = {each.plan.model.fingerprint for each in self.data if each.plan is not None}
+        if len(models) > 1:
+            times = f"{format_seconds(first)} and {format_seconds(second)} a step"
+            return f"They trained different models, so their speed does not compare: {times}"
         if abs(second / first - 1) < _ALIKE:
             return f"Both are equally fast: {format_seconds(first)} and {format_seconds(second)} a step"
         faster = int(second < first)

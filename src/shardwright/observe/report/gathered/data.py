@@ -169,6 +169,11 @@ def gather(path: Path) -> ReportData:
         raise UsageError(
             f"there is no {printable(str(path))}. Name a run folder or a plan file; runs: shardwright runs"
         )
+    if path.suffix in (".yaml", ".yml"):
+        raise UsageError(
+            f"{printable(str(path))} is YAML, and plans are JSON. Machines: shardwright cluster FILE; a plan "
+            "for them: shardwright search MODEL FILE"
+        )
     if not path.is_dir():
         return _put_together(path.stem, Plan.read(path), steps=(), recorded=(), trace_file=None, facts=None)
     folder = RunFolder(path.absolute())

@@ -59,7 +59,9 @@ class Verdict:
             found.append(f"{self.speed_up:.2f} times one process")
         if self.idle is not None:
             found.append(f"{self.idle:.0%} idle")
-        if self.slower is not None:
+        if self.slower is not None and self.slower > 1:
+            found.append(f"{self.slower + 1:.1f} times the predicted time")
+        elif self.slower is not None:
             how = "slower" if self.slower >= 0 else "faster"
             percent = abs(self.slower) * 100
             found.append(f"{percent:.{int(percent < 10)}f}% {how} than predicted")

@@ -17,6 +17,7 @@ from smdistributed.dataparallel.tensorflow import collectives as _collectives
 from smdistributed.dataparallel.tensorflow import gradients as _gradients
 from smdistributed.dataparallel.tensorflow.collectives import Reduction as _Reduction
 from smdistributed.horovod import process as _process
+from smdistributed.horovod.not_here import names_not_here as _names_not_here
 from smdistributed.horovod.process import *  # noqa: F403
 
 Average = _Reduction.AVERAGE
@@ -41,6 +42,8 @@ __all__ = [
     "broadcast_variables",
     "grouped_allreduce",
 ]
+
+__getattr__ = _names_not_here(__name__)
 
 
 def _operation(average: bool | None, op: Any) -> _Reduction:

@@ -14,6 +14,7 @@ from shardwright.errors import UsageError
 from shardwright.torch.run.context import is_initialized as _beside_a_run
 from smdistributed.dataparallel.data_ranks import data_ranks as _data_ranks
 from smdistributed.horovod import process as _process
+from smdistributed.horovod.not_here import names_not_here as _names_not_here
 from smdistributed.horovod.process import *  # noqa: F403
 from smdistributed.horovod.process import allgather_object, rank
 from smdistributed.horovod.torch_optimizer import averaging_optimizer as _averaging_optimizer
@@ -43,6 +44,8 @@ __all__ = [
     "poll",
     "synchronize",
 ]
+
+__getattr__ = _names_not_here(__name__)
 
 
 class Compression:

@@ -5,12 +5,16 @@ from typing import Any
 
 import tensorflow as tf
 
+from smdistributed.horovod.not_here import names_not_here as _names_not_here
+
 from .. import *  # noqa: F403
 from .. import Compression, DistributedOptimizer
 from .. import __all__ as _names
 from . import callbacks
 
 __all__ = [*_names, "callbacks", "load_model"]
+
+__getattr__ = _names_not_here(__name__)
 
 
 def load_model(

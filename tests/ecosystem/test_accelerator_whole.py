@@ -1,0 +1,55 @@
+"""What Accelerate's quickstart and its examples of checkpoints call: LoRA, recomputation, counted labels."""
+
+import pytest
+from scripts_of_others import alone, over_ranks
+
+pytest.importorskip("accelerate")
+pytest.importorskip("peft")
+SCRIPT = "whole_accelerate.py"
+STAGES = {"pipeline_parallel_degree": 2, "microbatches": 2}
+COUNTED = ("accuracy", "evaluated", "rate")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return alone(SCRIPT, "--lora", cwd=tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("staged")
+    return folder, over_ranks(SCRIPT, "--lora", cwd=folder, settings=STAGES)
+
+
+def compare(report, expected):
+    last = len(report["losses"])
+    assert report["losses"] == pytest.approx(expected["losses"][-last:], abs=3e-6)
+    assert report["norms"] == pytest.approx(expected["norms"][-len(report["norms"]) :], rel=1e-4)
+    for name in COUNTED:
+        assert report[name] == pytest.approx(expected[name]), name
+
+
+def test_two_stages_train_an_adapter_like_one_process(plain, staged):
+    compare(staged[1], plain)
+
+
+def test_the_saved_files_are_those_of_one_process(plain, staged):
+    names = [name for name in plain["files"] if not name.startswith("state/")]
+    assert set(names) == {"model/model.safetensors", "pretrained/adapter_model.safetensors"} | set(names)
+    assert set(names) <= set(staged[1]["files"])
+
+
+def test_a_state_of_two_ranks_with_a_scheduler_loads_on_one(plain, staged, tmp_path):
+    """`save_state` failed whenever a scheduler was prepared: its name began with an underscore."""
+    state = staged[0] / "output/state"
+    report = over_ranks(SCRIPT, "--lora", "--resume", state, cwd=tmp_path, settings={}, num_ranks=1)
+    assert len(report["losses"]) == len(plain["losses"]) - 2
+    compare(report, plain)
+
+
+@pytest.mark.sweep
+def test_two_replicas_train_on_the_labels_that_count_in_all(tmp_path):
+    (tmp_path / "plain").mkdir()
+    expected = alone(SCRIPT, cwd=tmp_path / "plain")
+    settings = {"pipeline_parallel_degree": 1, "microbatches": 2}
+    compare(over_ranks(SCRIPT, "--batch_size", "2", cwd=tmp_path, settings=settings), expected)
