@@ -144,7 +144,10 @@ define venv-on-top
 	$(1)/bin/python -c 'import pathlib, sys, sysconfig; \
 	  folder = pathlib.Path(sysconfig.get_path("purelib")); \
 	  paths = ["src", "compat/src", pathlib.Path("$(VENV)") / folder.relative_to(sys.prefix)]; \
-	  (folder / "shardwright.pth").write_text("".join(f"{pathlib.Path(path).resolve()}\n" for path in paths))'
+	  (folder / "shardwright.pth").write_text("".join(f"{pathlib.Path(path).resolve()}\n" for path in paths)); \
+	  command = pathlib.Path(sysconfig.get_path("scripts")) / "shardwright"; \
+	  command.write_text(f"#!{sys.executable}\nimport sys\nfrom shardwright.cli import main\nsys.exit(main())\n"); \
+	  command.chmod(0o755)'
 endef
 
 $(DOCS_STAMP): $(STAMP)

@@ -2,8 +2,6 @@
 
 import os
 import warnings
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from shardwright.errors import UsageError
 from shardwright.observe.jsonl import read_json_lines
 from shardwright.observe.report.gathered.data import gather
 from shardwright.observe.report.gathered.spans import WORK
-from shardwright.tensorflow.fit import logs_of, refuse_sums, sums_among
+from shardwright.tensorflow.fit import logs_of
 from shardwright.tensorflow.step_output import StepOutput
 from shardwright.testing import run_ranks
 
@@ -322,15 +320,3 @@ def test_what_a_step_tells_of_an_uneven_batch_is_a_mean_over_samples():
     told = {"error": StepOutput([tf.constant(1.0), tf.constant(4.0)]), "mean": StepOutput([])}
     found = logs_of(lambda: {"mean": tf.constant(5.0)}, told, 3)
     assert {name: float(value) for name, value in found.items()} == {"error": 2.0, "mean": 5.0}
-
-
-def test_a_loss_that_is_a_sum_over_the_batch_is_refused_with_several_microbatches():
-    """Bug: it was the sum over a microbatch, and its gradients were smaller than in one process."""
-    losses = [SimpleNamespace(reduction="sum"), SimpleNamespace(reduction="sum_over_batch_size")]
-    assert sums_among(SimpleNamespace(loss={"a": losses[0], "b": losses[1]})) == ["SimpleNamespace"]
-    assert sums_among(SimpleNamespace(loss=["mse", losses[1]])) == []
-    for count in (1, 4):
-        run = SimpleNamespace(plan=SimpleNamespace(schedule=SimpleNamespace(microbatches=count)))
-        refuse_sums(run, [])
-        with nullcontext() if count == 1 else pytest.raises(UsageError, match="4 times smaller"):
-            refuse_sums(run, ["MeanSquaredError"])

@@ -74,6 +74,32 @@ def test_functions_of_the_script_are_converted_as_they_ask():
         tf.function(lambda x: as_it_is(x)).get_concrete_function(tf.ones([1]))
 
 
+def test_an_operation_takes_another_tensor():
+    def function(x):
+        total, other = tf.reduce_sum(x), x + 1.0
+        told = total * 3.0
+        _private.give_instead(told.op, total, tf.reduce_sum(other))
+        return told
+
+    assert float(tf.function(function, autograph=False)(tf.ones([2]))) == 12.0
+
+
+def test_what_a_script_gets_numbers_of_parts_by_is_replaced():
+    called = []
+
+    def make(name):
+        return lambda original: (
+            lambda self, *args, **kwargs: called.append(name) or original(self, *args, **kwargs)
+        )
+
+    model = tf.keras.Sequential([tf.keras.layers.Dense(2)])
+    with _private.parts_called(make):
+        model(tf.zeros([1, 3]))
+        model.get_weights()
+        model.predict_on_batch(np.zeros([1, 3], "f"))
+    assert set(called) == {"__call__", "get_weights", "predict_on_batch"}
+
+
 def test_layers_of_a_model_in_lists_and_dictionaries():
     class Model(tf.keras.Model):
         def __init__(self):

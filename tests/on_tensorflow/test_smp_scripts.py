@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 
+from shardwright.errors import UsageError
 from shardwright.testing import run_ranks
 
 SCRIPTS = os.path.join(os.path.dirname(__file__), "scripts")
@@ -30,6 +31,7 @@ def test_horovod_averages_over_the_replicas_of_a_pipeline():
     ranks = run_ranks(_run, 4, "hybrid_hvd.py", "losses weights ranks", env=LEGACY, timeout_s=150)
     assert [rank["ranks"][1:] for rank in ranks] == [(0, 2, 0, 0), (1, 2, 1, 0), (0, 2, 0, 1), (1, 2, 1, 1)]
     for rank in ranks:
+        assert rank["product"] == 6.0
         assert rank["losses"] == ranks[0]["losses"]
         assert sum(rank["losses"][-2:]) < sum(rank["losses"][:2])  # an epoch has two batches
         for mine, first in zip(rank["weights"], ranks[0]["weights"], strict=True):
@@ -37,13 +39,21 @@ def test_horovod_averages_over_the_replicas_of_a_pipeline():
 
 
 def test_a_data_parallel_script_trains_one_model():
-    ranks = run_ranks(_run, 2, "data_parallel_mnist.py", "losses weights ranks", env=LEGACY, timeout_s=100)
+    names = "losses weights ranks product"
+    ranks = run_ranks(_run, 2, "data_parallel_mnist.py", names, env=LEGACY, timeout_s=100)
     assert [rank["ranks"] for rank in ranks] == [(0, 2, 0, 2), (1, 2, 1, 2)]
     for rank in ranks:
         assert rank["losses"] == ranks[0]["losses"]
         assert sum(rank["losses"][-2:]) < sum(rank["losses"][:2])
         for mine, first in zip(rank["weights"], ranks[0]["weights"], strict=True):
             np.testing.assert_array_equal(mine, first)
+
+
+def test_a_communicator_of_mpi4py_is_refused_with_what_to_call():
+    import smdistributed.dataparallel.tensorflow as sdp
+
+    with pytest.raises(UsageError, match=r"rank\(\) and size\(\), broadcast"):
+        sdp.get_worker_comm()
 
 
 @pytest.mark.parametrize("env", [LEGACY, {}], ids=["legacy", "keras3"])

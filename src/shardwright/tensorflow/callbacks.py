@@ -8,12 +8,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import UsageError
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.keras_run import KerasRun
 from shardwright.tensorflow.whole_model import whole_model
 
-__all__ = ["callbacks_over_ranks"]
+__all__ = ["callbacks_over_ranks", "joined_by_all"]
 
 
 @contextmanager
@@ -32,6 +33,38 @@ def callbacks_over_ranks(run: KerasRun) -> Iterator[None]:
         elif run.rank > 0:
             stack.enter_context(_private.backups_left_to_another())
         yield
+
+
+def joined_by_all(run: KerasRun, callbacks: Any) -> Any:
+    """The callbacks of ``fit``, with one like each ``ModelCheckpoint`` that the first rank alone has.
+
+    All ranks save together, and the first one writes: ``if rank == 0: callbacks.append(...)``.
+    Collective over all ranks.
+
+    Raises:
+        UsageError: the first rank lacks one.
+    """
+    if run.mesh.world_size == 1 or isinstance(callbacks, tf.keras.callbacks.CallbackList):
+        return callbacks
+    kind = tf.keras.callbacks.ModelCheckpoint
+    own = list(tf.nest.flatten([] if callbacks is None else callbacks))
+    mine = [_settings(each) for each in own if isinstance(each, kind)]
+    first, *others = tell_all(mine)
+    for rank, settings in enumerate(others, 1):
+        if len(settings) > len(first):
+            raise UsageError(
+                f"rank {rank} has a ModelCheckpoint that rank 0 does not have. All ranks save the model "
+                "together, and rank 0 writes: give it to rank 0, or to all ranks, with the same settings."
+            )
+    return own if len(mine) == len(first) else [*own, *(kind(**each) for each in first if each not in mine)]
+
+
+def _settings(checkpoint: Any) -> dict[str, Any]:
+    """What another ``ModelCheckpoint`` that saves at the same times is made with."""
+    names = ("filepath", "monitor", "save_best_only", "save_weights_only", "save_freq")
+    larger = getattr(checkpoint.monitor_op, "__name__", "") == "greater"
+    mode = getattr(checkpoint, "mode", "max" if larger else "min")
+    return {"mode": mode, **{name: getattr(checkpoint, name) for name in names}}
 
 
 def _writes_nowhere(original: Any) -> Any:

@@ -4,7 +4,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import tensorflow as tf
@@ -16,11 +16,14 @@ from shardwright.runtime.batch_schedules import BatchSchedules
 from shardwright.schedule import Schedule
 from shardwright.tensorflow.agreement import Agreement
 from shardwright.tensorflow.batch import Arguments, microbatch_sizes
+from shardwright.tensorflow.divisors import Divisors, with_shares
 from shardwright.tensorflow.exchange import exchange_results, share_variables
 from shardwright.tensorflow.executor import Executor
 from shardwright.tensorflow.gradient_sums import GradientSums
+from shardwright.tensorflow.loss_reduction import Kind, LossReduction, loss_reduction
 from shardwright.tensorflow.outputs import Outputs
 from shardwright.tensorflow.planning import Planning
+from shardwright.tensorflow.prepared import Changed, Prepared
 from shardwright.tensorflow.program import Program
 from shardwright.tensorflow.recorder import Recorder
 from shardwright.tensorflow.replicas import Replicas
@@ -35,39 +38,7 @@ from shardwright.torch.run.cores import OwnCores
 from shardwright.torch.run.failure import first_cause_named
 from shardwright.torch.run.joint_calls import call_together
 
-__all__ = ["Engine", "Prepared"]
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A step function for one size of microbatch.
-
-    Attributes:
-        trace: the step function.
-        outputs: its outputs.
-        program: its pieces.
-        changed: variables that it changes.
-    """
-
-    trace: Trace
-    outputs: Outputs
-    program: Program
-    changed: tuple["Changed", ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """A variable that a step function changes.
-
-    Attributes:
-        variable: TensorFlow's own.
-        holder: pipeline rank that changes it.
-        is_of_model: it belongs to the model; else every rank has it.
-    """
-
-    variable: Any
-    holder: int
-    is_of_model: bool
+__all__ = ["Engine"]
 
 
 class Engine:
@@ -96,8 +67,9 @@ class Engine:
         self._planning = Planning(context, model, GradientSums(), self._lent)
         self._agreement = Agreement(context)
         self._functions: dict[int, Callable[..., Any]] = {}
-        self._traces: dict[Hashable, Trace] = {}
-        self._prepared: dict[Hashable, Prepared] = {}
+        self._traces: dict[tuple[Hashable, ...], Trace] = {}
+        self._prepared: dict[tuple[Hashable, ...], Prepared] = {}
+        self._divisors: dict[int, Mapping[str, Kind]] = {}
         self._schedules: BatchSchedules | None = None
         self._executor: Executor | None = None
         self._failure = ""
@@ -125,6 +97,26 @@ class Engine:
             prepared = [of_size[size] for size in sizes]
         self._call_hooks()
         return prepared
+
+    def loss_reduction(
+        self, function: Callable[..., Any], arguments: Arguments
+    ) -> tuple[Trace, LossReduction]:
+        """How the losses of a step rest on samples; what they are divided by comes with each batch then."""
+        prepared, samples = self.prepare(function, arguments)[0], arguments.num_samples
+        assert samples is not None
+        size = 2 * microbatch_sizes(samples, self._num_microbatches)[0]
+        losses = prepared.trace.recorder.losses
+        try:
+            twice = self._trace(function, arguments, size)
+        except Exception:  # whatever it is: the step may be written for one size
+            return prepared.trace, LossReduction("unknown")
+        found = loss_reduction(prepared.program.graph, prepared.trace, twice, losses)
+        if found.divisors:
+            self._divisors[id(function)] = found.divisors
+            for key in [key for key in self._prepared if key[0] == id(function)]:
+                del self._prepared[key]
+            self.prepare(function, arguments)
+        return prepared.trace, found
 
     def run(
         self, function: Callable[..., Any], arguments: Arguments, *, expected: int | None = None
@@ -159,6 +151,11 @@ class Engine:
                     "out smaller batches (drop_remainder=True in tf.data), or call the tf.function "
                     "with batches whose shape is known, and without an input_signature."
                 )
+            each = [one.divisors for one in prepared if one.divisors is not None]
+            if each:
+                sizes = microbatch_sizes(arguments.num_samples, self._num_microbatches)
+                total_of = list if self._replicas is None else self._replicas.totals
+                parts = with_shares(each, parts, sizes, total_of)
             try:
                 with self._cores.in_force():
                     results, schedule = self._run(prepared, parts)
@@ -288,7 +285,7 @@ class Engine:
         if key not in self._prepared:
             trace = self._trace(function, arguments, size)
             rows = self._rows_of(trace, function, arguments, size)
-            self._prepared[key] = self._prepare(trace, rows)
+            self._prepared[key] = self._prepare(trace, rows, self._divisors.get(id(function), {}))
         return self._prepared[key]
 
     def _rows_of(
@@ -307,10 +304,13 @@ class Engine:
             samples=None if whole is None else (size, whole),
         )
 
-    def _prepare(self, trace: Trace, rows: Mapping[int, tuple[Rows, ...]]) -> Prepared:
+    def _prepare(
+        self, trace: Trace, rows: Mapping[int, tuple[Rows, ...]], kinds: Mapping[str, Kind]
+    ) -> Prepared:
         context, planning = self._context, self._planning
         assert context.plan is not None
-        program = planning.program(context.plan, trace)
+        program = planning.program(context.plan, trace, given=list(kinds))
+        divisors = Divisors(program.graph, trace, kinds) if kinds else None
         outputs = Outputs.of(
             trace,
             program.graph,
@@ -333,7 +333,7 @@ class Engine:
                     if not self._variables.is_remote(variable) and tf_variable(variable).dtype.is_floating
                 ]
             )
-        return Prepared(trace, outputs, program, self._changed(program))
+        return Prepared(trace, outputs, program, self._changed(program), divisors)
 
     def _changed(self, program: Program) -> tuple[Changed, ...]:
         found = []
@@ -366,7 +366,9 @@ class Engine:
         finally:
             self.is_tracing, self.recorder = False, None
 
-    def _key(self, function: Callable[..., Any], arguments: Arguments, size: int | None) -> Hashable:
+    def _key(
+        self, function: Callable[..., Any], arguments: Arguments, size: int | None
+    ) -> tuple[Hashable, ...]:
         self._functions[id(function)] = function  # kept, so that no other one gets its id
         specs = tuple((tuple(spec.shape), spec.dtype.name) for spec in arguments.specs(size))
         return id(function), arguments.key, specs
@@ -386,8 +388,6 @@ def _run_whole(prepared: Sequence[Prepared], parts: Sequence[Sequence[Any]]) -> 
     names = [each.trace.outputs for each in prepared]
     results = Results([positions_of(each) for each in names], summed=prepared[0].outputs.sums)
     for microbatch, (each, part) in enumerate(zip(prepared, parts, strict=True)):
-        made = tf.nest.flatten(each.trace.function(*part), expand_composites=True)
-        made = [tensor for tensor in made if tensor is not None]
-        for name, tensor in dict(zip(names[microbatch], made, strict=True)).items():
+        for name, tensor in each.run_whole(part).items():
             results.take(microbatch, name, tensor)
     return results

@@ -5,7 +5,7 @@ the user, as a step function: once for each microbatch, with all that it writes 
 gives to optimizers are put aside, and applied when the batch has ended::
 
     train_step(microbatch 0)  ─ gradients ─┐
-    train_step(microbatch 1)  ─ gradients ─┴─ mean over the samples ─▶ optimizer.apply_gradients
+    train_step(microbatch 1)  ─ gradients ─┴─ those of the batch ─▶ optimizer.apply_gradients
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +15,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from shardwright.errors import UsageError
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.batch import microbatch_sizes
+from shardwright.tensorflow.batch_weights import BatchWeights, Weight, factor_of, told_as_sums
 from shardwright.tensorflow.keras_run import KerasRun, keras_run
+from shardwright.tensorflow.recorder import Recorder
 from shardwright.tensorflow.step import step
 from shardwright.tensorflow.step_output import mean_of
 
@@ -26,8 +27,6 @@ __all__ = [
     "averaged_over_replicas",
     "logs_of",
     "predict_function",
-    "refuse_sums",
-    "sums_among",
     "test_function",
     "train_function",
 ]
@@ -45,26 +44,23 @@ def train_function(model: Any) -> Callable[[Iterator[Any]], Logs]:
     told_metrics: Logs = {}
 
     @step
-    def one_step(data: Any, per_sample: float | None) -> Any:
+    def one_step(data: Any, weight: Weight) -> Any:
         with run.gradients_put_aside() as aside, _results_noted(model) as noted:
             logs = model.train_step(data)
         _note_targets(targets, aside)
-        _note_told(told_metrics, logs, noted)
+        _note_told(told_metrics, logs, noted, run.engine().recorder)
+        logs = _told(run, logs, weight, data)
         loss = _loss(run, model.optimizer)
-        weight = None if per_sample is None else per_sample * _num_samples(data)
-        scaled = [[_scaled(each, weight) for each in gradients] for _, gradients, _ in aside]
+        factor = factor_of(weight, _num_samples(data))
+        scaled = [[_scaled(each, factor) for each in gradients] for _, gradients, _ in aside]
         return scaled, _numbers(logs), loss
 
     # One call for all gradients: an operation of its own takes 20 us for each.
     apply = tf.function(lambda *given: _apply(targets, *given), autograph=False)
-    results = _results_of(model, told_metrics)
-
-    sums = sums_among(model)
+    results, weights = _results_of(model, told_metrics), BatchWeights(run, one_step)
 
     def train(data: Any) -> Logs:
-        weight = _weight_of_a_sample(run, one_step, data)
-        refuse_sums(run, sums)
-        gradients, logs, _ = one_step(data, weight)
+        gradients, logs, _ = one_step(data, weights.of(data, _num_samples(data)))
         pairs = [
             [(None, 1) if each is None else each.sum_and_count() for each in group] for group in gradients
         ]
@@ -78,21 +74,22 @@ def train_function(model: Any) -> Callable[[Iterator[Any]], Logs]:
 def test_function(model: Any) -> Callable[[Iterator[Any]], Logs]:
     """Evaluates the next batch of an iterator, or the next few; gives the metrics."""
 
+    run = keras_run()
     told_metrics: Logs = {}
 
     @step
-    def one_step(data: Any) -> Any:
+    def one_step(data: Any, weight: Weight) -> Any:
         with _results_noted(model) as noted:
             logs = model.test_step(data)
-        _note_told(told_metrics, logs, noted)
+        _note_told(told_metrics, logs, noted, run.engine().recorder)
+        logs = _told(run, logs, weight, data)
         return _numbers(logs)
 
-    sums, results = sums_among(model), _results_of(model, told_metrics)
+    results, weights = _results_of(model, told_metrics), BatchWeights(run, one_step)
 
     def test(data: Any) -> Logs:
-        told = one_step(data)
-        refuse_sums(keras_run(), sums)
-        return logs_of(results, told, _num_samples(data))
+        samples = _num_samples(data)
+        return logs_of(results, one_step(data, weights.of(data, samples)), samples)
 
     return _several(model, test)
 
@@ -148,39 +145,16 @@ def _next(iterator: Iterator[Any]) -> Any:
     )
 
 
-def sums_among(model: Any) -> list[str]:
-    """The losses a model was compiled with that are sums over a batch."""
-    losses = tf.nest.flatten(getattr(model, "loss", None))
-    return [type(each).__name__ for each in losses if getattr(each, "reduction", None) == "sum"]
-
-
-def refuse_sums(run: KerasRun, losses: list[str]) -> None:
-    """Refuses losses that microbatches would make smaller: results of a batch are means over them."""
-    assert run.plan is not None
-    if losses and (count := run.plan.schedule.microbatches) > 1:
-        raise UsageError(
-            f"{losses[0]} has reduction='sum', a sum over the batch. fit takes the mean over {count} "
-            f"microbatches, so loss and gradients would be {count} times smaller than in one process. "
-            "Take the default reduction, a mean over samples, and a larger learning rate or loss weight; or "
-            "set microbatches to 1."
-        )
-
-
 def _num_samples(data: Any) -> int:
     return int(next(each for each in tf.nest.flatten(data) if each is not None).shape[0])
 
 
-def _weight_of_a_sample(run: KerasRun, one_step: Any, data: Any) -> float | None:
-    """What a sample counts, as against one of an even batch; None where all microbatches have as many.
-
-    Microbatches of an uneven batch would otherwise count alike, and Keras takes the mean over samples.
-    """
-    if run.plan is None:
-        one_step.prepare(data, None)
-    assert run.plan is not None
-    samples = _num_samples(data)
-    microbatches = min(samples, run.plan.schedule.microbatches)
-    return None if samples % microbatches == 0 else microbatches / samples
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def _told(run: KerasRun, logs: Any, weight: Weight, data: Any) -> Any:
+    """What a step tells: of losses that are sums, means over the samples give the sum."""
+    if weight is None or weight[0] != "sum":
+        return logs
+    return told_as_sums(run.engine().recorder, logs, weight[2] / _num_samples(data))
 
 
 def _scaled(gradient: Any, weight: float | None) -> Any:
@@ -255,10 +229,14 @@ def _results_noted(model: Any) -> Iterator[list[tuple[Any, Any]]]:
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def _note_told(told: Logs, logs: Any, noted: Sequence[tuple[Any, Any]]) -> None:
-    """Notes the metrics whose results a step tells, by the names under which it does."""
+def _note_told(told: Logs, logs: Any, noted: Sequence[tuple[Any, Any]], recorder: Recorder | None) -> None:
+    """Notes the metrics whose results a step tells, by the names under which it does; None for its loss.
+
+    Keras has a metric of the name ``loss`` also where a step tells its loss itself, and leaves that out.
+    """
     if isinstance(logs, Mapping):
-        of_values = {id(value): metric for value, metric in noted}
+        of_values: dict[int, Any] = {id(value): metric for value, metric in noted}
+        of_values |= {id(loss): None for loss in ([] if recorder is None else recorder.losses)}
         told.update({name: of_values[id(value)] for name, value in logs.items() if id(value) in of_values})
 
 
@@ -267,12 +245,13 @@ def _results_of(model: Any, told: Logs) -> Callable[[], Any]:
 
     Args:
         model: of Keras.
-        told: metrics by names that they do not have themselves; filled before the first call.
+        told: see `_note_told`; filled before the first call.
     """
     get = _private.keras_model_class().get_metrics_result
 
     def results() -> Logs:
-        return {**get(model), **{name: metric.result() for name, metric in told.items()}}
+        found = {name: value for name, value in get(model).items() if name not in told}
+        return {**found, **{name: metric.result() for name, metric in told.items() if metric is not None}}
 
     function: Callable[[], Any] = tf.function(results, autograph=False)
     return function

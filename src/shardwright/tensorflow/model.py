@@ -1,9 +1,10 @@
 """The wrapped model."""
 
+import functools
 import inspect
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -11,6 +12,7 @@ import tensorflow as tf
 
 from shardwright.errors import UsageError
 from shardwright.tensorflow import _private, fit
+from shardwright.tensorflow.callbacks import joined_by_all
 from shardwright.tensorflow.keras_run import keras_run
 from shardwright.tensorflow.variables import tf_variable
 from shardwright.tensorflow.whole_model import whole_model
@@ -83,6 +85,12 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
             self.__dict__["_called_with"] = specs
         return super().__call__(*args, **kwargs)
 
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains, as Keras does; collective over all ranks."""
+        if "callbacks" in kwargs:
+            kwargs["callbacks"] = joined_by_all(keras_run(), kwargs["callbacks"])
+        return super().fit(*args, **kwargs)
+
     def make_train_function(self, force: bool = False) -> Any:
         """The function of one batch for ``fit``, as Keras asks for it."""
         return self._function_of_batch("train_function", fit.train_function, force)
@@ -100,6 +108,14 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
             setattr(self, name, make(self))
         return getattr(self, name)
 
+    @functools.wraps(_private.keras_model_class().compute_loss)
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss of a batch, as Keras asks for it."""
+        loss, run = super().compute_loss(*args, **kwargs), keras_run()
+        if run.is_tracing and (recorder := run.engine().recorder) is not None:
+            recorder.told(loss)
+        return loss
+
     def get_metrics_result(self) -> dict[str, Any]:
         """The metrics, as means over replicas; collective over all ranks."""
         return fit.averaged_over_replicas(keras_run(), dict(super().get_metrics_result()))
@@ -109,6 +125,14 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
         with keras_run().tracing(), _private.stays_without_slots(self.optimizer):
             super()._symbolic_build(*args, **kwargs)
         self.__dict__["_optimizer_in_fit"] = self.optimizer  # which has slots now, in one process
+
+    def whole(self) -> AbstractContextManager[None]:
+        """A context in which this rank has the values of all variables; enter it on all ranks.
+
+        What reads variables by themselves needs it: ``with model.whole(): layer.kernel.numpy()``. A rank
+        needs memory for the whole model meanwhile; values that it changes are lost afterwards.
+        """
+        return whole_model(keras_run(), "model.whole()")
 
     def get_weights(self) -> list[Any]:
         """The values of all variables, as NumPy arrays; collective over all ranks."""
@@ -198,4 +222,7 @@ def _class_over_ranks(cls: Any, own: Any) -> Any:
         "__qualname__": own.__qualname__,
         "_class_in_one_process": own,
     }
-    return type(own.__name__, (cls, own), attributes)
+    over_ranks = type(own.__name__, (cls, own), attributes)
+    # A clone is a model of its own, in one process.
+    over_ranks.__new__ = lambda cls, *args, **kwargs: own(*args, **kwargs)  # type: ignore[assignment, method-assign]
+    return over_ranks

@@ -148,7 +148,7 @@ def put_aside(run: KerasRun, optimizer: Any, pairs: Sequence[tuple[Any, Any]]) -
     run.aside.append((optimizer, [gradient for gradient, _ in pairs], variables))
     recorder = run.engine().recorder
     if recorder is not None:  # Keras 3 calls a step on shapes, too
-        recorder.updated(variables)
+        recorder.given(pairs)
     return optimizer.iterations
 
 

@@ -10,7 +10,8 @@ from tensorflow.core.framework import graph_pb2
 from shardwright.model_graph import TensorSpec
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.gradient_sums import GradientSums
-from shardwright.tensorflow.routes import Part, Piece
+from shardwright.tensorflow.routes import Part, Piece, has_effect
+from shardwright.tensorflow.step_graph import StepGraph
 from shardwright.tensorflow.trace import Trace
 
 __all__ = ["BuiltPiece", "PieceBuilder", "Pieces"]
@@ -54,6 +55,7 @@ class Pieces:
         self._pieces = pieces
         self._builder: PieceBuilder | None = None
         self._built: dict[tuple[Part, int], BuiltPiece | None] = {}
+        self._whole: BuiltPiece | None = None
 
     def built(self, part: Part, stage: int) -> BuiltPiece | None:
         """A piece; None where there is nothing to run."""
@@ -63,6 +65,17 @@ class Pieces:
                 self._builder = PieceBuilder(self._trace, self.specs, self.sums)
             self._built[key] = self._builder.build(self._pieces[key])
         return self._built[key]
+
+    def whole(self, graph: StepGraph, part: Sequence[Any]) -> dict[str, Any]:
+        """Runs all of the step, where one rank has the whole model; gives what it returns, by name."""
+        if self._whole is None:
+            effects = [each.name for each in graph.operations if has_effect(each)]
+            body = frozenset(each.name for each in graph.operations)
+            gives = tuple(dict.fromkeys(graph.outputs))
+            piece = Piece("forward", 0, body, graph.arguments, gives, tuple(effects))
+            self._whole = PieceBuilder(self._trace, self.specs, self.sums).build(piece)
+        assert self._whole is not None
+        return dict(zip(self._whole.gives, self._whole.run(part), strict=False))
 
     def body(self, key: tuple[Part, int]) -> frozenset[str]:
         """Names of the operations of a piece."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tensorflow as tf
@@ -126,14 +126,20 @@ class Planning:
                 "with offload_activations false."
             )
 
-    def program(self, plan: Plan, trace: Trace) -> Program:
+    def program(self, plan: Plan, trace: Trace, *, given: Sequence[str] = ()) -> Program:
         """The program of a trace, by the plan.
+
+        Args:
+            plan: of the run.
+            trace: of a microbatch.
+            given: names of tensors that come with the arguments, in the place of what the step makes.
 
         Raises:
             TraceError: the step cannot be cut like this.
         """
         units = self._units(trace)
         graph = trace.step_graph(units, is_of_model=self.is_of_model)
+        graph = replace(graph, arguments=(*graph.arguments, *given))
         numbers = {id(handle): number for number, handle in enumerate(trace.variables)}
         held = {numbers[each]: stage for each, stage in self._homes.items() if each in numbers}
         again = {label for stage in plan.stages for label in stage.recompute}

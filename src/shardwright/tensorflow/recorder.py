@@ -66,6 +66,9 @@ class Recorder:
         hidden: layers that were called in a graph inside this one, where they cannot have stages.
         gradients: name of a tensor -> TensorFlow's variable whose gradient it is.
         target: the tensor whose gradients were asked for last; None before, and where they are several.
+        losses: all tensors whose gradients by variables were asked for; without gradients, what the model has
+            told as its loss.
+        trains: gradients by variables were asked for.
     """
 
     def __init__(self, *, until: Collection[str] | None = None) -> None:
@@ -98,15 +101,18 @@ class Recorder:
         self._graph = None
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def updated(self, variables: Iterable[Any]) -> None:
-        """Notes variables that an optimizer was given gradients of: they may not be used any more.
+    def given(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+        """Notes what an optimizer was given: gradients, and variables that may not be used any more.
 
         Gradients are applied when the batch has ended. So the step function would go on with values from
         before the update, as those do not that update the discriminator of a GAN first; and the update would
         change what the step assigns, such as clipped weights.
         """
-        for variable in variables:
+        for gradient, variable in pairs:
             own = tf_variable(variable)
+            for tensor in tf.nest.flatten(gradient, expand_composites=True):
+                if tensor is not None:  # whatever a step has made of it
+                    self.gradients[tensor.name] = own
             name = getattr(variable, "path", None) or own.name
             self._updated[self._graph.capture(own.handle).name] = name
 
@@ -118,8 +124,22 @@ class Recorder:
         self.gradients: dict[str, Any] = {}
         self.hidden: list[Any] = []
         self.target: Any = None
+        self.losses: list[Any] = []
+        self.trains = False
+        self._asked: list[Any] = []
         self._call: LayerCall | None = None
         self._depth = 0
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def told(self, loss: Any) -> None:
+        """Notes what a model says is its loss, where no gradients are asked for."""
+        if not self.trains:
+            self.losses = [each for each in [loss] if getattr(each, "graph", None) is self._graph]
+
+    def _note_losses(self, asked: Iterable[Any]) -> None:
+        if not self.trains:
+            self.trains, self.losses = True, []
+        self.losses += [each for each in asked if getattr(each, "graph", None) is self._graph]
 
     def _note_operation(self, graph: Any, operation: Any) -> None:
         if graph is self._graph:
@@ -167,7 +187,7 @@ class Recorder:
 
     def _begin_gradient(self, target: Any) -> None:
         if self._depth == 0 and self._graph is not None:
-            flat = tf.nest.flatten(target)
+            self._asked = flat = tf.nest.flatten(target)
             is_one = len(flat) == 1 and getattr(flat[0], "graph", None) is self._graph
             self.target = flat[0] if is_one else None
         self._depth += 1
@@ -181,6 +201,9 @@ class Recorder:
             variable = tf_variable(source)
             if gradient is None or not isinstance(variable, tf.Variable):
                 continue
+            if self._depth == 0:
+                self._note_losses(self._asked)
+                self._asked = []
             for tensor in tf.nest.flatten(gradient, expand_composites=True):
                 self.gradients[tensor.name] = variable
 

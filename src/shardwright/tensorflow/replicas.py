@@ -77,6 +77,10 @@ class Replicas:
         means = sums_over(self._group, sums, divisor=num_microbatches * self._count)
         results.sums.update(zip(positions, map(to_tensorflow, means), strict=True))
 
+    def totals(self, numbers: Sequence[float]) -> list[float]:
+        """Numbers of all replicas added up; collective."""
+        return [each * self._count for each in self.means(numbers)]
+
     def means(self, numbers: Sequence[float]) -> list[float]:
         """Numbers of this replica as means over all; collective."""
         row = torch.tensor(numbers, dtype=torch.float64)

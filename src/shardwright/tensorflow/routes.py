@@ -14,7 +14,7 @@ from shardwright.runtime.crossings import Crossing, Crossings
 from shardwright.tensorflow.placement import Placement
 from shardwright.tensorflow.step_graph import READS, Operation, StepGraph
 
-__all__ = ["Part", "Piece", "Routes", "routes_of"]
+__all__ = ["Part", "Piece", "Routes", "has_effect", "routes_of"]
 
 Part = Literal["forward", "backward", "inputs", "weights"]
 
@@ -77,6 +77,13 @@ def routes_of(graph: StepGraph, placement: Placement) -> Routes:
             later one in a backward, or cannot be sent at all.
     """
     return _Cut(graph, placement).routes()
+
+
+def has_effect(operation: Operation) -> bool:
+    """Whether an operation is run for what it does."""
+    if operation.kind in READS or operation.kind == "Placeholder":
+        return False
+    return operation.stateful or not operation.outputs
 
 
 class _Cut:
@@ -254,16 +261,10 @@ class _Cut:
             body=body,
             feeds=tuple(feeds),
             gives=tuple(sorted(gives)),
-            effects=tuple(name for name in self._operations if name in own and self._has_effect(name)),
+            effects=tuple(name for name, op in self._operations.items() if name in own and has_effect(op)),
             sums=tuple((tensor, at) for tensor in sorted(made) for at in self._sums.get(tensor, ())),
             behind={} if part == "forward" else self._behind(own, body),
         )
-
-    def _has_effect(self, name: str) -> bool:
-        operation = self._operations[name]
-        if operation.kind in READS or operation.kind == "Placeholder":
-            return False
-        return operation.stateful or not operation.outputs
 
     # ---- what crosses ----
 

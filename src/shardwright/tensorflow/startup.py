@@ -16,6 +16,7 @@ from shardwright.tensorflow.callbacks import callbacks_over_ranks
 from shardwright.tensorflow.keras_run import KerasRun
 from shardwright.tensorflow.loss_scales import loss_scales_over_stages
 from shardwright.tensorflow.optimizer import optimizers_over_stages
+from shardwright.tensorflow.parts import parts_over_ranks
 from shardwright.tensorflow.plain_checkpoints import plain_checkpoints_over_ranks
 from shardwright.torch.measuring.reporting import Reporter
 from shardwright.torch.run.context import is_initialized, set_context
@@ -58,6 +59,7 @@ def init(
     made.cleanup.enter_context(optimizers_over_stages(made))
     made.cleanup.enter_context(loss_scales_over_stages(made))
     made.cleanup.enter_context(callbacks_over_ranks(made))
+    made.cleanup.enter_context(parts_over_ranks(made))
     made.cleanup.enter_context(plain_checkpoints_over_ranks(made))
     set_context(made)
     if settings.seed is not None:

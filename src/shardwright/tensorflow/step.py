@@ -73,8 +73,12 @@ def _callable(function: Callable[..., Any], splitter: Splitter) -> Any:
         """Traces the step for a batch, and makes the plan where there is none; collective."""
         keras_run().engine().prepare(function, splitter(args, kwargs))
 
+    def loss_reduction(*args: Any, **kwargs: Any) -> Any:
+        """How the losses of the step rest on samples, with its trace; collective."""
+        return keras_run().engine().loss_reduction(function, splitter(args, kwargs))
+
     wrapped: Any = tf.autograph.experimental.do_not_convert(run)
-    wrapped.prepare = prepare
+    wrapped.prepare, wrapped.loss_reduction = prepare, loss_reduction
     return wrapped
 
 

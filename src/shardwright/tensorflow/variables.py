@@ -87,9 +87,9 @@ class Variables:
             shape = tuple(own.shape.as_list())
             refusal = (
                 f"{name} of shape {shape} has no value on rank {ranks[self._rank]}: rank {ranks[holder]} "
-                "holds it. Read it there, inside of a step function, or by "
-                "model.get_weights() on all ranks. model.predict() calls the whole model, model.save(), "
-                "model.export() and sw.CheckpointManager save it."
+                "holds it. Read it on all ranks under `with model.whole():`, or by model.get_weights(). "
+                "Parts of the model may be called as they are, by all ranks: encoder(x), encoder.predict(x), "
+                "layer.get_weights()."
             )
             self._free(own, is_tracing, refusal)
 

@@ -1,7 +1,8 @@
 """The whole model on every rank, for as long as something reads all of it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from shardwright.tensorflow.exchange import broadcast_tensors
 from shardwright.tensorflow.keras_run import KerasRun
@@ -14,22 +15,23 @@ __all__ = ["whole_model"]
 
 
 @contextmanager
-def whole_model(run: KerasRun, where: str) -> Iterator[None]:
+def whole_model(run: KerasRun, where: str, variables: Sequence[Any] | None = None) -> Iterator[None]:
     """While it lasts, every rank has the values of all variables of the model; collective over all ranks.
 
-    A rank needs memory for the whole model meanwhile.
+    A rank needs memory for them meanwhile.
 
     Args:
         run: with a wrapped model.
         where: the call as a script writes it, for messages to ranks that do not come.
+        variables: of a part of the model, that is enough; None: all.
     """
-    if run.mesh.pipeline == 1 or not run.is_placed:
+    if run.mesh.pipeline == 1 or not run.is_placed or run.variables.are_whole:
         yield
         return
     with first_cause_named(run):
         meet(where)
         found = []
-        for variable in run.keras_model.variables:
+        for variable in run.keras_model.variables if variables is None else variables:
             holder = run.variables.holder(variable)
             if holder is None:
                 continue

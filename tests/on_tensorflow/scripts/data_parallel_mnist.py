@@ -34,4 +34,5 @@ def training_step(images, labels, first_batch):
 
 losses = [float(training_step(images, labels, n == 0)) for n, (images, labels) in enumerate(dataset.take(16))]
 weights = mnist_model.get_weights()
+product = float(sdp.allreduce(tf.constant(2.0 + sdp.rank()), op=sdp.ReduceOp.PRODUCT))
 ranks = sdp.rank(), sdp.size(), sdp.local_rank(), sdp.local_size()

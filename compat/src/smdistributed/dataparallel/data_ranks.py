@@ -61,9 +61,15 @@ class DataRanks:
 
     def extreme(self, tensor: Tensor, *, largest: bool) -> Tensor:
         """The largest or smallest entries over all ranks, element by element; collective."""
+        return self._reduced(tensor, dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
+
+    def product(self, tensor: Tensor) -> Tensor:
+        """The products of the entries of all ranks, element by element; collective."""
+        return self._reduced(tensor, dist.ReduceOp.PRODUCT)
+
+    def _reduced(self, tensor: Tensor, operation: Any) -> Tensor:
         found = tensor.clone()
         if self.size > 1:
-            operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN
             dist.all_reduce(found, op=operation, group=self.group)
         return found
 

@@ -8,6 +8,7 @@ from shardwright.tensorflow._private.checkpoints import SavedObject, saved_graph
 from shardwright.tensorflow._private.functions import direct_call
 from shardwright.tensorflow._private.graphs import (
     functions_inlined,
+    give_instead,
     gradients_told,
     is_stateful,
     line_of,
@@ -23,6 +24,7 @@ from shardwright.tensorflow._private.keras import (
     layers_of,
     layers_told,
     new_layers_told,
+    parts_called,
     stays_without_slots,
     steps_per_execution,
     uses_keras_3,
@@ -65,6 +67,7 @@ __all__ = [
     "count_update",
     "direct_call",
     "functions_inlined",
+    "give_instead",
     "given_back",
     "given_up",
     "gradients_told",
@@ -86,6 +89,7 @@ __all__ = [
     "optimizer_v2_key",
     "optimizer_variables",
     "outside_of_functions",
+    "parts_called",
     "replaced",
     "replaced_finite_check",
     "replaced_global_norm",

@@ -16,6 +16,7 @@ from shardwright.tensorflow._private.replacing import replaced
 
 __all__ = [
     "functions_inlined",
+    "give_instead",
     "gradients_told",
     "is_stateful",
     "line_of",
@@ -122,6 +123,13 @@ def functions_inlined() -> Iterator[None]:
 
     with replaced(polymorphic_function.Function, "__call__", make):
         yield
+
+
+def give_instead(taker: Any, tensor: Any, other: Any) -> None:
+    """Has an operation take another tensor in the place of one; `Operation._update_input` does so."""
+    for position, given in enumerate(list(taker.inputs)):
+        if given is tensor:
+            taker._update_input(position, other)
 
 
 def is_stateful(operation: Any) -> bool:

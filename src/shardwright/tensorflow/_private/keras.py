@@ -1,7 +1,7 @@
 """Layers and models of Keras, version 3 and legacy."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -17,6 +17,7 @@ __all__ = [
     "layers_of",
     "layers_told",
     "new_layers_told",
+    "parts_called",
     "stays_without_slots",
     "steps_per_execution",
     "uses_keras_3",
@@ -147,6 +148,23 @@ def layers_told(begin: Callable[[Any], bool], end: Callable[[], None]) -> Iterat
         return call
 
     with replaced(_layer_class(), "__call__", make):
+        yield
+
+
+@contextmanager
+def parts_called(make: Callable[[str], Callable[[Any], Any]]) -> Iterator[None]:
+    """Replaces what a script calls layers and models by to get numbers from them; ``make`` takes its name."""
+    owners = {
+        _layer_class(): ("__call__", "get_weights"),
+        keras_model_class(): (
+            *("predict", "predict_on_batch", "evaluate", "test_on_batch"),
+            *("save", "save_weights", "export"),
+        ),
+    }
+    with ExitStack() as stack:
+        for owner, names in owners.items():
+            for name in names:
+                stack.enter_context(replaced(owner, name, make(name)))
         yield
 
 

@@ -14,7 +14,7 @@
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
@@ -36,6 +36,7 @@ __all__ = [
     "broadcast",
     "broadcast_global_variables",
     "broadcast_variables",
+    "get_worker_comm",
     "init",
     "local_rank",
     "local_size",
@@ -61,6 +62,19 @@ def init() -> None:
 def shutdown() -> None:
     """Leaves the other ranks."""
     _ranks.leave()
+
+
+def get_worker_comm() -> NoReturn:
+    """Refused: it is the communicator of mpi4py that the original was started with.
+
+    Raises:
+        UsageError: always.
+    """
+    raise UsageError(
+        "get_worker_comm gives a communicator of mpi4py, and these ranks need none. What scripts ask it "
+        "for is here: rank() and size(), broadcast(tensor, root), allreduce(tensor) for tensors; of objects, "
+        "hvd.allgather_object and hvd.broadcast_object (import horovod.tensorflow as hvd)."
+    )
 
 
 def allreduce(

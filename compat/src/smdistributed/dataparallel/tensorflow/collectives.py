@@ -37,6 +37,7 @@ class Reduction(Enum):
     SUM = "sum"
     MIN = "min"
     MAX = "max"
+    PRODUCT = "product"
 
 
 def reduced(
@@ -129,6 +130,8 @@ def _reduce(given: list[Tensor], reduction: Reduction) -> list[Tensor]:
     ranks = data_ranks()
     if reduction in (Reduction.AVERAGE, Reduction.SUM):
         return ranks.sums(given, divisor=ranks.size if reduction is Reduction.AVERAGE else 1)
+    if reduction is Reduction.PRODUCT:
+        return [ranks.product(tensor) for tensor in given]
     return [ranks.extreme(tensor, largest=reduction is Reduction.MAX) for tensor in given]
 
 
