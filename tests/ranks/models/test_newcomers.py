@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from choices import in_sweep
+from shardwright.errors import UsageError
 from shardwright.testing import RanksFailedError, run_ranks
 
 QUIET = {"run_dir": "off", "profile": "estimated", "microbatches": 2, "timeout_s": 30}
@@ -191,6 +192,48 @@ def test_an_optimizer_that_is_not_wrapped_does_not_step_inside_a_step_function_e
     text = fails(job, num_ranks=num_ranks)
     assert "test_newcomers.py" in text
     assert "optimizer.step() is called inside a step function" in text
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_no_part_of_an_update_is_made_inside_a_step_function(num_ranks):
+    """A scheduler stepped once for each microbatch and trace, silently."""
+
+    def job():
+        script = Script(first_step=False)
+        optimizer = torch.optim.SGD(script.model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+
+        class Warmup(torch.optim.lr_scheduler.LRScheduler):
+            def get_lr(self):
+                return [0.1]
+
+        warmup, plateau = Warmup(optimizer), torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        calls = {
+            "scheduler.step": lambda: warmup.step(),
+            "scheduler.step ": lambda: plateau.step(1.0),
+            "scaler.step": lambda: scaler.step(optimizer),
+            "scaler.update": lambda: scaler.update(),
+            "scaler.unscale_": lambda: scaler.unscale_(optimizer),
+            "optimizer.zero_grad": lambda: optimizer.zero_grad(),
+            "model.zero_grad": lambda: script.model.zero_grad(),
+        }
+        said = []
+        for call in (*calls.values(), optimizer.step):
+
+            @script.sw.step
+            def train(model, x, call=call):
+                loss = model(x).square().mean()
+                model.backward(loss)
+                call()
+
+            with pytest.raises(UsageError) as caught:
+                train(script.model, script.x)
+            said.append(str(caught.value))
+        return [*calls, "optimizer.step"], said
+
+    names, said = run_ranks(job, num_ranks)[0]
+    for name, text in zip(names, said, strict=True):
+        assert f"{name.strip()}() is called inside a step function" in text
 
 
 def test_clipping_inside_a_step_function():

@@ -241,7 +241,6 @@ class DistributedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of this rank."""
-        refuse_inside_step("optimizer.zero_grad() is called", _REMEDY)
         if set_to_none:
             self.optimizer.zero_grad(set_to_none=True)
             return
