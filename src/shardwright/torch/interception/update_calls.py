@@ -47,6 +47,7 @@ def _refusing(method: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 
 def _subclasses(kind: type) -> Iterator[type]:
+    below: type
     for below in kind.__subclasses__():
         yield below
         yield from _subclasses(below)

@@ -92,6 +92,7 @@ class Steps:
         if current.reporter is not None:
             current.reporter.calls_steps = True
         scaling_begins()
+        self._step_end.begin()
         self.outside.step_begins()
         partitioned = self._model.partitioned
         # The first step measures and plans, with all cores; it frees what other ranks keep.
