@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import pickle
 import re
 import time
@@ -14,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 from choices import in_sweep
 from shardwright.errors import UsageError
 from shardwright.testing import RanksFailedError, run_ranks
+from shardwright.torch.optimizer.foreign_parameters import refuse_foreign_parameters
 
 QUIET = {"run_dir": "off", "profile": "estimated", "microbatches": 2, "timeout_s": 30}
 
@@ -234,6 +236,101 @@ def test_no_part_of_an_update_is_made_inside_a_step_function(num_ranks):
     names, said = run_ranks(job, num_ranks)[0]
     for name, text in zip(names, said, strict=True):
         assert f"{name.strip()}() is called inside a step function" in text
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(7)
+        yield from (torch.randn(4, generator=generator) for _ in range(64))
+
+
+class Divided(Stream):
+    def __iter__(self):
+        import shardwright.torch as sw
+
+        return itertools.islice(super().__iter__(), sw.rdp_rank(), None, sw.rdp_size())
+
+
+@pytest.mark.parametrize("settings", [{"pipeline_parallel_degree": 1}, in_sweep({"data_parallel_degree": 2})])
+def test_a_stream_that_replicas_read_whole_is_refused_before_the_first_update(settings):
+    """A line told it after the second step; with dropout, nothing did."""
+
+    def job(kind):
+        import shardwright.torch as sw
+
+        sw.init({**QUIET, **settings})
+        torch.manual_seed(sw.rank())
+        model = sw.DistributedModel(nn.Sequential(four_layers(), nn.Dropout()))
+
+        @sw.step
+        def train(model, x):
+            model.backward(model(x).square().mean())
+
+        for x in torch.utils.data.DataLoader(kind(), batch_size=8):
+            train(model, x)
+
+    num_ranks = 2 * settings.get("data_parallel_degree", 1)
+    run_ranks(job, num_ranks, Divided)
+    text = fails(job, Stream, num_ranks=num_ranks)
+    assert "all 2 replicas have the same samples in step 1: the data set of the loader is an Iterable" in text
+
+
+class Embedding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = four_layers()
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Proxies(nn.Module):
+    """A loss with weights, such as the classes of ArcFace."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, z, y):
+        return nn.functional.cross_entropy(z @ self.weight.t(), y)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_loss_with_weights_trains_as_a_part_of_the_model(stages):
+    """The advice was an optimizer of its own: each rank trained a copy, or none."""
+
+    def job():
+        import shardwright.torch as sw
+
+        sw.init({**QUIET, "pipeline_parallel_degree": stages})
+        torch.manual_seed(0)
+        net, loss = Embedding().double(), Proxies().double()
+        with pytest.raises(UsageError, match=r"net.loss = loss_module, before sw.DistributedModel"):
+            refuse_foreign_parameters([*net.parameters(), *loss.parameters()], net.parameters())
+        net.loss = loss
+        plain = copy.deepcopy(net)
+        model = sw.DistributedModel(net)
+        optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+        @sw.step
+        def train(model, x, y):
+            model.backward(loss(model(x), y))
+
+        xs, ys = torch.randn(2, 4, 4).double(), torch.tensor([[0, 1, 2, 1], [2, 2, 0, 1]])
+        for _ in range(2):
+            optimizer.zero_grad()
+            train(model, xs[sw.dp_rank()], ys[sw.dp_rank()])
+            optimizer.step()
+            plain.zero_grad()
+            losses = [plain.loss(plain(x), y) for x, y in zip(xs[: sw.dp_size()], ys, strict=False)]
+            torch.stack(losses).mean().backward()
+            with torch.no_grad():
+                for p in plain.parameters():
+                    p.sub_(p.grad, alpha=0.1)
+        state = model.state_dict()
+        return max(float((state[name] - own).abs().max()) for name, own in plain.state_dict().items())
+
+    assert run_ranks(job, 2) == pytest.approx([0.0, 0.0], abs=1e-12)
 
 
 def test_clipping_inside_a_step_function():

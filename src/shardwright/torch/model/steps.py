@@ -116,7 +116,7 @@ class Steps:
                 raise
             if result.losses is not None:
                 self._trained_by.add(function)
-                self._step_end.come(result, begun_s=begun_s)
+                self._step_end.come(result, batch, begun_s=begun_s)
             elif self.called_to_train and current.rank == 0:
                 self._point_out_missing_backward(function)
         return result.results

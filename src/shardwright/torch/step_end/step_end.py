@@ -20,6 +20,7 @@ from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.comm.identity.purpose import Purpose
 from shardwright.errors import ShardwrightError
 from shardwright.torch.attention.table import attention_table
+from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_result import BatchResult
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.loss_scale.grad_scaler import scale_of_losses
@@ -41,8 +42,8 @@ class Column(IntEnum):
 
     ``BUSY_S`` and ``PIPELINE_S`` are seconds of work, and from the first action to the last; ``MEMORY`` is in
     bytes. ``RECORDS`` of the first rank is 1 where the next step is to be recorded. ``TRAINED`` is a digest
-    of which parameters are trained; from ``NUMBERS`` on come digests of what optimizers have. ``LOSS`` and
-    ``GRADIENTS`` are sums that are finite where everything in them is.
+    of which parameters are trained, ``SAMPLES`` one of the batch; from ``NUMBERS`` on come digests of what
+    optimizers have. ``LOSS`` and ``GRADIENTS`` are sums that are finite where everything in them is.
     """
 
     BUSY_S = 0
@@ -50,12 +51,13 @@ class Column(IntEnum):
     MEMORY = 2
     RECORDS = 3
     TRAINED = 4
-    NUMBERS = 5
-    COMMON_NUMBERS = 6
-    DEVICE_NUMBERS = 7
-    COMMON_DEVICE_NUMBERS = 8
-    LOSS = 9
-    GRADIENTS = 10
+    SAMPLES = 5
+    NUMBERS = 6
+    COMMON_NUMBERS = 7
+    DEVICE_NUMBERS = 8
+    COMMON_DEVICE_NUMBERS = 9
+    LOSS = 10
+    GRADIENTS = 11
 
 
 class StepEnd:
@@ -91,17 +93,18 @@ class StepEnd:
         self.updates.note(optimizer)
         return self.numbers.note(optimizer)
 
-    def come(self, run: BatchResult, *, begun_s: float) -> None:
+    def come(self, run: BatchResult, batch: Batch, *, begun_s: float) -> None:
         """A training step has ended on this rank; collective over all ranks.
 
         Args:
             run: the step.
+            batch: as this rank was given it.
             begun_s: when it began, on `time.perf_counter`.
 
         Raises:
             NonFiniteError: a loss or a gradient is not finite, and the run is to stop then.
-            UsageError: replicas have frozen other parameters than each other, or optimizers of ranks that
-                must make the same updates have other numbers.
+            UsageError: replicas have frozen other parameters than each other, or read one stream, or
+                optimizers of ranks that must make the same updates have other numbers.
         """
         reporter = self._context.reporter
         assert isinstance(reporter, Reporter)
@@ -112,7 +115,8 @@ class StepEnd:
         busy = sum(end - start - waited for _, start, end, waited in run.row)
         device, world = self._context.device, self._context.links.world
         asks = reporter.asks_to_record
-        told = [busy, run.pipeline_s, peak_memory(), asks, self._model.replicas.digest_of_trained, *plain]
+        digests = [self._model.replicas.digest_of_trained, self._samples.digest(batch), *plain]
+        told = [busy, run.pipeline_s, peak_memory(), asks, *digests]
         here = torch.tensor(told, dtype=torch.float64, device=device)
         row = torch.cat([here, torch.stack([*on_device, *looked])])
         # On a GPU this is where the host waits for the step.
@@ -125,7 +129,8 @@ class StepEnd:
         )
         problem = problem or self.finiteness.judge(rows[:, Column.LOSS :], losses, step=step)
         problem = problem or self.numbers.judge(rows[:, Column.NUMBERS : Column.LOSS], step=step)
-        self._samples.look(rows[:, Column.LOSS])
+        same = self._samples.look(rows[:, Column.SAMPLES], step=step)
+        problem = problem or same
         scale = scale_of_losses()
         self.updates.end(self._model.get_module().parameters(), scaled=scale != 1)
         busy_s, pipeline_s, memory = rows[:, : Column.RECORDS].unbind(1)
