@@ -27,10 +27,10 @@ def four_layers():
 class Script:
     """An ordinary script, up to its loop: one step was made, so that every rank has its part."""
 
-    def __init__(self, module=None, *, first_step=True):
+    def __init__(self, module=None, *, first_step=True, settings=None):
         import shardwright.torch as sw
 
-        sw.init(QUIET)
+        sw.init({**QUIET, **(settings or {})})
         torch.manual_seed(0)
         self.sw, self.x = sw, torch.ones(4, 4)
         self.model = sw.DistributedModel(module or four_layers())
@@ -346,6 +346,37 @@ def test_clipping_inside_a_step_function():
         train(script.model, script.x)
 
     assert "gradients are clipped inside a step function" in fails(job)
+
+
+@pytest.mark.parametrize("shards", [1, in_sweep(2)])
+def test_a_model_that_is_where_it_should_be_may_be_moved_there_after_training(shards):
+    """``model.eval().cpu()`` before saving raised PyTorch's error about meta tensors; ``half()`` broke it."""
+
+    def job():
+        sharded = {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2}
+        script = Script() if shards == 1 else Script(settings=sharded)
+        model = script.model
+        for same in (model.eval().cpu(), model.to("cpu"), model.float(), model.to(torch.device("cpu"))):
+            assert same is model
+        for other in (model.double, model.half, lambda: model.to("meta")):
+            with pytest.raises(UsageError, match=r"load model.state_dict.., called on all ranks, into a mod"):
+                other()
+        script.train(model.train(), script.x)
+        return len(model.state_dict())
+
+    assert run_ranks(job, 2) == [8, 8]
+
+
+def test_a_module_with_the_weights_of_one_rank_is_not_pickled():
+    """PyTorch's error was about a lambda."""
+
+    def job():
+        script = Script()
+        copy.deepcopy(script.model.module)
+        with pytest.raises(UsageError, match=r"Save model.state_dict.., called on all ranks"):
+            pickle.dumps(script.model.module)
+
+    run_ranks(job, 2)
 
 
 def test_the_part_of_a_rank_is_not_saved_as_if_it_were_the_model():

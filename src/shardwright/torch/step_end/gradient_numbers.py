@@ -55,7 +55,7 @@ class GradientNumbers(TorchDispatchMode):
         self._left = _UPDATES
         self._is_pushed = False
         self._places: dict[int, int] = {}  # of gradients, by their memory
-        self._rests_on: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # type: ignore[no-untyped-call]
+        self._rests_on: Any = WeakTensorKeyDictionary()  # type: ignore[no-untyped-call]
         self._read: frozenset[int] = _NOTHING  # gradients of which numbers were read
         self._line = ""  # where one was read that rests on several
 
@@ -64,7 +64,8 @@ class GradientNumbers(TorchDispatchMode):
         if self._left and not self._is_pushed and top_dispatch_mode() is None:
             gradients = (parameter.grad for parameter in parameters)
             self._places = {_key(g): n for n, g in enumerate(gradients) if g is not None and g.numel()}
-            self._rests_on, self._read, self._line = WeakTensorKeyDictionary()  # type: ignore[no-untyped-call], _NOTHING, ""
+            self._rests_on.clear()
+            self._read, self._line = _NOTHING, ""
             self._is_pushed = True
             self.__enter__()
 
@@ -149,7 +150,8 @@ class GradientNumbers(TorchDispatchMode):
         """The script adds something up over ranks: these numbers, or what was read of them."""
         if basis or self._read:
             self._left, self._read, self._line = 0, _NOTHING, ""
-            self._rests_on, self._places = WeakTensorKeyDictionary()  # type: ignore[no-untyped-call], {}
+            self._rests_on.clear()
+            self._places = {}
 
     def _of_gradient(self, tensor: Tensor) -> int | None:
         """The gradient that it is, or that has become it: not a number made of one."""
