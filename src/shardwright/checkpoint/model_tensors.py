@@ -14,7 +14,10 @@ from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.checkpoint.tensor_file import ITEM_BYTES, TensorSource
 from shardwright.errors import CheckpointError
 
-__all__ = ["ModelTensors"]
+__all__ = ["TIES", "ModelTensors"]
+
+TIES = "ties.json"
+"""The file with the other names of tensors that have several: each with the name that is saved."""
 
 # Bytes that are put together at a time: whatever the size of a tensor, not more is in memory.
 _CHUNK = 8 * 2**20
@@ -27,6 +30,7 @@ class ModelTensors:
         saved: the checkpoint, verified.
         prefix: what to take from the names.
         dtype: what floating-point numbers become: ``F32``, ``F16`` or ``BF16``; None: they stay as they are.
+        ties: a tensor is there under all of its names, as in a `state_dict`; not only the first.
 
     Attributes:
         sources: the tensors by name, in order; nothing is read before it is asked for.
@@ -36,16 +40,20 @@ class ModelTensors:
         CheckpointError: it has no model, or some names lack the prefix.
     """
 
-    def __init__(self, saved: SavedCheckpoint, *, prefix: str = "", dtype: str | None = None):
+    def __init__(
+        self, saved: SavedCheckpoint, *, prefix: str = "", dtype: str | None = None, ties: bool = False
+    ):
         names = [name for name in saved.index.tensors if name.startswith(MODEL)]
         if not names:
             raise CheckpointError(f"{saved.path} has no tensors of a model.")
         bare = without_prefix(names, MODEL, where=str(saved.path))
-        wanted = without_prefix(bare.values(), prefix, where=str(saved.path))
+        others = _other_names(saved, set(bare.values())) if ties else {}
+        wanted = without_prefix([*bare.values(), *others], prefix, where=str(saved.path))
         self._saved = saved
         self.overflowed: dict[str, int] = {}
+        own = {name: self._source(wanted[name], f"{MODEL}{name}", dtype) for name in bare.values()}
         self.sources: Mapping[str, TensorSource] = {
-            wanted[name]: self._source(wanted[name], f"{MODEL}{name}", dtype) for name in in_order(wanted)
+            wanted[name]: own[others.get(name, name)] for name in in_order(wanted)
         }
 
     @property
@@ -80,3 +88,11 @@ class ModelTensors:
             piece = np.frombuffer(overlap.stored.data, np.uint8).reshape(*overlap.stored.shape, item_bytes)
             made[overlap.target.slices] = piece[overlap.source.slices]
         return made
+
+
+def _other_names(saved: SavedCheckpoint, names: set[str]) -> dict[str, str]:
+    """The names of tied tensors that are not saved, each with the one that is."""
+    found = saved.document(TIES) if TIES in saved.manifest.files else {}
+    if not isinstance(found, dict) or not names.issuperset(map(str, found.values())):
+        raise CheckpointError(f"{saved.path / TIES} has names of tensors that are not there.")
+    return found

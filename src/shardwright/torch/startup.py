@@ -22,6 +22,7 @@ from shardwright.torch.run.joint_calls import prepare
 from shardwright.torch.run.launch_settings import given_settings
 from shardwright.torch.script_collectives.sums_over_ranks import metrics_over_replicas, sums_pointed_out
 from shardwright.torch.script_run import ScriptRun
+from shardwright.torch.step_end.same_samples import streams_noted
 
 __all__ = ["add_tracker", "begin", "init", "shutdown"]
 
@@ -62,6 +63,8 @@ def begin(settings: Config, plan: Plan | None) -> None:
         made.cleanup.enter_context(samplers_checked())
         made.cleanup.enter_context(sums_pointed_out(made))
         metrics_over_replicas()
+    if made.mesh.data > 1:
+        made.cleanup.enter_context(streams_noted())
     if made.mesh.spreads_model or made.mesh.shard > 1:
         norm_over_stages()
         made.cleanup.enter_context(scalers_agree())

@@ -121,3 +121,23 @@ def test_from_pretrained_gives_the_weights(
         assert loaded(tokens).logits.isfinite().all()
     assert len(list((tmp_path / "out-1").glob("*.safetensors"))) > 3
     assert json.loads((tmp_path / "out-2" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_state_dict_of_tied_weights_loads_into_the_plain_model(tmp_path, capabilities) -> None:
+    """``lm_head.weight`` was missing in it: tied weights were there under one of their names."""
+    if not capabilities["transformers"]:
+        pytest.skip("transformers is not installed")
+    state = run_ranks(_trained, 2, STAGES, tmp_path / "run", tied=True, wrapped=False)[0]
+    with pytest.raises(SystemExit) as ended:
+        main(["ckpt", "export", str(tmp_path / "run"), "-o", str(tmp_path / "out"), "--format", "state-dict"])
+    assert not ended.value.code
+    exported = torch.load(tmp_path / "out" / "model.pt")
+    tokens, logits, continued = torch.arange(8)[None], [], []
+    for each in (state, exported):
+        plain = _gpt2(tied=True)
+        plain.load_state_dict(each)  # strict
+        logits.append(plain(tokens).logits)
+        continued.append(plain.generate(tokens, max_new_tokens=3, do_sample=False, pad_token_id=0))
+    assert torch.equal(*logits)
+    assert torch.equal(*continued)
+    assert exported["lm_head.weight"].data_ptr() == exported["transformer.wte.weight"].data_ptr()

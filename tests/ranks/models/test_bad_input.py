@@ -83,6 +83,27 @@ def test_a_sparse_tensor_in_the_batch():
         run_ranks(train_with_matrix, 2)
 
 
+def test_a_packed_sequence_in_the_batch():
+    """The other rank took what it was sent for a stranger's."""
+
+    def job():
+        import shardwright.torch as sw
+
+        sw.init({**QUIET, "microbatches": 1})
+        model = sw.DistributedModel(four_layers())
+
+        @sw.step
+        def train(model, x):
+            model.backward(model(x.data).square().mean())
+
+        train(model, nn.utils.rnn.pack_sequence([torch.ones(3, 4), torch.ones(2, 4)]))
+
+    with pytest.raises(
+        RanksFailedError, match="a PackedSequence, whose rows belong to no sample: it is neither"
+    ):
+        run_ranks(job, 2)
+
+
 def test_a_sparse_gradient_that_is_summed_over_replicas():
     """What came was "reshape is not implemented for sparse tensors"."""
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import pickle
 import re
 import time
@@ -12,7 +13,9 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from choices import in_sweep
+from shardwright.errors import UsageError
 from shardwright.testing import RanksFailedError, run_ranks
+from shardwright.torch.optimizer.foreign_parameters import refuse_foreign_parameters
 
 QUIET = {"run_dir": "off", "profile": "estimated", "microbatches": 2, "timeout_s": 30}
 
@@ -24,10 +27,10 @@ def four_layers():
 class Script:
     """An ordinary script, up to its loop: one step was made, so that every rank has its part."""
 
-    def __init__(self, module=None, *, first_step=True):
+    def __init__(self, module=None, *, first_step=True, settings=None):
         import shardwright.torch as sw
 
-        sw.init(QUIET)
+        sw.init({**QUIET, **(settings or {})})
         torch.manual_seed(0)
         self.sw, self.x = sw, torch.ones(4, 4)
         self.model = sw.DistributedModel(module or four_layers())
@@ -193,6 +196,143 @@ def test_an_optimizer_that_is_not_wrapped_does_not_step_inside_a_step_function_e
     assert "optimizer.step() is called inside a step function" in text
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_no_part_of_an_update_is_made_inside_a_step_function(num_ranks):
+    """A scheduler stepped once for each microbatch and trace, silently."""
+
+    def job():
+        script = Script(first_step=False)
+        optimizer = torch.optim.SGD(script.model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+
+        class Warmup(torch.optim.lr_scheduler.LRScheduler):
+            def get_lr(self):
+                return [0.1]
+
+        warmup, plateau = Warmup(optimizer), torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        calls = {
+            "scheduler.step": lambda: warmup.step(),
+            "scheduler.step ": lambda: plateau.step(1.0),
+            "scaler.step": lambda: scaler.step(optimizer),
+            "scaler.update": lambda: scaler.update(),
+            "scaler.unscale_": lambda: scaler.unscale_(optimizer),
+            "optimizer.zero_grad": lambda: optimizer.zero_grad(),
+            "model.zero_grad": lambda: script.model.zero_grad(),
+        }
+        said = []
+        for call in (*calls.values(), optimizer.step):
+
+            @script.sw.step
+            def train(model, x, call=call):
+                loss = model(x).square().mean()
+                model.backward(loss)
+                call()
+
+            with pytest.raises(UsageError) as caught:
+                train(script.model, script.x)
+            said.append(str(caught.value))
+        return [*calls, "optimizer.step"], said
+
+    names, said = run_ranks(job, num_ranks)[0]
+    for name, text in zip(names, said, strict=True):
+        assert f"{name.strip()}() is called inside a step function" in text
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(7)
+        yield from (torch.randn(4, generator=generator) for _ in range(64))
+
+
+class Divided(Stream):
+    def __iter__(self):
+        import shardwright.torch as sw
+
+        return itertools.islice(super().__iter__(), sw.rdp_rank(), None, sw.rdp_size())
+
+
+@pytest.mark.parametrize("settings", [{"pipeline_parallel_degree": 1}, in_sweep({"data_parallel_degree": 2})])
+def test_a_stream_that_replicas_read_whole_is_refused_before_the_first_update(settings):
+    """A line told it after the second step; with dropout, nothing did."""
+
+    def job(kind):
+        import shardwright.torch as sw
+
+        sw.init({**QUIET, **settings})
+        torch.manual_seed(sw.rank())
+        model = sw.DistributedModel(nn.Sequential(four_layers(), nn.Dropout()))
+
+        @sw.step
+        def train(model, x):
+            model.backward(model(x).square().mean())
+
+        for x in torch.utils.data.DataLoader(kind(), batch_size=8):
+            train(model, x)
+
+    num_ranks = 2 * settings.get("data_parallel_degree", 1)
+    run_ranks(job, num_ranks, Divided)
+    text = fails(job, Stream, num_ranks=num_ranks)
+    assert "all 2 replicas have the same samples in step 1: the data set of the loader is an Iterable" in text
+
+
+class Embedding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = four_layers()
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Proxies(nn.Module):
+    """A loss with weights, such as the classes of ArcFace."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, z, y):
+        return nn.functional.cross_entropy(z @ self.weight.t(), y)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_loss_with_weights_trains_as_a_part_of_the_model(stages):
+    """The advice was an optimizer of its own: each rank trained a copy, or none."""
+
+    def job():
+        import shardwright.torch as sw
+
+        sw.init({**QUIET, "pipeline_parallel_degree": stages})
+        torch.manual_seed(0)
+        net, loss = Embedding().double(), Proxies().double()
+        with pytest.raises(UsageError, match=r"net.loss = loss_module, before sw.DistributedModel"):
+            refuse_foreign_parameters([*net.parameters(), *loss.parameters()], net.parameters())
+        net.loss = loss
+        plain = copy.deepcopy(net)
+        model = sw.DistributedModel(net)
+        optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+        @sw.step
+        def train(model, x, y):
+            model.backward(loss(model(x), y))
+
+        xs, ys = torch.randn(2, 4, 4).double(), torch.tensor([[0, 1, 2, 1], [2, 2, 0, 1]])
+        for _ in range(2):
+            optimizer.zero_grad()
+            train(model, xs[sw.dp_rank()], ys[sw.dp_rank()])
+            optimizer.step()
+            plain.zero_grad()
+            losses = [plain.loss(plain(x), y) for x, y in zip(xs[: sw.dp_size()], ys, strict=False)]
+            torch.stack(losses).mean().backward()
+            with torch.no_grad():
+                for p in plain.parameters():
+                    p.sub_(p.grad, alpha=0.1)
+        state = model.state_dict()
+        return max(float((state[name] - own).abs().max()) for name, own in plain.state_dict().items())
+
+    assert run_ranks(job, 2) == pytest.approx([0.0, 0.0], abs=1e-12)
+
+
 def test_clipping_inside_a_step_function():
     def job():
         script = Script(first_step=False)
@@ -206,6 +346,37 @@ def test_clipping_inside_a_step_function():
         train(script.model, script.x)
 
     assert "gradients are clipped inside a step function" in fails(job)
+
+
+@pytest.mark.parametrize("shards", [1, in_sweep(2)])
+def test_a_model_that_is_where_it_should_be_may_be_moved_there_after_training(shards):
+    """``model.eval().cpu()`` before saving raised PyTorch's error about meta tensors; ``half()`` broke it."""
+
+    def job():
+        sharded = {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2}
+        script = Script() if shards == 1 else Script(settings=sharded)
+        model = script.model
+        for same in (model.eval().cpu(), model.to("cpu"), model.float(), model.to(torch.device("cpu"))):
+            assert same is model
+        for other in (model.double, model.half, lambda: model.to("meta")):
+            with pytest.raises(UsageError, match=r"load model.state_dict.., called on all ranks, into a mod"):
+                other()
+        script.train(model.train(), script.x)
+        return len(model.state_dict())
+
+    assert run_ranks(job, 2) == [8, 8]
+
+
+def test_a_module_with_the_weights_of_one_rank_is_not_pickled():
+    """PyTorch's error was about a lambda."""
+
+    def job():
+        script = Script()
+        copy.deepcopy(script.model.module)
+        with pytest.raises(UsageError, match=r"Save model.state_dict.., called on all ranks"):
+            pickle.dumps(script.model.module)
+
+    run_ranks(job, 2)
 
 
 def test_the_part_of_a_rank_is_not_saved_as_if_it_were_the_model():

@@ -143,3 +143,89 @@ def test_parameters_that_are_clipped_one_by_one_must_be_the_same_on_all_ranks():
 )
 def test_some_parameters_after_others_are_clipped(choose, own_groups):
     assert run_ranks(clipped_one_by_one, 2, choose, own_groups=own_groups) == [[], []]
+
+
+def of_a_stack(parameters):
+    norm = torch.norm(torch.stack([p.grad.norm() for p in parameters]))
+    for p in parameters:
+        p.grad.mul_((0.1 / norm).clamp(max=1.0))
+
+
+def of_numbers_from_the_fourth_step_on(parameters, step):
+    total = 0.0
+    for p in parameters:
+        total += p.grad.data.norm().item() ** 2
+    if step >= 3:
+        for p in parameters:
+            p.grad.data.mul_(0.1 / total**0.5)
+
+
+def of_lists(parameters):
+    gradients = [p.grad for p in parameters]
+    torch._foreach_div_(gradients, torch.stack(torch._foreach_norm(gradients)).norm())
+
+
+def of_one_vector(parameters):
+    norm = torch.cat([p.grad.flatten() for p in parameters]).norm()
+    for p in parameters:
+        p.grad = p.grad / norm
+
+
+def of_each_parameter(parameters):
+    for p in parameters:
+        p.grad.div_(p.grad.norm().item())
+    torch._foreach_mul_([p.grad for p in parameters], 0.5)
+
+
+def of_all_ranks(parameters):
+    total = torch.stack([p.grad.square().sum() for p in parameters]).sum()
+    torch.distributed.all_reduce(total)
+    for p in parameters:
+        p.grad.mul_(0.1 / total.sqrt())
+
+
+def by_hand(clip):
+    sw, plain, model = start(Stack, {})
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    x, found = batches(0, 1)[0], []
+    optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(5):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        train(model, x)
+        for part in x.tensor_split(4):
+            (plain(part).square().mean() / 4).backward()
+        for owner in (model, plain):
+            having = [p for p in owner.parameters() if p.grad is not None]
+            with_step = (step,) if clip is of_numbers_from_the_fourth_step_on else ()
+            if owner is model or clip is not of_all_ranks:
+                clip(having, *with_step)
+        if clip is not of_all_ranks:
+            found += apart(plain, model)
+        optimizer.step()
+        with torch.no_grad():
+            for p in plain.parameters():
+                p.sub_(p.grad, alpha=0.1)
+    return found
+
+
+@pytest.mark.parametrize(
+    "clip", [of_a_stack, of_numbers_from_the_fourth_step_on, in_sweep(of_lists), in_sweep(of_one_vector)]
+)
+def test_a_norm_of_the_script_over_one_ranks_gradients_scales_none(clip):
+    """Each rank scaled by the norm of its own stages, silently."""
+    with pytest.raises(
+        RanksFailedError, match=r"test_clipping.py:\d+: a gradient is scaled by a number that"
+    ):
+        run_ranks(by_hand, 2, clip)
+
+
+@pytest.mark.parametrize("clip", [of_each_parameter, of_all_ranks])
+def test_gradients_are_scaled_by_numbers_of_their_own_or_of_all_ranks(clip):
+    assert run_ranks(by_hand, 2, clip) == [[], []]

@@ -517,3 +517,50 @@ def test_what_is_not_of_the_model_cannot_be_gathered() -> None:
             return str(error)
 
     assert all("a tensor of shape (3,) that is no parameter" in text for text in run_ranks(run, 2))
+
+
+@torch.no_grad()
+def by_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data.add_(p.grad, alpha=-0.1)
+
+
+@torch.no_grad()
+def in_place(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.sub_(p.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("update", [by_data, in_place])
+def test_an_update_by_hand_leaves_others_to_their_holders(update: Any) -> None:
+    """``p.data.add_(p.grad)`` of another rank's parameter was PyTorch's TypeError about None."""
+
+    def run() -> float:
+        import shardwright.torch as sw
+
+        sw.init({"run_dir": "off", "profile": "estimated", "microbatches": 2})
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+        plain = copy.deepcopy(net)
+        model = sw.DistributedModel(net)
+
+        @sw.step
+        def train(model: Any, x: Tensor) -> None:
+            model.backward(model(x).square().mean())
+
+        x = torch.randn(4, 4, dtype=torch.float64)
+        for _ in range(2):
+            model.zero_grad()
+            plain.zero_grad()
+            train(model, x)
+            plain(x).square().mean().backward()
+            update(model)
+            update(plain)
+        with pytest.raises(UsageError, match=r"meets None in an operation\. If that is its gradient"):
+            [p + p.grad for p in model.parameters()]
+        return max(
+            float((a - b).abs().max())
+            for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True)
+        )
+
+    assert run_ranks(run, 2) == [pytest.approx(0.0, abs=1e-12)] * 2

@@ -244,8 +244,51 @@ def test_replicas_go_on_with_the_buffers_of_the_first(num_ranks, stages):
     """Each had its own, which drifted apart while the parameters that read them were averaged."""
     config = {"microbatches": 4, "profile": "estimated", "pipeline_parallel_degree": stages}
     recipe = Recipe(build=Codebook, batch=features, loss=classify)
-    case = Case(config=config, iterations=[Iteration(), Iteration(), EVALUATION, Iteration()])
+    case = Case(config=config, iterations=[Iteration(), Iteration(), EVALUATION, Iteration(), EVALUATION])
     assert run_ranks(differences, num_ranks, recipe, case) == [[]] * num_ranks
+
+
+class Counting(Stack):
+    """Counts what it has seen, as routers do that balance their experts without a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("bias", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.add_(x.detach().square().sum())
+        return super().forward(x) + self.bias
+
+
+def balance(config: dict[str, Any]) -> list[float]:
+    sw, plain, model = start(Counting, config)
+    optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def sum_over_replicas(*_: Any) -> None:
+        count = model.module.count
+        if not count.is_meta:
+            dist.all_reduce(count, group=sw.get_dp_process_group())
+            model.module.bias.add_(count, alpha=0.01)
+            count.zero_()
+
+    optimizer.optimizer.register_step_pre_hook(sum_over_replicas)
+    train, found = trainer(sw), []
+    for number in range(3):
+        xs = batches(number, sw.dp_size())
+        train(model, xs[sw.dp_rank()])
+        optimizer.step()
+        plain.bias.add_(xs.square().sum(), alpha=0.01)
+        found.append(float(model.state_dict()["bias"] - plain.bias))
+    return found
+
+
+@pytest.mark.parametrize("config", [{"pipeline_parallel_degree": 2}, {"sharded_data_parallel_degree": 2}, {}])
+def test_a_hook_before_the_update_sees_what_its_own_replica_has_counted(config):
+    """It saw the counts of the first replica twice: those of the second were gone when its step ended."""
+    stages = {"pipeline_parallel_degree": 1, **config}
+    for found in run_ranks(balance, 2 * stages["pipeline_parallel_degree"], stages):
+        assert found == pytest.approx([0.0] * 3, abs=1e-9)
 
 
 class Centred(Stack):

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from stacks import Stack, batches, start
-from torch import Tensor
+from torch import Tensor, nn
 
+from choices import in_sweep
 from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
 
 DP = {"data_parallel_degree": 2, "timeout_s": 20}
@@ -109,3 +111,40 @@ def accumulate() -> list[float]:
 def test_no_sync():
     for differences in run_ranks(accumulate, 2):
         assert max(differences) < 1e-10
+
+
+def evaluated_once(settings: dict[str, Any]) -> list[float]:
+    """As docs/script.md has it: the outputs of all replicas, in the order of the data set."""
+    import shardwright.torch as sw
+
+    sw.init({"run_dir": "off", "profile": "estimated", "microbatches": 1, **settings})
+    torch.manual_seed(0)
+    model = sw.DistributedModel(nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)))
+    data = torch.utils.data.TensorDataset(torch.arange(13.0)[:, None])
+
+    @sw.step
+    def evaluate(model: Any, x: Tensor) -> Tensor:
+        return model(x) * 0 + x
+
+    outputs = []
+    sampler = sw.distributed_sampler(data, shuffle=False)
+    model.eval()
+    with torch.no_grad():
+        for (x,) in torch.utils.data.DataLoader(data, 4, sampler=sampler):
+            z = evaluate(model, x).concat()
+            parts = [torch.empty_like(z) for _ in range(sw.rdp_size())]
+            dist.all_gather(parts, z, group=sw.get_dp_process_group())
+            outputs.append(torch.stack(parts, 1).flatten(0, 1))
+    return torch.cat(outputs)[: len(data)].flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pipeline_parallel_degree": 1},
+        in_sweep({"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2}),
+    ],
+)
+def test_an_evaluation_over_replicas_has_each_sample_once(settings: dict[str, Any]) -> None:
+    """A sampler repeats samples to fill replicas up, and a loader leaves some out: 14 or 12 of 13."""
+    assert run_ranks(evaluated_once, 2, settings) == [[float(n) for n in range(13)]] * 2

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from shardwright.comm.identity.purpose import Purpose
 from shardwright.comm.joining.process_group import seal_of_session
@@ -79,6 +80,8 @@ class BatchBroadcast:
         described = [_describe(item) for item in items]
         now = outline(described, structure)
         is_as_before = now is not None and now == self._outline
+        if not is_as_before:
+            _refuse_packed(structure)
         header = self._header if is_as_before else written_header(described, structure, self._seal)
         tensors = [
             in_memory_order(item.detach().to(self._device), leaf.order)
@@ -120,6 +123,17 @@ class BatchBroadcast:
 
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
         self._replica.broadcast(tensors, self._source, Purpose.BATCH)
+
+
+def _refuse_packed(structure: Structure) -> None:
+    if isinstance(structure.template, PackedSequence):
+        raise UsageError(
+            "the batch has a PackedSequence, whose rows belong to no sample: it is neither cut nor sent to "
+            "other ranks. Pass the padded tensor and the lengths to the step function, and pack "
+            "them inside the module with the recurrent layer."
+        )
+    for child in structure.children:
+        _refuse_packed(child)
 
 
 def _describe(item: Any) -> Leaf:

@@ -87,6 +87,9 @@ class Saves:
         current = self._context
         meet("checkpoints.save()")
         self._model.step_end.numbers.compare(step=step)
+        if self._model.replicas.buffers is not None:
+            with torch.no_grad():
+                self._model.replicas.buffers.agree()  # each replica writes a part of them
         states, digests = on_every_rank(current, self._states_of_now)
         told = current.from_all_ranks(digests)
         alike = {name: all(own[name] == digest for own in told) for name, digest in digests.items()}

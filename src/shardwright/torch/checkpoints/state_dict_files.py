@@ -43,7 +43,8 @@ def export_state_dict(
     files = [_FILE]
     with fresh_folder(folder, disk=disk) as draft:
         tell(_FILE)
-        state = {name: _tensor(source) for name, source in model.sources.items()}
+        made = {id(source): _tensor(source) for source in model.sources.values()}  # tied ones are one
+        state = {name: made[id(source)] for name, source in model.sources.items()}
         disk.write_with(draft / _FILE, lambda file: torch.save(state, cast("IO[bytes]", file)))
         if config is not None:
             disk.write(draft / CONFIG, [config_text(config, model.sources)])

@@ -38,7 +38,6 @@ from shardwright.torch.replicas.plan_in_effect import (
     synchronise,
 )
 from shardwright.torch.replicas.reducer import GradientReducer
-from shardwright.torch.replicas.replica_buffers import ReplicaBuffers
 from shardwright.torch.run.context import Context
 from shardwright.torch.tensor_parallel.divide import divide_parameter, tensor_group
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
@@ -128,12 +127,12 @@ class ModelPlacement:
         if splits_backward(plan.schedule.kind):
             for unit in self._programs.units.modules.values():
                 split_modules(unit)
+        self._model.replicas.begin_with_buffers()
         placed = PlacedModel(
             residency=residency,
             executor=executor,
             schedules=BatchSchedules(plan.schedule, stage_costs_of(plan)),
             reducer=held.reducer,
-            replica_buffers=self._replica_buffers(),
             tensor_group=self._tensor_group,
             several_stages={n: p for n, p in held.parameters.items() if len(residency.stages[n]) > 1},
             parameters=parameter_ids(module) if context.mesh.world_size > 1 else None,
@@ -283,16 +282,6 @@ class ModelPlacement:
         calls = (node for node in trace.graph.nodes if node.kind == "unit")
         of_modules = frozenset(node.label for node in calls if id(modules[node.name]) in marked)
         return of_modules.union(*(stage.recompute for stage in plan.stages))
-
-    def _replica_buffers(self) -> ReplicaBuffers | None:
-        context, group = self._context, self._context.groups.data
-        if group is None:
-            return None
-        buffers = ReplicaBuffers(
-            self._model.get_module(), group, ranks=context.holders, rank=context.rank, device=context.device
-        )
-        buffers.note()
-        return buffers
 
 
 class _Held(NamedTuple):

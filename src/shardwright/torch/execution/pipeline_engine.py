@@ -197,8 +197,8 @@ class PipelineEngine:
         compared = settings if self._placed is not None else early_settings(settings)
         agreed = self._agreement.on_batch(batch, compared, function=function)
         gradients = BatchGradients(batch, agreed.to(self._context.device))
-        if self._placed is not None and self._placed.replica_buffers is not None:
-            self._placed.replica_buffers.agree_on_what_scripts_set()
+        if self._model.replicas.buffers is not None:
+            self._model.replicas.buffers.agree()
         return gradients
 
     def _placed_for(
@@ -267,8 +267,6 @@ class PipelineEngine:
         if reduces:
             found = reducer is not None and reducer.finish(loss_scale=self._model.loss_scale)
             train = train or self._agreement.on_any(found)
-        if placed.replica_buffers is not None:
-            placed.replica_buffers.agree()
         if placed.tensor_group is not None:
             placed.tensor_group.sums.forget_dead()
             if placed.tensor_group.inner is not None:

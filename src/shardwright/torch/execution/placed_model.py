@@ -11,7 +11,6 @@ from shardwright.torch.execution.executor import Executor
 from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.pytorch.module_tree import all_modules
 from shardwright.torch.replicas.reducer import GradientReducer, refuse_gradient_hooks
-from shardwright.torch.replicas.replica_buffers import ReplicaBuffers
 from shardwright.torch.tensor_parallel.group import TensorGroup
 
 __all__ = ["PlacedModel", "parameter_ids"]
@@ -26,7 +25,6 @@ class PlacedModel:
         executor: runs batches on this rank.
         schedules: the order of work for each kind of batch.
         reducer: sums gradients; None where no other rank has a parameter of this one, or a part of it.
-        replica_buffers: buffers that replicas agree on; None without replicas.
         tensor_group: the ranks that share its layers; None where each rank has whole ones.
         several_stages: parameters of this rank that several stages use, by name.
         parameters: ids of all parameters; None for a single rank.
@@ -36,7 +34,6 @@ class PlacedModel:
     executor: Executor
     schedules: BatchSchedules
     reducer: GradientReducer | None
-    replica_buffers: ReplicaBuffers | None
     tensor_group: TensorGroup | None
     several_stages: Mapping[str, nn.Parameter]
     parameters: frozenset[int] | None

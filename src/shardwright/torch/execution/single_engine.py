@@ -35,7 +35,6 @@ from shardwright.torch.pytorch.memory_in_use import memory_in_use
 from shardwright.torch.pytorch.profiled import range_named
 from shardwright.torch.replicas.gradient_buckets import Reduced
 from shardwright.torch.replicas.reducer import GradientReducer, refuse_accumulation_hooks
-from shardwright.torch.replicas.replica_buffers import ReplicaBuffers
 from shardwright.torch.run.context import Context
 from shardwright.torch.tracing.batch_statistics import BatchStatistics
 from shardwright.torch.tracing.step_parameters import point_out_foreign_behind
@@ -64,7 +63,6 @@ class SingleEngine:
         self._model = model
         self._planner = planner
         self._reducer: GradientReducer | None = None
-        self._buffers: ReplicaBuffers | None = None
         self._reduced: set[int] | None = None
         self._prepared = False
         self._told_of_losses: set[str] = set()
@@ -110,8 +108,6 @@ class SingleEngine:
             if not trains:
                 self._reducer.begin()  # another replica may have a backward in its batch
             trains = self._reducer.finish(loss_scale=self._model.loss_scale) or trains
-        if self._buffers is not None:
-            self._buffers.agree()
         return BatchResult(
             results=[detached(result) for result in loop.results],
             losses=losses.counted(loop.all_losses) if trains else None,
@@ -236,21 +232,16 @@ class SingleEngine:
         """
         module = self._model.get_module()
         present = {id(parameter) for parameter in module.parameters()}
-        if self._buffers is not None:
-            others = present != self._reduced
-            if not self._buffers.agree_on_what_scripts_set(other_parameters=others):
-                return
+        buffers = self._model.replicas.buffers
+        if buffers is not None and not buffers.agree(other_parameters=present != self._reduced):
+            return
         agree_on_registration(module, self._context)  # scripts may have changed it since it was wrapped
         self._share(group)
         self._model.replicas.shard(dict(module.named_parameters()))
         members = [Reduced(parameter, frozenset({0}), group) for parameter in module.parameters()]
         self._reducer, self._reduced = self._model.replicas.make_reducer(members), present
-        context = self._context
-        self._buffers = ReplicaBuffers(
-            module, group, ranks=context.holders, rank=context.rank, device=context.device
-        )
         self._model.settle()
-        self._buffers.note()
+        self._model.replicas.begin_with_buffers()
 
     def _share(self, group: dist.ProcessGroup) -> None:
         """Gives all replicas the values of the first."""

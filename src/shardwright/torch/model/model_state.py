@@ -4,7 +4,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -41,9 +41,7 @@ class ModelState:
     def placed(self, residency: Residency) -> None:
         """Records which rank holds each parameter and buffer."""
         self._residency = residency
-        self._module.register_state_dict_post_hook(  # type: ignore[no-untyped-call]
-            lambda _, state, *rest: self._refuse_part(state)
-        )
+        self._module.register_state_dict_post_hook(_OwnPart(self))  # type: ignore[no-untyped-call]
 
     def whole(self, destination: dict[str, Any] | None, prefix: str, *, keep_vars: bool) -> dict[str, Any]:
         """The state under the names of the user's module; collective over the replica."""
@@ -117,7 +115,7 @@ class ModelState:
         own = self.described()
         return {name: own[name] if _is_meta(own.get(name)) else value for name, value in state.items()}
 
-    def _refuse_part(self, state: Mapping[str, Any]) -> None:
+    def refuse_part(self, state: Mapping[str, Any]) -> None:
         """Keeps a script from saving the part of a rank as if it were the model."""
         if not self._gathers and any(_is_meta(value) for value in state.values()):
             raise UsageError(
@@ -125,6 +123,26 @@ class ModelState:
                 "is spread over stages. Call model.state_dict() of the DistributedModel, on all ranks, and "
                 "save it on one."
             )
+
+
+class _OwnPart:
+    """Refuses that the part of a rank is saved as if it were the model: its state, or the module itself."""
+
+    def __init__(self, state: ModelState):
+        self._state = state
+
+    def __call__(self, module: nn.Module, state: Mapping[str, Any], *_: Any) -> None:
+        self._state.refuse_part(state)
+
+    def __deepcopy__(self, memo: Any) -> "_OwnPart":
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            f"{user_line()}: the module inside of DistributedModel has the weights of this rank only: the "
+            "model is spread over stages. Save model.state_dict(), called on all ranks, and load it into a "
+            "module that is built anew."
+        )
 
 
 def _copy(value: Any) -> Any:

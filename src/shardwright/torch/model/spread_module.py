@@ -1,13 +1,17 @@
 """Tracks which ranks hold which parameters and buffers of the script's module."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Self
 
+import torch
 from torch import Tensor, nn
 
+from shardwright.errors import UsageError
 from shardwright.torch.parameters.gathered_values import gathered_values
 from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.parameters.state_gathering import rank_that_runs
+from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.replicas.replicas import Replicas
 from shardwright.torch.run.context import context
 from shardwright.torch.run.joint_calls import meet, ranks_with_the_model
@@ -49,6 +53,22 @@ class SpreadModule(nn.Module):
         # A module around this one, which gives a memo, has all modules below it, and finds this one too.
         asked = self.get_module().named_modules if memo is None else super().named_modules
         yield from asked(memo, prefix, remove_duplicate)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Casts or moves the module (``cpu()``, ``float()``): once it is spread, it must be so already."""
+        if self._residency is None and self.replicas.sharding is None:
+            return super()._apply(fn, recurse)
+        for name, tensor in (*self.local_named_parameters(), *self.local_named_buffers()):
+            own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            moved = fn(own)
+            if (moved.dtype, moved.device) != (own.dtype, own.device):
+                raise UsageError(
+                    f"{user_line()}: {name} would go from {own.dtype} on {own.device} to {moved.dtype} on "
+                    f"{moved.device}, but the model is spread over ranks, which train it as it is. Do so "
+                    "before the first step; or load model.state_dict(), called on all ranks, into a module "
+                    "that is built anew, and change that."
+                )
+        return self
 
     def get_submodule(self, target: str) -> nn.Module:
         """The module of a name as `named_modules` gives it."""

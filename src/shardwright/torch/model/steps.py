@@ -23,6 +23,7 @@ from shardwright.torch.execution.loss_weights import WeighedGradients
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.backward_outside import BackwardWatch, refuse_backward_outside
 from shardwright.torch.interception.own_errors import point_out_in_run
+from shardwright.torch.interception.update_calls import refuse_updates_inside_steps
 from shardwright.torch.loss_scale.grad_scaler import scaling_begins
 from shardwright.torch.pytorch.heap import give_back_freed_memory
 from shardwright.torch.pytorch.source_line import stacklevel_of_user
@@ -93,12 +94,16 @@ class Steps:
         if current.reporter is not None:
             current.reporter.calls_steps = True
         scaling_begins()
+        self._step_end.begin()
         self.outside.step_begins()
         partitioned = self._model.partitioned
         # The first step measures and plans, with all cores; it frees what other ranks keep.
         plans = not partitioned or (current.config.plan_one_stage and current.plan is None)
         own_cores = nullcontext() if plans else self._cores.in_force()
-        hint = "" if function in self._trained_by else _hint_for_evaluations(current)
+        hint = ""
+        if function not in self._trained_by:
+            hint = _hint_for_evaluations(current)
+            refuse_updates_inside_steps(current.cleanup)
         together = call_together(_called(function), _ranks_of_a_step(current), hint=hint)
         if partitioned and self._gives_back:
             self._gives_back = False
@@ -114,10 +119,12 @@ class Steps:
                     raise
                 if result.losses is not None:
                     self._trained_by.add(function)
-                    total = self._step_end.come(result, begun_s=begun_s)
+                    total = self._step_end.come(result, batch, begun_s=begun_s)
                     if result.weights is not None:
                         self._weighed.divide(function, result.weights, total)
-            if result.losses is None and self.called_to_train and current.rank == 0:
+            if result.losses is not None:
+                self._step_end.script_goes_on()
+            elif self.called_to_train and current.rank == 0:
                 self._point_out_missing_backward(function)
         return result
 

@@ -21,7 +21,12 @@ from shardwright.torch.optimizer.foreign_parameters import refuse_foreign_parame
 from shardwright.torch.optimizer.optimizer_names import state_by_name
 from shardwright.torch.optimizer.state_part import keep_types, part_of_state, place_state, refuse_other_part
 from shardwright.torch.optimizer.tensor_parts import PARTS, as_parts, placed, with_cuts
-from shardwright.torch.optimizer.unwrapped_optimizers import leaves_update_out, stepping
+from shardwright.torch.optimizer.unwrapped_optimizers import (
+    ADVICE_FOR_CLOSURES,
+    leaves_update_out,
+    needs_closure,
+    stepping,
+)
 from shardwright.torch.optimizer.updates_over_stages import UpdatesOverStages, has_stages
 from shardwright.torch.parameters.registration import in_order
 from shardwright.torch.run.context import context, is_initialized
@@ -121,14 +126,13 @@ class DistributedOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates the parameters of this rank. A closure is not supported: run the step function before."""
-        if closure is not None:
-            raise UsageError("a closure cannot be pipelined. Run the step function, then optimizer.step().")
-        if _needs_closure(self.optimizer):
+        if needs_closure(self.optimizer):
             raise UsageError(
                 f"{type(self.optimizer).__name__} computes the loss several times for one update, by a "
-                "closure, and DistributedOptimizer takes none. Over replicas alone, leave it unwrapped; over "
-                "stages, take an optimizer whose step() needs no closure, such as torch.optim.AdamW."
+                f"closure, and DistributedOptimizer takes none. {ADVICE_FOR_CLOSURES}"
             )
+        if closure is not None:
+            raise UsageError("a closure cannot be pipelined. Run the step function, then optimizer.step().")
         refuse_inside_step("optimizer.step() is called", _REMEDY)
         if leaves_update_out():
             return None
@@ -241,7 +245,6 @@ class DistributedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of this rank."""
-        refuse_inside_step("optimizer.zero_grad() is called", _REMEDY)
         if set_to_none:
             self.optimizer.zero_grad(set_to_none=True)
             return
@@ -376,9 +379,3 @@ def _options_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _brief(names: list[str]) -> str:
     return f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    """Whether `step` cannot be called without one, as that of LBFGS."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty

@@ -32,6 +32,6 @@ def refuse_foreign_parameters(own: Sequence[nn.Parameter], parameters: Iterable[
         raise UsageError(
             f"{len(others)} of the {len(own)} parameters of the optimizer are not the wrapped model's "
             f"(one has shape {tuple(others[0].shape)}), so each rank would train a copy of its own, or "
-            "none. Register them in the module that is wrapped (model.extra = parameter, before "
-            "DistributedModel), or give them an optimizer of their own."
+            "none. Register them, or the module that has them (a loss), in the module that is wrapped: "
+            "net.loss = loss_module, before sw.DistributedModel(net). A step function calls it as before."
         )

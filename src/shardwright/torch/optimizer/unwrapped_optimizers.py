@@ -4,6 +4,7 @@ No optimizer may step inside a step function, wrapped or not. Outside, an unwrap
 step: its updates must not differ from what the settings ask for.
 """
 
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,27 @@ from shardwright.torch.optimizer.coupling import (
     refuse_parts_of_the_world,
 )
 
-__all__ = ["leaves_update_out", "refuse_optimizers_inside_steps", "stepping"]
+__all__ = [
+    "ADVICE_FOR_CLOSURES",
+    "leaves_update_out",
+    "needs_closure",
+    "refuse_optimizers_inside_steps",
+    "stepping",
+]
+
+
+ADVICE_FOR_CLOSURES = (
+    "Leave it unwrapped, and train by replicas alone (pipeline_parallel_degree 1): its closure calls the "
+    "step function, and returns the mean of the loss over all replicas (dist.all_reduce), so that all decide "
+    "alike. "
+    "Over stages, take an optimizer whose step() needs no closure, such as torch.optim.AdamW."
+)
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `step` cannot be called without one, as that of LBFGS."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def refuse_optimizers_inside_steps() -> RemovableHandle:
@@ -77,8 +98,9 @@ def _look_at(optimizer: Optimizer) -> None:
         refuse_coupling(
             needs_all,
             "It is not wrapped.",
-            "Wrap it: optimizer = sw.DistributedOptimizer(optimizer). Then it runs over all stages, unless "
-            "its step wants a closure: that needs replicas (pipeline_parallel_degree 1).",
+            ADVICE_FOR_CLOSURES
+            if needs_closure(needs_all)
+            else "Wrap it: optimizer = sw.DistributedOptimizer(optimizer). Then it runs over all stages.",
         )
     if leaves_update_out():
         for parameter in found:

@@ -131,10 +131,28 @@ class RemoteTensor(torch.Tensor):
 
     __rmul__ = __mul__
 
+    def __add__(self, other: Any) -> Any:
+        if other is None:
+            self._refuse_gradient()
+        return super().__add__(other)
+
+    def __sub__(self, other: Any) -> Any:
+        if other is None:
+            self._refuse_gradient()
+        return super().__sub__(other)
+
+    def add_(self, other: Any, **kwargs: Any) -> Any:
+        """Left to its holder, also where it adds its gradient, which is None here."""
+        return self if other is None else super().add_(other, **kwargs)
+
+    def sub_(self, other: Any, **kwargs: Any) -> Any:
+        """Likewise."""
+        return self if other is None else super().sub_(other, **kwargs)
+
     def _refuse_gradient(self) -> NoReturn:
         raise UsageError(
-            f"{user_line()}: {self.first_name} is multiplied with None. If that is its gradient: both are on "
-            f"rank {self._where} and not here, because the model is spread over stages. Take "
+            f"{user_line()}: {self.first_name} meets None in an operation. If that is its gradient: "
+            f"both are on rank {self._where} and not here, because the model is spread over stages. Take "
             "model.local_named_parameters(), what this rank holds, on each rank, in the place of "
             "model.named_parameters(); what needs the numbers of all of them (a ranking) is added up or "
             "gathered over ranks behind that."

@@ -1,8 +1,9 @@
-"""Broadcasts the first replica's buffers, such as running statistics, after each step.
+"""Broadcasts the first replica's buffers, such as running statistics, before each batch.
 
 Replicas see different data, so their forwards leave different values in buffers, and so may scripts between
-steps. Like DistributedDataParallel by default, all replicas continue with the first one's values, and, where
-a forward sizes a buffer, with its shapes and types.
+steps. Like DistributedDataParallel by default, all replicas begin a batch with the first one's values, and,
+where a forward sizes a buffer, with its shapes and types. Until then each has its own: a script may sum what
+they have counted.
 """
 
 import logging
@@ -39,17 +40,15 @@ class _Seen:
         return cls(buffer, _version(buffer), content, BufferKind.of(buffer))
 
     def is_still(self, buffer: Tensor) -> bool:
-        if not self.is_unwritten(buffer) or not self.kind.is_of(buffer):
+        if self.buffer is not buffer or not self.version == _version(buffer) >= 0:
+            return False
+        if not self.kind.is_of(buffer):
             return False
         return self.content is None or torch.equal(self.content, buffer)
 
-    def is_unwritten(self, buffer: Tensor) -> bool:
-        """By the version alone: scripts count it as they write, but for writes through ``.data``."""
-        return self.buffer is buffer and self.version == _version(buffer) >= 0
-
 
 class ReplicaBuffers:
-    """Makes replicas agree.
+    """Makes replicas agree; their buffers are equal now.
 
     Args:
         module: the whole model; what is on the meta device belongs to other stages.
@@ -74,55 +73,36 @@ class ReplicaBuffers:
         self._is_source = rank == ranks[0]
         self._ranks = tuple(ranks)
         self._device = device
-        self._seen: dict[str, _Seen] = {}
+        self._seen = {name: _Seen.of(buffer) for name, buffer in self._here().items()}
         self._warned = False
 
-    def note(self) -> None:
-        """Records the current buffers as equal on all replicas."""
-        self._seen = {name: _Seen.of(buffer) for name, buffer in self._here().items()}
-
-    def agree_on_what_scripts_set(self, *, other_parameters: bool = False) -> bool:
-        """`agree`, before a batch, if the script of any replica has set a buffer since; collective.
+    def agree(self, *, other_parameters: bool = False) -> bool:
+        """Gives all replicas the buffers of the first that any of them has changed; collective.
 
         Args:
             other_parameters: this replica has other parameters than in the last step.
 
         Returns:
             Whether any replica has.
-        """
-        if not self._meets():
-            return False
-        here = self._here()
-        unwritten = here.keys() == self._seen.keys() and all(
-            self._seen[name].is_unwritten(buffer) for name, buffer in here.items()
-        )
-        found = torch.tensor([not unwritten, other_parameters], dtype=torch.int32, device=self._device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
-        written, other = found.tolist()
-        if written:
-            self._agree()
-        return bool(other)
-
-    def agree(self) -> None:
-        """Gives all replicas the buffers of the first that any of them has changed; collective.
 
         Raises:
             UsageError: replicas have other buffers than the first; on all of them.
         """
-        if self._meets():
-            self._agree()
+        # Not without buffers in an evaluation, which one replica alone may make.
+        if not self._seen and not torch.is_grad_enabled():
+            return False
+        with torch.no_grad():
+            return self._agree(self._here(), other_parameters)
 
-    @torch.no_grad()
-    def _agree(self) -> None:
-        here = self._here()
+    def _agree(self, here: dict[str, Tensor], other_parameters: bool) -> bool:
         # The names are those of the last time, the same on all replicas; behind them, whether a forward has
         # given one another shape or type, or made or removed one.
         flags = [name not in here or not seen.is_still(here[name]) for name, seen in self._seen.items()]
         flags.append(here.keys() != self._seen.keys() or any(map(self._is_remade, here.items())))
-        changed = torch.tensor(flags, dtype=torch.int32, device=self._device)
+        changed = torch.tensor([*flags, other_parameters], dtype=torch.int32, device=self._device)
         # One replica alone may have gone a way on which a buffer changes.
         dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self._group)
-        *found, remade = changed.tolist()
+        *found, remade, other = changed.tolist()
         wanted = {name for name, flag in zip(self._seen, found, strict=True) if flag}
         if remade:
             names = self._agree_on_kinds(here)
@@ -132,10 +112,7 @@ class ReplicaBuffers:
         for dtype in sorted({buffer.dtype for buffer in chosen.values()}, key=str):
             self._broadcast([b for b in chosen.values() if b.dtype is dtype and b.numel()])
         self._seen.update((name, _Seen.of(buffer)) for name, buffer in chosen.items())
-
-    def _meets(self) -> bool:
-        """Whether replicas ask each other: not without buffers in an evaluation, which one alone may make."""
-        return bool(self._seen) or torch.is_grad_enabled()
+        return bool(other)
 
     def _is_remade(self, item: tuple[str, Tensor]) -> bool:
         name, buffer = item

@@ -18,6 +18,7 @@ from shardwright.torch.parameters.shardable import can_be_sharded
 from shardwright.torch.replicas.gradient_buckets import Reduced
 from shardwright.torch.replicas.gradient_hook import GradientHook
 from shardwright.torch.replicas.reducer import GradientReducer
+from shardwright.torch.replicas.replica_buffers import ReplicaBuffers
 from shardwright.torch.replicas.updated_parts import UpdatedParts
 from shardwright.torch.run.context import Context
 from shardwright.torch.run.failure import first_cause_named
@@ -40,6 +41,7 @@ class Replicas:
         overlap: reduce during the last backward; else after it.
 
     Attributes:
+        buffers: that replicas agree on; None without replicas, and before the first step.
         sharding: the shared parameters; None where none are, or as long as they are not.
         updated_parts: what optimizers update in the place of parameters; None where they update these.
         gradient_quantiser: packs gradients of shared parameters for other hosts; None where they go as
@@ -54,6 +56,7 @@ class Replicas:
         self._overlap = overlap
         self._hook: GradientHook | None = None
         self._reducer: GradientReducer | None = None
+        self.buffers: ReplicaBuffers | None = None
         self.sharding: Sharding | None = None
         self.updated_parts = _updated_parts(context)
         config = context.config
@@ -74,6 +77,18 @@ class Replicas:
         chosen = {name: parameter for name, parameter in parameters.items() if self._is_shared(parameter)}
         with torch.inference_mode(False):  # the first step may be an evaluation
             self.sharding = Sharding(self._module, chosen, self._context, self.parameter_quantiser)
+
+    def begin_with_buffers(self) -> None:
+        """The buffers are those of the first replica, in all of them."""
+        current = self._context
+        if current.groups.data is not None:
+            self.buffers = ReplicaBuffers(
+                self._module,
+                current.groups.data,
+                ranks=current.holders,
+                rank=current.rank,
+                device=current.device,
+            )
 
     def filled_when_shared(self, parameters: Mapping[str, nn.Parameter]) -> set[str]:
         """Names of parameters that take no memory before they are shared.

@@ -1,24 +1,52 @@
-"""Warns where all replicas train on the same samples, as a data loader without a sampler gives them.
+"""Tells where all replicas train on the same samples, as a data loader without a sampler gives them.
 
-Nothing is wrong then with what is computed, but replicas beyond the first add nothing. Losses that are equal
-to the last bit, of the first steps, show it; replicas with dropout, or other seeds, hide it.
+Nothing is wrong then with what is computed, but replicas beyond the first add nothing. A stream
+(`IterableDataset`) knows nothing of ranks, so that it is refused before the first update.
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
+from shardwright.errors import UsageError
+from shardwright.torch.batch.batch import Batch, is_batch_tensor
 from shardwright.torch.run.context import Context
 
-__all__ = ["SameSamples"]
+__all__ = ["SameSamples", "streams_noted"]
 
 log = logging.getLogger(__name__)
 
 _STEPS = 2
 
 
+class _Streams:
+    read = False
+
+
+@contextmanager
+def streams_noted() -> Iterator[None]:
+    """Notes whether the script reads a stream of samples."""
+    original = DataLoader.__iter__
+
+    def iterate(self: DataLoader[Any]) -> Any:
+        _Streams.read |= isinstance(self.dataset, IterableDataset)
+        return original(self)
+
+    _Streams.read = False
+    DataLoader.__iter__ = iterate  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DataLoader.__iter__ = original  # type: ignore[method-assign]
+
+
 class SameSamples:
-    """Looks at the losses of the first training steps.
+    """Looks at the batches of the first training steps.
 
     Args:
         context: the run.
@@ -28,23 +56,51 @@ class SameSamples:
         self._context = context
         self._left = _STEPS if context.mesh.data > 1 else 0
 
-    def look(self, losses: Tensor) -> None:
-        """Takes the losses of one step; warns at the last of the first steps, on rank 0.
+    def digest(self, batch: Batch) -> float:
+        """A number for the samples of a batch, below 0 where a stream was read; 0 where nobody looks."""
+        if not self._left:
+            return 0.0
+        tensors = [leaf.detach() for leaf in batch.leaves if is_batch_tensor(leaf) and not leaf.is_complex()]
+        digest = sum((_number(tensor, place) for place, tensor in enumerate(tensors)), 0.0)
+        return -abs(digest) if _Streams.read else abs(digest)
+
+    def look(self, digests: Tensor, *, step: int) -> UsageError | None:
+        """Takes the digests of one step; warns at the last of the first steps, on rank 0.
 
         Args:
-            losses: of all ranks: (ranks); 0 where a rank computes none.
+            digests: of all ranks.
+            step: how many training steps there were.
+
+        Returns:
+            Why the run must stop: a stream gives all replicas the same.
         """
         if not self._left:
-            return
-        groups = self._context.mesh.groups("dp")
-        equal = all(bool((losses[list(ranks)] == losses[ranks[0]]).all()) for ranks in groups)
-        alike = equal and bool(losses.any())
+            return None
+        mesh = self._context.mesh
+        of_replicas = digests[[ranks[0] for ranks in mesh.groups("mp")]]
+        alike = bool((of_replicas == of_replicas[0]).all() and of_replicas[0])
         self._left = self._left - 1 if alike else 0
+        if alike and of_replicas[0] < 0:
+            return UsageError(
+                f"all {mesh.data} replicas have the same samples in step {step}: the data set of the loader "
+                "is an IterableDataset, which every rank reads whole. Give each replica its own part: in its "
+                "__iter__, itertools.islice(samples, sw.rdp_rank(), None, sw.rdp_size()), with workers as "
+                "parts of that; for datasets of Hugging Face split_dataset_by_node(dataset, sw.rdp_rank(), "
+                "sw.rdp_size())."
+            )
         if not self._left and alike and self._context.rank == 0:
             log.warning(
-                "all %d replicas had the same losses in the first %d steps: they seem to train on the same "
-                "samples, so that one replica would do. Give each its own part of the data: "
+                "all %d replicas had the same samples in the first %d steps, so that one replica would do. "
+                "Give each its own part of the data: "
                 "sw.data_loader(dataset, ...), or sw.distributed_sampler(dataset) in a DataLoader.",
-                self._context.mesh.data,
+                mesh.data,
                 _STEPS,
             )
+        return None
+
+
+def _number(tensor: Tensor, place: int) -> float:
+    """Equal for equal tensors in the same place of a batch."""
+    some = tensor.to_dense().reshape(-1)[:4096].double()
+    weights = torch.linspace(1.0, 2.0, len(some), dtype=torch.float64, device=some.device)
+    return float(torch.nan_to_num(some @ weights)) * (place + 1)

@@ -20,6 +20,7 @@ from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.comm.identity.purpose import Purpose
 from shardwright.errors import ShardwrightError
 from shardwright.torch.attention.table import attention_table
+from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_result import BatchResult
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.loss_scale.grad_scaler import scale_of_losses
@@ -28,6 +29,7 @@ from shardwright.torch.pytorch.memory_in_use import peak_memory
 from shardwright.torch.run.context import Context
 from shardwright.torch.step_end.finiteness import Finiteness
 from shardwright.torch.step_end.frozen_alike import frozen_otherwise
+from shardwright.torch.step_end.gradient_numbers import GradientNumbers
 from shardwright.torch.step_end.group_numbers import GroupNumbers
 from shardwright.torch.step_end.same_samples import SameSamples
 from shardwright.torch.step_end.update_watch import UpdateWatch
@@ -40,9 +42,9 @@ class Column(IntEnum):
 
     ``BUSY_S`` and ``PIPELINE_S`` are seconds of work, and from the first action to the last; ``MEMORY`` is in
     bytes. ``RECORDS`` of the first rank is 1 where the next step is to be recorded. ``TRAINED`` is a digest
-    of which parameters are trained; ``WEIGHT`` is the sum of the weights of losses; from ``NUMBERS`` on come
-    digests of what optimizers have. ``LOSS`` and ``GRADIENTS`` are sums that are finite where everything in
-    them is.
+    of which parameters are trained, ``SAMPLES`` one of the batch; ``WEIGHT`` is the sum of the weights of
+    losses; from ``NUMBERS`` on come digests of what optimizers have. ``LOSS`` and ``GRADIENTS`` are sums that
+    are finite where everything in them is.
     """
 
     BUSY_S = 0
@@ -50,13 +52,14 @@ class Column(IntEnum):
     MEMORY = 2
     RECORDS = 3
     TRAINED = 4
-    WEIGHT = 5
-    NUMBERS = 6
-    COMMON_NUMBERS = 7
-    DEVICE_NUMBERS = 8
-    COMMON_DEVICE_NUMBERS = 9
-    LOSS = 10
-    GRADIENTS = 11
+    SAMPLES = 5
+    WEIGHT = 6
+    NUMBERS = 7
+    COMMON_NUMBERS = 8
+    DEVICE_NUMBERS = 9
+    COMMON_DEVICE_NUMBERS = 10
+    LOSS = 11
+    GRADIENTS = 12
 
 
 class StepEnd:
@@ -79,17 +82,25 @@ class StepEnd:
         self.numbers = GroupNumbers(context)
         self.updates = UpdateWatch(warns=context.rank == 0)
         self._samples = SameSamples(context)
+        self._uses = GradientNumbers(warns=context.rank == 0) if context.groups.pipeline is not None else None
+
+    def begin(self) -> None:
+        """A step begins, or an update: what follows is no script's use of gradients."""
+        if self._uses is not None:
+            self._uses.end()
 
     def note(self, optimizer: Optimizer) -> bool:
         """An optimizer updates parameters of the model; returns whether it does so for the first time."""
+        self.begin()
         self.updates.note(optimizer)
         return self.numbers.note(optimizer)
 
-    def come(self, run: BatchResult, *, begun_s: float) -> float:
+    def come(self, run: BatchResult, batch: Batch, *, begun_s: float) -> float:
         """A training step has ended on this rank; collective over all ranks.
 
         Args:
             run: the step.
+            batch: as this rank was given it.
             begun_s: when it began, on `time.perf_counter`.
 
         Returns:
@@ -97,8 +108,8 @@ class StepEnd:
 
         Raises:
             NonFiniteError: a loss or a gradient is not finite, and the run is to stop then.
-            UsageError: replicas have frozen other parameters than each other, or optimizers of ranks that
-                must make the same updates have other numbers.
+            UsageError: replicas have frozen other parameters than each other, or read one stream, or
+                optimizers of ranks that must make the same updates have other numbers.
         """
         reporter = self._context.reporter
         assert isinstance(reporter, Reporter)
@@ -109,9 +120,9 @@ class StepEnd:
         busy = sum(end - start - waited for _, start, end, waited in run.row)
         device, world = self._context.device, self._context.links.world
         asks = reporter.asks_to_record
-        digest = self._model.replicas.digest_of_trained
         weight = 1.0 if run.weights is None else run.weights.total
-        told = [busy, run.pipeline_s, peak_memory(), asks, digest, weight, *plain]
+        digests = [self._model.replicas.digest_of_trained, self._samples.digest(batch), weight, *plain]
+        told = [busy, run.pipeline_s, peak_memory(), asks, *digests]
         here = torch.tensor(told, dtype=torch.float64, device=device)
         row = torch.cat([here, torch.stack([*on_device, *looked])])
         # On a GPU this is where the host waits for the step.
@@ -124,7 +135,8 @@ class StepEnd:
         )
         problem = problem or self.finiteness.judge(rows[:, Column.LOSS :], losses, step=step)
         problem = problem or self.numbers.judge(rows[:, Column.NUMBERS : Column.LOSS], step=step)
-        self._samples.look(rows[:, Column.LOSS])
+        same = self._samples.look(rows[:, Column.SAMPLES], step=step)
+        problem = problem or same
         scale = scale_of_losses()
         self.updates.end(self._model.get_module().parameters(), scaled=scale != 1)
         busy_s, pipeline_s, memory = rows[:, : Column.RECORDS].unbind(1)
@@ -145,6 +157,11 @@ class StepEnd:
         if problem is not None:
             raise problem
         return float(rows[:, Column.WEIGHT].mean())
+
+    def script_goes_on(self) -> None:
+        """The gradients are what the script gets to see."""
+        if self._uses is not None:
+            self._uses.begin(self._model.get_module().parameters())
 
 
 def _lost_in(quantiser: BlockQuantiser | None) -> float | None:

@@ -99,8 +99,9 @@ def test_an_optimizer_with_a_closure_is_told_where_it_works():
     """A step without one was Python's TypeError, and one with it was refused."""
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = sw.DistributedOptimizer(torch.optim.LBFGS([parameter]))
-    with pytest.raises(UsageError, match="LBFGS computes the loss several times"):
-        optimizer.step()
+    for closure in (None, lambda: 0.0):
+        with pytest.raises(UsageError, match=r"LBFGS computes the loss several times .* Leave it unwrapped"):
+            optimizer.step(closure)
     sw.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1)).step()
 
 

@@ -91,9 +91,12 @@ def export(
     document = read_config(listed, config) if config is not None else None
     _say(f"verifying {listed.path} ({format_bytes(listed.num_bytes)}) ...")
     saved = _verified(folder, listed.path.name)
-    model = ModelTensors(saved, prefix=prefix, dtype=None if dtype is None else _STORED[dtype])
     if config is None:
         document = read_config(saved, None)
+    stored = None if dtype is None else _STORED[dtype]
+    # from_pretrained ties by the configuration, and wants each tensor once.
+    ties = kind is Format.STATE_DICT or document is None
+    model = ModelTensors(saved, prefix=prefix, dtype=stored, ties=ties)
     if kind is Format.HF and document is None:
         _say(
             "the checkpoint has no config.json, because its module had no configuration of Hugging Face: "

@@ -71,5 +71,6 @@ class MicrobatchGenerators:
             "numbers than in a single process. How many it takes must not follow from values or from other "
             "random numbers. Draw always, and choose with torch.where or a mask; numbers whose drawing looks "
             "at values (RReLU, Poisson, binomial, Gamma, Beta, Dirichlet) can be drawn before the step "
-            "function and passed to it."
+            "function and passed to it. What a layer filters by values (self-loops of a graph) can be "
+            "filtered before it, too."
         )

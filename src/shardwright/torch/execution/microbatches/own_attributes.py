@@ -95,7 +95,9 @@ class OwnAttributes:
                 raise TraceMismatchError(
                     f"microbatch {microbatch} changes the attribute {self._uses[number].name} on a later "
                     f"stage than in the trace, and microbatch {later} has read it already. Read and change "
-                    "it in one place, or have one stage on each rank (pipeline: 1f1b)."
+                    "it in one place, or have one stage on each rank (pipeline: 1f1b). A running number "
+                    "of the loss (a normaliser) can be counted once for each batch, before the step "
+                    "function, and passed to it."
                 )
 
     def backward_reached(self, microbatch: int) -> None:
