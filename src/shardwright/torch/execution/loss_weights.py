@@ -196,12 +196,12 @@ class LossWeights:
 
     def row(self, device: torch.device) -> Tensor:
         """The reduction and the weights, for the ranks that have no loss: (1 + microbatches)."""
-        weights = [
-            w.to(device) if isinstance(w, Tensor) else torch.tensor(w, dtype=torch.float64, device=device)
-            for w in self.weights
-        ]
-        first = torch.tensor(float(self.reduction), dtype=torch.float64, device=device)
-        return torch.stack([first, *weights])
+        numbers = [0.0 if isinstance(weight, Tensor) else weight for weight in self.weights]
+        row = torch.tensor([float(self.reduction), *numbers], dtype=torch.float64, device=device)
+        for place, weight in enumerate(self.weights, start=1):
+            if isinstance(weight, Tensor):  # on a GPU, where nobody waits for it
+                row[place] = weight
+        return row
 
     def take(self, rows: Tensor) -> None:
         """Takes the rows of all ranks of the replica: (ranks, 1 + microbatches)."""
