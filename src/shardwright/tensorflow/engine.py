@@ -40,6 +40,9 @@ from shardwright.torch.run.joint_calls import call_together
 
 __all__ = ["Engine"]
 
+# Of a tensor, up to which what a loss is to its samples is tried with microbatches of their own size.
+_MOST_BYTES = 128 << 20
+
 
 class Engine:
     """Runs step functions.
@@ -104,13 +107,14 @@ class Engine:
         """How the losses of a step rest on samples; what they are divided by comes with each batch then."""
         prepared, samples = self.prepare(function, arguments)[0], arguments.num_samples
         assert samples is not None
-        size = 2 * microbatch_sizes(samples, self._num_microbatches)[0]
-        losses = prepared.trace.recorder.losses
+        graph, size = prepared.program.graph, microbatch_sizes(samples, self._num_microbatches)[0]
+        if max(spec.num_bytes for spec in graph.specs.values()) > _MOST_BYTES:
+            size = 1
         try:
-            twice = self._trace(function, arguments, size)
+            once, twice = (self._trace(function, arguments, each) for each in (size, 2 * size))
         except Exception:  # whatever it is: the step may be written for one size
             return prepared.trace, LossReduction("unknown")
-        found = loss_reduction(prepared.program.graph, prepared.trace, twice, losses)
+        found = loss_reduction(graph, once, twice, once.recorder.losses)
         if found.divisors:
             self._divisors[id(function)] = found.divisors
             for key in [key for key in self._prepared if key[0] == id(function)]:

@@ -208,10 +208,11 @@ def _random(shape: Sequence[int], dtype: str, axis: int | None, random: np.rando
         rows[axis] = shape[axis]
     level = random.uniform(0.2, 1.0, rows)
     kind = tf.as_dtype(dtype)
+    numbers = random.random(shape, dtype=np.float32)
     if kind.is_floating:
-        return (random.uniform(0.1, 0.9, shape) * level).astype(kind.as_numpy_dtype)
+        return ((0.1 + 0.8 * numbers) * level.astype(np.float32)).astype(kind.as_numpy_dtype)
     if kind.is_integer or kind.is_bool:
-        return (random.random(shape) < level).astype(kind.as_numpy_dtype)
+        return (numbers < level).astype(kind.as_numpy_dtype)
     raise _UnknownError(dtype)
 
 
