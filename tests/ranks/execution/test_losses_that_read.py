@@ -259,6 +259,7 @@ def test_losses_that_read_are_those_of_a_plain_loop(ranks: int, settings: dict[s
                 assert lines == [f"{loss:.9f}" for step in own_results for loss, _ in step]
 
 
+@pytest.mark.thorough
 def test_what_a_read_costs_is_told_once_with_its_line() -> None:
     def run() -> list[str]:
 

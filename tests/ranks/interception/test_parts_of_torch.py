@@ -40,6 +40,7 @@ def test_evaluations_read_zeros_where_the_input_is_padding(norm, embed):
     assert run_ranks(differences, 2, recipe, case) == [[], []]
 
 
+@pytest.mark.thorough
 def test_masks_may_be_numbers_and_padding_may_come_first():
     def with_numbers(batch_size: int, length: int) -> dict[str, Tensor]:
         batch = padded(batch_size, length)

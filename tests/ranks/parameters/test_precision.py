@@ -100,6 +100,7 @@ REPLICAS = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("settings", "name"),
     [

@@ -222,6 +222,7 @@ def test_a_table_is_copied_into_a_buffer_by_every_microbatch(check):
     check(partial(AddsTableOnce, TableCopiedIntoABuffer), "interleaved_1f1b", "1f1b", "zb_v")
 
 
+@pytest.mark.thorough
 def test_a_table_may_be_filled_later_where_a_rank_has_one_stage(check):
     check(partial(AddsTable, TableFilledInPlace), "1f1b")
 

@@ -75,6 +75,7 @@ REDUCED_OFTEN = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("settings", "ranks_per_host"),
     [

@@ -26,19 +26,21 @@ UNEVEN = (  # the second update is by the gradients of two steps
 )
 
 
-@pytest.mark.parametrize("name", in_every_run(EXPERTS, [], in_thorough=["qwen2_moe"]))
-def test_layers_and_experts_at_once(name):
+@pytest.mark.parametrize("sequences", [in_sweep("whole"), thorough("cut")])
+@pytest.mark.parametrize("name", in_every_run(EXPERTS, ["qwen2_moe"]))
+def test_layers_and_experts_at_once(name, sequences):
     """Two ranks share layers, two share samples, and all four share experts; norms are counted once."""
     more = {"tolerance": TOLERANCES.get(name), "clip": clip_norm}
     cases = {
-        "whole sequences": case(2, WHOLE, iterations=(*UNEVEN, EVALUATION), **more),
-        "cut sequences": case(2, CUT, iterations=UNEVEN[1:], **more),
+        "whole": case(2, WHOLE, iterations=(*UNEVEN, EVALUATION), **more),
+        "cut": case(2, CUT, iterations=UNEVEN[1:], **more),
     }
-    check(name, cases, num_ranks=4)
+    check(name, {sequences: cases[sequences]}, num_ranks=4)
 
 
-@pytest.mark.parametrize("name", in_every_run(EXPERTS, [], in_thorough=["mixtral"]))
-def test_sequences_and_experts_at_once(name):
+@pytest.mark.parametrize("way", [in_sweep("steps"), thorough("recomputed")])
+@pytest.mark.parametrize("name", in_every_run(EXPERTS, ["mixtral"]))
+def test_sequences_and_experts_at_once(name, way):
     """Two ranks share sequences, two share samples, and all four share experts.
 
     Bug: what a repeated forward kept was no longer moved in its place, and the exchanges of the first were
@@ -51,7 +53,7 @@ def test_sequences_and_experts_at_once(name):
         "steps": case(2, SEQUENCES, iterations=uneven, **more),
         "recomputed": case(2, recomputed, iterations=uneven[1:], **more),
     }
-    check(name, cases, num_ranks=4)
+    check(name, {way: cases[way]}, num_ranks=4)
 
 
 @pytest.mark.thorough

@@ -166,6 +166,7 @@ def states(settings: dict[str, Any]):
     return kinds, {name: tuple(value.shape) for name, value in saved.items()}, first, step(), same
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("settings", [DEGREE_2, in_sweep(OPTIMIZER_STATE)], ids=["rows", "state"])
 def test_states_are_whole_and_are_loaded(settings):
     expected = {name: tuple(value.shape) for name, value in language().build().state_dict().items()}

@@ -104,6 +104,7 @@ AXES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("num_ranks", "settings"), AXES, ids=["layers", "rows"])
 def test_all_ranks_leave_out_an_update_that_a_gradient_scaler_finds_bad(num_ranks, settings):
     def on_rank(settings):

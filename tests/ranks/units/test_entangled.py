@@ -148,6 +148,7 @@ class Multiplies(Stack):
         return self.head(_Product.apply(first, x))
 
 
+@pytest.mark.thorough
 def test_a_custom_function_may_work_on_tensors_of_one_stage():
     check(Recipe(build=Squares, batch=features, loss=classify))
 

@@ -197,6 +197,7 @@ def test_closed_forms_agree_with_plans_where_ranks_share_layers(machines: str) -
         assert seconds == pytest.approx(plan.prediction.step_s / mesh.data, rel=0.3), mesh
 
 
+@pytest.mark.thorough
 def test_layers_are_shared_where_that_is_fastest() -> None:
     """One sample keeps no pipeline busy: on fast links, layers are shared."""
     machines = cluster(per_node=8, flops=1e10, near=1e12)
