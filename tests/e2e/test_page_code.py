@@ -123,14 +123,20 @@ ROWS: dict[str, Runs | str] = {
     "launch.md-0": "starts ranks from a notebook: tests/ecosystem/test_notebook.py runs quickstart.ipynb",
     "runtime.md-0": Runs(f"{WRAPPED}\n{_SPREADS}"),
     "script.md-0": Runs(f"{WRAPPED}\nsamples_seen = 0", f"{_SPREADS}; assert samples_seen == 16"),
-    "script.md-1": Runs(WRAPPED),
-    "script.md-2": Runs(f"{WRAPPED}\n{_SPREADS}; model.eval()"),
-    "script.md-3": Runs(WRAPPED),
-    "script.md-4": Runs(f"{WRAPPED}\n{_SPREADS}; optimizer.step()", "average(); exchange(); exchange()"),
-    "script.md-5": Runs(WRAPPED.replace("sw.init()", f"{TEACHER}\nsw.init()"), f"{_SPREADS}; follow()"),
-    "script.md-6": Runs(f"{WRAPPED}\n{_SPREADS}"),
+    "script.md-1": Runs(
+        WRAPPED,
+        "assert abs(train_loss.reduce_mean() - loss.reduce_mean()) < 1e-6\n"
+        "assert all(p.grad is not None for p in model.local_parameters())\n"
+        "assert logits.concat().shape == (16, 3)",
+    ),
+    "script.md-2": Runs(WRAPPED),
+    "script.md-3": Runs(f"{WRAPPED}\n{_SPREADS}; model.eval()"),
+    "script.md-4": Runs(WRAPPED),
+    "script.md-5": Runs(f"{WRAPPED}\n{_SPREADS}; optimizer.step()", "average(); exchange(); exchange()"),
+    "script.md-6": Runs(WRAPPED.replace("sw.init()", f"{TEACHER}\nsw.init()"), f"{_SPREADS}; follow()"),
     "script.md-7": Runs(f"{WRAPPED}\n{_SPREADS}"),
-    "script.md-8": Runs(
+    "script.md-8": Runs(f"{WRAPPED}\n{_SPREADS}"),
+    "script.md-9": Runs(
         f"{LANGUAGE}\nsw.init()\nconfig = GPTJConfig(**sizes, rotary_dim=4)",
         "assert model.module.config is config",
     ),

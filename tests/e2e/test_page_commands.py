@@ -54,7 +54,7 @@ GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained("gpt2")
 NOT_RUN = {
     "pip install": "needs the network",
     "python -m pip": "needs the network",
-    "git clone": "needs the network; `make demo` is examples/demo.py",
+    "make": "installs what it needs; `make demo` is examples/demo.py",
     "python -m pytest": "sweeps of other tests",
     "shardwright probe -n": "times a machine for half a minute: tests/e2e/test_planning_here.py",
     "shardwright probe --show": "reads what that has written",

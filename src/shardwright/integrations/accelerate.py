@@ -229,7 +229,7 @@ class _Whole(nn.Module):
         super().__init__()
         self._state = state
 
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
         return self._state
 
 

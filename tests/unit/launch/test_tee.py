@@ -65,8 +65,20 @@ def test_lines_are_shown_whole_and_with_the_rank(stage):
     assert stage.log.getvalue() == b"one\ntwo\n"
 
 
-def test_each_state_of_a_progress_bar_is_a_line(stage):
-    stage.write("10%\r20%\r\n")
+def test_of_a_progress_bar_one_state_in_ten_seconds_is_a_line_and_the_last(stage, clock):
+    """Each was one: tqdm through a pipe wrote ten lines a second, and codes that move a cursor."""
+    for percent in range(30):
+        stage.write(f"\r{percent}%\x1b[A")
+        clock.now_s += 1.0
+    stage.write("\r30%\n")
+    stage.write("\r      \r\nend\n")
+    assert stage.shown() == "".join(f"[rank 1] {each}\n" for each in ("0%", "10%", "20%", "30%", "end"))
+
+
+def test_the_last_state_of_a_progress_bar_is_shown_at_the_end(stage):
+    stage.write("10%\r")
+    stage.write("20%\r")
+    stage.tee.finish()
     assert stage.shown() == "[rank 1] 10%\n[rank 1] 20%\n"
 
 
@@ -164,11 +176,6 @@ def test_a_terminal_may_be_narrower_than_the_name_of_a_rank(terminal, monkeypatc
     monkeypatch.setattr(tee_module, "_STDERR", terminal.tee._console_fd)
     terminal.write("words of a line\n")
     assert terminal.shown() == f"{CLEAR}[rank 1] words of a line\n"
-
-
-def test_elsewhere_each_state_is_a_line(stage):
-    stage.write("10%\r20%\r\n")
-    assert stage.shown() == "[rank 1] 10%\n[rank 1] 20%\n"
 
 
 def test_progress_is_folded_to_the_terminal(stage, monkeypatch):

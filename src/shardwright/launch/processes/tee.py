@@ -19,6 +19,9 @@ _TAIL_BYTES = 2**16
 _HOLD_BACK_S = 5.0
 _HOLD_BACK_UNCAUGHT_S = 60.0
 """The worker is about to end, which takes seconds on a busy machine."""
+_BETWEEN_STATES_S = 10.0
+_UP = b"\x1b[A"
+"""How tqdm goes back to the bar above."""
 _CLEAR_LINE = b"\r\x1b[K"
 
 
@@ -28,7 +31,8 @@ class Tee:
     Lines go to the console whole, so that those of different ranks do not mix. A traceback is held back
     for five seconds, or a minute where nobody has caught the error: if the worker dies of it, the launcher's
     report shows it, once and in its place. On a terminal, stderr is folded to its width, and what ends with a
-    carriage return, as the states of a progress bar, is shown until the next line.
+    carriage return, as the states of a progress bar, is shown until the next line; elsewhere one such state
+    each 10 s is a line, and the last one.
 
     Args:
         pipe_fd: where the worker writes to.
@@ -53,6 +57,8 @@ class Tee:
         self._held: list[bytes] = []
         self._held_until_s: float | None = None
         self._tail = b""
+        self._waiting = b""  # the last state of a progress bar that was not shown
+        self._next_state_s = 0.0
 
     @property
     def tail(self) -> str:
@@ -78,10 +84,12 @@ class Tee:
         self._tail = (self._tail + data)[-_TAIL_BYTES:]
         text = (self._partial + data).replace(b"\r\n", b"\n")
         if not self._is_terminal:
-            text = text.replace(b"\r", b"\n")  # each state of a progress bar becomes a line
+            text = text.replace(_UP, b"")
         *lines, self._partial = text.split(b"\n")
         for line in lines:
-            self._show(_last_state(line) + b"\n")
+            state, self._waiting = _last_state(line) or self._waiting, b""
+            if self._is_terminal or state.strip() or b"\r" not in line:  # tqdm wipes its bars with spaces
+                self._show(state + b"\n")
         *states, self._partial = self._partial.split(b"\r")
         if state := _last_state(b"\r".join(states)):
             self._show_for_now(state)
@@ -107,9 +115,9 @@ class Tee:
         """Copies the rest, including a last line without an end."""
         while self.is_open and self.copy():
             pass
-        if self._partial:
-            self._show(self._partial + b"\n")
-            self._partial = b""
+        if self._partial or self._waiting:
+            self._show((self._partial or self._waiting) + b"\n")
+            self._partial = self._waiting = b""
 
     def _show(self, line: bytes) -> None:
         text = line.decode(errors="replace")
@@ -122,7 +130,14 @@ class Tee:
             self._write(line)
 
     def _show_for_now(self, state: bytes) -> None:
-        """Shows a line that the next one replaces, whichever rank writes that."""
+        """Shows a line that the next one replaces; off a terminal, one each 10 s becomes a line."""
+        if not self._is_terminal:
+            self._waiting = state
+            if time.monotonic() >= self._next_state_s:
+                self._next_state_s = time.monotonic() + _BETWEEN_STATES_S
+                self._waiting = b""
+                self._show(state + b"\n")
+            return
         room = shutil.get_terminal_size().columns - 1 - len(self._prefix)
         begin, text, end = _COLOURED.match(state.decode(errors="replace")).groups()  # type: ignore[union-attr]
         self._put(_CLEAR_LINE + self._prefix + f"{begin}{cut(text, max(room, 0))}{end}\r".encode())

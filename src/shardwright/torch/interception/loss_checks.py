@@ -86,7 +86,8 @@ def refuse_untrained(trained: bool) -> None:
         raise TraceError(
             f"{user_line()}: the loss does not depend on any trained parameter of the model, so there is "
             "nothing to train. Compute it from what the model returns, without detach() or no_grad(), with "
-            "parameters that require gradients."
+            "parameters that require gradients. A function that evaluates, too, asks first: "
+            "if model.training: model.backward(loss)"
         )
 
 
