@@ -50,7 +50,7 @@ class GradientNumbers(TorchDispatchMode):
     hidden = False
 
     def __init__(self, *, warns: bool):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._warns = warns
         self._left = _UPDATES
         self._is_pushed = False
@@ -67,7 +67,7 @@ class GradientNumbers(TorchDispatchMode):
             self._rests_on.clear()
             self._read, self._line = _NOTHING, ""
             self._is_pushed = True
-            self.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """The update begins, or the next step."""
