@@ -55,7 +55,7 @@ class GradientNumbers(TorchDispatchMode):
         self._left = _UPDATES
         self._is_pushed = False
         self._places: dict[int, int] = {}  # of gradients, by their memory
-        self._rests_on: Any = WeakTensorKeyDictionary()  # type: ignore[no-untyped-call]
+        self._rests_on: Any = WeakTensorKeyDictionary()
         self._read: frozenset[int] = _NOTHING  # gradients of which numbers were read
         self._line = ""  # where one was read that rests on several
 
