@@ -10,6 +10,7 @@ from shardwright.errors import ShardwrightError, UsageError
 from shardwright.observe.trackers import Tracker
 from shardwright.plan import Plan
 from shardwright.torch.interception.backward_outside import backward_of_results_refused
+from shardwright.torch.interception.update_calls import refuse_updates_inside_steps
 from shardwright.torch.loss_scale.grad_scaler import scalers_agree, scaling_noted
 from shardwright.torch.measuring.reporting import Reporter
 from shardwright.torch.optimizer.clipping import norm_over_stages
@@ -57,6 +58,7 @@ def begin(settings: Config, plan: Plan | None) -> None:
     prepare(made)
     made.reporter = Reporter(made)
     made.cleanup.callback(refuse_optimizers_inside_steps().remove)
+    refuse_updates_inside_steps(made.cleanup)
     made.cleanup.enter_context(backward_of_results_refused())
     made.cleanup.enter_context(scaling_noted())
     if made.mesh.spreads_model:

@@ -57,7 +57,8 @@ class SpreadModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Casts or moves the module (``cpu()``, ``float()``): once it is spread, it must be so already."""
         if self._residency is None and self.replicas.sharding is None:
-            return super()._apply(fn, recurse)
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            return self
         for name, tensor in (*self.local_named_parameters(), *self.local_named_buffers()):
             own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             moved = fn(own)

@@ -50,12 +50,12 @@ class GradientNumbers(TorchDispatchMode):
     hidden = False
 
     def __init__(self, *, warns: bool):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._warns = warns
         self._left = _UPDATES
         self._is_pushed = False
         self._places: dict[int, int] = {}  # of gradients, by their memory
-        self._rests_on: Any = WeakTensorKeyDictionary()  # type: ignore[no-untyped-call]
+        self._rests_on: Any = WeakTensorKeyDictionary()
         self._read: frozenset[int] = _NOTHING  # gradients of which numbers were read
         self._line = ""  # where one was read that rests on several
 
@@ -67,7 +67,7 @@ class GradientNumbers(TorchDispatchMode):
             self._rests_on.clear()
             self._read, self._line = _NOTHING, ""
             self._is_pushed = True
-            self.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """The update begins, or the next step."""
