@@ -55,20 +55,25 @@ class SpreadModule(nn.Module):
         yield from asked(memo, prefix, remove_duplicate)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Casts or moves the module (``cpu()``, ``float()``): once it is spread, it must be so already."""
-        if self._residency is None and self.replicas.sharding is None:
+        """Casts or moves the module (``cpu()``, ``float()``): once it is spread, it stays where it is."""
+        shares = self.replicas.sharding is not None
+        if self._residency is None and not shares:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             return self
+        casts = False
         for name, tensor in (*self.local_named_parameters(), *self.local_named_buffers()):
             own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             moved = fn(own)
-            if (moved.dtype, moved.device) != (own.dtype, own.device):
+            casts = casts or moved.dtype != own.dtype
+            if moved.device != own.device or (casts and shares):
                 raise UsageError(
                     f"{user_line()}: {name} would go from {own.dtype} on {own.device} to {moved.dtype} on "
                     f"{moved.device}, but the model is spread over ranks, which train it as it is. Do so "
                     "before the first step; or load model.state_dict(), called on all ranks, into a module "
                     "that is built anew, and change that."
                 )
+        if casts:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def get_submodule(self, target: str) -> nn.Module:

@@ -201,12 +201,13 @@ class Tracer:
         refuse_untrained(value is not None and self._values[value].fake.requires_grad)
         refuse_several_numbers(loss, gradient)
         if gradient is None and value is not None:
-            self._loss = form_of_loss(
+            form = form_of_loss(
                 self._values[value].fake,
                 samples=self._request.batch_size,
                 constants=self._constants,
                 is_fixed=lambda tensor: bool(self._values.lent_in([storage_key(tensor)])),
             )
+            self._loss = replace(form, counts=())  # they would hold on to all that was computed
         self._recorder.pass_backward(value)
 
     def assume_loss(self) -> None:
