@@ -164,7 +164,7 @@ def test_nothing_is_written_over(run, tmp_path, capsys):
     (filled / "mine.txt").write_text("mine")
     code, _, err = call(capsys, "ckpt", "export", run, "--to", filled)
     assert code == 2
-    assert "with 1 files (mine.txt). Nothing is written over" in err
+    assert "with 1 file (mine.txt). Nothing is written over" in err
     assert "verifying" not in err  # which may take long
     assert [path.name for path in filled.iterdir()] == ["mine.txt"]
     code, _, err = call(capsys, "ckpt", "export", run, "--to", filled / "mine.txt")

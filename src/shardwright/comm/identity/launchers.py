@@ -48,9 +48,9 @@ def from_torchrun(variables: Variables) -> LaunchEnvironment | None:
     if variables.text("RANK") is None:
         return None  # WORLD_SIZE alone: an indexed Kubernetes job sets it
     variables.together("RANK", "WORLD_SIZE")
-    source = "torchrun" if variables.text("TORCHELASTIC_RUN_ID") else "RANK and WORLD_SIZE"
-    if variables.text("SHARDWRIGHT_RUN_DIR"):
-        source = "shardwright run"
+    source = "RANK and WORLD_SIZE"
+    if variables.text("TORCHELASTIC_RUN_ID"):  # our launcher stands on torchrun's
+        source = "shardwright run" if variables.text("SHARDWRIGHT_RUN_DIR") else "torchrun"
     return _by_names(variables, source=source)
 
 
