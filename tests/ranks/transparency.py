@@ -230,9 +230,13 @@ class _Comparison:
     def _plain_iteration(self, number: int, iteration: Iteration) -> list[Tensor]:
         """Computes the microbatches of all replicas; returns the losses of this rank's replica."""
         losses: list[list[Tensor]] = []
+        buffers: list[Any] = []
         counts: list[float] = []
+        earlier = {parameter: parameter.grad for parameter in self._plain.parameters() if iteration.train}
+        for parameter in earlier:
+            parameter.grad = None
         for replica in range(sw.rdp_size()):
-            _load_buffers(self._plain, self._buffers_of_replica[replica])
+            _load_buffers(self._plain, self._buffers_of_replica[0])
             batch = self._batch(number, iteration, replica=replica)
             torch.manual_seed(_seed(number, replica))
             losses.append([])
@@ -243,12 +247,15 @@ class _Comparison:
                     counts.append(_counted(loss, part))
                     (loss * (counts[-1] / counts[0])).backward()
                 losses[-1].append(loss.detach())
-            self._buffers_of_replica[replica] = _buffers(self._plain)
-        self._buffers_of_replica = [self._buffers_of_replica[0]] * sw.rdp_size()
-        _load_buffers(self._plain, self._buffers_of_replica[0])
-        for parameter in self._plain.parameters() if counts else ():
-            if parameter.grad is not None:
+            buffers.append(_buffers(self._plain))
+        # Each replica has its own until the next batch begins with those of the first.
+        self._buffers_of_replica = buffers
+        _load_buffers(self._plain, buffers[sw.rdp_rank()])
+        for parameter, before in earlier.items():
+            if parameter.grad is not None and counts:
                 parameter.grad /= sum(counts) / counts[0]
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else before + parameter.grad
         return losses[sw.rdp_rank()]
 
     def _batch(self, number: int, iteration: Iteration, *, replica: int) -> Any:

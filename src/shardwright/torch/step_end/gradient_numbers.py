@@ -54,6 +54,7 @@ class GradientNumbers(TorchDispatchMode):
         self._warns = warns
         self._left = _UPDATES
         self._is_pushed = False
+        self._gradients: list[Tensor] = []
         self._places: dict[int, int] = {}  # of gradients, by their memory
         self._rests_on: Any = WeakTensorKeyDictionary()
         self._read: frozenset[int] = _NOTHING  # gradients of which numbers were read
@@ -61,9 +62,12 @@ class GradientNumbers(TorchDispatchMode):
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
         """A step has ended, and gradients are there."""
+        if self._is_pushed:
+            self.end()
         if self._left and not self._is_pushed and top_dispatch_mode() is None:
-            gradients = (parameter.grad for parameter in parameters)
-            self._places = {_key(g): n for n, g in enumerate(gradients) if g is not None and g.numel()}
+            # Held: freed, their memory would soon be that of another tensor, which is none of them.
+            self._gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
+            self._places = {_key(gradient): number for number, gradient in enumerate(self._gradients)}
             self._rests_on.clear()
             self._read, self._line = _NOTHING, ""
             self._is_pushed = True
@@ -74,6 +78,7 @@ class GradientNumbers(TorchDispatchMode):
         if not self._is_pushed or top_dispatch_mode() is not self:
             return
         self._is_pushed = False
+        self._gradients, self._places = [], {}
         self.__exit__(None, None, None)
         if self._left and not len(self._read) > 1:
             self._left -= 1
