@@ -350,7 +350,7 @@ def test_clipping_inside_a_step_function():
 
 @pytest.mark.parametrize("shards", [1, in_sweep(2)])
 def test_a_model_that_is_where_it_should_be_may_be_moved_there_after_training(shards):
-    """``model.eval().cpu()`` before saving raised PyTorch's error about meta tensors; ``half()`` broke it."""
+    """``model.eval().cpu()`` before saving raised PyTorch's error about meta tensors; shards cannot be cast."""
 
     def job():
         sharded = {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2}
@@ -358,7 +358,8 @@ def test_a_model_that_is_where_it_should_be_may_be_moved_there_after_training(sh
         model = script.model
         for same in (model.eval().cpu(), model.to("cpu"), model.float(), model.to(torch.device("cpu"))):
             assert same is model
-        for other in (model.double, model.half, lambda: model.to("meta")):
+        casts = (model.double, model.half) if shards > 1 else ()
+        for other in (*casts, lambda: model.to("meta")):
             with pytest.raises(UsageError, match=r"load model.state_dict.., called on all ranks, into a mod"):
                 other()
         script.train(model.train(), script.x)
