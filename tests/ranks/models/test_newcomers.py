@@ -350,7 +350,7 @@ def test_clipping_inside_a_step_function():
 
 @pytest.mark.parametrize("shards", [1, in_sweep(2)])
 def test_a_model_that_is_where_it_should_be_may_be_moved_there_after_training(shards):
-    """``model.eval().cpu()`` before saving raised PyTorch's error about meta tensors; shards cannot be cast."""
+    """``model.eval().cpu()`` before saving raised an error about meta tensors; shards cannot be cast."""
 
     def job():
         sharded = {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2}
