@@ -94,7 +94,7 @@ def test_reading_one_is_an_error_that_names_it(found):
     assert "has no value on rank 0: rank 1 holds it" in first["errors"][0]
     assert "has no value on rank 1: rank 0 holds it" in second["errors"][0]
     assert "kernel" in second["errors"][0]
-    assert "model.get_weights() on all ranks" in second["errors"][0]
+    assert "Read it on all ranks under `with model.whole():`" in second["errors"][0]
     for rank in (first, second):
         assert "holds it" in rank["call"]
 

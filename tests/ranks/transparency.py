@@ -232,6 +232,7 @@ class _Comparison:
         losses: list[list[Tensor]] = []
         buffers: list[Any] = []
         counts: list[float] = []
+        num_parts = self._microbatches * sw.rdp_size()
         earlier = {parameter: parameter.grad for parameter in self._plain.parameters() if iteration.train}
         for parameter in earlier:
             parameter.grad = None
@@ -245,7 +246,7 @@ class _Comparison:
                     loss = self._case.loss(self._recipe, self._plain, part)
                 if iteration.train:
                     counts.append(_counted(loss, part))
-                    (loss * (counts[-1] / counts[0])).backward()
+                    (loss * (counts[-1] / counts[0] / num_parts)).backward()
                 losses[-1].append(loss.detach())
             buffers.append(_buffers(self._plain))
         # Each replica has its own until the next batch begins with those of the first.
@@ -253,7 +254,7 @@ class _Comparison:
         _load_buffers(self._plain, buffers[sw.rdp_rank()])
         for parameter, before in earlier.items():
             if parameter.grad is not None and counts:
-                parameter.grad /= sum(counts) / counts[0]
+                parameter.grad /= sum(counts) / counts[0] / num_parts
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before + parameter.grad
         return losses[sw.rdp_rank()]

@@ -87,8 +87,9 @@ class DistributedModel(tf.keras.Model):  # type: ignore[misc]
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """Trains, as Keras does; collective over all ranks."""
-        if "callbacks" in kwargs:
-            kwargs["callbacks"] = joined_by_all(keras_run(), kwargs["callbacks"])
+        # Also where this rank has none: another one may have some of its own. The sixth argument is theirs.
+        if len(args) < 6 and (joined := joined_by_all(keras_run(), kwargs.get("callbacks"))):
+            kwargs["callbacks"] = joined
         return super().fit(*args, **kwargs)
 
     def make_train_function(self, force: bool = False) -> Any:

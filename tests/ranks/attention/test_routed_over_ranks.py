@@ -77,7 +77,9 @@ def test_with_planned_recomputation_and_dropout():
 
 
 def test_over_replicas():
-    check(recipe("GPT-J", dropout=0.1), {"two": Case(config={**ESTIMATED, "data_parallel_degree": 2})})
+    # The loss is in float32, and weighed by labels over replicas.
+    case = Case(config={**ESTIMATED, "data_parallel_degree": 2}, tolerance=1e-6)
+    check(recipe("GPT-J", dropout=0.1), {"two": case})
 
 
 @pytest.mark.parametrize("name", [in_sweep("GPT-2"), "GPT-Neo"])

@@ -427,7 +427,7 @@ def test_infeasible_names_offload_where_it_would_do() -> None:
     with pytest.raises(InfeasiblePlanError, match='set offload_activations to "auto"'):
         plan(options, 2, **pins)
     assert any(stage.offload for stage in plan(options, 2, **pins, offload_activations="auto").stages)
-    pins["memory_limit"] = 100
+    pins["memory_limit"] = 1000
     with pytest.raises(InfeasiblePlanError) as caught:
         plan(options, 2, **pins)
     assert "offload" not in str(caught.value)

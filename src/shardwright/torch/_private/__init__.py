@@ -51,7 +51,6 @@ from shardwright.torch._private.operators import (
     generator_key,
     is_composite,
     packed_call,
-    top_dispatch_mode,
 )
 from shardwright.torch._private.process_groups import default_group
 from shardwright.torch._private.profiling import is_profiled
@@ -140,7 +139,6 @@ __all__ = [
     "spec_like",
     "storage_key",
     "take_saved_tensor_hooks",
-    "top_dispatch_mode",
     "transforms_beside_hooks",
     "unset_fake_temporarily",
     "values_of_sparse",

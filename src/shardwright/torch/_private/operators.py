@@ -5,21 +5,8 @@ from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-__all__ = [
-    "HigherOrderOperator",
-    "attention_kernel",
-    "generator_key",
-    "is_composite",
-    "packed_call",
-    "top_dispatch_mode",
-]
-
-
-def top_dispatch_mode() -> Any:
-    """The innermost dispatch mode in force; None without one: one is left only where it is the innermost."""
-    return _get_current_dispatch_mode()
+__all__ = ["HigherOrderOperator", "attention_kernel", "generator_key", "is_composite", "packed_call"]
 
 
 def packed_call(func: Any) -> Callable[..., Any]:

@@ -28,11 +28,11 @@ class LossForm:
     Attributes:
         reduction: over the samples.
         counts: of each term of a weighted mean, gives how much counts in it; the samples for a plain mean.
-        reason: why it is neither, or unknown: what the loss does.
+        reason: why it, or a term of it, is neither or unknown: what the loss does.
     """
 
     reduction: Reduction
-    counts: tuple[Callable[[], Tensor | float], ...] = ()
+    counts: tuple[Callable[[], float], ...] = ()
     reason: str = ""
 
 
@@ -56,16 +56,23 @@ def form_of_loss(
         found = walk.flow(loss.grad_fn, 0) if loss.grad_fn is not None else Rows.FIXED
     except Neither as answer:
         return LossForm(Reduction.NEITHER, reason=str(answer))
+    except Exception as error:  # a node that is none of those known here
+        return LossForm(Reduction.UNKNOWN, reason=f"{loss.grad_fn} ({error})")
     terms = found if isinstance(found, tuple) else (Term(Reduction.MEAN),)
-    kinds = {term.reduction for term in terms}
-    if Reduction.SUM in kinds and len(kinds - {Reduction.UNKNOWN}) > 1:
-        return LossForm(Reduction.NEITHER, reason="it adds a sum over samples and a mean over samples")
-    known = kinds - {Reduction.UNKNOWN}
-    if not known:
+    kinds = {term.reduction for term in terms} - {Reduction.UNKNOWN}
+    aside = next((term.reason for term in terms if term.reduction is Reduction.NEITHER), "")
+    if not kinds:
         return LossForm(Reduction.UNKNOWN, reason=walk.unknown)
-    if Reduction.WEIGHTED not in known:
-        return LossForm(max(known))
+    if Reduction.SUM in kinds and len(kinds) > 1:
+        return LossForm(Reduction.NEITHER, reason=aside or "it adds a sum and a mean over samples")
+    kinds.discard(Reduction.NEITHER)
+    if not kinds:
+        return LossForm(Reduction.NEITHER, reason=aside)
+    if Reduction.WEIGHTED not in kinds:
+        return LossForm(max(kinds), reason=aside)
     counts = tuple(
-        term.count or (lambda: float(samples)) for term in terms if term.reduction is not Reduction.UNKNOWN
+        term.count or (lambda: float(samples))
+        for term in terms
+        if term.reduction in (Reduction.MEAN, Reduction.WEIGHTED) and not term.is_fixed
     )
-    return LossForm(Reduction.WEIGHTED, counts=counts)
+    return LossForm(Reduction.WEIGHTED, counts=counts, reason=aside)

@@ -3,13 +3,19 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from math import prod
+from math import isclose, prod
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from shardwright.torch._private import FakeTensor, saved_by, shape_behind, storage_key
+from shardwright.torch._private import (
+    FakeTensor,
+    saved_by,
+    shape_behind,
+    storage_key,
+    unset_fake_temporarily,
+)
 
 __all__ = ["LossWalk", "Neither", "Reduction", "Rows", "Term"]
 
@@ -40,11 +46,15 @@ class Term:
         reduction: of what it is made of.
         shape: of what was summed.
         count: gives how much counts in it; for a weighted mean.
+        is_fixed: it is a value of parameters alone, the same in each microbatch.
+        reason: why it is neither.
     """
 
     reduction: Reduction
     shape: tuple[int, ...] = ()
-    count: Callable[[], Tensor | float] | None = None
+    count: Callable[[], float] | None = None
+    is_fixed: bool = False
+    reason: str = ""
 
 
 Flow: TypeAlias = "Rows | tuple[Term, ...]"
@@ -69,6 +79,7 @@ _FUSED = frozenset(
     "NllLoss2D MultiMarginLoss MultilabelMarginLoss L1Loss KlDiv".split()
 )
 _PICKS = frozenset("Index IndexSelect MaskedSelect".split())
+_PARTS = frozenset("Select Slice Split SplitWithSizes Unbind UnsafeSplit".split())
 _PRODUCTS = frozenset("Mm Bmm Addmm Baddbmm Addbmm Cdist Pdist CdistForward PdistForward".split())
 # What makes one number, or a few, of all rows, and follows from no sum of theirs.
 _OF_ALL = frozenset(
@@ -101,6 +112,18 @@ class LossWalk:
             self._known[node] = self._flow(node, depth)
         return self._known[node]
 
+    def _parts(self, node: Any, depth: int) -> list[Flow]:
+        """The children of a sum; one that is neither (a loss that balances experts) is a term of it."""
+        found: list[Flow] = []
+        for child, _ in node.next_functions:
+            if child is not None:
+                try:
+                    found.append(self.flow(child, depth + 1))
+                except Neither as answer:
+                    self._known[child] = (Term(Reduction.NEITHER, reason=str(answer)),)
+                    found.append(self._known[child])
+        return found
+
     def _flow(self, node: Any, depth: int) -> Flow:
         name = _name_of(node)
         if name == "AccumulateGrad":
@@ -112,13 +135,15 @@ class LossWalk:
         if name in _FUSED:
             return self._fused(node, name, depth)
         if name in _PRODUCTS:
-            return self._product(node, name)
+            return self._product(node, name, depth)
+        if name in _PARTS and self._takes_samples(node) and Rows.FIXED not in self._children(node, depth):
+            return self._not_known(f"{name} of single samples")
         if name in _LINEAR:
             return self._joined(self._children(node, depth))
         if name == "Add" and _is_made_up(node):
             return Rows.ROWS if shape_behind(node) else self._not_known("a module that looks at values")
         if name in ("Add", "Sub", "Stack", "Cat"):
-            return self._joined(self._children(node, depth), outer=node)
+            return self._joined(self._parts(node, depth), outer=node)
         if name == "Mul":
             return self._multiplied(node, depth)
         if name == "Div":
@@ -148,7 +173,7 @@ class LossWalk:
                 self._refuse_pairs(outer)
             return max(others, key=lambda rows: rows.value) if others else Rows.FIXED
         if all(rows is Rows.FIXED for rows in others):  # a penalty of weights, the same in each microbatch
-            return (*terms, *(Term(Reduction.MEAN) for _ in others))
+            return (*terms, *(Term(Reduction.MEAN, is_fixed=True) for _ in others))
         return self._not_known("rows and values of the whole microbatch together")
 
     def _multiplied(self, node: Any, depth: int) -> Flow:
@@ -156,17 +181,22 @@ class LossWalk:
         moving = [flow for flow in flows if flow is not Rows.FIXED]
         if len(moving) < 2:
             return moving[0] if moving else Rows.FIXED
+        if any(_is_unknown(flow) for flow in moving):
+            return self._not_known("a product")
         if any(isinstance(flow, tuple) for flow in moving):
             raise Neither("it multiplies by a value of the whole batch")
         return self._joined(moving, outer=node)
 
     def _divided(self, node: Any, depth: int) -> Flow:
-        (above, _), (below, _) = node.next_functions
+        above = node.next_functions[0][0]
+        below = node.next_functions[1][0] if len(node.next_functions) > 1 else None
         numerator = Rows.FIXED if above is None else self.flow(above, depth + 1)
         if below is not None:
             denominator = self.flow(below, depth + 1)
             if denominator is Rows.FIXED:
                 return numerator
+            if _is_unknown(denominator) or _is_unknown(numerator):
+                return self._not_known("a quotient")
             if isinstance(denominator, tuple) or isinstance(numerator, tuple):
                 raise Neither("it divides by a value of the whole batch")
             return self._joined([numerator, denominator], outer=node)
@@ -182,15 +212,29 @@ class LossWalk:
         if divisor.numel() != 1:
             return Term(Reduction.UNKNOWN)
         if _is_number(divisor):
-            return Term(Reduction.MEAN) if divisor.item() in self._sizes(term.shape) else term
+            with unset_fake_temporarily():
+                by = float(divisor.item())
+            is_size = by != 1 and any(isclose(by, size) for size in self._sizes(term.shape))
+            return Term(Reduction.MEAN) if is_size else term
         if storage_key(divisor) in self._constants:
             return term
+        if not isinstance(divisor, FakeTensor) and abs(_number(divisor)) > max(prod(term.shape), 1):
+            return term  # more than there is in this microbatch: a number of the whole batch
         return Term(Reduction.WEIGHTED, count=lambda: self._divisor(divisor))
 
-    def _divisor(self, divisor: Tensor) -> Tensor | float:
+    def _divisor(self, divisor: Tensor) -> float:
         """What counts; nothing where ``sum() / count.clamp(min=1)`` is 0 / 1."""
-        nothing = (divisor.detach() == 1) & (self._loss.detach() == 0)
-        return _number(torch.where(nothing, 0, divisor.detach()).squeeze())
+        count = _number(divisor)
+        return 0.0 if count == 1 and _number(self._loss) == 0 else count
+
+    def _takes_samples(self, node: Any) -> bool:
+        """Whether a node takes some of the samples alone: ``for x, y in zip(out, labels)``."""
+        source = node.next_functions[0][0]
+        shape = shape_behind(source) if source is not None else None
+        if not shape or shape[0] % self._samples:
+            return False
+        dim = saved_by(node, "dim")
+        return _name_of(node) == "Unbind" or (dim is not None and _dims((dim,), len(shape)) == {0})
 
     def _sizes(self, shape: Sequence[int]) -> set[float]:
         """What a script may divide the sum over rows of a shape by, to have the mean over samples."""
@@ -226,6 +270,8 @@ class LossWalk:
 
     def _fused(self, node: Any, name: str, depth: int) -> Flow:
         flows = self._children(node, depth)
+        if any(_is_unknown(flow) for flow in flows):
+            return self._not_known(name)
         if any(isinstance(flow, tuple) for flow in flows):
             raise Neither(f"{name} takes a value of the whole batch")
         below = max((flow for flow in flows if isinstance(flow, Rows)), key=lambda rows: rows.value)
@@ -255,44 +301,46 @@ class LossWalk:
 
     def _bent(self, flows: Sequence[Flow], name: str) -> Flow:
         """The result of a function that is not linear."""
+        if any(_is_unknown(flow) for flow in flows):
+            return self._not_known(name)
         if any(isinstance(flow, tuple) for flow in flows):
             raise Neither(f"{name.lower()} of a value of the whole batch is no sum over its samples")
         return self._joined(flows)
 
     # ---- pairs of samples, and what is not known ----
 
-    def _product(self, node: Any, name: str) -> Flow:
+    def _product(self, node: Any, name: str, depth: int) -> Flow:
         inputs = [child for child, _ in node.next_functions]
-        left, right = self._operands(node, name, inputs)
+        shape = shape_behind(node) or ()
+        rows = [size for size in shape[-2:] if size % self._samples == 0]
+        if len(rows) == 1 or prod(shape[:-2]) % self._samples == 0 < len(shape) - 2:
+            return Rows.ROWS  # as of a layer
+        left, right = self._operands(node, name, inputs, depth)
         if left and right and self._samples > 1:
-            shape = shape_behind(node) or ()
-            rows = [size for size in shape[-2:] if size % self._samples == 0]
-            if len(rows) == 2 and prod(shape[:-2]) % self._samples:
+            if len(rows) == 2:
                 raise Neither("it compares samples with one another")
             sizes = saved_by(node, "self_sym_sizes") or saved_by(node, "mat1_sym_sizes") or (1,)
-            if not rows and sizes[-1] % self._samples == 0:  # as a covariance
+            if sizes[-1] % self._samples == 0:  # as a covariance
                 return (Term(Reduction.SUM),)
         if not left and not right:
             return Rows.FIXED
-        return Rows.ROWS
+        return Rows.ROWS if rows else self._not_known(f"{name} over the samples")
 
-    def _operands(self, node: Any, name: str, inputs: Sequence[Any]) -> tuple[bool, bool]:
+    def _operands(self, node: Any, name: str, inputs: Sequence[Any], depth: int) -> tuple[bool, bool]:
         """Whether the two operands of a product are of the batch."""
         if name in ("Pdist", "PdistForward"):
             return True, True
         first, second = inputs[-2:] if len(inputs) > 1 else (inputs[0], None)
         names = ("self", "mat2") if name in ("Mm", "Bmm") else ("mat1", "mat2")
         return tuple(
-            self._is_of_batch(child, saved_by(node, key))
+            self._is_of_batch(child, node, key, depth)
             for child, key in zip((first, second), names, strict=True)
         )  # type: ignore[return-value]
 
-    def _is_of_batch(self, node: Any, saved: Tensor | None) -> bool:
-        if node is not None:
-            leaf = node
-            while _name_of(leaf) in _LINEAR:
-                leaf = leaf.next_functions[0][0]
-            return not (_is_leaf(leaf) and self._leaf(leaf.variable) is Rows.FIXED)
+    def _is_of_batch(self, child: Any, node: Any, key: str, depth: int) -> bool:
+        if child is not None:
+            return self.flow(child, depth + 1) is not Rows.FIXED
+        saved = saved_by(node, key)  # only here: what a checkpoint has saved would be computed again
         return saved is not None and self._samples in saved.shape and not self._is_fixed(saved)
 
     def _refuse_pairs(self, node: Any) -> None:
@@ -311,16 +359,19 @@ class LossWalk:
         shape = shape_behind(node)
         if name in _PICKS:
             below = self._children(node, depth)
-            source = shape_behind(node.next_functions[0][0])
-            is_picked = shape is not None and source is not None and shape[:1] != source[:1]
-            return Rows.PICKED if is_picked and Rows.ROWS in below else self._joined(below)
+            return Rows.PICKED if Rows.ROWS in below else self._joined(below)
         if shape is None:
             return self._not_known(name)
-        if shape and self._batch_dim(shape) is not None:
+        is_rows = bool(shape) and self._batch_dim(shape) is not None
+        if is_rows and name not in _OF_ALL:
             return Rows.ROWS
         flows = self._children(node, depth)
         if all(flow is Rows.FIXED for flow in flows):
             return Rows.FIXED
+        if is_rows:
+            return Rows.ROWS
+        if any(_is_unknown(flow) for flow in flows):
+            return self._not_known(name)
         if any(isinstance(flow, tuple) for flow in flows) or name in _OF_ALL:
             raise Neither(f"{name} is taken over the whole batch")
         return self._not_known(name)
@@ -328,6 +379,11 @@ class LossWalk:
     def _not_known(self, what: str) -> tuple[Term, ...]:
         self.unknown = self.unknown or what
         return (Term(Reduction.UNKNOWN),)
+
+
+def _is_unknown(flow: Flow) -> bool:
+    """Whether nothing is known of a value."""
+    return isinstance(flow, tuple) and all(term.reduction is Reduction.UNKNOWN for term in flow)
 
 
 def _is_made_up(node: Any) -> bool:
@@ -340,7 +396,7 @@ def _is_leaf(node: Any) -> bool:
     return _name_of(node) == "AccumulateGrad"
 
 
-def _labels(node: Any) -> Tensor | float:
+def _labels(node: Any) -> float:
     """How many labels count, each by the weight of its class."""
     if saved_by(node, "weight") is not None:
         return _number(saved_by(node, "total_weight"))
@@ -367,6 +423,6 @@ def _is_number(divisor: Tensor) -> bool:
     return small is not None and torch.result_type(divisor, torch.zeros((), dtype=small)) is small
 
 
-def _number(tensor: Tensor) -> Tensor | float:
-    """A number of Python's where nobody waits for it; on a GPU the tensor."""
-    return float(tensor.item()) if tensor.device.type == "cpu" else tensor.double()
+def _number(tensor: Tensor) -> float:
+    """A number of Python's; a rank waits for its GPU."""
+    return float(tensor.detach().item())

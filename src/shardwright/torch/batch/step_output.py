@@ -39,7 +39,8 @@ class StepOutput(MicrobatchValues):
         a sum where it is one. Anything else is a mean of the microbatches, weighed by their samples.
         """
         weights, stacked = self._weights, self.stack()
-        if weights is None or (len(set(weights)) == 1 and len(weights) * weights[0] == 1):
+        alike = weights is None or (len(set(weights)) == 1 and len(weights) * weights[0] == 1)
+        if weights is None or alike or not stacked.is_floating_point():
             return stacked.mean(0)
         chosen = [place for place, weight in enumerate(weights) if weight]
         factors = stacked.new_tensor([weights[place] for place in chosen])

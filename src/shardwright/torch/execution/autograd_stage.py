@@ -157,7 +157,7 @@ class AutogradStage:
             assert loss is not None
             given = running.loss_gradient
             factor = self.losses.factor(running.index, loss, given=given is not None, form=program.trace.loss)
-            if not (isinstance(factor, float) and factor == 0):  # nothing in it counts: it may be NaN
+            if factor != 0:  # nothing in it counts: it may be NaN
                 scale = torch.ones_like(loss) if given is None else given
                 pairs.append((loss, scale * factor))
         # A view that was made under no_grad says that it requires gradients when its base does.

@@ -8,8 +8,8 @@
                                              neither   refused where a batch is cut
 
 How many labels of a batch count is known only when all microbatches of all replicas are, so losses are
-weighed by what the batch before had. Where this batch has another number, gradients are divided by the ratio
-at the end of the step, in which ranks exchange a row of numbers anyway.
+weighed by those of the first microbatch. Where others have another number, and over replicas, gradients are
+divided by the ratio at the end of the step, in which ranks exchange a row of numbers anyway.
 """
 
 import logging
@@ -38,7 +38,7 @@ __all__ = ["LossWeights"]
 log = logging.getLogger(__name__)
 
 _NO_LOSS = -1.0
-_LABELS = 1024.0  # a power of two: a loss is divided by it without an error
+_LABELS = 1024.0  # a power of two: a loss is divided by it without an error, alike on all replicas
 
 
 class LossWeights:
@@ -77,9 +77,10 @@ class LossWeights:
         num = len(parts)
         self.shares = [1 / num if size is None or not total else size / total for size in sizes]
         self.reduction = Reduction.UNKNOWN
-        self.weights: list[Tensor | float] = [_NO_LOSS] * num
+        self.weights: list[float] = [_NO_LOSS] * num
         self._samples = total or num
-        self._first_counts: list[Tensor | float] = []
+        self._first_counts: list[float] = []
+        self._per_sample = 0.0
 
     def check(self, forms: Iterable[LossForm | None], *, tells: bool = True) -> None:
         """Refuses to cut a batch whose loss does not follow from those of its microbatches.
@@ -92,17 +93,16 @@ class LossWeights:
             UsageError: it is cut, and a loss is neither a mean nor a sum.
         """
         num = len(self._parts)
-        if self._stated is not None or num == 1 or not self._model.average_grads_across_microbatches:
+        if self._stated is not None or num * self._replicas == 1:
+            return
+        if not self._model.average_grads_across_microbatches:
             return
         for form in forms:
             if form is None:
                 continue
-            if form.reduction is Reduction.UNKNOWN and tells:
-                self._warn_once(
-                    f"is computed by {form.reason or 'code'} that shows no sum and no mean. It is taken for "
-                    'a mean over samples; @sw.step(loss_reduction="sum") says otherwise.'
-                )
-            if form.reduction is Reduction.NEITHER:
+            if tells:
+                self._tell(form)
+            if form.reduction is Reduction.NEITHER and num > 1:
                 raise UsageError(
                     f"{line_of(self._function)}: the loss is neither a mean nor a sum over samples: "
                     f"{form.reason}. Cut into {num} microbatches, it would train otherwise than in one "
@@ -111,15 +111,31 @@ class LossWeights:
                     '@sw.step(loss_reduction="mean").'
                 )
 
+    def _tell(self, form: LossForm) -> None:
+        """Says once what a script might not expect."""
+        if form.reduction is Reduction.SUM:
+            self._warn_once(
+                "is a sum over samples: microbatches, and replicas, add up to what one process has. If it is "
+                'a mean, say so: @sw.step(loss_reduction="mean").'
+            )
+        elif form.reduction is Reduction.UNKNOWN:
+            self._warn_once(
+                f"is computed by {form.reason or 'code'}, which shows no sum and no mean. It is taken for a "
+                'mean over samples; @sw.step(loss_reduction="sum") says otherwise.'
+            )
+        elif form.reason and form.reduction is not Reduction.NEITHER:
+            self._warn_once(
+                f"has a term that is no mean over samples: {form.reason}. That term is the mean of those of "
+                "the microbatches, and not quite that of one process."
+            )
+
     def _warn_once(self, what: str) -> None:
         line = f"{line_of(self._function)}: the loss {what}"
         if line not in self._told:
             self._told.add(line)
             log.warning("%s", line)
 
-    def factor(
-        self, index: int, loss: Tensor, *, given: bool = False, form: LossForm | None = None
-    ) -> Tensor | float:
+    def factor(self, index: int, loss: Tensor, *, given: bool = False, form: LossForm | None = None) -> float:
         """The factor on the gradient of the loss of a microbatch; 0 where nothing in it counts.
 
         Args:
@@ -147,7 +163,7 @@ class LossWeights:
         if self.reduction is Reduction.SUM:
             self.weights[index] = 1.0
             return scale * self._replicas
-        weight: Tensor | float = self.shares[index]
+        weight = self.shares[index]
         if self._count is not None:
             weight = self._count / self._samples / self._labels_a_sample(index, self._count)
         self.weights[index] = weight
@@ -155,7 +171,7 @@ class LossWeights:
 
     def _reduction(self, index: int, loss: Tensor, given: bool, form: LossForm | None) -> Reduction:
         """How the loss of a microbatch is reduced; notes how much counts in it."""
-        self._count: Tensor | float | None = None
+        self._count: float | None = None
         if self._stated is not None:
             return Reduction[self._stated.upper()]
         if given or (len(self._parts) == 1 and self._replicas == 1):
@@ -169,14 +185,11 @@ class LossWeights:
             form = form or here
         return Reduction.MEAN if form.reduction in (Reduction.NEITHER, Reduction.UNKNOWN) else form.reduction
 
-    def _alike(self, counts: Sequence[Tensor | float]) -> Tensor | float:
+    def _alike(self, counts: Sequence[float]) -> float:
         """What counts in the first term; the others of a microbatch should have the same share of theirs."""
         self._first_counts = self._first_counts or list(counts)
-        ratios = [
-            count / first
-            for count, first in zip(counts, self._first_counts, strict=False)
-            if isinstance(count, float) and isinstance(first, float) and first
-        ]
+        pairs = zip(counts, self._first_counts, strict=False)
+        ratios = [count / first for count, first in pairs if first]
         if any(not isclose(ratio, ratios[0]) for ratio in ratios):
             self._warn_once(
                 "adds means over different numbers of labels. Those of the first weigh the microbatches, "
@@ -184,24 +197,18 @@ class LossWeights:
             )
         return counts[0]
 
-    def _labels_a_sample(self, index: int, count: Tensor | float) -> float:
-        """What losses are weighed by; in a first batch, replicas do not know those of each other."""
-        known: float = self._function.labels_a_sample
-        if not known:
-            labels = float(count) / (self._parts[index].num_samples or 1) if self._replicas == 1 else 0.0
-            known = self._function.labels_a_sample = labels or _LABELS
-        return known
+    def _labels_a_sample(self, index: int, count: float) -> float:
+        """What losses are weighed by; replicas do not know the labels of each other."""
+        if not self._per_sample:
+            labels = count / (self._parts[index].num_samples or 1) if self._replicas == 1 else 0.0
+            self._per_sample = labels or _LABELS
+        return self._per_sample
 
     # ---- over ranks ----
 
     def row(self, device: torch.device) -> Tensor:
         """The reduction and the weights, for the ranks that have no loss: (1 + microbatches)."""
-        numbers = [0.0 if isinstance(weight, Tensor) else weight for weight in self.weights]
-        row = torch.tensor([float(self.reduction), *numbers], dtype=torch.float64, device=device)
-        for place, weight in enumerate(self.weights, start=1):
-            if isinstance(weight, Tensor):  # on a GPU, where nobody waits for it
-                row[place] = weight
-        return row
+        return torch.tensor([float(self.reduction), *self.weights], dtype=torch.float64, device=device)
 
     def take(self, rows: Tensor) -> None:
         """Takes the rows of all ranks of the replica: (ranks, 1 + microbatches)."""
@@ -256,10 +263,12 @@ class WeighedGradients:
         Args:
             function: the step function.
         """
-        first = next(iter(self._parameters()), None) if torch.is_grad_enabled() else None
-        self._has_earlier = first is not None and first.grad is not None
-        if self._has_earlier and getattr(function, "weighs_labels", True):
-            self._earlier.begin()
+        there = [p.grad for p in self._parameters() if p.grad is not None] if torch.is_grad_enabled() else []
+        self._has_earlier = bool(there)
+        if there and getattr(function, "weighs_labels", None) is not False:
+            # One that is not finite is left to be found: the update is left out.
+            if all(bool(local_of(own_part(gradient)).isfinite().all()) for gradient in there):
+                self._earlier.begin()
             self._has_earlier = False
         try:
             yield
@@ -286,10 +295,9 @@ class WeighedGradients:
                 "some do not count, and gradients of earlier batches are there: it cannot be weighed. Call "
                 "optimizer.zero_grad() before such a batch."
             )
-        function.labels_a_sample *= total
-        for parameter in self._parameters():
-            if parameter.grad is not None:
-                local_of(own_part(parameter.grad)).div_(total)
+        gradients = [p.grad for p in self._parameters() if p.grad is not None]
+        for gradient in gradients:
+            local_of(own_part(gradient)).div_(total)
 
 
 def _form_in_batch(loss: Tensor, part: Batch, model: nn.Module) -> LossForm:

@@ -40,7 +40,7 @@ class PlainMicrobatch:
 
     def __init__(
         self,
-        factor: Callable[..., Tensor | float],
+        factor: Callable[..., float],
         reducer: GradientReducer | None,
         *,
         first: bool,
@@ -98,7 +98,7 @@ class PlainMicrobatch:
         if self._reducer is not None:
             self._reducer.on_backward(0, begins=True, last=self._is_last)
         with self._brought_back():
-            if not (isinstance(factor, float) and factor == 0):  # nothing in it counts: it may be NaN
+            if factor != 0:  # nothing in it counts: it may be NaN
                 start = torch.ones_like(loss) if gradient is None else gradient
                 torch.autograd.backward(loss, start * factor)
         if self._reducer is not None:

@@ -94,7 +94,6 @@ class Steps:
         if current.reporter is not None:
             current.reporter.calls_steps = True
         scaling_begins()
-        self._step_end.begin()
         self.outside.step_begins()
         partitioned = self._model.partitioned
         # The first step measures and plans, with all cores; it frees what other ranks keep.
@@ -109,6 +108,10 @@ class Steps:
             self._gives_back = False
             give_back_freed_memory()
         with first_cause_named(current), own_cores, together:
+            if torch.is_grad_enabled():
+                parameters = self._model.get_module().parameters()
+                self._kept_gradients.look(parameters, self._context.plan, self._context.pipeline_rank)
+                self._step_end.updates.begin()
             with self._weighed.around(function):
                 try:
                     result = self._run_batch(function, batch)
@@ -122,19 +125,13 @@ class Steps:
                     total = self._step_end.come(result, batch, begun_s=begun_s)
                     if result.weights is not None:
                         self._weighed.divide(function, result.weights, total)
-            if result.losses is not None:
-                self._step_end.script_goes_on()
-            elif self.called_to_train and current.rank == 0:
+            if result.losses is None and self.called_to_train and current.rank == 0:
                 self._point_out_missing_backward(function)
         return result
 
     def _run_batch(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
         """Runs a batch, with all rows of shared parameters and without the gradients of earlier batches."""
         replicas, scaling, engine = self._model.replicas, self._model.scaling, self._engine
-        if torch.is_grad_enabled():
-            parameters = self._model.get_module().parameters()
-            self._kept_gradients.look(parameters, self._context.plan, self._context.pipeline_rank)
-            self._step_end.updates.begin()
         try:
             if replicas.sharding is not None:
                 replicas.sharding.to_whole()

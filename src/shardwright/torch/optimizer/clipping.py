@@ -22,7 +22,6 @@ from shardwright.torch.optimizer.joint_update import is_running
 from shardwright.torch.parameters.sharded_tensor import own_part
 from shardwright.torch.run.context import context, is_initialized
 from shardwright.torch.run.failure import first_cause_named
-from shardwright.torch.step_end.gradient_numbers import unwatched
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of
 
 __all__ = ["clip_grad_norm_", "gradient_norm", "norm_over_stages"]
@@ -110,7 +109,6 @@ def _are_of_stages(gradients: list[Tensor]) -> bool:
     return not gradients or any(id(gradient) in own for gradient in gradients)
 
 
-@unwatched()
 @torch.no_grad()
 def _norm(gradients: list[Tensor], norm_type: float, *, asked: Sequence[Tensor]) -> Tensor:
     """The norm over all stages; collective over the replica.

@@ -22,6 +22,7 @@ __all__ = ["SameSamples", "streams_noted"]
 log = logging.getLogger(__name__)
 
 _STEPS = 2
+_LOOKED_AT = 4096  # elements of a tensor
 
 
 class _Streams:
@@ -60,7 +61,7 @@ class SameSamples:
         """A number for the samples of a batch, below 0 where a stream was read; 0 where nobody looks."""
         if not self._left:
             return 0.0
-        tensors = [leaf.detach() for leaf in batch.leaves if is_batch_tensor(leaf) and not leaf.is_complex()]
+        tensors = [leaf.detach() for leaf in batch.leaves if is_batch_tensor(leaf) and _has_numbers(leaf)]
         digest = sum((_number(tensor, place) for place, tensor in enumerate(tensors)), 0.0)
         return -abs(digest) if _Streams.read else abs(digest)
 
@@ -99,8 +100,13 @@ class SameSamples:
         return None
 
 
+def _has_numbers(tensor: Tensor) -> bool:
+    return not (tensor.is_complex() or tensor.is_nested or tensor.is_meta)
+
+
 def _number(tensor: Tensor, place: int) -> float:
     """Equal for equal tensors in the same place of a batch."""
-    some = tensor.to_dense().reshape(-1)[:4096].double()
+    flat = tensor.to_dense().reshape(-1)
+    some = flat[:: max(1, len(flat) // _LOOKED_AT)].double()  # not its begin alone, which may be padding
     weights = torch.linspace(1.0, 2.0, len(some), dtype=torch.float64, device=some.device)
     return float(torch.nan_to_num(some @ weights)) * (place + 1)

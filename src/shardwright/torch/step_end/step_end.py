@@ -29,7 +29,6 @@ from shardwright.torch.pytorch.memory_in_use import peak_memory
 from shardwright.torch.run.context import Context
 from shardwright.torch.step_end.finiteness import Finiteness
 from shardwright.torch.step_end.frozen_alike import frozen_otherwise
-from shardwright.torch.step_end.gradient_numbers import GradientNumbers
 from shardwright.torch.step_end.group_numbers import GroupNumbers
 from shardwright.torch.step_end.same_samples import SameSamples
 from shardwright.torch.step_end.update_watch import UpdateWatch
@@ -82,16 +81,9 @@ class StepEnd:
         self.numbers = GroupNumbers(context)
         self.updates = UpdateWatch(warns=context.rank == 0)
         self._samples = SameSamples(context)
-        self._uses = GradientNumbers(warns=context.rank == 0) if context.groups.pipeline is not None else None
-
-    def begin(self) -> None:
-        """A step begins, or an update: what follows is no script's use of gradients."""
-        if self._uses is not None:
-            self._uses.end()
 
     def note(self, optimizer: Optimizer) -> bool:
         """An optimizer updates parameters of the model; returns whether it does so for the first time."""
-        self.begin()
         self.updates.note(optimizer)
         return self.numbers.note(optimizer)
 
@@ -157,11 +149,6 @@ class StepEnd:
         if problem is not None:
             raise problem
         return float(rows[:, Column.WEIGHT].mean())
-
-    def script_goes_on(self) -> None:
-        """The gradients are what the script gets to see."""
-        if self._uses is not None:
-            self._uses.begin(self._model.get_module().parameters())
 
 
 def _lost_in(quantiser: BlockQuantiser | None) -> float | None:

@@ -14,6 +14,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 SIZES = 5, 4, 3
 NUM_WHOLE = torch.tensor(72.0)
 WEIGHT = nn.Parameter(torch.full((5,), 0.3, dtype=torch.float64))
+HEAD = nn.Parameter(torch.ones(60, 5, dtype=torch.float64))
 CLASSES = torch.tensor([1.0, 2, 3, 0.5, 1], dtype=torch.float64)
 
 
@@ -61,6 +62,11 @@ MEANS: dict[str, Loss] = {
     "a stack of means": lambda z, y, mask: torch.stack([z.mean(), z.abs().mean()]).sum() / 2,
     "attention inside": lambda z, y, mask: ((z @ z.transpose(1, 2)).softmax(-1) @ z).square().mean(),
     "a linear layer": lambda z, y, mask: (z @ WEIGHT.expand(5, 5)).square().mean(),
+    "a normalised head": lambda z, y, mask: (
+        (F.normalize(z[:, 0], dim=-1) @ F.normalize(HEAD).T).square().mean()
+    ),
+    "a group lasso": lambda z, y, mask: z.square().mean() + HEAD.norm(dim=1).sum(),
+    "a loss that balances, beside": lambda z, y, mask: z.square().mean() + 0.0 * z.mean(0).square().sum(),
 }
 SUMS: dict[str, Loss] = {
     "sum": lambda z, y, mask: z.square().sum(),
@@ -97,6 +103,7 @@ NEITHER: dict[str, Loss] = {
     "dice": lambda z, y, mask: 1 - 2 * (z.sigmoid() * 0.5).sum() / (z.sigmoid().sum() + 3),
     "largest": lambda z, y, mask: z.square().max(),
     "sum and mean": lambda z, y, mask: z.square().sum() + z.abs().mean(),
+    "a sum and a regulariser": lambda z, y, mask: z.square().sum() + WEIGHT.square().sum(),
     "centred": lambda z, y, mask: (z.mean(0) - 1).square().sum(),
 }
 
@@ -124,8 +131,8 @@ def test_the_loss_of_a_batch_follows_from_those_of_uneven_microbatches(kind: Red
     batch = _batch()
     parts = list(zip(*(each.split(SIZES) for each in batch), strict=True))
     total, weights = 0.0, 0.0
-    for part, size in zip(parts, SIZES, strict=True):
-        found = loss(*part)
+    for (z, y, mask), size in zip(parts, SIZES, strict=True):
+        found = loss(z.detach().requires_grad_(), y, mask)
         form = _form(found, size)
         assert form.reduction is kind, form
         counts = {round(float(count()), 12) for count in form.counts} or {float(size)}
@@ -142,6 +149,26 @@ def test_a_loss_that_is_neither_is_known_with_its_reason(loss: Loss) -> None:
     form = _form(loss(*_batch()), sum(SIZES))
     assert form.reduction is Reduction.NEITHER
     assert form.reason
+
+
+NOT_KNOWN: dict[str, Loss] = {
+    "samples one by one": lambda z, y, mask: torch.stack([each.square().mean() for each in z]).sum(),
+    "a product over the samples": lambda z, y, mask: torch.einsum(
+        "b,b->", z.square().mean((1, 2)), z.detach()[:, 0, 0]
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", [pytest.param(each, id=name) for name, each in NOT_KNOWN.items()])
+def test_what_is_not_known_says_so(loss: Loss) -> None:
+    form = _form(loss(*_batch()), sum(SIZES))
+    assert form.reduction is Reduction.UNKNOWN
+    assert form.reason
+
+
+def test_labels_that_are_probabilities_are_no_crash() -> None:
+    z = _batch()[0]
+    assert _form(F.cross_entropy(z[:, 0], z.detach()[:, 1].softmax(-1)), sum(SIZES)).reduction is not None
 
 
 def test_a_loss_of_a_function_of_ones_own_is_not_known() -> None:
