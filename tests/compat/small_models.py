@@ -50,8 +50,8 @@ def plain_gradients(
     for x, y in batches:
         parts = zip(torch.tensor_split(x, microbatches), torch.tensor_split(y, microbatches), strict=True)
         for x_part, y_part in parts:
-            scale = len(batches) * (microbatches if average else 1)
-            (loss_of(model, x_part, y_part) / scale).backward()
+            share = len(x_part) / len(x) if average else 1
+            (loss_of(model, x_part, y_part) * share / len(batches)).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import shardwright.torch as sw
 from shardwright.errors import PlanError
-from shardwright.torch.backward.loss_reduction import form_of_loss
+from shardwright.torch.backward.loss_reduction import Reduction, form_of_loss
 from shardwright.torch.pytorch.tree import flatten
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 
@@ -196,10 +196,18 @@ class _Comparison:
         for line in self._compare_gradients():
             yield f"after clipping: {line}"
 
+    def _stated_reduction(self) -> str | None:
+        """Where a loss is neither a mean nor a sum, each microbatch counts for itself, as in a loop."""
+        part = _split(self._batch(0, self._case.iterations[0], replica=0), self._microbatches)[0]
+        with torch.random.fork_rng():
+            loss = self._case.loss(self._recipe, copy.deepcopy(self._plain), part)
+        form = form_of_loss(loss, samples=_samples(part))
+        return "mean" if form.reduction is Reduction.NEITHER else None
+
     def _step_functions(self) -> list[Callable[..., Any]]:
         recipe, case = self._recipe, self._case
 
-        @sw.step
+        @sw.step(loss_reduction=self._stated_reduction())
         def train(model: Any, batch: Any) -> Tensor:
             loss = case.loss(recipe, model, batch)
             if case.plain_backward:

@@ -391,13 +391,13 @@ def test_an_attribute_that_is_read_after_the_backward():
         sw.init({"microbatches": 4, "profile": "estimated", "run_dir": "off", "pipeline": "1f1b"})
         model = sw.DistributedModel(KeepsWhatItSaw())
 
-        @sw.step
+        @sw.step(loss_reduction="mean")
         def train(model, x):
             loss = model(x).square().mean()
             model.backward(loss)
             return model.module.last
 
-        @sw.step
+        @sw.step(loss_reduction="mean")
         def plain(model, x):
             loss = model(x).square().mean()
             last = model.module.last

@@ -67,7 +67,7 @@ class Neither(Exception):  # noqa: N818  (no error: an answer)
 _LINEAR = frozenset(
     "Alias AsStrided Clone Copy Diagonal Expand Neg Permute ReshapeAlias Select Slice Split SplitWithSizes "
     "Squeeze Swapaxes T ToCopy Transpose Unbind UnsafeSplit UnsafeView Unsqueeze View ViewAs NanToNum Where "
-    "MaskedFill CopySlices Contiguous Detach".split()
+    "MaskedFill CopySlices Contiguous Detach _Placed".split()
 )
 _POINTWISE = frozenset(
     "Abs Clamp ClampMax ClampMin Cos Elu Erf Exp Expm1 Gelu Hardtanh LeakyRelu Log Log10 Log1P Log2 "
@@ -203,9 +203,10 @@ class LossWalk:
         divisor = saved_by(node, "other")
         if not isinstance(numerator, tuple) or divisor is None:
             return numerator
-        return tuple(self._term_divided(term, divisor) for term in numerator)
+        num_sums = sum(term.reduction is Reduction.SUM for term in numerator)  # of layers, say
+        return tuple(self._term_divided(term, divisor, num_sums) for term in numerator)
 
-    def _term_divided(self, term: Term, divisor: Tensor) -> Term:
+    def _term_divided(self, term: Term, divisor: Tensor, num_sums: int) -> Term:
         """A sum that is divided may be a mean: by its samples, or by what counts of them."""
         if term.reduction is not Reduction.SUM:
             return term
@@ -214,7 +215,8 @@ class LossWalk:
         if _is_number(divisor):
             with unset_fake_temporarily():
                 by = float(divisor.item())
-            is_size = by != 1 and any(isclose(by, size) for size in self._sizes(term.shape))
+            sizes = self._sizes(term.shape)
+            is_size = any(isclose(by, size * factor) for size in sizes for factor in {1, num_sums})
             return Term(Reduction.MEAN) if is_size else term
         if storage_key(divisor) in self._constants:
             return term
@@ -372,7 +374,7 @@ class LossWalk:
             return Rows.ROWS
         if any(_is_unknown(flow) for flow in flows):
             return self._not_known(name)
-        if any(isinstance(flow, tuple) for flow in flows) or name in _OF_ALL:
+        if name in _OF_ALL:
             raise Neither(f"{name} is taken over the whole batch")
         return self._not_known(name)
 

@@ -182,6 +182,11 @@ class LossWeights:
                 self.check([here])
             if here.counts:
                 self._count = self._alike([count() for count in here.counts])
+            elif form is not None:
+                self._warn_once(
+                    "is a mean over labels that another stage counts, so microbatches count by their samples. "
+                    "Place the loss behind the last layer."
+                )
             form = form or here
         return Reduction.MEAN if form.reduction in (Reduction.NEITHER, Reduction.UNKNOWN) else form.reduction
 
@@ -297,7 +302,7 @@ class WeighedGradients:
             )
         gradients = [p.grad for p in self._parameters() if p.grad is not None]
         for gradient in gradients:
-            local_of(own_part(gradient)).div_(total)
+            own_part(gradient).div_(total)
 
 
 def _form_in_batch(loss: Tensor, part: Batch, model: nn.Module) -> LossForm:
