@@ -184,7 +184,7 @@ class LossWeights:
                 self._count = self._alike([count() for count in here.counts])
             elif form is not None:
                 self._warn_once(
-                    "is a mean over labels that another stage counts, so microbatches count by their samples. "
+                    "is a mean over labels that another stage counts: microbatches count by their samples. "
                     "Place the loss behind the last layer."
                 )
             form = form or here
