@@ -112,7 +112,7 @@ def test_two_ranks_compute_and_their_output_is_shown_and_kept(folder):
     found = folder.shardwright_run("-n", "2", folder.script(TRAIN), "a", "3")
     assert found.returncode == 0, found.stderr
     for rank in (0, 1):
-        assert f"[rank {rank}] sum 3.0 torchrun a 3\n" in found.stdout
+        assert f"[rank {rank}] sum 3.0 shardwright run a 3\n" in found.stdout
         assert f"[rank {rank}] on stderr\n" in found.stderr
         assert "sum 3.0" in folder.log(rank)
         assert "on stderr" in folder.log(rank)
@@ -157,7 +157,7 @@ def test_the_line_of_a_dry_run_really_runs(folder):
     assert dry.stderr == ""
     found = folder.run("bash", "-c", dry.stdout)
     assert found.returncode == 0, found.stderr
-    assert found.stdout.count("sum 3.0 torchrun two words 0 pa$$word ${local_rank} $HOME\n") == 2
+    assert found.stdout.count("sum 3.0 shardwright run two words 0 pa$$word ${local_rank} $HOME\n") == 2
     assert len(list((folder.path / "runs/one/logs").rglob("stdout.log"))) == 2
 
 

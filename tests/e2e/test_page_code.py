@@ -131,12 +131,15 @@ ROWS: dict[str, Runs | str] = {
     ),
     "script.md-2": Runs(WRAPPED),
     "script.md-3": Runs(f"{WRAPPED}\n{_SPREADS}; model.eval()"),
-    "script.md-4": Runs(WRAPPED),
-    "script.md-5": Runs(f"{WRAPPED}\n{_SPREADS}; optimizer.step()", "average(); exchange(); exchange()"),
-    "script.md-6": Runs(WRAPPED.replace("sw.init()", f"{TEACHER}\nsw.init()"), f"{_SPREADS}; follow()"),
-    "script.md-7": Runs(f"{WRAPPED}\n{_SPREADS}"),
+    "script.md-4": Runs(
+        f"{WRAPPED}\n{_SPREADS}; model.eval(); data = dataset", "assert outputs.shape == (32, 3)"
+    ),
+    "script.md-5": Runs(WRAPPED),
+    "script.md-6": Runs(f"{WRAPPED}\n{_SPREADS}; optimizer.step()", "average(); exchange(); exchange()"),
+    "script.md-7": Runs(WRAPPED.replace("sw.init()", f"{TEACHER}\nsw.init()"), f"{_SPREADS}; follow()"),
     "script.md-8": Runs(f"{WRAPPED}\n{_SPREADS}"),
-    "script.md-9": Runs(
+    "script.md-9": Runs(f"{WRAPPED}\n{_SPREADS}"),
+    "script.md-10": Runs(
         f"{LANGUAGE}\nsw.init()\nconfig = GPTJConfig(**sizes, rotary_dim=4)",
         "assert model.module.config is config",
     ),
