@@ -315,11 +315,11 @@ class LossWalk:
         inputs = [child for child, _ in node.next_functions]
         shape = shape_behind(node) or ()
         rows = [size for size in shape[-2:] if size % self._samples == 0]
-        if len(rows) == 1 or prod(shape[:-2]) % self._samples == 0 < len(shape) - 2:
+        if self._samples == 1 or len(rows) == 1 or prod(shape[:-2]) % self._samples == 0 < len(shape) - 2:
             return Rows.ROWS  # as of a layer
         left, right = self._operands(node, name, inputs, depth)
-        if left and right and self._samples > 1:
-            if len(rows) == 2:
+        if left and right:
+            if len(rows) == 2 and self._has_samples(node, name, inputs):
                 raise Neither("it compares samples with one another")
             sizes = saved_by(node, "self_sym_sizes") or saved_by(node, "mat1_sym_sizes") or (1,)
             if sizes[-1] % self._samples == 0:  # as a covariance
@@ -343,7 +343,15 @@ class LossWalk:
         if child is not None:
             return self.flow(child, depth + 1) is not Rows.FIXED
         saved = saved_by(node, key)  # only here: what a checkpoint has saved would be computed again
-        return saved is not None and self._samples in saved.shape and not self._is_fixed(saved)
+        return saved is not None and not self._is_fixed(saved)
+
+    def _has_samples(self, node: Any, name: str, inputs: Sequence[Any]) -> bool:
+        """Whether an operand without a gradient has as many rows or columns as there are samples."""
+        if name in ("Pdist", "PdistForward") or None not in inputs[-2:]:
+            return True
+        keys = ("self", "mat2") if name in ("Mm", "Bmm") else ("mat1", "mat2")
+        saved = [saved_by(node, key) for child, key in zip(inputs[-2:], keys, strict=True) if child is None]
+        return any(each is not None and self._samples in each.shape for each in saved)
 
     def _refuse_pairs(self, node: Any) -> None:
         """Refuses differences between all pairs of samples: ``x[:, None] - x[None]``."""
