@@ -203,7 +203,7 @@ def _over_stages(function: Callable[..., Any], settings: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     model = sw.DistributedModel(Detector().double())
     optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    step, evaluate = sw.step(function), sw.step(counts)
+    step, evaluate = sw.step(loss_reduction="mean")(function), sw.step(counts)
 
     def part(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         return tuple(t.chunk(sw.dp_size())[sw.dp_rank()] for t in batch)

@@ -217,6 +217,11 @@ class LossWalk:
                 by = float(divisor.item())
             sizes = self._sizes(term.shape)
             is_size = any(isclose(by, size * factor) for size in sizes for factor in {1, num_sums})
+            if not is_size and abs(by) <= max(prod(term.shape), 1):
+                raise Neither(
+                    f"it divides a sum over samples by the number {by:g}, which may count what is in this "
+                    'microbatch ("mean"), or in the whole batch ("sum")'
+                )
             return Term(Reduction.MEAN) if is_size else term
         if storage_key(divisor) in self._constants:
             return term

@@ -108,7 +108,7 @@ class LossWeights:
                     f"{form.reason}. Cut into {num} microbatches, it would train otherwise than in one "
                     "process. Set microbatches to 1. If each microbatch may stand for itself (a contrastive "
                     "loss that sees the negatives of its microbatch alone), say so: "
-                    '@sw.step(loss_reduction="mean").'
+                    '@sw.step(loss_reduction="mean"), or "sum" where they add up.'
                 )
 
     def _tell(self, form: LossForm) -> None:
