@@ -140,16 +140,16 @@ TRAINED = (matches, matches_inside, mines_hard_negatives, skips_what_is_not_fini
 class Plain(nn.Module):
     """A model in a plain loop."""
 
-    def __init__(self, module: nn.Module, num_parts: int):
+    def __init__(self, module: nn.Module):
         super().__init__()
         self.module = module
-        self._num_parts = num_parts
+        self.share = 1.0  # of the samples, that the part at hand has
 
     def forward(self, *args: Any) -> Any:
         return self.module(*args)
 
     def backward(self, loss: Tensor) -> None:
-        (loss / self._num_parts).backward()
+        (loss * self.share).backward()
 
 
 def batches(replicas: int) -> list[tuple[Tensor, Tensor]]:
@@ -169,13 +169,19 @@ def batches(replicas: int) -> list[tuple[Tensor, Tensor]]:
 def plain_loop(function: Callable[..., Any], replicas: int) -> tuple[list[Any], list[Any], dict[str, Tensor]]:
     """What each microbatch of each replica returns, and weights."""
     torch.manual_seed(0)
-    model = Plain(Detector().double(), MICROBATCHES * replicas)
+    model = Plain(Detector().double())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def over(function: Callable[..., Any], batch: tuple[Tensor, Tensor]) -> list[Any]:
         of_replicas = zip(*(t.chunk(replicas) for t in batch), strict=True)
         parts = [zip(*(t.tensor_split(MICROBATCHES) for t in each), strict=True) for each in of_replicas]
-        return [[numbers(function(model, *part)) for part in replica] for replica in parts]
+        size = len(batch[0]) // replicas
+
+        def one(part: tuple[Tensor, Tensor]) -> Any:
+            model.share = len(part[0]) / size / replicas
+            return numbers(function(model, *part))
+
+        return [[one(part) for part in replica] for replica in parts]
 
     results = []
     for batch in batches(replicas):
