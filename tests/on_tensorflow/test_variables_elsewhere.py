@@ -96,7 +96,7 @@ def test_reading_one_is_an_error_that_names_it(found):
     assert "kernel" in second["errors"][0]
     assert "Read it on all ranks under `with model.whole():`" in second["errors"][0]
     for rank in (first, second):
-        assert "holds it" in rank["call"]
+        assert "call" not in rank  # which all ranks make together: see test_parts.py
 
 
 def test_get_weights_are_those_of_all_ranks(found):
