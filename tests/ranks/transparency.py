@@ -160,18 +160,21 @@ class _Comparison:
         self._model = sw.DistributedModel(module)
         self._optimizer = sw.DistributedOptimizer(optimizer or case.optimizer(self._model))
         self._microbatches = case.config["microbatches"]
+        self._reduction = Reduction.UNKNOWN  # of the loss, when it is known
         # Statistics are those of the first replica after each step, as under DistributedDataParallel.
         self._buffers_of_replica = [_buffers(self._plain)] * sw.rdp_size()
 
     def run(self) -> Iterable[str]:
         """Yields what differs after each iteration and at the end."""
-        train, evaluate, infer = self._step_functions()
+        functions: list[Callable[..., Any]] = []
         for number, iteration in enumerate(self._case.iterations):
             for model, optimizer in ((self._plain, self._plain_optimizer), (self._model, self._optimizer)):
                 model.train(iteration.train)
                 if iteration.zero_grad:
                     optimizer.zero_grad()
             plain_losses = self._plain_iteration(number, iteration)
+            functions = functions or self._step_functions()
+            train, evaluate, infer = functions
             batch = self._batch(number, iteration, replica=sw.rdp_rank())
             torch.manual_seed(_seed(number, sw.rdp_rank()))
             function = train if iteration.train else infer if iteration.inference == "inside" else evaluate
@@ -196,18 +199,11 @@ class _Comparison:
         for line in self._compare_gradients():
             yield f"after clipping: {line}"
 
-    def _stated_reduction(self) -> str | None:
-        """Where a loss is neither a mean nor a sum, each microbatch counts for itself, as in a loop."""
-        part = _split(self._batch(0, self._case.iterations[0], replica=0), self._microbatches)[0]
-        with torch.random.fork_rng():
-            loss = self._case.loss(self._recipe, copy.deepcopy(self._plain), part)
-        form = form_of_loss(loss, samples=_samples(part))
-        return "mean" if form.reduction is Reduction.NEITHER else None
-
     def _step_functions(self) -> list[Callable[..., Any]]:
         recipe, case = self._recipe, self._case
 
-        @sw.step(loss_reduction=self._stated_reduction())
+        # Where a loss is neither a mean nor a sum, each microbatch counts for itself, as in a loop.
+        @sw.step(loss_reduction="mean" if self._reduction is Reduction.NEITHER else None)
         def train(model: Any, batch: Any) -> Tensor:
             loss = case.loss(recipe, model, batch)
             if case.plain_backward:
@@ -253,7 +249,9 @@ class _Comparison:
                 with torch.set_grad_enabled(iteration.train):
                     loss = self._case.loss(self._recipe, self._plain, part)
                 if iteration.train:
-                    counts.append(_counted(loss, part))
+                    form = form_of_loss(loss, samples=_samples(part))
+                    self._reduction = form.reduction
+                    counts.append(form.counts[0]() if form.counts else float(_samples(part)))
                     (loss * (counts[-1] / counts[0] / num_parts)).backward()
                 losses[-1].append(loss.detach())
             buffers.append(_buffers(self._plain))
@@ -318,12 +316,6 @@ def _sgd(model: nn.Module) -> torch.optim.SGD:
 
 def _cast(item: Any, dtype: torch.dtype) -> Any:
     return item.to(dtype) if isinstance(item, Tensor) and item.is_floating_point() else item
-
-
-def _counted(loss: Tensor, part: Any) -> float:
-    """What counts in a loss; `test_loss_reduction.py` compares it with losses of whole batches."""
-    form = form_of_loss(loss, samples=_samples(part))
-    return float(form.counts[0]()) if form.counts else float(_samples(part))
 
 
 def _samples(batch: Any) -> int:

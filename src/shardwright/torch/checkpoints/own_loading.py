@@ -192,11 +192,16 @@ def _own_value(
 ) -> Tensor:
     """Cuts this rank's rows or range out of a tensor of the state that has the shape of the whole."""
     entry = saved.entry(name)
-    if not in_parts or not entry.shape or entry.shape != tuple(parameter.shape):
+    sharded = sharded_of(model, parameter)
+    cut = in_parts or (sharded is not None and boxes_of_update(model, parameter) is None)
+    if not cut or not entry.shape or entry.shape != tuple(parameter.shape):
         return read_part(saved, name)
     read = partial(read_part, saved, name)
     own = own_elements(model, parameter, dtype=dtype_of(entry.dtype), read=read)
-    return read_part(saved, name) if own is None else own
+    if own is None:
+        return read_part(saved, name)
+    # Norms and sums over rows are rounded otherwise than those of the whole.
+    return own if in_parts or sharded is None else sharded.around(own)
 
 
 def own_elements(

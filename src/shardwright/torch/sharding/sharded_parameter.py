@@ -242,8 +242,7 @@ class ShardedParameter:
         if present is not None and self.spec is not None and not isinstance(present, ShardedTensor):
             gradient, present = gradient + self.rows_of(present), None  # a script has set it
         if present is None:
-            dtensor = dtensor_of(gradient, spec_like(self._spec, gradient))
-            self.parameter.grad = ShardedTensor(dtensor, self.spec)
+            self.parameter.grad = self.around(gradient)
         else:
             self.rows_of(present).add_(gradient)
 
@@ -251,6 +250,10 @@ class ShardedParameter:
         """Has the form that computes find all rows in this memory."""
         holder = self.holder
         holder.data = memory if self.spec is None else divided_alike(memory, self.spec)
+
+    def around(self, rows: Tensor) -> ShardedTensor:
+        """A tensor with the shape of the whole, of which every rank gives its rows."""
+        return ShardedTensor(dtensor_of(rows, spec_like(self._spec, rows)), self.spec)
 
     def rows_of(self, tensor: Tensor) -> Tensor:
         """The rows of this rank of a tensor with the shape of the whole."""
