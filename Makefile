@@ -63,7 +63,7 @@ NO_SWEEP := -m 'not sweep'
 test: test-library test-tensorflow
 
 test-library: check
-	$(PYTEST) $(EVERY_RUN) $(call BUDGET,1600) --doctest-modules --ignore src/shardwright/tensorflow $(LIBRARY) src tests
+	$(PYTEST) $(EVERY_RUN) $(call BUDGET,1900) --doctest-modules --ignore src/shardwright/tensorflow $(LIBRARY) src tests
 
 test-thorough: test-thorough-tensorflow $(STAMP)
 	$(PYTEST) $(THOROUGH) $(call BUDGET,1200) $(LIBRARY) tests

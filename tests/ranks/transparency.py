@@ -236,7 +236,7 @@ class _Comparison:
         losses: list[list[Tensor]] = []
         buffers: list[Any] = []
         counts: list[float] = []
-        num_parts = self._microbatches * sw.rdp_size()
+        weights: list[float] = []
         earlier = {parameter: parameter.grad for parameter in self._plain.parameters() if iteration.train}
         for parameter in earlier:
             parameter.grad = None
@@ -245,22 +245,26 @@ class _Comparison:
             batch = self._batch(number, iteration, replica=replica)
             torch.manual_seed(_seed(number, replica))
             losses.append([])
-            for part in _split(batch, self._microbatches):
+            parts = _split(batch, self._microbatches)
+            for part in parts:
                 with torch.set_grad_enabled(iteration.train):
                     loss = self._case.loss(self._recipe, self._plain, part)
                 if iteration.train:
                     form = form_of_loss(loss, samples=_samples(part))
                     self._reduction = form.reduction
                     counts.append(form.counts[0]() if form.counts else float(_samples(part)))
-                    (loss * (counts[-1] / counts[0] / num_parts)).backward()
+                    # Where some layer has float32, what a loss is multiplied by rounds it.
+                    first = counts[0] / _samples(parts[0])
+                    weights.append(counts[-1] / (_samples(batch) * sw.rdp_size()) / first)
+                    (loss * weights[-1]).backward()
                 losses[-1].append(loss.detach())
             buffers.append(_buffers(self._plain))
         # Each replica has its own until the next batch begins with those of the first.
         self._buffers_of_replica = buffers
         _load_buffers(self._plain, buffers[sw.rdp_rank()])
         for parameter, before in earlier.items():
-            if parameter.grad is not None and counts:
-                parameter.grad /= sum(counts) / counts[0] / num_parts
+            if parameter.grad is not None and weights:
+                parameter.grad /= sum(weights)
             if before is not None:
                 parameter.grad = before if parameter.grad is None else before + parameter.grad
         return losses[sw.rdp_rank()]

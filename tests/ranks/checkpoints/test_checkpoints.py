@@ -187,10 +187,7 @@ def _marks(pair: tuple[tuple[int, ...], tuple[int, ...]]) -> Any:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        pytest.param(*pair, marks=_marks(pair), id="-".join(map(str, pair)))
-        for pair in product(SMALL, SMALL)
-    ],
+    [pytest.param(*pair, marks=_marks(pair), id="-".join(map(str, pair))) for pair in product(SMALL, SMALL)],
 )
 def test_any_layout_resumes_what_any_other_has_saved(
     before: tuple[int, int, int], after: tuple[int, int, int], tmp_path: Path

@@ -8,15 +8,16 @@
                                              neither   refused where a batch is cut
 
 How many labels of a batch count is known only when all microbatches of all replicas are, so losses are
-weighed by those of the first microbatch. Where others have another number, and over replicas, gradients are
-divided by the ratio at the end of the step, in which ranks exchange a row of numbers anyway.
+weighed by those of the first microbatch; over replicas, by about those of the batch before, a power of two
+that rounds nothing. Gradients are divided by the ratio at the end of the step, in which ranks exchange a row
+of numbers anyway.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from math import isclose
+from math import isclose, log2
 from typing import Any
 
 import torch
@@ -38,7 +39,6 @@ __all__ = ["LossWeights"]
 log = logging.getLogger(__name__)
 
 _NO_LOSS = -1.0
-_LABELS = 1024.0  # a power of two: a loss is divided by it without an error, alike on all replicas
 
 
 class LossWeights:
@@ -206,7 +206,7 @@ class LossWeights:
         """What losses are weighed by; replicas do not know the labels of each other."""
         if not self._per_sample:
             labels = count / (self._parts[index].num_samples or 1) if self._replicas == 1 else 0.0
-            self._per_sample = labels or _LABELS
+            self._per_sample = labels or self._function.labels_a_sample or 1.0
         return self._per_sample
 
     # ---- over ranks ----
@@ -292,6 +292,8 @@ class WeighedGradients:
             UsageError: gradients of earlier batches are among them.
         """
         function.weighs_labels = weights.is_weighted
+        if weights.is_weighted and total:
+            function.labels_a_sample *= 2.0 ** round(log2(total))
         if not total or isclose(total, 1.0, rel_tol=1e-12):
             return
         if self._has_earlier:
@@ -300,9 +302,9 @@ class WeighedGradients:
                 "some do not count, and gradients of earlier batches are there: it cannot be weighed. Call "
                 "optimizer.zero_grad() before such a batch."
             )
-        gradients = [p.grad for p in self._parameters() if p.grad is not None]
-        for gradient in gradients:
-            own_part(gradient).div_(total)
+        gradients = [local_of(own_part(p.grad)) for p in self._parameters() if p.grad is not None]
+        if gradients:
+            torch._foreach_div_(gradients, total)
 
 
 def _form_in_batch(loss: Tensor, part: Batch, model: nn.Module) -> LossForm:

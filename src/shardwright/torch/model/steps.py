@@ -5,6 +5,7 @@
     ranks meet ──► rows of shared parameters come ──► the engine runs the batch ──► rows go ──► the step ends
 """
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from weakref import WeakSet
 
 import torch
 
+from shardwright.comm.identity.purpose import Purpose
 from shardwright.comm.joining.process_group import groups_in_doubt
 from shardwright.errors import PeerLostError
 from shardwright.torch.batch.batch import Batch
@@ -69,6 +71,7 @@ class Steps:
         self._gives_back = gives_back
         self._cores = OwnCores(context)
         self._trained_by: WeakSet[Callable[..., Any]] = WeakSet()  # step functions that have called backward
+        self._run_before: WeakSet[Callable[..., Any]] = WeakSet()
         self._pointed_out = False
         self._kept_gradients = KeptGradients()
         self._weighed = WeighedGradients(model.local_parameters)
@@ -87,7 +90,7 @@ class Steps:
                 raise
             raise told from error
 
-    def _run(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
+    def _run(self, function: Any, batch: Batch) -> BatchResult:
         current = self._context
         begun_s = time.perf_counter()
         self.called_to_train = False
@@ -102,6 +105,8 @@ class Steps:
         hint = ""
         if function not in self._trained_by:
             hint = _hint_for_evaluations(current)
+        if function not in self._run_before:
+            self._run_before.add(function)
             refuse_updates_inside_steps(current.cleanup)
         together = call_together(_called(function), _ranks_of_a_step(current), hint=hint)
         if partitioned and self._gives_back:
@@ -112,6 +117,8 @@ class Steps:
                 parameters = self._model.get_module().parameters()
                 self._kept_gradients.look(parameters, self._context.plan, self._context.pipeline_rank)
                 self._step_end.updates.begin()
+                if current.mesh.data > 1 and not function.labels_a_sample:
+                    function.labels_a_sample = self._labels_a_sample(batch)
             with self._weighed.around(function):
                 try:
                     result = self._run_batch(function, batch)
@@ -128,6 +135,14 @@ class Steps:
             if result.losses is None and self.called_to_train and current.rank == 0:
                 self._point_out_missing_backward(function)
         return result
+
+    def _labels_a_sample(self, batch: Batch) -> float:
+        """What weighs losses of a first batch, see `LossWeights`; collective over all ranks."""
+        world = self._context.links.world
+        assert world is not None
+        tokens = (batch.num_tokens or 0) / (batch.num_samples or 1)
+        here = torch.tensor([max(tokens, 1.0)], dtype=torch.float64, device=self._context.device)
+        return 2.0 ** round(math.log2(world.gather(here, Purpose.FIGURES).max().item()))
 
     def _run_batch(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
         """Runs a batch, with all rows of shared parameters and without the gradients of earlier batches."""
