@@ -83,7 +83,7 @@ def sizes_of_stages():
     from shardwright.torch.run.context import context
 
     plan_review._LEAST_STEPS = 1  # later ones are seconds apart
-    settings = {"pipeline": "1f1b", "microbatches": 4, "profile": "estimated"}
+    settings = {"pipeline": "1f1b", "microbatches": 8, "profile": "estimated"}
     sw.init({"run_name": "run", "report": False, **settings})
     torch.manual_seed(0)
     layers = [*(Sleeps(16, 16) for _ in range(6)), *(nn.Linear(16, 16) for _ in range(6))]
