@@ -1,4 +1,4 @@
-"""Measures what the library takes of a rank's processor in a steady step, beside others that do the same work.
+"""Measures a rank's processor time in a steady step, beside others that do the same work.
 
     OMP_NUM_THREADS=1 python benchmarks/host_cost.py --quick --check     # what has a target; 3 minutes
     OMP_NUM_THREADS=1 python benchmarks/host_cost.py --only pipelines
@@ -29,7 +29,7 @@ from sections import Section, parser_for, run_sections
 from shardwright.text_table import align
 
 _LAYOUTS = ("one", "1F1B", "Interleaved1F1B", "replicas", "shards")
-_PROFILED_STEPS = 10
+_PROFILED_STEPS = 20
 _MOST_CALLS, _MOST_FILES = 6_000, 60
 _TENSOR_US = 10.0
 

@@ -58,7 +58,7 @@ class Model:
     @property
     def is_layered(self) -> bool:
         """torch.distributed.pipelining takes it with stages made by hand."""
-        return self.name == "conv net" or self.name.startswith("tiny ") and "+" not in self.name
+        return self.name == "conv net" or (self.name.startswith("tiny ") and "+" not in self.name)
 
 
 def model_of(name: str) -> Model:
@@ -187,24 +187,12 @@ _DECODER = {
     "num_attention_heads": 4,
     "max_position_embeddings": 2 * _LENGTH,
 }
+_GPT2 = {"n_embd": _WIDTH, "n_layer": 4, "n_head": 4, "n_positions": 2 * _LENGTH}
+_OPT = {"ffn_dim": 4 * _WIDTH, "word_embed_proj_dim": _WIDTH, "dropout": 0.0, "layerdrop": 0.0}
+_T5 = {"d_model": _WIDTH, "d_kv": 16, "d_ff": 4 * _WIDTH, "num_layers": 2, "num_decoder_layers": 2}
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "GPT-2": (
-        "GPT2",
-        {
-            **{"n_embd": _WIDTH, "n_layer": 4, "n_head": 4, "n_positions": 2 * _LENGTH},
-            **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-        },
-    ),
+    "GPT-2": ("GPT2", {**_GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     "Llama": ("Llama", {**_DECODER, "intermediate_size": 4 * _WIDTH}),
-    "OPT": (
-        "OPT",
-        {**_DECODER, "ffn_dim": 4 * _WIDTH, "word_embed_proj_dim": _WIDTH, "dropout": 0.0, "layerdrop": 0.0},
-    ),
-    "T5": (
-        "T5",
-        {
-            **{"d_model": _WIDTH, "d_kv": 16, "d_ff": 4 * _WIDTH, "num_layers": 2, "num_decoder_layers": 2},
-            **{"num_heads": 4, "dropout_rate": 0.0, "decoder_start_token_id": 0},
-        },
-    ),
+    "OPT": ("OPT", {**_DECODER, **_OPT}),
+    "T5": ("T5", {**_T5, "num_heads": 4, "dropout_rate": 0.0, "decoder_start_token_id": 0}),
 }

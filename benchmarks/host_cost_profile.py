@@ -6,10 +6,12 @@ Each microbatch is a greenlet with a stack of its own, which cProfile does not f
     ── call f ──────── call g ──────── return g ──────── switch ──▶ the other greenlet's top
           │  own time of f │  own time of g  │  own time of f  │
 
-What C++ does counts for the Python function that called it. An event takes time itself; what is left of
-that after two readings of the clock is measured, and taken off each interval.
+What C++ does counts for the Python function that called it. What an event takes itself is taken off each
+interval: in proportions that were measured with functions that do nothing, and so much of it that all
+functions together take what a step takes that nobody watches.
 """
 
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -57,16 +59,16 @@ class StepProfile:
     Attributes:
         functions: of ours.
         calls: of all Python functions, torch's and the model's too.
-        plain_s: processor time of a step that is not watched.
-        watched_s: the same, watched, with what events take taken off: how far to trust the parts.
-        outside_s: of the watched time, what no function of ours is on the stack for: the script and its model.
+        step_s: processor time of a step that nobody watches.
+        outside_s: of it, that without a function of ours on the stack.
+        scale: how much more an event took than with functions that do nothing.
     """
 
     functions: list[Called]
     calls: float
-    plain_s: float
-    watched_s: float
+    step_s: float
     outside_s: float
+    scale: float
 
     @property
     def own_calls(self) -> float:
@@ -79,24 +81,40 @@ class StepProfile:
         return len({each.module for each in self.functions})
 
 
-Frame = tuple[CodeType | None, CodeType | None]
-"""A function, and the nearest one of ours at or below it on the stack."""
+@dataclass(slots=True)
+class _Sums:
+    """A function under one function of ours (or itself), or what is below all functions.
 
-_NOTHING: Frame = (None, None)
+    Attributes:
+        code: the function.
+        ours: the nearest function of ours, from it downwards.
+        seconds: of its intervals.
+        intervals: their number.
+        locals: of the frames whose events began and ended them.
+    """
+
+    code: CodeType | None = None
+    ours: CodeType | None = None
+    seconds: float = 0.0
+    intervals: int = 0
+    locals: int = 0
 
 
 class _Watch:
     """Adds up intervals, from ``with`` to its end."""
 
     def __init__(self) -> None:
-        self.calls: dict[CodeType, int] = defaultdict(int)
-        self.own: dict[Frame, list[float]] = defaultdict(lambda: [0.0, 0])
-        self._stacks: WeakKeyDictionary[Any, list[Frame]] = WeakKeyDictionary()
-        self._is_ours: dict[CodeType, bool] = {}
+        self.calls: dict[int, int] = defaultdict(int)
+        self.sums: dict[tuple[int, int], _Sums] = {}
+        self._stacks: WeakKeyDictionary[Any, list[_Sums]] = WeakKeyDictionary()
+        self._facts: dict[
+            int, tuple[CodeType, bool, int]
+        ] = {}  # keeps the code, so that its id stays its own
+        self._bottom = self.sums[0, 0] = _Sums()
+        self._locals = 0
 
     def __enter__(self) -> "_Watch":
-        self._stack: list[Frame] = [_NOTHING]
-        self._stacks[greenlet.getcurrent()] = self._stack
+        self._stack = self._stacks[greenlet.getcurrent()] = [self._bottom]
         self._before = greenlet.settrace(self._switched)
         self._last_s = time.thread_time()
         sys.setprofile(self._happened)
@@ -108,64 +126,93 @@ class _Watch:
 
     def _happened(self, frame: FrameType, event: str, _: Any) -> None:
         passed_s = time.thread_time() - self._last_s
-        stack = self._stack
-        top = stack[-1]
-        sums = self.own[top]
-        sums[0] += passed_s
-        sums[1] += 1
+        stack, code = self._stack, frame.f_code
+        sums, key = stack[-1], id(code)
+        facts = self._facts.get(key) or self._note(code)
+        sums.seconds += passed_s
+        sums.intervals += 1
+        sums.locals += self._locals + facts[2]
+        self._locals = facts[2]
         if event == "call":
-            code = frame.f_code
-            self.calls[code] += 1
-            ours = self._is_ours.get(code)
-            if ours is None:
-                ours = self._is_ours[code] = code.co_filename.startswith(_PACKAGE)
-            stack.append((code, code if ours else top[1]))
+            self.calls[key] += 1
+            ours = code if facts[1] else sums.ours
+            found = self.sums.get((key, id(ours)))
+            if found is None:
+                found = self.sums[key, id(ours)] = _Sums(code, ours)
+            stack.append(found)
         elif event == "return" and len(stack) > 1:  # a greenlet may be older than the watch
             stack.pop()
         self._last_s = time.thread_time()
 
+    def _note(self, code: CodeType) -> tuple[CodeType, bool, int]:
+        num_locals = code.co_nlocals + len(code.co_cellvars) + len(code.co_freevars)
+        facts = self._facts[id(code)] = (code, code.co_filename.startswith(_PACKAGE), num_locals)
+        return facts
+
     def _switched(self, event: str, greenlets: tuple[Any, Any]) -> None:
         """Goes on with the stack of the greenlet that runs now."""
-        sums = self.own[self._stack[-1]]
-        sums[0] += time.thread_time() - self._last_s
-        sums[1] += 1
-        self._stack = self._stacks.setdefault(greenlets[1], [_NOTHING])
+        self._stack[-1].seconds += time.thread_time() - self._last_s
+        self._stack = self._stacks.setdefault(greenlets[1], [self._bottom])
         self._last_s = time.thread_time()
 
-    def functions(self, *, steps: int, event_s: float) -> tuple[list[Called], float, float]:
-        """Those of ours, all processor time, and that outside of them; of a step."""
+    def watching_s(self, prices: "_Prices") -> float:
+        """What events took, by those prices."""
+        return sum(prices.of(each) for each in self.sums.values())
+
+    def functions(self, *, steps: int, prices: "_Prices", scale: float) -> tuple[list[Called], float]:
+        """Those of ours, and processor time outside of them; of a step."""
         found: dict[CodeType, Called] = {}
-        total_s = outside_s = 0.0
-        for (code, ours), (seconds, intervals) in self.own.items():
-            net_s = (seconds - intervals * event_s) / steps
-            total_s += net_s
-            if ours is None:
+        outside_s = 0.0
+        for sums in self.sums.values():
+            net_s = (sums.seconds - scale * prices.of(sums)) / steps
+            code = sums.ours
+            if code is None:
                 outside_s += net_s
                 continue
-            if ours not in found:
-                name = ours.co_qualname if sys.version_info >= (3, 11) else ours.co_name
-                module = ours.co_filename.removeprefix(_PACKAGE)
-                found[ours] = Called(module=module, name=name, calls=self.calls[ours] / steps)
-            found[ours].with_others_s += net_s
-            if code is ours:
-                found[ours].own_s += net_s
-        return list(found.values()), total_s, outside_s
+            if code not in found:
+                module = code.co_filename.removeprefix(_PACKAGE)
+                calls = self.calls[id(code)] / steps
+                found[code] = Called(module=module, name=code.co_qualname, calls=calls)
+            found[code].with_others_s += net_s
+            if sums.code is code:
+                found[code].own_s += net_s
+        return list(found.values()), outside_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Prices:
+    """What watching adds to an interval.
+
+    Attributes:
+        event_s: in any case.
+        local_s: for each local variable of both frames: Python copies them to and from a dictionary.
+    """
+
+    event_s: float
+    local_s: float
+
+    def of(self, sums: _Sums) -> float:
+        """Of all intervals of a function."""
+        return sums.intervals * self.event_s + sums.locals * self.local_s
 
 
 def profile_step(step: Callable[[], Any], num_steps: int) -> list[dict[str, Any]]:
     """Of every rank, as mappings; collective."""
-    event_s = _event_s()
-    plain_s = _timed(step, num_steps)
-    with _Watch() as watch:
-        for _ in range(num_steps):
+    prices = _prices()
+    watch, plain_s = _Watch(), 0.0
+    for _ in range(num_steps):  # in turns, since others may slow the machine for a second
+        plain_s += _timed(step, 1) / num_steps
+        with watch:
             step()
-    functions, watched_s, outside_s = watch.functions(steps=num_steps, event_s=event_s)
+    all_s = sum(each.seconds for each in watch.sums.values())
+    scale = (all_s - plain_s * num_steps) / watch.watching_s(prices)
+    functions, outside_s = watch.functions(steps=num_steps, prices=prices, scale=scale)
     found = StepProfile(
         functions=functions,
         calls=sum(watch.calls.values()) / num_steps,
-        plain_s=plain_s,
-        watched_s=watched_s,
+        step_s=plain_s,
         outside_s=outside_s,
+        scale=scale,
     )
     gathered: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(gathered, asdict(found))
@@ -179,18 +226,26 @@ def _timed(run: Callable[[], Any], times: int) -> float:
     return (time.thread_time() - begin_s) / times
 
 
-def _event_s() -> float:
-    """What an event adds to the interval that it ends."""
+def _prices() -> _Prices:
+    """Measured with functions that do nothing, without locals and with some."""
 
-    def nothing() -> None:
+    def none() -> None:
         pass
 
-    plain_s = _timed(nothing, _CALIBRATION_CALLS)
-    with _Watch() as watch:
-        _timed(nothing, _CALIBRATION_CALLS)
-    seconds = sum(seconds for seconds, _ in watch.own.values())
-    intervals = sum(number for _, number in watch.own.values())
-    return (seconds - _CALIBRATION_CALLS * plain_s) / intervals
+    def some(a=0, b=0, c=0, d=0, e=0, f=0, g=0, h=0, i=0, j=0, k=0, l=0) -> None:  # type: ignore[no-untyped-def]  # noqa: E741
+        pass
+
+    above_s, num_locals = [], []
+    for function in (none, some):
+        plain_s = _timed(function, _CALIBRATION_CALLS)
+        with _Watch() as watch:
+            _timed(function, _CALIBRATION_CALLS)
+        sums = watch.sums.values()
+        intervals = sum(each.intervals for each in sums)
+        above_s.append((sum(each.seconds for each in sums) - _CALIBRATION_CALLS * plain_s) / intervals)
+        num_locals.append(sum(each.locals for each in sums) / intervals)
+    local_s = (above_s[1] - above_s[0]) / (num_locals[1] - num_locals[0])
+    return _Prices(above_s[0] - num_locals[0] * local_s, local_s)
 
 
 # ---- tables
@@ -209,12 +264,11 @@ def modules_table(profiles: Sequence[StepProfile]) -> list[list[str]]:
     found = _mean(profiles, lambda each: (str(Path(each.module).parent), ""))
     head = ["own us", "with torch's", "calls", "folder"]
     rows = [[*_figures(each), each.module] for each in sorted(found, key=lambda each: -each.own_s)]
-    num = len(profiles)
-    outside_s, watched_s, plain_s = (
-        sum(getattr(each, name) for each in profiles) / num for name in ("outside_s", "watched_s", "plain_s")
-    )
-    rows.append(["", f"{outside_s * 1e6:.0f}", "", "outside of the library"])
-    rows.append(["", f"{watched_s * 1e6:.0f}", "", f"all; {plain_s * 1e6:.0f} if nobody watches"])
+    for name, what in (("outside_s", "outside of the library"), ("step_s", "all")):
+        mean_s = sum(getattr(each, name) for each in profiles) / len(profiles)
+        rows.append(["", f"{mean_s * 1e6:.0f}", "", what])
+    scale = statistics.fmean(each.scale for each in profiles)
+    rows.append(["", "", "", f"an event took {scale:.1f} times what it takes with functions that do nothing"])
     return [head, *rows]
 
 

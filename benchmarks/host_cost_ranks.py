@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from duel import clocked
-from host_cost_models import Batch, Model, model_of
+from host_cost_models import Model, model_of
 from host_cost_profile import profile_step
 from models import even_stages
 from peer_pipelining import KINDS, Peer
@@ -125,7 +125,8 @@ def _plain(model: Model, net: nn.Module, row: Row) -> Step:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10**6)
     batch = model.batch(row.num_samples, dist.get_rank() if row.layout in ("replicas", "shards") else 0)
     num = row.microbatches
-    pieces = [dict(zip(batch, each, strict=True)) for each in zip(*(t.chunk(num) for t in batch.values()))]
+    chunks = {name: tensor.chunk(num) for name, tensor in batch.items()}
+    pieces = [{name: each[index] for name, each in chunks.items()} for index in range(num)]
 
     def step() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
