@@ -211,9 +211,10 @@ class LossWeights:
 
     # ---- over ranks ----
 
-    def row(self, device: torch.device) -> Tensor:
+    @property
+    def row(self) -> list[float]:
         """The reduction and the weights, for the ranks that have no loss: (1 + microbatches)."""
-        return torch.tensor([float(self.reduction), *self.weights], dtype=torch.float64, device=device)
+        return [float(self.reduction), *self.weights]
 
     def take(self, rows: Tensor) -> None:
         """Takes the rows of all ranks of the replica: (ranks, 1 + microbatches)."""
@@ -268,13 +269,13 @@ class WeighedGradients:
         Args:
             function: the step function.
         """
-        there = [p.grad for p in self._parameters() if p.grad is not None] if torch.is_grad_enabled() else []
-        self._has_earlier = bool(there)
-        if there and getattr(function, "weighs_labels", None) is not False:
+        self._has_earlier = False
+        if torch.is_grad_enabled():
+            there = [p.grad for p in self._parameters() if p.grad is not None]
+            self._has_earlier = bool(there) and function.weighs_labels is False
             # One that is not finite is left to be found: the update is left out.
-            if all(bool(local_of(own_part(gradient)).isfinite().all()) for gradient in there):
+            if function.weighs_labels is not False and all(map(_is_finite, there)):
                 self._earlier.begin()
-            self._has_earlier = False
         try:
             yield
         finally:
@@ -305,6 +306,10 @@ class WeighedGradients:
         gradients = [local_of(own_part(p.grad)) for p in self._parameters() if p.grad is not None]
         if gradients:
             torch._foreach_div_(gradients, total)
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    return bool(local_of(own_part(gradient)).isfinite().all())
 
 
 def _form_in_batch(loss: Tensor, part: Batch, model: nn.Module) -> LossForm:

@@ -11,6 +11,7 @@ from shardwright.errors import UsageError
 from shardwright.torch.parameters.gathered_values import gathered_values
 from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.parameters.state_gathering import rank_that_runs
+from shardwright.torch.pytorch.module_tree import all_parameters
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.replicas.replicas import Replicas
 from shardwright.torch.run.context import context
@@ -86,7 +87,7 @@ class SpreadModule(nn.Module):
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters that this rank holds."""
-        return (parameter for _, parameter in self.local_named_parameters())
+        return filter(self._is_local, all_parameters(self.get_module()))
 
     def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Buffers that this rank holds, by their names in the user's module."""

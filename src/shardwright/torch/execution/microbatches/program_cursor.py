@@ -192,6 +192,10 @@ class ProgramCursor:
                 value = values.get(position, self.value_of(item))  # a step may give back what it was given
                 self._made[id(item)] = weakref.ref(item), value
 
+    def note_one(self, result: Any, value: int) -> None:
+        """Records the one tensor that a plain step of this rank gave."""
+        self._made[id(result)] = weakref.ref(result), value
+
     def note_spoilt(self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Records tensors that every rank has, and of which only one will have the content."""
         items = leaves((args, kwargs))
