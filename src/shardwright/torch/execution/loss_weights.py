@@ -14,7 +14,7 @@ of numbers anyway.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from math import isclose, log2
@@ -206,7 +206,7 @@ class LossWeights:
         """What losses are weighed by; replicas do not know the labels of each other."""
         if not self._per_sample:
             labels = count / (self._parts[index].num_samples or 1) if self._replicas == 1 else 0.0
-            self._per_sample = labels or self._function.labels_a_sample or 1.0
+            self._per_sample = labels or self._model.labels_a_sample or 1.0
         return self._per_sample
 
     # ---- over ranks ----
@@ -254,12 +254,13 @@ class WeighedGradients:
     """Divides the gradients of a batch by the weights of its losses, where these do not add up to one.
 
     Args:
-        parameters: gives those of this rank.
+        model: whose gradients they are.
     """
 
-    def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]]):
-        self._parameters = parameters
-        self._earlier = EarlierGradients(parameters)
+    def __init__(self, model: TrainedModel):
+        self._model = model
+        self._parameters = model.local_parameters
+        self._earlier = EarlierGradients(model.local_parameters)
         self._has_earlier = False
 
     @contextmanager
@@ -294,7 +295,7 @@ class WeighedGradients:
         """
         function.weighs_labels = weights.is_weighted
         if weights.is_weighted and total:
-            function.labels_a_sample *= 2.0 ** round(log2(total))
+            self._model.labels_a_sample *= 2.0 ** round(log2(total))
         if not total or isclose(total, 1.0, rel_tol=1e-12):
             return
         if self._has_earlier:

@@ -49,8 +49,6 @@ class AttributeWatch:
         if self._after_step is None:
             return ()
         now = _attributes(modules)
-        if now == self._after_step and not self._without_effect:
-            return ()
         for place in now.keys() | self._after_step.keys():
             if _differs(now.get(place, ABSENT), self._after_step.get(place, ABSENT)):
                 self._without_effect.setdefault(place, 0)
