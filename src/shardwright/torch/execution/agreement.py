@@ -138,7 +138,8 @@ class Agreement:
                 "rank %d loads other batches than rank %d, on whose batches all ranks of the replica work: "
                 "what a step returns belongs to those, and metrics that rank %d computes with targets of its "
                 "own are wrong. Load the same on all ranks of a replica: sw.distributed_sampler(dataset) or "
-                "sw.data_loader, or the same seed (sw.seed_everything).",
+                "sw.data_loader, by sw.rdp_rank() and not sw.dp_rank(), or by the same seed "
+                "(sw.seed_everything).",
                 context.rank,
                 self._first,
                 context.rank,

@@ -80,6 +80,7 @@ class LossWeights:
         self.weights: list[float] = [_NO_LOSS] * num
         self._samples = total or num
         self._first_counts: list[float] = []
+        self._divisor = 0.0
         self._per_sample = 0.0
 
     def check(self, forms: Iterable[LossForm | None], *, tells: bool = True) -> None:
@@ -178,6 +179,13 @@ class LossWeights:
             return Reduction.MEAN
         if form is None or form.reduction is Reduction.WEIGHTED:
             here = _form_in_batch(loss, self._parts[index], self._model.get_module())
+            if here.reduction is Reduction.SUM:
+                before, self._divisor = self._divisor or here.divisor, here.divisor
+                if before != here.divisor:
+                    reason = (
+                        f"it divides a sum by {before:g} in one microbatch, by {here.divisor:g} in another"
+                    )
+                    here = LossForm(Reduction.NEITHER, reason=reason)
             if form is None:
                 self.check([here])
             if here.counts:

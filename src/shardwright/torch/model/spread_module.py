@@ -61,6 +61,11 @@ class SpreadModule(nn.Module):
         if self._residency is None and not shares:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             return self
+        if not fn(torch.empty(2, 2, 2, 2)).is_contiguous():
+            raise UsageError(
+                f"{user_line()}: the model is spread over ranks, and its parameters stay as they lie in "
+                "memory. Set a memory format (channels_last) before the model is wrapped."
+            )
         casts = False
         for name, tensor in (*self.local_named_parameters(), *self.local_named_buffers()):
             own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
