@@ -234,9 +234,12 @@ class Microbatch:
             if instruction is None:
                 result = self._cursor.run_unknown(func, args, kwargs)
             else:
-                self.generators.before_step(instruction, position - 1)
+                draws = instruction.step.draws or instruction.step.looks_at_values
+                if draws:
+                    self.generators.before_step(instruction, position - 1)
                 result = func(*args, **kwargs)
-                self.generators.after_step(instruction)
+                if draws:
+                    self.generators.after_step(instruction)
             self.outside_s += time.perf_counter() - begun_s
             return result
         self._check(instruction, args, kwargs)
