@@ -81,7 +81,7 @@ class OwnScaling:
             log.warning(
                 "between the step function and the update, rank %d multiplied its gradients by %.3g, and "
                 "rank %d by %.3g. If that is clipping, it takes the norm of one rank's gradients for that of "
-                "the model: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) has that of all ranks.",
+                "the model. That of all ranks: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).",
                 *(least, known[least], most, known[most]),
             )
 
