@@ -79,17 +79,20 @@ def test_a_sparse_tensor_in_the_batch():
 
         train(model, torch.ones(8, 4), torch.eye(4).to_sparse())
 
-    with pytest.raises(RanksFailedError, match=r"of shape \(4, 4\) .* torch.sparse_coo.* build it there"):
+    with pytest.raises(
+        RanksFailedError, match=r"of shape \(4, 4\) .* torch.sparse_coo.* build it there: adj = adj.coal"
+    ):
         run_ranks(train_with_matrix, 2)
 
 
-def test_a_packed_sequence_in_the_batch():
-    """The other rank took what it was sent for a stranger's."""
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (1, 2)])
+def test_a_packed_sequence_in_the_batch(stages, microbatches):
+    """The other rank took what it was sent for a stranger's; replicas said that x has 3 rows, but x has 5."""
 
     def job():
         import shardwright.torch as sw
 
-        sw.init({**QUIET, "microbatches": 1})
+        sw.init({**QUIET, "microbatches": microbatches, "pipeline_parallel_degree": stages})
         model = sw.DistributedModel(four_layers())
 
         @sw.step

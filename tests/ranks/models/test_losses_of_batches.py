@@ -167,6 +167,29 @@ def test_a_loss_over_pairs_of_samples_is_refused_where_the_batch_is_cut(kind: st
         run_ranks(_refused, 2, kind)
 
 
+def _divided_by_a_running_number() -> None:
+    sw.init({**QUIET, "microbatches": 4, "pipeline_parallel_degree": 1})
+    model = sw.DistributedModel(Net().to(D))
+    norm = 1e6
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        nonlocal norm
+        norm = 0.9 * norm + 0.1 * len(x)
+        loss = model(x).square().sum() / norm
+        model.backward(loss)
+        return loss
+
+    train(model, _batch(16, 0)[0])
+
+
+def test_a_sum_divided_by_another_number_in_each_microbatch_is_refused() -> None:
+    """The running normaliser of RetinaNet made the gradient that of a sum: m times that of one process."""
+    words = r"it divides a sum by 9\S+ in one microbatch, by 8\S+ in another\. Cut into 4 microbatches"
+    with pytest.raises(RanksFailedError, match=words):
+        run_ranks(_divided_by_a_running_number, 2)
+
+
 def _taken_for_itself() -> float:
     sw.init({**QUIET, "microbatches": 4})
     torch.manual_seed(0)

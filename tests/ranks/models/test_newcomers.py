@@ -362,6 +362,8 @@ def test_a_model_that_is_where_it_should_be_may_be_moved_there_after_training(sh
         for other in (*casts, lambda: model.to("meta")):
             with pytest.raises(UsageError, match=r"load model.state_dict.., called on all ranks, into a mod"):
                 other()
+        with pytest.raises(UsageError, match=r"memory format \(channels_last\) before the model is wrapped"):
+            model.to(memory_format=torch.channels_last)  # was left undone without a word
         script.train(model.train(), script.x)
         return len(model.state_dict())
 

@@ -1,5 +1,6 @@
 """Clipping by PyTorch's own functions, in a script that knows nothing of stages."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -143,3 +144,60 @@ def test_parameters_that_are_clipped_one_by_one_must_be_the_same_on_all_ranks():
 )
 def test_some_parameters_after_others_are_clipped(choose, own_groups):
     assert run_ranks(clipped_one_by_one, 2, choose, own_groups=own_groups) == [[], []]
+
+
+def by_a_norm(parameters):
+    norm = torch.cat([p.grad.flatten() for p in parameters]).norm()
+    for p in parameters:
+        p.grad.mul_((0.01 / norm).clamp(max=1.0))
+
+
+def by_pytorch(parameters):
+    clip_grad_norm_(parameters, 0.01)
+
+
+def by_a_constant(parameters):
+    for p in parameters:
+        p.grad.div_(3)
+
+
+def each_by_its_own(parameters):
+    for p in parameters:
+        p.grad.div_(p.grad.norm())
+
+
+def told(clip, accumulated=1):
+    """What is said of three updates."""
+    sw, _, model = start(Stack, {})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwright.torch.step_end.own_scaling").addHandler(handler)
+
+    @sw.step
+    def train(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    for _ in range(3):
+        optimizer.zero_grad()
+        for _ in range(accumulated):
+            train(model, batches(0, 1)[0])
+        clip([p for p in model.parameters() if p.grad is not None])
+        optimizer.step()
+    return said
+
+
+@pytest.mark.parametrize("accumulated", [1, in_sweep(2)])
+def test_a_norm_of_the_script_over_one_ranks_gradients_is_told_once(accumulated):
+    """Each rank scaled by the norm of its own stages, silently."""
+    said = run_ranks(told, 2, by_a_norm, accumulated)
+    assert [len(each) for each in said] == [1, 0]
+    assert "That of all ranks: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)" in said[0][0]
+
+
+@pytest.mark.parametrize("clip", [by_pytorch, by_a_constant, in_sweep(each_by_its_own)])
+def test_gradients_that_all_ranks_scale_alike_are_no_news(clip):
+    assert run_ranks(told, 2, clip) == [[], []]

@@ -47,6 +47,7 @@ def test_what_will_not_come_is_not_waited_for() -> None:
     with pytest.raises(UsageError, match="not put up"):
         other.get(["a"], 0, ABSENT, is_late=True)
     one.done()
+    one.tell()
     with pytest.raises(UsageError, match="not put up"):
         other.get(["a"], 0, ABSENT)
 
@@ -62,6 +63,7 @@ def test_a_mark_that_no_rank_has_made() -> None:
 def test_nor_is_it_behind_a_mark_of_this_batch() -> None:
     _, one, other = boards()
     one.mark("passed 0")
+    one.tell()
     with pytest.raises(UsageError, match="not put up"):
         other.get(["a"], 0, ABSENT, mark="passed 0")
     for board in (one, other):
@@ -94,6 +96,7 @@ def test_a_batch_leaves_nothing() -> None:
         for board in (one, other):
             board.mark("passed 0")
             board.done()
+            board.tell()
             board.clear()
             board.begin()
         sizes.append(store.num_keys())

@@ -245,6 +245,10 @@ def test_a_gradient_of_another_rank_is_explained():
     remedy = "A rank has the gradients of its own parameters; grad of the others is None."
     assert remedy not in failure_report([ended(0, 1, error=words)])
     assert remedy in failure_report([ended(0, 1, error=words.replace("call()", "p.grad.norm()"))])
+    error = "TypeError: unsupported operand type(s) for *: 'float' and 'NoneType'"
+    words = traceback_of("train.py", error=error).replace("^^^^^^", "~~~~^~~~~~~~")
+    assert remedy not in failure_report([ended(0, 1, error=words)])
+    assert remedy in failure_report([ended(0, 1, error=words.replace("call()", "0.1 * p.grad"))])
 
 
 def test_a_rank_that_noticed_the_first_cause_does_not_tell_it_once_more():

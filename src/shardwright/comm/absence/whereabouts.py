@@ -65,6 +65,7 @@ class Whereabouts:
 
     Attributes:
         steps: training steps that this rank has made.
+        also_tell: called with each note: tells what others want to know of a rank that does not get on.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Whereabouts:
         self._moves = 0
         self._moved_s = time.monotonic()
         self.steps = 0
+        self.also_tell: list[Callable[[], None]] = []
         self._thread_id = threading.get_ident()
         self._stillness = Stillness(self._thread_id)
         self._stalls = None if stalls is None else stalls(self._said_to_thread)
@@ -269,6 +271,8 @@ class Whereabouts:
         text = note.to_text()
         try:
             store.set(self._key(self._rank), text)
+            for tell in self.also_tell:
+                tell()
         except RuntimeError:
             return False
         return True

@@ -5,7 +5,9 @@
     rank 1: put("mb 0", loss)                       goes on
     rank 0:              ...        get("mb 0")     waits until it is there
 
-No rank has to know which others will read, and an unread value costs only the message to the store.
+No rank has to know which others will read, and an unread value costs only the message to the store. Where a
+rank has come by is told when it does not get on, by the thread that tells where it is: who waits for a value
+in vain keeps all others waiting, too.
 """
 
 import time
@@ -67,6 +69,7 @@ class ValueBoard:
         self.waited_s = 0.0
         self._batch = -1
         self._mine: list[str] = []
+        self._marks: dict[str, int] = {}
 
     def begin(self) -> None:
         """A batch begins; all ranks say so."""
@@ -82,8 +85,13 @@ class ValueBoard:
         self._set(key, b"%d\n" % (len(parts) - 1) + (parts[0] if parts else b""))
 
     def mark(self, key: str) -> None:
-        """Says that this rank has come by somewhere in this batch; what that costs is the message alone."""
-        self._store.set(f"{key}/{self._rank}", b"%d" % self._batch)
+        """Notes that this rank has come by somewhere in this batch; `tell` says so."""
+        self._marks[key] = self._batch
+
+    def tell(self) -> None:
+        """Tells the others where this rank has come by; from any thread."""
+        for key, batch in self._marks.copy().items():
+            self._store.set(f"{key}/{self._rank}", b"%d" % batch)
 
     def get(
         self,
@@ -101,7 +109,7 @@ class ValueBoard:
             source: the rank that puts one of them up.
             absent: the error if that rank is through with the batch, and has not put it up.
             is_late: what is not there now will not come.
-            mark: nor will it when the rank has put up this one.
+            mark: nor will it when the rank has told this one.
 
         Returns:
             Its name, and the value.

@@ -54,7 +54,7 @@ _REMEDIES = {
         'train_step(...)["loss"].reduce_mean(). What is no tensor (loss.item()) becomes a list with an '
         "item for each microbatch, and a function without return gives None."
     ),
-    re.compile(r"\.grad\b.*\n.*\^\n?AttributeError: 'NoneType' object"): (
+    re.compile(r"\.grad\b.*\n.*[\^~]\n?(?:AttributeError: 'NoneType' object|TypeError: .*\bNoneType\b)"): (
         "A rank has the gradients of its own parameters; grad of the others is None. Those of this rank: "
         "model.local_parameters(). The norm over all: torch.nn.utils.clip_grad_norm_(..., math.inf)."
     ),

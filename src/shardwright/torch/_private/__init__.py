@@ -16,7 +16,7 @@ from shardwright.torch._private.autograd import (
     saved_by,
     shape_behind,
 )
-from shardwright.torch._private.compiler import compiler_of, put_compiler_stance
+from shardwright.torch._private.compiler import compiler_is_used, compiler_of, put_compiler_stance
 from shardwright.torch._private.fake_tensors import (
     FAKE_FAILURES,
     FakeTensor,
@@ -96,6 +96,7 @@ __all__ = [
     "behind_inner_backward",
     "call_after_backward",
     "change_shape_only",
+    "compiler_is_used",
     "compiler_of",
     "default_group",
     "disabled_torch_function",

@@ -2,10 +2,11 @@
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["compiler_of", "put_compiler_stance"]
+__all__ = ["compiler_is_used", "compiler_of", "put_compiler_stance"]
 
 
 @functools.cache
@@ -13,6 +14,12 @@ def _stances() -> tuple[Callable[[Any], Any], Any]:
     from torch._dynamo.eval_frame import DynamoStance, _set_stance  # takes long to import
 
     return _set_stance, DynamoStance("force_eager")
+
+
+def compiler_is_used() -> bool:
+    """Whether anything of this process is to be compiled: the compiler notes the backend of each that is."""
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    return frames is not None and any(each is not None for each in frames.cached_backends.values())
 
 
 def put_compiler_stance(stance: Any) -> Any:

@@ -29,11 +29,13 @@ class LossForm:
         reduction: over the samples.
         counts: of each term of a weighted mean, gives how much counts in it; the samples for a plain mean.
         reason: why it, or a term of it, is neither or unknown: what the loss does.
+        divisor: the number that a sum is divided by.
     """
 
     reduction: Reduction
     counts: tuple[Callable[[], float], ...] = ()
     reason: str = ""
+    divisor: float = 1.0
 
 
 def form_of_loss(
@@ -69,7 +71,7 @@ def form_of_loss(
     if not kinds:
         return LossForm(Reduction.NEITHER, reason=aside)
     if Reduction.WEIGHTED not in kinds:
-        return LossForm(max(kinds), reason=aside)
+        return LossForm(max(kinds), reason=aside, divisor=max(term.divisor for term in terms))
     counts = tuple(
         term.count or (lambda: float(samples))
         for term in terms

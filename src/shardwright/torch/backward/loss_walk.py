@@ -1,7 +1,7 @@
 """Follows autograd's graph from a loss to the rows that it reduces: see `loss_reduction`."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from math import isclose, prod
 from typing import Any, TypeAlias
@@ -48,6 +48,7 @@ class Term:
         count: gives how much counts in it; for a weighted mean.
         is_fixed: it is a value of parameters alone, the same in each microbatch.
         reason: why it is neither.
+        divisor: the number that a sum is divided by.
     """
 
     reduction: Reduction
@@ -55,6 +56,7 @@ class Term:
     count: Callable[[], float] | None = None
     is_fixed: bool = False
     reason: str = ""
+    divisor: float = 1.0
 
 
 Flow: TypeAlias = "Rows | tuple[Term, ...]"
@@ -222,7 +224,7 @@ class LossWalk:
                     f"it divides a sum over samples by the number {by:g}, which may count what is in this "
                     'microbatch ("mean"), or in the whole batch ("sum")'
                 )
-            return Term(Reduction.MEAN) if is_size else term
+            return Term(Reduction.MEAN) if is_size else replace(term, divisor=by)
         if storage_key(divisor) in self._constants:
             return term
         if not isinstance(divisor, FakeTensor) and abs(_number(divisor)) > max(prod(term.shape), 1):

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from shardwright.comm.identity.purpose import Purpose
 from shardwright.comm.joining.process_group import seal_of_session
@@ -15,6 +14,7 @@ from shardwright.comm.messages.small_collectives import SmallCollectives
 from shardwright.errors import UsageError
 from shardwright.torch.batch.batch import Arguments, Batch, is_batch_tensor
 from shardwright.torch.batch.batch_header import Leaf, Outline, outline, read_header, written_header
+from shardwright.torch.batch.splitter import refuse_packed
 from shardwright.torch.pytorch.layout import from_memory_order, in_memory_order, order_of
 from shardwright.torch.pytorch.tree import LEAF, Structure, flatten
 
@@ -81,7 +81,7 @@ class BatchBroadcast:
         now = outline(described, structure)
         is_as_before = now is not None and now == self._outline
         if not is_as_before:
-            _refuse_packed(structure)
+            refuse_packed(structure)
         header = self._header if is_as_before else written_header(described, structure, self._seal)
         tensors = [
             in_memory_order(item.detach().to(self._device), leaf.order)
@@ -125,24 +125,14 @@ class BatchBroadcast:
         self._replica.broadcast(tensors, self._source, Purpose.BATCH)
 
 
-def _refuse_packed(structure: Structure) -> None:
-    if isinstance(structure.template, PackedSequence):
-        raise UsageError(
-            "the batch has a PackedSequence, whose rows belong to no sample: it is neither cut nor sent to "
-            "other ranks. Pass the padded tensor and the lengths to the step function, and pack "
-            "them inside the module with the recurrent layer."
-        )
-    for child in structure.children:
-        _refuse_packed(child)
-
-
 def _describe(item: Any) -> Leaf:
     if is_batch_tensor(item):
         if item.layout is not torch.strided or item.is_nested:
             raise UsageError(
                 f"a tensor of shape {tuple(item.shape)} in the batch has the layout {item.layout}, and only "
-                "dense ones are sent to the other ranks. Pass the parts that it is made of (indices, values) "
-                "to the step function, and build it there."
+                "dense ones are sent to the other ranks. Pass its parts to the step function, named in "
+                "non_split_inputs, and build it there: adj = adj.coalesce(); train_step(model, x, "
+                "adj.indices(), adj.values()), and in it torch.sparse_coo_tensor(indices, values, size)."
             )
         order = order_of(item)
         shape = tuple(in_memory_order(item, order).shape)

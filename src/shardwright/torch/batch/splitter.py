@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from shardwright.errors import UsageError
 from shardwright.planner.search.microbatch_counts import too_few_samples
 from shardwright.torch.pytorch.tree import Structure, flatten
 
-__all__ = ["Argument", "Splitter", "is_batch_tensor"]
+__all__ = ["Argument", "Splitter", "is_batch_tensor", "refuse_packed"]
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +141,8 @@ class Splitter:
         self._look_at_lists(arguments, first_name, batch)
         for name, tensor, size in cut:
             if size != batch and num_microbatches > 1:  # one is the whole batch, say of a graph
+                for argument in arguments:
+                    refuse_packed(argument.structure)
                 raise UsageError(
                     f"{name} has {size} rows along axis {self._axis(name)} (shape "
                     f"{tuple(tensor.shape)}), but {first_name} has {batch}, so the batch cannot be cut "
@@ -208,6 +211,18 @@ def _remedy(name: str, size: int, batch: int) -> str:
         f'input_split_axes={{"{name}": 1}}, or a list with an item for each sample: split_lists=["{name}"]. '
         "A batch that cannot be cut at all, such as a graph, goes through the model as one: microbatches 1."
     )
+
+
+def refuse_packed(structure: Structure) -> None:
+    """Refuses a batch with a packed sequence, which is cut by time steps."""
+    if isinstance(structure.template, PackedSequence):
+        raise UsageError(
+            "the batch has a PackedSequence, whose rows belong to no sample: it is neither cut nor sent to "
+            "other ranks. Pass the padded tensor and the lengths to the step function, and pack "
+            "them inside the module with the recurrent layer."
+        )
+    for child in structure.children:
+        refuse_packed(child)
 
 
 def _cuts_itself(item: Any) -> bool:

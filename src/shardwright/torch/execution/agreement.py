@@ -16,7 +16,6 @@ from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_broadcast import BatchBroadcast, loaded_another
 from shardwright.torch.interception.collected_outputs import collects
 from shardwright.torch.pytorch.autocast import autocast_state
-from shardwright.torch.pytorch.module_tree import all_modules
 from shardwright.torch.randomness.python_random import state_as_tensor, state_from_tensor
 from shardwright.torch.randomness.rng import get_state, set_state
 from shardwright.torch.run.context import Context
@@ -30,14 +29,13 @@ log = logging.getLogger(__name__)
 Hooks = tuple[tuple[int, tuple[Any, ...], tuple[Any, ...]], ...]
 
 
-def path_settings(module: nn.Module, hooks: Hooks) -> dict[str, Any]:
+def path_settings(modules: Sequence[nn.Module], hooks: Hooks) -> dict[str, Any]:
     """The settings that decide the path through a model, beside batch and function, by their names in errors.
 
     Args:
-        module: the whole model.
+        modules: of the whole model.
         hooks: from `hooks_between_steps`; ranks can compare how many there are.
     """
-    modules = all_modules(module)
     return {
         "gradient mode (torch.no_grad)": torch.is_grad_enabled(),
         "autocast": autocast_state(),
@@ -52,7 +50,7 @@ def path_settings(module: nn.Module, hooks: Hooks) -> dict[str, Any]:
     }
 
 
-def hooks_between_steps(module: nn.Module) -> Hooks:
+def hooks_between_steps(modules: Sequence[nn.Module]) -> Hooks:
     """The forward hooks that are there now: place of the module, code of those before it and behind it.
 
     Not those that collect: a forward of transformers registers them when it first wants what they collect.
@@ -63,7 +61,7 @@ def hooks_between_steps(module: nn.Module) -> Hooks:
             tuple(map(_code_of, sub._forward_pre_hooks.values())),
             tuple(_code_of(hook) for hook in sub._forward_hooks.values() if not collects(hook)),
         )
-        for place, sub in enumerate(all_modules(module))
+        for place, sub in enumerate(modules)
         if sub._forward_hooks or sub._forward_pre_hooks
     )
     return tuple((place, before, after) for place, before, after in found if before or after)
@@ -140,7 +138,8 @@ class Agreement:
                 "rank %d loads other batches than rank %d, on whose batches all ranks of the replica work: "
                 "what a step returns belongs to those, and metrics that rank %d computes with targets of its "
                 "own are wrong. Load the same on all ranks of a replica: sw.distributed_sampler(dataset) or "
-                "sw.data_loader, or the same seed (sw.seed_everything).",
+                "sw.data_loader, by sw.rdp_rank() and not sw.dp_rank(), or by the same seed "
+                "(sw.seed_everything).",
                 context.rank,
                 self._first,
                 context.rank,

@@ -1,4 +1,7 @@
-"""Broadcasts the tensors that a step function returned to every rank of the replica."""
+"""Gives the tensors that a step function returned to every rank of the replica.
+
+Small ones (losses) come in the row by which ranks compare what they have computed; others are broadcast.
+"""
 
 import math
 from collections.abc import Sequence
@@ -19,6 +22,8 @@ from shardwright.torch.pytorch.tree import flatten
 from shardwright.torch.run.context import Context
 
 __all__ = ["Returned", "exchange_outputs", "refuse_other_paths"]
+
+_ROOM = 64  # numbers of 8 bytes in the row of a rank, for its outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +48,15 @@ class Returned:
 
 
 def exchange_outputs(
-    context: Context, returned: Sequence[Returned], programs: Sequence[Program]
+    context: Context, returned: Sequence[Returned], programs: Sequence[Program], small: Tensor
 ) -> tuple[list[Any], list[Tensor | None], list[tuple[int, ...]]]:
-    """Broadcasts what each stage of the replica made; collective over its stages.
+    """Gives all stages of the replica what each has made; collective over them.
 
     Args:
         context: the run.
         returned: what the step function returned on this rank, by microbatch.
         programs: of each microbatch.
+        small: what `refuse_other_paths` has given.
 
     Returns:
         The results with all tensors in place, without autograd history; the loss of each microbatch; where
@@ -64,12 +70,15 @@ def exchange_outputs(
         if not places:
             continue
         specs = [programs[microbatch].trace.graph.values[value].spec for microbatch, _, value in places]
-        if owner == context.pipeline_rank:
-            payload = torch.cat([bytes_of(flat[m][0][position]) for m, position, _ in places])
+        num_bytes = sum(spec.num_bytes for spec in specs)
+        if num_bytes <= 8 * _ROOM:
+            row = small[context.replica_ranks.index(context.pipeline_ranks[owner])]
+            payload = row[:num_bytes].to(context.device)
         else:
-            num_bytes = sum(spec.num_bytes for spec in specs)
             payload = torch.empty(num_bytes, dtype=torch.uint8, device=context.device)
-        context.links.stages.broadcast([payload], context.pipeline_ranks[owner], Purpose.OUTPUTS)
+            if owner == context.pipeline_rank:
+                payload = torch.cat([bytes_of(flat[m][0][position]) for m, position, _ in places])
+            context.links.stages.broadcast([payload], context.pipeline_ranks[owner], Purpose.OUTPUTS)
         offset = 0
         for (microbatch, position, _), spec in zip(places, specs, strict=True):
             piece = payload[offset : offset + spec.num_bytes].clone().view(getattr(torch, spec.dtype))
@@ -126,7 +135,7 @@ def _detach(item: Any) -> Any:
 
 def refuse_other_paths(
     context: Context, returned: Sequence[Returned], programs: Sequence[Program], losses: LossWeights
-) -> None:
+) -> Tensor:
     """Refuses what ranks have computed if it was not the same microbatches, each by the same graph.
 
     Collective over the replica; to be called before anything else that depends on what was computed.
@@ -137,6 +146,9 @@ def refuse_other_paths(
         programs: of each microbatch.
         losses: how much each counts; the rank that has them tells the others.
 
+    Returns:
+        The small outputs of all ranks: (ranks, bytes) uint8 on the CPU.
+
     Raises:
         TraceMismatchError: ranks of the replica have computed other things in this step.
     """
@@ -145,10 +157,11 @@ def refuse_other_paths(
         (program.trace.graph.fingerprint, each.behind_end, each.trains, each.values)
         for program, each in zip(programs, returned, strict=True)
     ]
-    here = torch.tensor([float(crc32(repr(paths).encode()))], dtype=torch.float64, device=context.device)
-    mine = torch.cat([here, losses.row(context.device)])
+    told = [float(crc32(repr(paths).encode())), *losses.row]
+    here = torch.tensor(told, dtype=torch.float64, device=context.device)
+    mine = torch.cat([here, _small_outputs(context, returned, programs)])
     rows = context.links.replica.gather(mine, Purpose.AGREEMENT).cpu()
-    different = (rows[:, 0] != mine[0].cpu()).nonzero().flatten().tolist()
+    different = [place for place, path in enumerate(rows[:, 0].tolist()) if path != told[0]]
     if different:
         ranks = ", ".join(str(context.replica_ranks[place]) for place in different)
         raise TraceMismatchError(
@@ -157,4 +170,18 @@ def refuse_other_paths(
             "step are wrong. Let nothing in the step function depend on what only this rank knows: its "
             "number, its own parameters and gradients, files, the time, sets in their order."
         )
-    losses.take(rows[:, 1:])
+    losses.take(rows[:, 1:-_ROOM])
+    return rows[:, -_ROOM:].contiguous().view(torch.uint8)
+
+
+def _small_outputs(context: Context, returned: Sequence[Returned], programs: Sequence[Program]) -> Tensor:
+    """What this rank has made of the outputs, as numbers; zeros where that is more than there is room for."""
+    small = torch.zeros(8 * _ROOM, dtype=torch.uint8, device=context.device)
+    paired = [_with_loss(each, program) for each, program in zip(returned, programs, strict=True)]
+    places = _places(paired, programs, context.pipeline_rank)
+    specs = (programs[microbatch].trace.graph.values[value].spec for microbatch, _, value in places)
+    if places and sum(spec.num_bytes for spec in specs) <= 8 * _ROOM:
+        flat = [flatten(each.result)[0] for each in paired]
+        payload = torch.cat([bytes_of(flat[m][position]) for m, position, _ in places])
+        small[: len(payload)] = payload
+    return small.view(torch.float64)

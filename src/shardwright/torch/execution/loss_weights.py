@@ -14,7 +14,7 @@ of numbers anyway.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from math import isclose, log2
@@ -80,6 +80,7 @@ class LossWeights:
         self.weights: list[float] = [_NO_LOSS] * num
         self._samples = total or num
         self._first_counts: list[float] = []
+        self._divisor = 0.0
         self._per_sample = 0.0
 
     def check(self, forms: Iterable[LossForm | None], *, tells: bool = True) -> None:
@@ -178,6 +179,13 @@ class LossWeights:
             return Reduction.MEAN
         if form is None or form.reduction is Reduction.WEIGHTED:
             here = _form_in_batch(loss, self._parts[index], self._model.get_module())
+            if here.reduction is Reduction.SUM:
+                before, self._divisor = self._divisor or here.divisor, here.divisor
+                if before != here.divisor:
+                    reason = (
+                        f"it divides a sum by {before:g} in one microbatch, by {here.divisor:g} in another"
+                    )
+                    here = LossForm(Reduction.NEITHER, reason=reason)
             if form is None:
                 self.check([here])
             if here.counts:
@@ -206,14 +214,15 @@ class LossWeights:
         """What losses are weighed by; replicas do not know the labels of each other."""
         if not self._per_sample:
             labels = count / (self._parts[index].num_samples or 1) if self._replicas == 1 else 0.0
-            self._per_sample = labels or self._function.labels_a_sample or 1.0
+            self._per_sample = labels or self._model.labels_a_sample or 1.0
         return self._per_sample
 
     # ---- over ranks ----
 
-    def row(self, device: torch.device) -> Tensor:
+    @property
+    def row(self) -> list[float]:
         """The reduction and the weights, for the ranks that have no loss: (1 + microbatches)."""
-        return torch.tensor([float(self.reduction), *self.weights], dtype=torch.float64, device=device)
+        return [float(self.reduction), *self.weights]
 
     def take(self, rows: Tensor) -> None:
         """Takes the rows of all ranks of the replica: (ranks, 1 + microbatches)."""
@@ -253,12 +262,13 @@ class WeighedGradients:
     """Divides the gradients of a batch by the weights of its losses, where these do not add up to one.
 
     Args:
-        parameters: gives those of this rank.
+        model: whose gradients they are.
     """
 
-    def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]]):
-        self._parameters = parameters
-        self._earlier = EarlierGradients(parameters)
+    def __init__(self, model: TrainedModel):
+        self._model = model
+        self._parameters = model.local_parameters
+        self._earlier = EarlierGradients(model.local_parameters)
         self._has_earlier = False
 
     @contextmanager
@@ -268,13 +278,13 @@ class WeighedGradients:
         Args:
             function: the step function.
         """
-        there = [p.grad for p in self._parameters() if p.grad is not None] if torch.is_grad_enabled() else []
-        self._has_earlier = bool(there)
-        if there and getattr(function, "weighs_labels", None) is not False:
+        self._has_earlier = False
+        if torch.is_grad_enabled():
+            there = [p.grad for p in self._parameters() if p.grad is not None]
+            self._has_earlier = bool(there) and function.weighs_labels is False
             # One that is not finite is left to be found: the update is left out.
-            if all(bool(local_of(own_part(gradient)).isfinite().all()) for gradient in there):
+            if function.weighs_labels is not False and all(map(_is_finite, there)):
                 self._earlier.begin()
-            self._has_earlier = False
         try:
             yield
         finally:
@@ -293,7 +303,7 @@ class WeighedGradients:
         """
         function.weighs_labels = weights.is_weighted
         if weights.is_weighted and total:
-            function.labels_a_sample *= 2.0 ** round(log2(total))
+            self._model.labels_a_sample *= 2.0 ** round(log2(total))
         if not total or isclose(total, 1.0, rel_tol=1e-12):
             return
         if self._has_earlier:
@@ -305,6 +315,10 @@ class WeighedGradients:
         gradients = [local_of(own_part(p.grad)) for p in self._parameters() if p.grad is not None]
         if gradients:
             torch._foreach_div_(gradients, total)
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    return bool(local_of(own_part(gradient)).isfinite().all())
 
 
 def _form_in_batch(loss: Tensor, part: Batch, model: nn.Module) -> LossForm:

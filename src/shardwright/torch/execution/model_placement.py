@@ -31,6 +31,7 @@ from shardwright.torch.parameters.residency import Residency, release_remote
 from shardwright.torch.parameters.unit_map import refuse_unknown_units
 from shardwright.torch.program.instructions import KeptOtherwise
 from shardwright.torch.pytorch.heap import large_blocks_given_back
+from shardwright.torch.pytorch.module_tree import all_modules
 from shardwright.torch.replicas.plan_in_effect import (
     SharingGroups,
     broadcast,
@@ -135,7 +136,7 @@ class ModelPlacement:
             reducer=held.reducer,
             tensor_group=self._tensor_group,
             several_stages={n: p for n, p in held.parameters.items() if len(residency.stages[n]) > 1},
-            parameters=parameter_ids(module) if context.mesh.world_size > 1 else None,
+            parameters=parameter_ids(all_modules(module)) if context.mesh.world_size > 1 else None,
         )
         return placed, KnownTrace(part, trace, assignment) if held.is_unchanged else None
 

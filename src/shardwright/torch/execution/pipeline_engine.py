@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.errors import UsageError
@@ -32,6 +32,7 @@ from shardwright.torch.execution.read_costs import ReadCosts
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.backward_calls import backward_intercepted
 from shardwright.torch.interception.checkpoint_generators import generators_saved_in_turn
+from shardwright.torch.interception.compiled_code import look_for_compiled_code
 from shardwright.torch.interception.custom_functions import custom_functions_intercepted
 from shardwright.torch.interception.distributions import distributions_unchecked
 from shardwright.torch.interception.glue import batch_running
@@ -44,6 +45,7 @@ from shardwright.torch.parameters.materialise import Materialiser
 from shardwright.torch.parameters.synchronised_norms import SynchronisedNorms
 from shardwright.torch.program.program import Program, generators_of
 from shardwright.torch.python_state.attribute_watch import AttributeWatch
+from shardwright.torch.pytorch.module_tree import all_modules
 from shardwright.torch.randomness.python_random import python_random_kept
 from shardwright.torch.replicas.reducer import (
     refuse_accumulation_hooks,
@@ -84,7 +86,7 @@ class PipelineEngine:
         self._context = context
         self._model = model
         self._agreement = Agreement(context)
-        self._attributes = AttributeWatch(module)
+        self._attributes = AttributeWatch()
         self._programs = ProgramMaker(context, model, self._agreement, self._attributes)
         self._norms = SynchronisedNorms(context, module)
         self._statistics = BatchStatistics(context.config, prints=context.rank == 0)
@@ -107,6 +109,7 @@ class PipelineEngine:
 
     def run(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
         """Runs one batch; collective over all ranks."""
+        look_for_compiled_code()
         with (
             self._norms.in_force(),
             inference_mode_as_no_grad(),
@@ -124,15 +127,16 @@ class PipelineEngine:
 
     def _run(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
         context, module = self._context, self._model.get_module()
-        self._refuse_changes(module)
-        hooks = hooks_between_steps(module)
-        settings = path_settings(module, hooks)
+        modules = all_modules(module)
+        self._refuse_changes(modules)
+        hooks = hooks_between_steps(modules)
+        settings = path_settings(modules, hooks)
         gradients = self._agreed(function, batch, settings)
         batch = gradients.batch
         placed, known = self._placed_for(function, batch)
         assert context.plan is not None
         parts = batch.split(context.plan.schedule.microbatches)
-        path, attributes = (function, hooks, *settings.values()), self._attributes.step_begins()
+        path, attributes = (function, hooks, *settings.values()), self._attributes.step_begins(modules)
         programs = self._programs.of_batch(function, parts, path, attributes, known)
         check_one_order(programs)
         losses = LossWeights(
@@ -145,7 +149,7 @@ class PipelineEngine:
         self._agree_on_random_numbers(programs)
         try:
             of_rank = self._rank_batch(schedule, programs, function, parts, losses)
-            returned, train = self._execute(placed, of_rank, gradients)
+            returned, train, small = self._execute(placed, of_rank, gradients)
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
             if context.watch.blame is not None:
@@ -154,7 +158,7 @@ class PipelineEngine:
         for part, own in zip(parts, of_rank.parts, strict=True):
             if own is not part:
                 part.take_changes(own)
-        results, of_microbatches, loss_places = exchange_outputs(context, returned, programs)
+        results, of_microbatches, loss_places = exchange_outputs(context, returned, programs, small)
         assert self._board is not None
         self._reads.tell(function, programs, self._board)
         self._board.clear()
@@ -176,7 +180,7 @@ class PipelineEngine:
 
     # ---- before the microbatches ----
 
-    def _refuse_changes(self, module: nn.Module) -> None:
+    def _refuse_changes(self, modules: Sequence[nn.Module]) -> None:
         """Refuses a step after a failed one, and after changes of the model that ranks cannot follow."""
         if self._failure:
             raise UsageError(
@@ -185,9 +189,9 @@ class PipelineEngine:
                 f"The failure was {self._failure}"
             )
         if self._placed is not None:
-            self._placed.refuse_changes(module, rank=self._context.rank)
+            self._placed.refuse_changes(modules, rank=self._context.rank)
         if self._context.mesh.data > 1:
-            refuse_accumulation_hooks(module)
+            refuse_accumulation_hooks(modules[0])
 
     def _agreed(
         self, function: Callable[..., Any], batch: Batch, settings: Mapping[str, Any]
@@ -245,11 +249,12 @@ class PipelineEngine:
 
     def _execute(
         self, placed: PlacedModel, batch: RankBatch, gradients: BatchGradients
-    ) -> tuple[list[Returned], bool]:
+    ) -> tuple[list[Returned], bool, Tensor]:
         """Computes all microbatches and sums what ranks share.
 
         Returns:
-            What each microbatch returned, and whether any rank of any replica has trained.
+            What each microbatch returned, whether any rank of any replica has trained, and the small outputs
+            of all ranks.
         """
         context, reducer = self._context, placed.reducer
         # Another replica may have a backward in its batch.
@@ -257,7 +262,7 @@ class PipelineEngine:
         if reduces and reducer is not None:
             reducer.begin(overlap=all(program.as_planned for program in batch.programs))
         returned = self._compute(placed.executor, batch)
-        refuse_other_paths(context, returned, batch.programs, batch.losses)
+        small = refuse_other_paths(context, returned, batch.programs, batch.losses)
         train = any(each.trains for each in returned)
         if batch.buffers is not None:
             assert context.groups.pipeline is not None
@@ -272,7 +277,7 @@ class PipelineEngine:
             if placed.tensor_group.inner is not None:
                 placed.tensor_group.inner.sums.forget_dead()
             placed.tensor_group.forget_gathered()
-        return returned, train
+        return returned, train, small
 
     def _compute(self, executor: Executor, batch: RankBatch) -> list[Returned]:
         """Computes all microbatches."""

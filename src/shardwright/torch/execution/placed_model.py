@@ -1,6 +1,6 @@
 """A model whose units have been placed on the ranks of a pipeline."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -9,7 +9,6 @@ from shardwright.errors import UsageError
 from shardwright.runtime.batch_schedules import BatchSchedules
 from shardwright.torch.execution.executor import Executor
 from shardwright.torch.parameters.residency import Residency
-from shardwright.torch.pytorch.module_tree import all_modules
 from shardwright.torch.replicas.reducer import GradientReducer, refuse_gradient_hooks
 from shardwright.torch.tensor_parallel.group import TensorGroup
 
@@ -38,20 +37,20 @@ class PlacedModel:
     several_stages: Mapping[str, nn.Parameter]
     parameters: frozenset[int] | None
 
-    def refuse_changes(self, module: nn.Module, *, rank: int) -> None:
+    def refuse_changes(self, modules: Sequence[nn.Module], *, rank: int) -> None:
         """Refuses a model that the script has changed since in a way that other ranks cannot follow.
 
         Args:
-            module: the whole model, as it is now.
+            modules: of the whole model, as it is now.
             rank: this world rank.
 
         Raises:
             UsageError: a shared parameter has a gradient hook, or parameters were added or replaced.
         """
         refuse_gradient_hooks(self.several_stages)
-        if self.parameters is not None and parameter_ids(module) != self.parameters:
+        if self.parameters is not None and parameter_ids(modules) != self.parameters:
             known = self.parameters
-            found = next((n for n, p in module.named_parameters() if id(p) not in known), "one is gone")
+            found = next((n for n, p in modules[0].named_parameters() if id(p) not in known), "one is gone")
             raise UsageError(
                 "parameters were added to the model, or replaced, after it was spread over stages and "
                 f"replicas, which know nothing of them: {found}, on rank {rank}. Change the "
@@ -59,6 +58,6 @@ class PlacedModel:
             )
 
 
-def parameter_ids(module: nn.Module) -> frozenset[int]:
-    """Ids of all parameters of a model."""
-    return frozenset(id(p) for sub in all_modules(module) for p in sub._parameters.values() if p is not None)
+def parameter_ids(modules: Sequence[nn.Module]) -> frozenset[int]:
+    """Ids of all parameters of the modules of a model."""
+    return frozenset(id(p) for sub in modules for p in sub._parameters.values() if p is not None)

@@ -63,6 +63,8 @@ class PlainMicrobatch:
         self.memory: list[int] = []
         self._in_use = in_use
 
+    is_trace = True  # there may be none
+
     @property
     def intercepts(self) -> bool:
         """Units are called one by one where they offload what they keep: compiled, but not what is around."""

@@ -20,11 +20,14 @@ class TrainedModel(WrappedModel, Protocol):
         average_grads_across_microbatches: whether a microbatch counts as much as its share of the batch.
         replicas: what replicas share.
         scaling: of losses; None without.
+        labels_a_sample: about how many labels of a sample count, a power of two; alike on all ranks, 0 as
+            long as no replicas need it.
     """
 
     average_grads_across_microbatches: bool
     replicas: Replicas
     scaling: GradientScaling | None
+    labels_a_sample: float
 
     @property
     def loss_scale(self) -> float:

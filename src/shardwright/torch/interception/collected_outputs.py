@@ -29,6 +29,16 @@ COLLECTED = "_shardwright_collected"
 """Name of the argument: name of a context variable -> what is in it, with empty lists."""
 
 
+class _Known:
+    """What traces and the beginnings of batches have seen of hooks.
+
+    Attributes:
+        any_collects: one of them collects.
+    """
+
+    any_collects = False
+
+
 class Collected(NamedTuple):
     """What the hooks inside a unit collect during one call of it.
 
@@ -41,8 +51,15 @@ class Collected(NamedTuple):
     lists: list[tuple[list[Any], list[Any]]]
 
     @classmethod
-    def of(cls, unit: nn.Module) -> "Collected | None":
-        """None where no hook inside the unit has a list to append to, as the code around it has left it."""
+    def of(cls, unit: nn.Module, *, is_trace: bool) -> "Collected | None":
+        """None where no hook inside the unit has a list to append to, as the code around it has left it.
+
+        Args:
+            unit: that is called.
+            is_trace: hooks may be there that nobody has looked at.
+        """
+        if not (is_trace or _Known.any_collects):
+            return None
         given: dict[str, dict[Any, Any]] = {}
         lists: list[tuple[list[Any], list[Any]]] = []
         for name, variable in _variables_inside(unit).items():
@@ -72,7 +89,9 @@ def called_collecting(unit: nn.Module, call: Callable[..., Any], *args: Any, **k
 
 def collects(hook: Any) -> bool:
     """Whether a hook uses a context variable."""
-    return any(True for _ in _variables_of(hook))
+    found = any(True for _ in _variables_of(hook))
+    _Known.any_collects |= found
+    return found
 
 
 class _Additions:
@@ -91,13 +110,15 @@ class _Additions:
 
 def _variables_inside(unit: nn.Module) -> dict[str, ContextVar[Any]]:
     """The context variables that forward hooks of modules inside a unit use, by name."""
-    return {
+    found = {
         variable.name: variable
         for module in all_modules(unit)
         if module._forward_hooks and module is not unit
         for hook in module._forward_hooks.values()
         for variable in _variables_of(hook)
     }
+    _Known.any_collects |= bool(found)
+    return found
 
 
 def _variables_of(hook: Any) -> Iterator[ContextVar[Any]]:

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from shardwright.torch._private import put_compiler_stance
+from shardwright.torch._private import compiler_is_used, put_compiler_stance
 from shardwright.torch.pytorch.source_line import called_from, stacklevel_of_user
 
-__all__ = ["nothing_compiled", "run_as_written", "uncompiled"]
+__all__ = ["look_for_compiled_code", "nothing_compiled", "run_as_written", "uncompiled"]
 
 _WHOLE_STEP = (
     "a step function runs on several ranks, stage by stage, and cannot be compiled as a whole. To have the "
@@ -35,12 +35,14 @@ class _Compiler:
     Attributes:
         between: calls are intercepted.
         traces: something is traced.
+        is_used: something is compiled, or will be.
         is_off: the compiler has been told to stand back.
         before: what it had been told by the script.
     """
 
     between = False
     traces = False
+    is_used = False
     is_off = False
     before: object = None
 
@@ -48,6 +50,8 @@ class _Compiler:
 def run_as_written(between: bool) -> None:
     """Says whether code runs whose calls are intercepted."""
     _Compiler.between = between
+    if not (_Compiler.is_used or _Compiler.traces or _Compiler.is_off):
+        return
     wanted = between or _Compiler.traces
     if wanted is not _Compiler.is_off and "torch._dynamo" in sys.modules:
         if wanted:
@@ -55,6 +59,11 @@ def run_as_written(between: bool) -> None:
         else:
             put_compiler_stance(_Compiler.before)
         _Compiler.is_off = wanted
+
+
+def look_for_compiled_code() -> None:
+    """Takes note of whether anything is compiled by now; each batch does so, and each trace."""
+    _Compiler.is_used = _Compiler.is_used or compiler_is_used()
 
 
 @contextmanager
@@ -69,6 +78,7 @@ def nothing_compiled() -> Iterator[None]:
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             yield
     finally:
+        look_for_compiled_code()
         _Compiler.traces = before
         run_as_written(_Compiler.between)
 

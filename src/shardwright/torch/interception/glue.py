@@ -60,10 +60,14 @@ class Handler(Protocol):
 
     Attributes:
         intercepts: calls are intercepted; else the step function runs as it is.
+        is_trace: it does not follow a trace, and looks at everything.
     """
 
     @property
     def intercepts(self) -> bool: ...
+
+    @property
+    def is_trace(self) -> bool: ...
 
     def operation(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
@@ -339,7 +343,7 @@ def _unit_class(user_class: Any) -> type:
         hooks = _Hooks.of(self)
         if hooks is not None:
             args, kwargs = hooks.before(args, kwargs)
-        collected = Collected.of(self)
+        collected = Collected.of(self, is_trace=handler.is_trace)
         if collected is None:
             result = handler.unit_call(self, args, kwargs)
         else:

@@ -62,8 +62,6 @@ class ReadingStep:
     Attributes:
         may_read: whether its code has a call that reads, maybe one that not every step and rank makes.
         weighs_labels: its loss is a mean over labels; None as long as nobody knows.
-        labels_a_sample: about how many labels of a sample count, a power of two; alike on all ranks, 0 as
-            long as no replicas need it.
         has_forward: the forward of the model itself counts as its code: it reads values behind its modules.
     """
 
@@ -73,7 +71,6 @@ class ReadingStep:
         self.loss_reduction = loss_reduction
         self.may_read = _mentions_readers(function)
         self.weighs_labels: bool | None = None
-        self.labels_a_sample = 0.0
         self.has_forward = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ from shardwright.errors import UsageError
 from shardwright.torch.parameters.gathered_values import gathered_values
 from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.parameters.state_gathering import rank_that_runs
+from shardwright.torch.pytorch.module_tree import all_parameters
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.replicas.replicas import Replicas
 from shardwright.torch.run.context import context
@@ -60,6 +61,11 @@ class SpreadModule(nn.Module):
         if self._residency is None and not shares:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             return self
+        if not fn(torch.empty(2, 2, 2, 2)).is_contiguous():
+            raise UsageError(
+                f"{user_line()}: the model is spread over ranks, and its parameters stay as they lie in "
+                "memory. Set a memory format (channels_last) before the model is wrapped."
+            )
         casts = False
         for name, tensor in (*self.local_named_parameters(), *self.local_named_buffers()):
             own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -86,7 +92,7 @@ class SpreadModule(nn.Module):
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters that this rank holds."""
-        return (parameter for _, parameter in self.local_named_parameters())
+        return filter(self._is_local, all_parameters(self.get_module()))
 
     def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Buffers that this rank holds, by their names in the user's module."""

@@ -74,7 +74,7 @@ class Steps:
         self._run_before: WeakSet[Callable[..., Any]] = WeakSet()
         self._pointed_out = False
         self._kept_gradients = KeptGradients()
-        self._weighed = WeighedGradients(model.local_parameters)
+        self._weighed = WeighedGradients(model)
         self.called_to_train = False
         self.outside = BackwardWatch(refuse_backward_outside)
         self.together = TogetherUntil(context)
@@ -117,8 +117,8 @@ class Steps:
                 parameters = self._model.get_module().parameters()
                 self._kept_gradients.look(parameters, self._context.plan, self._context.pipeline_rank)
                 self._step_end.updates.begin()
-                if current.mesh.data > 1 and not function.labels_a_sample:
-                    function.labels_a_sample = self._labels_a_sample(batch)
+                if current.mesh.data > 1 and not self._model.labels_a_sample:
+                    self._model.labels_a_sample = self._labels_a_sample(batch)
             with self._weighed.around(function):
                 try:
                     result = self._run_batch(function, batch)

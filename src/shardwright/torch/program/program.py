@@ -66,6 +66,7 @@ class Program:
         read_in: attribute (id of the module, name) that is read before it is written -> how often a
             microbatch has paused on this rank by then.
         free_operations: how far these may differ from the trace.
+        draws: a microbatch takes random numbers.
         reads_nothing: no rank reads values in such a microbatch, as far as traces tell.
         as_planned: each parameter that the plan has a stage for is used by these stages alone.
         boundary: places what ranks share; None where they share nothing.
@@ -86,15 +87,11 @@ class Program:
     state: Mapping[str, int]
     read_in: Mapping[tuple[int, str], int]
     free_operations: FreeOperations
+    draws: bool = False
     reads_nothing: bool = False
     as_planned: bool = True
     boundary: Boundary | None = None
     staying: frozenset[int] = frozenset()
-
-    @property
-    def draws(self) -> bool:
-        """Whether a microbatch takes random numbers."""
-        return any(step.draws for step in self.trace.steps)
 
     @property
     def offloads(self) -> frozenset[int]:
@@ -179,6 +176,7 @@ def build_program(
         state={name: stage_ranks[home_of[value]] for value, name in trace.tensors.initial.items()},
         read_in=_read_in(trace, pauses_of(trace, homes, stage_ranks, rank)),
         free_operations=_free_operations(trace, num_stages=len(local)),
+        draws=any(step.draws for step in trace.steps),
         boundary=boundary,
         staying=frozenset(staying),
     )

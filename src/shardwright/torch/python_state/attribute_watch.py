@@ -7,14 +7,14 @@ difference to the program several times (a step number, an annealed weight).
 
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwright.torch.python_state.reachable import is_plain_object
-from shardwright.torch.pytorch.module_tree import OF_EVERY_MODULE, all_modules
+from shardwright.torch.pytorch.module_tree import OF_EVERY_MODULE
 from shardwright.torch.pytorch.slots import ABSENT, PLAIN
 
 __all__ = ["AttributeWatch"]
@@ -32,18 +32,23 @@ _LONGEST = 64  # lists beyond are data
 class AttributeWatch:
     """Plain attributes of a model's modules, and of plain objects in these (``self.config``)."""
 
-    def __init__(self, model: nn.Module):
-        self._model = model
+    def __init__(self) -> None:
+        self._modules: Sequence[nn.Module] = ()
         self._after_step: dict[_Place, Any] | None = None
         self._watched: dict[_Place, Any] = {}
         self._without_effect: dict[_Place, int] = {}
         self._digests: dict[Hashable, dict[str, Mapping[_Place, Any]]] = {}
 
-    def step_begins(self) -> Hashable:
-        """The attributes that the script has set since the first step, with their values."""
+    def step_begins(self, modules: Sequence[nn.Module]) -> Hashable:
+        """The attributes that the script has set since the first step, with their values.
+
+        Args:
+            modules: of the model, all of them, as they are now.
+        """
+        self._modules = modules
         if self._after_step is None:
             return ()
-        now = _attributes(self._model)
+        now = _attributes(modules)
         for place in now.keys() | self._after_step.keys():
             if _differs(now.get(place, ABSENT), self._after_step.get(place, ABSENT)):
                 self._without_effect.setdefault(place, 0)
@@ -53,7 +58,7 @@ class AttributeWatch:
 
     def step_ends(self) -> None:
         """Takes note of what is there now."""
-        self._after_step = _attributes(self._model)
+        self._after_step = _attributes(self._modules)
 
     def traced(self, signature: Hashable, digest: str) -> None:
         """Finds out which attributes make no difference.
@@ -83,19 +88,21 @@ def _differs(one: Any, other: Any) -> bool:
     return one is not other and (type(one) is not type(other) or one != other)
 
 
-def _attributes(model: nn.Module) -> dict[_Place, Any]:
+def _attributes(modules: Sequence[nn.Module]) -> dict[_Place, Any]:
     found: dict[_Place, Any] = {}
     seen: set[int] = set()
-    for number, module in enumerate(all_modules(model)):
-        for name, value in vars(module).items():
-            if name in OF_EVERY_MODULE or type(value) in _NEVER_PLAIN:
+    for number, module in enumerate(modules):
+        held = vars(module)
+        for name in held.keys() - OF_EVERY_MODULE:
+            value = held[name]
+            if type(value) in _NEVER_PLAIN:
                 continue
             if (plain := _plain(value)) is not ABSENT:
                 found[number, name, ""] = plain
             elif id(value) not in seen and is_plain_object(value) and not callable(value):
                 seen.add(id(value))
-                held = ((inner, _plain(item)) for inner, item in vars(value).items())
-                found |= {(number, name, inner): plain for inner, plain in held if plain is not ABSENT}
+                inside = ((inner, _plain(item)) for inner, item in vars(value).items())
+                found |= {(number, name, inner): plain for inner, plain in inside if plain is not ABSENT}
     return found
 
 

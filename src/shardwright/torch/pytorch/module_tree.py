@@ -5,7 +5,7 @@ It also knows the attributes that every module has, whatever its class.
 
 from torch import nn
 
-__all__ = ["OF_EVERY_MODULE", "all_modules"]
+__all__ = ["OF_EVERY_MODULE", "all_modules", "all_parameters"]
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 """Attributes for parameters, buffers, modules, hooks and compiled code, and `training`."""
@@ -30,3 +30,9 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
         if module._modules:
             pending += [child for child in reversed(module._modules.values()) if child is not None]
     return found
+
+
+def all_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """All parameters, each once, in the order of `torch.nn.Module.parameters`."""
+    found = (p for module in all_modules(model) for p in module._parameters.values() if p is not None)
+    return list({id(parameter): parameter for parameter in found}.values())

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwright.errors import UsageError
 
@@ -31,14 +32,13 @@ class Structure:
         children: what is in it.
     """
 
-    __slots__ = ("children", "keys", "kind", "num_leaves", "template")
+    __slots__ = ("children", "keys", "kind", "template")
 
     def __init__(self, kind: str, template: Any, keys: Sequence[Any], children: "Sequence[Structure]"):
         self.kind = kind
         self.template = template
         self.keys = keys
         self.children = children
-        self.num_leaves: int = 1 if kind == "leaf" else sum(child.num_leaves for child in children)
 
     @property
     def key(self) -> Any:
@@ -131,7 +131,7 @@ def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def _flatten(tree: Any, items: list[Any], is_leaf: Callable[[Any], bool] | None) -> Structure:
     kind = type(tree)
-    if kind in _ATOMS or (is_leaf is not None and is_leaf(tree)):
+    if kind in _ATOMS or isinstance(tree, Tensor) or (is_leaf is not None and is_leaf(tree)):
         items.append(tree)
         return LEAF
     if kind is tuple or kind is list:

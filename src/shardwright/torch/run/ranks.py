@@ -64,22 +64,25 @@ def local_size() -> int:
 
 
 def dp_rank() -> int:
-    """The replica of this rank, from 0: the shard of the data to read."""
+    """Position among the ranks of a stage in all replicas, from 0, as in SMP v1.
+
+    It also counts the ranks that share layers, which work on one batch: data is read by `rdp_rank`.
+    """
     return context().mesh.group_rank("dp", context().rank)
 
 
 def dp_size() -> int:
-    """Number of replicas."""
+    """Replicas times the ranks that share layers (tensor, context, expert degree), as in SMP v1."""
     return context().mesh.group_size("dp")
 
 
 def rdp_rank() -> int:
-    """Position among the ranks that hold the same parameters."""
+    """The replica of this rank, from 0: the shard of the data to read."""
     return context().mesh.group_rank("rdp", context().rank)
 
 
 def rdp_size() -> int:
-    """Ranks that hold the same parameters."""
+    """Number of replicas: into how many shards the data is cut."""
     return context().mesh.group_size("rdp")
 
 

@@ -28,10 +28,13 @@ def replica_board(context: Context, number: int) -> ValueBoard:
     store: Any = default_store()  # whose type, as PyTorch declares it, lacks clone()
     name = f"values of replica {context.data_rank}, part {context.tensor_rank}, in run {number}"
     store = PrefixStore(name, store.clone())  # who waits at one keeps others from it
-    return ValueBoard(
+    board = ValueBoard(
         store,
         context.pipeline_ranks,
         rank=context.pipeline_rank,
         has_ended=has_ended,
         timeout_s=context.config.timeout_s,
     )
+    assert context.watch.whereabouts is not None
+    context.watch.whereabouts.also_tell.append(board.tell)
+    return board

@@ -23,6 +23,7 @@ from shardwright.torch._private import norms_of, values_of_sparse
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.loss_scale.grad_scaler import losses_were_scaled
 from shardwright.torch.parameters.sharded_tensor import own_part
+from shardwright.torch.pytorch.module_tree import all_parameters
 from shardwright.torch.run.context import Context
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
@@ -121,15 +122,14 @@ class Finiteness:
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's gradients, by the names of the parameters."""
         for name, parameter in self._model.get_module().named_parameters():
-            gradient = parameter.grad
-            if gradient is not None:
-                part = local_of(own_part(gradient)).detach()
-                yield name, values_of_sparse(part) if part.is_sparse else part
+            if parameter.grad is not None:
+                yield name, _values_here(parameter.grad)
 
     @torch.no_grad()
     def _norm_of_gradients(self) -> Tensor:
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        parts = [part for _, part in self._gradients()]
+        parameters = all_parameters(self._model.get_module())
+        parts = [_values_here(p.grad) for p in parameters if p.grad is not None]
         if self._model.replicas.have_one_gradient:
             parts = _share(parts, self._context.data_rank, self._context.mesh.data)
         for part in parts:
@@ -188,6 +188,11 @@ class Finiteness:
         reporter.observer.status(
             f"shardwright: the update of step {step} is left out{told} ({self.num_skipped} so far)"
         )
+
+
+def _values_here(gradient: Tensor) -> Tensor:
+    part = local_of(own_part(gradient)).detach()
+    return values_of_sparse(part) if part.is_sparse else part
 
 
 def _share(parts: Sequence[Tensor], place: int, num_places: int) -> list[Tensor]:

@@ -25,6 +25,8 @@ def frozen_otherwise(context: Context, module: nn.Module, digests: Tensor, *, st
         digests: `Replicas.digest_of_trained` of all ranks.
         step: number of the step.
     """
+    if bool((digests == digests[0]).all()):
+        return None
     groups = context.mesh.groups("dp")
     if all(bool((digests[list(ranks)] == digests[ranks[0]]).all()) for ranks in groups):
         return None

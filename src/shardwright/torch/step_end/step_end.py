@@ -30,6 +30,7 @@ from shardwright.torch.run.context import Context
 from shardwright.torch.step_end.finiteness import Finiteness
 from shardwright.torch.step_end.frozen_alike import frozen_otherwise
 from shardwright.torch.step_end.group_numbers import GroupNumbers
+from shardwright.torch.step_end.own_scaling import OwnScaling
 from shardwright.torch.step_end.same_samples import SameSamples
 from shardwright.torch.step_end.update_watch import UpdateWatch
 
@@ -42,8 +43,8 @@ class Column(IntEnum):
     ``BUSY_S`` and ``PIPELINE_S`` are seconds of work, and from the first action to the last; ``MEMORY`` is in
     bytes. ``RECORDS`` of the first rank is 1 where the next step is to be recorded. ``TRAINED`` is a digest
     of which parameters are trained, ``SAMPLES`` one of the batch; ``WEIGHT`` is the sum of the weights of
-    losses; from ``NUMBERS`` on come digests of what optimizers have. ``LOSS`` and ``GRADIENTS`` are sums that
-    are finite where everything in them is.
+    losses; ``SCALED`` is the script's factor on gradients; from ``NUMBERS`` on come digests of what
+    optimizers have. ``LOSS`` and ``GRADIENTS`` are sums that are finite where everything in them is.
     """
 
     BUSY_S = 0
@@ -53,12 +54,13 @@ class Column(IntEnum):
     TRAINED = 4
     SAMPLES = 5
     WEIGHT = 6
-    NUMBERS = 7
-    COMMON_NUMBERS = 8
-    DEVICE_NUMBERS = 9
-    COMMON_DEVICE_NUMBERS = 10
-    LOSS = 11
-    GRADIENTS = 12
+    SCALED = 7
+    NUMBERS = 8
+    COMMON_NUMBERS = 9
+    DEVICE_NUMBERS = 10
+    COMMON_DEVICE_NUMBERS = 11
+    LOSS = 12
+    GRADIENTS = 13
 
 
 class StepEnd:
@@ -81,10 +83,12 @@ class StepEnd:
         self.numbers = GroupNumbers(context)
         self.updates = UpdateWatch(warns=context.rank == 0)
         self._samples = SameSamples(context)
+        self._scaling = OwnScaling(num_ranks=context.mesh.world_size, warns=context.rank == 0)
 
     def note(self, optimizer: Optimizer) -> bool:
         """An optimizer updates parameters of the model; returns whether it does so for the first time."""
         self.updates.note(optimizer)
+        self._scaling.note()
         return self.numbers.note(optimizer)
 
     def come(self, run: BatchResult, batch: Batch, *, begun_s: float) -> float:
@@ -113,8 +117,8 @@ class StepEnd:
         device, world = self._context.device, self._context.links.world
         asks = reporter.asks_to_record
         weight = 1.0 if run.weights is None else run.weights.total
-        digests = [self._model.replicas.digest_of_trained, self._samples.digest(batch), weight, *plain]
-        told = [busy, run.pipeline_s, peak_memory(), asks, *digests]
+        digests = [self._model.replicas.digest_of_trained, self._samples.digest(batch), weight]
+        told = [busy, run.pipeline_s, peak_memory(), asks, *digests, self._scaling.factor, *plain]
         here = torch.tensor(told, dtype=torch.float64, device=device)
         row = torch.cat([here, torch.stack([*on_device, *looked])])
         # On a GPU this is where the host waits for the step.
@@ -129,6 +133,7 @@ class StepEnd:
         problem = problem or self.numbers.judge(rows[:, Column.NUMBERS : Column.LOSS], step=step)
         same = self._samples.look(rows[:, Column.SAMPLES], step=step)
         problem = problem or same
+        self._scaling.look(rows[:, Column.SCALED])
         scale = scale_of_losses()
         self.updates.end(self._model.get_module().parameters(), scaled=scale != 1)
         busy_s, pipeline_s, memory = rows[:, : Column.RECORDS].unbind(1)
@@ -148,6 +153,7 @@ class StepEnd:
             self._context.watch.whereabouts.steps = reporter.num_steps
         if problem is not None:
             raise problem
+        self._scaling.end(self._model.get_module().parameters())
         return float(rows[:, Column.WEIGHT].mean())
 
 

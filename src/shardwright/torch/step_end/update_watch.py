@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
-__all__ = ["UpdateWatch"]
+__all__ = ["UpdateWatch", "own_part_of"]
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class UpdateWatch:
             smallest_first = sorted((p for p in parameters if p.numel()), key=Tensor.numel)
             self._probe = next(filter(_has_gradient, smallest_first), None)
             if self._probe is not None:
-                self._before = _own(self._probe.detach()).clone()
+                self._before = own_part_of(self._probe.detach()).clone()
         if self._probe is not None:
             self._steps += not scaled
 
@@ -103,7 +103,7 @@ class UpdateWatch:
     def _tell_no_update(self) -> None:
         """Unless the script updates parameters by itself."""
         assert self._probe is not None
-        if not torch.equal(_own(self._probe.detach()), self._before):
+        if not torch.equal(own_part_of(self._probe.detach()), self._before):
             self._watches = False
         elif self._others:
             self._warn(
@@ -125,7 +125,7 @@ class UpdateWatch:
         log.warning(text, *values)
 
 
-def _own(tensor: Tensor) -> Tensor:
+def own_part_of(tensor: Tensor) -> Tensor:
     """What this rank has of a tensor that ranks share."""
     own = local_of(tensor)
     found: Tensor = getattr(own, "local", own)
@@ -135,4 +135,4 @@ def _own(tensor: Tensor) -> Tensor:
 def _has_gradient(parameter: Tensor) -> bool:
     """Whether the gradient is there and not zero."""
     gradient = parameter.grad
-    return gradient is not None and gradient.layout is torch.strided and bool(_own(gradient).any())
+    return gradient is not None and gradient.layout is torch.strided and bool(own_part_of(gradient).any())

@@ -63,6 +63,7 @@ class Tracer:
     """
 
     intercepts = True
+    is_trace = True
     before_step: Callable[[Sequence[Any]], None]
     after_unit: Callable[[], None]
 

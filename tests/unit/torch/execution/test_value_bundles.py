@@ -47,5 +47,6 @@ def test_a_rank_that_came_by_and_went_on_is_not_said_to_have_ended() -> None:
 def test_a_rank_that_did_not_come_by_is() -> None:
     _, board, taken = ranks()
     board.done()
+    board.tell()
     with pytest.raises(TraceMismatchError, match="has passed its backward, or ended, without using it"):
         taken.take(LARGE, is_behind_backward=False)

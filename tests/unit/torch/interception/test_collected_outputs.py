@@ -44,10 +44,10 @@ def unit(hook: Any) -> nn.Module:
 
 def test_what_hooks_inside_append_is_a_part_of_the_result():
     model, lists = unit(append), {"logits": [torch.zeros(1)], "which": {1}}
-    assert Collected.of(model) is None
+    assert Collected.of(model, is_trace=True) is None
     token = collector.variable.set(lists)
     try:
-        collected = Collected.of(model)
+        collected = Collected.of(model, is_trace=True)
     finally:
         collector.variable.reset(token)
     assert collected is not None
@@ -63,8 +63,8 @@ def test_what_hooks_inside_append_is_a_part_of_the_result():
 def test_hooks_of_the_unit_itself_and_other_hooks_collect_nothing():
     token = collector.variable.set({"logits": []})
     try:
-        assert Collected.of(unit(append)[1]) is None
-        assert Collected.of(unit(lambda module, args, output: None)) is None
+        assert Collected.of(unit(append)[1], is_trace=True) is None
+        assert Collected.of(unit(lambda module, args, output: None), is_trace=True) is None
     finally:
         collector.variable.reset(token)
     assert collects(append)

@@ -4,11 +4,13 @@ import torch
 from torch import nn
 
 from shardwright.torch.python_state.attribute_watch import AttributeWatch
+from shardwright.torch.pytorch.module_tree import all_modules
 
 
 def watched(model: nn.Module) -> AttributeWatch:
     """After the first step."""
-    watch = AttributeWatch(model)
+    watch = AttributeWatch()
+    watch.step_begins(all_modules(model))
     watch.step_ends()
     return watch
 
@@ -16,17 +18,17 @@ def watched(model: nn.Module) -> AttributeWatch:
 def test_only_what_the_script_sets_counts():
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
     watch = watched(model)
-    assert watch.step_begins() == ()
+    assert watch.step_begins(all_modules(model)) == ()
     model[0].calls = 1  # in the step
     watch.step_ends()
-    assert watch.step_begins() == ()
+    assert watch.step_begins(all_modules(model)) == ()
     model[1].p = 0.2
-    with_change = watch.step_begins()
+    with_change = watch.step_begins(all_modules(model))
     assert with_change != ()
     watch.step_ends()
-    assert watch.step_begins() == with_change  # the same program serves again
+    assert watch.step_begins(all_modules(model)) == with_change  # the same program serves again
     model[1].p = 0.3
-    assert watch.step_begins() not in ((), with_change)
+    assert watch.step_begins(all_modules(model)) not in ((), with_change)
 
 
 def test_equal_numbers_of_other_types_are_other_values():
@@ -36,10 +38,10 @@ def test_equal_numbers_of_other_types_are_other_values():
     keys = set()
     for value in (True, 1, 1.0, "1", None, float("nan"), [1, 2], [1, 3]):
         model.flag = value
-        keys.add(watch.step_begins())
-        assert watch.step_begins() in keys
+        keys.add(watch.step_begins(all_modules(model)))
+        assert watch.step_begins(all_modules(model)) in keys
     del model.flag
-    keys.add(watch.step_begins())
+    keys.add(watch.step_begins(all_modules(model)))
     assert len(keys) == 9
 
 
@@ -49,7 +51,7 @@ def test_tensors_and_containers_of_modules_are_not_watched():
     model.cache = torch.zeros(2)
     model.lookup = {"a": 1}
     model.many = list(range(1000))
-    assert watch.step_begins() == ()
+    assert watch.step_begins(all_modules(model)) == ()
 
 
 def test_an_attribute_without_effect_is_forgotten():
@@ -61,7 +63,7 @@ def test_an_attribute_without_effect_is_forgotten():
     known = {()}
     for step in range(20):
         model.step_number = step
-        key = watch.step_begins()
+        key = watch.step_begins(all_modules(model))
         if key not in known:
             known.add(key)
             watch.traced("batch", "program")
@@ -78,7 +80,7 @@ def test_an_attribute_with_effect_is_kept():
     keys = set()
     for length in range(1, 10):
         model.length = length
-        keys.add(watch.step_begins())
+        keys.add(watch.step_begins(all_modules(model)))
         watch.traced("batch", f"program of {length}")
         watch.step_ends()
     assert len(keys) == 9

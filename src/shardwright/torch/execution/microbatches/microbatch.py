@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,13 @@ from shardwright.torch.execution.microbatches.trace_comparison import TraceCompa
 from shardwright.torch.execution.microbatches.unit_run import unit_run
 from shardwright.torch.interception.attribute_inputs import with_found
 from shardwright.torch.interception.deferred import DeferredTensor
-from shardwright.torch.interception.glue import GlueMode, Realised, plain_torch, set_active_handler
+from shardwright.torch.interception.glue import (
+    GlueMode,
+    Realised,
+    call_without_hooks,
+    plain_torch,
+    set_active_handler,
+)
 from shardwright.torch.interception.step_code import in_step_code, reads_values
 from shardwright.torch.offload.stage_offload import StageOffload
 from shardwright.torch.program.instructions import Instruction, Place
@@ -43,6 +50,11 @@ from shardwright.torch.pytorch.tree import flatten, leaves, map_tree
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, whole
 
 __all__ = ["Microbatch"]
+
+_NOTHING = nullcontext()
+_NO_CONTAINERS = frozenset(
+    {Tensor, DeferredTensor, nn.Parameter, type(None), bool, int, float, str, torch.Size}
+)
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +82,7 @@ class Microbatch:
     """
 
     intercepts = True
+    is_trace = False
 
     def __init__(
         self,
@@ -213,14 +226,20 @@ class Microbatch:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        position, begun_s = self._cursor.position, time.perf_counter()
+        if instruction is not None and instruction.is_plain:
+            return self._run_plain(instruction, func, args, kwargs)
+        position = self._cursor.position
         if instruction is None or instruction.place is Place.FREE:
+            begun_s = time.perf_counter()
             if instruction is None:
                 result = self._cursor.run_unknown(func, args, kwargs)
             else:
-                self.generators.before_step(instruction, position - 1)
+                draws = instruction.step.draws or instruction.step.looks_at_values
+                if draws:
+                    self.generators.before_step(instruction, position - 1)
                 result = func(*args, **kwargs)
-                self.generators.after_step(instruction)
+                if draws:
+                    self.generators.after_step(instruction)
             self.outside_s += time.perf_counter() - begun_s
             return result
         self._check(instruction, args, kwargs)
@@ -247,6 +266,9 @@ class Microbatch:
             raise GreenletExit
         self._end.refuse_model(behind_backward=self._turns.reached_backward)
         instruction = self._cursor.unit_call(module)
+        if instruction.is_plain and (instruction.step.flat or _has_no_containers(args, kwargs)):
+            call = partial(call_without_hooks, module)
+            return self._run_plain(instruction, call, args, kwargs, around=plain_torch())
         position = self._cursor.position
         step, arguments = instruction.step, instruction.attributes.arguments
         if arguments:
@@ -274,6 +296,31 @@ class Microbatch:
                 self._cursor.note_made(vars(owner)[key], (), {0: instruction.values[place]})
             self.state.note_left(instruction.stage, instruction.attributes.left)
             return fill(result, *own)
+
+    def _run_plain(
+        self,
+        instruction: Instruction,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        around: AbstractContextManager[None] = _NOTHING,
+    ) -> Any:
+        """Runs a plain instruction, or gives the stand-in for its result."""
+        if instruction.expects:
+            self._comparison.arguments(instruction, args, kwargs)
+        if instruction.place is Place.ELSEWHERE:
+            return instruction.step.result.leaves[0]
+        self._turns.enter(instruction.stage)
+        flow = instruction.flow
+        with around:
+            if flow.cuts or flow.held:
+                args, kwargs, _ = self.tensors.find(instruction, args, kwargs)
+            result = call(*args, **kwargs)
+            if flow.keeps or instruction.shapes:
+                self.tensors.keep(instruction, result, args, kwargs, {})
+        self._cursor.note_one(result, instruction.values[0])
+        self._note_seen(result)
+        return result
 
     def _keeping(self, instruction: Instruction) -> AbstractContextManager[None]:
         """Surrounds the run of a unit: what it keeps for its backward may be offloaded."""
@@ -390,6 +437,12 @@ class Microbatch:
 
 def _whole(item: Any) -> Any:
     return whole(item) if item.__class__ is DividedTensor else item
+
+
+def _has_no_containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return all(type(item) in _NO_CONTAINERS for item in args) and all(
+        type(item) in _NO_CONTAINERS for item in kwargs.values()
+    )
 
 
 def _while_leaving(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

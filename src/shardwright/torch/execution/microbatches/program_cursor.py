@@ -64,6 +64,9 @@ class ProgramCursor:
         self._parameters = parameters
         self._device = device
         self._behind_backward = False
+        backward_at = program.trace.backward_at
+        # The position at which instructions end for now.
+        self._end = len(program.instructions) if backward_at is None else backward_at
         # Tensors that steps of this rank gave: id -> the tensor, as long as it lives, and its value.
         self._made: dict[int, tuple[weakref.ref[Tensor], int | None]] = {}
         self._spoilt: set[int] = set()  # memory that every rank has, and of which one has another content
@@ -94,6 +97,7 @@ class ProgramCursor:
         if self._behind_backward or self.position != self._program.trace.backward_at:
             self.mismatch("backward()")
         self._behind_backward = True
+        self._end = len(self._program.instructions)
 
     def end(self) -> None:
         """Checks that the program has come to its end."""
@@ -192,6 +196,10 @@ class ProgramCursor:
                 value = values.get(position, self.value_of(item))  # a step may give back what it was given
                 self._made[id(item)] = weakref.ref(item), value
 
+    def note_one(self, result: Any, value: int) -> None:
+        """Records the one tensor that a plain step of this rank gave."""
+        self._made[id(result)] = weakref.ref(result), value
+
     def note_spoilt(self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Records tensors that every rank has, and of which only one will have the content."""
         items = leaves((args, kwargs))
@@ -270,14 +278,6 @@ class ProgramCursor:
                 "recomputed."
             )
         return remedy
-
-    @property
-    def _end(self) -> int:
-        """The position at which instructions end for now."""
-        backward_at = self._program.trace.backward_at
-        if backward_at is None or self._behind_backward:
-            return len(self._program.instructions)
-        return backward_at
 
     def rests_on_nothing(self, args: tuple[Any, ...] | list[Any], kwargs: dict[str, Any]) -> bool:
         """Whether every rank has all tensors among the arguments of an operation."""
