@@ -34,7 +34,9 @@ class Block(nn.Module):
         (8, 10**12, "cuda", True),
     ],
 )
-def test_blocks_with_little_work_stay_whole(number: int, flops_each: int, device: str, is_whole: bool) -> None:
+def test_blocks_with_little_work_stay_whole(
+    number: int, flops_each: int, device: str, is_whole: bool
+) -> None:
     """Each piece of one costs the host as much as its work takes."""
     model, costs = blocks(number, flops_each=flops_each)
     names = choose_units(model, costs, num_stages=4, device=device)
