@@ -91,11 +91,8 @@ class ReplicaBuffers:
         # Not without buffers in an evaluation, which one replica alone may make.
         if not self._seen and not torch.is_grad_enabled():
             return False
-        here = self._here()
-        if not self._seen and not here:
-            return other_parameters  # as on all replicas: nothing of a forward gives one others
         with torch.no_grad():
-            return self._agree(here, other_parameters)
+            return self._agree(self._here(), other_parameters)
 
     def _agree(self, here: dict[str, Tensor], other_parameters: bool) -> bool:
         # The names are those of the last time, the same on all replicas; behind them, whether a forward has
