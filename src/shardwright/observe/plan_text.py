@@ -1,5 +1,6 @@
 """Prints a plan as text, for people."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 from shardwright.plan import MemoryPrediction, Plan
@@ -13,6 +14,7 @@ __all__ = [
     "format_plan_briefly",
     "format_plan_in_full",
     "memory_cells",
+    "seconds_of_one_process",
     "title_of",
 ]
 
@@ -79,7 +81,22 @@ def title_of(plan: Plan) -> str:
         predicted = plan.prediction
         error = f" +- {predicted.error:.0%}" if predicted.error else ""
         title += f"; predicted step {format_seconds(predicted.step_s)}{error}, bubble {predicted.bubble:.0%}"
+        alone_s = mesh.data * seconds_of_one_process(plan)
+        is_known = predicted.provenance == "measured" and mesh.share == mesh.shard == 1
+        if is_known and 0 < alone_s < predicted.step_s:
+            title += f"; one process alone is faster: {format_seconds(alone_s)}"
     return title
+
+
+def seconds_of_one_process(plan: Plan) -> float:
+    """Predicted seconds of the units of one replica in one process; 0 where they are not known.
+
+    Those of ranks that share layers include waiting for each other.
+    """
+    if plan.prediction is None:
+        return 0.0
+    one = math.fsum(stage.forward_s + stage.backward_s for stage in plan.prediction.stages)
+    return plan.schedule.microbatches * one
 
 
 def _model(plan: Plan) -> str:

@@ -7,7 +7,6 @@
       report runs/train/report.html; saved step 200; for more: shardwright run --resume train.py
 """
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from statistics import median
 
 from shardwright.observe.metrics import StepRecord
 from shardwright.observe.next_plan import NextPlan
+from shardwright.observe.plan_text import seconds_of_one_process
 from shardwright.observe.progress import format_loss, format_rate
 from shardwright.plan import Plan
 from shardwright.quantities import beside_prediction, format_seconds
@@ -168,9 +168,7 @@ def _why_they_part(totals: RunTotals, plan: Plan, ratio: float) -> list[str]:
         ]
     if plan.prediction.provenance == "estimated":
         return [f"{begin}, which rests on estimates: profile: measured times the units"]
-    alone_s = plan.schedule.microbatches * math.fsum(
-        stage.forward_s + stage.backward_s for stage in plan.prediction.stages
-    )
+    alone_s = seconds_of_one_process(plan)
     work_s = totals.work_s
     if work_s is None or not alone_s:
         return [begin]

@@ -40,9 +40,9 @@ def path_settings(modules: Sequence[nn.Module], hooks: Hooks) -> dict[str, Any]:
         "gradient mode (torch.no_grad)": torch.is_grad_enabled(),
         "autocast": autocast_state(),
         "default dtype": torch.get_default_dtype(),
-        "training mode of modules": tuple(sub.training for sub in modules),
+        "training mode of modules": tuple([sub.training for sub in modules]),
         "requires_grad or dtype of parameters": tuple(
-            (p.requires_grad, p.dtype) for sub in modules for p in sub._parameters.values() if p is not None
+            [(p.requires_grad, p.dtype) for sub in modules for p in sub._parameters.values() if p is not None]
         ),
         "number of forward hooks of modules": tuple(
             (place, len(before), len(after)) for place, before, after in hooks

@@ -21,7 +21,7 @@ from math import isclose, log2
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwright.errors import UsageError
 from shardwright.torch._private import storage_key
@@ -31,6 +31,7 @@ from shardwright.torch.batch.batch_result import Weights
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.loss_scale.gradient_scaling import EarlierGradients
 from shardwright.torch.parameters.sharded_tensor import own_part
+from shardwright.torch.pytorch.module_tree import all_parameters
 from shardwright.torch.pytorch.source_line import line_of
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
@@ -82,6 +83,7 @@ class LossWeights:
         self._first_counts: list[float] = []
         self._divisor = 0.0
         self._per_sample = 0.0
+        self._own: set[int] = set()  # memory of the model's parameters and buffers
 
     def check(self, forms: Iterable[LossForm | None], *, tells: bool = True) -> None:
         """Refuses to cut a batch whose loss does not follow from those of its microbatches.
@@ -178,7 +180,7 @@ class LossWeights:
         if given or (len(self._parts) == 1 and self._replicas == 1):
             return Reduction.MEAN
         if form is None or form.reduction is Reduction.WEIGHTED:
-            here = _form_in_batch(loss, self._parts[index], self._model.get_module())
+            here = self._form_here(loss, self._parts[index])
             if here.reduction is Reduction.SUM:
                 before, self._divisor = self._divisor or here.divisor, here.divisor
                 if before != here.divisor:
@@ -197,6 +199,24 @@ class LossWeights:
                 )
             form = form or here
         return Reduction.MEAN if form.reduction in (Reduction.NEITHER, Reduction.UNKNOWN) else form.reduction
+
+    def _form_here(self, loss: Tensor, part: Batch) -> LossForm:
+        """How a loss is reduced over the samples of a microbatch, which is at hand."""
+        uncut = {
+            storage_key(leaf)
+            for _, leaf, cut in part.named_leaves()
+            if isinstance(leaf, Tensor) and not cut and leaf.layout is torch.strided
+        }
+        if self._model.replicas.sharding is not None:
+            self._own.clear()  # rows come and go
+
+        def is_fixed(tensor: Tensor) -> bool:
+            if not self._own:
+                module = self._model.get_module()
+                self._own.update(storage_key(each) for each in (*all_parameters(module), *module.buffers()))
+            return storage_key(tensor) in self._own
+
+        return form_of_loss(loss, samples=part.num_samples or 1, constants=uncut, is_fixed=is_fixed)
 
     def _alike(self, counts: Sequence[float]) -> float:
         """What counts in the first term; the others of a microbatch should have the same share of theirs."""
@@ -319,20 +339,3 @@ class WeighedGradients:
 
 def _is_finite(gradient: Tensor) -> bool:
     return bool(local_of(own_part(gradient)).isfinite().all())
-
-
-def _form_in_batch(loss: Tensor, part: Batch, model: nn.Module) -> LossForm:
-    """How a loss is reduced over the samples of a microbatch, which is at hand."""
-    uncut = {
-        storage_key(leaf)
-        for _, leaf, cut in part.named_leaves()
-        if isinstance(leaf, Tensor) and not cut and leaf.layout is torch.strided
-    }
-    own: set[int] = set()
-
-    def is_fixed(tensor: Tensor) -> bool:
-        if not own:
-            own.update(storage_key(each) for each in (*model.parameters(), *model.buffers()))
-        return storage_key(tensor) in own
-
-    return form_of_loss(loss, samples=part.num_samples or 1, constants=uncut, is_fixed=is_fixed)

@@ -60,4 +60,4 @@ class PlacedModel:
 
 def parameter_ids(modules: Sequence[nn.Module]) -> frozenset[int]:
     """Ids of all parameters of the modules of a model."""
-    return frozenset(id(p) for sub in modules for p in sub._parameters.values() if p is not None)
+    return frozenset([id(p) for sub in modules for p in sub._parameters.values() if p is not None])

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 _Place = tuple[int, str, str]
 
 _NEVER_PLAIN = frozenset({dict, set, OrderedDict, nn.Parameter, type(torch.relu)})
+_AS_IT_IS = PLAIN - {float}  # these are compared by themselves
 _TIMES_WITHOUT_EFFECT = 3
 _DIGESTS_KEPT = 64
 _LONGEST = 64  # lists beyond are data
@@ -49,8 +50,10 @@ class AttributeWatch:
         if self._after_step is None:
             return ()
         now = _attributes(modules)
-        for place in now.keys() | self._after_step.keys():
-            if _differs(now.get(place, ABSENT), self._after_step.get(place, ABSENT)):
+        before = self._after_step
+        for place in now.keys() | before.keys():
+            one, other = now.get(place, ABSENT), before.get(place, ABSENT)
+            if one is not other and _differs(one, other):
                 self._without_effect.setdefault(place, 0)
         counted = sorted(p for p, times in self._without_effect.items() if times < _TIMES_WITHOUT_EFFECT)
         self._watched = {place: now.get(place, ABSENT) for place in counted}
@@ -85,7 +88,7 @@ class AttributeWatch:
 
 
 def _differs(one: Any, other: Any) -> bool:
-    return one is not other and (type(one) is not type(other) or one != other)
+    return type(one) is not type(other) or bool(one != other)
 
 
 def _attributes(modules: Sequence[nn.Module]) -> dict[_Place, Any]:
@@ -97,12 +100,16 @@ def _attributes(modules: Sequence[nn.Module]) -> dict[_Place, Any]:
             value = held[name]
             if type(value) in _NEVER_PLAIN:
                 continue
-            if (plain := _plain(value)) is not ABSENT:
+            if type(value) in _AS_IT_IS:
+                found[number, name, ""] = value
+            elif (plain := _plain(value)) is not ABSENT:
                 found[number, name, ""] = plain
             elif id(value) not in seen and is_plain_object(value) and not callable(value):
                 seen.add(id(value))
-                inside = ((inner, _plain(item)) for inner, item in vars(value).items())
-                found |= {(number, name, inner): plain for inner, plain in inside if plain is not ABSENT}
+                for inner, item in vars(value).items():
+                    plain = item if type(item) in _AS_IT_IS else _plain(item)
+                    if plain is not ABSENT:
+                        found[number, name, inner] = plain
     return found
 
 

@@ -34,5 +34,5 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
 
 def all_parameters(model: nn.Module) -> list[nn.Parameter]:
     """All parameters, each once, in the order of `torch.nn.Module.parameters`."""
-    found = (p for module in all_modules(model) for p in module._parameters.values() if p is not None)
+    found = [p for module in all_modules(model) for p in module._parameters.values() if p is not None]
     return list({id(parameter): parameter for parameter in found}.values())

@@ -24,6 +24,7 @@ from shardwright.bucket_size import size_of_buckets
 from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.errors import UsageError
 from shardwright.torch.backward.split_backward import notify_gradients
+from shardwright.torch.pytorch.module_tree import all_parameters
 from shardwright.torch.replicas.bucket_order import BucketOrder, Turn
 from shardwright.torch.replicas.gradient_buckets import (
     Bucket,
@@ -313,7 +314,7 @@ def refuse_accumulation_hooks(module: nn.Module) -> None:
     Raises:
         UsageError: a trained parameter has such a hook.
     """
-    for parameter in module.parameters():
+    for parameter in all_parameters(module):
         if getattr(parameter, "_post_accumulate_grad_hooks", None) and parameter.requires_grad:
             name = next(name for name, other in module.named_parameters() if other is parameter)
             raise UsageError(

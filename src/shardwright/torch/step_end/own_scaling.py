@@ -91,5 +91,6 @@ def _gradient(parameter: Tensor) -> Tensor | None:
     gradient = parameter.grad
     if gradient is None or gradient.is_meta or gradient.layout is not torch.strided:
         return None
-    own = own_part_of(gradient).detach().flatten()
+    own = own_part_of(gradient).detach()
+    own = (torch.view_as_real(own.resolve_conj()) if own.is_complex() else own).flatten()
     return own if own.numel() and own.isfinite().all() else None

@@ -90,6 +90,7 @@ def trace_parts(
             forced=frozenset(forced),
             preferred=preferred,
             divides=divides,
+            device=device.type,
         )
         try:
             return _traces(UnitMap.of(model, names), parts, trace, prepare)

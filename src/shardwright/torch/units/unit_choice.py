@@ -19,6 +19,10 @@ _SMALL_SHARE_OF_STAGE = 0.125
 # A repeated block is split only where it alone is this much of a stage. So is any block without others inside
 # where ranks share its parameters: what flows between units is whole, and what flows inside is in parts.
 _LARGE_SHARE_OF_STAGE = 0.67
+# Floating-point operations of a block that take a device as long as the host needs for its pieces: one with
+# less is split only where there would be too few blocks for the stages.
+_LITTLE_WORK = {"cpu": 5e7}
+_LITTLE_WORK_OF_GPU = 5e10
 
 
 @dataclass(slots=True)
@@ -49,6 +53,7 @@ class _Walk:
     forced: frozenset[int]
     preferred: frozenset[int]
     divides: bool
+    little_work: float
     units: list[str] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
 
@@ -77,7 +82,8 @@ class _Walk:
             return True
         if repeated:
             # Those that have skipped themselves did no work, so that others have too large a share.
-            return cost.chooses_at_random or share_of_stage <= _LARGE_SHARE_OF_STAGE
+            largest = 1.0 if cost.flops <= self.little_work else _LARGE_SHARE_OF_STAGE
+            return cost.chooses_at_random or share_of_stage <= largest
         in_one_piece = self.divides and not _has_repeated_blocks(module)
         return share_of_stage <= (_LARGE_SHARE_OF_STAGE if in_one_piece else _SMALL_SHARE_OF_STAGE)
 
@@ -100,6 +106,7 @@ def choose_units(
     forced: frozenset[int] = frozenset(),
     preferred: frozenset[int] = frozenset(),
     divides: bool = False,
+    device: str = "cpu",
 ) -> list[str]:
     """The names of the units, in order of registration.
 
@@ -112,12 +119,20 @@ def choose_units(
             recomputed as a whole, they have hooks for the gradients of all of it, or their own code calls
             compiled functions.
         divides: ranks share the parameters of each unit.
+        device: its type.
     """
     # A step may call parts of the model in the place of the model (a GAN's generator, its discriminator).
     total = float(sum(cost.flops for name, cost in costs.items() if not _is_called_inside(name, costs)))
     called = frozenset(id(model.get_submodule(name)) for name, cost in costs.items() if cost.calls)
     walk = _Walk(
-        costs, called, total, num_stages=num_stages, forced=forced, preferred=preferred, divides=divides
+        costs,
+        called,
+        total,
+        num_stages=num_stages,
+        forced=forced,
+        preferred=preferred,
+        divides=divides,
+        little_work=_LITTLE_WORK.get(device, _LITTLE_WORK_OF_GPU),
     )
     walk.visit(model, "", repeated=False)
     return walk.units

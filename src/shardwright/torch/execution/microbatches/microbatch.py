@@ -195,6 +195,13 @@ class Microbatch:
         """Executes a torch function between units, or gives stand-ins for its result."""
         if self._closing:
             return _while_leaving(func, args, kwargs)
+        plain = self._plain(func) if args else None
+        # What rests on no unit may be called beside the trace.
+        if plain is not None and (
+            type(args[0]) is DeferredTensor or self._cursor.value_of(args[0]) is not None
+        ):
+            self._cursor.position += 1
+            return self._run_plain(plain, func, args, kwargs)
         if func is Tensor.backward:
             return self.backward(args[0], gradient_of_backward(*args[1:], **kwargs))
         if in_step_code():
@@ -264,11 +271,13 @@ class Microbatch:
         """Runs a unit of this rank, or gives stand-ins for its result."""
         if self._closing:
             raise GreenletExit
+        plain = self._plain(module)
+        if plain is not None and (plain.step.flat or _has_no_containers(args, kwargs)):
+            self._cursor.position += 1
+            call = partial(call_without_hooks, module)
+            return self._run_plain(plain, call, args, kwargs, around=plain_torch())
         self._end.refuse_model(behind_backward=self._turns.reached_backward)
         instruction = self._cursor.unit_call(module)
-        if instruction.is_plain and (instruction.step.flat or _has_no_containers(args, kwargs)):
-            call = partial(call_without_hooks, module)
-            return self._run_plain(instruction, call, args, kwargs, around=plain_torch())
         position = self._cursor.position
         step, arguments = instruction.step, instruction.attributes.arguments
         if arguments:
@@ -297,6 +306,10 @@ class Microbatch:
             self.state.note_left(instruction.stage, instruction.attributes.left)
             return fill(result, *own)
 
+    def _plain(self, func: Any) -> Instruction | None:
+        """The next instruction, if it is the call of this function or unit, and plain; all reads aside."""
+        return None if self._has_end or self._known.is_behind_end else self._cursor.plain(func)
+
     def _run_plain(
         self,
         instruction: Instruction,
@@ -310,7 +323,8 @@ class Microbatch:
             self._comparison.arguments(instruction, args, kwargs)
         if instruction.place is Place.ELSEWHERE:
             return instruction.step.result.leaves[0]
-        self._turns.enter(instruction.stage)
+        if self._turns.stage != instruction.stage:
+            self._turns.enter(instruction.stage)
         flow = instruction.flow
         with around:
             if flow.cuts or flow.held:
@@ -319,7 +333,8 @@ class Microbatch:
             if flow.keeps or instruction.shapes:
                 self.tensors.keep(instruction, result, args, kwargs, {})
         self._cursor.note_one(result, instruction.values[0])
-        self._note_seen(result)
+        if self._has_end:
+            self._note_seen(result)
         return result
 
     def _keeping(self, instruction: Instruction) -> AbstractContextManager[None]:

@@ -87,6 +87,15 @@ class ProgramCursor:
             self.position = found + 1
         return None if found is None else self._program.instructions[found]
 
+    def plain(self, func: Any) -> Instruction | None:
+        """The next instruction, if it is the call of this function or unit and a plain one."""
+        position = self.position
+        if position < self._end:
+            instruction = self._program.instructions[position]
+            if instruction.is_plain and instruction.step.func is func:
+                return instruction
+        return None
+
     def unit_call(self, module: nn.Module) -> Instruction:
         """The instruction of a unit."""
         return self._placed(module)
