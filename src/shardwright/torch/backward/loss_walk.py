@@ -130,7 +130,7 @@ class LossWalk:
         name = _name_of(node)
         if name == "AccumulateGrad":
             return self._leaf(node.variable)
-        if depth > _DEEPEST:
+        if depth > _DEEPEST and name not in _LINEAR:  # a weight that is transposed is still one
             return Rows.ROWS
         if name in ("Sum", "Mean"):
             return self._reduced(node, name, depth)

@@ -184,3 +184,10 @@ def test_a_loss_of_a_function_of_ones_own_is_not_known() -> None:
     form = _form(Own.apply(_batch()[0]), sum(SIZES))  # type: ignore[no-untyped-call]
     assert form.reduction is Reduction.UNKNOWN
     assert "Own" in form.reason
+
+
+def test_weights_of_a_deep_model_are_no_samples() -> None:
+    """A model of 32 layers, which was followed for 60 nodes, was said to compare samples with one another."""
+    layers = [layer for _ in range(40) for layer in (nn.Linear(8, 8), nn.Tanh())]
+    x = torch.ones(2, 8)
+    assert form_of_loss(F.mse_loss(nn.Sequential(*layers)(x), x), samples=2).reduction is Reduction.MEAN
