@@ -1,5 +1,6 @@
 """Follows autograd's graph from a loss to the rows that it reduces: see `loss_reduction`."""
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
@@ -130,7 +131,7 @@ class LossWalk:
         name = _name_of(node)
         if name == "AccumulateGrad":
             return self._leaf(node.variable)
-        if depth > _DEEPEST and name not in _LINEAR:  # a weight that is transposed is still one
+        if depth > _DEEPEST:
             return Rows.ROWS
         if name in ("Sum", "Mean"):
             return self._reduced(node, name, depth)
@@ -324,6 +325,9 @@ class LossWalk:
         rows = [size for size in shape[-2:] if size % self._samples == 0]
         if self._samples == 1 or len(rows) == 1 or prod(shape[:-2]) % self._samples == 0 < len(shape) - 2:
             return Rows.ROWS  # as of a layer
+        weights = [self._is_weight(child) for child in inputs[-2:]]
+        if any(weights):  # a layer, or a product of weights
+            return Rows.FIXED if len(weights) > 1 and all(weights) else Rows.ROWS
         left, right = self._operands(node, name, inputs, depth)
         if left and right:
             if len(rows) == 2 and self._has_samples(node, name, inputs):
@@ -345,6 +349,13 @@ class LossWalk:
             self._is_of_batch(child, node, key, depth)
             for child, key in zip((first, second), names, strict=True)
         )  # type: ignore[return-value]
+
+    def _is_weight(self, node: Any) -> bool:
+        """Whether a node gives a parameter of the model, or a view of it."""
+        while node is not None and _name_of(node) in _LINEAR and len(node.next_functions) == 1:
+            node = node.next_functions[0][0]
+        is_leaf = node is not None and _name_of(node) == "AccumulateGrad"
+        return is_leaf and self._leaf(node.variable) is Rows.FIXED
 
     def _is_of_batch(self, child: Any, node: Any, key: str, depth: int) -> bool:
         if child is not None:
@@ -424,7 +435,12 @@ def _labels(node: Any) -> float:
 
 def _name_of(node: Any) -> str:
     """``Mean`` for ``MeanBackward1``."""
-    return str(node.name()).rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
+    return _name_in(node.name())
+
+
+@functools.lru_cache(maxsize=512)
+def _name_in(name: str) -> str:
+    return name.rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
 
 
 def _dims(dims: Sequence[int], num_dims: int) -> set[int]:
