@@ -1,8 +1,8 @@
 """A plan in one line."""
 
 import pytest
-from observe.plans import two_stage_plan
 
+from observe.plans import two_stage_plan
 from shardwright.observe.plan_text import title_of
 from shardwright.plan import Plan
 
