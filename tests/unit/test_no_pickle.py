@@ -19,6 +19,8 @@ ALLOWED = {
     "comm/trust/authenticated_objects.py": {"pickle"},  # only under the code of the run's secret
     "testing/payload.py": {"cloudpickle"},  # writes for `authenticated_objects`
     "testing/rank.py": {"cloudpickle"},
+    "torch/execution/replay/recording.py": {"pickle"},  # copies of an object, in its own process
+    "torch/execution/replay/flat_program.py": {"pickle"},
 }
 ALLOWED_IN_COMPAT = {
     # Files of the user's own, whose names are looked through first; as in `torch.save(pickle_module=)`.

@@ -147,6 +147,11 @@ class Settings(BaseModel):
     activation_checkpointing: Literal["auto", "none", "full"] = Field(
         "auto", description="Recompute activations: only where memory requires it, never, or everywhere."
     )
+    replay: Literal["auto", "off"] = Field(
+        "auto",
+        description="Run microbatches from a list of the calls that earlier ones have made, without the "
+        "Python between units: where that has no effects of its own, or never.",
+    )
     offload_activations: bool | Literal["auto"] = Field(
         False,
         description="Offload what units keep for their backward: to the host's memory from GPUs, to a file "
@@ -234,6 +239,12 @@ class Settings(BaseModel):
         return (
             [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
         )
+
+    @field_validator("replay", mode="before")
+    @classmethod
+    def _replay_switch(cls, value: Any) -> Any:
+        # YAML reads off as false.
+        return {True: "auto", False: "off"}[value] if isinstance(value, bool) else value
 
     @field_validator("activation_checkpointing", mode="before")
     @classmethod

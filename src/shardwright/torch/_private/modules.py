@@ -13,6 +13,7 @@ __all__ = [
     "non_persistent_buffers",
     "non_persistent_buffers_of",
     "num_hooks_registered",
+    "num_parametrization_caches",
     "put_parametrization_cache",
 ]
 
@@ -51,6 +52,11 @@ def non_persistent_buffers(model: torch.nn.Module) -> set[str]:
 def non_persistent_buffers_of(module: torch.nn.Module) -> set[str]:
     """Names of the buffers of one module that `state_dict` leaves out: only a private set has them."""
     return module._non_persistent_buffers_set
+
+
+def num_parametrization_caches() -> int:
+    """How many blocks of `parametrize.cached` are open."""
+    return parametrize._cache_enabled
 
 
 def put_parametrization_cache(state: tuple[int, dict[Any, Any]] | None) -> tuple[int, dict[Any, Any]]:

@@ -6,7 +6,14 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator
 
-__all__ = ["HigherOrderOperator", "attention_kernel", "generator_key", "is_composite", "packed_call"]
+__all__ = [
+    "HigherOrderOperator",
+    "attention_kernel",
+    "attention_kernels_allowed",
+    "generator_key",
+    "is_composite",
+    "packed_call",
+]
 
 
 def packed_call(func: Any) -> Callable[..., Any]:
@@ -37,3 +44,13 @@ def attention_kernel(tensors: Sequence[Any], *, dropout: float, causal: bool, gr
 def generator_key(generator: torch.Generator) -> int:
     """Equal for all Python objects that stand for one generator: operations are handed new ones."""
     return int(generator._cdata)  # type: ignore[attr-defined]
+
+
+def attention_kernels_allowed() -> tuple[bool, ...]:
+    """Which kernels `torch.nn.attention.sdpa_kernel` has allowed."""
+    return (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+    )

@@ -53,6 +53,7 @@ class BatchResult:
         host_copies: (action, start, end) of copies of what units keep to the host and back.
         schedule: the order of work; None where it is none that has a name.
         edges: transfers between stages, with bytes.
+        run_as: whether microbatches are run from a list of calls, or why not; empty where that is not asked.
         loss_places: among the leaves of each result, where it has the loss.
         weights: how much each loss counts, and each microbatch; None where all count alike.
     """
@@ -68,6 +69,7 @@ class BatchResult:
     host_copies: Sequence[tuple[Action, float, float]] = ()
     schedule: Schedule | None = None
     edges: Sequence[Edge] = ()
+    run_as: str = ""
     loss_places: Sequence[tuple[int, ...]] = ()
     weights: Weights | None = None
 

@@ -19,6 +19,7 @@ from shardwright.torch.execution.microbatches.microbatch_tensors import Microbat
 from shardwright.torch.execution.microbatches.own_attributes import OwnAttributes
 from shardwright.torch.execution.microbatches.shared_by_microbatches import SharedByMicrobatches
 from shardwright.torch.execution.rank_batch import RankBatch
+from shardwright.torch.execution.replay.replay import Replay
 from shardwright.torch.execution.tensor_channels import TensorChannels
 from shardwright.torch.offload.offloading import Offloading, lasting_storages, storages_of
 from shardwright.torch.program.instructions import Place
@@ -41,6 +42,7 @@ class Executor:
         on_backward: called with a stage when a backward of it begins and when it has ended: see
             `GradientReducer.on_backward`.
         offloading: of what units keep, on this rank.
+        replays: microbatches may be run from a list of calls (see `Replay`).
 
     Attributes:
         row: when this rank did what in the batch before.
@@ -55,7 +57,9 @@ class Executor:
         device: torch.device,
         on_backward: Callable[..., None] | None = None,
         offloading: Offloading,
+        replays: bool = True,
     ):
+        self._replays = replays
         self.row = MeasuredRow()
         self.outside_s = 0.0
         self._transport = transport
@@ -97,6 +101,9 @@ class Executor:
             for microbatch in microbatches:
                 microbatch.close()
             self._offloading.end_batch()
+        if self._replays:
+            for program in {id(program): program for program in programs}.values():
+                program.replay.end_batch()
         if batch.watch_memory:
             self.row.host_copies = self._offloading.copies()
         return returned
@@ -114,8 +121,15 @@ class Executor:
             buffers=batch.buffers,
             attributes=attributes,
         )
+        if not self._replays:
+            return [
+                Microbatch(index, program, part.arguments, shared)
+                for index, (program, part) in enumerate(zip(batch.programs, batch.parts, strict=True))
+            ]
+        programs = {id(program): program for program in batch.programs}
+        from_list = {key: _replay_of(program).begin_batch() for key, program in programs.items()}
         return [
-            Microbatch(index, program, part.arguments, shared)
+            program.replay.microbatch(index, part, shared, from_list=from_list[id(program)])
             for index, (program, part) in enumerate(zip(batch.programs, batch.parts, strict=True))
         ]
 
@@ -170,6 +184,13 @@ class Executor:
         for microbatch, own in zip(microbatches, turns, strict=True):
             microbatch.generators.run_ahead(own, generators)
         return final
+
+
+def _replay_of(program: Program) -> Replay:
+    if program.replay is None:
+        program.replay = Replay(program)
+    replay: Replay = program.replay
+    return replay
 
 
 def _needed(lasting: set[int], tensors: MicrobatchTensors) -> set[int]:

@@ -121,6 +121,7 @@ class ModelPlacement:
             device=context.device,
             on_backward=None if held.reducer is None else held.reducer.on_backward,
             offloading=self._offloading,
+            replays=context.config.replay == "auto",
         )
         offloaded = frozenset[str]().union(*(stage.offload for stage in plan.stages))
         kept = KeptOtherwise(recompute=self._recomputed(plan, trace, marked), offload=offloaded)

@@ -172,6 +172,7 @@ class PipelineEngine:
             flops=sum(program.flops for program in programs),
             row=placed.executor.row.events,
             outside_s=placed.executor.outside_s,
+            run_as=programs[0].replay.told if programs[0].replay is not None else "",
             memory=placed.executor.row.memory,
             host_copies=placed.executor.row.host_copies,
             schedule=schedule,

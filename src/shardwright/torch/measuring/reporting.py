@@ -64,6 +64,7 @@ class Reporter:
         self._trackers: list[Tracker] = []
         self._recording = StepRecording(context)
         self._review: ReviewsPlan | None = None
+        self._run_as = ""
         self._model_is_unknown = True
         self.num_steps = 0
         self.calls_steps = False
@@ -168,6 +169,9 @@ class Reporter:
         if self._model_is_unknown and context.model is not None:
             self._model_is_unknown = False
             observer.event("model_known", model=type(context.model.get_module()).__name__)
+        if step.run_as != self._run_as:
+            self._run_as = step.run_as
+            observer.event("microbatches_run", microbatches=step.run_as, step=number)
         self._write_down(seconds, memory, step)
         events = self._recording.step_done(step, number=number, seconds=seconds, observer=observer)
         if self._review is not None and events:

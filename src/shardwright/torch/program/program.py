@@ -13,6 +13,7 @@ Every node of the graph has a home (see `homes`). A value is sent once to each o
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import Any
 
 import torch
 
@@ -71,6 +72,7 @@ class Program:
         as_planned: each parameter that the plan has a stage for is used by these stages alone.
         boundary: places what ranks share; None where they share nothing.
         staying: values of this rank that stay as ranks have them, between a unit and its tail.
+        replay: runs its microbatches from a list of calls, where that is possible; set by the first batch.
     """
 
     trace: Trace
@@ -92,6 +94,7 @@ class Program:
     as_planned: bool = True
     boundary: Boundary | None = None
     staying: frozenset[int] = frozenset()
+    replay: Any = None
 
     @property
     def offloads(self) -> frozenset[int]:

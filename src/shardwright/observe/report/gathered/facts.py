@@ -26,6 +26,7 @@ class RunFacts:
         model: class of the model.
         command: that began it.
         state: how it ended.
+        microbatches: how they were run at its end.
         begun: when it began or went on last, in UTC.
         machine: host, device, cores, system; by name.
         versions: of packages, by name.
@@ -36,6 +37,7 @@ class RunFacts:
     model: str = ""
     command: str = ""
     state: str = ""
+    microbatches: str = ""
     begun: str = ""
     machine: Mapping[str, str]
     versions: Mapping[str, str]
@@ -50,6 +52,7 @@ class RunFacts:
             ("state", self.state),
             ("begun", self.begun),
             ("model", self.model),
+            ("microbatches", self.microbatches),
             *self.machine.items(),
             ("versions", ", ".join(joined.values())),
             ("commit", self.commit),
@@ -67,6 +70,7 @@ def read_facts(folder: RunFolder) -> RunFacts:
     return RunFacts(
         model=_text(surroundings.get("model")),
         command=without_secrets(command),
+        microbatches=_text(surroundings.get("microbatches")),
         # A run writes its report before its launcher writes how it ended.
         state="" if record is None or record.state == "running" else record.state,
         begun=datetime.fromtimestamp(begun_s, UTC).strftime("%Y-%m-%d %H:%M UTC") if begun_s else "",
@@ -87,7 +91,7 @@ def _events(folder: RunFolder) -> dict[str, Any]:
     except UsageError:
         return {}
     for event in events:
-        if event.get("kind") in ("surroundings", "model_known"):
+        if event.get("kind") in ("surroundings", "model_known", "microbatches_run"):
             found |= event
     return found
 

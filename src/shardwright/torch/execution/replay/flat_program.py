@@ -1,0 +1,410 @@
+"""The calls of a recording as lists, one for each stage of this rank, over numbered places for values."""
+
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.torch.execution.microbatches.unit_run import unit_run
+from shardwright.torch.execution.replay.held_state import ImpureError
+from shardwright.torch.execution.replay.recording import Call, GivenObject, Recording, Settings, Source
+from shardwright.torch.interception.glue import call_without_hooks
+from shardwright.torch.program.instructions import Instruction, Place
+from shardwright.torch.program.program import Program
+from shardwright.torch.program.step_results import copied_out
+from shardwright.torch.pytorch.autocast import autocast_as
+from shardwright.torch.pytorch.functions import CALLS_UNITS, name_of_call
+from shardwright.torch.pytorch.tree import Structure, leaves
+
+__all__ = ["FlatCall", "FlatProgram", "why_not"]
+
+
+def why_not(program: Program) -> str:
+    """What a trace knows to stand in the way of a replay; empty where nothing does."""
+    trace, effects = program.trace, program.trace.effects
+    reasons = (
+        (trace.ends or not program.reads_nothing, "the step function reads values"),
+        (trace.recomputes, "torch.utils.checkpoint is used between units"),
+        (effects.attributes, "attributes that are read between units change in a step"),
+        (effects.left_in_units, "units leave attributes"),
+        (effects.temporary_hooks, "hooks are registered in a step"),
+        (effects.changes_batch, "the batch is changed in place"),
+        (effects.replaced_buffers or program.state, "buffers change between units"),
+        (trace.random.python_at, "Python draws random numbers"),
+        (trace.random.set_at, "generators are set"),
+    )
+    for stands, reason in reasons:
+        if stands:
+            return reason
+    for each in program.instructions:
+        unit, func = each.step.unit, each.step.func
+        if unit.fills or unit.found or unit.attributes or unit.passed_attributes:
+            return f"{name_of_call(func)} fills containers or uses attributes outside of it"
+        if func in CALLS_UNITS:
+            return f"{name_of_call(func)} calls units"
+        if isinstance(func, nn.Module) and (func._forward_hooks or func._forward_pre_hooks):
+            return f"{name_of_call(func)} has hooks"
+    return ""
+
+
+@dataclass(slots=True)
+class FlatCall:
+    """One call.
+
+    Attributes:
+        run: what is called.
+        gather: gives the leaves of its arguments from the places.
+        arguments: makes (args, kwargs) of them; None where they are all by position.
+        instruction: None for a free operation that the trace does not have.
+        position: of that.
+        cuts: (leaf, value of another stage), where nothing else must be found.
+        finds: arguments must be found in another way, too.
+        draws: it takes random numbers.
+        keeps: something of its result is kept, or compared with the trace.
+        place: of its result, where that is one tensor; -1 where nobody needs it.
+        places: (leaf of the result, place), where it is not.
+        last_uses: places that nobody needs any more.
+        is_free: every rank runs it.
+    """
+
+    run: Callable[..., Any]
+    gather: Callable[[list[Any]], tuple[Any, ...]]
+    arguments: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]] | None
+    instruction: Instruction | None
+    position: int
+    cuts: tuple[tuple[int, int], ...]
+    finds: bool
+    draws: bool
+    keeps: bool
+    place: int
+    places: tuple[tuple[int, int], ...]
+    last_uses: tuple[int, ...]
+    is_free: bool
+
+
+class FlatProgram:
+    """What this rank runs of a microbatch.
+
+    Args:
+        program: of this rank.
+        recording: of a microbatch of it.
+        before: another one.
+
+    Attributes:
+        result: places of the leaves of the result.
+        result_structure: of that.
+        trains: it has called ``backward``.
+
+    Raises:
+        ImpureError: turns of stages do not follow each other, or objects are others each time.
+    """
+
+    def __init__(self, program: Program, recording: Recording, before: Recording):
+        assert recording.result_structure is not None
+        assert recording.entry is not None
+        self._template: list[Any] = []
+        self._held: list[tuple[int, dict[str, Any], str]] = []
+        self._batch: list[tuple[int, int]] = []
+        self._pickled: list[tuple[int, bytes]] = []
+        self._objects = list(zip(recording.objects, before.objects, strict=True))
+        self._place_of: dict[Any, int] = {}
+        self._program = program
+        self.trains = recording.behind_backward is not None
+        self.result_structure = recording.result_structure
+        calls = _needed(recording)
+        turns = _turns(program, recording, calls)
+        flat = {number: self._flat(call, number) for number, call in calls.items()}
+        self.result = [self._place(source) for source in recording.result]
+        _free_at_last_use(flat, set(self.result))
+        self.turns: dict[int | None, list[tuple[Any, list[FlatCall]]]] = {}
+        for turn, numbers in turns.items():
+            segments: list[tuple[Any, list[FlatCall]]] = []
+            settings: Settings | None = None
+            for number in numbers:
+                own = calls[number].settings
+                if not segments or own != settings:
+                    settings = own
+                    segments.append((_context(own, recording.entry), []))
+                segments[-1][1].append(flat[number])
+            self.turns[turn] = segments
+
+    def places(self, batch_leaves: Sequence[Any]) -> list[Any]:
+        """The places of a microbatch, with what is in them at its begin."""
+        places = self._template.copy()
+        for place, leaf in self._batch:
+            places[place] = batch_leaves[leaf]
+        for place, held, name in self._held:
+            places[place] = held[name]
+        for place, pickled in self._pickled:
+            places[place] = pickle.loads(pickled)
+        return places
+
+    # ---- inside ----
+
+    def _place(self, source: Source) -> int:
+        kind = source[0]
+        if kind in ("fixed", "deferred"):
+            self._template.append(source[1])
+            return len(self._template) - 1
+        key = source if kind != "held" else (kind, id(source[1]), *source[2:])
+        place = self._place_of.get(key)
+        if place is None:
+            place = self._place_of[key] = len(self._template)
+            self._template.append(None)
+            if kind == "batch":
+                self._batch.append((place, source[1]))
+            elif kind == "object":
+                self._place_object(place, *self._objects[source[1]])
+            elif kind == "held":
+                self._held.append((place, getattr(source[1], source[2]), source[3]))
+        return place
+
+    def _place_object(self, place: int, now: GivenObject, before: GivenObject) -> None:
+        item = now.find()
+        if item is not None and item is before.find():
+            self._template[place] = item  # it stays
+        elif now.pickled and now.pickled == before.pickled:
+            self._pickled.append((place, now.pickled))
+        else:
+            raise ImpureError("units are given objects that are others each time")
+
+    def _flat(self, call: Call, number: int) -> FlatCall:
+        instruction = call.instruction
+        is_free = instruction is None or instruction.place is Place.FREE
+        finds, keeps, draws = False, False, False
+        cuts: tuple[tuple[int, int], ...] = ()
+        if instruction is not None:
+            step, flow = instruction.step, instruction.flow
+            draws = bool(step.draws) or step.looks_at_values
+        if instruction is not None and not is_free:
+            cuts = flow.cuts
+            finds = bool(flow.held or flow.buffers or flow.copies or flow.changes)
+            asked = flow.keeps or flow.changes or instruction.shapes
+            keeps = bool(asked or step.result.numbers or step.result.passed)
+        elsewhere = {position for position, _ in cuts}
+        if instruction is not None:
+            elsewhere |= {position for position, _ in instruction.flow.held}
+        sources = [("fixed", None) if p in elsewhere else s for p, s in enumerate(call.sources)]
+        results = [self._place(("call", number, place)) for place in range(call.num_results)]
+        return FlatCall(
+            run=_runner(call, self._program),
+            gather=_gatherer([self._place(source) for source in sources]),
+            arguments=_arguments(call.structure),
+            instruction=instruction,
+            position=call.position,
+            cuts=() if finds else cuts,
+            finds=finds,
+            draws=draws,
+            keeps=keeps,
+            place=results[0] if call.is_one else -1,
+            places=() if call.is_one else tuple(enumerate(results)),
+            last_uses=(),
+            is_free=is_free,
+        )
+
+
+def _needed(recording: Recording) -> dict[int, Call]:
+    """The calls, but for free operations of which this rank does not need the result."""
+    wanted = {source[1] for source in recording.result if source[0] == "call"}
+    changes = any(call.changes and _is_free(call) for call in recording.calls)
+    found: dict[int, Call] = {}
+    for number in range(len(recording.calls) - 1, -1, -1):
+        call = recording.calls[number]
+        if not changes and _is_free(call) and number not in wanted:
+            continue
+        found[number] = call
+        wanted.update(source[1] for source in call.sources if source[0] == "call")
+    return dict(reversed(found.items()))
+
+
+def _is_free(call: Call) -> bool:
+    return call.instruction is None or call.instruction.place is Place.FREE
+
+
+def _turns(program: Program, recording: Recording, calls: dict[int, Call]) -> dict[int | None, list[int]]:
+    """The numbers of the calls of each stage; None for those behind the backward, or for the result alone."""
+    turns: dict[int | None, list[int]] = {}
+    waiting: list[int] = []
+    end = recording.behind_backward
+    for number, call in calls.items():
+        waiting.append(number)
+        if _is_free(call) or (end is not None and number >= end):
+            continue
+        assert call.instruction is not None
+        stage = call.instruction.stage
+        if stage in turns and next(reversed(turns)) != stage:
+            raise ImpureError("stages of this rank take turns within a forward")
+        turns.setdefault(stage, []).extend(waiting)
+        waiting = []
+    if waiting:
+        turns[None] = waiting
+    return turns
+
+
+def _free_at_last_use(flat: dict[int, FlatCall], result: set[int]) -> None:
+    """Notes at each call which places nobody needs behind it."""
+    made = {place for call in flat.values() for place in _made(call)}
+    needed = set(result)
+    for call in reversed(flat.values()):
+        gathered = call.gather(range(1 << 30)) if call.gather is not None else ()  # type: ignore[arg-type]
+        used = set(gathered)
+        mine = (used | set(_made(call))) & made
+        call.last_uses = tuple(sorted(mine - needed))
+        needed |= used
+
+
+def _made(call: FlatCall) -> tuple[int, ...]:
+    return (call.place,) if call.place >= 0 else tuple(place for _, place in call.places)
+
+
+def _gatherer(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
+    if not places:
+        return lambda values: ()
+    if len(places) == 1:
+        (place,) = places
+        return lambda values: (values[place],)
+    return itemgetter(*places)
+
+
+def _arguments(structure: Structure) -> Any:
+    """Makes (args, kwargs) of leaves; None where all of them are positional."""
+    args, kwargs = structure.children
+    if all(child.kind == "leaf" for child in (*args.children, *kwargs.children)):
+        if not kwargs.children:
+            return None
+        count, names = len(args.children), tuple(kwargs.keys)
+
+        def flat(items: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return tuple(items[:count]), dict(zip(names, items[count:], strict=True))
+
+        return flat
+    return structure.without_template().rebuild
+
+
+def _runner(call: Call, program: Program) -> Callable[..., Any]:
+    """Runs a unit, or an operation between units, as `Microbatch` does."""
+    instruction, func = call.instruction, call.func
+    if instruction is None or instruction.place is Place.FREE:
+        run: Callable[..., Any] = func
+        return run
+    if isinstance(func, nn.Module):
+        plain = instruction.recompute or instruction.divided or instruction.flow.may_change is not None
+        run = _call_of(func)
+        if plain:
+            run = unit_run(instruction, boundary=program.boundary, microbatch=-1)
+    else:
+        run = _divided(func, instruction, program) if instruction.divided and program.boundary else func
+    own = instruction.step.unit.own_results
+    if own:
+        inner = run
+        return lambda *args, **kwargs: copied_out(inner(*args, **kwargs), own)
+    return run
+
+
+def _call_of(unit: nn.Module) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call_without_hooks(unit, *args, **kwargs)
+
+    return run
+
+
+def _divided(func: Callable[..., Any], instruction: Instruction, program: Program) -> Callable[..., Any]:
+    boundary = program.boundary
+    assert boundary is not None
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if boundary.cuts and torch.is_grad_enabled():
+            boundary.watch_gradients((args, kwargs))
+        result = func(*args, **kwargs)
+        return boundary.all_placed(result, keeps_cuts=boundary.cuts, stays=instruction.stays)
+
+    return run
+
+
+def _context(own: Settings, entry: Settings) -> Callable[[], AbstractContextManager[None]] | None:
+    """Has the settings of a call in force; None where they are those of the whole microbatch."""
+    if own == entry:
+        return None
+    if own.others != entry.others:
+        raise ImpureError(
+            "settings of PyTorch (attention, determinism, hooks for saved tensors) change between units"
+        )
+
+    @contextmanager
+    def context() -> Any:
+        cache = torch.is_autocast_cache_enabled()
+        with torch.set_grad_enabled(own.grad_enabled), autocast_as(own.autocast):
+            torch.set_autocast_cache_enabled(own.autocast_cache)
+            try:
+                yield
+            finally:
+                torch.set_autocast_cache_enabled(cache)
+
+    return context
+
+
+def run_calls(running: Any, turn: int | None) -> None:
+    """Runs the calls of a turn.
+
+    Args:
+        running: the `ReplayedMicrobatch`.
+        turn: a stage, or None.
+    """
+    for context, calls in running.flat.turns.get(turn, ()):
+        if context is None:
+            _run(running, calls)
+        else:
+            with context():
+                _run(running, calls)
+
+
+def _run(running: Any, calls: Sequence[FlatCall]) -> None:
+    places, tensors, generators = running.places, running.tensors, running.generators
+    for call in calls:
+        instruction = call.instruction
+        items: Any = call.gather(places)
+        if call.cuts:
+            assert instruction is not None
+            items = list(items)
+            for position, value in call.cuts:
+                leaf = tensors.leaf(value, instruction.stage)
+                items[position] = leaf[...] if leaf.requires_grad else leaf
+        args, kwargs = (items, _NO_NAMES) if call.arguments is None else call.arguments(items)
+        if call.draws:
+            assert instruction is not None
+            generators.before_step(instruction, call.position)
+        if call.is_free:
+            begun_s = time.perf_counter()
+            result = call.run(*args, **kwargs)
+            running.outside_s += time.perf_counter() - begun_s
+        else:
+            assert instruction is not None
+            copied: dict[int, Tensor] = {}
+            if call.finds:
+                args, kwargs, copied = tensors.find(instruction, args, kwargs)
+            if instruction.offload:
+                with running.keeping(instruction):
+                    result = call.run(*args, **kwargs)
+            else:
+                result = call.run(*args, **kwargs)
+            if call.keeps:
+                tensors.keep(instruction, result, args, kwargs, copied)
+        if call.draws:
+            generators.after_step(instruction)
+        if call.place >= 0:
+            places[call.place] = result
+        elif call.places:
+            items = leaves(result)
+            for position, place in call.places:
+                places[place] = items[position]
+        for place in call.last_uses:
+            places[place] = None
+
+
+_NO_NAMES: dict[str, Any] = {}

@@ -1,0 +1,328 @@
+"""What Python code can get at from some variables, and whether it is still what it was.
+
+A walk from the variables that code names and the objects that it is given, through the attributes that it
+names, the containers and the objects in them::
+
+    scale          a global variable    its value
+    self           an argument          vars(self)["depth"], and what is in it, but no attribute nobody names
+    time.time      through a module     refused: a function of C that gives another value each time
+"""
+
+import functools
+import operator
+import re
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
+from enum import Enum
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    WrapperDescriptorType,
+)
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.torch.python_state.reachable import is_of_a_library
+from shardwright.torch.pytorch.slots import ABSENT, entries_of, slots_of
+
+__all__ = ["Binding", "HeldState", "ImpureError", "attribute_behind"]
+
+_PLAIN = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), type(NotImplemented)}
+    | {torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator, re.Pattern}
+)
+_OF_C = (
+    *(BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType),
+    *(GetSetDescriptorType, MemberDescriptorType),
+)
+_DESCRIPTORS = (property, classmethod, staticmethod, functools.cached_property)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, MappingProxyType)
+_PURE_MODULES = frozenset(
+    "builtins math cmath operator _operator itertools functools _functools collections _collections typing "
+    "types abc _abc copy dataclasses enum contextlib numbers re string inspect torch einops "
+    "__future__ collections.abc typing_extensions packaging _weakref weakref".split()
+)
+_IMPURE_BUILTINS = frozenset({print, input, open, exec, eval, compile, breakpoint, __import__})
+# Followed as such: each batch takes the parameters, buffers and modules that are there.
+_OF_MODULES = frozenset({"_parameters", "_buffers", "_modules", "__dict__"})
+_MOST_HOLDERS = 4_000
+_LONGEST = 4_000
+
+
+class ImpureError(Exception):
+    """Code does what a replay would not do, or reads what cannot be compared."""
+
+
+class Binding:
+    """A variable.
+
+    Args:
+        name: for messages.
+        holder: a dictionary of variables or attributes, or a cell.
+        key: in the dictionary.
+
+    Attributes:
+        value: what it holds.
+        is_followed: that is a module, of which one attribute alone is used.
+    """
+
+    __slots__ = ("holder", "is_followed", "key", "name", "value")
+
+    def __init__(self, name: str, holder: Any, key: str):
+        self.name, self.holder, self.key = name, holder, key
+        self.is_followed = False
+        self.value = holder.cell_contents if type(holder) is CellType else holder.get(key, ABSENT)
+
+    @property
+    def is_open_module(self) -> bool:
+        """Whether it is a module of Python's code, of which code uses parts."""
+        return isinstance(self.value, ModuleType) and not _is_pure_module(self.value.__name__)
+
+
+def attribute_behind(module: ModuleType, name: str) -> Binding:
+    """A variable of a module.
+
+    Raises:
+        ImpureError: the module is none of Python's code.
+    """
+    is_python = str(getattr(module, "__file__", None)).endswith(".py")
+    if not is_python and not _is_pure_module(module.__name__):
+        raise ImpureError(f"the module {module.__name__} is used")
+    getattr(module, name, None)  # one that imports what it names has it from now on
+    return Binding(f"{module.__name__}.{name}", vars(module), name)
+
+
+def _is_pure_module(name: str | None) -> bool:
+    return name is not None and (name in _PURE_MODULES or name.split(".")[0] == "torch")
+
+
+class HeldState:
+    """What code can get at, as it is now.
+
+    Args:
+        bindings: the variables that it names.
+        given: the objects that it is given.
+        names: of the attributes that it may use; None for all.
+
+    Raises:
+        ImpureError: that cannot be compared later, or is no part of it.
+    """
+
+    def __init__(self, bindings: Iterable[Binding], given: Iterable[Any], names: set[str] | None):
+        self._names = names
+        self._looked_at: dict[int, Any] = {}
+        self._held: list[_Held] = []
+        self._rest: deque[tuple[Any, str, bool]] = deque()
+        variables: dict[int, tuple[Any, dict[str, None]]] = {}
+        for binding in bindings:
+            if type(binding.holder) is CellType:
+                self._held.append(_Held(binding.name, _cell_read(binding.holder)))
+            else:
+                variables.setdefault(id(binding.holder), (binding.holder, {}))[1][binding.key] = None
+            if not binding.is_followed:
+                self._rest.append((binding.value, binding.name, False))
+        for holder, keys in variables.values():
+            self._held.append(_Held(", ".join(keys), _some_of(holder, keys, counted=False)))
+        self._rest += [(item, type(item).__name__, True) for item in given]
+        while self._rest:
+            self._look(*self._rest.popleft())
+
+    def changed(self) -> str | None:
+        """What is not as it was; None where all is."""
+        for held in self._held:
+            if not held.is_same():
+                return held.name
+        return None
+
+    @property
+    def num_holders(self) -> int:
+        """Objects that are compared."""
+        return len(self._held)
+
+    def holds(self, item: Any) -> bool:
+        """Whether an object is among what was walked over."""
+        return self._looked_at.get(id(item)) is item
+
+    # ---- the walk ----
+
+    def _look(self, item: Any, name: str, is_given: bool) -> None:
+        kind = type(item)
+        if kind in _PLAIN or item is ABSENT or id(item) in self._looked_at:
+            return
+        self._looked_at[id(item)] = item
+        if isinstance(item, Tensor | Enum | functools._lru_cache_wrapper | torch.Generator):
+            return
+        if isinstance(item, type):
+            self._look_at_class(item, name)
+        elif isinstance(item, ModuleType):
+            if not _is_pure_module(item.__name__):
+                raise ImpureError(f"{name} is the module {item.__name__}")
+        elif isinstance(item, _OF_C):
+            self._look_at_function_of_c(item, name)
+        elif isinstance(item, FunctionType):
+            self._go_on(item.__defaults__, name)
+            self._go_on(item.__kwdefaults__, name)
+            if item.__dict__:
+                self._hold_attributes(name, item.__dict__)
+        elif isinstance(item, MethodType):
+            self._go_on(item.__self__, name, is_given)
+            self._go_on(item.__func__, name)
+        elif isinstance(item, functools.partial):
+            for part in (item.func, item.args, item.keywords):
+                self._go_on(part, name)
+        elif isinstance(item, weakref.ref):
+            self._go_on(item(), name)
+        elif isinstance(item, ContextVar):
+            self._hold(name, lambda: (_content_of(item),), {"get": _content_of(item)})
+        elif isinstance(item, _DESCRIPTORS):
+            return
+        else:
+            self._look_inside(item, name, is_given)
+
+    def _look_inside(self, item: Any, name: str, is_given: bool) -> None:
+        kind = type(item)
+        known = False
+        if isinstance(item, _CONTAINERS):
+            known = True
+            if len(item) > _LONGEST:
+                raise ImpureError(f"{name} has {len(item)} entries")
+            self._hold(name, _all_of(item), {} if isinstance(item, frozenset) else entries_of(item))
+        if kind.__dictoffset__ or slots_of(kind):
+            if is_of_a_library(kind) and not is_given and not isinstance(item, nn.Module):
+                return
+            known = True
+            if kind.__dictoffset__:
+                self._hold_attributes(name, vars(item))
+            slots = tuple(self._named(slots_of(kind)))
+            if slots:
+                read = _slots_read(item, slots)
+                self._hold(name, read, dict(zip(slots, read(), strict=True)))
+            if not is_of_a_library(kind) and self._names is not None:
+                self._go_on(kind, kind.__name__)
+        if not known:
+            raise ImpureError(f"{name} is a {kind.__module__}.{kind.__qualname__}")
+
+    def _look_at_class(self, item: type, name: str) -> None:
+        if is_of_a_library(item) or _is_pure_module(item.__module__):
+            return
+        for base in item.__mro__:
+            if is_of_a_library(base) or _is_pure_module(base.__module__):
+                continue
+            namespace = vars(base)
+            found = {
+                key: namespace[key]
+                for key in self._named(namespace)
+                if not isinstance(namespace[key], (FunctionType, *_DESCRIPTORS, *_OF_C))
+            }
+            if found:
+                self._hold(name, _some_of(namespace, found, counted=False), found)
+
+    def _look_at_function_of_c(self, item: Any, name: str) -> None:
+        module = getattr(item, "__module__", None)
+        if module is None:
+            owner = getattr(item, "__objclass__", None) or type(getattr(item, "__self__", None))
+            module = owner.__module__
+        own = getattr(item, "__self__", None)
+        if isinstance(own, type):
+            module = own.__module__
+        elif own is not None and not isinstance(own, ModuleType):
+            self._go_on(own, name)
+        if not _is_pure_module(module) or (item in _IMPURE_BUILTINS if module == "builtins" else False):
+            raise ImpureError(f"{getattr(item, '__qualname__', name)} of {module} is called")
+
+    def _named(self, namespace: Mapping[str, Any]) -> set[str]:
+        return set(namespace) if self._names is None else self._names & namespace.keys()
+
+    def _hold_attributes(self, name: str, namespace: dict[str, Any]) -> None:
+        found = {key: namespace[key] for key in self._named(namespace) - _OF_MODULES}
+        self._hold(name, _some_of(namespace, found, counted=True), found)
+
+    def _hold(self, name: str, read: Callable[[], tuple[Any, ...]], entries: dict[Any, Any]) -> None:
+        if len(self._held) == _MOST_HOLDERS:
+            raise ImpureError(f"more than {_MOST_HOLDERS} objects are in reach of the code between units")
+        self._held.append(_Held(name, read))
+        for key, entry in entries.items():
+            self._go_on(entry, f"{name}.{key}" if isinstance(key, str) else f"{name}[{key!r}]")
+
+    def _go_on(self, item: Any, name: str, is_given: bool = False) -> None:
+        if type(item) not in _PLAIN:
+            self._rest.append((item, name, is_given))
+
+
+class _Held:
+    """Some entries of a holder."""
+
+    __slots__ = ("_expected", "_read", "name")
+
+    def __init__(self, name: str, read: Callable[[], tuple[Any, ...]]):
+        self.name = name
+        self._read = read
+        self._expected = read()
+
+    def is_same(self) -> bool:
+        """Whether the entries are as they were."""
+        try:
+            now = self._read()
+        except Exception:
+            return False
+        expected = self._expected
+        if len(now) == len(expected) and all(map(operator.is_, now, expected)):
+            return True
+        if len(now) != len(expected) or not all(map(_is_equal, now, expected)):
+            return False
+        self._expected = now
+        return True
+
+
+def _cell_read(cell: CellType) -> Callable[[], tuple[Any, ...]]:
+    return lambda: (cell.cell_contents,)
+
+
+def _content_of(variable: ContextVar[Any]) -> Any:
+    """What a context variable holds; None for a container in which nothing is collected."""
+    held = variable.get(None)
+    return None if type(held) in (dict, list) and not held else held
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and type(one) in _PLAIN and bool(one == other))
+
+
+def _some_of(holder: Any, keys: Iterable[Any], *, counted: bool) -> Callable[[], tuple[Any, ...]]:
+    """Reads some entries of a dictionary, and how many it has."""
+    get, keys = holder.get, tuple(keys)
+    if counted:
+        return lambda: (len(holder), *map(get, keys))
+    return lambda: tuple(map(get, keys))
+
+
+def _all_of(holder: Any) -> Callable[[], tuple[Any, ...]]:
+    """Reads all entries of a container."""
+    if isinstance(holder, dict):
+        return lambda: (*dict.keys(holder), *dict.values(holder))
+    if isinstance(holder, set):
+        copied = set(holder)
+        return lambda: (set.__eq__(holder, copied),)
+    if isinstance(holder, list):
+        return lambda: tuple(list.__iter__(holder))
+    if isinstance(holder, deque):
+        return lambda: tuple(holder)
+    if isinstance(holder, MappingProxyType):
+        return lambda: tuple(holder.items())
+    return tuple  # nothing changes it
+
+
+def _slots_read(item: Any, names: Iterable[str]) -> Callable[[], tuple[Any, ...]]:
+    return lambda: tuple(getattr(item, name, ABSENT) for name in names)

@@ -1,0 +1,183 @@
+"""Decides which microbatches of a program are run from a list of calls.
+
+The first microbatch of a batch is recorded, twice. Where both recordings are alike, and what the code between
+units can get at is the same before and after, the batches that follow are run from the list, as long as that
+stays the same. Now and then a microbatch is recorded again, and compared.
+"""
+
+import logging
+import sys
+from typing import Any
+
+from shardwright.torch.execution.microbatches.microbatch import Microbatch
+from shardwright.torch.execution.microbatches.shared_by_microbatches import SharedByMicrobatches
+from shardwright.torch.execution.replay.code_watch import CodeWatch
+from shardwright.torch.execution.replay.flat_program import FlatProgram, why_not
+from shardwright.torch.execution.replay.held_state import HeldState, ImpureError
+from shardwright.torch.execution.replay.recording import Recording, RecordingMicrobatch, settings_now
+from shardwright.torch.execution.replay.replayed_microbatch import ReplayedMicrobatch
+from shardwright.torch.program.program import Program
+from shardwright.torch.pytorch.slots import same_entries
+
+__all__ = ["Replay"]
+
+log = logging.getLogger(__name__)
+
+_OTHERS = "microbatches call other functions each time"
+_TIMES_TRIED = 4
+_BATCHES_BETWEEN_AUDITS = 500
+
+
+class Replay:
+    """The replay of one program.
+
+    Args:
+        program: of this rank.
+
+    Attributes:
+        why_not: it is not replayed; empty where it is, or may be.
+    """
+
+    def __init__(self, program: Program):
+        self.why_not = why_not(program)
+        self._program = program
+        self._flat: FlatProgram | None = None
+        self._key: Any = None
+        self._entry: Any = None
+        self._state: HeldState | None = None
+        self._given: dict[int, Any] = {}
+        self._tried = 0
+        self._batches = 0
+        self._recording: Recording | None = None
+        self._recorded = self._before = Recording()
+        self._watch: CodeWatch | None = None
+        self._attributes: list[tuple[Any, dict[str, Any]]] = []
+
+    @property
+    def told(self) -> str:
+        """How microbatches are run, for reports."""
+        if self._flat is not None:
+            return "from a list of calls"
+        return f"as written: {self.why_not}" if self.why_not else "as written, to be recorded"
+
+    def begin_batch(self) -> bool:
+        """Whether the microbatches of the coming batch are run from the list; decides which is recorded."""
+        if self.why_not:
+            return False
+        self._recording = None
+        if self._flat is None:
+            self._record()
+            return False
+        self._batches += 1
+        if self._batches % _BATCHES_BETWEEN_AUDITS == 0:
+            self._record()
+            return False
+        changed = "the settings of PyTorch" if settings_now() != self._entry else self._changed()
+        if changed is None:
+            return True
+        self._start_anew(f"{changed} changes")
+        return False
+
+    def microbatch(
+        self, index: int, part: Any, shared: SharedByMicrobatches, *, from_list: bool
+    ) -> Microbatch | ReplayedMicrobatch:
+        """A microbatch of the batch.
+
+        Args:
+            index: which.
+            part: its arguments.
+            shared: what it shares with others.
+            from_list: see `begin_batch`.
+        """
+        if from_list:
+            assert self._flat is not None
+            return ReplayedMicrobatch(index, self._program, self._flat, part.leaves, shared)
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return Microbatch(index, self._program, part.arguments, shared)
+        assert self._watch is not None
+        self._recorded = recording
+        return RecordingMicrobatch(
+            index,
+            self._program,
+            part,
+            shared,
+            recording=recording,
+            watch=self._watch,
+            state=self._state,
+        )
+
+    def end_batch(self) -> None:
+        """Looks at what was recorded."""
+        watch, self._watch = self._watch, None
+        if watch is None or self._recording is not None:
+            return
+        try:
+            self._take(self._recorded, watch)
+        except ImpureError as error:
+            self._refuse(str(error))
+        except Exception as error:  # a script's objects may do anything when they are looked at
+            log.debug("a replay is not possible", exc_info=True)
+            self._refuse(f"{type(error).__name__}: {error}")
+
+    # ---- inside ----
+
+    def _record(self) -> None:
+        if sys.gettrace() is None:
+            self._recording, self._watch = Recording(), CodeWatch()
+            # Also what no name in the code tells of: setattr(self, f"seen_{number}", ...)
+            held = (item for item in self._given.values() if type(item).__dictoffset__)
+            self._attributes = [(item, dict(vars(item))) for item in held]
+
+    def _take(self, recording: Recording, watch: CodeWatch) -> None:
+        if recording.why:
+            raise ImpureError(recording.why)
+        given = {id(item): item for item in watch.given()}
+        watch.resolve()
+        for item, attributes in self._attributes:
+            if not same_entries(attributes, dict(vars(item))):
+                raise ImpureError(f"attributes of {type(item).__name__} change in a step")
+        key = recording.key
+        if self._flat is not None:
+            changed = self._changed()
+            if changed is not None or key != self._key:
+                raise ImpureError(changed or _OTHERS)
+            return
+        before, state = self._key, self._state
+        # What both microbatches were given was there before them.
+        common = [item for item in given.values() if self._given.get(id(item)) is item]
+        earlier, self._before = self._before, recording
+        self._key, self._given, self._tried = key, given, self._tried + 1
+        if before is None:
+            self._state = HeldState(watch.bindings, given.values(), watch.names)
+            return
+        assert state is not None
+        changed = state.changed()
+        self._state = HeldState(watch.bindings, common, watch.names)
+        if changed is not None or key != before:
+            if self._tried == _TIMES_TRIED:
+                raise ImpureError(f"{changed} changes" if changed else _OTHERS)
+            return
+        self._entry = recording.entry
+        self._flat = FlatProgram(self._program, recording, earlier)
+        log.info(
+            "microbatches are run from a list of calls; %d objects are looked at", self._state.num_holders
+        )
+
+    def _changed(self) -> str | None:
+        assert self._state is not None
+        return self._state.changed()
+
+    def _start_anew(self, why: str) -> None:
+        self._flat = self._key = self._state = None
+        self._given = {}
+        if self._tried >= _TIMES_TRIED:
+            self._refuse(why)
+        else:
+            self._record()
+
+    def _refuse(self, why: str) -> None:
+        self.why_not = why
+        self._flat = self._key = self._state = self._recording = None
+        self._given = {}
+        log.info("microbatches are run as written: %s", why)
