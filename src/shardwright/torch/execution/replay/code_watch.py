@@ -33,12 +33,14 @@ class CodeWatch:
         is_open: what runs now is between units.
         names: of attributes that it may have used.
         bindings: of global variables, and of variables of enclosing functions.
+        failure: looking at an argument has raised this; empty else.
     """
 
     def __init__(self) -> None:
         self.is_open = False
         self.names: set[str] = set()
         self.bindings: list[Binding] = []
+        self.failure = ""
         self._lines: dict[CodeType, set[int]] = {}
         self._globals: dict[CodeType, dict[str, Any]] = {}
         self._enclosed: dict[CodeType, set[tuple[int, ...]]] = {}
@@ -69,6 +71,8 @@ class CodeWatch:
         Raises:
             ImpureError: they change variables, or the variables of a function are not to be found.
         """
+        if self.failure:
+            raise ImpureError(self.failure)
         for code, lines in self._lines.items():
             self._read(code, lines)
         self._find_cells()
@@ -76,6 +80,13 @@ class CodeWatch:
     # ---- while it runs ----
 
     def _on_call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        try:
+            return self._noted(frame)
+        except Exception as error:  # an object that does things when it is looked at
+            self.failure = f"{type(error).__name__}: {error}"
+            return None
+
+    def _noted(self, frame: FrameType) -> Any:
         code = frame.f_code
         watched = self._is_watched.get(code)
         if watched is None:

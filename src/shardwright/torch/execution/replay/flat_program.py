@@ -21,6 +21,7 @@ from shardwright.torch.program.step_results import copied_out
 from shardwright.torch.pytorch.autocast import autocast_as
 from shardwright.torch.pytorch.functions import CALLS_UNITS, name_of_call
 from shardwright.torch.pytorch.tree import Structure, leaves
+from shardwright.torch.script_collectives.replica_collectives import COLLECTIVES
 
 __all__ = ["FlatCall", "FlatProgram", "why_not"]
 
@@ -46,6 +47,8 @@ def why_not(program: Program) -> str:
         unit, func = each.step.unit, each.step.func
         if unit.fills or unit.found or unit.attributes or unit.passed_attributes:
             return f"{name_of_call(func)} fills containers or uses attributes outside of it"
+        if func in COLLECTIVES:
+            return "the script exchanges tensors with other ranks between units"
         if func in CALLS_UNITS:
             return f"{name_of_call(func)} calls units"
         if isinstance(func, nn.Module) and (func._forward_hooks or func._forward_pre_hooks):

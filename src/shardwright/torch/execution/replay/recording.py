@@ -27,6 +27,7 @@ from shardwright.torch.interception.step_code import reads_values
 from shardwright.torch.program.instructions import Instruction, Place
 from shardwright.torch.program.program import Program
 from shardwright.torch.pytorch.autocast import AutocastState, autocast_state
+from shardwright.torch.pytorch.functions import name_of_call
 from shardwright.torch.pytorch.tree import Structure, flatten, leaves
 
 __all__ = ["Call", "GivenObject", "Recording", "RecordingMicrobatch", "Settings", "Source", "settings_now"]
@@ -179,6 +180,18 @@ class Recording:
         return [call.key for call in self.calls], result, structure, self.behind_backward, self.entry
 
 
+@dataclass(slots=True)
+class _Before:
+    """What is known of a call before it is made."""
+
+    position: int
+    items: list[Any]
+    structure: Structure
+    sources: list[Source]
+    settings: Settings
+    versions: list[int | None]
+
+
 class RecordingMicrobatch(Microbatch):
     """A microbatch that is run as ever, and recorded.
 
@@ -249,56 +262,63 @@ class RecordingMicrobatch(Microbatch):
     # ---- inside ----
 
     def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: Any) -> Any:
-        recording, before = self._recording, self._cursor.position
+        """Makes a call; whatever happens in recording it only ends the recording."""
         self._is_inside, self._watch.is_open = True, False
         try:
-            return self._recorded_inside(recording, before, func, args, kwargs, call)
+            known = self._known_before(func, args, kwargs)
+            result = call(func, args, kwargs)
+            if known is not None:
+                self._record(func, known, result)
+            return result
         finally:
             self._is_inside, self._watch.is_open = False, True
 
-    def _recorded_inside(
-        self,
-        recording: Recording,
-        before: int,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        call: Callable[..., Any],
-    ) -> Any:
-        items, structure = flatten((args, kwargs))
+    def _known_before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Before | None":
         try:
+            items, structure = flatten((args, kwargs))
             sources = list(map(self._source, items))
-        except ImpureError as error:
-            recording.fail(f"{getattr(func, '__name__', type(func).__name__)} is given {error}")
-            return call(func, args, kwargs)
-        if self._state is not None and isinstance(func, nn.Module):
-            changed = self._state.changed()
-            if changed is not None:
-                recording.fail(f"{changed} changes")
-        settings = settings_now()
-        versions = [item._version if _is_real(item) else None for item in items]
-        result = call(func, args, kwargs)
-        for item in items:
-            if id(item) in self._objects:
-                self._objects[id(item)] = (*self._objects[id(item)][:2], HeldState((), (item,), None))
+            if self._state is not None and isinstance(func, nn.Module):
+                changed = self._state.changed()
+                if changed is not None:
+                    self._recording.fail(f"{changed} changes around a unit")
+                    return None
+            versions = [item._version if _is_real(item) else None for item in items]
+            return _Before(self._cursor.position, items, structure, sources, settings_now(), versions)
+        except Exception as error:
+            self._recording.fail(f"{name_of_call(func)} is given {error}")
+            return None
+
+    def _record(self, func: Any, known: "_Before", result: Any) -> None:
+        recording = self._recording
+        try:
+            for item in known.items:
+                if id(item) in self._objects:
+                    self._objects[id(item)] = (*self._objects[id(item)][:2], HeldState((), (item,), None))
+        except Exception as error:
+            recording.fail(f"{name_of_call(func)} changes {error}")
         position = self._cursor.position - 1
-        instruction = self.program.instructions[position] if position >= before else None
-        if instruction is not None and instruction.place is Place.ELSEWHERE:
-            return result
+        instruction = self.program.instructions[position] if position >= known.position else None
+        if recording.why or (instruction is not None and instruction.place is Place.ELSEWHERE):
+            return
         results = [result] if isinstance(result, Tensor) else leaves(result)
-        number = len(recording.calls)
         for place, item in enumerate(results):
             if _is_real(item):
-                self._found(item, ("call", number, place))
-        changes = any(
-            version is not None and item._version != version
-            for item, version in zip(items, versions, strict=True)
+                self._found(item, ("call", len(recording.calls), place))
+        pairs = zip(known.items, known.versions, strict=True)
+        changes = any(version is not None and item._version != version for item, version in pairs)
+        recording.calls.append(
+            Call(
+                position,
+                instruction,
+                func,
+                known.structure,
+                known.sources,
+                known.settings,
+                len(results),
+                isinstance(result, Tensor),
+                changes,
+            )
         )
-        if not recording.why:
-            one = isinstance(result, Tensor)
-            made = (position, instruction, func, structure, sources, settings, len(results), one, changes)
-            recording.calls.append(Call(*made))
-        return result
 
     def _found(self, tensor: Tensor, source: Source) -> None:
         self._sources[id(tensor)] = weakref.ref(tensor), source
@@ -362,7 +382,7 @@ class RecordingMicrobatch(Microbatch):
             items, structure = flatten(result)
             try:
                 recording.result, recording.result_structure = list(map(self._source, items)), structure
-            except ImpureError as error:
+            except Exception as error:
                 recording.fail(f"the result has {error}")
             if settings_now() != recording.entry:
                 recording.fail("settings of PyTorch are changed")
