@@ -33,7 +33,7 @@ _MARK = "_shardwright_recomputation"
 
 
 class _Recomputed(TakesFound):
-    """The class of a module whose activations are recomputed has it as its last base (see `_UnitCall`)."""
+    """The class of a module whose activations are recomputed has it as its last base (see `UnitCall`)."""
 
 
 def _recomputed_class(user_class: Any) -> type:

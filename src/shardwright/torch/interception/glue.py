@@ -40,6 +40,7 @@ __all__ = [
     "GlueMode",
     "Handler",
     "Realised",
+    "UnitCall",
     "active_handler",
     "batch_is_running",
     "batch_running",
@@ -301,7 +302,7 @@ def call_without_hooks(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return module(*args, **kwargs)
 
 
-class _UnitCall:
+class UnitCall:
     """The class of every unit has it as its last base.
 
     The first one could not be: an instance changes its class only where that is laid out alike, which it is
@@ -365,7 +366,7 @@ def _unit_class(user_class: Any) -> type:
         "__reduce_ex__": reduce,
         "_user_class": user_class,
     }
-    return type(user_class.__name__, (user_class, _UnitCall), namespace)
+    return type(user_class.__name__, (user_class, UnitCall), namespace)
 
 
 _INTERCEPTED: dict[type, type] = {}
@@ -381,7 +382,7 @@ def intercept_calls(module: nn.Module) -> None:
     """
     user_class = type(module)
     _UNITS.add(module)
-    if issubclass(user_class, _UnitCall):
+    if issubclass(user_class, UnitCall):
         return
     if user_class not in _INTERCEPTED:
         _INTERCEPTED[user_class] = _unit_class(user_class)
@@ -396,5 +397,5 @@ def has_units_inside(module: nn.Module) -> bool:
 def restore_calls(module: nn.Module) -> None:
     """Takes back `intercept_calls`."""
     _UNITS.discard(module)
-    if isinstance(module, _UnitCall):
+    if isinstance(module, UnitCall):
         module.__class__ = type(module)._user_class

@@ -8,6 +8,7 @@ difference to the program several times (a step number, an annealed weight).
 import logging
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class AttributeWatch:
 
     def __init__(self) -> None:
         self._modules: Sequence[nn.Module] = ()
+        self._seen = _Identities()
         self._after_step: dict[_Place, Any] | None = None
         self._watched: dict[_Place, Any] = {}
         self._without_effect: dict[_Place, int] = {}
@@ -46,9 +48,12 @@ class AttributeWatch:
         Args:
             modules: of the model, all of them, as they are now.
         """
-        self._modules = modules
         if self._after_step is None:
+            self._modules = modules
             return ()
+        if self._seen.are_same(modules) and not self._without_effect:
+            return ()
+        self._modules = modules
         now = _attributes(modules)
         before = self._after_step
         for place in now.keys() | before.keys():
@@ -61,7 +66,9 @@ class AttributeWatch:
 
     def step_ends(self) -> None:
         """Takes note of what is there now."""
-        self._after_step = _attributes(self._modules)
+        if self._after_step is None or not self._seen.are_same(self._modules):
+            self._after_step = _attributes(self._modules)
+            self._seen = _Identities(self._modules)
 
     def traced(self, signature: Hashable, digest: str) -> None:
         """Finds out which attributes make no difference.
@@ -85,6 +92,44 @@ class AttributeWatch:
         for many in (known, self._digests):
             while len(many) > _DIGESTS_KEPT:
                 del many[next(iter(many))]  # type: ignore[arg-type]
+
+
+class _Identities:
+    """Everything that modules, and plain objects and lists in them, hold, to be compared by identity."""
+
+    def __init__(self, modules: Sequence[nn.Module] = ()):
+        self._modules = tuple(modules)
+        self._holders: list[dict[str, Any]] = []
+        self._lists: list[list[Any]] = []
+        for module in modules:
+            self._add(vars(module), objects=True)
+        self._held = self._now()
+
+    def _add(self, holder: dict[str, Any], *, objects: bool) -> None:
+        self._holders.append(holder)
+        for name, value in holder.items():
+            kind = type(value)
+            if kind in _AS_IT_IS or kind in _NEVER_PLAIN or name in OF_EVERY_MODULE:
+                continue
+            if kind is list:
+                self._lists.append(value)
+            elif objects and is_plain_object(value) and not callable(value):
+                self._add(vars(value), objects=False)
+
+    def are_same(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether these modules are the same, and hold the same."""
+        if len(modules) != len(self._modules) or not all(map(is_, modules, self._modules)):
+            return False
+        now = self._now()
+        return len(now) == len(self._held) and all(map(is_, now, self._held))
+
+    def _now(self) -> list[Any]:
+        found: list[Any] = []
+        for holder in self._holders:
+            found += holder.values()
+        for each in self._lists:
+            found += each
+        return found
 
 
 def _differs(one: Any, other: Any) -> bool:

@@ -3,7 +3,7 @@
 import pickle
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwright.torch.execution.microbatches.unit_run import unit_run
 from shardwright.torch.execution.replay.held_state import ImpureError
 from shardwright.torch.execution.replay.recording import Call, GivenObject, Recording, Settings, Source
-from shardwright.torch.interception.glue import call_without_hooks
+from shardwright.torch.interception.glue import UnitCall, call_without_hooks
 from shardwright.torch.program.instructions import Instruction, Place
 from shardwright.torch.program.program import Program
 from shardwright.torch.program.step_results import copied_out
@@ -22,6 +22,8 @@ from shardwright.torch.pytorch.autocast import autocast_as
 from shardwright.torch.pytorch.functions import CALLS_UNITS, name_of_call
 from shardwright.torch.pytorch.tree import Structure, leaves
 from shardwright.torch.script_collectives.replica_collectives import COLLECTIVES
+
+_LARGEST_CONSTANT = 1 << 16  # bytes
 
 __all__ = ["FlatCall", "FlatProgram", "why_not"]
 
@@ -121,6 +123,8 @@ class FlatProgram:
         self.trains = recording.behind_backward is not None
         self.result_structure = recording.result_structure
         calls = _needed(recording)
+        self._always = _constants(recording, calls)
+        calls = {number: call for number, call in calls.items() if number not in self._always}
         turns = _turns(program, recording, calls)
         flat = {number: self._flat(call, number) for number, call in calls.items()}
         self.result = [self._place(source) for source in recording.result]
@@ -155,6 +159,8 @@ class FlatProgram:
         if kind in ("fixed", "deferred"):
             self._template.append(source[1])
             return len(self._template) - 1
+        if kind == "call" and source[1] in self._always:
+            return self._place(("fixed", self._always[source[1]]))
         key = source if kind != "held" else (kind, id(source[1]), *source[2:])
         place = self._place_of.get(key)
         if place is None:
@@ -224,6 +230,32 @@ def _needed(recording: Recording) -> dict[int, Call]:
         found[number] = call
         wanted.update(source[1] for source in call.sources if source[0] == "call")
     return dict(reversed(found.items()))
+
+
+def _constants(recording: Recording, calls: dict[int, Call]) -> dict[int, Tensor]:
+    """The results of small free operations that rest on nothing of the batch: masks, positions; by number."""
+    found: dict[int, Tensor] = {}
+    if any(call.changes for call in recording.calls):
+        return found
+    returned = {source[1] for source in recording.result if source[0] == "call"}
+    for number, call in calls.items():
+        step = None if call.instruction is None else call.instruction.step
+        draws = step is not None and (step.draws or step.looks_at_values)
+        fixed = [source[0] == "fixed" and not isinstance(source[1], Tensor) for source in call.sources]
+        known = [source[0] == "call" and source[1] in found for source in call.sources]
+        if not _is_free(call) or not call.is_one or draws or number in returned:
+            continue
+        if not all(one or other for one, other in zip(fixed, known, strict=True)):
+            continue
+        items = [found[source[1]] if source[0] == "call" else source[1] for source in call.sources]
+        args, kwargs = call.structure.without_template().rebuild(items)
+        assert recording.entry is not None
+        context = _context(call.settings, recording.entry)
+        with nullcontext() if context is None else context():
+            result = call.func(*args, **kwargs)
+        if isinstance(result, Tensor) and not result.requires_grad and result.nbytes <= _LARGEST_CONSTANT:
+            found[number] = result
+    return found
 
 
 def _is_free(call: Call) -> bool:
@@ -311,6 +343,11 @@ def _runner(call: Call, program: Program) -> Callable[..., Any]:
 
 
 def _call_of(unit: nn.Module) -> Callable[..., Any]:
+    """The unit's own call: it has no hooks, or another program is made, and no handler is in force."""
+    if isinstance(unit, UnitCall):
+        own: Callable[..., Any] = type(unit)._user_class.__call__.__get__(unit)
+        return own
+
     def run(*args: Any, **kwargs: Any) -> Any:
         return call_without_hooks(unit, *args, **kwargs)
 

@@ -61,6 +61,9 @@ _MOST_HOLDERS = 4_000
 _LONGEST = 4_000
 
 
+_Read = Callable[[Any], Iterable[Any]]
+
+
 class ImpureError(Exception):
     """Code does what a replay would not do, or reads what cannot be compared."""
 
@@ -128,22 +131,26 @@ class HeldState:
         variables: dict[int, tuple[Any, dict[str, None]]] = {}
         for binding in bindings:
             if type(binding.holder) is CellType:
-                self._held.append(_Held(binding.name, _cell_read(binding.holder)))
+                self._held.append(_Held(binding.name, _cell_read, binding.holder))
             else:
                 variables.setdefault(id(binding.holder), (binding.holder, {}))[1][binding.key] = None
             if not binding.is_followed:
                 self._rest.append((binding.value, binding.name, False))
         for holder, keys in variables.values():
-            self._held.append(_Held(", ".join(keys), _some_of(holder, keys, counted=False)))
+            self._held.append(_Held(", ".join(keys), _some_of(keys & holder.keys()), holder))
         self._rest += [(item, type(item).__name__, True) for item in given]
         while self._rest:
             self._look(*self._rest.popleft())
+        self._all = _AllHeld(self._held)
 
     def changed(self) -> str | None:
         """What is not as it was; None where all is."""
+        if self._all.is_same():
+            return None
         for held in self._held:
             if not held.is_same():
                 return held.name
+        self._all = _AllHeld(self._held)  # what is equal counts as the same from now on
         return None
 
     @property
@@ -185,7 +192,7 @@ class HeldState:
         elif isinstance(item, weakref.ref):
             self._go_on(item(), name)
         elif isinstance(item, ContextVar):
-            self._hold(name, lambda: (_content_of(item),), {"get": _content_of(item)})
+            self._hold(name, lambda variable: (_content_of(variable),), item, {"get": _content_of(item)})
         elif isinstance(item, _DESCRIPTORS):
             return
         else:
@@ -198,7 +205,9 @@ class HeldState:
             known = True
             if len(item) > _LONGEST:
                 raise ImpureError(f"{name} has {len(item)} entries")
-            self._hold(name, _all_of(item), {} if isinstance(item, frozenset) else entries_of(item))
+            for read in _all_of(item):
+                self._held.append(_Held(name, read, item, counted=True))
+            self._go_on_with(name, {} if isinstance(item, frozenset) else entries_of(item))
         if kind.__dictoffset__ or slots_of(kind):
             if is_of_a_library(kind) and not is_given and not isinstance(item, nn.Module):
                 return
@@ -207,8 +216,8 @@ class HeldState:
                 self._hold_attributes(name, vars(item))
             slots = tuple(self._named(slots_of(kind)))
             if slots:
-                read = _slots_read(item, slots)
-                self._hold(name, read, dict(zip(slots, read(), strict=True)))
+                read = _slots_read(slots)
+                self._hold(name, read, item, dict(zip(slots, read(item), strict=True)))
             if not is_of_a_library(kind) and self._names is not None:
                 self._go_on(kind, kind.__name__)
         if not known:
@@ -227,7 +236,7 @@ class HeldState:
                 if not isinstance(namespace[key], (FunctionType, *_DESCRIPTORS, *_OF_C))
             }
             if found:
-                self._hold(name, _some_of(namespace, found, counted=False), found)
+                self._hold(name, _some_of(found), namespace, found)
 
     def _look_at_function_of_c(self, item: Any, name: str) -> None:
         module = getattr(item, "__module__", None)
@@ -247,12 +256,16 @@ class HeldState:
 
     def _hold_attributes(self, name: str, namespace: dict[str, Any]) -> None:
         found = {key: namespace[key] for key in self._named(namespace) - _OF_MODULES}
-        self._hold(name, _some_of(namespace, found, counted=True), found)
+        self._held.append(_Held(name, _some_of(found), namespace, counted=True))
+        self._go_on_with(name, found)
 
-    def _hold(self, name: str, read: Callable[[], tuple[Any, ...]], entries: dict[Any, Any]) -> None:
-        if len(self._held) == _MOST_HOLDERS:
+    def _hold(self, name: str, read: _Read, holder: Any, entries: dict[Any, Any]) -> None:
+        self._held.append(_Held(name, read, holder))
+        self._go_on_with(name, entries)
+
+    def _go_on_with(self, name: str, entries: dict[Any, Any]) -> None:
+        if len(self._held) > _MOST_HOLDERS:
             raise ImpureError(f"more than {_MOST_HOLDERS} objects are in reach of the code between units")
-        self._held.append(_Held(name, read))
         for key, entry in entries.items():
             self._go_on(entry, f"{name}.{key}" if isinstance(key, str) else f"{name}[{key!r}]")
 
@@ -262,32 +275,97 @@ class HeldState:
 
 
 class _Held:
-    """Some entries of a holder."""
+    """Some entries of a holder.
 
-    __slots__ = ("_expected", "_read", "name")
+    Args:
+        name: for messages.
+        read: gives the entries of the holder.
+        holder: what has them.
+        counted: how many it has in all counts, too.
+    """
 
-    def __init__(self, name: str, read: Callable[[], tuple[Any, ...]]):
-        self.name = name
-        self._read = read
-        self._expected = read()
+    __slots__ = ("counted", "expected", "holder", "name", "read")
+
+    def __init__(self, name: str, read: _Read, holder: Any, *, counted: bool = False):
+        self.name, self.read, self.holder, self.counted = name, read, holder, counted
+        self.expected = self._now()
 
     def is_same(self) -> bool:
-        """Whether the entries are as they were."""
+        """Whether the entries are as they were; equal numbers and texts of one type are."""
         try:
-            now = self._read()
+            now = self._now()
         except Exception:
             return False
-        expected = self._expected
-        if len(now) == len(expected) and all(map(operator.is_, now, expected)):
-            return True
-        if len(now) != len(expected) or not all(map(_is_equal, now, expected)):
+        if len(now) != len(self.expected) or not all(map(_is_equal, now, self.expected)):
             return False
-        self._expected = now
+        self.expected = now
         return True
 
+    def _now(self) -> tuple[Any, ...]:
+        length = (len(self.holder),) if self.counted else ()
+        return (*length, *self.read(self.holder))
 
-def _cell_read(cell: CellType) -> Callable[[], tuple[Any, ...]]:
-    return lambda: (cell.cell_contents,)
+
+class _AllHeld:
+    """The same of many holders at once, by identity, which is fast."""
+
+    __slots__ = ("_expected", "_lengths", "_reads", "_sized")
+
+    def __init__(self, held: Iterable[_Held]):
+        self._sized = [each.holder for each in held if each.counted]
+        self._lengths = list(map(len, self._sized))
+        self._reads = [(each.read, each.holder) for each in held if each.read is not _nothing]
+        self._expected = self._now()
+
+    def is_same(self) -> bool:
+        """Whether all entries are the same objects."""
+        try:
+            if list(map(len, self._sized)) != self._lengths:
+                return False
+            now = self._now()
+        except Exception:
+            return False
+        return len(now) == len(self._expected) and all(map(operator.is_, now, self._expected))
+
+    def _now(self) -> list[Any]:
+        found: list[Any] = []
+        for read, holder in self._reads:
+            found += read(holder)
+        return found
+
+
+def _some_of(keys: Iterable[Any]) -> _Read:
+    """Reads some entries of a dictionary."""
+    keys = tuple(keys)
+    if not keys:
+        return _nothing
+    return operator.itemgetter(*keys, keys[0])  # of two and more, it gives a tuple
+
+
+def _all_of(holder: Any) -> list[_Read]:
+    """Reads all entries of a container."""
+    if isinstance(holder, dict):
+        return [dict.keys, dict.values]
+    if isinstance(holder, set):
+        copied = set(holder)
+        return [lambda now: (set.__eq__(now, copied),)]
+    if isinstance(holder, list | deque):
+        return [iter]
+    if isinstance(holder, MappingProxyType):
+        return [MappingProxyType.keys, MappingProxyType.values]
+    return []  # nothing changes it
+
+
+def _slots_read(names: tuple[str, ...]) -> _Read:
+    return lambda item: tuple(getattr(item, name, ABSENT) for name in names)
+
+
+def _cell_read(cell: CellType) -> tuple[Any]:
+    return (cell.cell_contents,)
+
+
+def _nothing(holder: Any) -> tuple[()]:
+    return ()
 
 
 def _content_of(variable: ContextVar[Any]) -> Any:
@@ -298,31 +376,3 @@ def _content_of(variable: ContextVar[Any]) -> Any:
 
 def _is_equal(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and type(one) in _PLAIN and bool(one == other))
-
-
-def _some_of(holder: Any, keys: Iterable[Any], *, counted: bool) -> Callable[[], tuple[Any, ...]]:
-    """Reads some entries of a dictionary, and how many it has."""
-    get, keys = holder.get, tuple(keys)
-    if counted:
-        return lambda: (len(holder), *map(get, keys))
-    return lambda: tuple(map(get, keys))
-
-
-def _all_of(holder: Any) -> Callable[[], tuple[Any, ...]]:
-    """Reads all entries of a container."""
-    if isinstance(holder, dict):
-        return lambda: (*dict.keys(holder), *dict.values(holder))
-    if isinstance(holder, set):
-        copied = set(holder)
-        return lambda: (set.__eq__(holder, copied),)
-    if isinstance(holder, list):
-        return lambda: tuple(list.__iter__(holder))
-    if isinstance(holder, deque):
-        return lambda: tuple(holder)
-    if isinstance(holder, MappingProxyType):
-        return lambda: tuple(holder.items())
-    return tuple  # nothing changes it
-
-
-def _slots_read(item: Any, names: Iterable[str]) -> Callable[[], tuple[Any, ...]]:
-    return lambda: tuple(getattr(item, name, ABSENT) for name in names)
