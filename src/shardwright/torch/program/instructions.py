@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from torch import nn
@@ -10,7 +10,6 @@ from torch import nn
 from shardwright.runtime.assignment import Assignment
 from shardwright.runtime.dataflow import Dataflow, StepFlow
 from shardwright.torch.interception.attribute_inputs import FoundPlace, found_places
-from shardwright.torch.pytorch.functions import CALLS_UNITS
 from shardwright.torch.pytorch.slots import Slot
 from shardwright.torch.tracing.divided_tail import DividedTail
 from shardwright.torch.tracing.recorded_step import Step
@@ -79,7 +78,6 @@ class Instruction:
         values: position among the leaves of the result, and of the unit's attributes behind them -> value.
         spoils: positions of arguments that every rank has, and of which only one has what they become.
         changes: values that it changes in place, as their stand-ins name them, where step code may read them.
-        is_plain: one tensor comes of it, and nothing else has to be done or looked at.
     """
 
     step: Step
@@ -96,7 +94,6 @@ class Instruction:
     values: Mapping[int, int] = field(default_factory=dict)
     spoils: tuple[int, ...] = ()
     changes: tuple[int, ...] = ()
-    is_plain: bool = False
 
     @property
     def staying(self) -> Iterator[int]:
@@ -170,7 +167,7 @@ def _instruction(
     may_choose = node.kind == "unit" and not step.unit.recomputed
     recomputes = may_choose and node.label in kept.recompute and not step.changes
     asked = trace.tensors.shapes_asked
-    made = Instruction(
+    return Instruction(
         step=step,
         place=Place.HERE if is_here else Place.ELSEWHERE,
         stage=stage,
@@ -186,21 +183,6 @@ def _instruction(
         spoils=_spoilt(step, flow),
         changes=_changed(trace, step) if trace.ends else (),
     )
-    return replace(made, is_plain=_is_plain(made))
-
-
-def _is_plain(made: Instruction) -> bool:
-    step, flow, unit, attributes = made.step, made.flow, made.step.unit, made.attributes
-    result = step.result
-    if result.structure is None or result.structure.kind != "leaf" or result.passed or result.numbers:
-        return False
-    by_values = step.draws or step.looks_at_values or flow.may_change is not None
-    kept_otherwise = made.recompute or made.offload or made.divided
-    changes = made.spoils or made.changes or step.changes or flow.changes or flow.copies or flow.buffers
-    of_unit = unit.attributes or unit.passed_attributes or unit.found or unit.fills or unit.own_results
-    left = attributes.arguments or attributes.left
-    is_one = made.values.keys() == {0} and step.func not in CALLS_UNITS
-    return is_one and not (by_values or kept_otherwise or changes or of_unit or left)
 
 
 def _staying(step: Step, values: AbstractSet[int]) -> Iterator[int]:

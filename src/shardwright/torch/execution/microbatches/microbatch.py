@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.interception.glue import (
     GlueMode,
     Realised,
-    call_without_hooks,
     plain_torch,
     set_active_handler,
 )
@@ -50,11 +48,6 @@ from shardwright.torch.pytorch.tree import flatten, leaves, map_tree
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, whole
 
 __all__ = ["Microbatch"]
-
-_NOTHING = nullcontext()
-_NO_CONTAINERS = frozenset(
-    {Tensor, DeferredTensor, nn.Parameter, type(None), bool, int, float, str, torch.Size}
-)
 
 log = logging.getLogger(__name__)
 
@@ -195,13 +188,6 @@ class Microbatch:
         """Executes a torch function between units, or gives stand-ins for its result."""
         if self._closing:
             return _while_leaving(func, args, kwargs)
-        plain = self._plain(func) if args else None
-        # What rests on no unit may be called beside the trace.
-        if plain is not None and (
-            type(args[0]) is DeferredTensor or self._cursor.value_of(args[0]) is not None
-        ):
-            self._cursor.position += 1
-            return self._run_plain(plain, func, args, kwargs)
         if func is Tensor.backward:
             return self.backward(args[0], gradient_of_backward(*args[1:], **kwargs))
         if in_step_code():
@@ -233,8 +219,6 @@ class Microbatch:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if instruction is not None and instruction.is_plain:
-            return self._run_plain(instruction, func, args, kwargs)
         position = self._cursor.position
         if instruction is None or instruction.place is Place.FREE:
             begun_s = time.perf_counter()
@@ -271,11 +255,6 @@ class Microbatch:
         """Runs a unit of this rank, or gives stand-ins for its result."""
         if self._closing:
             raise GreenletExit
-        plain = self._plain(module)
-        if plain is not None and (plain.step.flat or _has_no_containers(args, kwargs)):
-            self._cursor.position += 1
-            call = partial(call_without_hooks, module)
-            return self._run_plain(plain, call, args, kwargs, around=plain_torch())
         self._end.refuse_model(behind_backward=self._turns.reached_backward)
         instruction = self._cursor.unit_call(module)
         position = self._cursor.position
@@ -305,37 +284,6 @@ class Microbatch:
                 self._cursor.note_made(vars(owner)[key], (), {0: instruction.values[place]})
             self.state.note_left(instruction.stage, instruction.attributes.left)
             return fill(result, *own)
-
-    def _plain(self, func: Any) -> Instruction | None:
-        """The next instruction, if it is the call of this function or unit, and plain; all reads aside."""
-        return None if self._has_end or self._known.is_behind_end else self._cursor.plain(func)
-
-    def _run_plain(
-        self,
-        instruction: Instruction,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        around: AbstractContextManager[None] = _NOTHING,
-    ) -> Any:
-        """Runs a plain instruction, or gives the stand-in for its result."""
-        if instruction.expects:
-            self._comparison.arguments(instruction, args, kwargs)
-        if instruction.place is Place.ELSEWHERE:
-            return instruction.step.result.leaves[0]
-        if self._turns.stage != instruction.stage:
-            self._turns.enter(instruction.stage)
-        flow = instruction.flow
-        with around:
-            if flow.cuts or flow.held:
-                args, kwargs, _ = self.tensors.find(instruction, args, kwargs)
-            result = call(*args, **kwargs)
-            if flow.keeps or instruction.shapes:
-                self.tensors.keep(instruction, result, args, kwargs, {})
-        self._cursor.note_one(result, instruction.values[0])
-        if self._has_end:
-            self._note_seen(result)
-        return result
 
     def _keeping(self, instruction: Instruction) -> AbstractContextManager[None]:
         """Surrounds the run of a unit: what it keeps for its backward may be offloaded."""
@@ -452,12 +400,6 @@ class Microbatch:
 
 def _whole(item: Any) -> Any:
     return whole(item) if item.__class__ is DividedTensor else item
-
-
-def _has_no_containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return all(type(item) in _NO_CONTAINERS for item in args) and all(
-        type(item) in _NO_CONTAINERS for item in kwargs.values()
-    )
 
 
 def _while_leaving(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -87,15 +87,6 @@ class ProgramCursor:
             self.position = found + 1
         return None if found is None else self._program.instructions[found]
 
-    def plain(self, func: Any) -> Instruction | None:
-        """The next instruction, if it is the call of this function or unit and a plain one."""
-        position = self.position
-        if position < self._end:
-            instruction = self._program.instructions[position]
-            if instruction.is_plain and instruction.step.func is func:
-                return instruction
-        return None
-
     def unit_call(self, module: nn.Module) -> Instruction:
         """The instruction of a unit."""
         return self._placed(module)
@@ -204,10 +195,6 @@ class ProgramCursor:
             if isinstance(item, Tensor) and id(item) not in free:
                 value = values.get(position, self.value_of(item))  # a step may give back what it was given
                 self._made[id(item)] = weakref.ref(item), value
-
-    def note_one(self, result: Any, value: int) -> None:
-        """Records the one tensor that a plain step of this rank gave."""
-        self._made[id(result)] = weakref.ref(result), value
 
     def note_spoilt(self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Records tensors that every rank has, and of which only one will have the content."""
