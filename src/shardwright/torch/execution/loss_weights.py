@@ -51,6 +51,7 @@ class LossWeights:
         parts: the microbatches.
         replicas: how many there are.
         told: what has been said of losses; it grows.
+        tells: this rank says it, and not each replica.
 
     Attributes:
         reduction: of the losses so far.
@@ -66,7 +67,9 @@ class LossWeights:
         *,
         replicas: int,
         told: set[str],
+        tells: bool = True,
     ):
+        self._tells = tells
         self._model = model
         self._parts = parts
         self._function = function
@@ -134,7 +137,7 @@ class LossWeights:
 
     def _warn_once(self, what: str) -> None:
         line = f"{line_of(self._function)}: the loss {what}"
-        if line not in self._told:
+        if self._tells and line not in self._told:
             self._told.add(line)
             log.warning("%s", line)
 
