@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwright.torch as sw
-from choices import combinations_of
+from choices import combinations_of, in_sweep
 from shardwright.testing import run_ranks
 
 D = torch.float64
@@ -148,3 +148,43 @@ def _stated() -> float:
 
 def test_a_script_may_say_that_numbers_of_an_evaluation_are_means() -> None:
     assert run_ranks(_stated, 2) == [4.0, 4.0]
+
+
+def _small_batches(schedule: str) -> float:
+    """How losses and gradients of smaller batches differ from those of one process."""
+    sw.init({"profile": "estimated", "run_dir": "off", "microbatches": 4, "pipeline": schedule})
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(6))).to(D)
+    plain = copy.deepcopy(net)
+    model = sw.DistributedModel(net)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plain_optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+
+    @sw.step
+    def run(model: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        if model.training:
+            model.backward(loss)
+        return loss
+
+    worst = 0.0
+    for samples in (8, 3, 1):
+        x = torch.rand(samples, 6, dtype=D)
+        optimizer.zero_grad()
+        plain_optimizer.zero_grad()
+        told, wanted = run(model.train(), x).reduce_mean(), plain(x).square().mean()
+        wanted.backward()
+        optimizer.step()
+        plain_optimizer.step()
+        with torch.no_grad():
+            told_again, wanted_again = run(model.eval(), x).reduce_mean(), plain(x).square().mean()
+        worst = max(worst, abs(float(told - wanted.detach())), abs(float(told_again - wanted_again)))
+    return worst
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", *(in_sweep(each) for each in ("gpipe", "interleaved", "zb_h1", "zb_v"))]
+)
+def test_a_batch_smaller_than_the_ones_before_is_cut_into_fewer_microbatches(schedule: str) -> None:
+    """The last batch of a loader, or one sample to evaluate, was refused."""
+    assert max(run_ranks(_small_batches, 2, schedule)) < 1e-12

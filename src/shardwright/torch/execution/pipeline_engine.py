@@ -28,7 +28,7 @@ from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.execution.model_placement import ModelPlacement
 from shardwright.torch.execution.placed_model import PlacedModel
 from shardwright.torch.execution.program_maker import KnownTrace, ProgramMaker
-from shardwright.torch.execution.rank_batch import RankBatch
+from shardwright.torch.execution.rank_batch import RankBatch, number_of_parts
 from shardwright.torch.execution.read_costs import ReadCosts
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.backward_calls import backward_intercepted
@@ -136,7 +136,7 @@ class PipelineEngine:
         batch = gradients.batch
         placed, known = self._placed_for(function, batch)
         assert context.plan is not None
-        parts = batch.split(context.plan.schedule.microbatches)
+        parts = batch.split(number_of_parts(context, self._model, batch, context.plan.schedule.microbatches))
         path, attributes = (function, hooks, *settings.values()), self._attributes.step_begins(modules)
         programs = self._programs.of_batch(function, parts, path, attributes, known)
         check_one_order(programs)

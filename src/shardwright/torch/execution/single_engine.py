@@ -24,6 +24,7 @@ from shardwright.torch.batch.batch_result import BatchResult, detached, places_o
 from shardwright.torch.counting.compiled_modules import compile_units
 from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.execution.one_stage import keep_as_wished
+from shardwright.torch.execution.rank_batch import number_of_parts
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.backward_calls import backward_intercepted
 from shardwright.torch.interception.glue import (
@@ -70,6 +71,7 @@ class SingleEngine:
         self._reducer: GradientReducer | None = None
         self._reduced: set[int] | None = None
         self._prepared = False
+        self._was_cut = False
         self._told_of_losses: set[str] = set()
         self._looked_at: WeakSet[Callable[..., Any]] = WeakSet()
         # Of an evaluation: place in the result -> how it is reduced over samples.
@@ -93,7 +95,10 @@ class SingleEngine:
         if torch.is_grad_enabled() and self._planner is not None and self._context.plan is None:
             self._plan(self._planner, function, batch)
         num_microbatches = self._context.config.microbatches or 1
+        if self._was_cut:
+            num_microbatches = number_of_parts(self._context, self._model, batch, num_microbatches)
         parts = batch.split(num_microbatches)
+        self._was_cut = True
         if torch.is_grad_enabled():
             self._prepare(function, batch, parts)
         if self._context.groups.data is not None:
