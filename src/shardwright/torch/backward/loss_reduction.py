@@ -30,12 +30,14 @@ class LossForm:
         counts: of each term of a weighted mean, gives how much counts in it; the samples for a plain mean.
         reason: why it, or a term of it, is neither or unknown: what the loss does.
         divisor: the number that a sum is divided by.
+        is_certain: no operation stands behind it of which a trace knows the shapes alone: ``loss[mask]``.
     """
 
     reduction: Reduction
     counts: tuple[Callable[[], float], ...] = ()
     reason: str = ""
     divisor: float = 1.0
+    is_certain: bool = True
 
 
 def form_of_loss(
@@ -71,7 +73,8 @@ def form_of_loss(
     if not kinds:
         return LossForm(Reduction.NEITHER, reason=aside)
     if Reduction.WEIGHTED not in kinds:
-        return LossForm(max(kinds), reason=aside, divisor=max(term.divisor for term in terms))
+        divisor = max(term.divisor for term in terms)
+        return LossForm(max(kinds), reason=aside, divisor=divisor, is_certain=not walk.guesses)
     counts = tuple(
         term.count or (lambda: float(samples))
         for term in terms

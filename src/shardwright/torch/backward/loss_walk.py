@@ -87,7 +87,7 @@ _PRODUCTS = frozenset("Mm Bmm Addmm Baddbmm Addbmm Cdist Pdist CdistForward Pdis
 # What makes one number, or a few, of all rows, and follows from no sum of theirs.
 _OF_ALL = frozenset(
     "Max Min Amax Amin Aminmax Norm LinalgVectorNorm Logsumexp Prod Std Var StdMean VarMean Median Nanmedian "
-    "Sort Topk Kthvalue Cummax Cummin Cumprod Mode Renorm".split()
+    "Sort Topk Kthvalue Cummax Cummin Cumprod Mode Renorm Dist".split()
 )
 _DEEPEST = 60
 
@@ -108,6 +108,7 @@ class LossWalk:
         self._is_fixed = is_fixed
         self._known: dict[Any, Flow] = {}
         self.unknown = ""
+        self.guesses = False
 
     def flow(self, node: Any, depth: int) -> Flow:
         """What a node has made: rows, or a value of the batch."""
@@ -133,8 +134,10 @@ class LossWalk:
             return self._leaf(node.variable)
         if depth > _DEEPEST:
             return Rows.ROWS
-        if name in ("Sum", "Mean"):
+        if name in ("Sum", "Nansum", "Mean"):
             return self._reduced(node, name, depth)
+        if name == "Dot":
+            return self._dotted(node, depth)
         if name in _FUSED:
             return self._fused(node, name, depth)
         if name in _PRODUCTS:
@@ -144,6 +147,7 @@ class LossWalk:
         if name in _LINEAR:
             return self._joined(self._children(node, depth))
         if name == "Add" and _is_made_up(node):
+            self.guesses = True
             return Rows.ROWS if shape_behind(node) else self._not_known("a module that looks at values")
         if name in ("Add", "Sub", "Stack", "Cat"):
             return self._joined(self._parts(node, depth), outer=node)
@@ -272,7 +276,7 @@ class LossWalk:
         at = self._batch_dim(shape) if below is Rows.ROWS else 0
         if at is not None and at not in chosen:
             return below
-        if name == "Sum":
+        if name != "Mean":
             return (Term(Reduction.SUM, shape=shape),)
         if below is Rows.PICKED:
             return (Term(Reduction.WEIGHTED, count=lambda: float(shape[0])),)
@@ -332,12 +336,31 @@ class LossWalk:
         if left and right:
             if len(rows) == 2 and self._has_samples(node, name, inputs):
                 raise Neither("it compares samples with one another")
-            sizes = saved_by(node, "self_sym_sizes") or saved_by(node, "mat1_sym_sizes") or (1,)
-            if sizes[-1] % self._samples == 0:  # as a covariance
+            if self._contracted(node, inputs[-2]) % self._samples == 0:  # as a covariance
                 return (Term(Reduction.SUM),)
         if not left and not right:
             return Rows.FIXED
         return Rows.ROWS if rows else self._not_known(f"{name} over the samples")
+
+    def _contracted(self, node: Any, left: Any) -> int:
+        """The size of the dim over which a product sums; 1 where it is not known."""
+        sizes = saved_by(node, "self_sym_sizes") or saved_by(node, "mat1_sym_sizes")
+        if sizes is None and left is not None:
+            sizes = shape_behind(left)
+        return sizes[-1] if sizes else 1
+
+    def _dotted(self, node: Any, depth: int) -> Flow:
+        """The sum of a product of two vectors, which may be all rows one behind the other."""
+        flows = self._children(node, depth)
+        if any(isinstance(flow, tuple) for flow in flows):
+            return self._not_known("Dot")
+        if all(flow is Rows.FIXED for flow in flows):
+            return Rows.FIXED
+        shapes = [shape_behind(child) for child, _ in node.next_functions if child is not None]
+        shape = next((each for each in shapes if each), (1,))
+        return (
+            (Term(Reduction.SUM, shape=shape),) if shape[0] % self._samples == 0 else self._not_known("Dot")
+        )
 
     def _operands(self, node: Any, name: str, inputs: Sequence[Any], depth: int) -> tuple[bool, bool]:
         """Whether the two operands of a product are of the batch."""

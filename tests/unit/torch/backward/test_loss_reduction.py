@@ -75,6 +75,12 @@ SUMS: dict[str, Loss] = {
         F.cross_entropy(_flat(z), y.flatten(), reduction="sum") / 73
     ),
     "sum / num_items_in_batch": lambda z, y, mask: z.square().sum() / NUM_WHOLE,
+    "a product over the samples": lambda z, y, mask: torch.einsum(
+        "b,b->", z.square().mean((1, 2)), z.detach()[:, 0, 0]
+    ),
+    "einsum over all": lambda z, y, mask: torch.einsum("bti,bti->", z, torch.ones_like(z)),
+    "nansum": lambda z, y, mask: z.square().nansum(),
+    "dot": lambda z, y, mask: torch.dot(z.flatten(), torch.ones_like(z).flatten()),
     "half of the square": lambda z, y, mask: 0.5 * (z - 1).square().sum(),
 }
 WEIGHTED: dict[str, Loss] = {
@@ -101,6 +107,7 @@ NEITHER: dict[str, Loss] = {
     "standard deviation": lambda z, y, mask: F.relu(1 - z[:, 0].std(0)).mean(),
     "covariance": lambda z, y, mask: (z[:, 0].T @ z[:, 0]).square().sum(),
     "dice": lambda z, y, mask: 1 - 2 * (z.sigmoid() * 0.5).sum() / (z.sigmoid().sum() + 3),
+    "distance": lambda z, y, mask: torch.dist(z, torch.ones_like(z)),
     "largest": lambda z, y, mask: z.square().max(),
     "sum and mean": lambda z, y, mask: z.square().sum() + z.abs().mean(),
     "a sum and a regulariser": lambda z, y, mask: z.square().sum() + WEIGHT.square().sum(),
@@ -153,9 +160,6 @@ def test_a_loss_that_is_neither_is_known_with_its_reason(loss: Loss) -> None:
 
 NOT_KNOWN: dict[str, Loss] = {
     "samples one by one": lambda z, y, mask: torch.stack([each.square().mean() for each in z]).sum(),
-    "a product over the samples": lambda z, y, mask: torch.einsum(
-        "b,b->", z.square().mean((1, 2)), z.detach()[:, 0, 0]
-    ),
 }
 
 
