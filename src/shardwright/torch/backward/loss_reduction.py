@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shardwright.torch.backward.loss_walk import LossWalk, Neither, Reduction, Rows, Term
+from shardwright.torch.backward.loss_walk import LossWalk, Neither, Reduction, Rows, Term, name_of_node
 
 __all__ = ["LossForm", "Reduction", "form_of_loss"]
 
@@ -61,7 +61,7 @@ def form_of_loss(
     except Neither as answer:
         return LossForm(Reduction.NEITHER, reason=str(answer))
     except Exception as error:  # a node that is none of those known here
-        return LossForm(Reduction.UNKNOWN, reason=f"{loss.grad_fn} ({error})")
+        return LossForm(Reduction.UNKNOWN, reason=f"{name_of_node(loss.grad_fn)} ({error})")
     terms = found if isinstance(found, tuple) else (Term(Reduction.MEAN),)
     kinds = {term.reduction for term in terms} - {Reduction.UNKNOWN}
     aside = next((term.reason for term in terms if term.reduction is Reduction.NEITHER), "")

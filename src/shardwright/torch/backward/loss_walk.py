@@ -18,7 +18,7 @@ from shardwright.torch._private import (
     unset_fake_temporarily,
 )
 
-__all__ = ["LossWalk", "Neither", "Reduction", "Rows", "Term"]
+__all__ = ["LossWalk", "Neither", "Reduction", "Rows", "Term", "name_of_node"]
 
 
 class Reduction(IntEnum):
@@ -129,7 +129,7 @@ class LossWalk:
         return found
 
     def _flow(self, node: Any, depth: int) -> Flow:
-        name = _name_of(node)
+        name = name_of_node(node)
         if name == "AccumulateGrad":
             return self._leaf(node.variable)
         if depth > _DEEPEST:
@@ -213,15 +213,15 @@ class LossWalk:
         num_sums = sum(term.reduction is Reduction.SUM for term in numerator)  # of layers, say
         return tuple(self._term_divided(term, divisor, num_sums) for term in numerator)
 
-    def _term_divided(self, term: Term, divisor: Tensor, num_sums: int) -> Term:
+    def _term_divided(self, term: Term, divisor: Tensor | float, num_sums: int) -> Term:
         """A sum that is divided may be a mean: by its samples, or by what counts of them."""
         if term.reduction is not Reduction.SUM:
             return term
-        if divisor.numel() != 1:
+        if isinstance(divisor, Tensor) and divisor.numel() != 1:
             return Term(Reduction.UNKNOWN)
-        if _is_number(divisor):
+        if not isinstance(divisor, Tensor) or _is_number(divisor):
             with unset_fake_temporarily():
-                by = float(divisor.item())
+                by = float(divisor)
             sizes = self._sizes(term.shape)
             is_size = any(isclose(by, size * factor) for size in sizes for factor in {1, num_sums})
             if not is_size and abs(by) <= max(prod(term.shape), 1):
@@ -248,7 +248,7 @@ class LossWalk:
         if not shape or shape[0] % self._samples:
             return False
         dim = saved_by(node, "dim")
-        return _name_of(node) == "Unbind" or (dim is not None and _dims((dim,), len(shape)) == {0})
+        return name_of_node(node) == "Unbind" or (dim is not None and _dims((dim,), len(shape)) == {0})
 
     def _sizes(self, shape: Sequence[int]) -> set[float]:
         """What a script may divide the sum over rows of a shape by, to have the mean over samples."""
@@ -375,9 +375,9 @@ class LossWalk:
 
     def _is_weight(self, node: Any) -> bool:
         """Whether a node gives a parameter of the model, or a view of it."""
-        while node is not None and _name_of(node) in _LINEAR and len(node.next_functions) == 1:
+        while node is not None and name_of_node(node) in _LINEAR and len(node.next_functions) == 1:
             node = node.next_functions[0][0]
-        is_leaf = node is not None and _name_of(node) == "AccumulateGrad"
+        is_leaf = node is not None and name_of_node(node) == "AccumulateGrad"
         return is_leaf and self._leaf(node.variable) is Rows.FIXED
 
     def _is_of_batch(self, child: Any, node: Any, key: str, depth: int) -> bool:
@@ -419,13 +419,20 @@ class LossWalk:
         flows = self._children(node, depth)
         if all(flow is Rows.FIXED for flow in flows):
             return Rows.FIXED
-        if is_rows:
+        if is_rows and not self._goes_over_samples(node):
             return Rows.ROWS
         if any(_is_unknown(flow) for flow in flows):
             return self._not_known(name)
         if name in _OF_ALL:
             raise Neither(f"{name} is taken over the whole batch")
         return self._not_known(name)
+
+    def _goes_over_samples(self, node: Any) -> bool:
+        """Whether an operation along a dim has that of the samples: ``losses.topk(k)``."""
+        shape, dim = shape_behind(node.next_functions[0][0]) or (), saved_by(node, "dim")
+        if not isinstance(dim, int) or not shape:
+            return False
+        return _dims((dim,), len(shape)) == {self._batch_dim(shape)}
 
     def _not_known(self, what: str) -> tuple[Term, ...]:
         self.unknown = self.unknown or what
@@ -444,7 +451,7 @@ def _is_made_up(node: Any) -> bool:
 
 
 def _is_leaf(node: Any) -> bool:
-    return _name_of(node) == "AccumulateGrad"
+    return name_of_node(node) == "AccumulateGrad"
 
 
 def _labels(node: Any) -> float:
@@ -456,7 +463,7 @@ def _labels(node: Any) -> float:
     return _number((saved_by(node, "target") != ignored).sum())
 
 
-def _name_of(node: Any) -> str:
+def name_of_node(node: Any) -> str:
     """``Mean`` for ``MeanBackward1``."""
     return _name_in(node.name())
 
