@@ -5,6 +5,7 @@ title, a line break adds a line that looks like ours, a direction mark makes a n
 become their JSON escapes, such as ``\\u001b``; so JSON that passes through stays JSON.
 """
 
+import re
 import reprlib
 import unicodedata
 from typing import Any
@@ -14,6 +15,7 @@ __all__ = ["control_in", "printable", "shown"]
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 # Of those that only format, such as the joiners of emoji, these change the order in which a line is read.
 _DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+_COLOURS = re.compile(r"\x1b\[[0-9;]{0,16}m")
 _ABBREVIATION = reprlib.Repr()
 _ABBREVIATION.maxstring = _ABBREVIATION.maxother = 120
 
@@ -23,14 +25,18 @@ def printable(text: str, *, lines: bool = False) -> str:
 
     Args:
         text: from anywhere.
-        lines: line breaks and tabs of it are ours, and stay.
+        lines: line breaks and tabs of it are ours, and stay; colours go, as Keras has them in its errors.
 
     >>> printable("run\\x1b[2J\\n")
     'run\\\\u001b[2J\\\\u000a'
+    >>> printable("\\x1b[1mgan.py:28\\x1b[0m: no", lines=True)
+    'gan.py:28: no'
     """
     if text.isprintable():
         return text
-    kept = "\n\t" if lines else ""
+    kept = ""
+    if lines:
+        kept, text = "\n\t", _COLOURS.sub("", text)
     return "".join(_escaped(each) if _is_hidden(each) and each not in kept else each for each in text)
 
 

@@ -1,7 +1,10 @@
 """Accelerate's loop over stages and replicas: an unedited script trains as in one process."""
 
 import pytest
+import torch
 from scripts_of_others import alone, over_ranks
+
+from shardwright.testing import RanksFailedError, run_ranks
 
 pytest.importorskip("accelerate")
 SCRIPT = "no_trainer.py"
@@ -27,3 +30,20 @@ def test_two_replicas_count_each_sample_once(plain, tmp_path):
     assert len(report["losses"]) == len(plain["losses"]) // 2
     assert report["rates"][-1] == pytest.approx(plain["rates"][-1], abs=1e-3)
     assert all(round(accuracy * 20) == pytest.approx(accuracy * 20) for accuracy in report["accuracies"])
+
+
+def _loaded(folder):
+    from shardwright.integrations.accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, config={"profile": "estimated", "run_dir": "off", "microbatches": 2})
+    accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+    accelerator.load_state(folder)
+
+
+def test_a_state_of_plain_accelerate_is_refused_and_named(tmp_path):
+    """`load_state` of its folder, or of an empty one, loaded nothing and said nothing."""
+    with pytest.raises(RanksFailedError, match=r"no state of this Accelerator is there\. accelerator\.save"):
+        run_ranks(_loaded, 2, str(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(RanksFailedError, match=r"plain Accelerate.*safetensors\.torch\.load_file\("):
+        run_ranks(_loaded, 2, str(tmp_path))

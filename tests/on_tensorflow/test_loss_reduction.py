@@ -11,10 +11,10 @@ from shardwright.tensorflow.units import choose_units
 WIDTH = 5
 
 
-def _found(loss_of, layer):
+def _found(loss_of, layer, given=lambda x: x):
     def step(x, labels, weights):
         with tf.GradientTape() as tape:
-            loss = loss_of(layer(x), labels, weights)
+            loss = loss_of(layer(given(x)), labels, weights)
         return tape.gradient(loss, layer.kernel.value), loss
 
     layer.build([None, WIDTH])
@@ -82,3 +82,16 @@ def test_what_a_loss_is_to_its_samples(case):
     assert len(found.divisors) == (case in ("mean by weights", "mask"))
     if kind in ("neither", "unknown"):
         assert "test_loss_reduction.py" in found.line
+
+
+def _of_real_and_fake(y, labels, weights):
+    """The loss of a discriminator, as examples of Keras have it."""
+    ones = tf.ones_like(weights)
+    return tf.reduce_mean(tf.concat([ones, 0 * ones], 0)[:, None] * y**2)
+
+
+@pytest.mark.parametrize(("loss_of", "kind"), [(_of_real_and_fake, "mean"), (_contrast, "neither")])
+def test_rows_behind_one_another_have_a_part_of_each(loss_of, kind):
+    """Real pictures and fake ones in one call: their halves were taken for those of the batch."""
+    found = _found(loss_of, tf.keras.layers.Dense(WIDTH), lambda x: tf.concat([x, 2 * x], 0))
+    assert found.kind == kind

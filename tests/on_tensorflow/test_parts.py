@@ -10,7 +10,7 @@ import pytest
 from keras_features import SETTINGS
 
 from shardwright.errors import UsageError
-from shardwright.testing import run_ranks
+from shardwright.testing import run_ranks, run_ranks_outcomes
 
 
 def _ended(ranks, folder):
@@ -67,7 +67,10 @@ def _ended(ranks, folder):
         return found, "" if ranks else None
     with model.whole():
         np.testing.assert_array_equal(kernel.numpy(), decoder.layers[0].get_weights()[0])
-    model.fit(x, x, batch_size=8, verbose=0)
+    path = f"{folder}/never.weights.h5"
+    best = {"save_best_only": True, "save_weights_only": True, "initial_value_threshold": 1e-9}
+    never = [keras.callbacks.ModelCheckpoint(path, "loss", **best)] if rank == 0 else []
+    model.fit(x, x, batch_size=8, callbacks=never, verbose=0)
     try:
         message = str([each.numpy() for each in model.variables])
     except UsageError as error:
@@ -108,6 +111,37 @@ def test_a_checkpoint_of_the_first_rank_alone_is_written(found):
     """Bug: the first rank waited for ranks that trained on."""
     assert (found[2] / "first.weights.h5").exists()
     assert all("rank 1 has a ModelCheckpoint that rank 0 does not have" in told for _, told in found[1])
+
+
+def test_a_checkpoint_of_the_first_rank_knows_what_is_good_enough(found):
+    """``initial_value_threshold`` held on the first rank alone: the others would have saved."""
+    assert not (found[2] / "never.weights.h5").exists()
+
+
+def _fails_between_steps():
+    import tensorflow as tf
+
+    import shardwright.tensorflow as sw
+
+    sw.init({"pipeline_parallel_degree": 1, **SETTINGS})
+    model = sw.DistributedModel(tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(2)]))
+    model.compile("sgd", "mse")
+
+    def fail(*_, **__):
+        if sw.rank() == 1:
+            raise ValueError("boom in a callback")
+
+    x = np.ones((16, 4), "float32")
+    monitor = tf.keras.callbacks.LambdaCallback(on_train_batch_end=fail)
+    model.fit(x, x[:, :2], batch_size=8, callbacks=[monitor], verbose=0)
+
+
+def test_a_failure_between_the_steps_of_fit_is_named_on_all_ranks():
+    """A replica that averaged its numbers with one that had failed told of a lost connection."""
+    env = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+    first, second = run_ranks_outcomes(_fails_between_steps, 2, env=env, timeout_s=120)
+    assert "boom in a callback" in second.error
+    assert "boom in a callback" in first.error
 
 
 def _example(folder):

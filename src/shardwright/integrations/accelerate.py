@@ -18,6 +18,7 @@ from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor, nn
 
 import shardwright.torch as sw
+from shardwright.checkpoint.commits import COMMITTED
 from shardwright.errors import UsageError
 from shardwright.integrations.accelerate_ranks import count_ranks_on_cpus, refuse_other_ranks
 from shardwright.integrations.step_model import StepModel
@@ -27,6 +28,8 @@ from shardwright.torch.script_run import script_run
 __all__ = ["Accelerator"]
 
 count_ranks_on_cpus()
+
+_PLAIN_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in a state of accelerate.Accelerator
 
 
 class Accelerator(accelerate.Accelerator):
@@ -208,7 +211,10 @@ class Accelerator(accelerate.Accelerator):
 
     def load_state(self, input_dir: str | None = None, *_: Any, **__: Any) -> None:
         """Loads what `save_state` has saved, before the first step; on any number of ranks."""
-        with closing(self._checkpoints(self._folder(input_dir, "load_state"))) as checkpoints:
+        folder = Path(self._folder(input_dir, "load_state"))
+        if not (folder / COMMITTED).is_file():
+            raise UsageError(_no_state(folder))
+        with closing(self._checkpoints(str(folder))) as checkpoints:
             checkpoints.resume()
 
     def _checkpoints(self, folder: str) -> sw.Checkpoints:
@@ -266,6 +272,19 @@ class _Scheduler(AcceleratedScheduler):
             total = getattr(self.scheduler, "total_steps", None)  # OneCycleLR raises behind its last step
             if self._times == 1 or total is None or self.scheduler._step_count <= total:
                 super().step(*args, **kwargs)
+
+
+def _no_state(folder: Path) -> str:
+    """The error for a folder without a state of ours."""
+    message = f"accelerator.load_state({str(folder)!r}): no state of this Accelerator is there. "
+    weights = next((path for path in _PLAIN_WEIGHTS if (folder / path).is_file()), None)
+    if weights is None:
+        return f"{message}accelerator.save_state({str(folder)!r}) makes one."
+    load = "safetensors.torch.load_file" if weights.endswith(".safetensors") else "torch.load"
+    return (
+        f"{message}It was saved by plain Accelerate, in one process. Take its weights before prepare(): "
+        f"model.load_state_dict({load}({str(folder / weights)!r})). Optimizers and schedulers begin anew."
+    )
 
 
 def _gathered(tensor: Tensor) -> Tensor:

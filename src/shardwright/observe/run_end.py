@@ -109,11 +109,12 @@ def format_end(
     loss = "" if totals.loss is None else f", loss {format_loss(totals.loss)}"
     rate, unit = totals.rate
     parts = [f"{ended}: {steps}{loss}", *([f"{format_rate(rate)} {unit}"] if rate else [])]
-    speed_up = _speed_up(totals, plan, replicas)
-    if speed_up is not None:
-        parts.append(f"{speed_up:.2f} times one process")
     predicted_s = plan.prediction.step_s if plan is not None and plan.prediction is not None else 0.0
     measured_s = totals.step_s
+    speed_up = _speed_up(totals, plan, replicas)
+    # What makes a step take twice its time makes the work in it longer, too, with which it is compared.
+    if speed_up is not None and not 0 < 2 * predicted_s < measured_s:
+        parts.append(f"{speed_up:.2f} times one process")
     step = f"step {format_seconds(measured_s)}"
     if totals.steps == 1:
         step += ", which traced and planned"

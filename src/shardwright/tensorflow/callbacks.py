@@ -64,7 +64,9 @@ def _settings(checkpoint: Any) -> dict[str, Any]:
     names = ("filepath", "monitor", "save_best_only", "save_weights_only", "save_freq")
     larger = getattr(checkpoint.monitor_op, "__name__", "") == "greater"
     mode = getattr(checkpoint, "mode", "max" if larger else "min")
-    return {"mode": mode, **{name: getattr(checkpoint, name) for name in names}}
+    settings = {name: getattr(checkpoint, name) for name in names}
+    # Also where an earlier fit has found it: another one would save at other times.
+    return {"mode": mode, "initial_value_threshold": checkpoint.best, **settings}
 
 
 def _writes_nowhere(original: Any) -> Any:

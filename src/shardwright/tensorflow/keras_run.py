@@ -10,6 +10,8 @@ from shardwright.tensorflow.replicas import Replicas
 from shardwright.tensorflow.shared_updates import SharedUpdates
 from shardwright.tensorflow.variables import Variables
 from shardwright.torch.run.context import Context, context
+from shardwright.torch.run.failure import first_cause_named
+from shardwright.torch.run.joint_calls import call_together
 
 __all__ = ["KerasRun", "keras_run"]
 
@@ -117,8 +119,12 @@ class KerasRun(Context):
         return here if self.shared_updates is None else self.shared_updates.mine(here)
 
     def means_over_replicas(self, numbers: Sequence[float]) -> list[float]:
-        """Numbers of this replica as means over all; collective over the ranks with the same stages."""
-        return list(numbers) if self._replicas is None else self._replicas.means(numbers)
+        """Numbers of this replica as means over all; collective over all ranks."""
+        if self._replicas is None:
+            return list(numbers)
+        everyone = range(self.mesh.world_size)
+        with first_cause_named(self), call_together("a batch or an epoch of fit or evaluate", everyone):
+            return self._replicas.means(numbers)
 
     @property
     def keras_model(self) -> Any:

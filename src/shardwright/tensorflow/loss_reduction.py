@@ -13,7 +13,7 @@ What a loss is, is found out on random numbers, in the operations behind the row
 The halves have different numbers in them, and different masks, so that a mean of means tells itself.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -30,6 +30,9 @@ from shardwright.tensorflow.trace import Trace
 __all__ = ["Kind", "LossReduction", "loss_reduction", "piece_of"]
 
 Kind = Literal["mean", "sum", "neither", "unknown"]
+
+_Array = np.ndarray[Any, Any]
+_Halves = Callable[[_Array, int], list[_Array]]
 
 _DIVISIONS = {"RealDiv": 1, "DivNoNan": 1, "Div": 1, "Reciprocal": 0}
 _HALF = ("float16", "bfloat16")
@@ -154,6 +157,18 @@ class _Head:
         return self._kind_of(self._loss, divisors)
 
     def _kind_of(self, tensor: str, divisors: Mapping[str, Kind]) -> Kind:
+        kind = self._kind_in(tensor, divisors, _halves)
+        if kind != "neither":
+            return kind
+        # What a step puts behind one another (real pictures and fake ones) has a part of each.
+        return self._kind_in(tensor, divisors, self._halves_of_blocks)
+
+    def _kind_in(
+        self,
+        tensor: str,
+        divisors: Mapping[str, Kind],
+        halves_of: _Halves,
+    ) -> Kind:
         # As for the divisors, the microbatches' are those of the batch, by their share of it.
         names = sorted(divisors)
         feeds = sorted(self._feeds)
@@ -165,7 +180,7 @@ class _Head:
         found: set[Kind] = {"mean", "sum"}
         finite = False
         for draw in range(_DRAWS):
-            given, halves = self._draw(feeds, np.random.default_rng(draw))
+            given, halves = self._draw(feeds, np.random.default_rng(draw), halves_of)
             made = dict(zip(whole.gives, whole.run(given), strict=False))
             shares = [made[name] / 2 if divisors[name] == "sum" else made[name] for name in names]
             a, b = (_number(part.run([*half, *shares])[0]) for half in halves)
@@ -184,7 +199,22 @@ class _Head:
         operation = self._traces[0].function.graph.get_operation_by_name(name)
         return [tensor.name for tensor in operation.outputs]
 
-    def _draw(self, feeds: Sequence[str], random: np.random.Generator) -> tuple[list[Any], list[list[Any]]]:
+    def _halves_of_blocks(self, value: _Array, axis: int) -> list[_Array]:
+        """Of each block that has as many rows as the batch has samples, its first and its last."""
+        large = self._shapes[1]
+        sizes = (large[name][at] for name in self._graph.arguments if (at := self._axis(name)) is not None)
+        samples = next(sizes, None)
+        if not samples or value.shape[axis] % samples:
+            return _halves(value, axis)
+        blocks = [_halves(block, axis) for block in np.split(value, value.shape[axis] // samples, axis)]
+        return [np.concatenate(each, axis) for each in zip(*blocks, strict=True)]
+
+    def _draw(
+        self,
+        feeds: Sequence[str],
+        random: np.random.Generator,
+        halves_of: _Halves,
+    ) -> tuple[list[Any], list[list[Any]]]:
         """Values for a batch, and for its halves."""
         given: list[Any] = []
         halves: list[list[Any]] = [[], []]
@@ -195,7 +225,7 @@ class _Head:
                 raise _UnknownError(name)
             value = _random(sizes, self._graph.specs[name].dtype, axis, random)
             given.append(tf.constant(value))
-            parts = [value, value] if axis is None else np.split(value, 2, axis)
+            parts = [value, value] if axis is None else halves_of(value, axis)
             for half, each in zip(halves, parts, strict=True):
                 half.append(tf.constant(each))
         return given, halves
@@ -214,6 +244,10 @@ def _random(shape: Sequence[int], dtype: str, axis: int | None, random: np.rando
     if kind.is_integer or kind.is_bool:
         return (numbers < level).astype(kind.as_numpy_dtype)
     raise _UnknownError(dtype)
+
+
+def _halves(value: _Array, axis: int) -> list[_Array]:
+    return list(np.split(value, 2, axis))
 
 
 def _number(tensor: Any) -> float:

@@ -184,7 +184,12 @@ def _gathered(done: BatchResult) -> Any:
         return gather_outputs(done.results)
     places = done.loss_places if done.losses is not None else ()
     return gather_outputs(
-        done.results, shares=done.weights.shares, loss_places=places, of_losses=done.weights.of_values
+        done.results,
+        shares=done.weights.shares,
+        loss_places=places,
+        of_losses=done.weights.of_values,
+        sums=done.sums,
+        doubts=done.doubts,
     )
 
 

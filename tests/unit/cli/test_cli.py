@@ -22,6 +22,7 @@ from shardwright.errors import (
     ScheduleError,
 )
 from shardwright.exit_codes import exit_code_of
+from shardwright.torch.run.launch_settings import given_settings
 
 
 def test_the_version(capsys):
@@ -144,6 +145,15 @@ def test_a_dry_run_as_json(capsys, script):
     found = json.loads(out)
     assert found["command"][0] == "torchrun"
     assert json.loads(found["environment"]["SHARDWRIGHT_SET"]) == {"pipeline": "1f1b", "allow_older": True}
+
+
+@pytest.mark.parametrize(("given", "expected"), [((), "of a setting"), (("--run-dir", "mine"), "mine")])
+def test_the_folder_of_an_option_wins_over_that_of_a_script(capsys, script, monkeypatch, given, expected):
+    """``sw.init({"run_dir": "off"})`` in a script left a folder that was asked for with logs alone."""
+    _, out, _ = call(capsys, "run", "-n", "2", "--dry-run", "--json", *given, script)
+    for name, value in json.loads(out)["environment"].items():
+        monkeypatch.setenv(name, value)
+    assert given_settings({"run_dir": "of a setting"})[0].run_dir == expected
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,13 @@ def test_what_is_not_known_is_left_out() -> None:
     assert format_end(totals(2.0, 1.0), None, replicas=1) == "done: 2 steps | 8.00 samples/s | step 1.00 s"
 
 
+def test_a_step_far_above_its_prediction_is_no_speed_up() -> None:
+    """ "1.20 times one process" stood beside "6.3 times the predicted": the work was slowed as much."""
+    found = totals(9.0, 6.3, 6.3, work_s=7.6)
+    assert "one process" not in format_end(found, predicting(1.0), replicas=1).splitlines()[0]
+    assert "1.21 times one process" in format_end(found, predicting(6.0), replicas=1)
+
+
 def test_a_first_step_is_not_compared() -> None:
     """It traces and plans: "the step took 1116.7 times its prediction" said nothing."""
     assert format_end(totals(2.0), predicting(0.01), replicas=1) == (

@@ -151,6 +151,7 @@ def run(
         raise UsageError(
             "--json is for --dry-run: what a script prints is its own. Add --dry-run, or drop it."
         )
+    of_option = _of_option(run_dir)
     run_dir, name = _where(run_dir, name, config, settings or ())
     if num_nodes > 1 and name is None:
         raise UsageError(f"--nnodes {num_nodes} needs --name, so that all hosts write into one run folder.")
@@ -169,7 +170,11 @@ def run(
         run_folder=run_dir / (name or "run"),
         plan=plan,
         config=config,
-        settings={**parse_settings(settings or ()), **({"allow_older": True} if allow_older else {})},
+        settings={
+            **of_option,
+            **parse_settings(settings or ()),
+            **({"allow_older": True} if allow_older else {}),
+        },
         grace_s=grace_s,
         quiet=quiet,
         device=device.value,
@@ -207,6 +212,11 @@ def run(
     _launch(request, begun, quiet=quiet, verbose=verbose)
 
 
+def _of_option(run_dir: Path) -> dict[str, str]:
+    """The setting by which ``--run-dir`` wins over that of a script, which may be "off"."""
+    return {} if run_dir == _RUNS else {"run_dir": str(run_dir)}
+
+
 def _where(
     run_dir: Path, name: str | None, config: Path | None, settings: Sequence[str]
 ) -> tuple[Path, str | None]:
@@ -234,6 +244,7 @@ def _command(request: LaunchRequest) -> RunRecord:
     """What is run, by which another run of the same is known."""
     settings = {**read_settings(request.config), **request.settings}
     settings.pop("allow_older", None)  # to be given once, for a run that goes on
+    settings.pop("run_dir", None)  # the folder may be moved
     if request.plan is not None:
         settings["plan"] = str(request.plan.absolute())
     if request.mp_parameters is not None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shardwright.torch.backward.loss_walk import LossWalk, Neither, Reduction, Rows, Term
+from shardwright.torch.backward.loss_walk import LossWalk, Neither, Reduction, Rows, Term, name_of_node
 
 __all__ = ["LossForm", "Reduction", "form_of_loss"]
 
@@ -30,12 +30,14 @@ class LossForm:
         counts: of each term of a weighted mean, gives how much counts in it; the samples for a plain mean.
         reason: why it, or a term of it, is neither or unknown: what the loss does.
         divisor: the number that a sum is divided by.
+        is_certain: no operation stands behind it of which a trace knows the shapes alone: ``loss[mask]``.
     """
 
     reduction: Reduction
     counts: tuple[Callable[[], float], ...] = ()
     reason: str = ""
     divisor: float = 1.0
+    is_certain: bool = True
 
 
 def form_of_loss(
@@ -59,7 +61,7 @@ def form_of_loss(
     except Neither as answer:
         return LossForm(Reduction.NEITHER, reason=str(answer))
     except Exception as error:  # a node that is none of those known here
-        return LossForm(Reduction.UNKNOWN, reason=f"{loss.grad_fn} ({error})")
+        return LossForm(Reduction.UNKNOWN, reason=f"{name_of_node(loss.grad_fn)} ({error})")
     terms = found if isinstance(found, tuple) else (Term(Reduction.MEAN),)
     kinds = {term.reduction for term in terms} - {Reduction.UNKNOWN}
     aside = next((term.reason for term in terms if term.reduction is Reduction.NEITHER), "")
@@ -71,7 +73,8 @@ def form_of_loss(
     if not kinds:
         return LossForm(Reduction.NEITHER, reason=aside)
     if Reduction.WEIGHTED not in kinds:
-        return LossForm(max(kinds), reason=aside, divisor=max(term.divisor for term in terms))
+        divisor = max(term.divisor for term in terms)
+        return LossForm(max(kinds), reason=aside, divisor=divisor, is_certain=not walk.guesses)
     counts = tuple(
         term.count or (lambda: float(samples))
         for term in terms

@@ -18,7 +18,7 @@ from shardwright.torch._private import (
     unset_fake_temporarily,
 )
 
-__all__ = ["LossWalk", "Neither", "Reduction", "Rows", "Term"]
+__all__ = ["LossWalk", "Neither", "Reduction", "Rows", "Term", "name_of_node"]
 
 
 class Reduction(IntEnum):
@@ -87,7 +87,7 @@ _PRODUCTS = frozenset("Mm Bmm Addmm Baddbmm Addbmm Cdist Pdist CdistForward Pdis
 # What makes one number, or a few, of all rows, and follows from no sum of theirs.
 _OF_ALL = frozenset(
     "Max Min Amax Amin Aminmax Norm LinalgVectorNorm Logsumexp Prod Std Var StdMean VarMean Median Nanmedian "
-    "Sort Topk Kthvalue Cummax Cummin Cumprod Mode Renorm".split()
+    "Sort Topk Kthvalue Cummax Cummin Cumprod Mode Renorm Dist".split()
 )
 _DEEPEST = 60
 
@@ -108,6 +108,7 @@ class LossWalk:
         self._is_fixed = is_fixed
         self._known: dict[Any, Flow] = {}
         self.unknown = ""
+        self.guesses = False
 
     def flow(self, node: Any, depth: int) -> Flow:
         """What a node has made: rows, or a value of the batch."""
@@ -128,13 +129,15 @@ class LossWalk:
         return found
 
     def _flow(self, node: Any, depth: int) -> Flow:
-        name = _name_of(node)
+        name = name_of_node(node)
         if name == "AccumulateGrad":
             return self._leaf(node.variable)
         if depth > _DEEPEST:
             return Rows.ROWS
-        if name in ("Sum", "Mean"):
+        if name in ("Sum", "Nansum", "Mean"):
             return self._reduced(node, name, depth)
+        if name == "Dot":
+            return self._dotted(node, depth)
         if name in _FUSED:
             return self._fused(node, name, depth)
         if name in _PRODUCTS:
@@ -144,6 +147,7 @@ class LossWalk:
         if name in _LINEAR:
             return self._joined(self._children(node, depth))
         if name == "Add" and _is_made_up(node):
+            self.guesses = True
             return Rows.ROWS if shape_behind(node) else self._not_known("a module that looks at values")
         if name in ("Add", "Sub", "Stack", "Cat"):
             return self._joined(self._parts(node, depth), outer=node)
@@ -209,15 +213,15 @@ class LossWalk:
         num_sums = sum(term.reduction is Reduction.SUM for term in numerator)  # of layers, say
         return tuple(self._term_divided(term, divisor, num_sums) for term in numerator)
 
-    def _term_divided(self, term: Term, divisor: Tensor, num_sums: int) -> Term:
+    def _term_divided(self, term: Term, divisor: Tensor | float, num_sums: int) -> Term:
         """A sum that is divided may be a mean: by its samples, or by what counts of them."""
         if term.reduction is not Reduction.SUM:
             return term
-        if divisor.numel() != 1:
+        if isinstance(divisor, Tensor) and divisor.numel() != 1:
             return Term(Reduction.UNKNOWN)
-        if _is_number(divisor):
+        if not isinstance(divisor, Tensor) or _is_number(divisor):
             with unset_fake_temporarily():
-                by = float(divisor.item())
+                by = float(divisor)
             sizes = self._sizes(term.shape)
             is_size = any(isclose(by, size * factor) for size in sizes for factor in {1, num_sums})
             if not is_size and abs(by) <= max(prod(term.shape), 1):
@@ -244,7 +248,7 @@ class LossWalk:
         if not shape or shape[0] % self._samples:
             return False
         dim = saved_by(node, "dim")
-        return _name_of(node) == "Unbind" or (dim is not None and _dims((dim,), len(shape)) == {0})
+        return name_of_node(node) == "Unbind" or (dim is not None and _dims((dim,), len(shape)) == {0})
 
     def _sizes(self, shape: Sequence[int]) -> set[float]:
         """What a script may divide the sum over rows of a shape by, to have the mean over samples."""
@@ -272,7 +276,7 @@ class LossWalk:
         at = self._batch_dim(shape) if below is Rows.ROWS else 0
         if at is not None and at not in chosen:
             return below
-        if name == "Sum":
+        if name != "Mean":
             return (Term(Reduction.SUM, shape=shape),)
         if below is Rows.PICKED:
             return (Term(Reduction.WEIGHTED, count=lambda: float(shape[0])),)
@@ -332,12 +336,31 @@ class LossWalk:
         if left and right:
             if len(rows) == 2 and self._has_samples(node, name, inputs):
                 raise Neither("it compares samples with one another")
-            sizes = saved_by(node, "self_sym_sizes") or saved_by(node, "mat1_sym_sizes") or (1,)
-            if sizes[-1] % self._samples == 0:  # as a covariance
+            if self._contracted(node, inputs[-2]) % self._samples == 0:  # as a covariance
                 return (Term(Reduction.SUM),)
         if not left and not right:
             return Rows.FIXED
         return Rows.ROWS if rows else self._not_known(f"{name} over the samples")
+
+    def _contracted(self, node: Any, left: Any) -> int:
+        """The size of the dim over which a product sums; 1 where it is not known."""
+        sizes = saved_by(node, "self_sym_sizes") or saved_by(node, "mat1_sym_sizes")
+        if sizes is None and left is not None:
+            sizes = shape_behind(left)
+        return sizes[-1] if sizes else 1
+
+    def _dotted(self, node: Any, depth: int) -> Flow:
+        """The sum of a product of two vectors, which may be all rows one behind the other."""
+        flows = self._children(node, depth)
+        if any(isinstance(flow, tuple) for flow in flows):
+            return self._not_known("Dot")
+        if all(flow is Rows.FIXED for flow in flows):
+            return Rows.FIXED
+        shapes = [shape_behind(child) for child, _ in node.next_functions if child is not None]
+        shape = next((each for each in shapes if each), (1,))
+        return (
+            (Term(Reduction.SUM, shape=shape),) if shape[0] % self._samples == 0 else self._not_known("Dot")
+        )
 
     def _operands(self, node: Any, name: str, inputs: Sequence[Any], depth: int) -> tuple[bool, bool]:
         """Whether the two operands of a product are of the batch."""
@@ -352,9 +375,9 @@ class LossWalk:
 
     def _is_weight(self, node: Any) -> bool:
         """Whether a node gives a parameter of the model, or a view of it."""
-        while node is not None and _name_of(node) in _LINEAR and len(node.next_functions) == 1:
+        while node is not None and name_of_node(node) in _LINEAR and len(node.next_functions) == 1:
             node = node.next_functions[0][0]
-        is_leaf = node is not None and _name_of(node) == "AccumulateGrad"
+        is_leaf = node is not None and name_of_node(node) == "AccumulateGrad"
         return is_leaf and self._leaf(node.variable) is Rows.FIXED
 
     def _is_of_batch(self, child: Any, node: Any, key: str, depth: int) -> bool:
@@ -396,13 +419,20 @@ class LossWalk:
         flows = self._children(node, depth)
         if all(flow is Rows.FIXED for flow in flows):
             return Rows.FIXED
-        if is_rows:
+        if is_rows and not self._goes_over_samples(node):
             return Rows.ROWS
         if any(_is_unknown(flow) for flow in flows):
             return self._not_known(name)
         if name in _OF_ALL:
             raise Neither(f"{name} is taken over the whole batch")
         return self._not_known(name)
+
+    def _goes_over_samples(self, node: Any) -> bool:
+        """Whether an operation along a dim has that of the samples: ``losses.topk(k)``."""
+        shape, dim = shape_behind(node.next_functions[0][0]) or (), saved_by(node, "dim")
+        if not isinstance(dim, int) or not shape:
+            return False
+        return _dims((dim,), len(shape)) == {self._batch_dim(shape)}
 
     def _not_known(self, what: str) -> tuple[Term, ...]:
         self.unknown = self.unknown or what
@@ -421,7 +451,7 @@ def _is_made_up(node: Any) -> bool:
 
 
 def _is_leaf(node: Any) -> bool:
-    return _name_of(node) == "AccumulateGrad"
+    return name_of_node(node) == "AccumulateGrad"
 
 
 def _labels(node: Any) -> float:
@@ -433,7 +463,7 @@ def _labels(node: Any) -> float:
     return _number((saved_by(node, "target") != ignored).sum())
 
 
-def _name_of(node: Any) -> str:
+def name_of_node(node: Any) -> str:
     """``Mean`` for ``MeanBackward1``."""
     return _name_in(node.name())
 

@@ -1,7 +1,7 @@
 """The result of one batch, as every engine returns it."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -56,6 +56,8 @@ class BatchResult:
         run_as: whether microbatches are run from a list of calls, or why not; empty where that is not asked.
         loss_places: among the leaves of each result, where it has the loss.
         weights: how much each loss counts, and each microbatch; None where all count alike.
+        sums: of an evaluation, places of the numbers that are sums over samples.
+        doubts: of an evaluation, places of numbers that are neither a sum nor a mean -> what they are.
     """
 
     results: list[Any]
@@ -72,6 +74,8 @@ class BatchResult:
     run_as: str = ""
     loss_places: Sequence[tuple[int, ...]] = ()
     weights: Weights | None = None
+    sums: frozenset[int] = frozenset()
+    doubts: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def pipeline_s(self) -> float:

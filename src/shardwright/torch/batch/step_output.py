@@ -1,6 +1,7 @@
 """The output of a step: one value per microbatch, and ways to reduce them."""
 
-from collections.abc import Collection, Iterable, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from textwrap import shorten
 from typing import Any, NoReturn
 
@@ -28,16 +29,26 @@ class StepOutput(MicrobatchValues):
         "for what has a row for each sample."
     )
 
-    def __init__(self, outputs: Sequence[Tensor], weights: Sequence[float] | None = None):
+    def __init__(self, outputs: Sequence[Tensor], weights: Sequence[float] | None = None, doubt: str = ""):
         super().__init__(outputs)
         self._weights = weights
+        self._doubt = doubt
 
     def reduce_mean(self) -> Tensor:
         """The value over the whole batch, element by element; shape as one of the microbatches.
 
         The loss that was trained is that of the batch: a mean over samples, or over the labels that count, or
-        a sum where it is one. Anything else is a mean of the microbatches, weighed by their samples.
+        a sum where it is one. Numbers of an evaluation that are sums over samples add up, too. Anything else
+        is a mean of the microbatches, weighed by their samples.
         """
+        if self._doubt:
+            warnings.warn(
+                f"reduce_mean() of a number that is neither a mean nor a sum over samples: {self._doubt}. It "
+                f"is the mean of those of {len(self.outputs)} microbatches, and not that of the batch. "
+                "Return what it is made of (a mean, of which the loop takes the root), or set microbatches "
+                "to 1.",
+                stacklevel=2,
+            )
         weights, stacked = self._weights, self.stack()
         alike = weights is None or (len(set(weights)) == 1 and len(weights) * weights[0] == 1)
         if weights is None or alike or not stacked.is_floating_point():
@@ -68,7 +79,7 @@ class StepOutput(MicrobatchValues):
 
     def detach(self) -> "StepOutput":
         """The same tensors without autograd history."""
-        return StepOutput([output.detach() for output in self.outputs], self._weights)
+        return StepOutput([output.detach() for output in self.outputs], self._weights, self._doubt)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
@@ -89,6 +100,8 @@ def gather_outputs(
     shares: Sequence[float] | None = None,
     loss_places: Sequence[Collection[int]] = (),
     of_losses: Sequence[float] = (),
+    sums: Collection[int] = (),
+    doubts: Mapping[int, str] | None = None,
 ) -> Any:
     """Turns one result a microbatch into one result: tensors become `StepOutput`, other things lists.
 
@@ -100,6 +113,8 @@ def gather_outputs(
         shares: of the samples, by microbatch.
         loss_places: where each result has the loss that was trained.
         of_losses: by what the losses are multiplied, to add up to that of the batch.
+        sums: places of numbers that add up.
+        doubts: places of numbers that follow from no sum and no mean -> what they are.
 
     Raises:
         UsageError: the microbatches have other keys, or lists of other lengths.
@@ -126,8 +141,16 @@ def gather_outputs(
         for column, path in zip(columns, paths, strict=True):
             column.append(items[path])
     losses = set(loss_places[0]).intersection(*loss_places[1:]) if loss_places else ()
+    ones, doubts = [1.0] * len(results), doubts or {}
     return structure.rebuild(
-        [_combine(c, of_losses if place in losses else shares) for place, c in enumerate(columns)]
+        [
+            _combine(
+                column,
+                of_losses if place in losses else ones if place in sums else shares,
+                doubts.get(place, ""),
+            )
+            for place, column in enumerate(columns)
+        ]
     )
 
 
@@ -142,9 +165,9 @@ def _named(paths: Iterable[tuple[Any, ...]]) -> str:
     return shorten(", ".join(names), _LONGEST_NAMES) if names else "nothing"
 
 
-def _combine(column: list[Any], weights: Sequence[float] | None) -> Any:
+def _combine(column: list[Any], weights: Sequence[float] | None, doubt: str) -> Any:
     if all(isinstance(item, Tensor) for item in column):
-        return StepOutput(column, weights)
+        return StepOutput(column, weights, doubt)
     if all(item is None for item in column):
         return None
     return column

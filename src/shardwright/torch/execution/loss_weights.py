@@ -51,6 +51,7 @@ class LossWeights:
         parts: the microbatches.
         replicas: how many there are.
         told: what has been said of losses; it grows.
+        tells: this rank says it, and not each replica.
 
     Attributes:
         reduction: of the losses so far.
@@ -66,7 +67,9 @@ class LossWeights:
         *,
         replicas: int,
         told: set[str],
+        tells: bool = True,
     ):
+        self._tells = tells
         self._model = model
         self._parts = parts
         self._function = function
@@ -134,7 +137,7 @@ class LossWeights:
 
     def _warn_once(self, what: str) -> None:
         line = f"{line_of(self._function)}: the loss {what}"
-        if line not in self._told:
+        if self._tells and line not in self._told:
             self._told.add(line)
             log.warning("%s", line)
 
@@ -179,8 +182,11 @@ class LossWeights:
             return Reduction[self._stated.upper()]
         if given or (len(self._parts) == 1 and self._replicas == 1):
             return Reduction.MEAN
-        if form is None or form.reduction is Reduction.WEIGHTED:
+        is_guess = form is not None and not form.is_certain
+        if form is None or is_guess or form.reduction is Reduction.WEIGHTED:
             here = self._form_here(loss, self._parts[index])
+            if is_guess and here.reduction is not Reduction.UNKNOWN:
+                form = None
             if here.reduction is Reduction.SUM:
                 before, self._divisor = self._divisor or here.divisor, here.divisor
                 if before != here.divisor:
@@ -192,7 +198,7 @@ class LossWeights:
                 self.check([here])
             if here.counts:
                 self._count = self._alike([count() for count in here.counts])
-            elif form is not None:
+            elif form is not None and not is_guess:
                 self._warn_once(
                     "is a mean over labels that another stage counts: microbatches count by their samples. "
                     "Place the loss behind the last layer."

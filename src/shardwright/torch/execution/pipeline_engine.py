@@ -12,6 +12,7 @@ from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.errors import UsageError
 from shardwright.runtime.batch_programs import check_one_order, homes_of_buffers, merged_edges
 from shardwright.schedule import Schedule
+from shardwright.torch.backward.evaluated_values import forms_of_batch
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_gradients import BatchGradients
 from shardwright.torch.batch.batch_result import BatchResult
@@ -27,7 +28,7 @@ from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.execution.model_placement import ModelPlacement
 from shardwright.torch.execution.placed_model import PlacedModel
 from shardwright.torch.execution.program_maker import KnownTrace, ProgramMaker
-from shardwright.torch.execution.rank_batch import RankBatch
+from shardwright.torch.execution.rank_batch import RankBatch, number_of_parts
 from shardwright.torch.execution.read_costs import ReadCosts
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.backward_calls import backward_intercepted
@@ -135,12 +136,17 @@ class PipelineEngine:
         batch = gradients.batch
         placed, known = self._placed_for(function, batch)
         assert context.plan is not None
-        parts = batch.split(context.plan.schedule.microbatches)
+        parts = batch.split(number_of_parts(context, self._model, batch, context.plan.schedule.microbatches))
         path, attributes = (function, hooks, *settings.values()), self._attributes.step_begins(modules)
         programs = self._programs.of_batch(function, parts, path, attributes, known)
         check_one_order(programs)
         losses = LossWeights(
-            self._model, function, parts, replicas=context.mesh.data, told=self._told_of_losses
+            self._model,
+            function,
+            parts,
+            replicas=context.mesh.data,
+            told=self._told_of_losses,
+            tells=context.data_rank == 0 and context.tensor_rank == 0,
         )
         losses.check((program.trace.loss for program in programs), tells=context.rank == 0)
         if _trains(programs):
@@ -162,8 +168,13 @@ class PipelineEngine:
         assert self._board is not None
         self._reads.tell(function, programs, self._board)
         self._board.clear()
+        stated = getattr(function, "loss_reduction", None)
+        evaluated = [] if train else [program.trace.evaluated for program in programs]
+        sums, doubts = forms_of_batch(evaluated, stated)
         return BatchResult(
             results=results,
+            sums=sums,
+            doubts=doubts,
             losses=losses.counted(of_microbatches) if train else None,
             loss_places=loss_places,
             weights=losses,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.torch.backward.evaluated_values import Shadows
 from shardwright.torch.interception.glue import (
     call_without_hooks,
     plain_torch,
@@ -20,6 +21,7 @@ from shardwright.torch.interception.loss_checks import (
 )
 from shardwright.torch.offload.stage_offload import StageOffload
 from shardwright.torch.pytorch.functions import gradient_of_backward
+from shardwright.torch.pytorch.tree import leaves
 from shardwright.torch.replicas.reducer import GradientReducer
 
 __all__ = ["PlainMicrobatch", "tensor_backward"]
@@ -49,7 +51,9 @@ class PlainMicrobatch:
         look: Callable[[Tensor], None] | None = None,
         offload: StageOffload | None = None,
         offloaded: frozenset[nn.Module] = frozenset(),
+        shadows: Shadows | None = None,
     ):
+        self._shadows = shadows
         self._offload = offload
         self._offloaded = offloaded
         self._factor = factor
@@ -124,7 +128,9 @@ class PlainMicrobatch:
         """Does nothing: the whole model is here."""
 
     def model_returned(self, result: Any) -> None:
-        """Does nothing: every value is here."""
+        """Every value is here; an evaluation may be followed from it."""
+        if self._shadows is not None:
+            self._shadows.begin(leaves(result))
 
     def _moment(self) -> float:
         """The present time; records the memory in use."""

@@ -8,10 +8,24 @@ from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.schedule import Schedule
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.execution.loss_weights import LossWeights
+from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.program.program import Program
+from shardwright.torch.run.context import Context
 from shardwright.torch.tracing.glue_buffers import GlueBuffers
 
-__all__ = ["RankBatch"]
+__all__ = ["RankBatch", "number_of_parts"]
+
+
+def number_of_parts(context: Context, model: TrainedModel, batch: Batch, wanted: int) -> int:
+    """Into how many microbatches a batch is cut, where it is smaller than the first: the last of a loader.
+
+    Fewer than wanted change nothing where each counts by its samples. Replicas may work together in each
+    microbatch, so that they need equally many.
+    """
+    samples = batch.num_samples
+    if not samples or context.mesh.data > 1 or not model.average_grads_across_microbatches:
+        return wanted
+    return min(wanted, samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

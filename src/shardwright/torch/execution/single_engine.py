@@ -3,10 +3,11 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,14 @@ from shardwright.config import Config
 from shardwright.planner import offloaded_bytes
 from shardwright.quantities import format_bytes
 from shardwright.schedule import Action, Kind, Schedule, build_schedule
+from shardwright.torch.backward.evaluated_values import Shadows, WatchedEvaluation, forms_of_batch
+from shardwright.torch.backward.loss_reduction import LossForm
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_result import BatchResult, detached, places_of
 from shardwright.torch.counting.compiled_modules import compile_units
 from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.execution.one_stage import keep_as_wished
+from shardwright.torch.execution.rank_batch import number_of_parts
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.backward_calls import backward_intercepted
 from shardwright.torch.interception.glue import (
@@ -28,6 +32,7 @@ from shardwright.torch.interception.glue import (
     intercept_calls,
     set_active_handler,
 )
+from shardwright.torch.interception.model_calls import model_calls_marked
 from shardwright.torch.offload.offloading import lasting_storages, offloading_of
 from shardwright.torch.parameters.registration import agree_on_registration
 from shardwright.torch.parameters.synchronised_norms import SynchronisedNorms
@@ -66,8 +71,11 @@ class SingleEngine:
         self._reducer: GradientReducer | None = None
         self._reduced: set[int] | None = None
         self._prepared = False
+        self._was_cut = False
         self._told_of_losses: set[str] = set()
         self._looked_at: WeakSet[Callable[..., Any]] = WeakSet()
+        # Of an evaluation: place in the result -> how it is reduced over samples.
+        self._evaluated: WeakKeyDictionary[Callable[..., Any], dict[int, LossForm]] = WeakKeyDictionary()
         self._norms = SynchronisedNorms(context, model.get_module())
         self._statistics = BatchStatistics(context.config, prints=context.rank == 0)
         self._offloading = offloading_of(context)
@@ -87,14 +95,22 @@ class SingleEngine:
         if torch.is_grad_enabled() and self._planner is not None and self._context.plan is None:
             self._plan(self._planner, function, batch)
         num_microbatches = self._context.config.microbatches or 1
+        if self._was_cut:
+            num_microbatches = number_of_parts(self._context, self._model, batch, num_microbatches)
         parts = batch.split(num_microbatches)
+        self._was_cut = True
         if torch.is_grad_enabled():
             self._prepare(function, batch, parts)
         if self._context.groups.data is not None:
             refuse_accumulation_hooks(self._model.get_module())
             self._prepare_replicas(self._context.groups.data)
         losses = LossWeights(
-            self._model, function, parts, replicas=self._context.mesh.data, told=self._told_of_losses
+            self._model,
+            function,
+            parts,
+            replicas=self._context.mesh.data,
+            told=self._told_of_losses,
+            tells=self._context.rank == 0,
         )
         loop = _Loop(losses)
         self._offloading.begin_batch()
@@ -109,8 +125,11 @@ class SingleEngine:
             if not trains:
                 self._reducer.begin()  # another replica may have a backward in its batch
             trains = self._reducer.finish(loss_scale=self._model.loss_scale) or trains
+        sums, doubts = (frozenset[int](), {}) if trains else self._of_batch(function)
         return BatchResult(
             results=[detached(result) for result in loop.results],
+            sums=sums,
+            doubts=doubts,
             losses=losses.counted(loop.all_losses) if trains else None,
             loss_places=loop.loss_places,
             weights=losses,
@@ -164,6 +183,8 @@ class SingleEngine:
         """Calls the step function with one microbatch; its backward comes back to the handler."""
         index = len(loop.results)
         offload = None
+        is_new = len(loop.weights.shares) > 1 and index == 0 and function not in self._evaluated
+        watch = WatchedEvaluation() if is_new and not torch.is_grad_enabled() else None
         if lasting is not None:
             offload = self._offloading.stage(0, index, lambda: lasting)
         handler = PlainMicrobatch(
@@ -175,6 +196,7 @@ class SingleEngine:
             look=partial(self._look, function) if index == 0 else None,
             offload=offload,
             offloaded=self._offloaded,
+            shadows=None if watch is None else watch.shadows,
         )
         args, kwargs = part.arguments
         begun_s = time.perf_counter()
@@ -188,6 +210,8 @@ class SingleEngine:
                 tensor_backward(handler),
                 backward_intercepted(),
                 range_named(f"microbatch {index}"),
+                nullcontext() if watch is None else model_calls_marked(self._model.get_module()),
+                nullcontext() if watch is None else watch,
             ):
                 result = function(*args, **kwargs)
         except BaseException:
@@ -196,7 +220,15 @@ class SingleEngine:
             raise
         finally:
             set_active_handler(before)
+        if is_new and handler.loss is None:
+            shadows = Shadows(lambda item: item) if watch is None else watch.shadows
+            self._evaluated[function] = shadows.forms(result, samples=part.num_samples or 1)
         loop.microbatch_done(result, handler, begun_s=begun_s)
+
+    def _of_batch(self, function: Callable[..., Any]) -> tuple[frozenset[int], dict[int, str]]:
+        """See `forms_of_batch`."""
+        known = [self._evaluated[function]] if function in self._evaluated else []
+        return forms_of_batch(known, getattr(function, "loss_reduction", None))
 
     def _look(self, function: Callable[..., Any], loss: Tensor) -> None:
         """Looks at the loss of a step function, the first time, for what replicas cannot train together."""

@@ -116,6 +116,7 @@ class Trace:
         effects: what else it changes.
         end: where the trace ends.
         loss: how the loss is reduced over samples; None where the trace ends before.
+        evaluated: without ``backward``: place in the result -> how that number is reduced over samples.
         samples: cost class -> arguments of its first call, to be timed.
         batch_shapes: of the tensors of the microbatch.
     """
@@ -133,6 +134,7 @@ class Trace:
     effects: SideEffects
     end: TraceEnd
     loss: LossForm | None
+    evaluated: Mapping[int, LossForm]
     samples: Mapping[str, Sample]
     batch_shapes: tuple[tuple[int, ...], ...] = ()
 

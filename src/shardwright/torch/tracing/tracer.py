@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardwright.errors import TraceError
 from shardwright.model_graph import ModelGraph, Together
 from shardwright.torch._private import gradient_transform_active, storage_key
+from shardwright.torch.backward.evaluated_values import Shadows
 from shardwright.torch.backward.loss_reduction import LossForm, form_of_loss
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.interception.glue import plain_torch, without_hooks
@@ -97,6 +98,7 @@ class Tracer:
         self._shapes_asked: set[int] = set()
         self._constants: set[int] = set()
         self._loss: LossForm | None = None
+        self._shadows = None if torch.is_grad_enabled() else Shadows(values.fake)
 
     def note_batch(self, tensors: Sequence[Tensor]) -> None:
         """Records the tensors of the microbatch: that autograd saves them takes no memory."""
@@ -167,7 +169,11 @@ class Tracer:
                 "by torch.autograd.grad."
             )
         self.before_step(leaves((args, kwargs)))
-        return self._operations.call(func, args, kwargs)
+        result = self._operations.call(func, args, kwargs)
+        if self._shadows is not None:
+            with plain_torch():
+                self._shadows.operation(func, args, kwargs, result)
+        return result
 
     def watch_uses(self, on_use: Callable[[Sequence[Tensor]], None]) -> None:
         """Has a function called with the tensors that each operation inside of a unit is given."""
@@ -179,6 +185,8 @@ class Tracer:
         self.before_step(leaves((args, kwargs)))
         with plain_torch(), without_hooks(module), self.python_draws.around_unit():
             result = self._units.call(module, args, kwargs)
+            if self._shadows is not None:
+                self._shadows.begin(leaves(result))
         self.after_unit()
         self.end.must_be_traced()
         self.model_returned(result)  # to the step function, if that has called it itself
@@ -260,6 +268,10 @@ class Tracer:
         recorder.share_results()
         self.draws.at_end(draws=any(step.draws for step in recorder.steps))
         refuse_returned(leaves(result), self._values)
+        evaluated: dict[int, LossForm] = {}
+        if recorder.backward_at is None:
+            shadows = self._shadows or Shadows(self._values.fake)
+            evaluated = shadows.forms(result, samples=self._request.batch_size)
         result_values = tuple(recorder.reads(leaves(result)))
         graph = self._graph([value for _, value in result_values], together)
         tensors = recording.tensor_facts(self._shapes_asked)
@@ -280,6 +292,7 @@ class Tracer:
             effects=replace(effects, replaced_buffers=replaced),
             end=self.end.end(left),
             loss=self._loss,
+            evaluated=evaluated,
             samples=self.samples.samples,
             batch_shapes=tuple(self._batch_shapes),
         )

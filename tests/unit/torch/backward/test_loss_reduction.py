@@ -58,6 +58,7 @@ MEANS: dict[str, Loss] = {
     ),
     "a penalty of weights": lambda z, y, mask: z.square().mean() + WEIGHT.square().sum() + WEIGHT.norm(),
     "a learned weight of the loss": lambda z, y, mask: z.square().mean() * torch.exp(-WEIGHT[0]) + WEIGHT[0],
+    "probabilities for labels": lambda z, y, mask: F.cross_entropy(z[:, 0], z.detach()[:, 1].softmax(1)),
     "bce with logits": lambda z, y, mask: F.binary_cross_entropy_with_logits(z, torch.full_like(z, 0.2)),
     "a stack of means": lambda z, y, mask: torch.stack([z.mean(), z.abs().mean()]).sum() / 2,
     "attention inside": lambda z, y, mask: ((z @ z.transpose(1, 2)).softmax(-1) @ z).square().mean(),
@@ -75,6 +76,12 @@ SUMS: dict[str, Loss] = {
         F.cross_entropy(_flat(z), y.flatten(), reduction="sum") / 73
     ),
     "sum / num_items_in_batch": lambda z, y, mask: z.square().sum() / NUM_WHOLE,
+    "a product over the samples": lambda z, y, mask: torch.einsum(
+        "b,b->", z.square().mean((1, 2)), z.detach()[:, 0, 0]
+    ),
+    "einsum over all": lambda z, y, mask: torch.einsum("bti,bti->", z, torch.ones_like(z)),
+    "nansum": lambda z, y, mask: z.square().nansum(),
+    "dot": lambda z, y, mask: torch.dot(z.flatten(), torch.ones_like(z).flatten()),
     "half of the square": lambda z, y, mask: 0.5 * (z - 1).square().sum(),
 }
 WEIGHTED: dict[str, Loss] = {
@@ -101,6 +108,8 @@ NEITHER: dict[str, Loss] = {
     "standard deviation": lambda z, y, mask: F.relu(1 - z[:, 0].std(0)).mean(),
     "covariance": lambda z, y, mask: (z[:, 0].T @ z[:, 0]).square().sum(),
     "dice": lambda z, y, mask: 1 - 2 * (z.sigmoid() * 0.5).sum() / (z.sigmoid().sum() + 3),
+    "distance": lambda z, y, mask: torch.dist(z, torch.ones_like(z)),
+    "largest of the samples": lambda z, y, mask: z.square().mean((1, 2)).topk(len(z)).values.mean(),
     "largest": lambda z, y, mask: z.square().max(),
     "sum and mean": lambda z, y, mask: z.square().sum() + z.abs().mean(),
     "a sum and a regulariser": lambda z, y, mask: z.square().sum() + WEIGHT.square().sum(),
@@ -153,9 +162,6 @@ def test_a_loss_that_is_neither_is_known_with_its_reason(loss: Loss) -> None:
 
 NOT_KNOWN: dict[str, Loss] = {
     "samples one by one": lambda z, y, mask: torch.stack([each.square().mean() for each in z]).sum(),
-    "a product over the samples": lambda z, y, mask: torch.einsum(
-        "b,b->", z.square().mean((1, 2)), z.detach()[:, 0, 0]
-    ),
 }
 
 

@@ -55,7 +55,8 @@ class Verdict:
         found = [f"{format_seconds(self.step_s)} a step{'' if self.measured else ', as predicted'}"]
         if self.rate is not None:
             found.append(f"{format_rate(self.rate)} {self.rate_unit}")
-        if self.speed_up is not None and self.speed_up > _ALONE:
+        is_doubtful = self.slower is not None and self.slower > 1  # as at the end of a run
+        if self.speed_up is not None and self.speed_up > _ALONE and not is_doubtful:
             found.append(f"{self.speed_up:.2f} times one process")
         if self.idle is not None:
             found.append(f"{self.idle:.0%} idle")
