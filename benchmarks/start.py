@@ -5,8 +5,9 @@
     python benchmarks/start.py --json start.json
 
 Figures are processor time of a process and its threads; the clock stands beside it. Those of runs begin
-behind the imports, to which `torch._dynamo` belongs: an optimizer of PyTorch imports it. A first run finds
-nothing in the cache, a second one what the first has left.
+behind the script's imports, to which `torch._dynamo` belongs, as an optimizer of PyTorch imports it; most of
+our own modules come with the first name that is asked for. A first run finds nothing in the cache, a second
+one what the first has left.
 
 Sections: imports, toy, gpt, factory.
 """
@@ -29,6 +30,8 @@ from shardwright.text_table import align
 _RANKS = 2
 _SCRIPT = Path(__file__).with_name("start_script.py")
 _COMMANDS = (["--help"], ["--version"], ["config"], ["plan", "--help"])
+
+_USE = "import torch, shardwright.torch as sw; sw.init, sw.DistributedModel, sw.DistributedOptimizer, sw.step"
 
 _FACTORY = """
 import torch
@@ -56,10 +59,11 @@ def imports(options: argparse.Namespace) -> Section:
     """What an import adds to that of torch, and small commands."""
     rounds = 3 if options.quick else 7
     python = [sys.executable, "-c"]
-    plain, ours = [], []
+    plain, ours, used = [], [], []
     for _ in range(rounds):
         plain.append(seconds([*python, "import torch"])[0])
         ours.append(seconds([*python, "import torch, shardwright.torch"])[0])
+        used.append(seconds([*python, _USE])[0])
     beyond_s = statistics.median(ours) - statistics.median(plain)
     commands_s = {
         " ".join(command): statistics.median(
@@ -70,6 +74,8 @@ def imports(options: argparse.Namespace) -> Section:
     slowest = max(commands_s, key=lambda command: commands_s[command])
     rows = [["", "cpu s"], ["import torch", f"{statistics.median(plain):.2f}"]]
     rows += [["shardwright.torch beyond it", f"{beyond_s:.2f}"]]
+    names_s = statistics.median(used) - statistics.median(plain)
+    rows += [["with the names of a training script", f"{names_s:.2f}"]]
     rows += [[f"shardwright {command}", f"{used_s:.3f}"] for command, used_s in commands_s.items()]
     checks = [
         Check(section="I", what="s of shardwright.torch beyond torch", value=beyond_s, target=0.3),
