@@ -18,6 +18,7 @@ from shardwright.torch.counting.hook_effects import HookEffects
 from shardwright.torch.interception.glue import intercept_calls, restore_calls
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.pytorch.module_hooks import has_backward_hooks
+from shardwright.torch.tracing.calls.working_memory import WorkingMemory
 from shardwright.torch.tracing.trace import trace_step
 from shardwright.torch.tracing.trace_data import Trace
 from shardwright.torch.units.module_costs import discover
@@ -49,7 +50,7 @@ def trace_parts(
     num_stages: int,
     divides: bool = False,
     prepare: Callable[[UnitMap], None] | None = None,
-    count_memory: bool = False,
+    memory: dict[str, WorkingMemory] | None = None,
     agree_on_end: Callable[[float], float] | None = None,
 ) -> dict[int, Trace]:
     """Traces every microbatch size with the same units; modules that cannot be split are kept whole.
@@ -63,7 +64,8 @@ def trace_parts(
         num_stages: how many stages are thought of, which says how fine the units need to be.
         divides: ranks share the parameters of each unit.
         prepare: called with the units before a trace is tried.
-        count_memory: work out what every call needs for a moment.
+        memory: cost class -> what calls need for a moment, as far as it is known; what is counted is added.
+            None: that is not worked out.
         agree_on_end: see `trace_step`.
 
     Raises:
@@ -75,7 +77,7 @@ def trace_parts(
         trace_step,
         function=function,
         device=device,
-        count_memory=count_memory,
+        memory=memory,
         agree_on_end=agree_on_end,
         hooks=hooks,
         units_may_change=True,
