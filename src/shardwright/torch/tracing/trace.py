@@ -40,6 +40,7 @@ def trace_step(
     numbers: NumberReads | None = None,
     hooks: HookEffects | None = None,
     units_may_change: bool = False,
+    on_unit: Callable[[], None] | None = None,
 ) -> Trace:
     """Traces one microbatch.
 
@@ -56,6 +57,7 @@ def trace_step(
         numbers: watches those among the arguments.
         hooks: knows which hooks of modules change something.
         units_may_change: the caller keeps modules whole that raise `DeferredReadError`, and tries again.
+        on_unit: called with each call of a unit.
 
     Raises:
         DeferredReadError: Python code reads a value that only one rank will have; the line is named.
@@ -72,6 +74,7 @@ def trace_step(
         hooks=HookEffects() if hooks is None else hooks,
         numbers=numbers,
         units_may_change=units_may_change,
+        on_unit=on_unit,
     )
     if not isinstance(function, ReadingStep):
         quiet = _unprinted() if numbers is not None else nullcontext()

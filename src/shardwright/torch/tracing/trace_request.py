@@ -32,6 +32,7 @@ class TraceRequest:
         units_may_change: modules that raise `DeferredReadError` are kept whole, and another trace is tried.
         memory: cost class -> temporary memory; what is not there is counted and added. None: it is not
             counted.
+        on_unit: called with each call of a unit.
     """
 
     unit_map: UnitMap
@@ -44,6 +45,7 @@ class TraceRequest:
     ends_at: float = math.inf
     units_may_change: bool = False
     memory: dict[str, WorkingMemory] | None = None
+    on_unit: Callable[[], None] | None = None
 
     @property
     def may_read(self) -> bool:

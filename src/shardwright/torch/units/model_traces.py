@@ -52,6 +52,7 @@ def trace_parts(
     prepare: Callable[[UnitMap], None] | None = None,
     memory: dict[str, WorkingMemory] | None = None,
     agree_on_end: Callable[[float], float] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> dict[int, Trace]:
     """Traces every microbatch size with the same units; modules that cannot be split are kept whole.
 
@@ -67,12 +68,16 @@ def trace_parts(
         memory: cost class -> what calls need for a moment, as far as it is known; what is counted is added.
             None: that is not worked out.
         agree_on_end: see `trace_step`.
+        progress: told from time to time how many calls of modules have been traced, and of how many, if each
+            is called once.
 
     Raises:
         TraceError: the step function cannot be traced; the line is named.
     """
     hooks = HookEffects()
-    costs = discover(model, function, next(iter(parts.values())).arguments, device=device, hooks=hooks)
+    count = None if progress is None else _Count(progress, total=len(list(model.modules())))
+    arguments = next(iter(parts.values())).arguments
+    costs = discover(model, function, arguments, device=device, hooks=hooks, on_module=count)
     trace = partial(
         trace_step,
         function=function,
@@ -81,6 +86,7 @@ def trace_parts(
         agree_on_end=agree_on_end,
         hooks=hooks,
         units_may_change=True,
+        on_unit=count,
     )
     forced: set[int] = set()
     preferred = _better_whole(model, costs)
@@ -94,6 +100,8 @@ def trace_parts(
             divides=divides,
             device=device.type,
         )
+        if count is not None:
+            count.more(len(names) * len(parts))
         try:
             return _traces(UnitMap.of(model, names), parts, trace, prepare)
         except DeferredReadError as error:
@@ -102,6 +110,23 @@ def trace_parts(
                 raise
             log.warning("%s is not split, because its code reads values: %s", type(whole).__name__, error)
             forced.add(id(whole))
+
+
+class _Count:
+    """Counts calls of modules, and tells how many there were."""
+
+    def __init__(self, progress: Callable[[int, int], None], *, total: int):
+        self._progress = progress
+        self._done, self._total = 0, total
+
+    def more(self, number: int) -> None:
+        """So many calls are to come; what was to come before is done."""
+        self._done = self._total
+        self._total += number
+
+    def __call__(self) -> None:
+        self._done += 1
+        self._progress(min(self._done, self._total), self._total)
 
 
 def _traces(
