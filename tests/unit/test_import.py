@@ -1,5 +1,6 @@
 """What ``import shardwright`` costs and gives."""
 
+import gc
 import resource
 import subprocess
 import sys
@@ -7,6 +8,8 @@ import sys
 import pytest
 
 import shardwright
+import shardwright.torch as sw
+from shardwright.collector import collector_paused
 
 
 def seconds_of(code):
@@ -45,3 +48,32 @@ def test_a_name_of_the_front_end_is_sent_there():
     with pytest.raises(AttributeError, match=r"import shardwright\.torch as sw"):
         shardwright.init()
     assert not hasattr(shardwright, "__path_of_nothing__")
+
+
+def test_importing_the_front_end_loads_the_runtime_with_the_first_name():
+    """It took as long as importing torch: 900 modules, and DTensor with sympy."""
+    code = (
+        "import sys, shardwright.torch as sw\n"
+        "loaded = lambda: sum(name.startswith('shardwright.') for name in sys.modules)\n"
+        "print(loaded() < 20, callable(sw.init), loaded() > 100)\n"
+        "print({'torch.distributed.tensor', 'sympy', 'shardwright.checkpoint.manifest'} & sys.modules.keys())"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "True True True\nset()\n"
+
+
+def test_all_names_of_the_front_end_are_there():
+    assert set(sw.__all__) <= set(dir(sw))
+    assert all(callable(getattr(sw, name)) for name in sw.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        sw.nothing  # noqa: B018
+
+
+def test_the_collector_is_as_it_was_after_an_import():
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        with collector_paused():
+            assert not gc.isenabled()
+        assert gc.isenabled() is enabled
+    gc.enable()
+    assert gc.get_freeze_count() == 0

@@ -11,7 +11,8 @@ __all__ = ["Record"]
 class Record(BaseModel):
     """Frozen; fields that are not known are errors, and true is not 1."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # Validators are made with the first object of a class: most processes use few of the classes.
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     @field_validator("*", mode="before")
     @classmethod

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from shardwright.checkpoint.commits import COMMITTED, read_commits
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.exit_codes import OK, SAVED
 from shardwright.files import Record, UserFile
@@ -121,6 +120,9 @@ def read_record(folder: RunFolder) -> RunRecord | None:
 
 def saved_step(folder: RunFolder) -> SavedStep | None:
     """The newest checkpoint of a run, in its folder or where the script keeps them; None without one."""
+    # Here, because a run that begins has none.
+    from shardwright.checkpoint.commits import COMMITTED, read_commits
+
     for root in (folder.path / "checkpoints", _named_by_events(folder)):
         if root is None or not (root / COMMITTED).is_file():
             continue

@@ -24,8 +24,13 @@ _ALWAYS = (
     "torch.utils.checkpoint",
 )
 _IF_THEY_IMPORT = (
-    "shardwright.torch",
+    "shardwright.comm.backend.two_hop_sum",
+    "shardwright.torch.checkpoints.checkpoints",
     "shardwright.torch.measuring.planning",
+    "shardwright.torch.optimizer.distributed_optimizer",
+    "shardwright.torch.startup",
+    "shardwright.torch.step_function",
+    "shardwright.torch.tensor_parallel.deciding",
     "torch.profiler._cupti_monitor",
 )
 

@@ -8,6 +8,7 @@ A plan names the units of a module, so only a model at hand has one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from shardwright.errors import PlanError
@@ -44,12 +45,18 @@ def settings_of(answer: Answer, way: Way) -> dict[str, Any]:
     return found | ({low: True} if low else {})
 
 
-def best_plan(answer: Answer, make: Callable[[int, Mapping[str, Any]], Plan]) -> Plan:
+def best_plan(
+    answer: Answer,
+    make: Callable[[int, Mapping[str, Any]], Plan],
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Plan:
     """Plans the best ways that this version runs, and takes the plan with the shortest step.
 
     Args:
         answer: of a search.
         make: makes the plan of so many samples of a replica, with these settings.
+        progress: told how many ways have been begun, and how many there are.
 
     Raises:
         PlanError: no way runs, or none can be planned; the message of the first.
@@ -62,7 +69,10 @@ def best_plan(answer: Answer, make: Callable[[int, Mapping[str, Any]], Plan]) ->
             "do those that are next. Add --only-what-runs."
         )
 
+    begun = count(1)
+
     def plans_of(way: Way) -> tuple[Plan]:
+        progress(next(begun), len(ways))
         # Ranks that share experts share a batch.
         samples = int(way.options.microbatch * way.options.microbatches * way.options.expert_samples)
         return (make(samples, settings_of(answer, way)),)

@@ -1,45 +1,56 @@
-"""Shardwright for PyTorch: ``import shardwright.torch as sw``."""
+"""Shardwright for PyTorch: ``import shardwright.torch as sw``.
 
+A name is imported when it is asked for, and most of the runtime with the first: ``python train.py --help``,
+and the processes of a data loader, do without.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from shardwright.after_import import after_import
+from shardwright.collector import collector_paused
 from shardwright.comm.backend.registration import register_backend
-from shardwright.torch.attention.model_creation import model_creation
-from shardwright.torch.backward.activation_checkpointing import set_activation_checkpointing
-from shardwright.torch.batch.step_output import StepOutput
-from shardwright.torch.checkpoints.checkpoints import Checkpoints
-from shardwright.torch.interception.trace_marker import is_tracing
-from shardwright.torch.loss_scale.grad_scaler import GradScaler
-from shardwright.torch.model.distributed_model import DistributedModel
-from shardwright.torch.notebook import notebook_launcher
-from shardwright.torch.optimizer.clipping import clip_grad_norm_
-from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
-from shardwright.torch.parameters.delayed_initialization import delay_param_initialization
-from shardwright.torch.parameters.manual_partition import partition, set_partition
-from shardwright.torch.run.context import is_initialized
-from shardwright.torch.run.data import distributed_sampler, seed_everything
-from shardwright.torch.run.data_loader import ReplicaLoader, data_loader
-from shardwright.torch.run.ranks import (
-    barrier,
-    device,
-    dp_rank,
-    dp_size,
-    get_dp_group,
-    get_dp_process_group,
-    get_mp_group,
-    local_rank,
-    local_size,
-    mp_rank,
-    mp_size,
-    pp_rank,
-    pp_size,
-    rank,
-    rdp_rank,
-    rdp_size,
-    size,
-    tp_rank,
-    tp_size,
-)
-from shardwright.torch.startup import add_tracker, init, shutdown
-from shardwright.torch.step import step
-from shardwright.torch.units.dry_run import trace_model
+
+if TYPE_CHECKING:
+    from shardwright.torch.attention.model_creation import model_creation
+    from shardwright.torch.backward.activation_checkpointing import set_activation_checkpointing
+    from shardwright.torch.batch.step_output import StepOutput
+    from shardwright.torch.checkpoints.checkpoints import Checkpoints
+    from shardwright.torch.interception.trace_marker import is_tracing
+    from shardwright.torch.loss_scale.grad_scaler import GradScaler
+    from shardwright.torch.model.distributed_model import DistributedModel
+    from shardwright.torch.notebook import notebook_launcher
+    from shardwright.torch.optimizer.clipping import clip_grad_norm_
+    from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
+    from shardwright.torch.parameters.delayed_initialization import delay_param_initialization
+    from shardwright.torch.parameters.manual_partition import partition, set_partition
+    from shardwright.torch.run.context import is_initialized
+    from shardwright.torch.run.data import distributed_sampler, seed_everything
+    from shardwright.torch.run.data_loader import ReplicaLoader, data_loader
+    from shardwright.torch.run.ranks import (
+        barrier,
+        device,
+        dp_rank,
+        dp_size,
+        get_dp_group,
+        get_dp_process_group,
+        get_mp_group,
+        local_rank,
+        local_size,
+        mp_rank,
+        mp_size,
+        pp_rank,
+        pp_size,
+        rank,
+        rdp_rank,
+        rdp_size,
+        size,
+        tp_rank,
+        tp_size,
+    )
+    from shardwright.torch.startup import add_tracker, init, shutdown
+    from shardwright.torch.step_function import step
+    from shardwright.torch.units.dry_run import trace_model
 
 __all__ = [
     "Checkpoints",
@@ -86,5 +97,50 @@ __all__ = [
     "trace_model",
 ]
 
+_MODULES = {
+    "attention.model_creation": "model_creation",
+    "backward.activation_checkpointing": "set_activation_checkpointing",
+    "batch.step_output": "StepOutput",
+    "checkpoints.checkpoints": "Checkpoints",
+    "interception.trace_marker": "is_tracing",
+    "loss_scale.grad_scaler": "GradScaler",
+    "model.distributed_model": "DistributedModel",
+    "notebook": "notebook_launcher",
+    "optimizer.clipping": "clip_grad_norm_",
+    "optimizer.distributed_optimizer": "DistributedOptimizer",
+    "parameters.delayed_initialization": "delay_param_initialization",
+    "parameters.manual_partition": "partition set_partition",
+    "run.context": "is_initialized",
+    "run.data": "distributed_sampler seed_everything",
+    "run.data_loader": "ReplicaLoader data_loader",
+    "run.ranks": (
+        "barrier device dp_rank dp_size get_dp_group get_dp_process_group get_mp_group local_rank local_size "
+        "mp_rank mp_size pp_rank pp_size rank rdp_rank rdp_size size tp_rank tp_size"
+    ),
+    "startup": "add_tracker init shutdown",
+    "step_function": "step",
+    "units.dry_run": "trace_model",
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with collector_paused():
+        module = import_module(f"{__name__}.{_MODULE_OF[name]}")
+    found = globals()[name] = getattr(module, name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})
+
+
+def _models_watched(_: Any) -> None:
+    import_module(f"{__name__}.attention.model_creation")
+
+
 register_backend()
+after_import("transformers.modeling_utils", _models_watched)
 del register_backend

@@ -17,6 +17,7 @@ from zoo_modules import Block, Stack
 from choices import in_sweep
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.pytorch.tree import flatten
+from shardwright.torch.tracing.calls.working_memory import WorkingMemory
 from shardwright.torch.tracing.trace_data import Trace
 from shardwright.torch.units.model_traces import trace_parts
 
@@ -30,7 +31,7 @@ def in_type(dtype: torch.dtype, item: Any) -> Any:
     return item.to(dtype) if isinstance(item, Tensor) and item.is_floating_point() else item
 
 
-def traced(recipe: Recipe, *, count_memory: bool) -> Trace:
+def traced(recipe: Recipe, *, memory: dict[str, WorkingMemory] | None) -> Trace:
     torch.manual_seed(0)
     model = recipe.build().to(recipe.dtype).train()
     items, structure = flatten(recipe.batch(2, 12))
@@ -40,9 +41,7 @@ def traced(recipe: Recipe, *, count_memory: bool) -> Trace:
         recipe.loss(model, batch).backward()
 
     device = torch.device("cpu")
-    traces = trace_parts(
-        model, train, {1: Batch(((part,), {}))}, device=device, num_stages=4, count_memory=count_memory
-    )
+    traces = trace_parts(model, train, {1: Batch(((part,), {}))}, device=device, num_stages=4, memory=memory)
     return traces[1]
 
 
@@ -86,14 +85,14 @@ REST = [pytest.param(name, marks=pytest.mark.sweep) for name in SMALL if name no
 
 @pytest.mark.parametrize("name", [*SMALL[::9], in_sweep("GPT-2"), *REST])
 def test_counting_memory_changes_nothing_else(name):
-    with_memory, without = (traced(ZOO[name], count_memory=count) for count in (True, False))
+    with_memory, without = (traced(ZOO[name], memory=memory) for memory in ({}, None))
     assert what_counts(with_memory) == what_counts(without)
 
 
 def test_calls_that_are_only_counted_read_and_write_no_attributes():
     """Counted, they made another program, so that the second step was traced once more."""
     recipe = Recipe(build=AddsWhatBlocksLeave, batch=features, loss=classify)
-    with_memory, without = (traced(recipe, count_memory=count) for count in (True, False))
+    with_memory, without = (traced(recipe, memory=memory) for memory in ({}, None))
     counted, plain = (trace.effects.attributes for trace in (with_memory, without))
     assert counted
     assert [use.accesses for use in counted] == [use.accesses for use in plain]

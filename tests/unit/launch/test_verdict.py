@@ -291,7 +291,7 @@ def test_calls_inside_shardwright_are_one_line_of_the_report():
 def test_frames_of_torch_around_those_inside_shardwright_belong_to_them():
     """A wrong number of features was 40 frames of hooks and wrappers around two lines of the user's."""
     package, torch_package = (Path(module.__file__).parent for module in (shardwright, torch))
-    ours, theirs = f"{package}/torch/step.py", f"{torch_package}/nn/modules/module.py"
+    ours, theirs = f"{package}/torch/step_function.py", f"{torch_package}/nn/modules/module.py"
     error = "shardwright.errors.UsageError: the batch has 1 sample"
     text = traceback_of("train.py", ours, theirs, ours, "model.py", theirs, ours, theirs, theirs)
     lines = fold(text, to_the_end=False).splitlines()[1:-1]

@@ -5,6 +5,7 @@ Each command is a function of an `Asked`; `on_task` gives it the words of a task
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -176,21 +177,28 @@ def _named(text: str) -> "Transformer | LayerChain":
 def _traced(factory: str, build_on: str, *, on_accelerators: bool) -> "tuple[Sample, LayerChain]":
     """The model that a factory builds; traced, which needs torch, and on the meta device no weights."""
     check_factory(factory)
+    import torch
+
     from shardwright.cli.asking.factory import advice_on_meta, build
     from shardwright.observe.console import Console
     from shardwright.planner.chain.layers import chain_of
-    from shardwright.torch.units.dry_run import trace_model
+    from shardwright.torch.units.dry_run import graph_of
+    from shardwright.torch.units.on_accelerators import OnAccelerators
 
     console = Console()
     with console.phase(f"building {factory}"):
         sample = build(factory, device=build_on)
-    with console.phase("tracing the model"), advice_on_meta(build_on):
-        graph = trace_model(
+    with (
+        console.phase("tracing the model") as phase,
+        advice_on_meta(build_on),
+        OnAccelerators() if on_accelerators else nullcontext(),
+    ):
+        graph = graph_of(
             sample.model,
-            *sample.args,
+            (sample.args, sample.kwargs),
             loss=sample.loss,
             num_stages=_FINE_STAGES,
-            on_accelerators=on_accelerators,
-            **sample.kwargs,
+            device=torch.device("cpu"),
+            progress=lambda done, total: phase.update(done, total=total),
         )
     return sample, chain_of(graph, name=factory)

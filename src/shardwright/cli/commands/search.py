@@ -122,8 +122,8 @@ def plan_of(answer: "Answer", sample: "Sample") -> "Plan":
             **kwargs,
         )
 
-    with Console().phase("planning what runs"), advice_on_meta("meta"):
-        return best_plan(answer, make)
+    with Console().phase("planning what runs") as phase, advice_on_meta("meta"):
+        return best_plan(answer, make, progress=lambda done, total: phase.update(done, total=total))
 
 
 _LEGEND = "m: microbatches of a step; mbs: samples of each; apart: how much slower than the first"

@@ -32,8 +32,7 @@ __all__ = ["Clock", "Timing", "measure_class", "unit_cost"]
 
 _BUDGET_S = 0.05
 _MIN_RUNS, _MAX_RUNS = 3, 15
-# Between two calls of a unit, its rank runs others: their weights take its place in the caches.
-_OTHERS_BYTES = 16 * 2**20
+_MOST_OTHERS_BYTES = 16 * 2**20
 # What the runtime takes for one more call in a forward: `benchmarks/pipeline.py --only E` with 1 to 32 units.
 _INTERCEPTION_S = 5e-6
 
@@ -87,7 +86,12 @@ class Clock:
 
 @tracing()
 def measure_class(
-    sample: Sample, *, device: torch.device, train: bool = True, share_cores: bool = False
+    sample: Sample,
+    *,
+    device: torch.device,
+    train: bool = True,
+    share_cores: bool = False,
+    others_bytes: int = _MOST_OTHERS_BYTES,
 ) -> Timing:
     """Times one cost class.
 
@@ -96,6 +100,7 @@ def measure_class(
         device: where.
         train: time the backward as well.
         share_cores: processes that do the same take turns on the cores.
+        others_bytes: what a rank uses between two calls of a unit, which takes its place in the caches.
 
     Raises:
         Exception: whatever the call raises on random data; the caller estimates instead.
@@ -103,14 +108,18 @@ def measure_class(
 
     def measured() -> Timing:
         with over_replicas(sends=False):
-            return _measured(sample, device=device, train=train, share_cores=share_cores)
+            return _measured(
+                sample, device=device, train=train, share_cores=share_cores, others_bytes=others_bytes
+            )
 
     if not isinstance(sample.func, nn.Module):
         return measured()
     return sample.hooks.unseen(sample.func, measured)
 
 
-def _measured(sample: Sample, *, device: torch.device, train: bool, share_cores: bool) -> Timing:
+def _measured(
+    sample: Sample, *, device: torch.device, train: bool, share_cores: bool, others_bytes: int
+) -> Timing:
     func, can_be_split = sample.func, False
     if isinstance(func, nn.Module):
         func = copy_of_module(func, device)
@@ -120,7 +129,9 @@ def _measured(sample: Sample, *, device: torch.device, train: bool, share_cores:
     wholes: list[_Seconds] = []
     parts: list[_Seconds] = []
     clock = Clock(device, share_cores=share_cores)
-    others = torch.zeros(_OTHERS_BYTES if device.type == "cpu" else 0, dtype=torch.uint8)
+    others = torch.zeros(
+        min(others_bytes, _MOST_OTHERS_BYTES) if device.type == "cpu" else 0, dtype=torch.uint8
+    )
     started = time.perf_counter()
     try:
         for run in range(_MAX_RUNS + 1):

@@ -205,7 +205,7 @@ def _traces(
         device=device,
         num_stages=most_stages(config, pipeline=pipeline, divides=divides),
         divides=divides,
-        count_memory=True,
+        memory={},
     )
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from shardwright.cluster import Cluster
+from shardwright.collector import collector_paused
 from shardwright.comm.joining.process_group import tell_all
 from shardwright.config import Config
 from shardwright.costs.own_runtime import DIVIDED_OPERATION_S
@@ -46,6 +47,7 @@ from shardwright.profile import Profile, UnitCost
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.measuring.cost_cache import CostCache
 from shardwright.torch.measuring.last_plan import LastPlan
+from shardwright.torch.measuring.memory_cache import MemoryCache
 from shardwright.torch.measuring.part_timer import TimesParts
 from shardwright.torch.measuring.plan_of_first_rank import plan_of_first_rank
 from shardwright.torch.measuring.plan_review import PlanReview
@@ -99,7 +101,7 @@ class Planner:
         if previous is not None and previous.schedule.microbatches in counts:
             counts = (previous.schedule.microbatches,)
         assert context.reporter is not None
-        with context.reporter.phase("tracing the model"):
+        with context.reporter.phase("tracing the model"), collector_paused():
             trace_all = partial(self._trace, function, batch, counts)
             traces = self._as_in_training(trace_all)
             gradients = torch.is_grad_enabled() or traces is not None
@@ -183,7 +185,10 @@ class Planner:
     def _trace(self, function: Callable[..., Any], batch: Batch, counts: tuple[int, ...]) -> dict[int, Trace]:
         context = self._context
         divides = context.mesh.share > 1
-        return trace_parts(
+        cache = MemoryCache(context)
+        memory = cache.read()
+        known = len(memory)
+        traces = trace_parts(
             self._model,
             function,
             {m: batch.split(m)[0] for m in counts},
@@ -191,9 +196,12 @@ class Planner:
             num_stages=most_stages(context.config, pipeline=context.mesh.pipeline, divides=divides),
             divides=divides,
             prepare=self._materialiser.buffers_outside,
-            count_memory=True,
+            memory=memory,
             agree_on_end=_first_of_all_ranks if context.mesh.world_size > 1 else None,
         )
+        if context.rank == 0 and len(memory) > known:
+            cache.write(memory)
+        return traces
 
     def _profiles(self, traces: dict[int, Trace], cluster: Cluster) -> dict[int, Profile]:
         context, device = self._context, cluster.device

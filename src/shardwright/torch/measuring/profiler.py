@@ -3,6 +3,7 @@
 import logging
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -99,7 +100,8 @@ class Profiler:
 
         Args:
             sizes: the traces of all sizes of microbatches.
-            budget_s: seconds that timing may take. What earlier runs have timed takes none of them.
+            budget_s: seconds that timing may take, less where steps are short (see `turns`). What earlier
+                runs have timed takes none of them.
             phase: is told how far it is.
         """
         classes = _classes_worth_timing([size.trace for size in sizes], units_alone=self._units_alone)
@@ -122,7 +124,12 @@ class Profiler:
         return {**costs, **inferred}
 
     def _time_on_copies(self, trace: Any, key: str, share_cores: bool) -> Timing:
-        return measure_class(trace.samples[key], device=self._context.device, share_cores=share_cores)
+        return measure_class(
+            trace.samples[key],
+            device=self._context.device,
+            share_cores=share_cores,
+            others_bytes=_bytes_of(trace.graph),
+        )
 
     def _known(self, classes: Mapping[str, Traced]) -> tuple[dict[str, Timing], dict[str, Timing]]:
         """The costs that earlier runs have measured, the same on every rank: those that hold, and others.
@@ -202,10 +209,17 @@ def _classes_worth_timing(traces: Sequence[Traced], *, units_alone: bool) -> dic
     return found
 
 
+def _bytes_of(graph: ModelGraph) -> int:
+    """What a microbatch uses: parameters with their gradients, and all values between units."""
+    values = sum(value.spec.num_bytes for value in graph.values)
+    return 2 * sum(parameter.spec.num_bytes for parameter in graph.parameters.values()) + values
+
+
 def _shares(sizes: Sequence[ToProfile], classes: Mapping[str, Traced]) -> dict[str, Share]:
     """What each class has of a step, as estimated. Units of one name are of one kind at all sizes."""
     kinds: dict[str, tuple[str, int]] = {}
     seconds: dict[str, float] = dict.fromkeys(classes, 0.0)
+    calls: Counter[str] = Counter()
     for size in sizes:
         costs = size.estimated.costs
         for node in size.trace.graph.nodes:
@@ -213,8 +227,9 @@ def _shares(sizes: Sequence[ToProfile], classes: Mapping[str, Traced]) -> dict[s
             if key in classes:
                 kinds.setdefault(key, (node.label, size.microbatches))
                 cost = costs.get(key)
+                calls[key] += size.microbatches
                 seconds[key] += size.microbatches * (cost.forward_s + cost.backward_s if cost else 0.0)
-    return {key: Share(kinds[key][0], seconds[key], kinds[key][1]) for key in classes}
+    return {key: Share(kinds[key][0], seconds[key], kinds[key][1], calls[key]) for key in classes}
 
 
 def _inferred(

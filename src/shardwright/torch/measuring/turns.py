@@ -8,6 +8,8 @@
 
 A class is a kind of unit at one size of microbatches. Between two sizes its seconds are interpolated. What
 slows a shared machine down lasts longer than one timing, so a class gets its turns apart from each other.
+
+Turns 2 and 3 end after as many seconds as `_STEPS` steps of the model take: what they find out spares less.
 """
 
 import statistics
@@ -23,6 +25,9 @@ _MOST_TURNS = 8
 _LITTLE_DOUBT = 0.05
 """Of the seconds of a step: not much more than plans differ by."""
 
+_STEPS, _LEAST_S = 20, 0.2
+"""More than a turn of each kind may take so many steps of the model, and at least so many seconds."""
+
 _ERRORS = (1.0, 0.25, 0.05)
 """Relative error of an estimate; of what is inferred from one other size of its kind; from two or more."""
 
@@ -35,11 +40,13 @@ class Share:
         kind: of unit, the same for all sizes of microbatches.
         seconds: that a step spends in it, as estimated.
         microbatches: of a batch; the more, the smaller they are.
+        calls: of the class in a step.
     """
 
     kind: str
     seconds: float
     microbatches: int = 1
+    calls: int = 1
 
 
 @dataclass(slots=True)
@@ -78,6 +85,8 @@ class Turns:
             return max(new, key=lambda key: (self.shares[key].seconds, -self.shares[key].microbatches))
         if self.doubt_of(open_) <= _LITTLE_DOUBT:  # in what can still be known better
             return None
+        if spent_s >= max(_LEAST_S, _STEPS * self.step_s):
+            return None
         most = max(open_, key=self._doubt_of)
         return most if most in self.timed else self._farthest(most, open_)
 
@@ -106,6 +115,17 @@ class Turns:
         """The share of all seconds by which these classes may be wrong, as if all erred alike."""
         whole_s = sum(share.seconds for share in self.shares.values())
         return sum(map(self._doubt_of, keys)) / whole_s if whole_s > 0 else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step of one process: estimates, times what those that were timed took more."""
+        known = {key: found[-1] for key, found in self.timed.items()}
+        known |= {key: timing for key, timing in self.remembered.items() if key in self.shares}
+        guess_s = sum(self.shares[key].seconds for key in known)
+        found_s = sum(self.shares[key].calls * timing.whole_s for key, timing in known.items())
+        all_s = sum(share.seconds for share in self.shares.values())
+        steps = len({share.microbatches for share in self.shares.values()})
+        return all_s / steps * found_s / guess_s if guess_s > 0 else 0.0
 
     def _num_turns(self, key: str) -> int:
         return len(self.timed.get(key, ()))

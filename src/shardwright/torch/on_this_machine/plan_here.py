@@ -39,7 +39,7 @@ from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.run.context import context
 from shardwright.torch.run.joint_refusal import require_all_refuse
 from shardwright.torch.startup import begin, shutdown
-from shardwright.torch.step import step
+from shardwright.torch.step_function import step
 from shardwright.torch.units.dry_run import loss_of, with_data
 
 __all__ = ["Training", "measure_here", "plan_here", "title_of", "try_plan"]

@@ -11,11 +11,10 @@ Where ranks share layers, too (tensor parallelism), the rows are those of this r
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardwright.errors import UsageError
 from shardwright.placement import Placement
@@ -34,6 +33,9 @@ from shardwright.torch.tensor_parallel.divide import divided_alike, part_as
 from shardwright.torch.tensor_parallel.divided_tensor import whole as whole_of
 from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.spec import Spec
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor  # takes long to import, and few runs need it
 
 __all__ = ["ShardedTensor", "own_part"]
 
@@ -59,7 +61,7 @@ class ShardedTensor(torch.Tensor):
         spec: how ranks share the tensor whose part that is; None where it is the tensor.
     """
 
-    dtensor: DTensor
+    dtensor: "DTensor"
     spec: Spec | None
     outranks_divided = True  # among the arguments of an operation
 
@@ -67,7 +69,7 @@ class ShardedTensor(torch.Tensor):
     __torch_function__ = disabled_torch_function
 
     @staticmethod
-    def __new__(cls, dtensor: DTensor, spec: Spec | None = None) -> "ShardedTensor":
+    def __new__(cls, dtensor: "DTensor", spec: Spec | None = None) -> "ShardedTensor":
         """Wraps a `DTensor`, in whose place it behaves the same."""
         made: ShardedTensor = (
             make_wrapper(cls, dtensor)
@@ -80,7 +82,7 @@ class ShardedTensor(torch.Tensor):
         made.spec = spec
         return made
 
-    def __init__(self, dtensor: DTensor, spec: Spec | None = None) -> None:
+    def __init__(self, dtensor: "DTensor", spec: Spec | None = None) -> None:
         super().__init__()
 
     @property
@@ -333,7 +335,7 @@ def _own_rows(item: ShardedTensor, whole: Tensor) -> Tensor:
     """The rows of this rank."""
     mesh, placements = item.dtensor.device_mesh, item.dtensor.placements
     part = whole if item.spec is None else part_as(whole, item.spec)
-    replicated = DTensor.from_local(part, mesh, run_check=False)
+    replicated = type(item.dtensor).from_local(part, mesh, run_check=False)
     return replicated.redistribute(mesh, placements).to_local()
 
 

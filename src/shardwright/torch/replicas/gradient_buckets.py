@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.comm.backend.two_hop_sum import TwoHopSum
 from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.errors import UsageError
 from shardwright.shard_layout import ShardLayout
@@ -19,6 +18,7 @@ from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, loca
 from shardwright.torch.tensor_parallel.spec import Spec
 
 if TYPE_CHECKING:
+    from shardwright.comm.backend.two_hop_sum import TwoHopSum
     from shardwright.torch.sharding.sharded_parameter import ShardedParameter
 
 __all__ = [
@@ -260,8 +260,11 @@ class ShardedBucket:
             self._work.append(self._sum(flags.expand(layout.num_shards, -1), size, is_last, None))
         self._total = None  # it is theirs, until they have added it
 
-    def _sum(self, data: Tensor, place: int, is_last: bool, quantiser: BlockQuantiser | None) -> TwoHopSum:
+    def _sum(self, data: Tensor, place: int, is_last: bool, quantiser: BlockQuantiser | None) -> "TwoHopSum":
         """Starts to sum what has a place in the total: (shards, n)."""
+        # Here, because few runs need it: it brings all collectives of hosts and devices along.
+        from shardwright.comm.backend.two_hop_sum import TwoHopSum
+
         shard_group, replica_group = self._groups
         return TwoHopSum(
             data.reshape(-1),

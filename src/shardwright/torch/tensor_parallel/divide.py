@@ -10,7 +10,6 @@ from shardwright.errors import UsageError
 from shardwright.placement import WHOLE, Cut, PartialSum, Placement, Whole
 from shardwright.torch._private import memory_of, put_in_place
 from shardwright.torch.tensor_parallel.assigned_data import gather_assigned_data
-from shardwright.torch.tensor_parallel.deciding import decide
 from shardwright.torch.tensor_parallel.divided_tensor import (
     DividedTensor,
     all_parts,
@@ -53,6 +52,9 @@ def tensor_group(
     """
     if ranks is None or isinstance(ranks, dist.ProcessGroup):
         ranks = ProcessGroupCollectives(ranks)
+    # Here, because few runs divide layers: it brings the rules of all operations along.
+    from shardwright.torch.tensor_parallel.deciding import decide
+
     gather_assigned_data()
     return TensorGroup(ranks, decide, prices=prices)
 

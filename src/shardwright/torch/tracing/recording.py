@@ -69,7 +69,6 @@ class Recording:
         self.samples = CallSamples(
             values,
             request.memory,
-            count_memory=request.count_memory,
             watch=self.hidden,
             hooks=request.hooks,
         )

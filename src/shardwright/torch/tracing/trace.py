@@ -19,6 +19,7 @@ from shardwright.torch.interception.trace_marker import tracing
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.python_state.watched_numbers import NumberReads
 from shardwright.torch.pytorch.slots import Slot
+from shardwright.torch.tracing.calls.working_memory import WorkingMemory
 from shardwright.torch.tracing.trace_data import Trace
 from shardwright.torch.tracing.trace_request import TraceRequest
 from shardwright.torch.tracing.trace_run import TraceRun
@@ -34,11 +35,12 @@ def trace_step(
     *,
     device: torch.device | str = "cpu",
     batch_size: int = 1,
-    count_memory: bool = False,
+    memory: dict[str, WorkingMemory] | None = None,
     agree_on_end: Callable[[float], float] | None = None,
     numbers: NumberReads | None = None,
     hooks: HookEffects | None = None,
     units_may_change: bool = False,
+    on_unit: Callable[[], None] | None = None,
 ) -> Trace:
     """Traces one microbatch.
 
@@ -48,12 +50,14 @@ def trace_step(
         arguments: its (args, kwargs).
         device: where the units compute.
         batch_size: samples in the microbatch.
-        count_memory: find out what units need for a moment; three more forwards for each cost class.
+        memory: cost class -> what calls need for a moment; what is not there is counted, by one or two more
+            forwards and backwards, and added. None: that is not found out.
         agree_on_end: for a `ReadingStep`, gives the first place at which a trace of any rank ends; all call
             it. None for what this rank alone finds.
         numbers: watches those among the arguments.
         hooks: knows which hooks of modules change something.
         units_may_change: the caller keeps modules whole that raise `DeferredReadError`, and tries again.
+        on_unit: called with each call of a unit.
 
     Raises:
         DeferredReadError: Python code reads a value that only one rank will have; the line is named.
@@ -66,10 +70,11 @@ def trace_step(
         arguments=arguments,
         device=torch.device(device),
         batch_size=batch_size,
-        count_memory=count_memory,
+        memory=memory,
         hooks=HookEffects() if hooks is None else hooks,
         numbers=numbers,
         units_may_change=units_may_change,
+        on_unit=on_unit,
     )
     if not isinstance(function, ReadingStep):
         quiet = _unprinted() if numbers is not None else nullcontext()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,12 +26,13 @@ class TraceRequest:
         arguments: its (args, kwargs).
         device: where the units compute.
         batch_size: samples in the microbatch.
-        count_memory: find out what calls need for a moment.
         hooks: knows which hooks of modules change something.
         numbers: watches the numbers among the arguments.
         ends_at: see `EndFinder`.
         units_may_change: modules that raise `DeferredReadError` are kept whole, and another trace is tried.
-        memory: cost class -> temporary memory. Of several runs for one trace, the first counts.
+        memory: cost class -> temporary memory; what is not there is counted and added. None: it is not
+            counted.
+        on_unit: called with each call of a unit.
     """
 
     unit_map: UnitMap
@@ -39,12 +40,12 @@ class TraceRequest:
     arguments: Any
     device: torch.device
     batch_size: int
-    count_memory: bool
     hooks: HookEffects
     numbers: NumberReads | None = None
     ends_at: float = math.inf
     units_may_change: bool = False
-    memory: dict[str, WorkingMemory] = field(default_factory=dict)
+    memory: dict[str, WorkingMemory] | None = None
+    on_unit: Callable[[], None] | None = None
 
     @property
     def may_read(self) -> bool:

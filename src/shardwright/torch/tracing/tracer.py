@@ -181,6 +181,8 @@ class Tracer:
 
     def unit_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call of a unit and runs it on fake tensors."""
+        if self._request.on_unit is not None:
+            self._request.on_unit()
         self.end.come_by()
         self.before_step(leaves((args, kwargs)))
         with plain_torch(), without_hooks(module), self.python_draws.around_unit():

@@ -79,11 +79,23 @@ def trace_model(
         >>> [graph.nodes[call].name for call in graph.calls]
         ['0', '2']
     """
-    batch = Batch(with_data((args, kwargs), device))
     with OnAccelerators() if on_accelerators else nullcontext():
-        traces = trace_parts(
-            model, step_of(model, loss), {1: batch}, device=torch.device(device), num_stages=num_stages
-        )
+        return graph_of(model, (args, kwargs), loss=loss, num_stages=num_stages, device=torch.device(device))
+
+
+def graph_of(
+    model: nn.Module,
+    arguments: Arguments,
+    *,
+    loss: Callable[[Any], Tensor] | None,
+    num_stages: int,
+    device: torch.device,
+    progress: Callable[[int, int], None] | None = None,
+) -> ModelGraph:
+    """Traces as `trace_model` does, and tells how far it is: see `trace_parts`."""
+    batch = Batch(with_data(arguments, device))
+    step = step_of(model, loss)
+    traces = trace_parts(model, step, {1: batch}, device=device, num_stages=num_stages, progress=progress)
     return traces[1].graph
 
 

@@ -18,6 +18,7 @@ from shardwright.torch.counting.hook_effects import HookEffects
 from shardwright.torch.interception.glue import intercept_calls, restore_calls
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.pytorch.module_hooks import has_backward_hooks
+from shardwright.torch.tracing.calls.working_memory import WorkingMemory
 from shardwright.torch.tracing.trace import trace_step
 from shardwright.torch.tracing.trace_data import Trace
 from shardwright.torch.units.module_costs import discover
@@ -49,8 +50,9 @@ def trace_parts(
     num_stages: int,
     divides: bool = False,
     prepare: Callable[[UnitMap], None] | None = None,
-    count_memory: bool = False,
+    memory: dict[str, WorkingMemory] | None = None,
     agree_on_end: Callable[[float], float] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> dict[int, Trace]:
     """Traces every microbatch size with the same units; modules that cannot be split are kept whole.
 
@@ -63,22 +65,28 @@ def trace_parts(
         num_stages: how many stages are thought of, which says how fine the units need to be.
         divides: ranks share the parameters of each unit.
         prepare: called with the units before a trace is tried.
-        count_memory: work out what every call needs for a moment.
+        memory: cost class -> what calls need for a moment, as far as it is known; what is counted is added.
+            None: that is not worked out.
         agree_on_end: see `trace_step`.
+        progress: told from time to time how many calls of modules have been traced, and of how many, if each
+            is called once.
 
     Raises:
         TraceError: the step function cannot be traced; the line is named.
     """
     hooks = HookEffects()
-    costs = discover(model, function, next(iter(parts.values())).arguments, device=device, hooks=hooks)
+    count = None if progress is None else _Count(progress, total=len(list(model.modules())))
+    arguments = next(iter(parts.values())).arguments
+    costs = discover(model, function, arguments, device=device, hooks=hooks, on_module=count)
     trace = partial(
         trace_step,
         function=function,
         device=device,
-        count_memory=count_memory,
+        memory=memory,
         agree_on_end=agree_on_end,
         hooks=hooks,
         units_may_change=True,
+        on_unit=count,
     )
     forced: set[int] = set()
     preferred = _better_whole(model, costs)
@@ -92,6 +100,8 @@ def trace_parts(
             divides=divides,
             device=device.type,
         )
+        if count is not None:
+            count.more(len(names) * len(parts))
         try:
             return _traces(UnitMap.of(model, names), parts, trace, prepare)
         except DeferredReadError as error:
@@ -100,6 +110,23 @@ def trace_parts(
                 raise
             log.warning("%s is not split, because its code reads values: %s", type(whole).__name__, error)
             forced.add(id(whole))
+
+
+class _Count:
+    """Counts calls of modules, and tells how many there were."""
+
+    def __init__(self, progress: Callable[[int, int], None], *, total: int):
+        self._progress = progress
+        self._done, self._total = 0, total
+
+    def more(self, number: int) -> None:
+        """So many calls are to come; what was to come before is done."""
+        self._done = self._total
+        self._total += number
+
+    def __call__(self) -> None:
+        self._done += 1
+        self._progress(min(self._done, self._total), self._total)
 
 
 def _traces(

@@ -33,6 +33,7 @@ def discover(
     *,
     device: torch.device,
     hooks: HookEffects | None = None,
+    on_module: Callable[[], None] | None = None,
 ) -> dict[str, ModuleCost]:
     """Costs of every module in one microbatch, by name of the module.
 
@@ -42,11 +43,13 @@ def discover(
         arguments: (args, kwargs) of one microbatch.
         device: where the model computes.
         hooks: is shown what the hooks of modules do.
+        on_module: called with each call of a module.
 
     Raises:
         TraceError: the model's own forward does to modules what stands in the way of any split.
     """
-    watch = _watched_run(model, function, arguments, device, HookEffects() if hooks is None else hooks)
+    watch = _Watch(on_module)
+    _watched_run(model, function, arguments, device, HookEffects() if hooks is None else hooks, watch)
     _refuse_unsplittable(model, watch)
     _keep_whole(model, watch.costs, watch.remade.writers)
     _keep_entangled_whole(watch.costs, watch.entanglement.whole)
@@ -59,9 +62,9 @@ def _watched_run(
     arguments: Arguments,
     device: torch.device,
     hooks: HookEffects,
-) -> "_Watch":
+    watch: "_Watch",
+) -> None:
     """Traces the model as one unit, with every call of a module watched."""
-    watch = _Watch()
     handles = []
     try:
         # Hooks know names, not identities: a model that fake tensors cannot get through is traced as a copy.
@@ -78,7 +81,6 @@ def _watched_run(
         restore_calls(model)
         for handle in handles:
             handle.remove()
-    return watch
 
 
 def _refuse_unsplittable(model: nn.Module, watch: "_Watch") -> None:
@@ -174,13 +176,17 @@ _COUNTED = "_shardwright_counted"
 class _Watch:
     """Counts what modules do while they are called.
 
+    Args:
+        on_module: called with each call.
+
     Attributes:
         costs: name of a module -> what it has done.
         entanglement: which modules cannot be split.
         remade: which give buffers another shape.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_module: Callable[[], None] | None = None) -> None:
+        self._on_module = on_module
         self.costs: dict[str, ModuleCost] = {}
         self.entanglement = Entanglement()
         self.remade = RemadeInForward()
@@ -192,6 +198,8 @@ class _Watch:
 
     def enter(self, name: str, module: nn.Module, args: Any) -> None:
         """A module is called."""
+        if self._on_module is not None:
+            self._on_module()
         cost = self.costs.setdefault(name, ModuleCost())
         cost.calls += 1
         if not any(self.costs[outer].recomputed for outer in self._names):

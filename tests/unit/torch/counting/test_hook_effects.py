@@ -44,7 +44,7 @@ def traced(model):
     def step(x):
         return model(x).sum()
 
-    return trace_parts(model, step, {1: batch}, device=CPU, num_stages=2, count_memory=True)[1]
+    return trace_parts(model, step, {1: batch}, device=CPU, num_stages=2, memory={})[1]
 
 
 def measured(unit):

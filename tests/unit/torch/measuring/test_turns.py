@@ -49,6 +49,24 @@ def test_nothing_begins_when_the_budget_is_spent(budget_s, number):
     assert len(taken(Turns(SHARES, budget_s=budget_s))) == number
 
 
+def test_a_model_with_short_steps_is_not_timed_for_long():
+    """A toy was timed for up to five seconds: each kind once is enough where a step takes no time."""
+    tiny = {key: timing(1e-4, spread=2.0) for key in SHARES}
+    keys = taken(Turns(SHARES, budget_s=100.0), timings=tiny, each_s=0.05)
+    assert len(keys) == 4  # 0.2 s
+    keys = taken(Turns(SHARES, budget_s=100.0), timings=tiny, each_s=0.5)
+    assert keys == ["head of 8", "block of 8", "norm of 8"]
+
+
+def test_longer_steps_are_worth_more_timing():
+    """Twenty steps: of two classes with 1,000 calls, 0.2 ms each, 8 s."""
+    shares = {"a": Share("a", 10.0, 2, 1000), "b": Share("b", 10.0, 2, 1000)}
+    turns = Turns(shares, budget_s=100.0)
+    keys = taken(turns, timings=dict.fromkeys(shares, timing(2e-4, spread=2.0)))
+    assert turns.step_s == pytest.approx(0.4)
+    assert len(keys) == 8
+
+
 def test_the_widest_spread_is_timed_again():
     wide = {"head of 8": timing(spread=0.6), "block of 8": timing(spread=0.02)}
     keys = Counter(taken(Turns(SHARES, budget_s=100.0), timings=wide))

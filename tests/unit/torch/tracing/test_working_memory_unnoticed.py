@@ -14,7 +14,7 @@ def shape_of_result(layer: nn.Module, step) -> tuple[int, ...]:
     model = nn.ModuleDict({"layer": layer})
     unit_map = UnitMap.of(model, ["layer"])
     intercept_calls(layer)
-    trace = trace_step(unit_map, step, ((torch.ones(2, 4),), {}), count_memory=True)
+    trace = trace_step(unit_map, step, ((torch.ones(2, 4),), {}), memory={})
     assert trace.graph.nodes[0].work_bytes > 0
     return trace.graph.values[trace.graph.nodes[0].outputs[0]].spec.shape
 
@@ -74,7 +74,7 @@ def test_the_backward_of_an_operation_is_not_that_of_the_step_function():
         torch.autograd.backward(torch.log_softmax(layer(x), -1).sum())
 
     with backward_intercepted():
-        trace = trace_step(unit_map, step, ((torch.ones(2, 4),), {}), count_memory=True)
+        trace = trace_step(unit_map, step, ((torch.ones(2, 4),), {}), memory={})
     work = {node.name: node.work_bytes for node in trace.graph.nodes}
     assert work["log_softmax"] >= 2 * 2 * 4 * 4  # the gradients of its result and of its argument
     assert trace.graph.loss is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwright.comm.identity.environment import detect
 from shardwright.torch.batch.step_output import StepOutput
-from shardwright.torch.step import step_function
+from shardwright.torch.step_function import step_function
 from smdistributed.modelparallel.torch.peer_batches import with_batches_of_peers
 from smdistributed.modelparallel.torch.state_mod import current_run
 

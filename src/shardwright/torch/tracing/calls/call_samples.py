@@ -23,8 +23,8 @@ class CallSamples:
 
     Args:
         values: of the trace.
-        memory: cost class -> temporary memory, as far as it is known; what is counted is added.
-        count_memory: find out what calls need for a moment.
+        memory: cost class -> temporary memory, as far as it is known; what is counted is added. None: it is
+            not counted.
         watch: is shown what calls make that run to be counted.
         hooks: knows which hooks of modules change something.
 
@@ -37,9 +37,8 @@ class CallSamples:
     def __init__(
         self,
         values: TracedValues,
-        memory: dict[str, WorkingMemory],
+        memory: dict[str, WorkingMemory] | None,
         *,
-        count_memory: bool,
         watch: Watch,
         hooks: HookEffects,
     ):
@@ -47,7 +46,6 @@ class CallSamples:
         self.counts = False
         self.num_hooks = 0
         self._values = values
-        self._count_memory = count_memory
         self._watch = watch
         self._hooks = hooks
         self._memory = memory
@@ -78,7 +76,7 @@ class CallSamples:
     def working_memory(self, key: str, call: TracedCall) -> WorkingMemory:
         """The temporary memory of a cost class; counted for the first of its calls."""
         # A gradient leads back through what ran before, where recomputation would call units once more.
-        if not self._count_memory or call.func is torch.autograd.grad:
+        if self._memory is None or call.func is torch.autograd.grad:
             return WorkingMemory()
         if key not in self._memory:
             given: Sequence[bool] = [self._is_somebody_elses(item) for item in call.items]

@@ -1,0 +1,71 @@
+"""What a trace has counted once is read by later runs."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.torch.batch.batch import Batch
+from shardwright.torch.measuring.memory_cache import MemoryCache
+from shardwright.torch.tracing.calls import call_samples
+from shardwright.torch.tracing.calls.working_memory import WorkingMemory
+from shardwright.torch.units.dry_run import step_of
+from shardwright.torch.units.model_traces import trace_parts
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))
+    return MemoryCache(SimpleNamespace(device=CPU))
+
+
+def nodes_of(memory):
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    parts = {1: Batch(((torch.ones(2, 8),), {}))}
+    trace = trace_parts(model, step_of(model, None), parts, device=CPU, num_stages=4, memory=memory)[1]
+    return [
+        (n.name, n.cost_class, n.work_bytes, n.weight_bytes, n.split_work_bytes) for n in trace.graph.nodes
+    ]
+
+
+def test_the_second_run_counts_nothing_and_knows_the_same(cache, monkeypatch):
+    """Half of a trace was spent on counting, in each run anew."""
+    memory = cache.read()
+    first = nodes_of(memory)
+    cache.write(memory)
+    monkeypatch.setattr(call_samples, "working_memory", lambda *args, **kwargs: pytest.fail("it was counted"))
+    assert nodes_of(cache.read()) == first
+    assert any(work_bytes for _, _, work_bytes, _, _ in first)
+
+
+def test_what_is_not_known_is_not_kept(cache):
+    cache.write({"known": WorkingMemory(3, 0, 5), "unknown": WorkingMemory()})
+    assert cache.read() == {"known": WorkingMemory(3, 0, 5)}
+
+
+def test_an_evaluation_neither_reads_nor_writes(cache):
+    with torch.no_grad():
+        cache.write({"known": WorkingMemory(3, 0, 5)})
+    assert cache.read() == {}
+    cache.write({"known": WorkingMemory(3, 0, 5)})
+    with torch.no_grad():
+        assert cache.read() == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["[", "[]", '{"a": 1}', '{"a": [1, 2]}', '{"a": [1, -2, 3]}', '{"a": [1, true, 3]}']
+)
+def test_a_file_that_holds_something_else_counts_for_nothing(cache, text):
+    cache.write({"known": WorkingMemory(3, 0, 5)})
+    cache._file.write_text(text)
+    assert cache.read() == {}
+
+
+def test_nothing_is_kept_where_the_cache_is_off(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", "off")
+    cache = MemoryCache(SimpleNamespace(device=CPU))
+    cache.write({"known": WorkingMemory(3, 0, 5)})
+    assert cache.read() == {}
