@@ -147,14 +147,8 @@ def _read(file: Path) -> dict[str, float] | None:
 
 def _alone(run: Context) -> Context:
     """A run of this rank alone."""
-    return replace(
-        run,
-        mesh=Mesh.of(world_size=1),
-        rank=0,
-        groups=ProcessGroups(),
-        links=Links(),
-        watch=RankWatch(),
-    )
+    nobody: dict[str, Any] = {"groups": ProcessGroups(), "links": Links(), "watch": RankWatch()}
+    return replace(run, mesh=Mesh.of(world_size=1), rank=0, **nobody)
 
 
 def _measured(run: Context) -> HostCosts:
