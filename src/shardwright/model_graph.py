@@ -199,6 +199,7 @@ class ModelGraph:
         batch_bytes: bytes of the tensors of the microbatch.
         together: nodes that one stage must compute.
         batch_statistics: names of the layers that compute statistics over the samples of the microbatch.
+        free_operations: operations that every rank computes, which are no nodes.
     """
 
     nodes: tuple[Node, ...]
@@ -211,12 +212,18 @@ class ModelGraph:
     batch_bytes: int = 0
     together: tuple[Together, ...] = ()
     batch_statistics: tuple[str, ...] = ()
+    free_operations: int = 0
     _fingerprint: list[str] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def calls(self) -> tuple[int, ...]:
         """Indices of the nodes that call units, in execution order: the chain that is cut into stages."""
         return tuple(i for i, node in enumerate(self.nodes) if node.kind == "unit")
+
+    @property
+    def operations(self) -> int:
+        """Operations between calls, those that every rank computes among them."""
+        return len(self.nodes) - len(self.calls) + self.free_operations
 
     @property
     def fingerprint(self) -> str:
@@ -334,6 +341,7 @@ class ModelGraph:
                 Together(**{**group, "nodes": tuple(group["nodes"])}) for group in document["together"]
             ),
             batch_statistics=tuple(document.get("batch_statistics", ())),
+            free_operations=document.get("free_operations", 0),
         )
 
 

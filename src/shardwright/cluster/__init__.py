@@ -1,6 +1,6 @@
 """Machines as data: devices, their memory and rates, the links between them."""
 
-from shardwright.cluster.cluster import Cluster, Device, Link
+from shardwright.cluster.cluster import Cluster, Device, HostCosts, Link
 from shardwright.cluster.inventory import Accelerator, Inventory, NodeKind, Rate
 from shardwright.cluster.machines import find_machines, memory_for, usable_bytes
 from shardwright.cluster.named import node_kinds, parse_inventory
@@ -9,6 +9,7 @@ __all__ = [
     "Accelerator",
     "Cluster",
     "Device",
+    "HostCosts",
     "Inventory",
     "Link",
     "NodeKind",

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-__all__ = ["Cluster", "Device", "Link"]
+__all__ = ["Cluster", "Device", "HostCosts", "Link"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,30 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostCosts:
+    """Seconds that the library itself takes on a rank, however small the model is.
+
+    A rank runs all of the step function for each microbatch: calls and operations count on every rank,
+    whoever computes them.
+
+    Attributes:
+        step_s: of a step, before its first action and after its last one.
+        action_s: of a forward or a backward, with the messages around it.
+        unit_s: of a call of a unit, of the whole model.
+        operation_s: of an operation between units, of the whole step function.
+    """
+
+    step_s: float
+    action_s: float
+    unit_s: float = 0.0
+    operation_s: float = 0.0
+
+    def script_s(self, *, units: int, operations: int) -> float:
+        """What the step function takes for a microbatch beside computing."""
+        return units * self.unit_s + operations * self.operation_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """The machines that run a job.
 
@@ -64,6 +88,8 @@ class Cluster:
         inter_node: link between two hosts.
         host: from each rank to where it offloads what units keep, all ranks of a host at once: pinned memory,
             or a disk; occupancy is that of a rank without a core to spare. None: not known.
+        host_costs: of the library where ranks share a model; None: the usual ones.
+        loop_costs: the same where each rank has all of it; None: the usual ones.
         slowness: for each host, how many times as long its ranks compute as costs say; empty: as long. Costs
             that all ranks have measured together are means; those of `cluster_of` are of the slowest host.
     """
@@ -74,6 +100,8 @@ class Cluster:
     intra_node: Link
     inter_node: Link
     host: Link | None = None
+    host_costs: HostCosts | None = None
+    loop_costs: HostCosts | None = None
     slowness: tuple[float, ...] = ()
 
     def link(self, rank_a: int, rank_b: int) -> Link:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from shardwright.plan import MemoryPrediction, Plan
+from shardwright.plan import MemoryPrediction, Plan, Prediction
 from shardwright.printable import printable
 from shardwright.quantities import counted, format_bytes, format_parameters, format_seconds
 from shardwright.text_table import align
@@ -81,11 +81,23 @@ def title_of(plan: Plan) -> str:
         predicted = plan.prediction
         error = f" +- {predicted.error:.0%}" if predicted.error else ""
         title += f"; predicted step {format_seconds(predicted.step_s)}{error}, bubble {predicted.bubble:.0%}"
-        alone_s = mesh.data * seconds_of_one_process(plan)
-        is_known = predicted.provenance == "measured" and mesh.share == mesh.shard == 1
-        if is_known and 0 < alone_s < predicted.step_s:
-            title += f"; one process alone is faster: {format_seconds(alone_s)}"
+        if predicted.provenance == "measured":
+            title += _without_pipeline(plan, predicted)
     return title
+
+
+def _without_pipeline(plan: Plan, predicted: Prediction) -> str:
+    """What takes less for as many samples: one process, replicas that have all of the model."""
+    mesh = plan.mesh
+    ways = {
+        "one process alone is": mesh.data * predicted.alone_s,
+        f"{mesh.world_size} replicas are": predicted.replicas_s / mesh.pipeline,
+    }
+    return "".join(
+        f"; {way} faster: {format_seconds(seconds)} for as many samples"
+        for way, seconds in ways.items()
+        if 0 < seconds < predicted.step_s
+    )
 
 
 def seconds_of_one_process(plan: Plan) -> float:

@@ -61,6 +61,8 @@ class Conditions(Record):
         ranks_per_node: pipeline ranks of one replica on a host.
         crowding: how much longer ranks compute because several replicas share a host's cores; 1 or more.
         action_overhead_s: seconds that every action takes on top.
+        forward_overhead_s: seconds that every forward takes on top of that, for what its rank runs of the
+            step function beside computing.
         step_overhead_s: seconds before the first action of a step and after the last one.
         tie_s: the part of ``sync_s`` in which parameters of several stages are summed.
         settling_s: the part of ``sync_s`` in which tensor-parallel ranks sum gradients of whole parameters.
@@ -81,6 +83,7 @@ class Conditions(Record):
     ranks_per_node: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
     crowding: Positive = 1.0
     action_overhead_s: Seconds = 0.0
+    forward_overhead_s: Seconds = 0.0
     step_overhead_s: Seconds = 0.0
     tie_s: Seconds = 0.0
     settling_s: Seconds = 0.0
@@ -94,7 +97,7 @@ class Conditions(Record):
     def _without_newer(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leaves newer fields out where they are 0: versions that do not know them read such files."""
         found: dict[str, Any] = serialize(self)
-        for name in ("settling_s", "outside_s"):
+        for name in ("settling_s", "outside_s", "forward_overhead_s"):
             if found.get(name) == 0:
                 del found[name]
         return found

@@ -107,6 +107,9 @@ class Prediction(Record):
             all but code outside of the model.
         update_s: seconds of the optimizer's update, on the rank that has most to update; 0: not known.
         error: half of the interval around `step_s` that holds nine of ten runs, relative; 0: not known.
+        alone_s: seconds of the same batch in one process; 0: not known, or it does not fit.
+        replicas_s: the same where each rank is a replica with a batch of its own; 0: not known, or they do
+            not fit.
         conditions: what the step was simulated with; None in plans of versions that did not keep it.
     """
 
@@ -119,7 +122,18 @@ class Prediction(Record):
     correction: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.0
     update_s: Seconds = 0.0
     error: Seconds = 0.0
+    alone_s: Seconds = 0.0
+    replicas_s: Seconds = 0.0
     conditions: Conditions | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_newer(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves newer fields out where they are 0: versions that do not know them read such files."""
+        found: dict[str, Any] = serialize(self)
+        for name in ("alone_s", "replicas_s"):
+            if found.get(name) == 0:
+                del found[name]
+        return found
 
     @property
     def outside_s(self) -> float:

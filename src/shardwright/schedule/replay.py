@@ -43,6 +43,7 @@ def action_seconds(
     costs: Sequence[StageCost],
     *,
     overhead_s: float = 0.0,
+    forward_overhead_s: float = 0.0,
     handling: Sequence[Handling] = (),
 ) -> list[float]:
     """Seconds that each action of a graph takes on a free device.
@@ -51,9 +52,12 @@ def action_seconds(
         graph: the actions.
         costs: of each stage.
         overhead_s: on top of each action.
+        forward_overhead_s: on top of that, of each forward.
         handling: of each stage; empty where messages occupy no core.
     """
     by_stage = [{kind: cost.seconds(kind) + overhead_s for kind in COMPUTE} for cost in costs]
+    for seconds in by_stage:
+        seconds[Kind.FORWARD] += forward_overhead_s
     for seconds, (forward_s, backward_s) in zip(by_stage, handling, strict=False):
         seconds[Kind.FORWARD] += forward_s
         seconds[Kind.BACKWARD] += backward_s

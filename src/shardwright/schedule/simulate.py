@@ -89,6 +89,7 @@ def simulate(
     cores: int = 0,
     ranks_per_node: int = 0,
     action_overhead_s: float = 0.0,
+    forward_overhead_s: float = 0.0,
 ) -> Simulation:
     """Plays a schedule out.
 
@@ -103,6 +104,7 @@ def simulate(
         cores: CPU cores that the ranks of a node share; 0 where every rank has a device of its own.
         ranks_per_node: ranks of a node, numbered node by node; 0 where all are on one.
         action_overhead_s: seconds that every compute action takes on top.
+        forward_overhead_s: seconds that every forward takes on top of that.
 
     Raises:
         ScheduleError: the schedule is not complete or deadlocks, or a number cannot be used.
@@ -113,7 +115,12 @@ def simulate(
     >>> simulation.step_s, simulation.bubble, simulation.peak_microbatches
     (12.0, 0.25, (2, 1))
     """
-    _refuse_negative(cores=cores, ranks_per_node=ranks_per_node, action_overhead_s=action_overhead_s)
+    _refuse_negative(
+        cores=cores,
+        ranks_per_node=ranks_per_node,
+        action_overhead_s=action_overhead_s,
+        forward_overhead_s=forward_overhead_s,
+    )
     costs = check_costs(costs, num_stages=schedule.num_stages)
     edges = check_edges(edges, num_stages=schedule.num_stages)
     graph = compile_actions(
@@ -123,7 +130,13 @@ def simulate(
         edges=edges,
     )
     handling = _handling(schedule, edges, link, costs, host)
-    seconds = action_seconds(graph, costs, overhead_s=action_overhead_s, handling=handling)
+    seconds = action_seconds(
+        graph,
+        costs,
+        overhead_s=action_overhead_s,
+        forward_overhead_s=forward_overhead_s,
+        handling=handling,
+    )
     prices = _prices(schedule.stage_ranks, edges, link) + _copy_prices(costs, host)
     beside = _beside(graph, costs, host)
     if cores:

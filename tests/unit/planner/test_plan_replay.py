@@ -134,3 +134,13 @@ def test_sensitivities_name_what_they_assume() -> None:
 def test_microbatches_that_the_planner_has_weighed_are_not_offered() -> None:
     """It said "4 microbatches -7.2%" beside a runner-up with 4 microbatches that was 4.4% slower."""
     assert not [row.name for row in sensitivities(planned()) if "microbatch" in row.name]
+
+
+def test_microbatches_of_a_runner_up_are_not_offered() -> None:
+    """The plan of a file may have both: a pin, and runners-up with other numbers."""
+    plan = planned()
+    other = plan.alternatives[0].model_copy(update={"microbatches": 8})
+    pinned = {"pins": {"microbatches": 4}, "alternatives": (other,)}
+    names = [row.name for row in sensitivities(plan.model_copy(update=pinned))]
+    assert "8 microbatches" not in names
+    assert "2 microbatches" in names

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from shardwright.cluster import Cluster, Device, Link
+from shardwright.cluster import Cluster, Device, HostCosts, Link
 from shardwright.errors import ConfigError
 from shardwright.plan import CostRecord
 from shardwright.planner.chain.profile_file import MeasuredProfile, _Cost
@@ -18,7 +18,13 @@ def profile():
     return MeasuredProfile(
         fingerprint="f",
         costs={"Linear-1": UnitCost(forward_s=1e-3, backward_s=2e-3, input_s=1e-3, provenance="measured")},
-        cluster=Cluster(device=Device(name="cpu"), ranks_per_node=2, intra_node=link, inter_node=link),
+        cluster=Cluster(
+            device=Device(name="cpu"),
+            ranks_per_node=2,
+            intra_node=link,
+            inter_node=link,
+            host_costs=HostCosts(step_s=2e-3, action_s=3e-4, unit_s=1e-5, operation_s=7e-6),
+        ),
         num_ranks=2,
         when="2026-11-23 12:00 UTC",
     )

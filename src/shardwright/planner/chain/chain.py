@@ -177,6 +177,7 @@ class Chain:
         reductions: how often in a batch the gradients of shared parameters are reduced between their ranks.
         most_reduced: bytes of them that are reduced at once, at most, in every backward; 0: all are there
             until the last.
+        operations: of the step function between its calls, those that every rank computes among them.
     """
 
     labels: tuple[str, ...]
@@ -192,6 +193,7 @@ class Chain:
     gatherings: int = 1
     reductions: int = 1
     most_reduced: int = 0
+    operations: int = 0
     _columns: dict[str, Floats] = field(default_factory=dict, init=False, repr=False)
 
     def column(self, name: str) -> Floats:

@@ -54,6 +54,7 @@ def build_chain(graph: ModelGraph, profile: Profile, division: Division | None =
         saved_values=_saved_values(graph, homes, division),
         batch_bytes=graph.batch_bytes,
         bonds=(*bonds_of_units(graph), *bonds_of_groups(graph, homes)),
+        operations=graph.operations,
     )
     return chain.bound(stages_per_rank=1)
 

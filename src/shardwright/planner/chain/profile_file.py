@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator
 
 from shardwright import __version__
-from shardwright.cluster import Cluster, Device, Link
+from shardwright.cluster import Cluster, Device, HostCosts, Link
 from shardwright.errors import ConfigError
 from shardwright.files import Record, UserFile, replace_file
 from shardwright.files.number_fields import NonNegative, Positive
@@ -106,6 +106,16 @@ class _Device(Record):
     update_Bps: NonNegative = 0.0
 
 
+class _HostCosts(Record):
+    step_s: Seconds
+    action_s: Seconds
+    unit_s: Seconds = 0.0
+    operation_s: Seconds = 0.0
+
+    def costs(self) -> HostCosts:
+        return HostCosts(**self.model_dump())
+
+
 class _Cluster(Record):
     device: _Device
     ranks_per_node: Annotated[int, Field(ge=1, le=MOST_RANKS_OF_HOST)]
@@ -113,6 +123,8 @@ class _Cluster(Record):
     intra_node: _Link
     inter_node: _Link
     host: _Link | None = None
+    host_costs: _HostCosts | None = None
+    loop_costs: _HostCosts | None = None
     slowness: tuple[Positive, ...] = ()
 
     def cluster(self) -> Cluster:
@@ -123,6 +135,8 @@ class _Cluster(Record):
             intra_node=self.intra_node.link(),
             inter_node=self.inter_node.link(),
             host=None if self.host is None else self.host.link(),
+            host_costs=None if self.host_costs is None else self.host_costs.costs(),
+            loop_costs=None if self.loop_costs is None else self.loop_costs.costs(),
             slowness=self.slowness,
         )
 

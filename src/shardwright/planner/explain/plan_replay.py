@@ -34,6 +34,7 @@ class Setting:
         cores: that the ranks of a host share; 0 where each has a device.
         ranks_per_node: ranks of a host; 0: all are on one.
         action_overhead_s: on top of every action.
+        forward_overhead_s: on top of that, of every forward.
         crowding: factor on the time of the schedule.
         sync_s: sums of gradients.
         step_overhead_s: before the first action and after the last one.
@@ -49,6 +50,7 @@ class Setting:
     cores: int = 0
     ranks_per_node: int = 0
     action_overhead_s: float = 0.0
+    forward_overhead_s: float = 0.0
     crowding: float = 1.0
     sync_s: float = 0.0
     step_overhead_s: float = 0.0
@@ -145,6 +147,7 @@ def base_setting(plan: Plan) -> Setting:
         cores=conditions.cores,
         ranks_per_node=conditions.ranks_per_node,
         action_overhead_s=conditions.action_overhead_s,
+        forward_overhead_s=conditions.forward_overhead_s,
         crowding=conditions.crowding,
         sync_s=prediction.sync_s,
         step_overhead_s=conditions.step_overhead_s,
@@ -256,6 +259,7 @@ def play(setting: Setting) -> Replay:
         cores=setting.cores,
         ranks_per_node=setting.ranks_per_node,
         action_overhead_s=setting.action_overhead_s,
+        forward_overhead_s=setting.forward_overhead_s,
     )
     step_s = simulation.step_s * setting.crowding + setting.sync_s + setting.step_overhead_s
     return Replay(

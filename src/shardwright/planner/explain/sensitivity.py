@@ -33,7 +33,8 @@ def sensitivities(plan: Plan) -> tuple[Sensitivity, ...]:
     """Faster compute, faster links, other microbatches: the step with each, everything else as planned.
 
     Links are left out where the plan does not say which it was made for. So are microbatches whose number no
-    pin has set: the planner has weighed others by their own costs, which proportion would contradict.
+    pin has set, and numbers of runners-up: the planner has weighed them by their own costs, which proportion
+    would contradict.
 
     Raises:
         PlanError: the plan has no prediction.
@@ -49,7 +50,7 @@ def sensitivities(plan: Plan) -> tuple[Sensitivity, ...]:
         changes += [
             (counted(number, "microbatch", "es"), Change(num_microbatches=number), _PROPORTION)
             for number in (2 * microbatches, microbatches // 2)
-            if number
+            if number and all(number != other.microbatches for other in plan.alternatives)
         ]
     found = []
     for name, change, assumption in changes:

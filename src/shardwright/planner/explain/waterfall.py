@@ -3,7 +3,7 @@
 The same rows of actions are replayed several times, each time with one more effect. The time that an effect
 adds is its part, so the parts add up exactly::
 
-    mean work of the ranks        forward, backward, recomputation, the runtime for each action
+    mean work of the ranks        forward, backward, recomputation, the runtime for actions, units, operations
     + the busiest rank            imbalance
     + waiting for one another     bubble (messages take no time)
     + copies to the host          of what units offload, beyond what compute hides
@@ -77,10 +77,11 @@ class _Work(StageCost):
     """Seconds of one rank's actions by what they are, with those of the runtime."""
 
     overhead_s: float = 0.0
+    script_s: float = 0.0
 
     @property
     def total_s(self) -> float:
-        return self.forward_s + self.backward_s + self.recompute_s + self.overhead_s
+        return self.forward_s + self.backward_s + self.recompute_s + self.overhead_s + self.script_s
 
 
 def break_down(plan: Plan) -> Waterfall:
@@ -138,6 +139,12 @@ def _work_parts(plan: Plan, setting: Setting) -> Iterator[Part]:
         sum(r.overhead_s for r in ranks) / count,
         "What the runtime itself takes for each action; mean of the ranks.",
     )
+    yield Part(
+        "runtime per unit and operation",
+        "overhead",
+        sum(r.script_s for r in ranks) / count,
+        "What it takes to run all of the step function on each rank, beside computing; mean of the ranks.",
+    )
     mean_s = sum(r.total_s for r in ranks) / count
     busiest = max(range(count), key=lambda rank: ranks[rank].total_s)
     yield Part(
@@ -183,7 +190,16 @@ def _work_of_ranks(plan: Plan, setting: Setting) -> list[_Work]:
             recompute_s += repeated_s
             backward_s += seconds - repeated_s
         overhead_s = sum(action.is_compute for action in row) * setting.action_overhead_s
-        found.append(_Work(forward_s, backward_s, recompute_s=recompute_s, overhead_s=overhead_s))
+        forwards = sum(action.kind is Kind.FORWARD for action in row)
+        found.append(
+            _Work(
+                forward_s,
+                backward_s,
+                recompute_s=recompute_s,
+                overhead_s=overhead_s,
+                script_s=forwards * setting.forward_overhead_s,
+            )
+        )
     return found
 
 

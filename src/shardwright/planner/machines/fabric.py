@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from shardwright.cluster import Cluster, Link
-from shardwright.costs.own_runtime import STEP_S
+from shardwright.cluster import Cluster, HostCosts, Link
+from shardwright.costs.own_runtime import ACTION_S, STEP_S
 from shardwright.mesh import Mesh
 from shardwright.plan import TensorPrices
 from shardwright.planner.machines.overlap import Moments, exposed_after, exposed_before, moments_of
@@ -34,6 +34,8 @@ class ReplicaSeconds:
         """Seconds of it in which ranks compute."""
         return max(0.0, self.total_s - self.exposed_s)  # sums of the same seconds in another order
 
+
+_USUAL = HostCosts(step_s=STEP_S, action_s=ACTION_S)
 
 NO_SUMS = ReplicaSeconds(0.0, 0.0, 0.0)
 """There is one replica."""
@@ -116,6 +118,12 @@ class Fabric:
         return min(self.cluster.ranks_per_node, self.mesh.world_size)
 
     @property
+    def host_costs(self) -> HostCosts:
+        """What the library itself takes: less where each rank has all of the model."""
+        found = self.cluster.host_costs if self.mesh.spreads_model else self.cluster.loop_costs
+        return found or _USUAL
+
+    @property
     def step_overhead_s(self) -> float:
         """Seconds that the runtime takes before the first action of a step and after the last one.
 
@@ -123,7 +131,7 @@ class Fabric:
         """
         cores = self.cluster.cores_per_node
         crowd = max(1.0, self._ranks_on_host / cores) if cores else 1.0
-        return crowd * STEP_S
+        return crowd * self.host_costs.step_s
 
     @property
     def tensor_prices(self) -> TensorPrices:

@@ -36,12 +36,14 @@ from shardwright.costs import (
     StepSeconds,
     mixed_chain,
 )
+from shardwright.costs.own_runtime import ACTION_S, STEP_S
 from shardwright.costs.run_cluster import kinds_of
 from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.planner.chain.division import Division
 from shardwright.planner.chain.estimate import estimate_profile
 from shardwright.planner.chain.layers import chain_of
+from shardwright.planner.machines.fabric import Fabric
 from shardwright.planner.search.drafts import schedule_families
 from shardwright.planner.search.microbatch_counts import microbatch_counts
 from shardwright.profile import Profile
@@ -95,6 +97,8 @@ def expected_seconds(
             config=config,
             samples=samples,
             pace=pace,
+            units=len(graph.calls),
+            operations=graph.operations,
         )
         for pipeline in sorted({mesh.pipeline for mesh in grids if mesh.share == tensor}):
             alike = [n for n, mesh in enumerate(grids) if (mesh.pipeline, mesh.share) == (pipeline, tensor)]
@@ -145,6 +149,8 @@ class _ClosedForms:
         config: the settings.
         samples: of a batch of one replica.
         pace: how many times as long layers compute as the rates of the machines say.
+        units: calls of them in a step function.
+        operations: of the step function between them.
     """
 
     chain: LayerChain
@@ -152,6 +158,8 @@ class _ClosedForms:
     config: Config
     samples: int
     pace: float
+    units: int
+    operations: int
 
     def of_pipeline(self, grids: Sequence[Mesh]) -> list[float]:
         """The least seconds of grids with one tensor degree and one length of pipelines, by replica."""
@@ -174,10 +182,20 @@ class _ClosedForms:
             placement=float(_placement(grids[0])),
             width=2.0 if self._in_16_bits else 4.0,
         )
-        seconds = self._with_recomputation(ways, chosen) / ways.data
+        seconds = (self._with_recomputation(ways, chosen) + self._above_usual(ways, grids[0])) / ways.data
         least = np.full(len(grids), inf)
         np.minimum.at(least, of_grid.astype(int), seconds)
         return [float(each) for each in least]
+
+    def _above_usual(self, ways: Options, mesh: Mesh) -> Floats:
+        """What the library takes on these machines above what closed forms count for it."""
+        costs = Fabric(cluster=self.cluster, mesh=mesh).host_costs
+        actions = 2 * np.where(ways.schedule == ScheduleKind.INTERLEAVED, ways.virtual, 1.0)
+        of_microbatch = actions * (costs.action_s - ACTION_S) + costs.script_s(
+            units=self.units, operations=self.operations
+        )
+        found: Floats = costs.step_s - STEP_S + ways.microbatches * of_microbatch
+        return found
 
     @property
     def _in_16_bits(self) -> bool:

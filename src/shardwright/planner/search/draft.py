@@ -12,7 +12,6 @@ from functools import cached_property
 
 import numpy as np
 
-from shardwright.costs.own_runtime import ACTION_S
 from shardwright.plan import MemoryPrediction
 from shardwright.planner.memory.rank_memory import (
     Above,
@@ -85,7 +84,8 @@ class Draft:
             layout,
             num_microbatches=workload.num_microbatches,
             may_split=splits_backward(self.kind),
-            overhead_s=ACTION_S,
+            overhead_s=workload.fabric.host_costs.action_s,
+            forward_overhead_s=workload.forward_overhead_s(layout),
         )
         return workload.step_seconds(step_s, sums_s.exposed_s, layout)
 
@@ -160,7 +160,8 @@ class Draft:
             host=fabric.host,
             cores=fabric.cores,
             ranks_per_node=fabric.ranks_per_node,
-            action_overhead_s=ACTION_S,
+            action_overhead_s=fabric.host_costs.action_s,
+            forward_overhead_s=workload.forward_overhead_s(layout),
         )
         above = scheduled_above(schedule, layout, costs, simulation.unread)
         memory = self._memory(layout, simulation.peak_bytes, above)

@@ -15,7 +15,12 @@ __all__ = ["least_seconds"]
 
 
 def least_seconds(
-    layout: Layout, *, num_microbatches: int, may_split: bool = True, overhead_s: float = 0.0
+    layout: Layout,
+    *,
+    num_microbatches: int,
+    may_split: bool = True,
+    overhead_s: float = 0.0,
+    forward_overhead_s: float = 0.0,
 ) -> float:
     """A lower bound on the simulated seconds of any schedule of a layout, in closed form.
 
@@ -24,9 +29,10 @@ def least_seconds(
         num_microbatches: m.
         may_split: backwards may be split in two parts, of which the second (W) may wait to the end.
         overhead_s: seconds that every action takes on top.
+        forward_overhead_s: seconds that every forward takes on top of that.
     """
     costs, edges, m = layout.stage_costs(), layout.edges(), num_microbatches
-    forward = [cost.forward_s + overhead_s for cost in costs]
+    forward = [cost.forward_s + overhead_s + forward_overhead_s for cost in costs]
     backward = [cost.seconds(Kind.BACKWARD) + overhead_s for cost in costs]
     until_input = list(backward)
     if may_split:

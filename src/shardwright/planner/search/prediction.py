@@ -4,7 +4,6 @@ import math
 from dataclasses import asdict, replace
 
 from shardwright.cluster import Link
-from shardwright.costs.own_runtime import ACTION_S
 from shardwright.plan import Prediction, StagePrediction
 from shardwright.plan.conditions import Conditions, FlowConditions, LinkConditions
 from shardwright.planner.chain.estimate import error_of_estimates
@@ -84,7 +83,8 @@ def _conditions(option: Option) -> Conditions:
         cores=fabric.cores,
         ranks_per_node=fabric.ranks_per_node,
         crowding=fabric.crowding,
-        action_overhead_s=ACTION_S,
+        action_overhead_s=fabric.host_costs.action_s,
+        forward_overhead_s=option.workload.forward_overhead_s(layout),
         step_overhead_s=fabric.step_overhead_s,
         tie_s=option.tie_s,
         settling_s=option.settling_s,

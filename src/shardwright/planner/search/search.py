@@ -43,6 +43,7 @@ from shardwright.planner.search.ranking import (
 )
 from shardwright.planner.search.reasons import tensor_reasons
 from shardwright.planner.search.refine import refine
+from shardwright.planner.search.without_pipeline import seconds_without_pipeline
 from shardwright.planner.search.workload import Demands
 from shardwright.profile import Profile
 
@@ -106,8 +107,8 @@ def make_plan(
     groups = count_groups(candidates, chosen, config=config)
     for counts in groups:
         drafts: list[Draft] = []
-        for m in counts:
-            chain = build_chain(*candidates[m], division)
+        chains = {m: build_chain(*candidates[m], division) for m in counts}
+        for m, chain in chains.items():
             drafts += drafts_of(
                 chain, m, placement or {}, config=config, fabric=fabric, demands=demands, previous=previous
             )
@@ -131,7 +132,10 @@ def make_plan(
         *tensor_reasons(best, division=division, graph=graph),
         *statistics_reasons(candidates, best.num_microbatches, config=config, group=groups.index(counts)),
     ]
-    return plan.model_copy(update={"why": (*plan.why, *notes)}) if notes else plan
+    assert plan.prediction is not None
+    others = seconds_without_pipeline(chains, mesh, cluster=cluster, demands=demands)
+    prediction = plan.prediction.model_copy(update=others)
+    return plan.model_copy(update={"why": (*plan.why, *notes), "prediction": prediction})
 
 
 def _may_offload(config: Config, cluster: Cluster) -> OffloadPolicy:

@@ -125,6 +125,15 @@ class Workload:
         step_s = schedule_s * fabric.crowding + sums_s + fabric.tie_seconds(layout) + fabric.step_overhead_s
         return step_s * fabric.correction.factor + fabric.correction.outside_s
 
+    def forward_overhead_s(self, layout: Layout) -> float:
+        """Seconds that a rank takes to run the step function for one forward, beside computing.
+
+        For a microbatch it runs all of it, in as many forwards as it has stages.
+        """
+        chain = layout.chain
+        script_s = self.fabric.host_costs.script_s(units=chain.num_calls, operations=chain.operations)
+        return script_s * layout.num_ranks / layout.num_stages
+
     def in_flight(self, kind: str, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Microbatches in flight on each stage, by the order that the family takes for equal stages."""
         return _flying(kind, ranks, self.num_microbatches, self.demands.active_microbatches)

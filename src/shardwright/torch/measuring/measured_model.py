@@ -37,6 +37,7 @@ from shardwright.planner.search.closed_forms import expected_in_turn, expected_s
 from shardwright.planner.search.cut_sequences import with_or_without_sequences
 from shardwright.profile import Profile, UnitCost
 from shardwright.torch.batch.batch import Arguments, Batch
+from shardwright.torch.measuring.host_costs import with_host_costs
 from shardwright.torch.measuring.profiler import Profiler, ToProfile
 from shardwright.torch.measuring.run_history import history_of
 from shardwright.torch.offload.tier_rate import with_tier
@@ -164,7 +165,7 @@ def measure_model(
     kinds = sorted({_units_of(mesh) for mesh in grids})
     with run.reporter.phase("tracing the model"):
         traces = {kind: _traces(model, batch, loss, config, kind, run.device) for kind in kinds}
-    cluster = with_tier(run, present_cluster(run))
+    cluster = with_host_costs(run, with_tier(run, present_cluster(run)))
     with run.reporter.phase("measuring units") as phase:
         sizes = [
             ToProfile(m, trace, estimate_profile(trace.graph, device=cluster.device))

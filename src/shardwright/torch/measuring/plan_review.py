@@ -23,7 +23,7 @@ from shardwright.planner import corrected_profile, factors_of_units, seconds_of_
 from shardwright.planner.explain.plan_replay import base_setting, play
 from shardwright.profile import Profile
 from shardwright.quantities import format_seconds
-from shardwright.schedule.actions import COMPUTE
+from shardwright.schedule.actions import COMPUTE, Kind
 
 __all__ = ["PlanReview"]
 
@@ -108,11 +108,12 @@ class PlanReview:
     def _seconds(self, events: Sequence[MeasuredEvent], outside_s: float) -> tuple[float, ...]:
         """Seconds of work of each stage for one microbatch, without what its rank does outside of units."""
         conditions = None if self.plan.prediction is None else self.plan.prediction.conditions
-        overhead_s = 0.0 if conditions is None else conditions.action_overhead_s
+        overhead_s = dict.fromkeys(COMPUTE, 0.0 if conditions is None else conditions.action_overhead_s)
+        overhead_s[Kind.FORWARD] += 0.0 if conditions is None else conditions.forward_overhead_s
         totals = [0.0] * len(self.plan.stages)
         for event in events:
             if event.action.kind in COMPUTE:
-                totals[event.action.stage] += max(0.0, event.busy_s - overhead_s)
+                totals[event.action.stage] += max(0.0, event.busy_s - overhead_s[event.action.kind])
         for first in {rank: stage for stage, rank in reversed([*enumerate(self.plan.stage_ranks)])}.values():
             totals[first] = max(0.0, totals[first] - outside_s)
         return tuple(total / self.plan.schedule.microbatches for total in totals)

@@ -46,6 +46,7 @@ from shardwright.planner.search.cut_sequences import with_or_without_sequences
 from shardwright.profile import Profile, UnitCost
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.measuring.cost_cache import CostCache
+from shardwright.torch.measuring.host_costs import with_host_costs
 from shardwright.torch.measuring.last_plan import LastPlan
 from shardwright.torch.measuring.memory_cache import MemoryCache
 from shardwright.torch.measuring.part_timer import TimesParts
@@ -107,7 +108,8 @@ class Planner:
             gradients = torch.is_grad_enabled() or traces is not None
             if traces is None:
                 traces = trace_all()
-        context.cluster = cluster = with_tier(context, present_cluster(context))
+        cluster = with_host_costs(context, with_tier(context, present_cluster(context)))
+        context.cluster = cluster
         with torch.set_grad_enabled(gradients):
             timed = self._profiles(traces, cluster)
         timed_s = {m: seconds_of_units(traces[m].graph, profile) for m, profile in timed.items()}

@@ -25,7 +25,7 @@ __all__ = ["RunHistory", "RunRecorder", "history_of", "past_run"]
 
 log = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2  # predictions count what the library takes on the machine
 _MOST_LINES = 2000
 _KEPT_LINES = 1000
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from shardwright.comm.encoding.codec import declare
 from shardwright.comm.joining.process_group import tell_all
-from shardwright.costs.own_runtime import ACTION_S
 from shardwright.observe.observer import Observer
 from shardwright.observe.recorded_steps import ChosenSteps, RankMemoryAfter, RecordedStep
 from shardwright.observe.timeline import MeasuredEvent, measured_events
@@ -101,6 +100,8 @@ class StepRecording:
         context = self._context
         assert step.schedule is not None
         costs = stage_costs_of(context.plan) if context.plan else None
+        predicted = context.plan.prediction if context.plan else None
+        conditions = predicted.conditions if predicted else None
         cluster = context.cluster
         if not costs or not cluster or len(costs) != step.schedule.num_stages:
             return None
@@ -112,7 +113,8 @@ class StepRecording:
             link=lambda a, b: cluster.link(ranks[a], ranks[b]),
             host=Fabric(cluster=cluster, mesh=context.mesh).host,
             cores=cluster.cores_per_node,
-            action_overhead_s=ACTION_S,
+            action_overhead_s=conditions.action_overhead_s if conditions else 0.0,
+            forward_overhead_s=conditions.forward_overhead_s if conditions else 0.0,
         )
 
     def _memory_after(self) -> RankMemoryAfter:

@@ -313,6 +313,7 @@ class Tracer:
         follow_changes(recorder.steps, outputs if recorder.loss is None else (*outputs, recorder.loss))
         state = recording.buffers.initial.values()
         return ModelGraph(
+            free_operations=sum(step.node is None for step in recorder.steps),
             nodes=recording.hidden.in_graph(recorder.nodes()),
             values=recorder.values(),
             units=self._units.units(),

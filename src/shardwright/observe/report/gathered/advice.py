@@ -34,11 +34,11 @@ _ONE_STAGE = 1.25
 _WORTH = 0.02
 _LARGE = 0.1
 _REMEDIES = {
-    "bubble": "a larger batch in more microbatches, or pipeline: zb_v",
+    "bubble": "a larger batch in more microbatches",
     "imbalance": "fewer stages, or leave the cuts to the planner; nothing, if one unit is that large",
     "recomputation": "a higher memory_limit if there is room, or shards (sharded_data_parallel_degree)",
     "communication": "stages on one host (placement_strategy), fewer stages, or larger microbatches",
-    "overhead": "fewer microbatches or fewer ranks: the units are small",
+    "overhead": "fewer ranks: the units are small",
     "outside": "make it (a teacher?) a part of the wrapped model, so that ranks share it",
 }
 
@@ -82,6 +82,17 @@ def next_step(
             )
         return _why_slower(plan, parts, stages)
     return _what_limits(plan, waterfall)
+
+
+def _remedy(kind: str, plan: Plan) -> str:
+    """What helps against the largest part of a step, without what runners-up have shown to be slower."""
+    tried = {plan.schedule.kind, *(other.schedule for other in plan.alternatives)}
+    fewer = any(other.microbatches < plan.schedule.microbatches for other in plan.alternatives)
+    if kind == "bubble" and "zb_v" not in tried:
+        return f"{_REMEDIES[kind]}, or pipeline: zb_v"
+    if kind == "overhead" and plan.schedule.microbatches > 1 and not fewer:
+        return f"fewer microbatches or {_REMEDIES[kind]}"
+    return _REMEDIES[kind]
 
 
 def _why_slower(plan: Plan, parts: Sequence[StepPart], stages: Sequence[tuple[int, float]]) -> str:
@@ -149,7 +160,7 @@ def _what_limits(plan: Plan, waterfall: Waterfall) -> str:
     largest = max(kinds, key=lambda kind: kinds[kind])
     share = kinds[largest] / step_s if step_s else 0.0
     if share > _LARGE:
-        return f"{largest} takes {share * 100:.0f}% of the step: {_REMEDIES[largest]}"
+        return f"{largest} takes {share * 100:.0f}% of the step: {_remedy(largest, plan)}"
     compute = waterfall.seconds("compute") / step_s if step_s else 0.0
     return (
         f"forward and backward are {compute * 100:.0f}% of the step, so only faster units or other machines "

@@ -1,0 +1,74 @@
+"""What the library takes beside computing, by steps of toys."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from shardwright import __version__
+from shardwright.cluster import Cluster, Device, HostCosts, Link
+from shardwright.torch.measuring.host_costs import Toy, _read, fitted, with_host_costs
+
+COSTS = HostCosts(step_s=2e-3, action_s=3e-4, unit_s=2e-5, operation_s=1e-5)
+
+
+def step_s(toy: Toy, costs: HostCosts = COSTS) -> float:
+    script_s = costs.script_s(units=toy.units, operations=toy.operations)
+    return costs.step_s + toy.microbatches * (2 * costs.action_s + script_s)
+
+
+def test_costs_are_told_apart():
+    toys = [Toy(2, 0, 2), Toy(2, 0, 6), Toy(18, 0, 4), Toy(2, 32, 4)]
+    found = fitted({toy: step_s(toy) for toy in toys})
+    assert found.step_s == pytest.approx(COSTS.step_s)
+    assert found.action_s == pytest.approx(COSTS.action_s)
+    assert found.unit_s == pytest.approx(COSTS.unit_s)
+    assert found.operation_s == pytest.approx(COSTS.operation_s)
+
+
+def test_no_cost_is_negative():
+    """Where more layers seem to take less, by chance, they take nothing, and the rest is fitted again."""
+    toys = {Toy(2, 0, 2): 2e-3, Toy(2, 0, 6): 4e-3, Toy(18, 0, 4): 2.9e-3, Toy(2, 32, 4): 3.1e-3}
+    found = fitted(toys)
+    assert found.unit_s == 0.0
+    assert min(found.step_s, found.action_s, found.operation_s) >= 0
+    assert found.step_s + 8 * found.action_s == pytest.approx(3e-3, rel=0.05)
+
+
+def test_toys_of_one_size_tell_of_steps_and_actions_alone():
+    found = fitted({Toy(1, 0, 2): 1e-3, Toy(1, 0, 6): 2e-3})
+    assert (found.unit_s, found.operation_s) == (0.0, 0.0)
+    assert found.action_s == pytest.approx(1.25e-4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_used"),
+    [
+        ({}, True),
+        ({"version": "0"}, False),
+        ({"step_s": -1.0}, False),
+        ({"action_s": "x"}, False),
+        ({"x": 1}, False),
+    ],
+)
+def test_costs_of_another_version_are_measured_anew(tmp_path, changed, is_used):
+    file = tmp_path / "host.json"
+    assert _read(file) is None
+    costs = {"step_s": 2e-3, "action_s": 3e-4, "unit_s": 2e-5, "operation_s": 1e-5}
+    file.write_text(json.dumps({"version": __version__, **costs, **changed}))
+    assert _read(file) == (costs if is_used else None)
+
+
+@pytest.mark.parametrize(
+    ("profile", "device", "share"), [("estimated", "cpu", 1), ("measured", "cuda", 1), ("measured", "cpu", 2)]
+)
+def test_costs_stay_what_is_usual_where_they_are_not_measured(profile, device, share):
+    """Tests of placements rest on fixed prices."""
+    link = Link(latency_s=1e-5, bandwidth_Bps=1e9)
+    cluster = Cluster(device=Device(name="x"), ranks_per_node=2, intra_node=link, inter_node=link)
+    run = SimpleNamespace(
+        config=SimpleNamespace(profile=profile),
+        device=SimpleNamespace(type=device),
+        mesh=SimpleNamespace(share=share),
+    )
+    assert with_host_costs(run, cluster) is cluster
