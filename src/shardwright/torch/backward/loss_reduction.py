@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shardwright.torch.backward.loss_walk import LossWalk, Neither, Reduction, Rows, Term, name_of_node
+from shardwright.torch.backward.loss_terms import Neither, Reduction, Rows, Term, name_of_node
+from shardwright.torch.backward.loss_walk import LossWalk
 
 __all__ = ["LossForm", "Reduction", "form_of_loss"]
 

@@ -1,13 +1,10 @@
 """Follows autograd's graph from a loss to the rows that it reduces: see `loss_reduction`."""
 
-import functools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum, IntEnum
+from dataclasses import replace
 from math import isclose, prod
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardwright.torch._private import (
@@ -17,54 +14,21 @@ from shardwright.torch._private import (
     storage_key,
     unset_fake_temporarily,
 )
+from shardwright.torch.backward.loss_terms import (
+    Flow,
+    Neither,
+    Reduction,
+    Rows,
+    Term,
+    dims_of,
+    is_leaf,
+    is_number,
+    labels_of,
+    name_of_node,
+    number_in,
+)
 
-__all__ = ["LossWalk", "Neither", "Reduction", "Rows", "Term", "name_of_node"]
-
-
-class Reduction(IntEnum):
-    """How the losses of microbatches make that of their batch."""
-
-    UNKNOWN = 0  # counted as a mean
-    MEAN = 1  # weighed by samples
-    WEIGHTED = 2  # weighed by what counts in each
-    SUM = 3
-    NEITHER = 4
-
-
-class Rows(Enum):
-    """A tensor that is no value of the batch yet."""
-
-    FIXED = 0  # of parameters alone
-    ROWS = 1  # as many for each sample
-    PICKED = 2  # some of them, by values
-
-
-@dataclass(frozen=True, slots=True)
-class Term:
-    """A value of the batch.
-
-    Attributes:
-        reduction: of what it is made of.
-        shape: of what was summed.
-        count: gives how much counts in it; for a weighted mean.
-        is_fixed: it is a value of parameters alone, the same in each microbatch.
-        reason: why it is neither.
-        divisor: the number that a sum is divided by.
-    """
-
-    reduction: Reduction
-    shape: tuple[int, ...] = ()
-    count: Callable[[], float] | None = None
-    is_fixed: bool = False
-    reason: str = ""
-    divisor: float = 1.0
-
-
-Flow: TypeAlias = "Rows | tuple[Term, ...]"
-
-
-class Neither(Exception):  # noqa: N818  (no error: an answer)
-    """The loss is a function of the whole batch."""
+__all__ = ["LossWalk"]
 
 
 _LINEAR = frozenset(
@@ -219,7 +183,7 @@ class LossWalk:
             return term
         if isinstance(divisor, Tensor) and divisor.numel() != 1:
             return Term(Reduction.UNKNOWN)
-        if not isinstance(divisor, Tensor) or _is_number(divisor):
+        if not isinstance(divisor, Tensor) or is_number(divisor):
             with unset_fake_temporarily():
                 by = float(divisor)
             sizes = self._sizes(term.shape)
@@ -232,14 +196,14 @@ class LossWalk:
             return Term(Reduction.MEAN) if is_size else replace(term, divisor=by)
         if storage_key(divisor) in self._constants:
             return term
-        if not isinstance(divisor, FakeTensor) and abs(_number(divisor)) > max(prod(term.shape), 1):
+        if not isinstance(divisor, FakeTensor) and abs(number_in(divisor)) > max(prod(term.shape), 1):
             return term  # more than there is in this microbatch: a number of the whole batch
         return Term(Reduction.WEIGHTED, count=lambda: self._divisor(divisor))
 
     def _divisor(self, divisor: Tensor) -> float:
         """What counts; nothing where ``sum() / count.clamp(min=1)`` is 0 / 1."""
-        count = _number(divisor)
-        return 0.0 if count == 1 and _number(self._loss) == 0 else count
+        count = number_in(divisor)
+        return 0.0 if count == 1 and number_in(self._loss) == 0 else count
 
     def _takes_samples(self, node: Any) -> bool:
         """Whether a node takes some of the samples alone: ``for x, y in zip(out, labels)``."""
@@ -248,7 +212,7 @@ class LossWalk:
         if not shape or shape[0] % self._samples:
             return False
         dim = saved_by(node, "dim")
-        return name_of_node(node) == "Unbind" or (dim is not None and _dims((dim,), len(shape)) == {0})
+        return name_of_node(node) == "Unbind" or (dim is not None and dims_of((dim,), len(shape)) == {0})
 
     def _sizes(self, shape: Sequence[int]) -> set[float]:
         """What a script may divide the sum over rows of a shape by, to have the mean over samples."""
@@ -272,7 +236,7 @@ class LossWalk:
         if not isinstance(below, Rows) or below is Rows.FIXED:
             return below
         dims = saved_by(node, "dim")
-        chosen = _dims(dims, len(shape)) if dims else set(range(len(shape)))
+        chosen = dims_of(dims, len(shape)) if dims else set(range(len(shape)))
         at = self._batch_dim(shape) if below is Rows.ROWS else 0
         if at is not None and at not in chosen:
             return below
@@ -300,7 +264,7 @@ class LossWalk:
         if reduction == 2:
             return (Term(Reduction.SUM, shape=shape),)
         if name.startswith("NllLoss"):
-            return (Term(Reduction.WEIGHTED, count=lambda: _labels(node)),)
+            return (Term(Reduction.WEIGHTED, count=lambda: labels_of(node)),)
         if below is Rows.PICKED:
             return (Term(Reduction.WEIGHTED, count=lambda: float(prod(shape))),)
         return (Term(Reduction.MEAN),)
@@ -308,7 +272,7 @@ class LossWalk:
     def _normalised(self, node: Any, depth: int) -> Flow:
         shape, dims = shape_behind(node), saved_by(node, "dim")
         if shape and self._samples > 1 and dims is not None:
-            (dim,) = _dims((dims,), len(shape))
+            (dim,) = dims_of((dims,), len(shape))
             if dim == 0 and shape[0] == self._samples:
                 raise Neither("a softmax goes over the samples")
         return self._bent(self._children(node, depth), "softmax")
@@ -432,7 +396,7 @@ class LossWalk:
         shape, dim = shape_behind(node.next_functions[0][0]) or (), saved_by(node, "dim")
         if not isinstance(dim, int) or not shape:
             return False
-        return _dims((dim,), len(shape)) == {self._batch_dim(shape)}
+        return dims_of((dim,), len(shape)) == {self._batch_dim(shape)}
 
     def _not_known(self, what: str) -> tuple[Term, ...]:
         self.unknown = self.unknown or what
@@ -446,46 +410,5 @@ def _is_unknown(flow: Flow) -> bool:
 
 def _is_made_up(node: Any) -> bool:
     """Whether a node stands for a module that a trace could not follow (`traced_values.with_history`)."""
-    leaves = [child.variable for child, _ in node.next_functions if child is not None and _is_leaf(child)]
+    leaves = [child.variable for child, _ in node.next_functions if child is not None and is_leaf(child)]
     return any(isinstance(x, FakeTensor) and not x.dim() and not isinstance(x, nn.Parameter) for x in leaves)
-
-
-def _is_leaf(node: Any) -> bool:
-    return name_of_node(node) == "AccumulateGrad"
-
-
-def _labels(node: Any) -> float:
-    """How many labels count, each by the weight of its class."""
-    if saved_by(node, "weight") is not None:
-        return _number(saved_by(node, "total_weight"))
-    ignored = saved_by(node, "ignore_index")
-    ignored = ignored - 2**64 if ignored >= 2**63 else ignored
-    return _number((saved_by(node, "target") != ignored).sum())
-
-
-def name_of_node(node: Any) -> str:
-    """``Mean`` for ``MeanBackward1``."""
-    return _name_in(node.name())
-
-
-@functools.lru_cache(maxsize=512)
-def _name_in(name: str) -> str:
-    return name.rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
-
-
-def _dims(dims: Sequence[int], num_dims: int) -> set[int]:
-    """Dims as autograd saves them, counted from 0: those below 0 are large there."""
-    return {(dim - 2**64 if dim >= 2**63 else dim) % max(num_dims, 1) for dim in dims}
-
-
-def _is_number(divisor: Tensor) -> bool:
-    """Whether a divisor was a number of Python's, and no tensor."""
-    if isinstance(divisor, FakeTensor) or divisor.dim():
-        return False
-    small = {torch.int64: torch.int8, torch.float64: torch.float16}.get(divisor.dtype)
-    return small is not None and torch.result_type(divisor, torch.zeros((), dtype=small)) is small
-
-
-def _number(tensor: Tensor) -> float:
-    """A number of Python's; a rank waits for its GPU."""
-    return float(tensor.detach().item())

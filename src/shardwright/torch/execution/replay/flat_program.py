@@ -1,10 +1,8 @@
 """The calls of a recording as lists, one for each stage of this rank, over numbered places for values."""
 
 import pickle
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.torch.execution.microbatches.unit_run import unit_run
+from shardwright.torch.execution.replay.flat_calls import FlatCall
 from shardwright.torch.execution.replay.held_state import ImpureError
 from shardwright.torch.execution.replay.recording import Call, GivenObject, Recording, Settings, Source
 from shardwright.torch.interception.glue import UnitCall, call_without_hooks
@@ -20,12 +19,12 @@ from shardwright.torch.program.program import Program
 from shardwright.torch.program.step_results import copied_out
 from shardwright.torch.pytorch.autocast import autocast_as
 from shardwright.torch.pytorch.functions import CALLS_UNITS, name_of_call
-from shardwright.torch.pytorch.tree import Structure, leaves
+from shardwright.torch.pytorch.tree import Structure
 from shardwright.torch.script_collectives.replica_collectives import COLLECTIVES
 
 _LARGEST_CONSTANT = 1 << 16  # bytes
 
-__all__ = ["FlatCall", "FlatProgram", "why_not"]
+__all__ = ["FlatProgram", "why_not"]
 
 
 def why_not(program: Program) -> str:
@@ -56,41 +55,6 @@ def why_not(program: Program) -> str:
         if isinstance(func, nn.Module) and (func._forward_hooks or func._forward_pre_hooks):
             return f"{name_of_call(func)} has hooks"
     return ""
-
-
-@dataclass(slots=True)
-class FlatCall:
-    """One call.
-
-    Attributes:
-        run: what is called.
-        gather: gives the leaves of its arguments from the places.
-        arguments: makes (args, kwargs) of them; None where they are all by position.
-        instruction: None for a free operation that the trace does not have.
-        position: of that.
-        cuts: (leaf, value of another stage), where nothing else must be found.
-        finds: arguments must be found in another way, too.
-        draws: it takes random numbers.
-        keeps: something of its result is kept, or compared with the trace.
-        place: of its result, where that is one tensor; -1 where nobody needs it.
-        places: (leaf of the result, place), where it is not.
-        last_uses: places that nobody needs any more.
-        is_free: every rank runs it.
-    """
-
-    run: Callable[..., Any]
-    gather: Callable[[list[Any]], tuple[Any, ...]]
-    arguments: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]] | None
-    instruction: Instruction | None
-    position: int
-    cuts: tuple[tuple[int, int], ...]
-    finds: bool
-    draws: bool
-    keeps: bool
-    place: int
-    places: tuple[tuple[int, int], ...]
-    last_uses: tuple[int, ...]
-    is_free: bool
 
 
 class FlatProgram:
@@ -387,64 +351,3 @@ def _context(own: Settings, entry: Settings) -> Callable[[], AbstractContextMana
                 torch.set_autocast_cache_enabled(cache)
 
     return context
-
-
-def run_calls(running: Any, turn: int | None) -> None:
-    """Runs the calls of a turn.
-
-    Args:
-        running: the `ReplayedMicrobatch`.
-        turn: a stage, or None.
-    """
-    for context, calls in running.flat.turns.get(turn, ()):
-        if context is None:
-            _run(running, calls)
-        else:
-            with context():
-                _run(running, calls)
-
-
-def _run(running: Any, calls: Sequence[FlatCall]) -> None:
-    places, tensors, generators = running.places, running.tensors, running.generators
-    for call in calls:
-        instruction = call.instruction
-        items: Any = call.gather(places)
-        if call.cuts:
-            assert instruction is not None
-            items = list(items)
-            for position, value in call.cuts:
-                leaf = tensors.leaf(value, instruction.stage)
-                items[position] = leaf[...] if leaf.requires_grad else leaf
-        args, kwargs = (items, _NO_NAMES) if call.arguments is None else call.arguments(items)
-        if call.draws:
-            assert instruction is not None
-            generators.before_step(instruction, call.position)
-        if call.is_free:
-            begun_s = time.perf_counter()
-            result = call.run(*args, **kwargs)
-            running.outside_s += time.perf_counter() - begun_s
-        else:
-            assert instruction is not None
-            copied: dict[int, Tensor] = {}
-            if call.finds:
-                args, kwargs, copied = tensors.find(instruction, args, kwargs)
-            if instruction.offload:
-                with running.keeping(instruction):
-                    result = call.run(*args, **kwargs)
-            else:
-                result = call.run(*args, **kwargs)
-            if call.keeps:
-                tensors.keep(instruction, result, args, kwargs, copied)
-        if call.draws:
-            generators.after_step(instruction)
-        if call.place >= 0:
-            places[call.place] = result
-        elif call.places:
-            items = leaves(result)
-            for position, place in call.places:
-                places[place] = items[position]
-        for place in call.last_uses:
-            places[place] = None
-
-
-_NO_NAMES: dict[str, Any] = {}

@@ -11,7 +11,8 @@ from shardwright.torch.execution.exchange import Returned
 from shardwright.torch.execution.microbatches.microbatch_generators import MicrobatchGenerators
 from shardwright.torch.execution.microbatches.microbatch_tensors import MicrobatchTensors
 from shardwright.torch.execution.microbatches.shared_by_microbatches import SharedByMicrobatches
-from shardwright.torch.execution.replay.flat_program import FlatProgram, run_calls
+from shardwright.torch.execution.replay.flat_calls import run_calls
+from shardwright.torch.execution.replay.flat_program import FlatProgram
 from shardwright.torch.offload.stage_offload import StageOffload
 from shardwright.torch.program.instructions import Instruction
 from shardwright.torch.program.program import Program
