@@ -1,11 +1,11 @@
 """Notes which lines of Python run between units, and the objects that they are given."""
 
 import dis
-import gc
+import functools
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import greenlet
@@ -21,6 +21,8 @@ __all__ = ["CodeWatch"]
 _TRUSTED = tuple(
     os.path.dirname(os.path.abspath(str(each.__file__))) + os.sep for each in (torch, shardwright, greenlet)
 )
+_PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+_NOT_FOLLOWED = ((), ("__class__",))  # the class around a method that uses super()
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "LOAD_SUPER_ATTR"})
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
@@ -65,8 +67,11 @@ class CodeWatch:
         self._given.clear()
         return kept
 
-    def resolve(self) -> None:
+    def resolve(self, roots: Iterable[Any]) -> None:
         """Finds what the lines that have run name.
+
+        Args:
+            roots: the step function, and objects that functions were given.
 
         Raises:
             ImpureError: they change variables, or the variables of a function are not to be found.
@@ -75,7 +80,7 @@ class CodeWatch:
             raise ImpureError(self.failure)
         for code, lines in self._lines.items():
             self._read(code, lines)
-        self._find_cells()
+        self._find_cells([*roots, *(binding.value for binding in self.bindings)])
 
     # ---- while it runs ----
 
@@ -93,10 +98,13 @@ class CodeWatch:
             watched = self._is_watched[code] = not code.co_filename.startswith(_TRUSTED)
         if not watched or not self.is_open:
             return None
+        is_of_python = code.co_filename.startswith(_PYTHON) and "-packages" not in code.co_filename
+        if is_of_python and frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(_TRUSTED):
+            return None  # a context manager of ours
         self._lines.setdefault(code, set())
         self._globals[code] = frame.f_globals
         held = frame.f_locals
-        if code.co_freevars:
+        if code.co_freevars not in _NOT_FOLLOWED and not is_of_python:
             values = tuple(id(held.get(name)) for name in code.co_freevars)
             self._enclosed.setdefault(code, set()).add(values)
         flags = bool(code.co_flags & 4) + bool(code.co_flags & 8)
@@ -155,39 +163,52 @@ class CodeWatch:
             behind = behind[1:]
         self.bindings.append(binding)
 
-    def _find_cells(self) -> None:
+    def _find_cells(self, roots: Iterable[Any]) -> None:
         """Finds the cells of the functions that were called, by the values that these had."""
-        if not self._enclosed:
-            return
         found: dict[CodeType, set[tuple[int, ...]]] = {}
-        for function in _referrers(self._enclosed):
-            if type(function) is not FunctionType or function.__code__ not in self._enclosed:
-                continue
+        for function in _functions_behind(roots) if self._enclosed else ():
             code, cells = function.__code__, function.__closure__ or ()
             values = tuple(id(cell.cell_contents) if _is_full(cell) else id(None) for cell in cells)
-            if values in self._enclosed[code]:
+            if values in self._enclosed.get(code, ()):
                 found.setdefault(code, set()).add(values)
-                self.bindings += [
-                    Binding(name, cell, "")
-                    for name, cell in zip(code.co_freevars, cells, strict=True)
-                    if _is_full(cell)
-                ]
+                named = zip(code.co_freevars, cells, strict=True)
+                self.bindings += [Binding(name, cell, "") for name, cell in named if _is_full(cell)]
         made_here = {const for code in self._lines for const in code.co_consts if isinstance(const, CodeType)}
         for code, values_seen in self._enclosed.items():
             if code not in made_here and values_seen - found.get(code, set()):
                 raise ImpureError(f"the variables around {code.co_qualname} cannot be followed")
 
 
-def _referrers(items: Iterable[Any]) -> list[Any]:
-    """What refers to some objects; also what a script has put out of the collector's sight."""
-    frozen = gc.get_freeze_count() > 0
-    if frozen:
-        gc.unfreeze()
-    found = gc.get_referrers(*items)
-    if frozen:
-        gc.collect()  # else garbage would stay for ever
-        gc.freeze()
-    return found
+def _functions_behind(roots: Iterable[Any]) -> Iterator[FunctionType]:
+    """The functions that code can get at, and what decorators have wrapped."""
+    rest, seen = list(roots), set[int]()
+    while rest:
+        item = rest.pop()
+        if id(item) in seen or isinstance(item, Tensor):
+            continue
+        seen.add(id(item))
+        if isinstance(item, FunctionType):
+            yield item
+            rest += [cell.cell_contents for cell in item.__closure__ or () if _is_full(cell)]
+            rest += [getattr(item, "__wrapped__", None), *(item.__defaults__ or ())]
+        elif isinstance(item, MethodType):
+            rest += [item.__func__, item.__self__]
+        elif isinstance(item, functools.partial):
+            rest += [item.func, *item.args, *item.keywords.values()]
+        elif isinstance(item, staticmethod | classmethod | functools._lru_cache_wrapper):
+            rest.append(item.__wrapped__)
+        elif isinstance(item, property):
+            rest.append(item.fget)
+        elif isinstance(item, functools.cached_property):
+            rest.append(item.func)
+        elif isinstance(item, list | tuple | dict):
+            held = item.values() if isinstance(item, dict) else item
+            rest += [type(item), *(each for each in held if callable(each))]
+        elif isinstance(item, type):
+            if not item.__module__.startswith(("torch.", "builtins")):
+                rest += [*vars(item).values(), *item.__mro__]
+        elif type(item).__dictoffset__ and not isinstance(item, ModuleType):
+            rest += [type(item), *(each for each in vars(item).values() if callable(each))]
 
 
 def _is_full(cell: Any) -> bool:

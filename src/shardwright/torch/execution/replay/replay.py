@@ -51,6 +51,7 @@ class Replay:
         self._recording: Recording | None = None
         self._recorded = self._before = Recording()
         self._watch: CodeWatch | None = None
+        self._function: Any = None
         self._attributes: list[tuple[Any, dict[str, Any]]] = []
 
     @property
@@ -93,6 +94,7 @@ class Replay:
             assert self._flat is not None
             return ReplayedMicrobatch(index, self._program, self._flat, part.leaves, shared)
         recording, self._recording = self._recording, None
+        self._function = shared.function
         if recording is None:
             return Microbatch(index, self._program, part.arguments, shared)
         assert self._watch is not None
@@ -133,7 +135,7 @@ class Replay:
         if recording.why:
             raise ImpureError(recording.why)
         given = {id(item): item for item in watch.given()}
-        watch.resolve()
+        watch.resolve([self._function, *given.values()])
         for item, attributes in self._attributes:
             if not same_entries(attributes, dict(vars(item))):
                 raise ImpureError(f"attributes of {type(item).__name__} change in a step")
