@@ -202,6 +202,9 @@ def _constants(recording: Recording, calls: dict[int, Call]) -> dict[int, Tensor
     if any(call.changes for call in recording.calls):
         return found
     returned = {source[1] for source in recording.result if source[0] == "call"}
+    for number in reversed(calls):  # what is returned may share memory with what it is made of
+        if number in returned and _is_free(calls[number]):
+            returned.update(source[1] for source in calls[number].sources if source[0] == "call")
     for number, call in calls.items():
         step = None if call.instruction is None else call.instruction.step
         draws = step is not None and (step.draws or step.looks_at_values)

@@ -10,10 +10,11 @@ names, the containers and the objects in them::
 
 import functools
 import operator
+import random
 import re
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextvars import ContextVar
 from enum import Enum
 from types import (
@@ -57,6 +58,9 @@ _PURE_MODULES = frozenset(
 _IMPURE_BUILTINS = frozenset({print, input, open, exec, eval, compile, breakpoint, __import__})
 # Followed as such: each batch takes the parameters, buffers and modules that are there.
 _OF_MODULES = frozenset({"_parameters", "_buffers", "_modules", "__dict__"})
+_AT_WORK = ("shardwright.", "smdistributed.")
+# Registries, locks, queues.
+_AT_WORK_ELSEWHERE = ("asyncio.", "concurrent.", "logging.", "multiprocessing.", "queue.", "threading.")
 _MOST_HOLDERS = 4_000
 _LONGEST = 4_000
 
@@ -66,6 +70,10 @@ _Read = Callable[[Any], Iterable[Any]]
 
 class ImpureError(Exception):
     """Code does what a replay would not do, or reads what cannot be compared."""
+
+
+class TooMuchError(ImpureError):
+    """There is more than can be compared in each batch."""
 
 
 class Binding:
@@ -117,17 +125,26 @@ class HeldState:
     Args:
         bindings: the variables that it names.
         given: the objects that it is given.
-        names: of the attributes that it may use; None for all.
+        names: of the attributes of the model's modules that it may use: what a script sets there leads to
+            another program, so not all of them are followed.
+        modules: ids of the model's modules.
 
     Raises:
         ImpureError: that cannot be compared later, or is no part of it.
     """
 
-    def __init__(self, bindings: Iterable[Binding], given: Iterable[Any], names: set[str] | None):
-        self._names = names
-        self._looked_at: dict[int, Any] = {}
+    def __init__(
+        self,
+        bindings: Iterable[Binding],
+        given: Iterable[Any],
+        *,
+        names: Collection[str] = (),
+        modules: Collection[int] = (),
+    ):
+        self._names, self._modules = frozenset(names), modules
+        self._looked_at: dict[int, tuple[Any, bool]] = {}
         self._held: list[_Held] = []
-        self._rest: deque[tuple[Any, str, bool]] = deque()
+        self._rest: deque[tuple[Any, str, bool]] = deque()  # with its name, and whether code names it
         variables: dict[int, tuple[Any, dict[str, None]]] = {}
         for binding in bindings:
             if type(binding.holder) is CellType:
@@ -135,7 +152,7 @@ class HeldState:
             else:
                 variables.setdefault(id(binding.holder), (binding.holder, {}))[1][binding.key] = None
             if not binding.is_followed:
-                self._rest.append((binding.value, binding.name, False))
+                self._rest.append((binding.value, binding.name, True))
         for holder, keys in variables.values():
             self._held.append(_Held(", ".join(keys), _some_of(keys & holder.keys()), holder))
         self._rest += [(item, type(item).__name__, True) for item in given]
@@ -160,17 +177,27 @@ class HeldState:
 
     def holds(self, item: Any) -> bool:
         """Whether an object is among what was walked over."""
-        return self._looked_at.get(id(item)) is item
+        return id(item) in self._looked_at
 
     # ---- the walk ----
 
-    def _look(self, item: Any, name: str, is_given: bool) -> None:
+    def _look(self, item: Any, name: str, is_named: bool) -> None:
         kind = type(item)
-        if kind in _PLAIN or item is ABSENT or id(item) in self._looked_at:
+        known = self._looked_at.get(id(item))
+        if kind in _PLAIN or item is ABSENT or (known is not None and (known[1] or not is_named)):
             return
-        self._looked_at[id(item)] = item
-        if isinstance(item, Tensor | Enum | functools._lru_cache_wrapper | torch.Generator):
+        if f"{kind.__module__}.".startswith(_AT_WORK):
             return
+        self._looked_at[id(item)] = item, is_named
+        if isinstance(item, Tensor | Enum | torch.Generator):
+            return
+        try:
+            self._look_into(item, name, is_named)
+        except ImpureError as error:
+            if is_named or isinstance(error, TooMuchError):
+                raise  # else: what code does not name, it may hold
+
+    def _look_into(self, item: Any, name: str, is_named: bool) -> None:
         if isinstance(item, type):
             self._look_at_class(item, name)
         elif isinstance(item, ModuleType):
@@ -179,47 +206,50 @@ class HeldState:
         elif isinstance(item, _OF_C):
             self._look_at_function_of_c(item, name)
         elif isinstance(item, FunctionType):
-            self._go_on(item.__defaults__, name)
-            self._go_on(item.__kwdefaults__, name)
+            parts = _parts_of_function(item)
+            self._hold(name, _parts_of_function, item, dict(enumerate(parts[1:])))
             if item.__dict__:
-                self._hold_attributes(name, item.__dict__)
+                self._hold_all(name, item.__dict__)
         elif isinstance(item, MethodType):
-            self._go_on(item.__self__, name, is_given)
-            self._go_on(item.__func__, name)
+            self._go_on(item.__self__, name, is_named)
+            self._go_on(item.__func__, name, is_named)
         elif isinstance(item, functools.partial):
             for part in (item.func, item.args, item.keywords):
-                self._go_on(part, name)
+                self._go_on(part, name, is_named)
+        elif isinstance(item, functools._lru_cache_wrapper):
+            self._held.append(_Held(name, _content_of_cache, item))
         elif isinstance(item, weakref.ref):
-            self._go_on(item(), name)
+            self._go_on(item(), name, is_named)
         elif isinstance(item, ContextVar):
             self._hold(name, lambda variable: (_content_of(variable),), item, {"get": _content_of(item)})
-        elif isinstance(item, _DESCRIPTORS):
-            return
-        else:
-            self._look_inside(item, name, is_given)
+        elif isinstance(item, random.Random):
+            raise ImpureError(f"{name} draws random numbers of Python")
+        elif not isinstance(item, _DESCRIPTORS):
+            self._look_inside(item, name)
 
-    def _look_inside(self, item: Any, name: str, is_given: bool) -> None:
+    def _look_inside(self, item: Any, name: str) -> None:
         kind = type(item)
-        known = False
-        if isinstance(item, _CONTAINERS):
-            known = True
+        known = isinstance(item, _CONTAINERS)
+        if known:
             if len(item) > _LONGEST:
                 raise ImpureError(f"{name} has {len(item)} entries")
             for read in _all_of(item):
                 self._held.append(_Held(name, read, item, counted=True))
-            self._go_on_with(name, {} if isinstance(item, frozenset) else entries_of(item))
-        if kind.__dictoffset__ or slots_of(kind):
-            if is_of_a_library(kind) and not is_given and not isinstance(item, nn.Module):
-                return
+            self._go_on_with(name, {} if isinstance(item, frozenset) else entries_of(item), is_named=True)
+        slots = tuple(slots_of(kind))
+        if slots:
+            read = _slots_read(slots)
+            self._hold(name, read, item, dict(zip(slots, read(item), strict=True)))
+        if kind.__dictoffset__:
+            if isinstance(item, nn.Module) and id(item) in self._modules:
+                self._hold_named(name, vars(item))
+            elif f"{kind.__module__}.".startswith(_AT_WORK_ELSEWHERE):
+                self._held.append(_Held(name, dict.values, vars(item), counted=True))
+            else:
+                self._hold_all(name, vars(item))
+        if slots or kind.__dictoffset__:
             known = True
-            if kind.__dictoffset__:
-                self._hold_attributes(name, vars(item))
-            slots = tuple(self._named(slots_of(kind)))
-            if slots:
-                read = _slots_read(slots)
-                self._hold(name, read, item, dict(zip(slots, read(item), strict=True)))
-            if not is_of_a_library(kind) and self._names is not None:
-                self._go_on(kind, kind.__name__)
+            self._go_on(kind, kind.__name__, is_named=False)
         if not known:
             raise ImpureError(f"{name} is a {kind.__module__}.{kind.__qualname__}")
 
@@ -230,13 +260,11 @@ class HeldState:
             if is_of_a_library(base) or _is_pure_module(base.__module__):
                 continue
             namespace = vars(base)
-            found = {
-                key: namespace[key]
-                for key in self._named(namespace)
-                if not isinstance(namespace[key], (FunctionType, *_DESCRIPTORS, *_OF_C))
-            }
-            if found:
-                self._hold(name, _some_of(found), namespace, found)
+            found = {key: namespace[key] for key in self._names & namespace.keys()}
+            self._held.append(_Held(name, _some_of(found), namespace, counted=True))
+            methods = (FunctionType, *_DESCRIPTORS, *_OF_C)
+            data = {key: entry for key, entry in found.items() if not isinstance(entry, methods)}
+            self._go_on_with(name, data, is_named=True)
 
     def _look_at_function_of_c(self, item: Any, name: str) -> None:
         module = getattr(item, "__module__", None)
@@ -247,31 +275,45 @@ class HeldState:
         if isinstance(own, type):
             module = own.__module__
         elif own is not None and not isinstance(own, ModuleType):
-            self._go_on(own, name)
+            self._go_on(own, name, True)
         if not _is_pure_module(module) or (item in _IMPURE_BUILTINS if module == "builtins" else False):
             raise ImpureError(f"{getattr(item, '__qualname__', name)} of {module} is called")
 
-    def _named(self, namespace: Mapping[str, Any]) -> set[str]:
-        return set(namespace) if self._names is None else self._names & namespace.keys()
-
-    def _hold_attributes(self, name: str, namespace: dict[str, Any]) -> None:
-        found = {key: namespace[key] for key in self._named(namespace) - _OF_MODULES}
+    def _hold_named(self, name: str, namespace: dict[str, Any]) -> None:
+        """Holds the attributes of one of the model's modules that code names."""
+        found = {key: namespace[key] for key in self._names & namespace.keys() - _OF_MODULES}
         self._held.append(_Held(name, _some_of(found), namespace, counted=True))
-        self._go_on_with(name, found)
+        self._go_on_with(name, found, is_named=True)
+
+    def _hold_all(self, name: str, namespace: dict[str, Any]) -> None:
+        """Holds all attributes: code may read them by names that stand nowhere in it."""
+        for read in (dict.keys, dict.values):
+            self._held.append(_Held(name, read, namespace, counted=True))
+        for key, entry in namespace.items():
+            self._go_on(entry, f"{name}.{key}", is_named=key in self._names)
 
     def _hold(self, name: str, read: _Read, holder: Any, entries: dict[Any, Any]) -> None:
         self._held.append(_Held(name, read, holder))
-        self._go_on_with(name, entries)
+        self._go_on_with(name, entries, is_named=True)
 
-    def _go_on_with(self, name: str, entries: dict[Any, Any]) -> None:
+    def _go_on_with(self, name: str, entries: Mapping[Any, Any], *, is_named: bool) -> None:
         if len(self._held) > _MOST_HOLDERS:
-            raise ImpureError(f"more than {_MOST_HOLDERS} objects are in reach of the code between units")
+            raise TooMuchError(f"more than {_MOST_HOLDERS} objects are in reach of the code between units")
         for key, entry in entries.items():
-            self._go_on(entry, f"{name}.{key}" if isinstance(key, str) else f"{name}[{key!r}]")
+            self._go_on(entry, f"{name}.{key}" if isinstance(key, str) else f"{name}[{key!r}]", is_named)
 
-    def _go_on(self, item: Any, name: str, is_given: bool = False) -> None:
+    def _go_on(self, item: Any, name: str, is_named: bool) -> None:
         if type(item) not in _PLAIN:
-            self._rest.append((item, name, is_given))
+            self._rest.append((item, name, is_named))
+
+
+def _parts_of_function(function: FunctionType) -> tuple[Any, ...]:
+    return function.__code__, function.__defaults__, function.__kwdefaults__
+
+
+def _content_of_cache(cached: Any) -> tuple[int, int]:
+    info = cached.cache_info()
+    return info.misses, info.currsize
 
 
 class _Held:

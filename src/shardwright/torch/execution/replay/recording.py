@@ -170,7 +170,8 @@ class Recording:
     def fail(self, why: str) -> None:
         """Notes that it cannot be replayed."""
         self.why = self.why or why
-        self.calls.clear()
+        for kept in (self.calls, self.outside, self.objects):
+            kept.clear()
 
     @property
     def key(self) -> Any:
@@ -218,6 +219,7 @@ class RecordingMicrobatch(Microbatch):
         self._state = state
         self._sources: dict[int, tuple[weakref.ref[Any], Source]] = {}
         self._objects: dict[int, tuple[Any, int, HeldState | None]] = {}
+        self._rest_on_more: set[int] = set()  # numbers of calls
         self._depth = 0
         self._is_inside = False
         for place, leaf in enumerate(part.leaves):
@@ -236,9 +238,8 @@ class RecordingMicrobatch(Microbatch):
         if self._recording.why or self._is_inside or func is Tensor.backward:
             return super().operation(func, args, kwargs)
         if reads_values(func):
-            outside = [item for item in leaves((args, kwargs)) if isinstance(item, Tensor)]
-            if any(self._source(item)[0] == "fixed" for item in outside):
-                self._recording.fail("a tensor from outside of the batch is read")
+            if any(isinstance(item, Tensor) and self._rests_on_more(item) for item in leaves((args, kwargs))):
+                self._recording.fail("a value is read that does not follow from the batch alone")
             return super().operation(func, args, kwargs)
         return self._recorded(func, args, kwargs, super().operation)
 
@@ -293,7 +294,7 @@ class RecordingMicrobatch(Microbatch):
         try:
             for item in known.items:
                 if id(item) in self._objects:
-                    self._objects[id(item)] = (*self._objects[id(item)][:2], HeldState((), (item,), None))
+                    self._objects[id(item)] = (*self._objects[id(item)][:2], HeldState((), (item,)))
         except Exception as error:
             recording.fail(f"{name_of_call(func)} changes {error}")
         position = self._cursor.position - 1
@@ -301,6 +302,8 @@ class RecordingMicrobatch(Microbatch):
         if recording.why or (instruction is not None and instruction.place is Place.ELSEWHERE):
             return
         results = [result] if isinstance(result, Tensor) else leaves(result)
+        if any(map(self._rests_on_more, known.items)):
+            self._rest_on_more.add(len(recording.calls))
         for place, item in enumerate(results):
             if _is_real(item):
                 self._found(item, ("call", len(recording.calls), place))
@@ -318,6 +321,15 @@ class RecordingMicrobatch(Microbatch):
                 isinstance(result, Tensor),
                 changes,
             )
+        )
+
+    def _rests_on_more(self, item: Any) -> bool:
+        """Whether a tensor rests on others than those of the batch and of constants."""
+        if not isinstance(item, Tensor):
+            return False
+        source = self._source(item)
+        return source[0] in ("fixed", "held", "deferred") or (
+            source[0] == "call" and source[1] in self._rest_on_more
         )
 
     def _found(self, tensor: Tensor, source: Source) -> None:

@@ -7,6 +7,7 @@ stays the same. Now and then a microbatch is recorded again, and compared.
 
 import logging
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from shardwright.torch.execution.microbatches.microbatch import Microbatch
@@ -52,6 +53,7 @@ class Replay:
         self._recorded = self._before = Recording()
         self._watch: CodeWatch | None = None
         self._function: Any = None
+        self._modules: frozenset[int] = frozenset()
         self._attributes: list[tuple[Any, dict[str, Any]]] = []
 
     @property
@@ -67,7 +69,11 @@ class Replay:
             return False
         self._recording = None
         if self._flat is None:
-            self._record()
+            changed = None if self._state is None else self._state.changed()
+            if changed is None:
+                self._record()
+            else:
+                self._start_anew(f"{changed} changes")
             return False
         self._batches += 1
         if self._batches % _BATCHES_BETWEEN_AUDITS == 0:
@@ -94,9 +100,10 @@ class Replay:
             assert self._flat is not None
             return ReplayedMicrobatch(index, self._program, self._flat, part.leaves, shared)
         recording, self._recording = self._recording, None
-        self._function = shared.function
         if recording is None:
             return Microbatch(index, self._program, part.arguments, shared)
+        self._function = shared.function
+        self._modules = frozenset(map(id, shared.model.modules()))
         assert self._watch is not None
         self._recorded = recording
         return RecordingMicrobatch(
@@ -151,11 +158,11 @@ class Replay:
         earlier, self._before = self._before, recording
         self._key, self._given, self._tried = key, given, self._tried + 1
         if before is None:
-            self._state = HeldState(watch.bindings, given.values(), watch.names)
+            self._state = self._state_of(watch, given.values())
             return
         assert state is not None
         changed = state.changed()
-        self._state = HeldState(watch.bindings, common, watch.names)
+        self._state = self._state_of(watch, common)
         if changed is not None or key != before:
             if self._tried == _TIMES_TRIED:
                 raise ImpureError(f"{changed} changes" if changed else _OTHERS)
@@ -165,6 +172,9 @@ class Replay:
         log.info(
             "microbatches are run from a list of calls; %d objects are looked at", self._state.num_holders
         )
+
+    def _state_of(self, watch: CodeWatch, given: Iterable[Any]) -> HeldState:
+        return HeldState(watch.bindings, given, names=watch.names, modules=self._modules)
 
     def _changed(self) -> str | None:
         assert self._state is not None
@@ -180,6 +190,8 @@ class Replay:
 
     def _refuse(self, why: str) -> None:
         self.why_not = why
-        self._flat = self._key = self._state = self._recording = None
+        self._flat = self._key = self._state = self._recording = self._function = None
+        self._recorded = self._before = Recording()
+        self._attributes = []
         self._given = {}
         log.info("microbatches are run as written: %s", why)
