@@ -10,18 +10,18 @@ from shardwright.testing import run_ranks
 
 def whole_gradients_at_once(settings):
     """The most buckets whose whole gradients were there at once, and how many there were."""
-    import shardwright.torch.replicas.gradient_buckets as gradient_buckets
+    from shardwright.comm.backend import two_hop_sum
 
     held, most = [], 0
 
-    class Watched(gradient_buckets.TwoHopSum):
+    class Watched(two_hop_sum.TwoHopSum):
         def __init__(self, data, **more):
             nonlocal most
             held.append(StorageWeakRef(data.untyped_storage()))
             most = max(most, sum(not reference.expired() for reference in held))
             super().__init__(data, **more)
 
-    gradient_buckets.TwoHopSum = Watched
+    two_hop_sum.TwoHopSum = Watched
     sharded_training({**settings, "sdp_reduce_bucket_size": 500}, steps=1)
     return most, len(held)
 
