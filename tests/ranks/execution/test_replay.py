@@ -293,3 +293,47 @@ def test_what_a_script_sets_between_steps_counts_at_once() -> None:
     ):
         assert replayed[:3] == written[:3], name
         assert len(set(written[0])) == BATCHES
+
+
+class Settings:
+    """Read by a name that stands nowhere in the code."""
+
+    def __init__(self) -> None:
+        self.weight_1 = 1.0
+
+
+CRITERION = nn.CrossEntropyLoss()
+SETTINGS = Settings()
+LIMIT = torch.tensor(1.0)
+
+
+def with_a_criterion(net: Net, x: Tensor) -> Tensor:
+    return x * CRITERION(x.detach(), torch.ones(x.shape[0], dtype=torch.long))
+
+
+def with_settings(net: Net, x: Tensor) -> Tensor:
+    return x * getattr(SETTINGS, f"weight_{int(net.scale)}")
+
+
+def with_a_read(net: Net, x: Tensor) -> Tensor:
+    return x * (LIMIT * 1).item()
+
+
+def set_smoothing(net: Net, number: int) -> None:
+    CRITERION.label_smoothing = 0.5 if number == BATCHES - 2 else 0.0
+
+
+def set_settings(net: Net, number: int) -> None:
+    SETTINGS.weight_1 = 3.0 if number == BATCHES - 2 else 1.0
+
+
+def fill_limit(net: Net, number: int) -> None:
+    LIMIT.fill_(3.0 if number == BATCHES - 2 else 1.0)
+
+
+def test_what_is_outside_of_the_model_counts_by_whatever_name() -> None:
+    pairs = (with_a_criterion, set_smoothing), (with_settings, set_settings), (with_a_read, fill_limit)
+    for name, written, replayed in results(
+        [(TWO_STAGES, partial(_given, effect), between, {}) for effect, between in pairs]
+    ):
+        assert replayed[:3] == written[:3], name
