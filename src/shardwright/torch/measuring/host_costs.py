@@ -74,7 +74,7 @@ def fitted(toys: Mapping[Toy, float]) -> HostCosts:
     Args:
         toys: with the seconds that a step takes beside computing.
 
-    >>> fitted({Toy(2, 0, 2): 3e-3, Toy(2, 0, 6): 7e-3}).action_s
+    >>> round(fitted({Toy(2, 0, 2): 3e-3, Toy(2, 0, 6): 7e-3}).action_s, 9)
     0.0005
     """
     rows = [
