@@ -175,10 +175,6 @@ class HeldState:
         """Objects that are compared."""
         return len(self._held)
 
-    def holds(self, item: Any) -> bool:
-        """Whether an object is among what was walked over."""
-        return id(item) in self._looked_at
-
     # ---- the walk ----
 
     def _look(self, item: Any, name: str, is_named: bool) -> None:

@@ -154,7 +154,6 @@ class Recording:
         result_structure: of that.
         behind_backward: number of calls before ``backward``; None without one.
         entry: the settings at its begin.
-        outside: tensors that are neither the batch's nor the model's.
         objects: that units are given.
     """
 
@@ -164,13 +163,12 @@ class Recording:
     result_structure: Structure | None = None
     behind_backward: int | None = None
     entry: Settings | None = None
-    outside: dict[int, Any] = field(default_factory=dict)
     objects: list[GivenObject] = field(default_factory=list)
 
     def fail(self, why: str) -> None:
         """Notes that it cannot be replayed."""
         self.why = self.why or why
-        for kept in (self.calls, self.outside, self.objects):
+        for kept in (self.calls, self.objects):
             kept.clear()
 
     @property
@@ -342,7 +340,6 @@ class RecordingMicrobatch(Microbatch):
             found = self._sources.get(id(item))
             if found is not None and found[0]() is item:
                 return found[1]
-            self._recording.outside[id(item)] = item
             return "fixed", item, ("tensor", id(item))
         if isinstance(item, slice) and any(
             isinstance(part, Tensor) for part in (item.start, item.stop, item.step)

@@ -102,9 +102,6 @@ class ReplayedMicrobatch:
         offload = self.offloads.get(instruction.stage)
         return _NOTHING if offload is None else offload.keeping(instruction.step.func)
 
-    def set_next_generators(self) -> None:
-        """Nothing: no code of a script runs in between."""
-
     def close(self) -> None:
         """Ends the microbatch."""
         self.places = []
