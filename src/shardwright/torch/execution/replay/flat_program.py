@@ -215,7 +215,7 @@ def _constants(recording: Recording, calls: dict[int, Call]) -> dict[int, Tensor
         if not all(one or other for one, other in zip(fixed, known, strict=True)):
             continue
         items = [found[source[1]] if source[0] == "call" else source[1] for source in call.sources]
-        args, kwargs = call.structure.without_template().rebuild(items)
+        args, kwargs = call.structure.rebuild(items)
         assert recording.entry is not None
         context = _context(call.settings, recording.entry)
         with nullcontext() if context is None else context():
@@ -286,7 +286,7 @@ def _arguments(structure: Structure) -> Any:
             return tuple(items[:count]), dict(zip(names, items[count:], strict=True))
 
         return flat
-    return structure.without_template().rebuild
+    return structure.rebuild
 
 
 def _runner(call: Call, program: Program) -> Callable[..., Any]:

@@ -312,7 +312,7 @@ class RecordingMicrobatch(Microbatch):
                 position,
                 instruction,
                 func,
-                known.structure,
+                known.structure.without_template(),
                 known.sources,
                 known.settings,
                 len(results),
@@ -390,7 +390,8 @@ class RecordingMicrobatch(Microbatch):
         if not recording.why:
             items, structure = flatten(result)
             try:
-                recording.result, recording.result_structure = list(map(self._source, items)), structure
+                recording.result = list(map(self._source, items))
+                recording.result_structure = structure.without_template()
             except Exception as error:
                 recording.fail(f"the result has {error}")
             if settings_now() != recording.entry:

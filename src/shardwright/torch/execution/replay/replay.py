@@ -169,6 +169,7 @@ class Replay:
             return
         self._entry = recording.entry
         self._flat = FlatProgram(self._program, recording, earlier)
+        self._recorded = self._before = Recording()
         log.info(
             "microbatches are run from a list of calls; %d objects are looked at", self._state.num_holders
         )
