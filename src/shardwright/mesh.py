@@ -42,7 +42,7 @@ so that ``mp * rdp`` and ``pp * dp`` equal the number of ranks. Of 8 replicas, 4
 
 from dataclasses import dataclass, field
 from math import prod
-from typing import Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 from shardwright.errors import ConfigError
 
@@ -96,6 +96,7 @@ class Mesh:
     axes: tuple[Axis, ...]
     _sizes: dict[AxisName, int] = field(init=False, repr=False, compare=False)
     _strides: dict[AxisName, int] = field(init=False, repr=False, compare=False)
+    _known: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         given = [name for name, _ in self.axes]
@@ -111,7 +112,9 @@ class Mesh:
             strides[name] = stride
             stride *= size
         object.__setattr__(self, "axes", axes)
-        object.__setattr__(self, "_sizes", dict(axes))
+        sizes = dict(axes)
+        object.__setattr__(self, "_sizes", sizes)
+        self._known.update({name: prod(sizes[each] for each in union) for name, union in _UNIONS.items()})
         object.__setattr__(self, "_strides", strides)
 
     @classmethod
@@ -248,7 +251,8 @@ class Mesh:
 
     def group_size(self, axes: Axes) -> int:
         """Number of ranks in each group along these axes."""
-        return prod(self._sizes[name] for name in _named(axes))
+        size: int | None = self._known.get(axes)
+        return prod(self._sizes[name] for name in _named(axes)) if size is None else size
 
     def group_rank(self, axes: Axes, rank: int) -> int:
         """Position of a world rank in its group along these axes, from 0.
@@ -256,11 +260,15 @@ class Mesh:
         Raises:
             ConfigError: there is no such rank, or no such axis.
         """
+        at: int | None = self._known.get((axes, rank, "at"))
+        if at is not None:
+            return at
         self._check_rank(rank)
         wanted, position = _named(axes), 0
         for name, size in self.axes:
             if name in wanted:
                 position = position * size + rank // self._strides[name] % size
+        self._known[axes, rank, "at"] = position
         return position
 
     def rank_of(self, **positions: int) -> int:
@@ -290,7 +298,13 @@ class Mesh:
         Raises:
             ConfigError: there is no such rank, or no such axis.
         """
-        self._check_rank(rank)
+        found: tuple[int, ...] | None = self._known.get((axes, rank))
+        if found is None:  # steps ask for their own again and again
+            self._check_rank(rank)
+            found = self._known[axes, rank] = self._group(axes, rank)
+        return found
+
+    def _group(self, axes: Axes, rank: int) -> tuple[int, ...]:
         wanted = _named(axes)
         ranks = [rank]
         for name, size in self.axes:
@@ -302,8 +316,11 @@ class Mesh:
 
     def groups(self, axes: Axes) -> tuple[tuple[int, ...], ...]:
         """All groups along these axes, ordered by their first rank; together they hold every rank once."""
-        found = (self.group(axes, rank) for rank in range(self.world_size))
-        return tuple(dict.fromkeys(found))
+        found: tuple[tuple[int, ...], ...] | None = self._known.get((axes, None))
+        if found is None:
+            of_ranks = (self._group(axes, rank) for rank in range(self.world_size))
+            found = self._known[axes, None] = tuple(dict.fromkeys(of_ranks))
+        return found
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:

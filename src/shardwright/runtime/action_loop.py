@@ -94,21 +94,25 @@ def run_actions(
     row = MeasuredRow()
     weights_left = dict.fromkeys(stages, schedule.num_microbatches)
     for action in schedule.actions[rank]:
+        context = _NOTHING if named is None else named(action)
         if not action.is_compute:
-            with nullcontext() if named is None else named(action):
+            with context:
                 _move(stages, messages, action)
             continue
         if action.kind is Kind.BACKWARD or action.kind is Kind.BACKWARD_WEIGHT:
             weights_left[action.stage] -= 1
         waited_s = messages.waited_s + other_waits_s()
         start_s = time.perf_counter()
-        with nullcontext() if named is None else named(action):
+        with context:
             _compute(stages[action.stage], action, is_last=weights_left[action.stage] == 0)
         end_s = time.perf_counter()
         row.events.append((action, start_s, end_s, messages.waited_s + other_waits_s() - waited_s))
         if bytes_in_use is not None:
             row.memory.append(bytes_in_use())
     return row
+
+
+_NOTHING = nullcontext()
 
 
 def _move(stages: Mapping[int, Stage], messages: Messages, action: Action) -> None:

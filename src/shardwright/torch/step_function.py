@@ -156,6 +156,7 @@ def step_function(
     )
 
     called = ReadingStep(function, loss_reduction=loss_reduction)
+    fitting: set[tuple[int, tuple[str, ...]]] = set()  # numbers of arguments, and names of others
 
     @uncompiled
     @functools.wraps(function)
@@ -170,7 +171,10 @@ def step_function(
                 "a step function is called inside of an optimizer that updates the parameters of all stages. "
                 "Call it from the training loop, before optimizer.step()."
             )
-        _refuse_unfit(function, args, kwargs)
+        given = len(args), tuple(kwargs)
+        if given not in fitting:
+            _refuse_unfit(function, args, kwargs)
+            fitting.add(given)
         refuse_wrapped_model((*args, *kwargs.values()), model)
         batch = Batch((args, kwargs), splitter)
         return _gathered(model.run_step(called, batch if prepared is None else prepared(batch)))

@@ -20,6 +20,7 @@ __all__ = ["SmallCollectives"]
 # Large batches go in pieces: shared memory stays as large as it was once needed, and there is some for each
 # other rank.
 _PIECE_BYTES = 256 * 1024
+_PACKED_BYTES = 64 * 1024  # a copy costs less than a message
 
 
 class SmallCollectives:
@@ -62,8 +63,8 @@ class SmallCollectives:
         parts = [bytes_of(tensor) for tensor in tensors if tensor.numel()]
         if not self._others or not parts:
             return
-        if self._local is None:
-            self._broadcast_as_one(parts, source)
+        if self._local is None or (len(parts) > 1 and sum(map(len, parts)) <= _PACKED_BYTES):
+            self._broadcast_as_one(parts, source, purpose)
             return
         pieces = [piece for part in parts for piece in _pieces_of(part)]
         if self._rank == source:
@@ -74,12 +75,16 @@ class SmallCollectives:
             receipts = [self._local.post(piece, source, purpose) for piece in pieces]
             self._local.wait(receipts[-1], source)  # they come in order
 
-    def _broadcast_as_one(self, parts: list[Tensor], source: int) -> None:
-        if len(parts) == 1:
-            dist.broadcast(parts[0], source, group=self._group)
+    def _broadcast_as_one(self, parts: list[Tensor], source: int, purpose: Purpose) -> None:
+        packed = parts[0]
+        if len(parts) > 1:
+            packed = torch.cat(parts)
+        if self._local is None:
+            dist.broadcast(packed, source, group=self._group)
+        else:
+            self.broadcast([packed], source, purpose)
+        if packed is parts[0]:
             return
-        packed = torch.cat(parts)
-        dist.broadcast(packed, source, group=self._group)
         if self._rank != source:
             for mine, received in zip(
                 parts, torch.split(packed, [part.numel() for part in parts]), strict=True

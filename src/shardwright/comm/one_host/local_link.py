@@ -38,6 +38,7 @@ _MOST_UNREAD = 4
 _NOTE = struct.Struct("=BBQQ")
 _ROOM_FOR_FD = socket.CMSG_SPACE(4)
 _MESSAGE, _READ, _SEGMENT = range(3)
+_AT_ONCE = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
 
 
 class LocalReceipt:
@@ -164,10 +165,9 @@ class LocalLink:
 
     def listen(self) -> None:
         """Reads everything that the other process has said."""
-        at_once = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         while not self.ended:
             try:
-                note, attached, _, _ = self._socket.recvmsg(_NOTE.size, _ROOM_FOR_FD, at_once)
+                note, attached, _, _ = self._socket.recvmsg(_NOTE.size, _ROOM_FOR_FD, _AT_ONCE)
             except BlockingIOError:
                 return
             except ConnectionResetError:

@@ -22,6 +22,7 @@ __all__ = ["Ring", "Segment"]
 
 # As much as any vector instruction likes; every dtype may begin there.
 _ALIGNMENT = 64
+_MOST_VIEWS = 64
 
 
 class Segment:
@@ -37,11 +38,20 @@ class Segment:
             self._bytes = torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
         finally:
             os.close(fd)
+        self._views: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
 
     def at(self, offset: int, like: Tensor) -> Tensor:
         """The memory behind an offset, as a contiguous tensor of the shape and type of another."""
-        num_bytes = like.numel() * like.element_size()
-        return self._bytes[offset : offset + num_bytes].view(like.dtype).view(like.shape)
+        key = offset, like.dtype, like.shape
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) == _MOST_VIEWS:
+                self._views.clear()
+            num_bytes = like.numel() * like.element_size()
+            with torch.inference_mode(False):  # it is written to outside of it, too
+                view = self._bytes[offset : offset + num_bytes].view(like.dtype).view(like.shape)
+            self._views[key] = view  # steps are alike: their messages lie where those of the last one lay
+        return view
 
 
 class Ring:

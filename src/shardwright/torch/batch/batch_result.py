@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from shardwright.observe.timeline import Row
@@ -35,7 +37,7 @@ class Weights(Protocol):
         """What the gradients of the batch are still to be divided by."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchResult:
     """One batch.
 
@@ -76,6 +78,14 @@ class BatchResult:
     weights: Weights | None = None
     sums: frozenset[int] = frozenset()
     doubts: Mapping[int, str] = field(default_factory=dict)
+
+    @cached_property
+    def loss_values(self) -> list[float | None]:
+        """The losses as numbers, for which the host waits; the mean of one that has many."""
+        there = [loss.double() for loss in self.losses or () if loss is not None]
+        means = [loss if loss.dim() == 0 else loss.mean() for loss in there]
+        values = iter(torch.stack(means).tolist() if means else ())
+        return [None if loss is None else next(values) for loss in self.losses or ()]
 
     @property
     def pipeline_s(self) -> float:

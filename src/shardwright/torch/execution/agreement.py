@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 from zlib import crc32
 
 import torch
@@ -91,6 +91,8 @@ class Agreement:
         assert context.links.replica is not None
         self._context = context
         self._batches = 0
+        self._settings: dict[str, Any] = {}
+        self._digests = ""
         self._first = context.replica_ranks[0]
         self._looks_at_batches = context.rank == context.replica_ranks[1] and context.data_rank == 0
         self._broadcast = BatchBroadcast(context.links.replica, source=self._first, device=context.device)
@@ -106,24 +108,32 @@ class Agreement:
         Raises:
             UsageError: they are others, or the first rank calls another step function.
         """
-        mine = {name: f"{crc32(repr(value).encode()):x}" for name, value in settings.items()}
+        if settings != self._settings:
+            self._settings = dict(settings)
+            self._digests = " ".join(f"{crc32(repr(value).encode()):x}" for value in settings.values())
         name_here = getattr(function, "__qualname__", type(function).__qualname__)
-        (first, theirs, name_there), _ = self._broadcast(((batch.arguments, mine, name_here), {}))
+        mine = f"{self._digests} {name_here}"
+        (first, theirs), _ = self._broadcast(((batch.arguments, mine), {}))
+        if theirs != mine:
+            self._refuse_other(name_here, theirs)
+        agreed = batch if first is batch.arguments else batch.with_arguments(first)
+        self._point_out_other_batches(batch, agreed)
+        return agreed
+
+    def _refuse_other(self, name_here: str, theirs: str) -> NoReturn:
+        *digests, name_there = theirs.split(" ", len(self._settings))
         if name_there != name_here:
             raise UsageError(
                 f"rank {self._context.rank} calls the step function {name_here} where rank "
                 f"{self._first} calls {name_there}. Call the same ones on all ranks, in "
                 "the same order, and not under `if sw.rank() == 0:`."
             )
-        different = [name for name in mine if mine[name] != theirs[name]]
-        if different:
-            raise UsageError(
-                f"rank {self._context.rank} begins the step with another {' and another '.join(different)} "
-                f"than rank {self._first}. Set it on the whole model, on every rank."
-            )
-        agreed = batch if first is batch.arguments else batch.with_arguments(first)
-        self._point_out_other_batches(batch, agreed)
-        return agreed
+        pairs = zip(self._settings, self._digests.split(" "), digests, strict=True)
+        different = [name for name, mine, other in pairs if mine != other]
+        raise UsageError(
+            f"rank {self._context.rank} begins the step with another {' and another '.join(different)} "
+            f"than rank {self._first}. Set it on the whole model, on every rank."
+        )
 
     def _point_out_other_batches(self, own: Batch, agreed: Batch) -> None:
         """Says once that another rank loads batches of its own, to which no output belongs."""

@@ -15,13 +15,14 @@ from torch import Tensor
 from shardwright.comm.encoding.tensor_bytes import bytes_of
 from shardwright.comm.identity.purpose import Purpose
 from shardwright.errors import TraceMismatchError
+from shardwright.model_graph import TensorSpec
 from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.program.program import Program
 from shardwright.torch.pytorch.tree import flatten
 from shardwright.torch.run.context import Context
 
-__all__ = ["Returned", "exchange_outputs", "refuse_other_paths"]
+__all__ = ["Outputs", "Returned"]
 
 _ROOM = 64  # numbers of 8 bytes in the row of a rank, for its outputs
 
@@ -47,50 +48,128 @@ class Returned:
     loss: Tensor | None = None
 
 
-def exchange_outputs(
-    context: Context, returned: Sequence[Returned], programs: Sequence[Program], small: Tensor
-) -> tuple[list[Any], list[Tensor | None], list[tuple[int, ...]]]:
-    """Gives all stages of the replica what each has made; collective over them.
+class Outputs:
+    """What the ranks of a replica have made of the outputs of one batch.
 
     Args:
         context: the run.
         returned: what the step function returned on this rank, by microbatch.
         programs: of each microbatch.
-        small: what `refuse_other_paths` has given.
-
-    Returns:
-        The results with all tensors in place, without autograd history; the loss of each microbatch; where
-        its result has that loss.
     """
-    assert context.links.stages is not None
-    returned = [_with_loss(each, program) for each, program in zip(returned, programs, strict=True)]
-    flat = [flatten(each.result) for each in returned]
-    for owner in range(context.mesh.pipeline):
-        places = _places(returned, programs, owner)
-        if not places:
-            continue
-        specs = [programs[microbatch].trace.graph.values[value].spec for microbatch, _, value in places]
-        num_bytes = sum(spec.num_bytes for spec in specs)
-        if num_bytes <= 8 * _ROOM:
-            row = small[context.replica_ranks.index(context.pipeline_ranks[owner])]
-            payload = row[:num_bytes].to(context.device)
-        else:
-            payload = torch.empty(num_bytes, dtype=torch.uint8, device=context.device)
-            if owner == context.pipeline_rank:
-                payload = torch.cat([bytes_of(flat[m][0][position]) for m, position, _ in places])
-            context.links.stages.broadcast([payload], context.pipeline_ranks[owner], Purpose.OUTPUTS)
-        offset = 0
-        for (microbatch, position, _), spec in zip(places, specs, strict=True):
-            piece = payload[offset : offset + spec.num_bytes].clone().view(getattr(torch, spec.dtype))
-            flat[microbatch][0][position] = piece.view(spec.shape)
-            offset += spec.num_bytes
-    flat = [([_detach(item) for item in items], structure) for items, structure in flat]
-    losses = [
-        None if each.loss_at is None else items[each.loss_at]
-        for (items, _), each in zip(flat, returned, strict=True)
-    ]
-    of_losses = [_losses_in(each, program) for each, program in zip(returned, programs, strict=True)]
-    return [structure.rebuild(items)[0] for items, structure in flat], losses, of_losses
+
+    def __init__(self, context: Context, returned: Sequence[Returned], programs: Sequence[Program]):
+        self._context = context
+        self._programs = programs
+        self._given = returned
+        self._returned = [_with_loss(each, program) for each, program in zip(returned, programs, strict=True)]
+        self._flat = [flatten(each.result) for each in self._returned]
+        self._of_owner: list[list[tuple[int, int, int]]] = [[] for _ in range(context.mesh.pipeline)]
+        for microbatch, (each, program) in enumerate(zip(self._returned, programs, strict=True)):
+            for position, value in each.values:
+                owner = program.stage_ranks[program.home_of[value]]
+                self._of_owner[owner].append((microbatch, position, value))
+
+    def refuse_other_paths(self, losses: LossWeights) -> Tensor:
+        """Refuses what ranks have computed if it was not the same microbatches, each by the same graph.
+
+        Collective over the replica; to be called before anything else that depends on what was computed.
+
+        Args:
+            losses: how much each counts; the rank that has them tells the others.
+
+        Returns:
+            The small outputs of all ranks: (ranks, bytes) uint8 on the CPU.
+
+        Raises:
+            TraceMismatchError: ranks of the replica have computed other things in this step.
+        """
+        context = self._context
+        assert context.links.replica is not None
+        paths = [
+            (program.trace.graph.fingerprint, each.behind_end, each.trains, each.values)
+            for program, each in zip(self._programs, self._given, strict=True)
+        ]
+        told = [float(crc32(repr(paths).encode())), *losses.row]
+        row = torch.zeros(len(told) + _ROOM, dtype=torch.float64, device=context.device)
+        row[: len(told)] = torch.tensor(told, dtype=torch.float64)
+        mine = self._of_owner[context.pipeline_rank]
+        if mine and self._num_bytes(mine) <= 8 * _ROOM:
+            payload = self._payload(mine)
+            row[len(told) :].view(torch.uint8)[: len(payload)] = payload
+        rows = context.links.replica.gather(row, Purpose.AGREEMENT).cpu()
+        numbers = rows[:, : len(told)].tolist()
+        different = [place for place, other in enumerate(numbers) if other[0] != told[0]]
+        if different:
+            ranks = ", ".join(str(context.replica_ranks[place]) for place in different)
+            raise TraceMismatchError(
+                f"rank {context.rank} took another path through the step function than "
+                f"{'rank' if len(different) == 1 else 'ranks'} {ranks}, so that losses and gradients of this "
+                "step are wrong. Let nothing in the step function depend on what only this rank knows: its "
+                "number, its own parameters and gradients, files, the time, sets in their order."
+            )
+        losses.take([other[1:] for other in numbers])
+        return rows[:, len(told) :].contiguous().view(torch.uint8)
+
+    def exchange(self, small: Tensor) -> tuple[list[Any], list[Tensor | None], list[tuple[int, ...]]]:
+        """Gives all stages of the replica what each has made; collective over them.
+
+        Args:
+            small: what `refuse_other_paths` has given.
+
+        Returns:
+            The results with all tensors in place, without autograd history; the loss of each microbatch;
+            where its result has that loss.
+        """
+        context, flat = self._context, self._flat
+        assert context.links.stages is not None
+        for owner, places in enumerate(self._of_owner):
+            if not places:
+                continue
+            num_bytes = self._num_bytes(places)
+            if num_bytes <= 8 * _ROOM:
+                row = small[context.replica_ranks.index(context.pipeline_ranks[owner])]
+                payload = row[:num_bytes].to(context.device)
+            else:
+                payload = torch.empty(num_bytes, dtype=torch.uint8, device=context.device)
+                if owner == context.pipeline_rank:
+                    payload = self._payload(places)
+                context.links.stages.broadcast([payload], context.pipeline_ranks[owner], Purpose.OUTPUTS)
+            for (microbatch, position, _), piece in zip(places, self._pieces(payload, places), strict=True):
+                flat[microbatch][0][position] = piece
+        flat = [([_detach(item) for item in items], structure) for items, structure in flat]
+        losses = [
+            None if each.loss_at is None else items[each.loss_at]
+            for (items, _), each in zip(flat, self._returned, strict=True)
+        ]
+        of_losses = [
+            _losses_in(each, program) for each, program in zip(self._returned, self._programs, strict=True)
+        ]
+        return [structure.rebuild(items)[0] for items, structure in flat], losses, of_losses
+
+    # ---- inside ----
+
+    def _spec(self, place: tuple[int, int, int]) -> TensorSpec:
+        return self._programs[place[0]].trace.graph.values[place[2]].spec
+
+    def _num_bytes(self, places: Sequence[tuple[int, int, int]]) -> int:
+        return sum(self._spec(place).num_bytes for place in places)
+
+    def _payload(self, places: Sequence[tuple[int, int, int]]) -> Tensor:
+        """What this rank has made, as bytes."""
+        return torch.cat([bytes_of(self._flat[m][0][position]) for m, position, _ in places])
+
+    def _pieces(self, payload: Tensor, places: Sequence[tuple[int, int, int]]) -> Sequence[Tensor]:
+        """The tensors of which bytes are made, with memory of their own."""
+        specs = [self._spec(place) for place in places]
+        first = specs[0]
+        if all((spec.dtype, spec.shape) == (first.dtype, first.shape) for spec in specs):  # losses, mostly
+            alike = payload.clone().view(getattr(torch, first.dtype)).view(len(specs), *first.shape)
+            return alike.unbind(0)
+        parts = torch.split(payload, [spec.num_bytes for spec in specs])
+        return [
+            part.clone().view(getattr(torch, spec.dtype)).view(spec.shape)
+            for part, spec in zip(parts, specs, strict=True)
+        ]
 
 
 def _losses_in(each: Returned, program: Program) -> tuple[int, ...]:
@@ -117,71 +196,5 @@ def _with_loss(each: Returned, program: Program) -> Returned:
     return replace(paired, values=(*each.values, (place, graph.loss)), loss_at=place)
 
 
-def _places(
-    returned: Sequence[Returned], programs: Sequence[Program], owner: int
-) -> list[tuple[int, int, int]]:
-    """(microbatch, position in the result, value) of everything that one pipeline rank made."""
-    return [
-        (microbatch, position, value)
-        for microbatch, (each, program) in enumerate(zip(returned, programs, strict=True))
-        for position, value in each.values
-        if program.stage_ranks[program.home_of[value]] == owner
-    ]
-
-
 def _detach(item: Any) -> Any:
     return item.detach() if isinstance(item, Tensor) and not isinstance(item, DeferredTensor) else item
-
-
-def refuse_other_paths(
-    context: Context, returned: Sequence[Returned], programs: Sequence[Program], losses: LossWeights
-) -> Tensor:
-    """Refuses what ranks have computed if it was not the same microbatches, each by the same graph.
-
-    Collective over the replica; to be called before anything else that depends on what was computed.
-
-    Args:
-        context: the run.
-        returned: what the step function returned on this rank, by microbatch.
-        programs: of each microbatch.
-        losses: how much each counts; the rank that has them tells the others.
-
-    Returns:
-        The small outputs of all ranks: (ranks, bytes) uint8 on the CPU.
-
-    Raises:
-        TraceMismatchError: ranks of the replica have computed other things in this step.
-    """
-    assert context.links.replica is not None
-    paths = [
-        (program.trace.graph.fingerprint, each.behind_end, each.trains, each.values)
-        for program, each in zip(programs, returned, strict=True)
-    ]
-    told = [float(crc32(repr(paths).encode())), *losses.row]
-    here = torch.tensor(told, dtype=torch.float64, device=context.device)
-    mine = torch.cat([here, _small_outputs(context, returned, programs)])
-    rows = context.links.replica.gather(mine, Purpose.AGREEMENT).cpu()
-    different = [place for place, path in enumerate(rows[:, 0].tolist()) if path != told[0]]
-    if different:
-        ranks = ", ".join(str(context.replica_ranks[place]) for place in different)
-        raise TraceMismatchError(
-            f"rank {context.rank} took another path through the step function than "
-            f"{'rank' if len(different) == 1 else 'ranks'} {ranks}, so that losses and gradients of this "
-            "step are wrong. Let nothing in the step function depend on what only this rank knows: its "
-            "number, its own parameters and gradients, files, the time, sets in their order."
-        )
-    losses.take(rows[:, 1:-_ROOM])
-    return rows[:, -_ROOM:].contiguous().view(torch.uint8)
-
-
-def _small_outputs(context: Context, returned: Sequence[Returned], programs: Sequence[Program]) -> Tensor:
-    """What this rank has made of the outputs, as numbers; zeros where that is more than there is room for."""
-    small = torch.zeros(8 * _ROOM, dtype=torch.uint8, device=context.device)
-    paired = [_with_loss(each, program) for each, program in zip(returned, programs, strict=True)]
-    places = _places(paired, programs, context.pipeline_rank)
-    specs = (programs[microbatch].trace.graph.values[value].spec for microbatch, _, value in places)
-    if places and sum(spec.num_bytes for spec in specs) <= 8 * _ROOM:
-        flat = [flatten(each.result)[0] for each in paired]
-        payload = torch.cat([bytes_of(flat[m][position]) for m, position, _ in places])
-        small[: len(payload)] = payload
-    return small.view(torch.float64)

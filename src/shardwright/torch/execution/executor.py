@@ -71,16 +71,15 @@ class Executor:
     def run(self, batch: RankBatch) -> list[Returned]:
         """Runs all microbatches; returns what the step function returned for each."""
         programs, board = batch.programs, batch.board
-        has_attributes = any(program.trace.effects.attributes for program in programs)
-        attributes = OwnAttributes(programs) if has_attributes else None
+        attributes = OwnAttributes(programs) if batch.common.has_attributes else None
         messages = Messages(TensorChannels(self._transport, self._device), programs)
         microbatches = self._microbatches(batch, messages, attributes)
-        final_state = self._run_generators_ahead(programs, microbatches)
+        final_state = self._run_generators_ahead(batch, microbatches)
         self._offload(batch, microbatches)
         stages = self._stages(batch, microbatches, messages)
         try:
             self.row = run_actions(
-                batch.schedule,
+                batch.common.schedule,
                 batch.rank,
                 stages,
                 messages,
@@ -102,7 +101,7 @@ class Executor:
                 microbatch.close()
             self._offloading.end_batch()
         if self._replays:
-            for program in {id(program): program for program in programs}.values():
+            for program in batch.common.distinct:
                 program.replay.end_batch()
         if batch.watch_memory:
             self.row.host_copies = self._offloading.copies()
@@ -126,8 +125,7 @@ class Executor:
                 Microbatch(index, program, part.arguments, shared)
                 for index, (program, part) in enumerate(zip(batch.programs, batch.parts, strict=True))
             ]
-        programs = {id(program): program for program in batch.programs}
-        from_list = {key: _replay_of(program).begin_batch() for key, program in programs.items()}
+        from_list = {id(program): _replay_of(program).begin_batch() for program in batch.common.distinct}
         return [
             program.replay.microbatch(index, part, shared, from_list=from_list[id(program)])
             for index, (program, part) in enumerate(zip(batch.programs, batch.parts, strict=True))
@@ -137,9 +135,9 @@ class Executor:
         self, batch: RankBatch, microbatches: Sequence[Microbatch], messages: Messages
     ) -> dict[int, AutogradStage]:
         """The stages of this rank, for this batch."""
-        row = batch.schedule.actions[batch.rank]
+        row = batch.common.schedule.actions[batch.rank]
         split = {(a.stage, a.microbatch) for a in row if a.kind is Kind.BACKWARD_INPUT}
-        repeated = [program.trace.repeated_buffers for program in batch.programs]
+        repeated = [program.trace.repeated_buffers for program in batch.common.distinct]
         statistics = RecomputedStatistics(self._model, repeated) if any(repeated) else None
         return {
             number: AutogradStage(
@@ -152,14 +150,15 @@ class Executor:
                 on_backward=self._on_backward,
                 statistics=statistics,
             )
-            for number, owner in enumerate(batch.schedule.stage_ranks)
+            for number, owner in enumerate(batch.common.schedule.stage_ranks)
             if owner == batch.rank
         }
 
     def _offload(self, batch: RankBatch, microbatches: Sequence[Microbatch]) -> None:
         """Prepares what the schedule offloads."""
         self._offloading.begin_batch()
-        offloads = [a for a in batch.schedule.actions[batch.rank] if a.kind is Kind.OFFLOAD]
+        row = batch.common.schedule.actions[batch.rank]
+        offloads = [action for action in row if action.kind is Kind.OFFLOAD]
         if not offloads:
             return
         lasting = lasting_storages(self._model, (part.arguments for part in batch.parts))
@@ -170,11 +169,12 @@ class Executor:
             )
 
     def _run_generators_ahead(
-        self, programs: Sequence[Program], microbatches: Sequence[Microbatch]
+        self, batch: RankBatch, microbatches: Sequence[Microbatch]
     ) -> GeneratorState | None:
         """Gives every microbatch the random numbers of a plain loop; None where nothing is drawn."""
-        if not any(program.draws for program in programs):
+        if not batch.common.draws:
             return None
+        programs = batch.programs
         steps = [
             [(i.step.draws, i.place is not Place.ELSEWHERE) for i in program.instructions]
             for program in programs

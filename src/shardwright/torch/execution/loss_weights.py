@@ -250,11 +250,10 @@ class LossWeights:
         """The reduction and the weights, for the ranks that have no loss: (1 + microbatches)."""
         return [float(self.reduction), *self.weights]
 
-    def take(self, rows: Tensor) -> None:
+    def take(self, rows: Sequence[Sequence[float]]) -> None:
         """Takes the rows of all ranks of the replica: (ranks, 1 + microbatches)."""
-        reduction, *weights = rows.max(0).values.tolist()
+        reduction, *self.weights = map(max, zip(*rows, strict=True))
         self.reduction = Reduction(int(reduction))
-        self.weights = list(weights)
 
     # ---- when all microbatches are known ----
 

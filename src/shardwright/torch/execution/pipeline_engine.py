@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.errors import UsageError
-from shardwright.runtime.batch_programs import check_one_order, homes_of_buffers, merged_edges
-from shardwright.schedule import Schedule
 from shardwright.torch.backward.evaluated_values import forms_of_batch
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_gradients import BatchGradients
@@ -22,13 +20,13 @@ from shardwright.torch.execution.agreement import (
     hooks_between_steps,
     path_settings,
 )
-from shardwright.torch.execution.exchange import Returned, exchange_outputs, refuse_other_paths
+from shardwright.torch.execution.exchange import Outputs, Returned
 from shardwright.torch.execution.executor import Executor
 from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.execution.model_placement import ModelPlacement
 from shardwright.torch.execution.placed_model import PlacedModel
 from shardwright.torch.execution.program_maker import KnownTrace, ProgramMaker
-from shardwright.torch.execution.rank_batch import RankBatch, number_of_parts
+from shardwright.torch.execution.rank_batch import Batches, RankBatch, number_of_parts
 from shardwright.torch.execution.read_costs import ReadCosts
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.backward_calls import backward_intercepted
@@ -46,7 +44,6 @@ from shardwright.torch.parameters.materialise import Materialiser
 from shardwright.torch.parameters.synchronised_norms import SynchronisedNorms
 from shardwright.torch.program.program import Program, generators_of
 from shardwright.torch.python_state.attribute_watch import AttributeWatch
-from shardwright.torch.pytorch.module_tree import all_modules
 from shardwright.torch.randomness.python_random import python_random_kept
 from shardwright.torch.replicas.reducer import (
     refuse_accumulation_hooks,
@@ -64,6 +61,7 @@ __all__ = ["PipelineEngine"]
 
 
 _ENGINES = itertools.count()
+_KINDS_KEPT = 64
 
 
 class PipelineEngine:
@@ -102,6 +100,7 @@ class PipelineEngine:
             offloading=offloading_of(context),
         )
         self._placed: PlacedModel | None = None
+        self._known: dict[tuple[int, ...], Batches] = {}
         self._failure = ""
         self._board: ValueBoard | None = None
         self._reads = ReadCosts(context)
@@ -128,7 +127,7 @@ class PipelineEngine:
 
     def _run(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
         context, module = self._context, self._model.get_module()
-        modules = all_modules(module)
+        modules = self._model.tree.modules
         self._refuse_changes(modules)
         hooks = hooks_between_steps(modules)
         settings = path_settings(modules, hooks)
@@ -139,7 +138,7 @@ class PipelineEngine:
         parts = batch.split(number_of_parts(context, self._model, batch, context.plan.schedule.microbatches))
         path, attributes = (function, hooks, *settings.values()), self._attributes.step_begins(modules)
         programs = self._programs.of_batch(function, parts, path, attributes, known)
-        check_one_order(programs)
+        common = self._common(programs, placed)
         losses = LossWeights(
             self._model,
             function,
@@ -148,25 +147,25 @@ class PipelineEngine:
             told=self._told_of_losses,
             tells=context.data_rank == 0 and context.tensor_rank == 0,
         )
-        losses.check((program.trace.loss for program in programs), tells=context.rank == 0)
-        if _trains(programs):
+        losses.check((program.trace.loss for program in common.distinct), tells=context.rank == 0)
+        if common.trains:
             self._statistics.training_begins(module, batch, microbatches=len(parts))
-        schedule = placed.schedules.of_batch(programs, trains=_trains(programs))
-        self._agree_on_random_numbers(programs)
+        self._agree_on_random_numbers(common)
         try:
-            of_rank = self._rank_batch(schedule, programs, function, parts, losses)
-            returned, train, small = self._execute(placed, of_rank, gradients)
+            of_rank = self._rank_batch(common, function, parts, losses)
+            outputs, train, small = self._execute(placed, of_rank, gradients)
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
             if context.watch.blame is not None:
                 context.watch.blame.stop()
             raise
-        for part, own in zip(parts, of_rank.parts, strict=True):
-            if own is not part:
+        if common.changes_batch:
+            for part, own in zip(parts, of_rank.parts, strict=True):
                 part.take_changes(own)
-        results, of_microbatches, loss_places = exchange_outputs(context, returned, programs, small)
+        results, of_microbatches, loss_places = outputs.exchange(small)
         assert self._board is not None
-        self._reads.tell(function, programs, self._board)
+        if common.ends:
+            self._reads.tell(function, programs, self._board)
         self._board.clear()
         stated = getattr(function, "loss_reduction", None)
         evaluated = [] if train else [program.trace.evaluated for program in programs]
@@ -180,14 +179,14 @@ class PipelineEngine:
             weights=losses,
             samples=batch.num_samples or 0,
             tokens=batch.num_tokens,
-            flops=sum(program.flops for program in programs),
+            flops=common.flops,
             row=placed.executor.row.events,
             outside_s=placed.executor.outside_s,
             run_as=programs[0].replay.told if programs[0].replay is not None else "",
             memory=placed.executor.row.memory,
             host_copies=placed.executor.row.host_copies,
-            schedule=schedule,
-            edges=merged_edges(programs),
+            schedule=common.schedule,
+            edges=common.edges,
         )
 
     # ---- before the microbatches ----
@@ -228,53 +227,60 @@ class PipelineEngine:
             is_as_traced = self._model.placed(self._placed.residency)
         return self._placed, known if is_as_traced else None
 
-    def _agree_on_random_numbers(self, programs: Sequence[Program]) -> None:
-        if any(program.draws for program in programs):
-            self._agreement.on_random_numbers(generators_of(programs))
-        if any(program.trace.random.python_at for program in programs):
+    def _common(self, programs: Sequence[Program], placed: PlacedModel) -> Batches:
+        """What is known of batches with these programs, which live as long as it is kept."""
+        key = tuple(map(id, programs))
+        common = self._known.get(key)
+        if common is None:
+            if len(self._known) == _KINDS_KEPT:
+                self._known.clear()
+            common = self._known[key] = Batches(programs, placed.schedules)
+        return common
+
+    def _agree_on_random_numbers(self, common: Batches) -> None:
+        if common.draws:
+            self._agreement.on_random_numbers(generators_of(common.programs))
+        if common.python_draws:
             self._agreement.on_random_numbers_of_python()
 
     # ---- the microbatches ----
 
     def _rank_batch(
         self,
-        schedule: Schedule,
-        programs: Sequence[Program],
+        common: Batches,
         function: Callable[..., Any],
         parts: Sequence[Batch],
         losses: LossWeights,
     ) -> RankBatch:
         context = self._context
-        changes_batch = any(program.trace.effects.changes_batch for program in programs)
-        state = homes_of_buffers(programs)
         return RankBatch(
             rank=context.pipeline_rank,
-            schedule=schedule,
+            common=common,
             function=function,
-            parts=[part.copied() for part in parts] if changes_batch else parts,
-            programs=programs,
+            parts=[part.copied() for part in parts] if common.changes_batch else parts,
             board=self._board_of_batch(),
             losses=losses,
-            buffers=GlueBuffers(self._model.get_module(), state) if state else None,
+            buffers=GlueBuffers(self._model.get_module(), common.state) if common.state else None,
             watch_memory=context.reporter is not None and context.reporter.draws_next_step,
         )
 
     def _execute(
         self, placed: PlacedModel, batch: RankBatch, gradients: BatchGradients
-    ) -> tuple[list[Returned], bool, Tensor]:
+    ) -> tuple[Outputs, bool, Tensor]:
         """Computes all microbatches and sums what ranks share.
 
         Returns:
-            What each microbatch returned, whether any rank of any replica has trained, and the small outputs
+            What the microbatches returned, whether any rank of any replica has trained, and the small outputs
             of all ranks.
         """
         context, reducer = self._context, placed.reducer
         # Another replica may have a backward in its batch.
-        reduces = _trains(batch.programs) or (context.mesh.data > 1 and torch.is_grad_enabled())
+        reduces = batch.common.trains or (context.mesh.data > 1 and torch.is_grad_enabled())
         if reduces and reducer is not None:
-            reducer.begin(overlap=all(program.as_planned for program in batch.programs))
+            reducer.begin(overlap=batch.common.as_planned)
         returned = self._compute(placed.executor, batch)
-        small = refuse_other_paths(context, returned, batch.programs, batch.losses)
+        outputs = Outputs(context, returned, batch.programs)
+        small = outputs.refuse_other_paths(batch.losses)
         train = any(each.trains for each in returned)
         if batch.buffers is not None:
             assert context.groups.pipeline is not None
@@ -289,12 +295,12 @@ class PipelineEngine:
             if placed.tensor_group.inner is not None:
                 placed.tensor_group.inner.sums.forget_dead()
             placed.tensor_group.forget_gathered()
-        return returned, train, small
+        return outputs, train, small
 
     def _compute(self, executor: Executor, batch: RankBatch) -> list[Returned]:
         """Computes all microbatches."""
         # Where nothing was read in the traces, no module is watched for it.
-        ends = any(program.trace.ends for program in batch.programs)
+        ends = batch.common.ends
         own = getattr(batch.function, "has_forward", False)
         module = self._model.get_module()
         with (
@@ -318,7 +324,3 @@ class PipelineEngine:
         """Parameters whose gradients are reduced."""
         reducer = None if self._placed is None else self._placed.reducer
         return set() if reducer is None else reducer.parameter_ids
-
-
-def _trains(programs: Sequence[Program]) -> bool:
-    return any(program.trace.backward_at is not None for program in programs)

@@ -15,7 +15,7 @@ from shardwright.torch.tensor_parallel.group import TensorGroup
 __all__ = ["PlacedModel", "parameter_ids"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PlacedModel:
     """A model whose units have been placed on the ranks of a pipeline.
 
@@ -27,6 +27,7 @@ class PlacedModel:
         tensor_group: the ranks that share its layers; None where each rank has whole ones.
         several_stages: parameters of this rank that several stages use, by name.
         parameters: ids of all parameters; None for a single rank.
+        unchanged: the modules that were looked at last, with the same parameters.
     """
 
     residency: Residency
@@ -36,6 +37,7 @@ class PlacedModel:
     tensor_group: TensorGroup | None
     several_stages: Mapping[str, nn.Parameter]
     parameters: frozenset[int] | None
+    unchanged: Sequence[nn.Module] = ()
 
     def refuse_changes(self, modules: Sequence[nn.Module], *, rank: int) -> None:
         """Refuses a model that the script has changed since in a way that other ranks cannot follow.
@@ -48,6 +50,8 @@ class PlacedModel:
             UsageError: a shared parameter has a gradient hook, or parameters were added or replaced.
         """
         refuse_gradient_hooks(self.several_stages)
+        if modules is self.unchanged:
+            return
         if self.parameters is not None and parameter_ids(modules) != self.parameters:
             known = self.parameters
             found = next((n for n, p in modules[0].named_parameters() if id(p) not in known), "one is gone")
@@ -56,6 +60,7 @@ class PlacedModel:
                 f"replicas, which know nothing of them: {found}, on rank {rank}. Change the "
                 "model before the first step."
             )
+        self.unchanged = modules
 
 
 def parameter_ids(modules: Sequence[nn.Module]) -> frozenset[int]:

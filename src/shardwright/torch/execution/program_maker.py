@@ -18,7 +18,7 @@ from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.program.instructions import KeptOtherwise
 from shardwright.torch.program.program import Program, build_program
-from shardwright.torch.program.program_cache import ProgramCache, signature_of
+from shardwright.torch.program.program_cache import Circumstances, ProgramCache, signature_of
 from shardwright.torch.python_state.attribute_watch import AttributeWatch
 from shardwright.torch.python_state.watched_numbers import NumberMatters, NumberPath, NumberReads
 from shardwright.torch.pytorch.source_line import line_of
@@ -72,6 +72,7 @@ class ProgramMaker:
         self._agreement = agreement
         self._attributes = attributes
         self._cache = ProgramCache(warns=context.rank == 0)
+        self._circumstances = Circumstances(())
         # What all ranks have traced together, and no rank reads anything in.
         self._read_nothing: set[Hashable] = set()
         self._units: UnitMap | None = None
@@ -167,7 +168,9 @@ class ProgramMaker:
             attributes: and which attributes of modules.
             known: the trace by which the units were placed, in the first step.
         """
-        found = [self._cache.find(part, (path, attributes)) for part in parts]
+        if self._circumstances.key != (path, attributes):
+            self._circumstances = Circumstances((path, attributes))
+        found = [self._cache.find(part, self._circumstances) for part in parts]
         programs = [program for program in found if program is not None]
         if len(programs) == len(parts) and all(program.reads_nothing for program in programs):
             return programs
@@ -199,7 +202,7 @@ class ProgramMaker:
         Args:
             together: all ranks trace, or none does.
         """
-        circumstances = path, attributes
+        circumstances = self._circumstances
         found = self._cache.find(part, circumstances)
         if self._on_any(found is None, together):
             found = None

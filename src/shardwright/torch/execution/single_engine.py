@@ -37,7 +37,6 @@ from shardwright.torch.offload.offloading import lasting_storages, offloading_of
 from shardwright.torch.parameters.registration import agree_on_registration
 from shardwright.torch.parameters.synchronised_norms import SynchronisedNorms
 from shardwright.torch.pytorch.memory_in_use import memory_in_use
-from shardwright.torch.pytorch.module_tree import all_parameters
 from shardwright.torch.pytorch.profiled import range_named
 from shardwright.torch.replicas.gradient_buckets import Reduced
 from shardwright.torch.replicas.reducer import GradientReducer, refuse_accumulation_hooks
@@ -264,7 +263,7 @@ class SingleEngine:
         since.
         """
         module = self._model.get_module()
-        present = {id(parameter) for parameter in all_parameters(module)}
+        present = set(map(id, self._model.tree.parameters))
         buffers = self._model.replicas.buffers
         if buffers is not None and not buffers.agree(other_parameters=present != self._reduced):
             return

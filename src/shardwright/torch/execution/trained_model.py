@@ -7,6 +7,7 @@ from torch import nn
 
 from shardwright.torch.loss_scale.gradient_scaling import GradientScaling
 from shardwright.torch.parameters.residency import Residency
+from shardwright.torch.pytorch.module_tree import ModelTree
 from shardwright.torch.replicas.replicas import Replicas
 from shardwright.torch.run.roles import WrappedModel
 
@@ -18,6 +19,7 @@ class TrainedModel(WrappedModel, Protocol):
 
     Attributes:
         average_grads_across_microbatches: whether a microbatch counts as much as its share of the batch.
+        tree: its modules and parameters, as they are now.
         replicas: what replicas share.
         scaling: of losses; None without.
         labels_a_sample: about how many labels of a sample count, a power of two; alike on all ranks, 0 as
@@ -25,6 +27,7 @@ class TrainedModel(WrappedModel, Protocol):
     """
 
     average_grads_across_microbatches: bool
+    tree: ModelTree
     replicas: Replicas
     scaling: GradientScaling | None
     labels_a_sample: float

@@ -341,9 +341,9 @@ def _learning_rate(context: Context) -> float | None:
 
 def _weighed(step: BatchResult) -> Iterator[float]:
     """The losses of the microbatches, each by how much it counts."""
-    losses = [] if step.losses is None else [loss for loss in step.losses if loss is not None]
-    equal = [1 / max(len(losses), 1)] * len(step.losses or ())
+    losses = step.loss_values
+    equal = [1 / max(len(losses) - losses.count(None), 1)] * len(losses)
     weights = equal if step.weights is None else step.weights.of_values
-    for loss, weight in zip(step.losses or (), weights, strict=True):
+    for loss, weight in zip(losses, weights, strict=True):
         if loss is not None:
-            yield float(loss.double().mean()) * weight
+            yield loss * weight

@@ -11,7 +11,7 @@ from shardwright.errors import UsageError
 from shardwright.torch.parameters.gathered_values import gathered_values
 from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.parameters.state_gathering import rank_that_runs
-from shardwright.torch.pytorch.module_tree import all_parameters
+from shardwright.torch.pytorch.module_tree import ModelTree
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.replicas.replicas import Replicas
 from shardwright.torch.run.context import context
@@ -26,11 +26,15 @@ class SpreadModule(nn.Module):
     Args:
         module: the script's own.
         replicas: what they share of its parameters.
+
+    Attributes:
+        tree: the modules and parameters of the module.
     """
 
     def __init__(self, module: nn.Module, replicas: Replicas):
         super().__init__()
         self.module = module
+        self.tree = ModelTree(module)
         self.replicas = replicas
         self._residency: Residency | None = None
 
@@ -41,7 +45,7 @@ class SpreadModule(nn.Module):
 
     def get_module(self) -> nn.Module:
         """The user's module."""
-        return self.module
+        return self._modules["module"]  # type: ignore[return-value]  # nn.Module looks in two other places first
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -92,7 +96,8 @@ class SpreadModule(nn.Module):
 
     def local_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters that this rank holds."""
-        return filter(self._is_local, all_parameters(self.get_module()))
+        parameters = self.tree.parameters
+        return iter(parameters) if self._residency is None else (p for p in parameters if not p.is_meta)
 
     def local_named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Buffers that this rank holds, by their names in the user's module."""

@@ -8,6 +8,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from torch.optim import Optimizer
@@ -44,7 +45,13 @@ ADVICE_FOR_CLOSURES = (
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether `step` cannot be called without one, as that of LBFGS."""
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    kind: Any = type(optimizer)
+    return _step_needs_closure(kind)
+
+
+@cache
+def _step_needs_closure(kind: Any) -> bool:
+    closure = inspect.signature(kind.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 

@@ -18,7 +18,7 @@ from shardwright.torch.tracing.trace_data import Trace
 
 log = logging.getLogger(__name__)
 
-__all__ = ["ProgramCache", "signature_of"]
+__all__ = ["Circumstances", "ProgramCache", "signature_of"]
 
 # A path that is never taken twice (a length that Python reads) must not fill the memory. Nor must arguments
 # that are others in every step (a step number).
@@ -60,6 +60,22 @@ def _signature_of_leaf(item: Any) -> Hashable:
     if type(item) in _BY_VALUE:
         return type(item), repr(item)  # 1, 1.0 and True are equal, and so are 0.0 and -0.0
     return (type(item), item) if type(item) in (str, bytes) else _Same(item)
+
+
+class Circumstances:
+    """What a program depends on beside its microbatch; it is hashed once, and compared once a batch."""
+
+    __slots__ = ("_hash", "key")
+
+    def __init__(self, key: Hashable):
+        self.key = key
+        self._hash = hash(key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Circumstances) and self.key == other.key
 
 
 class _Same:

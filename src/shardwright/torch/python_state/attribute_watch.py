@@ -7,8 +7,8 @@ difference to the program several times (a step number, an annealed weight).
 
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
-from operator import is_
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -100,13 +100,18 @@ class _Identities:
     def __init__(self, modules: Sequence[nn.Module] = ()):
         self._modules = tuple(modules)
         self._holders: list[dict[str, Any]] = []
+        self._values: list[Callable[[dict[str, Any]], tuple[Any, ...]]] = []
         self._lists: list[list[Any]] = []
         for module in modules:
             self._add(vars(module), objects=True)
+        self._sizes = list(map(len, self._holders))
         self._held = self._now()
 
     def _add(self, holder: dict[str, Any], *, objects: bool) -> None:
+        names = [name for name in holder if name not in OF_EVERY_MODULE]
         self._holders.append(holder)
+        # Of two names at least, so that it gives a tuple.
+        self._values.append(itemgetter(*names, names[0]) if names else lambda _: ())
         for name, value in holder.items():
             kind = type(value)
             if kind in _AS_IT_IS or kind in _NEVER_PLAIN or name in OF_EVERY_MODULE:
@@ -120,13 +125,18 @@ class _Identities:
         """Whether these modules are the same, and hold the same."""
         if len(modules) != len(self._modules) or not all(map(is_, modules, self._modules)):
             return False
-        now = self._now()
+        if list(map(len, self._holders)) != self._sizes:
+            return False
+        try:
+            now = self._now()
+        except KeyError:
+            return False
         return len(now) == len(self._held) and all(map(is_, now, self._held))
 
     def _now(self) -> list[Any]:
         found: list[Any] = []
-        for holder in self._holders:
-            found += holder.values()
+        for values, holder in zip(self._values, self._holders, strict=True):
+            found += values(holder)
         for each in self._lists:
             found += each
         return found

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.errors import UsageError
 
@@ -79,6 +79,16 @@ class Structure:
         values = [child._build(items) for child in self.children]
         return _REBUILD[self.kind](self.template, self.keys, values)
 
+    def arguments(self) -> Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Makes (args, kwargs) of leaves, of the structure of such a pair."""
+        args, kwargs = self.children
+        if not all(child is LEAF for child in (*args.children, *kwargs.children)):
+            return self.without_template().rebuild
+        count, names = len(args.children), tuple(kwargs.keys)
+        if not names:
+            return lambda items: (tuple(items), {})
+        return lambda items: (tuple(items[:count]), dict(zip(names, items[count:], strict=True)))
+
     def without_template(self) -> "Structure":
         """The same structure, without holding on to the leaves of the tree it was made from."""
         if self.kind == "leaf":
@@ -131,7 +141,7 @@ def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def _flatten(tree: Any, items: list[Any], is_leaf: Callable[[Any], bool] | None) -> Structure:
     kind = type(tree)
-    if kind in _ATOMS or isinstance(tree, Tensor) or (is_leaf is not None and is_leaf(tree)):
+    if kind in _ATOMS or isinstance(tree, _LEAVES) or (is_leaf is not None and is_leaf(tree)):
         items.append(tree)
         return LEAF
     if kind is tuple or kind is list:
@@ -197,4 +207,5 @@ _REBUILD: dict[str, Callable[[Any, Sequence[Any], Sequence[Any]], Any]] = {
     "dataclass": _rebuild_dataclass,
 }
 
+_LEAVES = (Tensor, nn.Module)
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes, complex, slice, type(Ellipsis), torch.Size})

@@ -10,7 +10,8 @@ parameter.
                                                                   └── not ──► which? ──► stop, or skip
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -20,10 +21,10 @@ from shardwright.comm.identity.rank_set import listed
 from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import NonFiniteError
 from shardwright.torch._private import norms_of, values_of_sparse
+from shardwright.torch.batch.batch_result import BatchResult
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.loss_scale.grad_scaler import losses_were_scaled
 from shardwright.torch.parameters.sharded_tensor import own_part
-from shardwright.torch.pytorch.module_tree import all_parameters
 from shardwright.torch.run.context import Context
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
@@ -56,24 +57,30 @@ class Finiteness:
         self.leaves_out = False
         self.num_skipped = 0
 
-    def look(self, losses: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-        """Sums of the losses of this replica and of the gradients of this rank, on its device.
+    def look(self, run: BatchResult) -> tuple[float | Tensor, float | Tensor]:
+        """Sums of the losses of this replica and of the gradients of this rank.
 
         Args:
-            losses: of the microbatches.
-        """
-        zero = torch.zeros((), dtype=torch.float64, device=self._context.device)
-        if not self._looks:
-            return zero, zero
-        numbers = [loss.double().mean() for loss in losses if loss is not None]
-        loss = torch.stack(numbers).sum().to(zero.device) if numbers else zero
-        return loss, self._norm_of_gradients().to(zero.device)
+            run: the step.
 
-    def judge(self, sums: Tensor, losses: Sequence[Tensor | None], *, step: int) -> NonFiniteError | None:
+        Returns:
+            Numbers, or tensors on a GPU, for which nobody waits.
+        """
+        if not self._looks:
+            return 0.0, 0.0
+        norm = self._norm_of_gradients()
+        if self._context.device.type == "cpu":
+            return sum(loss for loss in run.loss_values if loss is not None), float(norm)
+        numbers = [loss.double().mean() for loss in run.losses or () if loss is not None]
+        return torch.stack(numbers).sum() if numbers else 0.0, norm
+
+    def judge(
+        self, sums: Iterable[Sequence[float]], losses: Sequence[Tensor | None], *, step: int
+    ) -> NonFiniteError | None:
         """Says what becomes of the update; collective over all ranks where something is not finite.
 
         Args:
-            sums: what `look` gave on all ranks: (ranks, 2).
+            sums: what `look` gave on all ranks.
             losses: of the microbatches of this replica.
             step: number of the step.
 
@@ -81,7 +88,7 @@ class Finiteness:
             The error with which the run is to end; None where it goes on.
         """
         self.leaves_out = False
-        found = self._scale_is_lowest or not bool(sums.isfinite().all())
+        found = self._scale_is_lowest or not all(math.isfinite(each) for row in sums for each in row)
         findings = self._told(losses) if found else ""
         if not findings:  # all is well, or the norm alone was too large for its type
             self._in_a_row = 0
@@ -126,16 +133,16 @@ class Finiteness:
                 yield name, _values_here(parameter.grad)
 
     @torch.no_grad()
-    def _norm_of_gradients(self) -> Tensor:
+    def _norm_of_gradients(self) -> Tensor | float:
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        parameters = all_parameters(self._model.get_module())
-        parts = [_values_here(p.grad) for p in parameters if p.grad is not None]
+        gradients = [p.grad for p in self._model.tree.parameters]
+        parts = [_values_here(gradient) for gradient in gradients if gradient is not None]
         if self._model.replicas.have_one_gradient:
             parts = _share(parts, self._context.data_rank, self._context.mesh.data)
         for part in parts:
             kinds.setdefault((part.dtype, part.device), []).append(part)
         norms = [torch.stack(list(norms_of(parts))).sum().double() for parts in kinds.values()]
-        return sum(norms[1:], start=norms[0]) if norms else torch.zeros(())
+        return sum(norms[1:], start=norms[0]) if norms else 0.0
 
     # ---- where something is not finite ----
 
@@ -191,6 +198,8 @@ class Finiteness:
 
 
 def _values_here(gradient: Tensor) -> Tensor:
+    if type(gradient) is Tensor and gradient.layout is torch.strided:
+        return gradient
     part = local_of(own_part(gradient)).detach()
     return values_of_sparse(part) if part.is_sparse else part
 

@@ -7,7 +7,9 @@ shows the difference::
     rank 1   b frozen    gradients of a, c  ──┴──► b + a, c + c
 """
 
-from torch import Tensor, nn
+from collections.abc import Sequence
+
+from torch import nn
 
 from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import UsageError
@@ -16,7 +18,9 @@ from shardwright.torch.run.context import Context
 __all__ = ["frozen_otherwise"]
 
 
-def frozen_otherwise(context: Context, module: nn.Module, digests: Tensor, *, step: int) -> UsageError | None:
+def frozen_otherwise(
+    context: Context, module: nn.Module, digests: Sequence[float], *, step: int
+) -> UsageError | None:
     """Says which parameter only some replicas have trained; collective over all ranks where there is one.
 
     Args:
@@ -25,10 +29,10 @@ def frozen_otherwise(context: Context, module: nn.Module, digests: Tensor, *, st
         digests: `Replicas.digest_of_trained` of all ranks.
         step: number of the step.
     """
-    if bool((digests == digests[0]).all()):
+    if len(set(digests)) == 1:
         return None
     groups = context.mesh.groups("dp")
-    if all(bool((digests[list(ranks)] == digests[ranks[0]]).all()) for ranks in groups):
+    if all(len({digests[rank] for rank in ranks}) == 1 for ranks in groups):
         return None
     trained = tell_all([name for name, parameter in module.named_parameters() if parameter.requires_grad])
     for first, *others in groups:

@@ -14,7 +14,7 @@ the optimizer was wrapped, and those of a rank without a parameter in the group.
 """
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, ref
 from zlib import crc32
@@ -29,7 +29,7 @@ from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import UsageError
 from shardwright.torch.run.context import Context
 
-__all__ = ["GroupNumbers"]
+__all__ = ["GroupNumbers", "row_of"]
 
 # Optimizer, group, and name of the number in it.
 _Key: TypeAlias = tuple[int, int, str]
@@ -73,12 +73,14 @@ class GroupNumbers:
         self._updates[optimizer] += 1
         return is_first
 
-    def digests(self) -> tuple[tuple[float, float], tuple[Tensor, Tensor]]:
+    def digests(self) -> tuple[float | Tensor, ...]:
         """Digests, equal on ranks with equal numbers: of all numbers, and of those common to stages.
 
-        Two for the numbers that Python has, and two for those on a GPU, for which nobody waits.
+        Two for the numbers that Python has, and two for those on a GPU, for which nobody waits: tensors.
         """
-        plain, common, on_device, common_on_device = array("d"), array("d"), [], []
+        plain, common = array("d"), array("d")
+        on_device: list[Tensor] = []
+        common_on_device: list[Tensor] = []
         for key, value in self._numbers(skip=self._incomplete):
             if isinstance(value, Tensor):
                 on_device.append(value.detach().reshape(-1))
@@ -91,11 +93,13 @@ class GroupNumbers:
                 common.extend(flat)
         device = self._context.device
         return (
-            (float(crc32(plain.tobytes())), float(crc32(common.tobytes()))),
-            (_sum_of(on_device, device), _sum_of(common_on_device, device)),
+            float(crc32(plain.tobytes())),
+            float(crc32(common.tobytes())),
+            _sum_of(on_device, device),
+            _sum_of(common_on_device, device),
         )
 
-    def judge(self, digests: Tensor, *, step: int) -> UsageError | None:
+    def judge(self, digests: Sequence[Sequence[float]], *, step: int) -> UsageError | None:
         """Reports differences of the numbers; collective over all ranks where they differ.
 
         Args:
@@ -115,10 +119,9 @@ class GroupNumbers:
         """
         if self._context.links.world is None:
             return
-        plain, on_device = self.digests()
-        row = torch.tensor(plain, dtype=torch.float64, device=self._context.device)
-        row = torch.cat([row, torch.stack(on_device)])
-        problem = self.judge(self._context.links.world.gather(row, Purpose.FIGURES).cpu(), step=step)
+        row = row_of(self.digests(), self._context.device)
+        rows = self._context.links.world.gather(row, Purpose.FIGURES).tolist()
+        problem = self.judge(rows, step=step)
         if problem is not None:
             raise problem
 
@@ -159,11 +162,11 @@ class GroupNumbers:
 
     # ---- over ranks ----
 
-    def _alike(self, digests: Tensor) -> bool:
-        if bool((digests == digests[0]).all()):
+    def _alike(self, digests: Sequence[Sequence[float]]) -> bool:
+        if all(each == digests[0] for each in digests):
             return True
         mesh = self._context.mesh
-        rows = [(row[0::2], row[1::2]) for row in digests.tolist()]
+        rows = [(row[0::2], row[1::2]) for row in digests]
         for ranks in mesh.groups("dp"):
             if len({str(rows[rank][0]) for rank in ranks}) > 1:  # as text, NaN is itself
                 return False
@@ -252,11 +255,27 @@ def _flat(value: Any) -> list[float]:
     return [_NONE if value is None else float(value)]
 
 
-def _sum_of(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+def row_of(numbers: Sequence[float | Tensor], device: torch.device) -> Tensor:
+    """Numbers that Python has, and tensors of one, as a row."""
+    if not any(isinstance(number, Tensor) for number in numbers):
+        return torch.tensor(numbers, dtype=torch.float64, device=device)
+    # A number that is computed on a GPU stays there: the host does not wait for it.
+    plain = torch.tensor(
+        [0.0 if isinstance(number, Tensor) else number for number in numbers],
+        dtype=torch.float64,
+        device=device,
+    )
+    for place, number in enumerate(numbers):
+        if isinstance(number, Tensor):
+            plain[place] = number
+    return plain
+
+
+def _sum_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor | float:
     """One number of several, in which each has a weight of its own."""
+    if not tensors:
+        return 0.0
     parts = [tensor.to(device, torch.float64) for tensor in tensors]
-    if not parts:
-        return torch.zeros((), dtype=torch.float64, device=device)
     numbers = torch.cat(parts)
     weights = torch.arange(1, len(numbers) + 1, dtype=torch.float64, device=device).sqrt()
     return (numbers * weights).sum()

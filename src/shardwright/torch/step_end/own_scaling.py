@@ -9,7 +9,7 @@ A norm over all ``p.grad`` that are there is that of one rank's stages, or rows:
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -66,13 +66,13 @@ class OwnScaling:
         self.factor = factors[0] if alike and math.isfinite(factors[0]) else 0.0
         self._noted = []
 
-    def look(self, factors: Tensor) -> None:
+    def look(self, factors: Sequence[float]) -> None:
         """Takes the factors of all ranks."""
-        if not self._left or not factors.any():
+        if not self._left or not any(factors):
             return
         self._left -= 1
         self.factor = 0.0
-        known = {rank: factor for rank, factor in enumerate(factors.tolist()) if factor}
+        known = {rank: factor for rank, factor in enumerate(factors) if factor}
         least, most = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
         if not math.isclose(known[least], known[most], rel_tol=_TOLERANCE):
             self._left = 0

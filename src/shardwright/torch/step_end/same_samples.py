@@ -5,7 +5,7 @@ Nothing is wrong then with what is computed, but replicas beyond the first add n
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,7 +65,7 @@ class SameSamples:
         digest = sum((_number(tensor, place) for place, tensor in enumerate(tensors)), 0.0)
         return -abs(digest) if _Streams.read else abs(digest)
 
-    def look(self, digests: Tensor, *, step: int) -> UsageError | None:
+    def look(self, digests: Sequence[float], *, step: int) -> UsageError | None:
         """Takes the digests of one step; warns at the last of the first steps, on rank 0.
 
         Args:
@@ -78,8 +78,8 @@ class SameSamples:
         if not self._left:
             return None
         mesh = self._context.mesh
-        of_replicas = digests[[ranks[0] for ranks in mesh.groups("mp")]]
-        alike = bool((of_replicas == of_replicas[0]).all() and of_replicas[0])
+        of_replicas = [digests[ranks[0]] for ranks in mesh.groups("mp")]
+        alike = len(set(of_replicas)) == 1 and of_replicas[0] != 0
         self._left = self._left - 1 if alike else 0
         if alike and of_replicas[0] < 0:
             return UsageError(

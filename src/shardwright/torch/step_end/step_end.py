@@ -13,7 +13,6 @@ import math
 import time
 from enum import IntEnum
 
-import torch
 from torch.optim import Optimizer
 
 from shardwright.comm.collectives.block_quantiser import BlockQuantiser
@@ -29,7 +28,7 @@ from shardwright.torch.pytorch.memory_in_use import peak_memory
 from shardwright.torch.run.context import Context
 from shardwright.torch.step_end.finiteness import Finiteness
 from shardwright.torch.step_end.frozen_alike import frozen_otherwise
-from shardwright.torch.step_end.group_numbers import GroupNumbers
+from shardwright.torch.step_end.group_numbers import GroupNumbers, row_of
 from shardwright.torch.step_end.own_scaling import OwnScaling
 from shardwright.torch.step_end.same_samples import SameSamples
 from shardwright.torch.step_end.update_watch import UpdateWatch
@@ -109,41 +108,42 @@ class StepEnd:
         """
         reporter = self._context.reporter
         assert isinstance(reporter, Reporter)
-        losses = run.losses or ()
-        looked = self.finiteness.look(losses)
-        plain, on_device = self.numbers.digests()
+        looked = self.finiteness.look(run)
         seconds = time.perf_counter() - begun_s
         busy = sum(end - start - waited for _, start, end, waited in run.row)
-        device, world = self._context.device, self._context.links.world
-        asks = reporter.asks_to_record
-        weight = 1.0 if run.weights is None else run.weights.total
-        digests = [self._model.replicas.digest_of_trained, self._samples.digest(batch), weight]
-        told = [busy, run.pipeline_s, peak_memory(), asks, *digests, self._scaling.factor, *plain]
-        here = torch.tensor(told, dtype=torch.float64, device=device)
-        row = torch.cat([here, torch.stack([*on_device, *looked])])
+        world = self._context.links.world
+        told = [
+            *(busy, run.pipeline_s, peak_memory(), reporter.asks_to_record),
+            *(self._model.replicas.digest_of_trained, self._samples.digest(batch)),
+            1.0 if run.weights is None else run.weights.total,
+            *(self._scaling.factor, *self.numbers.digests(), *looked),
+        ]
+        row = row_of(told, self._context.device)
         # On a GPU this is where the host waits for the step.
-        rows = row[None].cpu() if world is None else world.gather(row, Purpose.FIGURES).cpu()
+        gathered = row[None] if world is None else world.gather(row, Purpose.FIGURES)
+        rows: list[list[float]] = gathered.tolist()
+        columns = list(zip(*rows, strict=True))
         step = reporter.num_steps + 1
         if step == 1:
             reporter.attention_known(attention_table(self._model.get_module()))
         problem: ShardwrightError | None = frozen_otherwise(
-            self._context, self._model.get_module(), rows[:, Column.TRAINED], step=step
+            self._context, self._model.get_module(), columns[Column.TRAINED], step=step
         )
-        problem = problem or self.finiteness.judge(rows[:, Column.LOSS :], losses, step=step)
-        problem = problem or self.numbers.judge(rows[:, Column.NUMBERS : Column.LOSS], step=step)
-        same = self._samples.look(rows[:, Column.SAMPLES], step=step)
+        problem = problem or self.finiteness.judge(columns[Column.LOSS :], run.losses or (), step=step)
+        numbers = [each[Column.NUMBERS : Column.LOSS] for each in rows]
+        problem = problem or self.numbers.judge(numbers, step=step)
+        same = self._samples.look(columns[Column.SAMPLES], step=step)
         problem = problem or same
-        self._scaling.look(rows[:, Column.SCALED])
+        self._scaling.look(columns[Column.SCALED])
         scale = scale_of_losses()
         self.updates.end(self._model.get_module().parameters(), scaled=scale != 1)
-        busy_s, pipeline_s, memory = rows[:, : Column.RECORDS].unbind(1)
         reporter.step_done(
             run,
             seconds=seconds,
-            busy_s=busy_s.tolist(),
-            pipeline_s=pipeline_s.tolist(),
-            memory=[int(num_bytes) for num_bytes in memory.tolist()],
-            records_next=bool(rows[0, Column.RECORDS]),
+            busy_s=columns[Column.BUSY_S],
+            pipeline_s=columns[Column.PIPELINE_S],
+            memory=[int(num_bytes) for num_bytes in columns[Column.MEMORY]],
+            records_next=bool(rows[0][Column.RECORDS]),
             loss_scale=scale,
             skipped=self.finiteness.num_skipped,
             gradient_error=_lost_in(self._model.replicas.gradient_quantiser),
@@ -154,7 +154,8 @@ class StepEnd:
         if problem is not None:
             raise problem
         self._scaling.end(self._model.get_module().parameters())
-        return float(rows[:, Column.WEIGHT].mean())
+        total: float = sum(columns[Column.WEIGHT])
+        return total / len(rows)
 
 
 def _lost_in(quantiser: BlockQuantiser | None) -> float | None:

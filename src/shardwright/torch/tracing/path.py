@@ -15,7 +15,7 @@ the step function to find out when it gets there, ranks would already have sent 
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,7 @@ class _Call:
     Attributes:
         func: the torch function.
         items: leaves of its arguments, keys in place of tensors.
-        structure: their structure.
+        arguments: makes (args, kwargs) of them.
         results: (position among the leaves of the result, key).
         outcome: what it gave, as far as Python can see it; None unless it reads.
         autocast: in force when it was called.
@@ -75,7 +75,7 @@ class _Call:
 
     func: Any
     items: tuple[Any, ...]
-    structure: Structure
+    arguments: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
     results: tuple[tuple[int, _Key], ...]
     outcome: str | None
     autocast: AutocastState
@@ -109,8 +109,8 @@ class Path:
             return True
         try:
             with torch.no_grad():
-                known = self._start(leaves)
-                return all(self._agrees(call, known) for call in self.calls)
+                known, autocast = self._start(leaves), autocast_state()
+                return all(self._agrees(call, known, autocast) for call in self.calls)
         except Exception as error:
             # Not the same way, then (a buffer of another shape). If the error is the user's, the trace that
             # follows raises it in the user's own code.
@@ -125,12 +125,15 @@ class Path:
             known[key] = known[key].clone()
         return known
 
-    def _agrees(self, call: _Call, known: dict[_Key, Tensor]) -> bool:
-        args, kwargs = call.structure.rebuild(
-            [known[item] if isinstance(item, _Key) else item for item in call.items]
+    def _agrees(self, call: _Call, known: dict[_Key, Tensor], autocast: AutocastState) -> bool:
+        args, kwargs = call.arguments(
+            [known[item] if item.__class__ is _Key else item for item in call.items]
         )
-        with autocast_as(call.autocast):
+        if call.autocast == autocast:
             result = call.func(*args, **kwargs)
+        else:
+            with autocast_as(call.autocast):
+                result = call.func(*args, **kwargs)
         if call.outcome is not None and _outcome(result) != call.outcome:
             return False
         if call.results:
@@ -240,8 +243,8 @@ class PathRecorder:
             results = tuple((i, _Key(id(r))) for i, r in enumerate(noted.results) if isinstance(r, Tensor))
             made.update(key for _, key in results)
             items = tuple(_Key(id(item)) if isinstance(item, Tensor) else item for item in noted.items)
-            structure = noted.structure.without_template()
-            calls.append(_Call(noted.func, items, structure, results, noted.outcome, noted.autocast))
+            arguments = noted.structure.arguments()
+            calls.append(_Call(noted.func, items, arguments, results, noted.outcome, noted.autocast))
         changed = {memory for noted in chosen for memory in noted.changed}
         copied = [key for key, memory in memory_of.items() if memory in changed]
         shared = len({memory_of[key] for key in copied}) < len(copied)

@@ -168,7 +168,7 @@ class FlatProgram:
         return FlatCall(
             run=_runner(call, self._program),
             gather=_gatherer([self._place(source) for source in sources]),
-            arguments=_arguments(call.structure),
+            arguments=None if _is_positional(call.structure) else call.structure.arguments(),
             instruction=instruction,
             position=call.position,
             cuts=() if finds else cuts,
@@ -274,19 +274,10 @@ def _gatherer(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
     return itemgetter(*places)
 
 
-def _arguments(structure: Structure) -> Any:
-    """Makes (args, kwargs) of leaves; None where all of them are positional."""
+def _is_positional(structure: Structure) -> bool:
+    """Whether leaves are all the arguments, none by its name."""
     args, kwargs = structure.children
-    if all(child.kind == "leaf" for child in (*args.children, *kwargs.children)):
-        if not kwargs.children:
-            return None
-        count, names = len(args.children), tuple(kwargs.keys)
-
-        def flat(items: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            return tuple(items[:count]), dict(zip(names, items[count:], strict=True))
-
-        return flat
-    return structure.rebuild
+    return not kwargs.children and all(child.kind == "leaf" for child in args.children)
 
 
 def _runner(call: Call, program: Program) -> Callable[..., Any]:
