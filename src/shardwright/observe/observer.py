@@ -146,7 +146,7 @@ class Observer:
             if self._totals.steps == 1 and self._metrics.kept is not None:
                 kept = show_path(self._metrics.kept)
                 self.console.status(f"the metrics of the run before in this folder are kept in {kept}")
-        if self._tracking is not None:
+        if self._tracking is not None and self._tracking.has_any:
             self._tracking.log(metrics_of(record, world_size=self._world_size), step=record.step)
         self._progress.step_done(record)
 

@@ -28,6 +28,11 @@ class Tracking:
             self._trackers.append(tracker)
             self._call(tracker, "begin", self._run)
 
+    @property
+    def has_any(self) -> bool:
+        """Whether somebody is told."""
+        return bool(self._trackers)
+
     def log(self, metrics: dict[str, MetricValue], *, step: int) -> None:
         """Tells all of a step; lists, with a number for each rank, stay in ``metrics.jsonl``."""
         numbers = {str(name): float(value) for name, value in metrics.items() if not isinstance(value, list)}

@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from shardwright.torch.batch.splitter import Argument, Splitter, is_batch_tensor
+from shardwright.torch.batch.splitter import Argument, Splitter, cuts_itself, is_batch_tensor
 from shardwright.torch.pytorch.tree import Structure, flatten
 
 __all__ = ["Arguments", "Batch", "is_batch_tensor"]
@@ -33,7 +33,14 @@ class Batch:
 
     @cached_property
     def _flat(self) -> tuple[list[Any], Structure]:
-        return flatten(self.arguments)
+        leaves = [leaf for argument in self._named for leaf in argument.leaves]
+        if any(map(cuts_itself, leaves)):  # it may hold some
+            return flatten(self.arguments)
+        args, kwargs = self.arguments
+        structures = [argument.structure for argument in self._named]
+        positional = Structure("sequence", args, (), structures[: len(args)])
+        by_name = Structure("dict", kwargs, tuple(kwargs), structures[len(args) :])
+        return leaves, Structure("sequence", self.arguments, (), [positional, by_name])
 
     @cached_property
     def _named(self) -> list[Argument]:
@@ -136,7 +143,12 @@ class Batch:
             UsageError: the batch is smaller than the number of microbatches, or tensors differ in size.
         """
         num_args, kwargs = len(self.arguments[0]), self.arguments[1]
-        return [
-            self.with_arguments((tuple(trees[:num_args]), dict(zip(kwargs, trees[num_args:], strict=True))))
-            for trees in self._splitter.split(self._named, num_microbatches)
-        ]
+        parts = []
+        for arguments in self._splitter.split(self._named, num_microbatches):
+            trees = [argument.tree for argument in arguments]
+            part = self.with_arguments(
+                (tuple(trees[:num_args]), dict(zip(kwargs, trees[num_args:], strict=True)))
+            )
+            part._named = arguments
+            parts.append(part)
+        return parts

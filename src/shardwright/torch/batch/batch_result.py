@@ -14,7 +14,7 @@ from shardwright.torch._private import storage_key
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.pytorch.tree import flatten
 
-__all__ = ["BatchResult", "StepEngine", "Weights", "detached", "places_of"]
+__all__ = ["BatchResult", "Figures", "StepEngine", "Weights", "detached", "places_of"]
 
 
 class Weights(Protocol):
@@ -60,6 +60,7 @@ class BatchResult:
         weights: how much each loss counts, and each microbatch; None where all count alike.
         sums: of an evaluation, places of the numbers that are sums over samples.
         doubts: of an evaluation, places of numbers that are neither a sum nor a mean -> what they are.
+        figures: of all ranks, for the step's end, where they came with what was computed; None where not.
     """
 
     results: list[Any]
@@ -78,6 +79,7 @@ class BatchResult:
     weights: Weights | None = None
     sums: frozenset[int] = frozenset()
     doubts: Mapping[int, str] = field(default_factory=dict)
+    figures: list[list[float]] | None = None
 
     @cached_property
     def loss_values(self) -> list[float | None]:
@@ -87,10 +89,9 @@ class BatchResult:
         values = iter(torch.stack(means).tolist() if means else ())
         return [None if loss is None else next(values) for loss in self.losses or ()]
 
-    @property
-    def pipeline_s(self) -> float:
-        """Seconds from the first action of this rank to its last."""
-        return self.row[-1][2] - self.row[0][1] if self.row else 0.0
+
+Figures = Callable[[Row], Sequence[float]]
+"""What a rank tells the others at the end of a step, by its row of actions; of one length on all."""
 
 
 class StepEngine(Protocol):
@@ -103,8 +104,14 @@ class StepEngine(Protocol):
     @property
     def reduced(self) -> set[int]: ...
 
-    def run(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
-        """Collective over all ranks."""
+    def run(self, function: Callable[..., Any], batch: Batch, figures: Figures | None = None) -> BatchResult:
+        """Collective over all ranks.
+
+        Args:
+            function: the step function.
+            batch: its arguments.
+            figures: gives those of this rank when gradients are done: they may go with other messages.
+        """
         ...
 
 

@@ -13,7 +13,7 @@ from shardwright.errors import UsageError
 from shardwright.planner.search.microbatch_counts import too_few_samples
 from shardwright.torch.pytorch.tree import Structure, flatten
 
-__all__ = ["Argument", "Splitter", "is_batch_tensor", "refuse_packed"]
+__all__ = ["Argument", "Splitter", "cuts_itself", "is_batch_tensor", "refuse_packed"]
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Splitter:
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Argument]:
         """The arguments under the names of the parameters that take them."""
         trees = [(self._name(position), tree) for position, tree in enumerate(args)] + [*kwargs.items()]
-        return [Argument(name, tree, *flatten(tree, _cuts_itself)) for name, tree in trees]
+        return [Argument(name, tree, *flatten(tree, cuts_itself)) for name, tree in trees]
 
     def num_samples(self, arguments: Sequence[Argument]) -> int | None:
         """The size of the first tensor along its axis; None if no tensor is cut."""
@@ -72,7 +72,7 @@ class Splitter:
             for argument in arguments
         )
 
-    def split(self, arguments: Sequence[Argument], num_microbatches: int) -> list[tuple[Any, ...]]:
+    def split(self, arguments: Sequence[Argument], num_microbatches: int) -> list[list[Argument]]:
         """The arguments of each microbatch, in the same order.
 
         Raises:
@@ -80,7 +80,7 @@ class Splitter:
         """
         self._check(arguments, num_microbatches)
         parts = [self._split_one(argument, num_microbatches) for argument in arguments]
-        return [tuple(each[index] for each in parts) for index in range(num_microbatches)]
+        return [list(each) for each in zip(*parts, strict=True)] if parts else [[]] * num_microbatches
 
     def changed(
         self,
@@ -98,7 +98,7 @@ class Splitter:
         """
         cut: list[tuple[Tensor, int]] = []
         for name, _, leaves, _ in arguments:
-            if name in self.lists or (name not in self.non_split and any(map(_cuts_itself, leaves))):
+            if name in self.lists or (name not in self.non_split and any(map(cuts_itself, leaves))):
                 raise UsageError(
                     f"{name} is cut into microbatches as a list or by its own smp_slice, and cannot be put "
                     "together with those of other ranks. Give all of them the same batch: prescaled_batch."
@@ -177,25 +177,27 @@ class Splitter:
                     *(name, batch, name, name),
                 )
 
-    def _split_one(self, argument: Argument, num_microbatches: int) -> list[Any]:
+    def _split_one(self, argument: Argument, num_microbatches: int) -> list[Argument]:
         name, tree, leaves, structure = argument
         if name in self.non_split:
-            return [tree] * num_microbatches
+            return [argument] * num_microbatches
         if name in self.lists:
             numbers = torch.arange(len(tree)).tensor_split(num_microbatches)
-            return [[tree[number] for number in part.tolist()] for part in numbers]
+            trees = [[tree[number] for number in part.tolist()] for part in numbers]
+            return [Argument(name, each, *flatten(each, cuts_itself)) for each in trees]
         axis = self._axis(name)
         columns: list[Sequence[Any]] = []
         for item in leaves:
             if is_batch_tensor(item) and item.dim() > axis:
                 columns.append(torch.tensor_split(item, num_microbatches, dim=axis))
-            elif _cuts_itself(item):
+            elif cuts_itself(item):
                 columns.append(
                     [item.smp_slice(num_microbatches, index, axis) for index in range(num_microbatches)]
                 )
             else:
                 columns.append([item] * num_microbatches)
-        return [structure.rebuild([column[index] for column in columns]) for index in range(num_microbatches)]
+        rows = [list(row) for row in zip(*columns, strict=True)] if columns else [[]] * num_microbatches
+        return [Argument(name, structure.rebuild(row), row, structure) for row in rows]
 
 
 def _remedy(name: str, size: int, batch: int) -> str:
@@ -225,9 +227,9 @@ def refuse_packed(structure: Structure) -> None:
         refuse_packed(child)
 
 
-def _cuts_itself(item: Any) -> bool:
+def cuts_itself(item: Any) -> bool:
     """Whether an object knows how it is cut, also where it is a container of tensors."""
-    return hasattr(item, "smp_slice")
+    return type(item) is not Tensor and not isinstance(item, nn.Module) and hasattr(item, "smp_slice")
 
 
 def _may_be_of_samples(tree: Any, batch: int) -> bool:

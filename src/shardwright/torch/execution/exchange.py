@@ -6,7 +6,7 @@ Small ones (losses) come in the row by which ranks compare what they have comput
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -22,7 +22,7 @@ from shardwright.torch.program.program import Program
 from shardwright.torch.pytorch.tree import flatten
 from shardwright.torch.run.context import Context
 
-__all__ = ["Outputs", "Returned"]
+__all__ = ["Outputs", "Returned", "Told"]
 
 _ROOM = 64  # numbers of 8 bytes in the row of a rank, for its outputs
 
@@ -48,6 +48,18 @@ class Returned:
     loss: Tensor | None = None
 
 
+class Told(NamedTuple):
+    """What all ranks have told each other.
+
+    Attributes:
+        small: the small outputs of all: (ranks, bytes) uint8 on the CPU.
+        figures: for the end of the step; None without.
+    """
+
+    small: Tensor
+    figures: list[list[float]] | None
+
+
 class Outputs:
     """What the ranks of a replica have made of the outputs of one batch.
 
@@ -69,16 +81,14 @@ class Outputs:
                 owner = program.stage_ranks[program.home_of[value]]
                 self._of_owner[owner].append((microbatch, position, value))
 
-    def refuse_other_paths(self, losses: LossWeights) -> Tensor:
+    def refuse_other_paths(self, losses: LossWeights, figures: Sequence[float] = ()) -> Told:
         """Refuses what ranks have computed if it was not the same microbatches, each by the same graph.
 
         Collective over the replica; to be called before anything else that depends on what was computed.
 
         Args:
             losses: how much each counts; the rank that has them tells the others.
-
-        Returns:
-            The small outputs of all ranks: (ranks, bytes) uint8 on the CPU.
+            figures: for the end of the step.
 
         Raises:
             TraceMismatchError: ranks of the replica have computed other things in this step.
@@ -89,7 +99,8 @@ class Outputs:
             (program.trace.graph.fingerprint, each.behind_end, each.trains, each.values)
             for program, each in zip(self._programs, self._given, strict=True)
         ]
-        told = [float(crc32(repr(paths).encode())), *losses.row]
+        weights = losses.row
+        told = [float(crc32(repr(paths).encode())), *weights, *figures]
         row = torch.zeros(len(told) + _ROOM, dtype=torch.float64, device=context.device)
         row[: len(told)] = torch.tensor(told, dtype=torch.float64)
         mine = self._of_owner[context.pipeline_rank]
@@ -107,14 +118,21 @@ class Outputs:
                 "step are wrong. Let nothing in the step function depend on what only this rank knows: its "
                 "number, its own parameters and gradients, files, the time, sets in their order."
             )
-        losses.take([other[1:] for other in numbers])
-        return rows[:, len(told) :].contiguous().view(torch.uint8)
+        end = 1 + len(weights)
+        losses.take([other[1:end] for other in numbers])
+        small = rows[:, len(told) :].contiguous().view(torch.uint8)
+        return Told(small, [other[end:] for other in numbers] if figures else None)
+
+    @property
+    def has_all_losses(self) -> bool:
+        """Whether all ranks will have the losses."""
+        return all(each.loss_at is not None or not each.trains for each in self._returned)
 
     def exchange(self, small: Tensor) -> tuple[list[Any], list[Tensor | None], list[tuple[int, ...]]]:
         """Gives all stages of the replica what each has made; collective over them.
 
         Args:
-            small: what `refuse_other_paths` has given.
+            small: as `refuse_other_paths` gives them.
 
         Returns:
             The results with all tensors in place, without autograd history; the loss of each microbatch;

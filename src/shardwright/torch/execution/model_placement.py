@@ -130,7 +130,10 @@ class ModelPlacement:
             for unit in self._programs.units.modules.values():
                 split_modules(unit)
         self._model.replicas.begin_with_buffers()
+        trained = (name for name, each in trace.graph.parameters.items() if not each.is_buffer)
+        is_alone = context.mesh.data == context.mesh.share == 1
         placed = PlacedModel(
+            sums_nothing=is_alone and all(len(residency.ranks[name]) == 1 for name in trained),
             residency=residency,
             executor=executor,
             schedules=BatchSchedules(plan.schedule, stage_costs_of(plan)),

@@ -6,21 +6,21 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.errors import UsageError
 from shardwright.torch.backward.evaluated_values import forms_of_batch
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_gradients import BatchGradients
-from shardwright.torch.batch.batch_result import BatchResult
+from shardwright.torch.batch.batch_result import BatchResult, Figures
 from shardwright.torch.execution.agreement import (
     Agreement,
     early_settings,
     hooks_between_steps,
     path_settings,
 )
-from shardwright.torch.execution.exchange import Outputs, Returned
+from shardwright.torch.execution.exchange import Outputs, Returned, Told
 from shardwright.torch.execution.executor import Executor
 from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.execution.model_placement import ModelPlacement
@@ -107,7 +107,7 @@ class PipelineEngine:
         self._number = next(_ENGINES)
         self._told_of_losses: set[str] = set()
 
-    def run(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
+    def run(self, function: Callable[..., Any], batch: Batch, figures: Figures | None = None) -> BatchResult:
         """Runs one batch; collective over all ranks."""
         look_for_compiled_code()
         with (
@@ -121,11 +121,11 @@ class PipelineEngine:
             distributions_unchecked(),
         ):
             try:
-                return self._run(function, batch)
+                return self._run(function, batch, figures)
             finally:
                 self._attributes.step_ends()
 
-    def _run(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
+    def _run(self, function: Callable[..., Any], batch: Batch, figures: Figures | None) -> BatchResult:
         context, module = self._context, self._model.get_module()
         modules = self._model.tree.modules
         self._refuse_changes(modules)
@@ -153,7 +153,7 @@ class PipelineEngine:
         self._agree_on_random_numbers(common)
         try:
             of_rank = self._rank_batch(common, function, parts, losses)
-            outputs, train, small = self._execute(placed, of_rank, gradients)
+            outputs, train, told = self._execute(placed, of_rank, gradients, figures)
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
             if context.watch.blame is not None:
@@ -162,7 +162,7 @@ class PipelineEngine:
         if common.changes_batch:
             for part, own in zip(parts, of_rank.parts, strict=True):
                 part.take_changes(own)
-        results, of_microbatches, loss_places = outputs.exchange(small)
+        results, of_microbatches, loss_places = outputs.exchange(told.small)
         assert self._board is not None
         if common.ends:
             self._reads.tell(function, programs, self._board)
@@ -187,6 +187,7 @@ class PipelineEngine:
             host_copies=placed.executor.row.host_copies,
             schedule=common.schedule,
             edges=common.edges,
+            figures=told.figures if outputs.has_all_losses else None,
         )
 
     # ---- before the microbatches ----
@@ -265,13 +266,13 @@ class PipelineEngine:
         )
 
     def _execute(
-        self, placed: PlacedModel, batch: RankBatch, gradients: BatchGradients
-    ) -> tuple[Outputs, bool, Tensor]:
+        self, placed: PlacedModel, batch: RankBatch, gradients: BatchGradients, figures: Figures | None
+    ) -> tuple[Outputs, bool, Told]:
         """Computes all microbatches and sums what ranks share.
 
         Returns:
-            What the microbatches returned, whether any rank of any replica has trained, and the small outputs
-            of all ranks.
+            What the microbatches returned, whether any rank of any replica has trained, and what all ranks
+            told.
         """
         context, reducer = self._context, placed.reducer
         # Another replica may have a backward in its batch.
@@ -280,7 +281,9 @@ class PipelineEngine:
             reducer.begin(overlap=batch.common.as_planned)
         returned = self._compute(placed.executor, batch)
         outputs = Outputs(context, returned, batch.programs)
-        small = outputs.refuse_other_paths(batch.losses)
+        with_figures = figures is not None and placed.sums_nothing and self._model.scaling is None
+        own = figures(placed.executor.row.events) if figures is not None and with_figures else ()
+        told = outputs.refuse_other_paths(batch.losses, own)
         train = any(each.trains for each in returned)
         if batch.buffers is not None:
             assert context.groups.pipeline is not None
@@ -295,7 +298,7 @@ class PipelineEngine:
             if placed.tensor_group.inner is not None:
                 placed.tensor_group.inner.sums.forget_dead()
             placed.tensor_group.forget_gathered()
-        return outputs, train, small
+        return outputs, train, told
 
     def _compute(self, executor: Executor, batch: RankBatch) -> list[Returned]:
         """Computes all microbatches."""

@@ -27,6 +27,8 @@ class PlacedModel:
         tensor_group: the ranks that share its layers; None where each rank has whole ones.
         several_stages: parameters of this rank that several stages use, by name.
         parameters: ids of all parameters; None for a single rank.
+        sums_nothing: no rank of the run has a trained parameter, or a part of it, that another has: gradients
+            are done when the microbatches are.
         unchanged: the modules that were looked at last, with the same parameters.
     """
 
@@ -37,6 +39,7 @@ class PlacedModel:
     tensor_group: TensorGroup | None
     several_stages: Mapping[str, nn.Parameter]
     parameters: frozenset[int] | None
+    sums_nothing: bool
     unchanged: Sequence[nn.Module] = ()
 
     def refuse_changes(self, modules: Sequence[nn.Module], *, rank: int) -> None:

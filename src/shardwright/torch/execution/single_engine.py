@@ -20,7 +20,7 @@ from shardwright.schedule import Action, Kind, Schedule, build_schedule
 from shardwright.torch.backward.evaluated_values import Shadows, WatchedEvaluation, forms_of_batch
 from shardwright.torch.backward.loss_reduction import LossForm
 from shardwright.torch.batch.batch import Batch
-from shardwright.torch.batch.batch_result import BatchResult, detached, places_of
+from shardwright.torch.batch.batch_result import BatchResult, Figures, detached, places_of
 from shardwright.torch.counting.compiled_modules import compile_units
 from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.execution.one_stage import keep_as_wished
@@ -84,7 +84,7 @@ class SingleEngine:
         if context.groups.data is not None:
             self._share(context.groups.data)
 
-    def run(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
+    def run(self, function: Callable[..., Any], batch: Batch, figures: Figures | None = None) -> BatchResult:
         """Runs the microbatches one after the other."""
         with self._norms.in_force():
             return self._run(function, batch)

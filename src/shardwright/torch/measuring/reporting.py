@@ -196,7 +196,7 @@ class Reporter:
     @property
     def draws_next_step(self) -> bool:
         """Whether the timeline of the step that comes next, or is going on, will be asked for."""
-        return self._recording.wants(self.num_steps + 1)
+        return self._context.config.run_dir != NO_FOLDER and self._recording.wants(self.num_steps + 1)
 
     @property
     def asks_to_record(self) -> bool:

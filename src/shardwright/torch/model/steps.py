@@ -19,7 +19,7 @@ from shardwright.comm.identity.purpose import Purpose
 from shardwright.comm.joining.process_group import groups_in_doubt
 from shardwright.errors import PeerLostError
 from shardwright.torch.batch.batch import Batch
-from shardwright.torch.batch.batch_result import BatchResult, StepEngine
+from shardwright.torch.batch.batch_result import BatchResult, Figures, StepEngine
 from shardwright.torch.execution.kept_gradients import KeptGradients
 from shardwright.torch.execution.loss_weights import WeighedGradients
 from shardwright.torch.execution.trained_model import TrainedModel
@@ -121,7 +121,7 @@ class Steps:
                     self._model.labels_a_sample = self._labels_a_sample(batch)
             with self._weighed.around(function):
                 try:
-                    result = self._run_batch(function, batch)
+                    result = self._run_batch(function, batch, self._step_end.figures_of(batch))
                 except BaseException as error:
                     groups_in_doubt()
                     if isinstance(error, Exception):
@@ -144,7 +144,7 @@ class Steps:
         here = torch.tensor([max(tokens, 1.0)], dtype=torch.float64, device=self._context.device)
         return 2.0 ** round(math.log2(world.gather(here, Purpose.FIGURES).max().item()))
 
-    def _run_batch(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
+    def _run_batch(self, function: Callable[..., Any], batch: Batch, figures: Figures) -> BatchResult:
         """Runs a batch, with all rows of shared parameters and without the gradients of earlier batches."""
         replicas, scaling, engine = self._model.replicas, self._model.scaling, self._engine
         try:
@@ -152,7 +152,7 @@ class Steps:
                 replicas.sharding.to_whole()
             if scaling is not None:
                 scaling.begin(engine.reduced)
-            result = engine.run(function, batch)
+            result = engine.run(function, batch, figures)
             if scaling is not None:
                 scaling.finish(engine.reduced, replicas.sums_of_rows, trained=result.losses is not None)
         except BaseException:

@@ -32,21 +32,22 @@ class Structure:
         children: what is in it.
     """
 
-    __slots__ = ("children", "keys", "kind", "template")
+    __slots__ = ("_key", "children", "keys", "kind", "template")
 
     def __init__(self, kind: str, template: Any, keys: Sequence[Any], children: "Sequence[Structure]"):
         self.kind = kind
         self.template = template
         self.keys = keys
         self.children = children
+        self._key: Any = None
 
     @property
     def key(self) -> Any:
         """A hashable value, equal for trees of equal structure."""
-        if self.kind == "leaf":
-            return None
-        keys = tuple(key if isinstance(key, str | int | bool) else repr(key) for key in self.keys)
-        return (type(self.template).__qualname__, keys, tuple(child.key for child in self.children))
+        if self._key is None and self.kind != "leaf":
+            keys = tuple(key if isinstance(key, str | int | bool) else repr(key) for key in self.keys)
+            self._key = (type(self.template).__qualname__, keys, tuple(child.key for child in self.children))
+        return self._key
 
     def paths(self) -> list[tuple[Any, ...]]:
         """The keys, names and positions that lead to each leaf, in the order of `flatten`."""

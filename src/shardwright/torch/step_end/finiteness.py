@@ -57,22 +57,19 @@ class Finiteness:
         self.leaves_out = False
         self.num_skipped = 0
 
-    def look(self, run: BatchResult) -> tuple[float | Tensor, float | Tensor]:
-        """Sums of the losses of this replica and of the gradients of this rank.
-
-        Args:
-            run: the step.
-
-        Returns:
-            Numbers, or tensors on a GPU, for which nobody waits.
-        """
+    def of_losses(self, run: BatchResult) -> float | Tensor:
+        """The sum of the losses of this replica; on a GPU a tensor, for which nobody waits."""
         if not self._looks:
-            return 0.0, 0.0
-        norm = self._norm_of_gradients()
+            return 0.0
         if self._context.device.type == "cpu":
-            return sum(loss for loss in run.loss_values if loss is not None), float(norm)
+            return sum(loss for loss in run.loss_values if loss is not None)
         numbers = [loss.double().mean() for loss in run.losses or () if loss is not None]
-        return torch.stack(numbers).sum() if numbers else 0.0, norm
+        return torch.stack(numbers).sum() if numbers else 0.0
+
+    def of_gradients(self) -> float | Tensor:
+        """The sum of the norms of the gradients of this rank; on a GPU a tensor, for which nobody waits."""
+        norm = self._norm_of_gradients() if self._looks else 0.0
+        return float(norm) if self._context.device.type == "cpu" else norm
 
     def judge(
         self, sums: Iterable[Sequence[float]], losses: Sequence[Tensor | None], *, step: int
@@ -80,7 +77,7 @@ class Finiteness:
         """Says what becomes of the update; collective over all ranks where something is not finite.
 
         Args:
-            sums: what `look` gave on all ranks.
+            sums: those of all ranks.
             losses: of the microbatches of this replica.
             step: number of the step.
 

@@ -6,21 +6,25 @@
     rank 1   │ busy, memory, loss, gradients, numbers of optimizers │ ──┼──► all rows on all ranks
     rank 2   │ ...                                                  │ ──┘
 
-All ranks see the same rows, so they report, continue or stop alike, before any of them updates.
+Where gradients are done with the microbatches, the rows have come with what ranks computed. All ranks see the
+same rows, so they report, continue or stop alike, before any of them updates.
 """
 
 import math
 import time
+from collections.abc import Sequence
 from enum import IntEnum
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.comm.identity.purpose import Purpose
 from shardwright.errors import ShardwrightError
+from shardwright.observe.timeline import Row
 from shardwright.torch.attention.table import attention_table
 from shardwright.torch.batch.batch import Batch
-from shardwright.torch.batch.batch_result import BatchResult
+from shardwright.torch.batch.batch_result import BatchResult, Figures
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.loss_scale.grad_scaler import scale_of_losses
 from shardwright.torch.measuring.reporting import Reporter
@@ -108,20 +112,8 @@ class StepEnd:
         """
         reporter = self._context.reporter
         assert isinstance(reporter, Reporter)
-        looked = self.finiteness.look(run)
         seconds = time.perf_counter() - begun_s
-        busy = sum(end - start - waited for _, start, end, waited in run.row)
-        world = self._context.links.world
-        told = [
-            *(busy, run.pipeline_s, peak_memory(), reporter.asks_to_record),
-            *(self._model.replicas.digest_of_trained, self._samples.digest(batch)),
-            1.0 if run.weights is None else run.weights.total,
-            *(self._scaling.factor, *self.numbers.digests(), *looked),
-        ]
-        row = row_of(told, self._context.device)
-        # On a GPU this is where the host waits for the step.
-        gathered = row[None] if world is None else world.gather(row, Purpose.FIGURES)
-        rows: list[list[float]] = gathered.tolist()
+        rows = self._rows(run, batch)
         columns = list(zip(*rows, strict=True))
         step = reporter.num_steps + 1
         if step == 1:
@@ -156,6 +148,42 @@ class StepEnd:
         self._scaling.end(self._model.get_module().parameters())
         total: float = sum(columns[Column.WEIGHT])
         return total / len(rows)
+
+    def figures_of(self, batch: Batch) -> Figures:
+        """Gives the row of this rank, but for the losses, as soon as gradients are done.
+
+        Args:
+            batch: as this rank was given it.
+        """
+        return lambda row: row_of(self._told(row, batch), self._context.device).tolist()
+
+    def _told(self, row: Row, batch: Batch) -> list[float | Tensor]:
+        """By columns; the weight and the losses come later."""
+        reporter = self._context.reporter
+        assert isinstance(reporter, Reporter)
+        busy = sum(end - start - waited for _, start, end, waited in row)
+        pipeline_s = row[-1][2] - row[0][1] if row else 0.0
+        return [
+            *(busy, pipeline_s, peak_memory(), reporter.asks_to_record),
+            *(self._model.replicas.digest_of_trained, self._samples.digest(batch), 1.0),
+            *(self._scaling.factor, *self.numbers.digests(), 0.0, self.finiteness.of_gradients()),
+        ]
+
+    def _rows(self, run: BatchResult, batch: Batch) -> Sequence[Sequence[float]]:
+        """Those of all ranks."""
+        weight = 1.0 if run.weights is None else run.weights.total
+        loss = self.finiteness.of_losses(run)
+        if run.figures is not None:  # of one replica, whose ranks have the same losses
+            for figures in run.figures:
+                figures[Column.WEIGHT], figures[Column.LOSS] = weight, float(loss)
+            return run.figures
+        told = self._told(run.row, batch)
+        told[Column.WEIGHT], told[Column.LOSS] = weight, loss
+        row, world = row_of(told, self._context.device), self._context.links.world
+        # On a GPU this is where the host waits for the step.
+        gathered = row[None] if world is None else world.gather(row, Purpose.FIGURES)
+        rows: list[list[float]] = gathered.tolist()
+        return rows
 
 
 def _lost_in(quantiser: BlockQuantiser | None) -> float | None:

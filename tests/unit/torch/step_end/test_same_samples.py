@@ -22,7 +22,7 @@ def told(caplog):
         caplog.clear()
         same = SameSamples(SimpleNamespace(mesh=mesh, rank=rank))  # type: ignore[arg-type]
         for digests in steps:
-            assert same.look(torch.tensor(digests, dtype=torch.float64), step=1) is None
+            assert same.look(digests, step=1) is None
         return [record.getMessage() for record in caplog.records]
 
     return run
