@@ -134,7 +134,7 @@ class Finiteness:
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         gradients = [p.grad for p in self._model.tree.parameters]
         parts = [_values_here(gradient) for gradient in gradients if gradient is not None]
-        if self._model.replicas.have_one_gradient:
+        if self._model.replicas.have_one_gradient and self._context.mesh.data > 1:
             parts = _share(parts, self._context.data_rank, self._context.mesh.data)
         for part in parts:
             kinds.setdefault((part.dtype, part.device), []).append(part)
