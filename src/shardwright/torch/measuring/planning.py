@@ -111,7 +111,7 @@ class Planner:
         cluster = with_host_costs(context, with_tier(context, present_cluster(context)))
         context.cluster = cluster
         with torch.set_grad_enabled(gradients):
-            timed = self._profiles(traces, cluster)
+            timed = self._profiles(traces, cluster, again=previous is not None)
         timed_s = {m: seconds_of_units(traces[m].graph, profile) for m, profile in timed.items()}
         factors = context.from_first_rank(lambda: last.read_factors(timed_s[counts[0]]))
         profiles = {m: corrected_profile(profile, traces[m].graph, factors) for m, profile in timed.items()}
@@ -205,7 +205,7 @@ class Planner:
             cache.write(memory)
         return traces
 
-    def _profiles(self, traces: dict[int, Trace], cluster: Cluster) -> dict[int, Profile]:
+    def _profiles(self, traces: dict[int, Trace], cluster: Cluster, *, again: bool) -> dict[int, Profile]:
         context, device = self._context, cluster.device
         estimated = {m: estimate_profile(trace.graph, device=device) for m, trace in traces.items()}
         if context.config.profile == "estimated":
@@ -215,7 +215,7 @@ class Planner:
             sizes = [ToProfile(m, trace, estimated[m]) for m, trace in traces.items()]
             whole = 1.0 if context.mesh.share == 1 else 1.0 - _OF_PARTS
             budget_s, begun_s = context.config.measure_s * whole, time.perf_counter()
-            measured = Profiler(context).measure(sizes, budget_s=budget_s, phase=phase)
+            measured = Profiler(context).measure(sizes, budget_s=budget_s, phase=phase, again=again)
             self._measured_s = time.perf_counter() - begun_s
         profiles = {}
         for m, profile in estimated.items():
