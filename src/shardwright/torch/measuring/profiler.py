@@ -111,6 +111,8 @@ class Profiler:
         classes = _classes_worth_timing([size.trace for size in sizes], units_alone=self._units_alone)
         known, outdated = self._known(classes, again=again)
         remembered = {key: known[key] for key in classes if key in known}
+        if again and remembered.keys() == classes.keys():
+            budget_s = 0.0
         turns = Turns(_shares(sizes, classes), budget_s, remembered)
         self._take_turns(turns, classes, phase)
         give_back_freed_memory()  # the copies that were measured
