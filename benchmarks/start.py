@@ -29,7 +29,7 @@ from shardwright.text_table import align
 
 _RANKS = 2
 _SCRIPT = Path(__file__).with_name("start_script.py")
-_COMMANDS = (["--help"], ["--version"], ["config"], ["plan", "--help"])
+_COMMANDS = (["--help"], ["--version"], ["plan", "--help"], ["search", "--help"])
 
 _USE = "import torch, shardwright.torch as sw; sw.init, sw.DistributedModel, sw.DistributedOptimizer, sw.step"
 

@@ -131,8 +131,11 @@ _TEXT = (
 
 def _application(words: Sequence[str]) -> typer.Typer:
     application = new_application(text=_TEXT)
-    application.callback()(_shardwright)
     wanted = next((word.replace("_", "-") for word in words if not word.startswith("-")), None)
+    if not words or words[0].startswith("-"):
+        application.callback()(_shardwright)
+    else:  # To read an option, typer imports pydantic, which takes longer than a page of help.
+        application.callback(add_help_option=False)(_nothing)
     for command in COMMANDS:
         is_wanted = command.name == wanted
         if is_wanted and command.is_group:
@@ -148,6 +151,10 @@ def _application(words: Sequence[str]) -> typer.Typer:
 
 def _not_loaded() -> None:
     raise AssertionError("a command ran that was only there to be listed")
+
+
+def _nothing() -> None:
+    """Takes no options: a command stands first."""
 
 
 def _print_version(wanted: bool) -> None:

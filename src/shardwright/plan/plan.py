@@ -164,6 +164,11 @@ class Plan(Record):
                 )
 
     @property
+    def unit_names(self) -> list[str]:
+        """The units, each once, in the order of their first calls."""
+        return list(dict.fromkeys(label.split("#")[0] for label in self.model.units))
+
+    @property
     def stage_ranks(self) -> tuple[int, ...]:
         """Pipeline rank of each stage."""
         return tuple(stage.rank for stage in self.stages)

@@ -11,6 +11,7 @@ from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan
 from shardwright.planner import Candidates, make_plan
+from shardwright.planner.search import search
 from shardwright.planner.search.ranking import error_of_comparison
 from shardwright.profile import UnitCost
 
@@ -79,6 +80,20 @@ def test_the_plan_of_the_last_run_stays_where_its_own_cuts_could_be_better() -> 
     again = plan(now, previous=before, pipeline="1f1b")
     assert first_units(again) == first_units(before)
     assert STAYS in again.why
+
+
+def test_cuts_are_moved_only_where_the_plan_of_the_last_run_does_not_stay(monkeypatch: Any) -> None:
+    """It took half of the processor time before step 1 of a second run."""
+    refined = []
+    whole = search.refine
+    monkeypatch.setattr(search, "refine", lambda *a, **k: refined.append(a) or whole(*a, **k))
+    before = plan(candidates(4))
+    assert refined
+    refined.clear()
+    assert plan(candidates(4), previous=before).stages == before.stages
+    assert not refined
+    plan(candidates(4, head_s=8.0), previous=before)
+    assert refined
 
 
 def test_the_plan_of_the_last_run_goes_where_another_is_much_faster() -> None:

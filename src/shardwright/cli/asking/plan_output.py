@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwright.errors import UsageError
-from shardwright.files import check_place
 
 if TYPE_CHECKING:
     from shardwright.plan import Plan
@@ -24,6 +23,8 @@ def check_output(output: Path) -> None:
     Raises:
         UsageError: it cannot.
     """
+    from shardwright.files import check_place  # it imports pydantic: --help answers before
+
     if not output.absolute().parent.is_dir():
         return
     try:

@@ -15,7 +15,6 @@ import typer
 from shardwright.cli.asking.dtype import DTYPE_HELP, full_name
 from shardwright.cli.asking.factory_name import check_factory
 from shardwright.errors import ConfigError, UsageError
-from shardwright.files import UserFile
 from shardwright.printable import printable
 
 if TYPE_CHECKING:
@@ -160,6 +159,7 @@ def _model(
 
 def _named(text: str) -> "Transformer | LayerChain":
     from shardwright.catalogue import find_architecture, from_hugging_face
+    from shardwright.files import UserFile
 
     path = Path(text)
     if path.suffix != ".json":

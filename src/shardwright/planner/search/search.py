@@ -7,7 +7,8 @@
                                                family ▼
                                             options: simulated with their real schedule
                                                │  drop what does not fit; near ties go to the simplest,
-                                               │  and the previous plan stays within the error
+                                               │  and the previous plan stays within the error:
+                                               │  else cuts of the best few are moved ▼
                                                ▼
                                              plan: prediction, reasons, runners-up
 
@@ -15,6 +16,7 @@ The search is deterministic: ranks that plan separately reach the same plan.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from shardwright.cluster import Cluster
 from shardwright.config import Config
@@ -117,12 +119,12 @@ def make_plan(
             break
     else:
         raise infeasible(options, config=config)
-    if config.auto_partition and demands.memory_weight == 0:
-        options = _on_boundaries(_refined(options, previous))
     near_tie = 1.0 + error_of_comparison(candidates[m] for m in counts)
-    fitting = [option for option in options if option.fits]
-    best, *_ = rank(fitting, memory_weight=demands.memory_weight, near_tie=near_tie)
-    kept = kept_plan(best, fitting, previous, memory_weight=demands.memory_weight)
+    choose = partial(_chosen, previous=previous, memory_weight=demands.memory_weight, near_tie=near_tie)
+    best, kept = choose(options)
+    if config.auto_partition and demands.memory_weight == 0 and kept is None:
+        options = _on_boundaries(_refined(options))
+        best, kept = choose(options)
     stays = kept is not None and kept is not best
     best = kept or best
     graph, _ = candidates[best.num_microbatches]
@@ -136,6 +138,15 @@ def make_plan(
     others = seconds_without_pipeline(chains, mesh, cluster=cluster, demands=demands)
     prediction = plan.prediction.model_copy(update=others)
     return plan.model_copy(update={"why": (*plan.why, *notes), "prediction": prediction})
+
+
+def _chosen(
+    options: Sequence[Option], *, previous: Plan | None, memory_weight: float, near_tie: float
+) -> tuple[Option, Option | None]:
+    """The best option, and the one that the previous plan is, where that stays."""
+    fitting = [option for option in options if option.fits]
+    best, *_ = rank(fitting, memory_weight=memory_weight, near_tie=near_tie)
+    return best, kept_plan(best, fitting, previous, memory_weight=memory_weight)
 
 
 def _may_offload(config: Config, cluster: Cluster) -> OffloadPolicy:
@@ -180,16 +191,11 @@ def _promising(drafts: Sequence[Draft], previous: Plan | None) -> list[Draft]:
     return affordable
 
 
-def _refined(options: Sequence[Option], previous: Plan | None) -> list[Option]:
-    """The options, the best few of them with their cuts moved to where the simulated step is shortest.
-
-    The previous plan stays among them as it was: to replace it takes more than a shorter step.
-    """
+def _refined(options: Sequence[Option]) -> list[Option]:
+    """The options, the best few of them with their cuts moved to where the simulated step is shortest."""
     best = rank([option for option in options if option.fits], memory_weight=0.0)[:_NUM_REFINED]
     better = {id(option): refine(option, max_actions=_MOST_ACTIONS // 4) for option in best}
-    moved = [better.get(id(option), option) for option in options]
-    kept = [option for option in best if is_of(previous, option) and better[id(option)] is not option]
-    return [*moved, *kept]
+    return [better.get(id(option), option) for option in options]
 
 
 def _on_boundaries(options: Sequence[Option]) -> list[Option]:

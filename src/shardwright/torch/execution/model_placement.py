@@ -179,7 +179,7 @@ class ModelPlacement:
 
         Before the trace, in which a module around several units must not recompute itself.
         """
-        module, names = self._model.get_module(), _unit_names(plan)
+        module, names = self._model.get_module(), plan.unit_names
         refuse_unknown_units(module, names)
         units = self._programs.set_units(names)
         self._materialiser.buffers_outside(units)
@@ -198,7 +198,7 @@ class ModelPlacement:
             again: that trace does not hold any more.
         """
         # All ranks or none: they agree on where it ends. (Another model has other units than the plan.)
-        again = again or known is None or set(known.unit_names) != set(_unit_names(plan))
+        again = again or known is None or set(known.unit_names) != set(plan.unit_names)
         if self._agreement.on_any(again) or known is None:
             known = self._programs.trace(function, part)
         self._agreement.on_trace(known)
@@ -318,10 +318,6 @@ def _tensor_group(context: Context, mesh: MeshPlan, plan: TensorPlan) -> TensorG
         column = grid.group(grid.outer, context.rank)
         made.share_experts(everyone, [grid.group_rank("share", rank) for rank in column])
     return made
-
-
-def _unit_names(plan: Plan) -> list[str]:
-    return list(dict.fromkeys(label.split("#")[0] for label in plan.model.units))
 
 
 def _first_named(module: nn.Module) -> dict[str, Tensor]:

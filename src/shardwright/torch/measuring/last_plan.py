@@ -3,7 +3,8 @@
 The number of microbatches changes results: random masks, batch statistics, the weights of unequal
 microbatches. So it stays what it was, as long as script, model, batch, ranks, machine and settings do.
 Beside the plan stand the factors by which its units took longer in steps than planned (`PlanReview`), each
-with the seconds that it corrects: a unit that was timed anew needs another factor, or none.
+with the seconds that it corrects: a unit that was timed anew needs another factor, or none. A digest of the
+code tells whether the model can be traced in the units of that plan, without a run that finds them.
 """
 
 import hashlib
@@ -21,6 +22,7 @@ from shardwright.cluster.host_memory import host_memory_bytes
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.files import UserFile, replace_file
 from shardwright.plan import Plan
+from shardwright.torch.counting.cost_counter import class_key
 from shardwright.torch.measuring.cost_cache import cache_folder, machine_key
 from shardwright.torch.run.context import Context
 
@@ -52,6 +54,8 @@ class LastPlan:
         name = Path(machine_key(context)) / f"{self._key(model, samples)}.json"
         self._file = None if off else cache_folder() / "plans" / name
         self._factors_file = None if off else cache_folder() / "units" / name
+        self._code_file = None if off else cache_folder() / "code" / name
+        self._code = _code_of(model)
 
     def read(self) -> Plan | None:
         """The plan; None where there was no such run, or its file cannot be read. On the first rank."""
@@ -67,8 +71,17 @@ class LastPlan:
 
     def write(self, plan: Plan) -> None:
         """Keeps a plan for the next run. On the first rank."""
-        if self._file is not None:
+        if self._file is not None and self._code_file is not None:
             _keep(self._file, plan.to_json(), what="the plan")
+            _keep(self._code_file, json.dumps(self._code), what="a digest of the script")
+
+    @property
+    def is_of_this_code(self) -> bool:
+        """Whether the last run had the same script, classes and attributes. On the first rank."""
+        try:
+            return self._code_file is not None and json.loads(self._code_file.read_text()) == self._code
+        except (OSError, ValueError):
+            return False
 
     @property
     def is_kept(self) -> bool:
@@ -132,6 +145,13 @@ class LastPlan:
             {name: repr(value) for name, value in config.pins.items()},
         ]
         return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
+
+
+def _code_of(model: nn.Module) -> str:
+    """A digest of the script, and of the classes and attributes of the model."""
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    script = Path(main).read_bytes() if main and Path(main).is_file() else b""
+    return hashlib.sha256(script + class_key(model).encode()).hexdigest()[:16]
 
 
 def _keep(file: Path, text: str, *, what: str) -> None:

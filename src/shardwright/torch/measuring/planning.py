@@ -98,12 +98,13 @@ class Planner:
         context = self._context
         last = LastPlan(context, self._model, samples=batch.num_samples or 0)
         previous = context.from_first_rank(last.read)
+        units = context.from_first_rank(lambda: last.is_of_this_code and previous is not None)
         counts = self._counts(batch)
         if previous is not None and previous.schedule.microbatches in counts:
             counts = (previous.schedule.microbatches,)
         assert context.reporter is not None
         with context.reporter.phase("tracing the model"), collector_paused():
-            trace_all = partial(self._trace, function, batch, counts)
+            trace_all = partial(self._trace, function, batch, counts, previous if units else None)
             traces = self._as_in_training(trace_all)
             gradients = torch.is_grad_enabled() or traces is not None
             if traces is None:
@@ -111,7 +112,7 @@ class Planner:
         cluster = with_host_costs(context, with_tier(context, present_cluster(context)))
         context.cluster = cluster
         with torch.set_grad_enabled(gradients):
-            timed = self._profiles(traces, cluster)
+            timed = self._profiles(traces, cluster, again=previous is not None)
         timed_s = {m: seconds_of_units(traces[m].graph, profile) for m, profile in timed.items()}
         factors = context.from_first_rank(lambda: last.read_factors(timed_s[counts[0]]))
         profiles = {m: corrected_profile(profile, traces[m].graph, factors) for m, profile in timed.items()}
@@ -184,7 +185,10 @@ class Planner:
             for module, mode in modes.items():
                 module.training = mode
 
-    def _trace(self, function: Callable[..., Any], batch: Batch, counts: tuple[int, ...]) -> dict[int, Trace]:
+    def _trace(
+        self, function: Callable[..., Any], batch: Batch, counts: tuple[int, ...], same: Plan | None
+    ) -> dict[int, Trace]:
+        """Traces each number of microbatches; in the units of a plan that is of the same code."""
         context = self._context
         divides = context.mesh.share > 1
         cache = MemoryCache(context)
@@ -197,6 +201,7 @@ class Planner:
             device=context.device,
             num_stages=most_stages(context.config, pipeline=context.mesh.pipeline, divides=divides),
             divides=divides,
+            units=None if same is None else same.unit_names,
             prepare=self._materialiser.buffers_outside,
             memory=memory,
             agree_on_end=_first_of_all_ranks if context.mesh.world_size > 1 else None,
@@ -205,7 +210,7 @@ class Planner:
             cache.write(memory)
         return traces
 
-    def _profiles(self, traces: dict[int, Trace], cluster: Cluster) -> dict[int, Profile]:
+    def _profiles(self, traces: dict[int, Trace], cluster: Cluster, *, again: bool) -> dict[int, Profile]:
         context, device = self._context, cluster.device
         estimated = {m: estimate_profile(trace.graph, device=device) for m, trace in traces.items()}
         if context.config.profile == "estimated":
@@ -215,7 +220,7 @@ class Planner:
             sizes = [ToProfile(m, trace, estimated[m]) for m, trace in traces.items()]
             whole = 1.0 if context.mesh.share == 1 else 1.0 - _OF_PARTS
             budget_s, begun_s = context.config.measure_s * whole, time.perf_counter()
-            measured = Profiler(context).measure(sizes, budget_s=budget_s, phase=phase)
+            measured = Profiler(context).measure(sizes, budget_s=budget_s, phase=phase, again=again)
             self._measured_s = time.perf_counter() - begun_s
         profiles = {}
         for m, profile in estimated.items():

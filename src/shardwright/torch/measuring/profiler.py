@@ -92,7 +92,9 @@ class Profiler:
         self._units_alone = units_alone
         self._time_class = self._time_on_copies if time_class is None else time_class
 
-    def measure(self, sizes: Sequence[ToProfile], *, budget_s: float, phase: Phase) -> dict[str, UnitCost]:
+    def measure(
+        self, sizes: Sequence[ToProfile], *, budget_s: float, phase: Phase, again: bool = False
+    ) -> dict[str, UnitCost]:
         """Costs of the classes that take time, by cost class; the same on every rank.
 
         A class that the budget leaves no time for is inferred from the others. One that cannot be run on
@@ -103,10 +105,14 @@ class Profiler:
             budget_s: seconds that timing may take, less where steps are short (see `turns`). What earlier
                 runs have timed takes none of them.
             phase: is told how far it is.
+            again: an earlier run was the same. On a machine that is slower now, or faster, all that it has
+                timed takes as much more or less as one class does, and is not timed anew.
         """
         classes = _classes_worth_timing([size.trace for size in sizes], units_alone=self._units_alone)
-        known, outdated = self._known(classes)
+        known, outdated = self._known(classes, again=again)
         remembered = {key: known[key] for key in classes if key in known}
+        if again and remembered.keys() == classes.keys():
+            budget_s = 0.0
         turns = Turns(_shares(sizes, classes), budget_s, remembered)
         self._take_turns(turns, classes, phase)
         give_back_freed_memory()  # the copies that were measured
@@ -131,7 +137,9 @@ class Profiler:
             others_bytes=_bytes_of(trace.graph),
         )
 
-    def _known(self, classes: Mapping[str, Traced]) -> tuple[dict[str, Timing], dict[str, Timing]]:
+    def _known(
+        self, classes: Mapping[str, Traced], *, again: bool = False
+    ) -> tuple[dict[str, Timing], dict[str, Timing]]:
         """The costs that earlier runs have measured, the same on every rank: those that hold, and others.
 
         One class is timed again. Where it takes another time now, no cost holds: the machine was busy then,
@@ -150,6 +158,8 @@ class Profiler:
             now_s = then_s if found is None else found.whole_s
             if abs(now_s / then_s - 1) <= _DRIFT:
                 return known, {}
+        if again:
+            return {key: timing.slower(now_s / then_s) for key, timing in known.items()}, {}
         log.info(
             "%s takes %s now, and %s in an earlier run: costs are measured anew",
             dearest,

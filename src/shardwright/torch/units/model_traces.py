@@ -1,8 +1,8 @@
 """Chooses the units of a model and traces it, once for each microbatch size."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from shardwright.config import Config
-from shardwright.errors import DeferredReadError
+from shardwright.errors import DeferredReadError, TraceError
 from shardwright.torch.backward.activation_checkpointing import is_marked
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.counting.compiled_modules import calls_compiled, compile_units
-from shardwright.torch.counting.hook_effects import HookEffects
+from shardwright.torch.counting.hook_effects import HookEffects, hooks_of
 from shardwright.torch.interception.glue import intercept_calls, restore_calls
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.pytorch.module_hooks import has_backward_hooks
@@ -49,6 +49,7 @@ def trace_parts(
     device: torch.device,
     num_stages: int,
     divides: bool = False,
+    units: Sequence[str] | None = None,
     prepare: Callable[[UnitMap], None] | None = None,
     memory: dict[str, WorkingMemory] | None = None,
     agree_on_end: Callable[[float], float] | None = None,
@@ -64,6 +65,7 @@ def trace_parts(
         device: where the model computes.
         num_stages: how many stages are thought of, which says how fine the units need to be.
         divides: ranks share the parameters of each unit.
+        units: those that an earlier run of the same code has chosen.
         prepare: called with the units before a trace is tried.
         memory: cost class -> what calls need for a moment, as far as it is known; what is counted is added.
             None: that is not worked out.
@@ -76,8 +78,6 @@ def trace_parts(
     """
     hooks = HookEffects()
     count = None if progress is None else _Count(progress, total=len(list(model.modules())))
-    arguments = next(iter(parts.values())).arguments
-    costs = discover(model, function, arguments, device=device, hooks=hooks, on_module=count)
     trace = partial(
         trace_step,
         function=function,
@@ -88,6 +88,11 @@ def trace_parts(
         units_may_change=True,
         on_unit=count,
     )
+    if units is not None and not hooks_of(model):  # what hooks do shows in the run that finds the units
+        with suppress(TraceError):
+            return _traces(UnitMap.of(model, units), parts, trace, prepare)
+    arguments = next(iter(parts.values())).arguments
+    costs = discover(model, function, arguments, device=device, hooks=hooks, on_module=count)
     forced: set[int] = set()
     preferred = _better_whole(model, costs)
     while True:

@@ -78,6 +78,17 @@ def test_costs_hold_where_the_dearest_is_still_the_same(found, holds, monkeypatc
     assert not profiler.found
 
 
+def test_costs_of_the_same_run_are_not_measured_anew(monkeypatch, tmp_path):
+    """On a machine that was busy in one of two runs, the second one timed every unit once more."""
+    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))
+    profiler = Scripted(1.4, 1.3, 2.0)
+    kept = {"cheap": timing(0.1, 0.2), "dearest": timing(1 / 3, 2 / 3)}
+    profiler._cache.add(kept, to={})
+    told, outdated = profiler._known({"dearest": None, "cheap": None}, again=True)
+    assert (told["dearest"].whole_s, told["cheap"].whole_s) == pytest.approx((2.0, 0.6))
+    assert outdated == {}
+
+
 def test_models_that_are_new_are_not_compared(monkeypatch, tmp_path):
     monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))
     profiler = Scripted()
