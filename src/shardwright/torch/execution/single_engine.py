@@ -214,7 +214,7 @@ class SingleEngine:
                 tensor_backward(handler),
                 backward_intercepted(),
                 range_named(f"microbatch {index}"),
-                nullcontext() if watch is watched else model_calls_marked(self._model.get_module()),
+                model_calls_marked(self._model.get_module()) if watch or watched else nullcontext(),
                 watch or watched or nullcontext(),
             ):
                 result = function(*args, **kwargs)
