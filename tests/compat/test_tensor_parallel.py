@@ -328,7 +328,7 @@ def test_a_model_on_the_host_is_whole_again():
 def test_a_call_outside_of_a_step_is_refused():
     def called() -> Any:
         run = Run("GPT-2", {"prescaled_batch": True})
-        with pytest.raises(UsageError, match=r"can be called only inside a function"):
+        with pytest.raises(UsageError, match=r"is called inside a function"):
             run.model(input_ids=batch(0))
         return True
 

@@ -1,6 +1,7 @@
 """The number and the sizes of microbatches never change the training, whatever a loss is over its samples."""
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -217,3 +218,35 @@ def _taken_for_itself() -> float:
 
 def test_a_script_may_take_each_microbatch_for_itself() -> None:
     assert max(run_ranks(_taken_for_itself, 2)) < 1e-10
+
+
+def _told_of_data(kind: str) -> list[str]:
+    sw.init({**QUIET, "microbatches": 4, **KINDS[kind]})
+    model = sw.DistributedModel(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
+
+    @sw.step
+    def train(model: Any, x: Tensor, reward: Tensor) -> Tensor:
+        loss: Tensor = -(model(x)[:, 0] * (reward - reward.mean()) / reward.std()).mean()
+        model.backward(loss)
+        return loss
+
+    told: list[str] = []
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+
+    logging.getLogger("shardwright").addHandler(Heard())
+    for _ in range(2):
+        train(model, torch.randn(12, 3), torch.randn(12))
+    return [line for line in told if "over the samples of its data" in line]
+
+
+@pytest.mark.parametrize("kind", ["stages", "replicas"])
+def test_a_loss_with_a_statistic_of_the_data_is_told_of_once(kind: str) -> None:
+    """Each microbatch normalised its rewards by its own mean, without a word."""
+    first, *_ = run_ranks(_told_of_data, 2, kind)
+    (line,) = first
+    assert "mean()" in line
+    assert "each of 4 microbatches takes its own" in line
+    assert "before the step function" in line

@@ -31,6 +31,7 @@ class LossForm:
         counts: of each term of a weighted mean, gives how much counts in it; the samples for a plain mean.
         reason: why it, or a term of it, is neither or unknown: what the loss does.
         divisor: the number that a sum is divided by.
+        of_data: a statistic of the batch's data that it is computed with.
         is_certain: no operation stands behind it of which a trace knows the shapes alone: ``loss[mask]``.
     """
 
@@ -38,6 +39,7 @@ class LossForm:
     counts: tuple[Callable[[], float], ...] = ()
     reason: str = ""
     divisor: float = 1.0
+    of_data: str = ""
     is_certain: bool = True
 
 

@@ -48,6 +48,8 @@ _FUSED = frozenset(
 _PICKS = frozenset("Index IndexSelect MaskedSelect".split())
 _PARTS = frozenset("Select Slice Split SplitWithSizes Unbind UnsafeSplit".split())
 _PRODUCTS = frozenset("Mm Bmm Addmm Baddbmm Addbmm Cdist Pdist CdistForward PdistForward".split())
+# What joins rows of a dim with others of it, and gives as many.
+_ALONG = frozenset("Cumsum Flip LogCumsumExp Logcumsumexp Roll".split())
 # What makes one number, or a few, of all rows, and follows from no sum of theirs.
 _OF_ALL = frozenset(
     "Max Min Amax Amin Aminmax Norm LinalgVectorNorm Logsumexp Prod Std Var StdMean VarMean Median Nanmedian "
@@ -123,6 +125,8 @@ class LossWalk:
             return self._normalised(node, depth)
         if name in _POINTWISE:
             return self._bent(self._children(node, depth), name)
+        if name in _ALONG and self._samples > 1 and self._goes_over_samples(node):
+            raise Neither("it compares samples with one another")
         return self._other(node, name, depth)
 
     def _children(self, node: Any, depth: int) -> list[Flow]:
@@ -393,10 +397,12 @@ class LossWalk:
 
     def _goes_over_samples(self, node: Any) -> bool:
         """Whether an operation along a dim has that of the samples: ``losses.topk(k)``."""
-        shape, dim = shape_behind(node.next_functions[0][0]) or (), saved_by(node, "dim")
-        if not isinstance(dim, int) or not shape:
+        shape = shape_behind(node.next_functions[0][0]) or ()
+        dims = saved_by(node, "dim") if saved_by(node, "dim") is not None else saved_by(node, "dims")
+        dims = (dims,) if isinstance(dims, int) else dims
+        if not dims or not shape:
             return False
-        return dims_of((dim,), len(shape)) == {self._batch_dim(shape)}
+        return self._batch_dim(shape) in dims_of(dims, len(shape))
 
     def _not_known(self, what: str) -> tuple[Term, ...]:
         self.unknown = self.unknown or what

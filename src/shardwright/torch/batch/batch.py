@@ -67,6 +67,11 @@ class Batch:
         return self.num_samples is None and self._splitter.keeps_whole(self._named)
 
     @property
+    def in_one(self) -> bool:
+        """Whether it is one microbatch, whatever the plan says."""
+        return self._splitter.in_one
+
+    @property
     def described_kinds(self) -> str:
         """The arguments beside the model with their types, for a message; empty without any."""
         others = [(name, tree) for name, tree, *_ in self._named if not isinstance(tree, nn.Module)]

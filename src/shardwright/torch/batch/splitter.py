@@ -46,6 +46,7 @@ class Splitter:
         non_split: names of arguments that every microbatch gets whole.
         axes: name -> axis along which it is cut.
         lists: names of lists with an item for each sample.
+        in_one: the batch is one microbatch, whatever the plan says.
         pointed_out: names of others that may be such lists, once a line has said so.
     """
 
@@ -54,6 +55,7 @@ class Splitter:
     non_split: frozenset[str] = frozenset()
     axes: Mapping[str, int] = frozenset()  # type: ignore[assignment]
     lists: frozenset[str] = frozenset()
+    in_one: bool = False
     pointed_out: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Argument]:

@@ -16,6 +16,7 @@ of numbers anyway.
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from math import isclose, log2
 from typing import Any
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from shardwright.errors import UsageError
 from shardwright.torch._private import storage_key
+from shardwright.torch.backward.batch_data import BatchData
 from shardwright.torch.backward.loss_reduction import LossForm, Reduction, form_of_loss
 from shardwright.torch.backward.loss_terms import names_behind
 from shardwright.torch.batch.batch import Batch
@@ -59,6 +61,7 @@ class LossWeights:
         reduction: of the losses so far.
         shares: of each microbatch, its samples over those of the batch.
         weights: of each loss so far: its share of the samples, or of what counts; 1 in a sum.
+        data: what its microbatch is computed with, where somebody looks.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class LossWeights:
         told: set[str],
         tells: bool = True,
     ):
+        self.data: BatchData | None = None
         self._tells = tells
         self._model = model
         self._parts = parts
@@ -111,6 +115,12 @@ class LossWeights:
                 continue
             if tells:
                 self._tell(form)
+                if form.of_data and num > 1:
+                    self._warn_once(
+                        f"is computed with {form.of_data}, and each of {num} microbatches takes its own. "
+                        "Compute that from the whole batch, before the step function, and pass what follows "
+                        "from it; or set microbatches to 1."
+                    )
             if form.reduction is Reduction.NEITHER and num > 1:
                 raise UsageError(
                     f"{line_of(self._function)}: the loss is neither a mean nor a sum over samples: "
@@ -230,7 +240,8 @@ class LossWeights:
                 self._own.update(storage_key(each) for each in (*all_parameters(module), *module.buffers()))
             return storage_key(tensor) in self._own
 
-        return form_of_loss(loss, samples=part.num_samples or 1, constants=uncut, is_fixed=is_fixed)
+        form = form_of_loss(loss, samples=part.num_samples or 1, constants=uncut, is_fixed=is_fixed)
+        return form if self.data is None else replace(form, of_data=self.data.found)
 
     def _alike(self, counts: Sequence[float]) -> float:
         """What counts in the first term; the others of a microbatch should have the same share of theirs."""

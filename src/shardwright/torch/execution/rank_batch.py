@@ -23,6 +23,8 @@ def number_of_parts(context: Context, model: TrainedModel, batch: Batch, wanted:
     Fewer than wanted change nothing where each counts by its samples. Replicas may work together in each
     microbatch, so that they need equally many.
     """
+    if batch.in_one:
+        return 1
     samples = batch.num_samples
     if not samples or context.mesh.data > 1 or not model.average_grads_across_microbatches:
         return wanted

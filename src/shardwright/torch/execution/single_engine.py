@@ -17,6 +17,7 @@ from shardwright.config import Config
 from shardwright.planner import offloaded_bytes
 from shardwright.quantities import format_bytes
 from shardwright.schedule import Action, Kind, Schedule, build_schedule
+from shardwright.torch.backward.batch_data import WatchedData
 from shardwright.torch.backward.evaluated_values import Shadows, WatchedEvaluation, forms_of_batch
 from shardwright.torch.backward.loss_reduction import LossForm
 from shardwright.torch.batch.batch import Batch
@@ -74,6 +75,7 @@ class SingleEngine:
         self._told_of_losses: set[str] = set()
         self._looked_at: WeakSet[Callable[..., Any]] = WeakSet()
         # Of an evaluation: place in the result -> how it is reduced over samples.
+        self._watched: WeakSet[Callable[..., Any]] = WeakSet()
         self._evaluated: WeakKeyDictionary[Callable[..., Any], dict[int, LossForm]] = WeakKeyDictionary()
         self._norms = SynchronisedNorms(context, model.get_module())
         self._statistics = BatchStatistics(context.config, prints=context.rank == 0)
@@ -184,6 +186,8 @@ class SingleEngine:
         offload = None
         is_new = len(loop.weights.shares) > 1 and index == 0 and function not in self._evaluated
         watch = WatchedEvaluation() if is_new and not torch.is_grad_enabled() else None
+        watched = self._watched_data(function, part) if is_new and watch is None else None
+        loop.weights.data = None if watched is None else watched.data
         if lasting is not None:
             offload = self._offloading.stage(0, index, lambda: lasting)
         handler = PlainMicrobatch(
@@ -209,8 +213,8 @@ class SingleEngine:
                 tensor_backward(handler),
                 backward_intercepted(),
                 range_named(f"microbatch {index}"),
-                nullcontext() if watch is None else model_calls_marked(self._model.get_module()),
-                nullcontext() if watch is None else watch,
+                model_calls_marked(self._model.get_module()) if watch or watched else nullcontext(),
+                watch or watched or nullcontext(),
             ):
                 result = function(*args, **kwargs)
         except BaseException:
@@ -223,6 +227,13 @@ class SingleEngine:
             shadows = Shadows(lambda item: item) if watch is None else watch.shadows
             self._evaluated[function] = shadows.forms(result, samples=part.num_samples or 1)
         loop.microbatch_done(result, handler, begun_s=begun_s)
+
+    def _watched_data(self, function: Callable[..., Any], part: Batch) -> WatchedData | None:
+        """Follows the first microbatch of a step function that trains."""
+        if function in self._watched:
+            return None
+        self._watched.add(function)
+        return WatchedData(part.num_samples or 1)
 
     def _of_batch(self, function: Callable[..., Any]) -> tuple[frozenset[int], dict[int, str]]:
         """See `forms_of_batch`."""

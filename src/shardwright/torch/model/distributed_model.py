@@ -21,6 +21,7 @@ from shardwright.torch.interception.loss_checks import refuse_no_tensor
 from shardwright.torch.loss_scale.gradient_scaling import GradientScaling
 from shardwright.torch.loss_scale.loss_scaler import LossScaler
 from shardwright.torch.model.accepted_module import accepted
+from shardwright.torch.model.call_outside import CallOutside, refuse_call
 from shardwright.torch.model.model_state import ModelState
 from shardwright.torch.model.spread_module import SpreadModule
 from shardwright.torch.model.steps import Steps
@@ -127,6 +128,7 @@ class DistributedModel(SpreadModule):
             self._take_memory(current)
         self._engine: StepEngine = self._new_engine(current)
         self.step_end = StepEnd(current, self)
+        self._outside = CallOutside(self.forward)
         self._steps = Steps(current, self, self._engine, self.step_end, gives_back=gives_back)
         current.model = self
         for optimizer in current.optimizers:
@@ -154,12 +156,10 @@ class DistributedModel(SpreadModule):
     # ---- running ----
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module; with more than one stage, only inside a step function."""
+        """Calls the module; outside of step functions, a spread model only without gradients."""
         if active_handler() is None and context().mesh.spreads_model:
-            raise UsageError(
-                f"{user_line()}: the model is spread over ranks, so it can be called only inside a function "
-                "decorated with @sw.step. Decorate the function that calls it, for an evaluation too."
-            )
+            refuse_call(trains=torch.is_grad_enabled(), has_parts=self.partitioned)
+            return self._outside.run(self.run_step, args, kwargs)
         if not isinstance(active_handler(), Tracer):  # an evaluation is traced with gradients, too
             self._steps.called_to_train |= torch.is_grad_enabled() and self.get_module().training
         if self._low_precision is not None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardwright.errors import TraceError
 from shardwright.model_graph import ModelGraph, Together
 from shardwright.torch._private import gradient_transform_active, storage_key
+from shardwright.torch.backward.batch_data import BatchData
 from shardwright.torch.backward.evaluated_values import Shadows
 from shardwright.torch.backward.loss_reduction import LossForm, form_of_loss
 from shardwright.torch.interception.deferred import DeferredTensor
@@ -99,6 +100,7 @@ class Tracer:
         self._constants: set[int] = set()
         self._loss: LossForm | None = None
         self._shadows = None if torch.is_grad_enabled() else Shadows(values.fake)
+        self._data = BatchData(self._request.batch_size, self._is_trained)
 
     def note_batch(self, tensors: Sequence[Tensor]) -> None:
         """Records the tensors of the microbatch: that autograd saves them takes no memory."""
@@ -173,7 +175,14 @@ class Tracer:
         if self._shadows is not None:
             with plain_torch():
                 self._shadows.operation(func, args, kwargs, result)
+        elif in_step_code():
+            with plain_torch():
+                self._data.operation(func, args, kwargs, result)
         return result
+
+    def _is_trained(self, tensor: Tensor) -> bool:
+        value = self._values.find(tensor)
+        return value is not None and self._values[value].has_history
 
     def watch_uses(self, on_use: Callable[[Sequence[Tensor]], None]) -> None:
         """Has a function called with the tensors that each operation inside of a unit is given."""
@@ -218,7 +227,9 @@ class Tracer:
                 constants=self._constants,
                 is_fixed=lambda tensor: bool(self._values.lent_in([storage_key(tensor)])),
             )
-            self._loss = replace(form, counts=())  # they would hold on to all that was computed
+            self._loss = replace(
+                form, counts=(), of_data=self._data.found
+            )  # they would hold on to all that was computed
         self._recorder.pass_backward(value)
 
     def assume_loss(self) -> None:

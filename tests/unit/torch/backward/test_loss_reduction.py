@@ -67,6 +67,7 @@ MEANS: dict[str, Loss] = {
         (F.normalize(z[:, 0], dim=-1) @ F.normalize(HEAD).T).square().mean()
     ),
     "a group lasso": lambda z, y, mask: z.square().mean() + HEAD.norm(dim=1).sum(),
+    "along the positions": lambda z, y, mask: (z.cumsum(1) * z.flip(1)).square().mean() + z.var(1).mean(),
     "a loss that balances, beside": lambda z, y, mask: z.square().mean() + 0.0 * z.mean(0).square().sum(),
 }
 SUMS: dict[str, Loss] = {
@@ -114,6 +115,11 @@ NEITHER: dict[str, Loss] = {
     "sum and mean": lambda z, y, mask: z.square().sum() + z.abs().mean(),
     "a sum and a regulariser": lambda z, y, mask: z.square().sum() + WEIGHT.square().sum(),
     "centred": lambda z, y, mask: (z.mean(0) - 1).square().sum(),
+    "variance of each feature": lambda z, y, mask: z.var(0).mean(),
+    "largest of each feature": lambda z, y, mask: z.amax((0, 1)).sum(),
+    "norm of each feature": lambda z, y, mask: F.normalize(z, dim=0).square().sum(),
+    "running sums": lambda z, y, mask: z.cumsum(0).square().mean(),
+    "with the batch reversed": lambda z, y, mask: (z * z.flip(0)).mean(),
 }
 
 

@@ -170,7 +170,7 @@ class Replay:
         self._entry = recording.entry
         self._flat = FlatProgram(self._program, recording, earlier)
         self._recorded = self._before = Recording()
-        log.info(
+        log.debug(
             "microbatches are run from a list of calls; %d objects are looked at", self._state.num_holders
         )
 
@@ -195,4 +195,4 @@ class Replay:
         self._recorded = self._before = Recording()
         self._attributes = []
         self._given = {}
-        log.info("microbatches are run as written: %s", why)
+        log.debug("microbatches are run as written: %s", why)

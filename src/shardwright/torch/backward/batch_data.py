@@ -1,0 +1,121 @@
+"""Statistics of a batch's data that a loss is computed with, and that no graph of autograd shows.
+
+::
+
+    advantage = (r - r.mean()) / r.std()          each microbatch has its own mean
+    loss = -(log_probability * advantage).mean()
+
+Numbers without gradients are marked where an operation goes over the samples, and followed to the operation
+that joins them with what is trained. A sum alone is none: ``(l * mask).sum() / mask.sum()`` is weighed by it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from shardwright.torch._private import TorchFunctionMode
+from shardwright.torch.interception.step_code import in_step_code
+from shardwright.torch.pytorch.functions import is_metadata
+from shardwright.torch.pytorch.source_line import user_line
+from shardwright.torch.pytorch.tree import leaves
+
+__all__ = ["BatchData", "WatchedData"]
+
+_OVER_ROWS = frozenset(
+    "amax amin log_softmax logsumexp max mean median min norm normalize quantile softmax std std_mean var "
+    "var_mean vector_norm".split()
+)
+_DIM_COMES_THIRD = frozenset("norm normalize quantile vector_norm".split())
+_COUNTS = frozenset("sum count_nonzero".split())
+
+
+class BatchData:
+    """Follows statistics of one microbatch.
+
+    Args:
+        samples: in it.
+        is_trained: whether gradients go through a tensor.
+
+    Attributes:
+        found: what a loss is computed with, and where; empty without.
+    """
+
+    def __init__(self, samples: int, is_trained: Callable[[Tensor], bool]):
+        self.found = ""
+        self._samples = samples
+        self._is_trained = is_trained
+        self._statistics: dict[int, tuple[Tensor, str]] = {}  # with the tensor, which must not go away
+        self._counts: dict[int, Tensor] = {}
+
+    def operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Looks at an operation of a step function.
+
+        Args:
+            func: a torch function.
+            args: that it was given.
+            kwargs: that it was given.
+            result: that it has returned.
+        """
+        if self.found or self._samples < 2:
+            return
+        name = getattr(func, "__name__", "")
+        given = [item for item in leaves((args, kwargs)) if isinstance(item, Tensor)]
+        if not given:
+            return
+        made = [item for item in leaves(result) if isinstance(item, Tensor)]
+        marks = [self._statistics[id(item)][1] for item in given if id(item) in self._statistics]
+        if len(given) == 1 and self._goes_over_samples(name, args, kwargs):
+            if name in _COUNTS:
+                self._counts.update({id(item): item for item in made})
+            elif name in _OVER_ROWS and given[0].is_floating_point():
+                marks.append(f"{name}() over the samples of its data ({user_line()})")
+        elif not marks and any(id(item) in self._counts for item in given):
+            if self._joins_rows(given):  # weights / weights.sum()
+                marks.append(f"a sum over the samples of its data ({user_line()})")
+            elif not any(map(self._is_trained, given)):
+                self._counts.update({id(item): item for item in made})
+        if not marks:
+            return
+        free = [item for item in given if id(item) in self._statistics and not self._is_trained(item)]
+        if free and any(map(self._is_trained, given)):
+            self.found = marks[0]
+        self._statistics.update({id(item): (item, marks[0]) for item in made})
+
+    def _joins_rows(self, given: Sequence[Tensor]) -> bool:
+        rows = [item for item in given if item.dim() and item.shape[0] == self._samples]
+        return bool(rows) and not any(map(self._is_trained, given))
+
+    def _goes_over_samples(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether an operation joins the samples of the tensor that it is given first."""
+        if not args or not isinstance(args[0], Tensor):
+            return False
+        of = args[0]
+        if not of.dim() or of.shape[0] % self._samples:
+            return False
+        if of.shape[0] != self._samples and not self._is_trained(of):  # no rows: weights of classes
+            return False
+        at = 2 if name in _DIM_COMES_THIRD else 1
+        dims = kwargs.get("dim", kwargs.get("axis", args[at] if len(args) > at else None))
+        if dims is None or isinstance(dims, bool):
+            return name != "normalize"
+        dims = (dims,) if isinstance(dims, int) else dims
+        return any(isinstance(dim, int) and dim % of.dim() == 0 for dim in dims)
+
+
+class WatchedData(TorchFunctionMode):
+    """Follows a step function that runs as it is, on one rank.
+
+    Args:
+        samples: in the microbatch.
+    """
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.data = BatchData(samples, lambda tensor: tensor.requires_grad)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if in_step_code() and not is_metadata(func):
+            self.data.operation(func, args, kwargs or {}, result)
+        return result

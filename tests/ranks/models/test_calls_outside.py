@@ -1,0 +1,96 @@
+"""A spread model is called outside of step functions, without gradients, as in one process."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwright.torch as sw
+from shardwright.errors import UsageError
+from shardwright.testing import run_ranks
+
+D = torch.float64
+KINDS: dict[str, dict[str, Any]] = {
+    "stages": {},
+    "parts of layers": {"tensor_parallel_degree": 2},
+    "interleaved": {"pipeline": "interleaved"},
+}
+
+
+class Recurrent(nn.Module):
+    """Returns what has no row for each sample: a state with the samples in its second axis, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.cells = nn.Embedding(20, 8), nn.LSTM(8, 8, 2)
+        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 20)
+
+    def forward(self, ids: Tensor, state: Any = None, *, scale: float = 1.0) -> dict[str, Any]:
+        h, state = self.cells(self.embedding(ids), state)
+        logits = self.head(self.norm(h.flatten(0, 1))) * scale
+        return {"logits": logits, "state": state, "size": logits.square().mean(), "of": "words"}
+
+
+def _train(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = model(x)["logits"].square().mean()
+    model.backward(loss)
+    return loss
+
+
+def _evaluations(model: Any) -> list[Any]:
+    """Batches of several sizes, the state of one given to the next."""
+    torch.manual_seed(1)
+    told, state = [], None
+    for rows in (7, 7, 3, 1):
+        made = model(torch.randint(20, (rows, 5)), state, scale=0.5)
+        state = made["state"]
+        told.append(made)
+    return told
+
+
+def _compare(kind: str, inference: bool) -> float:
+    sw.init({"profile": "estimated", "run_dir": "off", "microbatches": 4, **KINDS[kind]})
+    torch.manual_seed(0)
+    net = Recurrent().to(D)
+    plain = copy.deepcopy(net).eval()
+    model = sw.DistributedModel(net)
+    model.eval()
+    sw.step(_train)(model, torch.randint(20, (8, 5)))
+    with torch.inference_mode() if inference else torch.no_grad():
+        ours, expected = _evaluations(model), _evaluations(plain)
+        assert all(each["of"] == "words" for each in ours)
+        pairs = [
+            (a, b)
+            for mine, theirs in zip(ours, expected, strict=True)
+            for a, b in (
+                (mine["logits"], theirs["logits"]),
+                (mine["size"], theirs["size"]),
+                *zip(mine["state"], theirs["state"], strict=True),
+            )
+        ]
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+def test_is_as_in_one_process(kind: str, inference: bool) -> None:
+    assert max(run_ranks(_compare, 2, kind, inference)) < 1e-12
+
+
+def _refused() -> list[str]:
+    sw.init({"profile": "estimated", "run_dir": "off", "microbatches": 2})
+    model = sw.DistributedModel(Recurrent())
+    x, told = torch.randint(20, (4, 5)), []
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad), pytest.raises(UsageError) as error:
+            model(x)
+        told.append(str(error.value))
+    return told
+
+
+def test_refuses_what_is_no_evaluation() -> None:
+    for before, training in run_ranks(_refused, 2):
+        assert "after the first training step" in before
+        assert "under torch.no_grad(), on all ranks" in training
