@@ -6,6 +6,7 @@ Kernels differ between machines: write the file before a change, and compare wit
     python benchmarks/golden.py compare /tmp/golden.json
 """
 
+# ruff: noqa: E402
 import hashlib
 import json
 import os

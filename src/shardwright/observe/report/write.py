@@ -8,13 +8,11 @@ from pathlib import Path
 
 from shardwright.errors import UsageError
 from shardwright.files import replace_file
-from shardwright.observe.report.gathered.comparison import Comparison
 from shardwright.observe.report.gathered.data import gather
-from shardwright.observe.report.pages.comparison_page import render_comparison
 from shardwright.observe.report.pages.page import render_page
 from shardwright.printable import printable
 
-__all__ = ["INSTALL", "check_plotly", "packed_library", "write_comparison", "write_report"]
+__all__ = ["INSTALL", "check_plotly", "packed_library", "write_report"]
 
 INSTALL = "pip install 'shardwright[report]'"
 
@@ -65,15 +63,6 @@ def write_report(path: Path, file: Path) -> Path:
         PlanError: the plan cannot be used.
     """
     return _write(render_page(gather(path), library=packed_library()), file)
-
-
-def write_comparison(comparison: Comparison, file: Path) -> Path:
-    """Writes the page of two runs, whole or not at all; returns `file`.
-
-    Raises:
-        UsageError: plotly is not installed, or the page cannot be written.
-    """
-    return _write(render_comparison(comparison, library=packed_library()), file)
 
 
 def _write(page: str, file: Path) -> Path:

@@ -33,7 +33,7 @@ from shardwright.torch.run.context import Context
 from shardwright.torch.run.cores import OwnCores
 from shardwright.torch.run.failure import first_cause_named
 from shardwright.torch.run.joint_calls import call_together, ranks_with_the_model
-from shardwright.torch.run.uneven_data import STEP, TogetherUntil, out_of_data
+from shardwright.torch.run.uneven_data import STEP, out_of_data
 from shardwright.torch.step_end.step_end import StepEnd
 
 __all__ = ["Steps"]
@@ -52,7 +52,6 @@ class Steps:
     Attributes:
         called_to_train: the step function has called the model in training mode, with gradients.
         outside: watches backwards outside of steps.
-        together: ends ranks together whose data ends at other steps.
     """
 
     def __init__(
@@ -77,11 +76,9 @@ class Steps:
         self._weighed = WeighedGradients(model)
         self.called_to_train = False
         self.outside = BackwardWatch(refuse_backward_outside)
-        self.together = TogetherUntil(context)
 
     def run(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
         """Runs a step function on a batch."""
-        self.together.begin_step()
         try:
             return self._run(function, batch)
         except PeerLostError as error:

@@ -10,7 +10,7 @@ from shardwright.observe.report.gathered.data import ReportData
 from shardwright.observe.report.gathered.measured import MeasuredTimeline
 from shardwright.observe.report.gathered.parts import StepPart
 
-__all__ = ["Figure", "charts", "line_chart", "measured_half", "parts_chart"]
+__all__ = ["Figure", "charts"]
 
 _MOST_POINTS = 2000
 _LINE_PX = 260
