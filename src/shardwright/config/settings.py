@@ -177,16 +177,11 @@ class Settings(BaseModel):
     )
     plan_anew: bool = Field(
         False,
-        description="Choose microbatches and stages anew, without the last run of this script and what it "
-        "taught.",
+        description="Choose microbatches and stages anew, without the last run of this script.",
     )
     plan_one_stage: bool = Field(
         False,
         description="Choose microbatches and recomputation with one stage, too, and predict the step.",
-    )
-    calibrate: bool = Field(
-        True,
-        description="Record measured step times, and correct predictions by them.",
     )
     run_dir: Name = Field("runs", description="Folder that holds the run folders.")
     run_name: Name | None = Field(None, description="Name of the run folder; unset: that of the script.")

@@ -119,11 +119,6 @@ class RunFolder:
         return self.path / "plan.json"
 
     @property
-    def next_plan_file(self) -> Path:
-        """The plan that the next run will get, where it is another one."""
-        return self.path / "next_plan.json"
-
-    @property
     def metrics_file(self) -> Path:
         """One line a step."""
         return self.path / "metrics.jsonl"

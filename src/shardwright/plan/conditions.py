@@ -70,8 +70,6 @@ class Conditions(Record):
         hidden_s: what sums over replicas take beyond ``sync_s``, while ranks compute.
         window_s: seconds of computing that can hide sums.
         memory_limit_bytes: memory that a rank may use; 0: no limit was known.
-        outside_s: seconds of code outside of the model, which every rank runs, as the last run measured them;
-            0: not known.
     """
 
     flows: tuple[FlowConditions, ...] = ()
@@ -91,13 +89,12 @@ class Conditions(Record):
     hidden_s: Seconds = 0.0
     window_s: Seconds = 0.0
     memory_limit_bytes: NonNegativeInt = 0
-    outside_s: Seconds = 0.0
 
     @model_serializer(mode="wrap")
     def _without_newer(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leaves newer fields out where they are 0: versions that do not know them read such files."""
         found: dict[str, Any] = serialize(self)
-        for name in ("settling_s", "outside_s", "forward_overhead_s"):
+        for name in ("settling_s", "forward_overhead_s"):
             if found.get(name) == 0:
                 del found[name]
         return found

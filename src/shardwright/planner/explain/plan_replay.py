@@ -38,8 +38,6 @@ class Setting:
         crowding: factor on the time of the schedule.
         sync_s: sums of gradients.
         step_overhead_s: before the first action and after the last one.
-        correction: factor on all of it, as earlier runs on the machines have it.
-        outside_s: code outside of the model, in addition.
     """
 
     schedule: Schedule
@@ -54,8 +52,6 @@ class Setting:
     crowding: float = 1.0
     sync_s: float = 0.0
     step_overhead_s: float = 0.0
-    correction: float = 1.0
-    outside_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +131,7 @@ def base_setting(plan: Plan) -> Setting:
     assert costs is not None
     conditions = prediction.conditions
     if conditions is None:
-        return Setting(
-            schedule=schedule, costs=costs, sync_s=prediction.sync_s, correction=prediction.correction
-        )
+        return Setting(schedule=schedule, costs=costs, sync_s=prediction.sync_s)
     return Setting(
         schedule=schedule,
         costs=costs,
@@ -151,8 +145,6 @@ def base_setting(plan: Plan) -> Setting:
         crowding=conditions.crowding,
         sync_s=prediction.sync_s,
         step_overhead_s=conditions.step_overhead_s,
-        correction=prediction.correction,
-        outside_s=conditions.outside_s,
     )
 
 
@@ -190,9 +182,7 @@ def change_setting(plan: Plan, change: Change) -> Setting:
             active_microbatches=plan.schedule.active_microbatches,
             costs=tuple(cost.scaled(seconds=share, num_bytes=share) for cost in base.costs),
         ).with_host_copies([number for number, cost in enumerate(base.costs) if cost.offload_bytes])
-    slowest = max(1.0, *change.slow.values()) if change.slow else 1.0
-    outside_s = base.outside_s * slowest / change.compute_rate  # every rank runs it
-    changed = replace(base, schedule=schedule, costs=costs, outside_s=outside_s)
+    changed = replace(base, schedule=schedule, costs=costs)
     if conditions is None:
         return changed
     return replace(
@@ -262,9 +252,7 @@ def play(setting: Setting) -> Replay:
         forward_overhead_s=setting.forward_overhead_s,
     )
     step_s = simulation.step_s * setting.crowding + setting.sync_s + setting.step_overhead_s
-    return Replay(
-        setting=setting, simulation=simulation, step_s=step_s * setting.correction + setting.outside_s
-    )
+    return Replay(setting=setting, simulation=simulation, step_s=step_s)
 
 
 def _prediction(plan: Plan) -> Prediction:

@@ -9,7 +9,6 @@ from shardwright.costs.own_runtime import ACTION_S, STEP_S
 from shardwright.mesh import Mesh
 from shardwright.plan import TensorPrices
 from shardwright.planner.machines.overlap import Moments, exposed_after, exposed_before, moments_of
-from shardwright.planner.machines.past_runs import NO_CORRECTION, Correction
 from shardwright.planner.partition.layout import Layout
 
 __all__ = ["NO_SUMS", "Fabric", "ReplicaSeconds"]
@@ -48,12 +47,10 @@ class Fabric:
     Attributes:
         cluster: the machines.
         mesh: which rank does what.
-        correction: what earlier runs on them say about predictions.
     """
 
     cluster: Cluster
     mesh: Mesh
-    correction: Correction = NO_CORRECTION
 
     def link(self, source: int, target: int) -> Link:
         """The link between two pipeline ranks of a replica."""

@@ -138,12 +138,9 @@ def _survivors(
 
 
 def _seconds_of_replica(mesh: Mesh, plan: Plan) -> float:
-    """Seconds of a step, for one of its replicas: each has a batch of its own.
-
-    Not as earlier runs correct them: of some grids there were enough, of others not.
-    """
+    """Seconds of a step, for one of its replicas: each has a batch of its own."""
     assert plan.prediction is not None
-    return plan.prediction.uncorrected_s / mesh.data
+    return plan.prediction.step_s / mesh.data
 
 
 def _simplicity(each: Planned[Mesh]) -> tuple[int, int, int]:

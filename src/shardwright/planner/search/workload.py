@@ -119,11 +119,10 @@ class Workload:
         return self._objectives[exposed]
 
     def step_seconds(self, schedule_s: float, sums_s: float, layout: Layout) -> float:
-        """Seconds of a step: schedule, sums of gradients, what is around them, code outside of the model."""
+        """Seconds of a step: schedule, sums of gradients, what is around them."""
         fabric = self.fabric
         sums_s += layout.settling_seconds()
-        step_s = schedule_s * fabric.crowding + sums_s + fabric.tie_seconds(layout) + fabric.step_overhead_s
-        return step_s * fabric.correction.factor + fabric.correction.outside_s
+        return schedule_s * fabric.crowding + sums_s + fabric.tie_seconds(layout) + fabric.step_overhead_s
 
     def forward_overhead_s(self, layout: Layout) -> float:
         """Seconds that a rank takes to run the step function for one forward, beside computing.

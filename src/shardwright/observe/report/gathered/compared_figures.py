@@ -69,8 +69,6 @@ def compare_spent(
 ) -> tuple[Compared, ...]:
     """Forward with code outside of the model, backward, and the rest of the schedule, in which ranks wait."""
     forward_s, *others = _means(() if replay is None else simulated_spans(replay.simulation), num_ranks)
-    if replay is not None and forward_s is not None:
-        forward_s += replay.setting.outside_s
     measured = _means(() if timeline is None else timeline.spans, num_ranks)
     names = ("forward (s)", "backward (s)", "waiting and idle (s)")
     return tuple(map(Compared, names, (forward_s, *others), measured))

@@ -193,7 +193,6 @@ def gather(path: Path) -> ReportData:
         trace_file=folder.trace_file.name if folder.trace_file.exists() else None,
         facts=read_facts(folder),
         left_out=records.left_out,
-        next_plan=Plan.read(folder.next_plan_file) if folder.next_plan_file.exists() else None,
     )
 
 
@@ -206,7 +205,6 @@ def _put_together(
     trace_file: str | None,
     facts: RunFacts | None,
     left_out: str = "",
-    next_plan: Plan | None = None,
 ) -> ReportData:
     step_s = typical_step_s(steps)
     timeline = _most_typical(recorded, step_s)
@@ -236,7 +234,7 @@ def _put_together(
         recorded=tuple(_thinned(each, ranks) for each in recorded),
         parts=parts,
         memory=memory,
-        verdict=judge(plan, steps, parts, waterfall, stages, step_s=step_s, next_plan=next_plan),
+        verdict=judge(plan, steps, parts, waterfall, stages, step_s=step_s),
         facts=facts,
         steps=steps,
         peak_by_rank=peaks,

@@ -35,7 +35,6 @@ _MEANINGS: dict[MeasuredPartKind, str] = {
 }
 _BELONGS: dict[str, MeasuredPartKind] = {
     "forward": "forward",
-    "outside of the model, measured by the last run": "forward",
     "backward": "backward",
     "recomputation": "backward",
     "imbalance": "imbalance",
@@ -85,8 +84,8 @@ class StepPart:
 
 
 def predicted_factor(replay: Replay) -> float:
-    """By how much the plan expects actions to take longer than alone: crowded hosts, earlier runs."""
-    return replay.setting.crowding * replay.setting.correction
+    """By how much the plan expects actions to take longer than alone: crowded hosts."""
+    return replay.setting.crowding
 
 
 def step_parts(
@@ -110,9 +109,7 @@ def step_parts(
     if plan is not None and replay is not None and plan.prediction is not None:
         spans = scaled(simulated_spans(replay.simulation), predicted_factor(replay))
         schedule_s = replay.simulation.step_s * predicted_factor(replay)
-        outside_s = replay.setting.outside_s  # where it is measured: inside of the forwards
-        predicted = _seconds(spans, num_ranks, schedule_s, plan.prediction.step_s - outside_s)
-        predicted["forward"] += outside_s
+        predicted = _seconds(spans, num_ranks, schedule_s, plan.prediction.step_s)
     if timeline is not None and timeline.schedule_s:
         step_s = timeline.seconds
         measured = _seconds(timeline.spans, num_ranks, timeline.schedule_s, step_s)

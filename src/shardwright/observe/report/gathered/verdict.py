@@ -87,7 +87,6 @@ def judge(
     stages: Sequence[tuple[int, float]],
     *,
     step_s: float | None,
-    next_plan: Plan | None = None,
 ) -> Verdict | None:
     """The verdict on a run or plan; None where neither was anything measured nor predicted.
 
@@ -98,7 +97,6 @@ def judge(
         waterfall: the finer parts of the prediction.
         stages: (stage, measured / predicted seconds of its work), where both are known.
         step_s: measured seconds of a step; None where none was done.
-        next_plan: that a new run will get, if it is another one.
     """
     prediction = None if plan is None else plan.prediction
     predicted_s = None if prediction is None else prediction.step_s
@@ -127,8 +125,7 @@ def judge(
             waterfall,
             stages,
             slower=slower,
-            outside_s=outside_s - (0.0 if prediction is None else prediction.outside_s),
-            next_plan=next_plan,
+            outside_s=outside_s,
         ),
     )
 
