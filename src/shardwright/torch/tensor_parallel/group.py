@@ -41,13 +41,6 @@ class Collectives(Protocol):
         """Sends so many elements to each rank, in order, and receives so many of each, in order."""
 
 
-class Verifies(Protocol):
-    """Runs operations in place of their decisions, and checks what they give."""
-
-    def run(self, decision: Any, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs one operation."""
-
-
 class ProcessGroupCollectives:
     """Collectives of a group of `torch.distributed`."""
 
@@ -127,7 +120,6 @@ class TensorGroup:
         specs: every description of a divided tensor, once.
         cuts: of embedding tables, by their rows, and of tensors that were sliced, by shape and dimension.
             Their gradients come out cut alike.
-        verification: checks each operation against the whole one, if set.
         sums: that were taken of partial sums.
         between: where tensors between units are; None where all are whole. Where they are cut, parameters are
             gathered as a last resort, and sums go to where tensors are cut.
@@ -156,7 +148,6 @@ class TensorGroup:
         self.decisions: dict[tuple[Any, ...], Any] = {}
         self.specs: dict[tuple[Any, ...], Any] = {}
         self.cuts: MutableMapping[tuple[Any, ...], Cut] = {}
-        self.verification: Verifies | None = None
         self.writes: dict[int, list[int]] = {}
         self.sums = PendingSums()
         self.between: BetweenUnits | None = None
