@@ -18,7 +18,6 @@ from shardwright.torch.interception.compiled_code import uncompiled
 from shardwright.torch.interception.foreign_wrappers import refuse_wrapped_model
 from shardwright.torch.interception.glue import active_handler
 from shardwright.torch.interception.step_code import ReadingStep
-from shardwright.torch.optimizer.joint_update import is_running
 from shardwright.torch.optimizer.optimizer_trial import is_trying
 from shardwright.torch.script_run import script_run
 
@@ -166,10 +165,10 @@ def step_function(
             raise UsageError("no model is wrapped. Call sw.DistributedModel(model) before the first step.")
         if active_handler() is not None:
             raise UsageError("a step function is called inside another one. Call it from the training loop.")
-        if is_running() or is_trying():
+        if is_trying():
             raise UsageError(
-                "a step function is called inside of an optimizer that updates the parameters of all stages. "
-                "Call it from the training loop, before optimizer.step()."
+                "a step function is called inside of an optimizer. Call it from the training loop, before "
+                "optimizer.step()."
             )
         given = len(args), tuple(kwargs)
         if given not in fitting:

@@ -4,7 +4,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -235,7 +235,7 @@ class DistributedModel(SpreadModule):
             )
         return nullcontext()
 
-    def join(self, *_: object, **__: object) -> NoReturn:
+    def join(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
         """Of `DistributedDataParallel`; refused here, with what to do instead."""
         raise UsageError(
             "model.join() is not there: a step is made by all ranks together. Give all ranks as many batches "

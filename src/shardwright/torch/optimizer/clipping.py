@@ -18,7 +18,6 @@ from shardwright.errors import UsageError
 from shardwright.torch._private import parameters_to_clip, replace_total_norm
 from shardwright.torch.interception.glue import refuse_inside_step
 from shardwright.torch.model.distributed_model import wrapped_model
-from shardwright.torch.optimizer.joint_update import is_running
 from shardwright.torch.parameters.sharded_tensor import own_part
 from shardwright.torch.run.context import context, is_initialized
 from shardwright.torch.run.failure import first_cause_named
@@ -82,7 +81,7 @@ def _instead_of(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
         gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if is_running() or not _are_of_stages(gradients):
+        if not _are_of_stages(gradients):
             return original(gradients, norm_type, error_if_nonfinite, foreach)
         refuse_inside_step("gradients are clipped", _REMEDY)
         norm = _norm(gradients, float(norm_type), asked=parameters_to_clip(sys._getframe(1)))
