@@ -13,13 +13,7 @@ __all__ = ["after_import"]
 
 
 def after_import(name: str, action: Callable[[Any], None]) -> None:
-    """Calls `action` with a module each time that its code has run; at once, if it has been imported already.
-
-    Args:
-        name: of the module. Nothing is called for a namespace package, which has no code, nor for a module
-            whose loader has no `exec_module`, which is how it was before Python 3.4.
-        action: it gets the module anew after a reload, which makes its functions and classes anew.
-    """
+    """Calls `action` with a module each time that its code has run; at once, if it has been imported already."""
     finder = _Finder(name, action)
     sys.meta_path.insert(0, finder)  # before looking whether it is there: another thread may import it now
     if name in sys.modules:

@@ -281,9 +281,6 @@ _REMOVED = ("resnet", "unet", "vit", "whisper", "dit", "sd3")
 def find_architecture(name: str) -> Transformer:
     """The architecture of a name; case, ``_`` and blanks do not matter.
 
-    Raises:
-        UsageError: there is none; the nearest names are given.
-
     >>> find_architecture("GPT-NeoX 20B").name
     'gpt-neox-20b'
     """

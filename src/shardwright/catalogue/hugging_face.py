@@ -13,15 +13,7 @@ __all__ = ["from_hugging_face"]
 
 
 def from_hugging_face(document: Document, *, name: str | None = None) -> Transformer:
-    """The architecture that a ``config.json`` describes.
-
-    Args:
-        document: the file's content.
-        name: for display; by default the model type.
-
-    Raises:
-        ConfigError: the type of model is not known, or an entry is missing or no positive number.
-    """
+    """The architecture that a ``config.json`` describes."""
     kind = document.get("model_type")
     if not isinstance(kind, str) or kind not in _READERS:
         raise ConfigError(

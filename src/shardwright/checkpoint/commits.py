@@ -50,12 +50,7 @@ class _Commits(Record):
 
 
 def read_commits(root: Path) -> tuple[Commit, ...]:
-    """The committed checkpoints of a folder, oldest first.
-
-    Raises:
-        CorruptCheckpointError: the file is missing or damaged.
-        CheckpointError: this process cannot read it.
-    """
+    """The committed checkpoints of a folder, oldest first."""
     path = root / COMMITTED
     try:
         with reading(path):

@@ -46,12 +46,7 @@ class Record(BaseModel):
 
     @classmethod
     def from_bytes(cls, content: bytes, *, name: str) -> Self:
-        """Reads it.
-
-        Raises:
-            NewerVersionError: it is of a version to come.
-            CorruptCheckpointError: it is something else.
-        """
+        """Reads it."""
         found = parse(content, name=name)
         version = found.get("version") if isinstance(found, dict) else None
         if type(version) is int and version > FORMAT_VERSION:
@@ -111,15 +106,7 @@ class Manifest(Record):
         return files
 
     def check(self, folder: Path, *, share: tuple[int, int] = (0, 1)) -> None:
-        """Reads every file and compares.
-
-        Args:
-            folder: of the checkpoint.
-            share: ``(i, n)``: reads the i-th of n shares of the files, where n processes do it together.
-
-        Raises:
-            CorruptCheckpointError: one is missing, damaged, no regular file, or not listed.
-        """
+        """Reads every file and compares."""
         present = {path.name for path in folder.iterdir()} - {MANIFEST}
         for name in sorted(present - set(self.files)):
             raise CorruptCheckpointError(

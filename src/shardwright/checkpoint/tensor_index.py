@@ -67,11 +67,7 @@ class TensorIndex(Record):
 
     @classmethod
     def joined(cls, parts: Iterable[Mapping[str, TensorEntry]]) -> "TensorIndex":
-        """The index of what several ranks have written.
-
-        Raises:
-            CheckpointError: they do not agree on a tensor, or parts of one are missing.
-        """
+        """The index of what several ranks have written."""
         tensors: dict[str, TensorEntry] = {}
         for part in parts:
             for name, entry in part.items():
@@ -94,11 +90,7 @@ class TensorIndex(Record):
         return cls(tensors=tensors)
 
     def check(self, files: Mapping[str, TensorFile]) -> None:
-        """Compares it with the files.
-
-        Raises:
-            CorruptCheckpointError: a piece is not where it should be, or a tensor not complete.
-        """
+        """Compares it with the files."""
         for name, entry in self.tensors.items():
             if entry.dtype not in ITEM_BYTES:
                 raise CorruptCheckpointError(f"{INDEX}: {name} has the type {entry.dtype!r}.")

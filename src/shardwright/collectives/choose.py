@@ -101,17 +101,7 @@ def choose(
     source: int = 0,
     ways: Collection[str] | None = None,
 ) -> Choice:
-    """The cheapest way to do a collective.
-
-    Args:
-        collective: one of `COLLECTIVES`.
-        topology: which ranks share a node.
-        count: elements of a piece: of an all-gather's input, of a reduce-scatter's output, else of the whole.
-        itemsize: bytes of an element.
-        prices: of steps.
-        source: the rank that a broadcast starts from.
-        ways: the names of those that are allowed; None for all.
-    """
+    """The cheapest way to do a collective."""
     pricing = _Pricing(collective, topology, itemsize, prices, source)
     found: dict[str, list[tuple[float, Candidate]]] = {}
     for candidate in _candidates(collective, topology, count, itemsize, prices):

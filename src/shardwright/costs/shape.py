@@ -79,12 +79,7 @@ class Shape(Columns):
 
     @classmethod
     def of(cls, model: Transformer, *, sequence: int | None = None) -> "Shape":
-        """The shape of an architecture.
-
-        Args:
-            model: which one.
-            sequence: tokens of a sample; by default, as it was trained.
-        """
+        """The shape of an architecture."""
         layers = model.layers + model.encoder_layers
         latent = model.latent
         return cls(

@@ -98,18 +98,7 @@ def step_of_stages(
     slowest: Numbers,
     slowest_blocks: Numbers | None = None,
 ) -> StepSeconds:
-    """Seconds of a step, of what its stages take for a microbatch.
-
-    Args:
-        shape: of the model.
-        options: the candidates.
-        rates: of the machines, for what ranks say to one another.
-        reached: shares of them.
-        block: a mean block.
-        head: the head and the loss.
-        slowest: the pipeline rank that takes longest.
-        slowest_blocks: that it has, for what it sums over replicas and updates; None: the mean.
-    """
+    """Seconds of a step, of what its stages take for a microbatch."""
     p, m = options.pipeline, options.microbatches
     blocks = shape.layers / p
     mean = blocks * block.total + head / p
@@ -136,13 +125,7 @@ def step_of_stages(
 
 
 def rank_parameters(shape: Shape, options: Options, blocks: Numbers | None = None) -> Numbers:
-    """Parameters that a pipeline rank trains, over its tensor parallel ranks, with an embedding.
-
-    Args:
-        shape: of the model.
-        options: the candidates.
-        blocks: of the rank; None: the mean.
-    """
+    """Parameters that a pipeline rank trains, over its tensor parallel ranks, with an embedding."""
     blocks = shape.layers / options.pipeline if blocks is None else blocks
     experts = np.maximum(1.0, shape.experts / options.expert)
     block = shape.attention_parameters + shape.held_parameters(experts)

@@ -102,10 +102,6 @@ class StepRecord:
 def metrics_of(record: StepRecord, *, world_size: int) -> dict[str, MetricValue]:
     """The metrics of a step; unknown ones are left out.
 
-    Args:
-        record: the step.
-        world_size: number of ranks.
-
     >>> metrics = metrics_of(StepRecord(step=1, seconds=0.5, samples=8, loss=2.0), world_size=2)
     >>> {str(name): value for name, value in metrics.items()}
     {'train/loss': 2.0, 'time/step(s)': 0.5, 'throughput/samples(1/s)': 16.0}
@@ -149,11 +145,6 @@ class MetricsLog:
     earlier run stay if this one resumes from it. If it begins anew, at step 1, their file is kept under
     another name, ``metrics-1.jsonl``: two runs never mix.
 
-    Args:
-        path: the file.
-        world_size: number of ranks.
-        wall: the clock, seconds since 1970.
-
     Attributes:
         kept: the file with the metrics of an earlier run; None where there was none.
     """
@@ -185,9 +176,6 @@ def read_steps(path: Path) -> Records:
 
     A run that was killed has done steps after its last checkpoint, and does them again when it resumes: the
     later line holds.
-
-    Raises:
-        UsageError: the file cannot be read.
     """
     if not path.exists():
         return Records()

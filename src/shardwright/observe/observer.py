@@ -45,23 +45,10 @@ __all__ = ["Observer"]
 class Observer:
     """Reports a run.
 
-    Args:
-        config: `log_interval`, `steps`, `trackers`, `tensorboard`.
-        rank: this world rank.
-        world_size: number of ranks.
-        pipeline_ranks: world ranks of this replica, by pipeline rank.
-        folder: the run folder; None writes no files.
-        prints: whether this is the rank that writes and prints; true on one rank.
-        console: for tests.
-        wall: the clock, seconds since 1970.
-
     Attributes:
         folder: the run folder; None where no files are written.
         console: where it prints.
         going_on: how to go on with the run at its end; empty where nothing was saved.
-
-    Raises:
-        ConfigError: a tracker is asked for and not installed.
     """
 
     def __init__(
@@ -158,16 +145,7 @@ class Observer:
         *,
         step: int | None = None,
     ) -> None:
-        """The timeline of a step was gathered; the last one stays in the file.
-
-        Args:
-            events: the actions of all pipeline ranks of this replica.
-            simulation: of the schedule that was run; None where there are no costs to simulate with.
-            step: number of the step.
-
-        Raises:
-            ScheduleError: events and simulation are not of the same schedule.
-        """
+        """The timeline of a step was gathered; the last one stays in the file."""
         if self._written is None:
             return
         trace = chrome_trace(
@@ -181,12 +159,7 @@ class Observer:
         self.event("timeline_written", step=step)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Something happened that a person may look for later.
-
-        Args:
-            kind: what, such as ``checkpoint_saved``.
-            **fields: facts about it, with the unit in their names.
-        """
+        """Something happened that a person may look for later."""
         if self._events is not None:
             now = datetime.fromtimestamp(self._wall(), UTC).isoformat(timespec="milliseconds")
             self._events.append({"time": now, "kind": kind, "rank": self._rank, **fields})
@@ -200,11 +173,7 @@ class Observer:
         return self.console.phase(text)
 
     def close(self, *, ended: str = "done") -> None:
-        """Writes the report, says what the run came to, and closes all files; may be called twice.
-
-        Args:
-            ended: in a word, such as ``failed``.
-        """
+        """Writes the report, says what the run came to, and closes all files; may be called twice."""
         self._progress.flush()
         written = self._written if self._totals.steps and not self._closed else None
         if self._report and written is not None:

@@ -91,15 +91,7 @@ def format_end(
     ended: str = "done",
     further: Sequence[str] = (),
 ) -> str:
-    """The lines at the end of a run.
-
-    Args:
-        totals: of its steps; at least one.
-        plan: that it followed.
-        replicas: of the model; None where the seconds of a rank's work are not its own (`own_replicas`).
-        ended: in a word, such as ``stopped``.
-        further: where its report is, and how to go on.
-    """
+    """The lines at the end of a run."""
     steps = f"{totals.steps} step{'s' * (totals.steps != 1)}"
     if totals.last_step != totals.steps:
         steps += f" to step {totals.last_step}"

@@ -167,13 +167,7 @@ def going_further(record: RunRecord) -> str:
 
 
 def command_of_script(words: Sequence[str], *, settings: Mapping[str, Any], world_size: int) -> RunRecord:
-    """A record of the script that this process runs, where no launcher of ours has begun it.
-
-    Args:
-        words: the command line, as in `sys.argv`.
-        settings: those that a launcher passes in the environment.
-        world_size: number of ranks: of several, somebody else's launcher knows the command.
-    """
+    """A record of the script that this process runs, where no launcher of ours has begun it."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     script = str(Path(words[0]).absolute()) if spec is None else spec.name.removesuffix(".__main__")

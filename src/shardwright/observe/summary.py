@@ -84,14 +84,6 @@ def summarize(
     """Reads the outcome of a run from its folder.
 
     Rates are medians, without the first step, which traces and plans.
-
-    Args:
-        folder: the run folder.
-        single_throughput: tokens a second of one process; samples a second where tokens are not known.
-
-    Raises:
-        UsageError: no step was done, or the metrics hold something else.
-        PlanError: the plan file cannot be used.
     """
     found = folder if isinstance(folder, RunFolder) else RunFolder(Path(folder).absolute())
     records = read_steps(found.metrics_file)

@@ -47,12 +47,7 @@ PartOf = Callable[[tuple[int, ...]], tuple[int, ...] | None]
 
 
 def crossings_of(dataflow: Dataflow, *, part_of: PartOf | None = None) -> Crossings:
-    """The values sent from stage to stage.
-
-    Args:
-        dataflow: which values cross.
-        part_of: sizes of what this rank has of a value, by its own; None: all.
-    """
+    """The values sent from stage to stage."""
     graph, homes = dataflow.trace.graph, dataflow.homes
     found: dict[tuple[int, int], dict[int, Crossing]] = {}
     contributes = graph.contributing()

@@ -22,11 +22,7 @@ class MicrobatchValues:
         self.outputs = list(outputs)
 
     def refuse_different_shapes(self) -> None:
-        """Refuses values that cannot be combined element by element.
-
-        Raises:
-            UsageError: they have different shapes.
-        """
+        """Refuses values that cannot be combined element by element."""
         shapes = [tuple(output.shape) for output in self.outputs]
         if len(set(shapes)) > 1:
             raise UsageError(

@@ -49,11 +49,7 @@ def check_request(
     active_microbatches: int | None,
     costs: Sequence[StageCost] | None,
 ) -> Request:
-    """The request in checked form.
-
-    Raises:
-        ScheduleError: the placement, a number or the costs cannot be used.
-    """
+    """The request in checked form."""
     ranks = check_placement(stage_ranks)
     if num_microbatches < 1:
         raise ScheduleError(f"{kind} was asked for with {num_microbatches} microbatches. Give 1 or more.")

@@ -59,14 +59,7 @@ class _UnknownError(Exception):
 
 
 def loss_reduction(graph: StepGraph, trace: Trace, twice: Trace, losses: Sequence[Any]) -> LossReduction:
-    """How the losses of a step function rest on the samples.
-
-    Args:
-        graph: of the trace.
-        trace: of a microbatch.
-        twice: of one with twice as many samples.
-        losses: tensors of the trace.
-    """
+    """How the losses of a step function rest on the samples."""
     divisors: dict[str, Kind] = {}
     kinds: set[Kind] = set()
     for loss in losses:

@@ -56,9 +56,6 @@ class _AllMade(Exception):  # noqa: N818
 class Recorder:
     """Records one trace.
 
-    Args:
-        until: names of tensors; when all are made, an exception ends the trace. None: it goes on to its end.
-
     Attributes:
         sizes: name of each of these tensors that was made -> number of entries; None where that is not known.
         notes: name of an operation -> note.

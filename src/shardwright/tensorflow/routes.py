@@ -70,12 +70,7 @@ class Routes:
 
 
 def routes_of(graph: StepGraph, placement: Placement) -> Routes:
-    """Cuts a placed step into pieces.
-
-    Raises:
-        TraceError: something must go from a later stage to an earlier one in a forward, from an earlier to a
-            later one in a backward, or cannot be sent at all.
-    """
+    """Cuts a placed step into pieces."""
     return _Cut(graph, placement).routes()
 
 

@@ -135,11 +135,7 @@ def send(channel: socket.socket, message: Any) -> None:
 
 
 def receive(channel: socket.socket) -> Any:
-    """Receives one message.
-
-    Raises:
-        EOFError: the other end is closed.
-    """
+    """Receives one message."""
     (length,) = _LENGTH.unpack(_receive_exactly(channel, _LENGTH.size))
     return decode(_receive_exactly(channel, length))
 

@@ -126,12 +126,7 @@ def _listed(parts: Sequence[str]) -> str:
 
 
 def why_not(task: Task, pins: dict[str, int]) -> Comparison:
-    """Compares the best way with the best one that has these options.
-
-    Raises:
-        InfeasiblePlanError: nothing fits without them, either.
-        ConfigError: no way has them.
-    """
+    """Compares the best way with the best one that has these options."""
     answer = search(replace(task, pins={}))
     pinned = replace(task, pins=pins)
     ways = all_ways(pinned)

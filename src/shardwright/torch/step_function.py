@@ -124,16 +124,7 @@ def step_function(
     loss_reduction: str | None = None,
     prepared: Callable[[Batch], Batch] | None = None,
 ) -> Callable[..., Any]:
-    """Makes a step function, as `step` does with its options.
-
-    Args:
-        function: as there.
-        non_split_inputs: as there.
-        input_split_axes: as there.
-        split_lists: as there.
-        loss_reduction: as there.
-        prepared: makes the batch that is run from the one that is given.
-    """
+    """Makes a step function, as `step` does with its options."""
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise UsageError(
             f"the step function {function.__name__} is a generator or asynchronous: it would return before "

@@ -46,14 +46,7 @@ class Stalls:
     _deadlock: str = ""
 
     def look(self, mine: Note) -> str:
-        """Looks at the ranks that this one waits for.
-
-        Args:
-            mine: where this rank is.
-
-        Returns:
-            Why this rank is to end; empty if it is not.
-        """
+        """Looks at the ranks that this one waits for; returns why this rank is to end; empty if it is not."""
         needed = _needed(mine)
         if self.rank not in needed or not mine.waits or mine.still_s < self.patience_s / 2:
             self._before.clear()

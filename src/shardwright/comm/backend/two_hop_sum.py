@@ -23,16 +23,7 @@ __all__ = ["TwoHopSum"]
 
 
 class TwoHopSum:
-    """Starts to sum; the groups' other collectives may follow at once.
-
-    Args:
-        data: (n * ranks of the shard group,), part by part; it is let go at the end of the first hop, and
-            nobody may write to it before.
-        earlier: (n,), is added to the first hop's sum of this rank's part; None for nothing.
-        shard_group: the ranks that share.
-        replica_group: the ranks that have the same part; None for the first hop alone.
-        quantiser: packs what goes between hosts into 8 bits, with groups of the backend ``shardwright``.
-    """
+    """Starts to sum; the groups' other collectives may follow at once."""
 
     def __init__(
         self,
@@ -72,24 +63,13 @@ class TwoHopSum:
             self._both = first.then(hop)
 
     def wait_for_part(self) -> None:
-        """Waits for the first hop, and lets go of the earlier sum where no other hop follows.
-
-        Raises:
-            PeerLostError: a rank has ended.
-        """
+        """Waits for the first hop, and lets go of the earlier sum where no other hop follows."""
         self._first.wait()
         if self._replica_group is None:
             self._add_earlier()
 
     def wait(self) -> Tensor:
-        """Waits for both hops.
-
-        Returns:
-            (n,), the sum of this rank's part.
-
-        Raises:
-            PeerLostError: a rank has ended.
-        """
+        """Waits for both hops; returns (n,), the sum of this rank's part."""
         self._first.wait()
         if self._both is not None:
             self._both.wait().wait()

@@ -23,9 +23,6 @@ _LARGEST = 127
 class BlockQuantiser:
     """Packs numbers into bytes, and counts the loss.
 
-    Args:
-        block: numbers that share a scale.
-
     Attributes:
         largest_error: of a number that was packed, relative to the largest of its block: at most 1 / 254.
 
@@ -55,14 +52,7 @@ class BlockQuantiser:
         return count + 4 * -(-count // self._block)
 
     def pack(self, numbers: Tensor) -> Tensor:
-        """Packs numbers.
-
-        Args:
-            numbers: (n,), finite.
-
-        Returns:
-            (num_bytes(n),), uint8.
-        """
+        """Packs numbers; returns (num_bytes(n),), uint8."""
         count = numbers.numel()
         blocks = F.pad(numbers.float(), (0, -count % self._block)).view(-1, self._block)
         scales = blocks.abs().amax(1) / _LARGEST

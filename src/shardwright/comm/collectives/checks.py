@@ -9,17 +9,7 @@ __all__ = ["check_fit", "check_packable"]
 
 
 def check_fit(collective: str, data: Tensor, output: Tensor, num_ranks: int) -> None:
-    """Refuses tensors that do not fit a collective.
-
-    Args:
-        collective: which.
-        data: the input.
-        output: where the result goes.
-        num_ranks: of the group.
-
-    Raises:
-        UsageError: their sizes or types differ from what it takes, or they are not contiguous on the CPU.
-    """
+    """Refuses tensors that do not fit a collective."""
     num_outputs = data.numel()
     if collective in ("all_gather", "gather_to_nodes"):
         num_outputs *= num_ranks
@@ -43,11 +33,7 @@ def check_fit(collective: str, data: Tensor, output: Tensor, num_ranks: int) -> 
 
 
 def check_packable(collective: str, data: Tensor, reduction: Reduction) -> None:
-    """Refuses to pack what cannot be rounded.
-
-    Raises:
-        UsageError: the elements are whole numbers, or not summed.
-    """
+    """Refuses to pack what cannot be rounded."""
     if not data.is_floating_point() or reduction.name not in ("SUM", "AVG"):
         raise UsageError(
             f"{collective} of {data.dtype} with {reduction.name} cannot go in 8 bits: only sums and averages "

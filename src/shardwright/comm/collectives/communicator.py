@@ -37,17 +37,6 @@ class Communicator:
 
     Tensors are contiguous and on the CPU.
 
-    Args:
-        rank: of this process in the group.
-        world_ranks: of the ranks in the group, in the job: for errors.
-        topology: which ranks share a node.
-        prices: of the steps, the same on all ranks: they choose the algorithms.
-        neighbours: this rank's node; None where it is alone there.
-        messages: takes messages to ranks of other nodes; None where there are none.
-        gloo: for collectives that gloo does better.
-        name: of the group, for stacks.
-        session: what the ranks share, which their groups use as long as they last.
-
     Attributes:
         thread: runs the collectives, in order.
         rank, topology, neighbours, messages, gloo: as given.
@@ -88,19 +77,7 @@ class Communicator:
     # ---- collectives ----
 
     def all_gather(self, output: Tensor, data: Tensor, quantiser: BlockQuantiser | None = None) -> None:
-        """Gives every rank the inputs of all.
-
-        Args:
-            output: n elements a rank, filled rank by rank; the input may be this rank's part of it.
-            data: n elements.
-            quantiser: packs inputs into 8 bits where there are several nodes. All ranks get the same rounded
-                elements; where the input is a part of the output, it is rounded there.
-
-        Raises:
-            UsageError: the sizes or types do not fit, or cannot be packed.
-            PeerLostError: a rank has ended, or does not answer.
-            TraceMismatchError: a rank of this node does something else.
-        """
+        """Gives every rank the inputs of all."""
         check_fit("all_gather", data, output, self.topology.num_ranks)
         if quantiser is None or len(self.topology.nodes) == 1:
             self._run("all_gather", data, output, count=data.numel())
@@ -120,17 +97,7 @@ class Communicator:
         reduction: Reduction = _SUM,
         quantiser: BlockQuantiser | None = None,
     ) -> None:
-        """Gives every rank its part of the sum of all inputs.
-
-        Args:
-            output: n elements.
-            data: n elements a rank, rank by rank.
-            reduction: how elements are summed.
-            quantiser: packs the sums of a node for other nodes into 8 bits.
-
-        Raises:
-            as `all_gather`.
-        """
+        """Gives every rank its part of the sum of all inputs."""
         check_fit("reduce_scatter", data, output, self.topology.num_ranks)
         reduction.check(data.dtype)
         if quantiser is not None:
@@ -147,16 +114,7 @@ class Communicator:
     def all_reduce(
         self, data: Tensor, reduction: Reduction = _SUM, quantiser: BlockQuantiser | None = None
     ) -> None:
-        """Gives every rank the sum of all inputs, in place.
-
-        Args:
-            data: n elements.
-            reduction: how elements are summed.
-            quantiser: packs what goes between nodes into 8 bits, the sums of nodes and then their sum.
-
-        Raises:
-            as `all_gather`.
-        """
+        """Gives every rank the sum of all inputs, in place."""
         check_fit("all_reduce", data, data, self.topology.num_ranks)
         reduction.check(data.dtype)
         if quantiser is not None and len(self.topology.nodes) > 1:
@@ -170,11 +128,7 @@ class Communicator:
         self._run("all_reduce", data, data, count=data.numel(), reduction=reduction)
 
     def broadcast(self, data: Tensor, source: int) -> None:
-        """Gives every rank what one of them has, in place.
-
-        Raises:
-            as `all_gather`.
-        """
+        """Gives every rank what one of them has, in place."""
         check_fit("broadcast", data, data, self.topology.num_ranks)
         self._run("broadcast", data, data, count=data.numel(), source=source)
 
@@ -191,17 +145,6 @@ class Communicator:
         """Has a group of gloo do a collective where it does that better; None where it does not.
 
         Nothing of it runs on `thread`: the way over Python takes as long as a small collective.
-
-        Args:
-            group: of gloo, with the same ranks, that no thread of this communicator uses.
-            collective: one of `shardwright.collectives.choose.COLLECTIVES`.
-            output: as the method of that name has it.
-            data: as the method of that name has it.
-            reduction: how elements are summed.
-            source: where a broadcast starts.
-
-        Raises:
-            UsageError: the sizes or types do not fit.
         """
         check_fit(collective, data, output, self.topology.num_ranks)
         count = output.numel() if collective == "reduce_scatter" else data.numel()
@@ -218,16 +161,6 @@ class Communicator:
         """Gives every node the pieces that all ranks have of some tensors.
 
         Nobody reads `memory` meanwhile; when this returns, it is complete for all ranks of the node.
-
-        Args:
-            memory: what `share_memory` gave: the tensors one after the other, each with the pieces of all
-                ranks.
-            data: the pieces of this rank, one after the other.
-            pieces: elements of a piece of each tensor.
-            quantiser: packs all pieces but the last into 8 bits. All ranks get the same rounded elements.
-
-        Raises:
-            as `all_gather`.
         """
         check_fit("gather_to_nodes", data, memory, self.topology.num_ranks)
         data, sizes = data.detach(), tuple(pieces)
@@ -241,14 +174,7 @@ class Communicator:
         self._run_task("gather_to_nodes", task)
 
     def share_memory(self, num_bytes: int) -> Tensor:
-        """Memory that all ranks see; collective over all of them, on one node.
-
-        Returns:
-            (num_bytes,) uint8.
-
-        Raises:
-            OSError: the host lacks it.
-        """
+        """Memory that all ranks see; collective over all of them, on one node; returns (num_bytes,) uint8."""
         neighbours = self.neighbours
         if neighbours is None:
             with torch.inference_mode(False):  # the caller's thread may be another
@@ -266,14 +192,7 @@ class Communicator:
         self._chooser = Chooser(self.topology, self.rank, prices)
 
     def choice(self, collective: str, count: int, itemsize: int) -> Choice:
-        """The algorithm for a collective of this size, and why it was chosen.
-
-        Args:
-            collective: one of `shardwright.collectives.choose.COLLECTIVES`.
-            count: elements of a piece: of an all-gather's input, of a reduce-scatter's output, else of the
-                whole.
-            itemsize: bytes of an element.
-        """
+        """The algorithm for a collective of this size, and why it was chosen."""
         return self._chooser.choice(collective, count, itemsize)
 
     def run_routine(
@@ -286,17 +205,7 @@ class Communicator:
         quantiser: BlockQuantiser | None = None,
         shared: Tensor | None = None,
     ) -> None:
-        """Runs steps; collective over all ranks.
-
-        Args:
-            kind: what they are, which ranks of a node compare; at most 24 letters.
-            routine: the steps of this rank.
-            data: (n,), the input.
-            output: (n,), of the same dtype.
-            reduction: how elements are summed.
-            quantiser: packs messages to other nodes.
-            shared: memory of the node to use; by default, some for this collective alone.
-        """
+        """Runs steps; collective over all ranks."""
         dtype = str(data.dtype).removeprefix("torch.")
         operation = Operation(self._num_operations, kind, data.numel(), dtype)
         self._num_operations += 1

@@ -34,11 +34,7 @@ class NodeGroup(Protocol):
 
 
 class NodeGather:
-    """Gathers, on the thread of a group; see `Communicator.gather_to_nodes`.
-
-    Args:
-        group: the ranks that gather.
-    """
+    """Gathers, on the thread of a group; see `Communicator.gather_to_nodes`."""
 
     def __init__(self, group: NodeGroup):
         self._group = group

@@ -43,22 +43,7 @@ def run_steps(
     what: str,
     quantiser: BlockQuantiser | None = None,
 ) -> None:
-    """Runs the row of one rank to its end.
-
-    Args:
-        steps: the row.
-        memories: a tensor of one dimension for each memory that it uses, all of one dtype.
-        messages: takes messages to other nodes; None where there are none.
-        neighbours: the node; None where this rank is alone there.
-        world_ranks: of the ranks in the group, in the job: for errors.
-        reduction: for sums.
-        what: the collective, the same text on all ranks.
-        quantiser: packs messages to other nodes; None where they go as they are.
-
-    Raises:
-        PeerLostError: a rank has ended, or does not answer.
-        TraceMismatchError: a rank of the node is in another collective.
-    """
+    """Runs the row of one rank to its end."""
     mail = _Mail(messages, quantiser, world_ranks, what)
 
     def at(span: Span) -> Tensor:
@@ -90,14 +75,7 @@ def run_steps(
 
 
 class _Mail:
-    """Messages of one collective to and from ranks of other nodes.
-
-    Args:
-        group: takes them; None where there are none.
-        quantiser: packs them; None where they go as they are.
-        world_ranks: of the ranks in the group, in the job: for errors.
-        what: the collective, the same text on all ranks.
-    """
+    """Messages of one collective to and from ranks of other nodes."""
 
     def __init__(
         self,

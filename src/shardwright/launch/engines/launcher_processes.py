@@ -43,15 +43,7 @@ def launcher_log(spec: JobSpec, host: int) -> Path:
 
 
 class ProcessesJob(RunningJob):
-    """One launcher a host, as children of this process.
-
-    Args:
-        spec: the job.
-        commands: one a host.
-        ends_with_parent: they end when this process ends.
-        lock: of the job's folder, which they hold as long as they run.
-        close: called once they have ended.
-    """
+    """One launcher a host, as children of this process."""
 
     def __init__(
         self,

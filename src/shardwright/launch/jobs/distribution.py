@@ -73,11 +73,7 @@ class Distribution:
 
 
 def read_distribution(given: Mapping[str, Any] | None) -> Distribution:
-    """Reads a ``distribution``.
-
-    Raises:
-        ConfigError: it contradicts itself, or has in it what nobody knows.
-    """
+    """Reads a ``distribution``."""
     if not given:
         return Distribution()
     if not isinstance(given, Mapping):

@@ -52,9 +52,6 @@ class JobSpec:
         max_run_s: stops the job after so long; None for no limit.
         max_restarts: how often all ranks start again after a failure.
         image: a container image, for engines that need one.
-
-    Raises:
-        ConfigError: no process can get its words or variables.
     """
 
     name: str
@@ -102,12 +99,7 @@ class JobSpec:
         return self.num_hosts * self.processes_per_host
 
     def variables(self, *, source_dir: str | None = None, run_folder: Path | None = None) -> dict[str, str]:
-        """The variables for the launcher of each host; it works out the rest (training_environment.py).
-
-        Args:
-            source_dir: where the script is, if not where it is here.
-            run_folder: where results go, if not here.
-        """
+        """The variables for the launcher of each host; it works out the rest (training_environment.py)."""
         folders = result_folders(run_folder or self.run_folder)
         chosen = {
             **{f"{CHANNEL_PREFIX}{name.upper()}": path for name, path in self.channels.items()},
@@ -129,14 +121,7 @@ class JobSpec:
     def words_of_launcher(
         self, *, python: str, runs_dir: str | None = None, node_rank: str = "0", endpoint: str = ""
     ) -> list[str]:
-        """The command of one host, run in `source_dir`.
-
-        Args:
-            python: the interpreter.
-            runs_dir: the folder that holds the run folders, if not where it is here.
-            node_rank: number of the host.
-            endpoint: where the hosts meet.
-        """
+        """The command of one host, run in `source_dir`."""
         words = [python, "-P", "-m", "shardwright", "run", "--nproc-per-node", str(self.processes_per_host)]
         if self.num_hosts > 1:
             words += ["--nnodes", str(self.num_hosts), "--node-rank", node_rank, "--rdzv-endpoint", endpoint]
@@ -149,11 +134,7 @@ class JobSpec:
 
 
 def own_environ(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a job's launcher on this machine.
-
-    Args:
-        environ: of this process.
-    """
+    """The environment of a job's launcher on this machine."""
     kept = {
         name: value
         for name, value in environ.items()

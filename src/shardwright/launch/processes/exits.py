@@ -49,11 +49,7 @@ class WorkerExit:
 
 
 class ExitLog:
-    """The file; one line a worker and life.
-
-    Args:
-        path: where; it need not exist.
-    """
+    """The file; one line a worker and life."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)

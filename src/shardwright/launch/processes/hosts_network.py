@@ -93,13 +93,6 @@ def missing_for_networks() -> str | None:
 class HostsNetwork:
     """Hosts and the links between them, while a ``with`` statement lasts.
 
-    Args:
-        num_hosts: how many.
-        rate_bit_per_s: of each host's link, in either direction; None for no limit.
-
-    Raises:
-        UsageError: the machine lacks something, or a limit cannot be set.
-
     Attributes:
         num_hosts: how many.
         namespaces: their names, and that of the switch.

@@ -21,11 +21,7 @@ _LEVEL = 6
 
 
 def check_plotly() -> None:
-    """Refuses to go on where plotly is not installed.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """Refuses to go on where plotly is not installed."""
     if find_spec("plotly") is None:
         raise UsageError(
             f"a report needs the package plotly, which is not installed. Run: {INSTALL}. "
@@ -38,9 +34,6 @@ def packed_library() -> str:
     """plotly.js, compressed with gzip, in base64.
 
     It is read from the package and not through ``plotly.offline``, whose import takes longer than the rest.
-
-    Raises:
-        UsageError: plotly is not installed, or the file is not where version 7 has it.
     """
     check_plotly()
     spec = find_spec("plotly")
@@ -56,12 +49,7 @@ def packed_library() -> str:
 
 
 def write_report(path: Path, file: Path) -> Path:
-    """Writes the report of a run folder or a plan file, whole or not at all; returns `file`.
-
-    Raises:
-        UsageError: plotly is not installed, a file is damaged, or the report cannot be written.
-        PlanError: the plan cannot be used.
-    """
+    """Writes the report of a run folder or a plan file, whole or not at all; returns `file`."""
     return _write(render_page(gather(path), library=packed_library()), file)
 
 

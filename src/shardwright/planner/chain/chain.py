@@ -116,11 +116,7 @@ class ParameterUse:
     wide: int = 1
 
     def state(self, *, may_be_shared: bool = True) -> StateBytes:
-        """The bytes that it takes on a rank.
-
-        Args:
-            may_be_shared: no other stage of the replica has it, too.
-        """
+        """The bytes that it takes on a rank."""
         trained = self.num_bytes if self.trained else 0
         state = StateBytes(self.num_bytes, trained, trained)
         if self.shared is not None and may_be_shared:

@@ -44,14 +44,7 @@ class Passage:
     operations: int = 0
 
     def seconds(self, whole_s: float, prices: TensorPrices, size: float, *, operation_s: float) -> float:
-        """Seconds of it.
-
-        Args:
-            whole_s: of the whole unit.
-            prices: of what it exchanges.
-            size: samples of the microbatch, over those for which it was worked out.
-            operation_s: what an operation on divided tensors takes beyond its own time.
-        """
+        """Seconds of it."""
         exchange_s = prices.exchange_s(self.calls, self.num_bytes * size)
         return whole_s * self.share * self.pace + exchange_s + self.operations * operation_s
 
@@ -157,12 +150,7 @@ class Division:
         )
 
     def between_bytes(self, value: int, spec: TensorSpec) -> int:
-        """Bytes of a tensor between units on the rank with most of it.
-
-        Args:
-            value: its number in the graph.
-            spec: of the whole tensor.
-        """
+        """Bytes of a tensor between units on the rank with most of it."""
         share = self.values.get(value, 1.0) if self.between is None else self.between.share(spec.shape)
         return round(spec.num_bytes * share)
 

@@ -21,12 +21,7 @@ docs/benchmarks.md."""
 
 
 def estimate_profile(graph: ModelGraph, *, device: Device) -> Profile:
-    """Estimates the cost of every class of units and operations.
-
-    Args:
-        graph: the traced model, with what it computes, moves and saves.
-        device: peak rates.
-    """
+    """Estimates the cost of every class of units and operations."""
     rates = _rates(device)
     costs: dict[str, UnitCost] = {}
     for node in graph.nodes:

@@ -120,11 +120,7 @@ _MOST_ACTIONS = 5_000_000
 
 
 def base_setting(plan: Plan) -> Setting:
-    """The conditions that a plan was made with, as far as it tells.
-
-    Raises:
-        PlanError: the plan has no prediction.
-    """
+    """The conditions that a plan was made with, as far as it tells."""
     prediction = _prediction(plan)
     _check_length(len(plan.stages), plan.schedule.microbatches)
     schedule, costs = schedule_of(plan), stage_costs_of(plan)
@@ -149,12 +145,7 @@ def base_setting(plan: Plan) -> Setting:
 
 
 def change_setting(plan: Plan, change: Change) -> Setting:
-    """The conditions of a plan with something changed.
-
-    Raises:
-        PlanError: the plan has no prediction, or does not say what would have to change.
-        ScheduleError: the schedule cannot be built for these stages.
-    """
+    """The conditions of a plan with something changed."""
     base, conditions = base_setting(plan), _prediction(plan).conditions
     if conditions is None and (change.bandwidth, change.latency) != (1.0, 1.0):
         raise PlanError(
@@ -194,14 +185,7 @@ def change_setting(plan: Plan, change: Change) -> Setting:
 
 
 def _exchange_seconds(plan: Plan, stage: int, *, share: float, change: Change) -> tuple[float, float]:
-    """Seconds by which the exchange of tensor-parallel ranks takes longer: in a forward, and in a backward.
-
-    Args:
-        plan: tells what they exchange for a microbatch of a stage, and what that costs.
-        stage: which.
-        share: of the microbatch that the changed one is.
-        change: of links, and of all seconds of a stage, those of the exchange among them.
-    """
+    """Seconds by which the exchange of tensor-parallel ranks takes longer: in a forward, and in a backward."""
     predicted = _prediction(plan).stages[stage]
     of_both = (predicted.forward_exchange_s, predicted.backward_exchange_s)
     if plan.tensor is None or sum(of_both) == 0:
@@ -235,11 +219,7 @@ def _check_length(stages: int, microbatches: int) -> None:
 
 
 def play(setting: Setting) -> Replay:
-    """Plays a setting out.
-
-    Raises:
-        ScheduleError: it deadlocks, or a number cannot be used.
-    """
+    """Plays a setting out."""
     simulation = simulate(
         setting.schedule,
         setting.costs,

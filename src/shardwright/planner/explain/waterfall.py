@@ -83,11 +83,7 @@ class _Work(StageCost):
 
 
 def break_down(plan: Plan) -> Waterfall:
-    """The parts of the step that a plan predicts.
-
-    Raises:
-        PlanError: the plan has no prediction.
-    """
+    """The parts of the step that a plan predicts."""
     setting = base_setting(plan)
     assert plan.prediction is not None
     parts = [*_work_parts(plan, setting), *_waiting_parts(setting), *_outer_parts(plan, setting)]

@@ -147,11 +147,6 @@ class Fabric:
         """Seconds of summing `num_bytes` over world ranks, as a ring with a logarithmic latency.
 
         ``2 (n - 1) / n * bytes / bandwidth + 2 latency log2(n)`` over the slowest link.
-
-        Args:
-            num_bytes: of each rank.
-            ranks: of the world.
-            at_once: groups of each host that do so at the same time; they share its link to other hosts.
         """
         members = sorted(ranks)
         n = len(members)
@@ -181,10 +176,6 @@ class Fabric:
         """Seconds of summing the gradients over the replicas, once a step, on the rank that waits longest.
 
         Parameters that replicas share are summed in two hops, and gathered where they are on several hosts.
-
-        Args:
-            layout: what each pipeline rank has.
-            splits: gradients of weights are computed apart, after the others.
         """
         if self.mesh.data == 1:
             return NO_SUMS

@@ -120,12 +120,7 @@ def _atoms(atom: NDArray[np.int64], calls: Sequence[int], after: int = -1) -> li
 
 
 def _entering(n: int, rows: Sequence[tuple[list[int], float]]) -> Floats:
-    """For each interval, the bytes of what is made before it and read inside.
-
-    Args:
-        n: number of atoms.
-        rows: ([source, *readers], size) of each thing.
-    """
+    """For each interval, the bytes of what is made before it and read inside."""
     corners: list[tuple[int, int, float]] = []
     for at, size in rows:
         for before, reader in pairwise(at):

@@ -115,12 +115,7 @@ def tensor_reasons(best: Option, *, division: Division | None, graph: ModelGraph
 
 
 def _shared(division: Division, elements: Mapping[str, int]) -> str:
-    """What ranks share.
-
-    Args:
-        division: says how.
-        elements: of parameters, by name.
-    """
+    """What ranks share."""
 
     def percent(names: Collection[str]) -> str:
         own = sum(size for name, size in elements.items() if name in names)

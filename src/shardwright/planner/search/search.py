@@ -68,22 +68,7 @@ def make_plan(
     division: Division | None = None,
     previous: Plan | None = None,
 ) -> Plan:
-    """Chooses microbatches, schedule, stages and recomputation.
-
-    Args:
-        candidates: for each number of microbatches, the graph traced at that size and its profile.
-        cluster: the machines.
-        config: what differs from its default is kept.
-        mesh: the grid of ranks.
-        placement: pipeline rank of units that the user placed, by name; heeded where `auto_partition` is off.
-        optimizer_factor: bytes of optimizer state for each byte of a trained parameter; Adam has 2.
-        division: how ranks along the tensor axis share the model; None where that has one rank.
-        previous: the plan of the last run; it stays unless another is faster by more than predictions err.
-
-    Raises:
-        InfeasiblePlanError: nothing fits in memory; the message says what is missing and what would help.
-        PlanError: the settings cannot be met, for example with more stages than units.
-    """
+    """Chooses microbatches, schedule, stages and recomputation."""
     if division is not None and not division.cuts and mesh.tensor != config.tensor_parallel_degree:
         raise PlanError(
             f"{mesh.tensor} ranks that share layers would each compute all of them: on these machines, what "

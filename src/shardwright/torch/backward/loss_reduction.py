@@ -48,14 +48,7 @@ def form_of_loss(
     constants: Collection[int] = (),
     is_fixed: Callable[[Tensor], bool] = lambda tensor: False,
 ) -> LossForm:
-    """Reads from autograd's graph how a loss is reduced.
-
-    Args:
-        loss: one number, before its backward.
-        samples: in the microbatch.
-        constants: storages of numbers that every microbatch gets alike (``num_items_in_batch``).
-        is_fixed: tells whether a tensor is the model's own, and none of the batch.
-    """
+    """Reads from autograd's graph how a loss is reduced."""
     walk = LossWalk(loss, samples, constants, is_fixed)
     try:
         found = walk.flow(loss.grad_fn, 0) if loss.grad_fn is not None else Rows.FIXED

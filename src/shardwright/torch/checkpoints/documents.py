@@ -122,16 +122,7 @@ class StateDocument(_Record):
         alike: Mapping[str, bool],
         calls: int | None = None,
     ) -> Self:
-        """Joins the documents that ranks have saved, by rank, into one.
-
-        Args:
-            step: how many steps were done.
-            mesh: of the ranks.
-            documents: what they have saved.
-            alike: for each name of a state, whether all ranks have the same.
-            calls: of step functions that trained; not kept where they are as many as the steps, so that
-                versions which do not know them read such checkpoints.
-        """
+        """Joins the documents that ranks have saved, by rank, into one."""
         first = documents[0]
         optimizers = [
             OptimizerDocument(
@@ -167,15 +158,7 @@ class StateDocument(_Record):
 
     @classmethod
     def from_content(cls, found: Any, *, name: str) -> Self:
-        """Reads it.
-
-        Args:
-            found: parsed JSON.
-            name: of the file, for messages.
-
-        Raises:
-            CorruptCheckpointError: it is something else.
-        """
+        """Reads it."""
         try:
             return cls.model_validate(found)
         except ValidationError as error:

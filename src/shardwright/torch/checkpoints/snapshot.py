@@ -82,18 +82,7 @@ def take_snapshot(
     alike: Mapping[str, bool],
     copies: bool,
 ) -> Snapshot:
-    """Takes what this rank has of the run.
-
-    Args:
-        context: the run.
-        model: between two steps.
-        states: of schedulers and the like, from their ``state_dict()``; those that this rank saves.
-        alike: for each of their names, whether all ranks have the same.
-        copies: tensors are copied, so that they may change before they are written.
-
-    Raises:
-        CheckpointError: something in a state cannot be saved.
-    """
+    """Takes what this rank has of the run."""
     own: list[OwnPart] = [*model_parts(model)]
     for number, optimizer in enumerate(context.optimizers):
         own += optimizer_parts(model, optimizer, prefix=optimizer_prefix(number))

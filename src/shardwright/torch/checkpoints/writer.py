@@ -95,16 +95,6 @@ declare(CheckpointDraft)
 class SaveUnderWay:
     """A rank's part in writing a checkpoint. Starts at once.
 
-    Args:
-        draft: what is written.
-        snapshot: what this rank has of it.
-        mesh: of the ranks.
-        rank: this one.
-        store: of the job; None for a single rank.
-        folder: of checkpoints.
-        disk: how files are written.
-        timeout_s: after so many seconds a rank that gives no sign counts as lost.
-
     Attributes:
         step: how many steps were done.
         seconds: how long it took, when it is done.

@@ -42,13 +42,6 @@ __all__ = ["Steps"]
 class Steps:
     """The steps of a model.
 
-    Args:
-        context: the run.
-        model: the wrapped model.
-        engine: runs its batches.
-        step_end: what ranks tell each other after each.
-        gives_back: memory that was freed before the first step goes back to the system.
-
     Attributes:
         called_to_train: the step function has called the model in training mode, with gradients.
         outside: watches backwards outside of steps.

@@ -41,10 +41,6 @@ class _Layout(NamedTuple):
 class SavedStorage:
     """One storage.
 
-    Args:
-        tensor: one that lies in it.
-        first: number of the first unit that keeps it, in the order of the forward.
-
     Attributes:
         first: the same.
         num_bytes: its size.
@@ -87,11 +83,7 @@ class SavedStorage:
         return ghost is not None and ghost._version == version == tensor._version
 
     def write(self, tier: Tier) -> None:
-        """Starts to copy it to the tier.
-
-        Raises:
-            UsageError: the tier has no room.
-        """
+        """Starts to copy it to the tier."""
         assert self._memory is not None
         self._tier = tier
         self._place, self._write = tier.write(self._memory)
@@ -185,11 +177,7 @@ class SavedView:
         self._version = version
 
     def check(self) -> None:
-        """Refuses a tensor that was changed in place since.
-
-        Raises:
-            RuntimeError: in the words of PyTorch.
-        """
+        """Refuses a tensor that was changed in place since."""
         outermost = next(iter(self._layout.specs), self._layout)
         refuse_changed(self._ghost, self._version, shape=outermost.shape)
 

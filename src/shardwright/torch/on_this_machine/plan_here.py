@@ -69,20 +69,6 @@ def plan_here(training: Training, *, config: Config, most: int, steps: int) -> P
     """Finds the fastest plan on the present machines; collective over all ranks, without a run.
 
     Each replica has a batch of its own, as a training script loads it: what counts are samples a second.
-
-    Args:
-        training: what is trained.
-        config: settings; degrees that it leaves open are chosen.
-        most: of the plans that are predicted to be fastest, so many are tried.
-        steps: that each takes, after two that warm up; those that are close to the fastest take them twice.
-
-    Returns:
-        The plan, the same on every rank, with its trials.
-
-    Raises:
-        PlanError: the settings cannot be met, or nothing fits.
-        TraceError: the model cannot be traced; the line is named.
-        ShardwrightError: none of the plans runs; why the first does not. Or a trial fails on some ranks only.
     """
     with _run_of_one_pipeline(config):
         measured = _measured(training, config)
@@ -124,11 +110,7 @@ def _close(plans: Sequence[Plan], seconds: Sequence[float]) -> list[int]:
 
 
 def measure_here(training: Training, *, config: Config) -> MeasuredModel:
-    """Times the model of a training on the present machines; collective over all ranks, without a run.
-
-    Raises:
-        as `plan_here`.
-    """
+    """Times the model of a training on the present machines; collective over all ranks, without a run."""
     with _run_of_one_pipeline(config):
         return _measured(training, config)
 
@@ -169,18 +151,7 @@ def _traceless(config: Config) -> Config:
 
 
 def try_plan(training: Training, plan: Plan, *, config: Config, steps: int, title: str) -> float:
-    """Runs a plan for some steps; collective over all ranks, without a run.
-
-    Args:
-        training: what is trained.
-        plan: how.
-        config: settings.
-        steps: that are timed, after two that warm up.
-        title: of the line that tells how far it is.
-
-    Returns:
-        Seconds of a step: the median, of the slowest rank.
-    """
+    """Runs a plan for some steps; collective over all ranks, without a run."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     console = Console(prints=is_first)
     with console.phase(f"{title}: {title_of(plan)}") as phase, _silence():

@@ -57,15 +57,7 @@ def clip_grad_norm_(
 
 
 def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of gradients over all stages, which stay as they are; collective over the replica.
-
-    Args:
-        parameters: those of this rank; those of other ranks are passed over.
-        norm_type: which p-norm; ``inf`` for the largest entry.
-
-    Returns:
-        A 0-dim float64 tensor, equal on all ranks.
-    """
+    """The norm of gradients over all stages, which stay as they are; collective over the replica."""
     chosen = list(parameters)
     gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
     return _norm(gradients, norm_type, asked=chosen)
@@ -110,13 +102,7 @@ def _are_of_stages(gradients: list[Tensor]) -> bool:
 
 @torch.no_grad()
 def _norm(gradients: list[Tensor], norm_type: float, *, asked: Sequence[Tensor]) -> Tensor:
-    """The norm over all stages; collective over the replica.
-
-    Args:
-        gradients: of this rank.
-        norm_type: which p-norm.
-        asked: the parameters whose gradients they are, with those of other ranks; empty where nobody knows.
-    """
+    """The norm over all stages; collective over the replica."""
     current, model = context(), wrapped_model()
     counted = gradients
     if model is not None and model.partitioned:

@@ -59,16 +59,7 @@ def is_coupled(
     arguments: Arguments = ((), {}),
     if_unknown: bool = False,
 ) -> bool:
-    """Whether an optimizer's updates need all parameters, where this rank has some; tried once.
-
-    Args:
-        optimizer: the script's own.
-        method: by which it changes parameters.
-        groups: the parameters of its groups on all ranks, so that all find the same; None for those it has.
-        arguments: of the method.
-        if_unknown: what is to be said of `step` where it cannot be tried. Another method is taken for
-            what those are that could be tried.
-    """
+    """Whether an optimizer's updates need all parameters, where this rank has some; tried once."""
     if not is_initialized() or context().mesh.pipeline == 1:
         return False
     if getattr(optimizer, "sums_over_stages", False) or _is_known(optimizer):
@@ -105,12 +96,7 @@ def _trial_of(
 
 
 def coupled_around(optimizer: Optimizer, frame: FrameType | None) -> Optimizer | None:
-    """Another optimizer in whose methods this one steps, if its updates need all parameters.
-
-    Args:
-        optimizer: steps, for the first time, and is not wrapped.
-        frame: of what calls it.
-    """
+    """Another optimizer in whose methods this one steps, if its updates need all parameters."""
     while frame is not None:
         names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
         caller = frame.f_locals.get(names[0]) if names else None
@@ -122,12 +108,7 @@ def coupled_around(optimizer: Optimizer, frame: FrameType | None) -> Optimizer |
 
 
 def refuse_coupling(optimizer: Optimizer, remedy: str = "") -> NoReturn:
-    """Refuses an optimizer that `is_coupled` over stages; on all ranks alike.
-
-    Args:
-        optimizer: the script's own.
-        remedy: in place of the usual one.
-    """
+    """Refuses an optimizer that `is_coupled` over stages; on all ranks alike."""
     name = type(optimizer).__name__
     tried = _tried.get(optimizer, {}).get("step")
     what = f"{name} updates each parameter by what it knows of all (or draws random numbers for each in turn)"
@@ -146,15 +127,7 @@ def refuse_coupling(optimizer: Optimizer, remedy: str = "") -> NoReturn:
 
 
 def refuse_parts_of_the_world(optimizer: Optimizer, *, wrapped: bool) -> None:
-    """Refuses an optimizer that deals its work out to all ranks, where these have other parameters.
-
-    Args:
-        optimizer: the script's own.
-        wrapped: its collectives go over the ranks with the same parameters.
-
-    Raises:
-        UsageError: it would get the parameters of other stages, or parts of them.
-    """
+    """Refuses an optimizer that deals its work out to all ranks, where these have other parameters."""
     mesh = context().mesh if is_initialized() else None
     if mesh is None or max(mesh.pipeline, mesh.shard, mesh.share) == 1:
         return

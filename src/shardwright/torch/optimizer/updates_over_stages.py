@@ -22,11 +22,7 @@ def has_stages() -> bool:
 
 
 class UpdatesOverStages:
-    """Looks at the methods of an optimizer that may need all parameters.
-
-    Args:
-        optimizer: the script's own.
-    """
+    """Looks at the methods of an optimizer that may need all parameters."""
 
     def __init__(self, optimizer: Optimizer):
         self._optimizer = optimizer

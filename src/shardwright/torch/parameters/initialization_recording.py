@@ -23,11 +23,7 @@ _SMALL = 2**14
 
 
 class _Place:
-    """A tensor, as a part of some memory.
-
-    Args:
-        tensor: on the meta device.
-    """
+    """A tensor, as a part of some memory."""
 
     __slots__ = ("dtype", "offset", "size", "storage", "stride")
 

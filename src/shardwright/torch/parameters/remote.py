@@ -135,11 +135,7 @@ class RemoteTensor(torch.Tensor):
         )
 
     def refuse(self) -> NoReturn:
-        """Refuses what cannot be done without values.
-
-        Raises:
-            UsageError: always.
-        """
+        """Refuses what cannot be done without values."""
         raise UsageError(
             f"{user_line()}: this needs the values of {self.first_name}, which are on rank {self._where} and "
             "not here, because the model is spread over stages. For an average of the weights (EMA, SWA), a "
@@ -171,14 +167,7 @@ class RemoteTensor(torch.Tensor):
 
 
 def make_remote(tensor: Tensor, first_name: str, holders: Sequence[int], *, device: torch.device) -> None:
-    """Makes a parameter or buffer remote: the same object without values; frees its memory.
-
-    Args:
-        tensor: has values, or is on the meta device.
-        first_name: its name.
-        holders: the ranks of this replica that keep it.
-        device: on which it would be here.
-    """
+    """Makes a parameter or buffer remote: the same object without values; frees its memory."""
     remote = RemoteTensor(_as_meta(tensor), first_name, holders).requires_grad_(tensor.requires_grad)
     attributes = vars(remote)
     if isinstance(tensor, nn.Parameter):
@@ -196,18 +185,7 @@ def _as_meta(tensor: Tensor) -> Tensor:
 def without_values(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str, holders: Sequence[int]
 ) -> Any:
-    """The result of an operation without values: stand-ins; changed tensors stay as they are.
-
-    Args:
-        func: the operator.
-        args: tensors with values are taken for ones without.
-        kwargs: likewise.
-        name: of the parameter or buffer from which the results come.
-        holders: the ranks that have its values.
-
-    Raises:
-        NotImplementedError: it needs values.
-    """
+    """The result of an operation without values: stand-ins; changed tensors stay as they are."""
     changed = _changed(func, args, kwargs)
     if changed:
         return changed[0] if func._schema.returns else None

@@ -112,18 +112,7 @@ def instructions_of(
     cuts_between: bool,
     tails: Mapping[int, DividedTail],
 ) -> list[Instruction]:
-    """Makes the instructions, one for each step of a trace.
-
-    Args:
-        trace: the traced step function.
-        dataflow: what becomes of its values.
-        assignment: where its nodes run.
-        rank: this pipeline rank.
-        kept: calls whose activations are not kept as they are.
-        divided: names of the parameters of which this rank has a part.
-        cuts_between: tensors between units may be cut.
-        tails: operations that compute on parts of what units give, by the nodes of these.
-    """
+    """Makes the instructions, one for each step of a trace."""
     divided_nodes, staying = _divided(trace, divided, tails)
     if cuts_between:
         divided_nodes = set(range(len(trace.graph.nodes)))

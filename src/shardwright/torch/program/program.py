@@ -133,16 +133,7 @@ def build_program(
     divided: frozenset[str] = frozenset(),
     boundary: Boundary | None = None,
 ) -> Program:
-    """Makes the program: what a rank computes, sends and receives.
-
-    Args:
-        trace: the traced step function.
-        assignment: where each of its nodes runs.
-        rank: this pipeline rank.
-        kept: calls whose activations are not kept as they are.
-        divided: names of the parameters of which this rank has a part.
-        boundary: places what ranks share; None where they share nothing.
-    """
+    """Makes the program: what a rank computes, sends and receives."""
     graph = trace.graph
     homes, stage_ranks = assignment.homes, assignment.stage_ranks
     home_of = tuple(homes[value.producer] for value in graph.values)

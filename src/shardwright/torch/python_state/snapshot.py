@@ -145,9 +145,6 @@ class Snapshot:
 
         A dictionary, an object or a class gets single slots back, a list, deque or set all that was in it:
         ``rows.append(loss); sizes.append(1)`` stay as long as each other.
-
-        Args:
-            is_meant: tells of an item that was not there whether it is of this kind.
         """
         for holder, before in self._before:
             known = set(map(id, before.values()))

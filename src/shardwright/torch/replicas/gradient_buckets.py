@@ -100,11 +100,7 @@ class Bucket(Protocol):
     members: Sequence[Reduced]
 
     def start(self, *, is_last: bool = True) -> None:
-        """Starts to reduce them.
-
-        Args:
-            is_last: nothing more comes in this batch.
-        """
+        """Starts to reduce them."""
         ...
 
     def let_go(self) -> None:
@@ -121,12 +117,7 @@ class Bucket(Protocol):
 
 
 class SummedBucket:
-    """Every rank gets the sum of the whole gradients.
-
-    Args:
-        members: whose gradients, of one type.
-        group: the ranks that have them.
-    """
+    """Every rank gets the sum of the whole gradients."""
 
     def __init__(self, members: Sequence[Reduced], group: dist.ProcessGroup):
         self.members = members
@@ -171,12 +162,7 @@ class SummedBucket:
 
 
 class SettledBucket:
-    """Adds up what is pending over a tensor-parallel group before replicas add theirs.
-
-    Args:
-        members: whose gradients.
-        over_replicas: reduces them further; None where no other rank has the same elements.
-    """
+    """Adds up what is pending over a tensor-parallel group before replicas add theirs."""
 
     def __init__(self, members: Sequence[Reduced], over_replicas: Bucket | None):
         self.members = members
@@ -212,12 +198,6 @@ class ShardedBucket:
     """Every rank gets the sum of the rows that it keeps.
 
     Where gradients are reduced in every backward, replicas of the rows sum them once, in the last.
-
-    Args:
-        members: whose gradients, of one type, all sharded.
-        shard_group: the ranks that share them.
-        replica_group: the ranks that keep the same rows; None where there is only this one.
-        quantiser: packs what goes between hosts into 8 bits; None where it goes as it is.
     """
 
     def __init__(
@@ -353,13 +333,7 @@ def _cut(gradient: Tensor, pieces: Tensor) -> None:
 
 
 def hand_out(totals: Tensor, members: Sequence[Reduced], flags: Sequence[float]) -> None:
-    """Puts sums into the gradients.
-
-    Args:
-        totals: one behind the other; more may follow.
-        members: whose.
-        flags: for each, whether any rank has a gradient for it.
-    """
+    """Puts sums into the gradients."""
     offset = 0
     for member, flag in zip(members, flags, strict=True):
         parameter, own = member.parameter, local_of(member.parameter)

@@ -71,16 +71,7 @@ def _refuse_spawned_children() -> None:
 
 
 def joined(config: Config, plan: Plan | None, *, kind: type[_ContextT]) -> _ContextT:
-    """Finds the ranks, joins them, and lays them out.
-
-    Args:
-        config: the settings.
-        plan: to follow; None to make one in the first step.
-        kind: of the run.
-
-    Raises:
-        UsageError: a child of this rank, or a command that wants the model, imports the script.
-    """
+    """Finds the ranks, joins them, and lays them out."""
     _refuse_imports()
     _refuse_spawned_children()
     environment = detect(os.environ)
@@ -208,11 +199,7 @@ _OF_RECORDED_STEPS = frozenset({"steps", "trace", "log_interval"})
 
 
 def _refuse_mixed_settings(mesh: Mesh, config: Config) -> None:
-    """Refuses ranks that lay each other out in different ways, or plan by others; collective over all ranks.
-
-    Raises:
-        ConfigError: they do; on all of them.
-    """
+    """Refuses ranks that lay each other out in different ways, or plan by others; collective over all ranks."""
     degrees = f"{mesh.title}, shard {mesh.shard}, placement {mesh.placement}"
     compared = (_OF_ALL_RANKS | _OF_RECORDED_STEPS) if mesh.pipeline > 1 else _OF_ALL_RANKS
     given = {name: value for name, value in config.pins.items() if name not in _OF_A_RANK}
@@ -249,11 +236,7 @@ def _own_backend(config: Config, device: torch.device) -> str | None:
 
 
 def _backend_of_replicas(config: Config, device: torch.device) -> str | None:
-    """The backend of sums over replicas; None for that of the run.
-
-    Raises:
-        ConfigError: the settings need what the other backend lacks.
-    """
+    """The backend of sums over replicas; None for that of the run."""
     if own := _own_backend(config, device):
         return own
     for key in ("sdp_quantized_gradients", "sdp_quantized_parameters"):

@@ -13,13 +13,7 @@ STEP = "the step function"
 
 
 def out_of_data(context: Context, error: PeerLostError | UsageError) -> PeerLostError | UsageError:
-    """The error of a rank that waits in vain, with who ran out of data, where that is why.
-
-    Args:
-        context: the run.
-        error: what has come of waiting: in a training step a `PeerLostError`, in a call behind the loop a
-            `UsageError`.
-    """
+    """The error of a rank that waits in vain, with who ran out of data, where that is why."""
     whereabouts, reporter = context.watch.whereabouts, context.reporter
     if whereabouts is None or reporter is None:
         return error

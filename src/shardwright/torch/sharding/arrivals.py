@@ -45,13 +45,7 @@ class Arrivals(Protocol):
 
 
 class AllAtOnce:
-    """Gathers all rows at the start of a step, in the order of use, and keeps them.
-
-    Args:
-        parcels: all of them.
-        to_come: see `Arrivals`.
-        exact: see `ShardMemory.gather`.
-    """
+    """Gathers all rows at the start of a step, in the order of use, and keeps them."""
 
     def __init__(self, parcels: Sequence[Parcel], to_come: dict[int, int], *, exact: bool = False):
         self._parcels = parcels
@@ -90,12 +84,6 @@ class InTurns:
     """Gathers rows at their use or shortly before, and releases them when room is short.
 
     Ranks of a group gather together, so all of them must use the same parameters in the same order.
-
-    Args:
-        parcels: all of them.
-        to_come: see `Arrivals`.
-        most: elements at hand at once; more where one function needs more.
-        bring: has parameters at hand.
 
     Attributes:
         window: decides.

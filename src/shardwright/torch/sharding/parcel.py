@@ -17,10 +17,6 @@ _SIZE = 2**20
 class Parcel:
     """Parameters whose rows are gathered together.
 
-    Args:
-        parameters: the parameters, in the order of their memory.
-        memory: theirs.
-
     Attributes:
         parameters: the parameters.
         memory: theirs.
@@ -86,12 +82,7 @@ class Parcel:
 
 
 def parcels_of(parameters: Mapping[str, nn.Parameter], *, most: int) -> list[list[str]]:
-    """Names of parameters of one type that follow one another.
-
-    Args:
-        parameters: by name, in the order in which they are used.
-        most: elements of several parameters together.
-    """
+    """Names of parameters of one type that follow one another."""
     found: list[list[str]] = []
     size, dtype = 0, None
     for name, parameter in parameters.items():

@@ -51,11 +51,7 @@ class ShardMemory(Protocol):
         ...
 
     def gather(self, *, exact: bool) -> Wait:
-        """Starts to bring all rows together.
-
-        Args:
-            exact: as they are, even where they are packed in steps.
-        """
+        """Starts to bring all rows together."""
         ...
 
     def gathered(self) -> Tensor:
@@ -68,13 +64,7 @@ class ShardMemory(Protocol):
 
 
 class HostMemory:
-    """Memory that the ranks of a host share; each writes to its own rows.
-
-    Args:
-        layout: of the parameters.
-        dtype: of the parameters.
-        communicator: of the shard group, on one host.
-    """
+    """Memory that the ranks of a host share; each writes to its own rows."""
 
     gathers = False
 
@@ -107,15 +97,7 @@ class HostMemory:
 
 
 class HostsMemory:
-    """Each rank has its rows; all rows are gathered into memory that the ranks of a host share.
-
-    Args:
-        layout: of the parameters.
-        dtype: of the parameters.
-        communicator: of the shard group.
-        number: of the parameters among others: ranks compare it.
-        quantiser: packs what goes between hosts into 8 bits; None where it goes as it is.
-    """
+    """Each rank has its rows; all rows are gathered into memory that the ranks of a host share."""
 
     gathers = True
 
@@ -176,15 +158,7 @@ class HostsMemory:
 
 
 class DeviceMemory:
-    """Every rank has its rows, and memory for all rows.
-
-    Args:
-        layout: of the parameters.
-        dtype: of the parameters.
-        group: the shard group.
-        device: where this rank computes.
-        number: of the parameters among others: ranks compare it where that takes no time.
-    """
+    """Every rank has its rows, and memory for all rows."""
 
     gathers = True
 
@@ -277,12 +251,7 @@ def _numbered_rows(layout: ShardLayout, dtype: torch.dtype, number: int) -> Tens
 
 
 def _compare_numbers(found: Tensor, own: Tensor) -> None:
-    """Refuses rows of other parameters, which other ranks may have sent.
-
-    Args:
-        found: (ranks * n,), the numbers of all ranks.
-        own: (n,), that of this rank.
-    """
+    """Refuses rows of other parameters, which other ranks may have sent."""
     theirs, ours = found.view(torch.uint8).view(-1, own.nbytes), own.view(torch.uint8)
     if not torch.equal(theirs, ours.expand_as(theirs)):
         ranks = (theirs != ours).any(1).nonzero().flatten().tolist()

@@ -42,13 +42,6 @@ __all__ = ["Sharding"]
 class Sharding:
     """The sharded parameters of this rank.
 
-    Args:
-        model: whose they are.
-        parameters: those to cut, by their first names, in the order in which they are used. All replicas have
-            the same values, or none yet: then what fills them is recorded.
-        context: the run.
-        quantiser: packs rows that go between hosts into 8 bits; None where they go as they are.
-
     Attributes:
         parameters: by id of the model's parameter.
         is_whole: all rows of all parameters are there, or on their way.
@@ -133,14 +126,7 @@ class Sharding:
 
     @contextmanager
     def whole(self, *, written: bool = False) -> Iterator[None]:
-        """All rows are there; collective over the shard group.
-
-        Args:
-            written: all ranks give the parameters the same values meanwhile.
-
-        Raises:
-            UsageError: a step is running.
-        """
+        """All rows are there; collective over the shard group."""
         refuse_inside_step("all rows of shared parameters are asked for", "Do it between two steps.")
         self._begin(self._at_once)
         self._at_once.use_all()
@@ -237,12 +223,7 @@ class Sharding:
     def for_optimizer(
         self, parameters: Sequence[nn.Parameter], state: Mapping[Any, dict[str, Any]]
     ) -> Iterator[None]:
-        """Shows parameters as the rows of this rank.
-
-        Args:
-            parameters: what an optimizer has.
-            state: of the optimizer; what it has of whole parameters is cut.
-        """
+        """Shows parameters as the rows of this rank."""
         self._cut_state(state)
         chosen = [self.parameters[id(p)] for p in parameters if id(p) in self.parameters]
         for each in chosen:
@@ -270,11 +251,7 @@ class Sharding:
 
 
 class _RefusesGradients:
-    """A hook of the user's model that refuses calls with gradients between steps; copies lose it.
-
-    Args:
-        sharding: of the model.
-    """
+    """A hook of the user's model that refuses calls with gradients between steps; copies lose it."""
 
     def __init__(self, sharding: Sharding):
         self._sharding = sharding
@@ -303,11 +280,7 @@ def _nothing(*_: Any) -> None:
 
 
 def _refuse_parts_in_turns(parameters: Mapping[str, nn.Parameter], size: int, most: int) -> None:
-    """Refuses to release rows of divided parameters: what autograd saves of these holds all rows.
-
-    Raises:
-        UsageError: some are divided.
-    """
+    """Refuses to release rows of divided parameters: what autograd saves of these holds all rows."""
     if any(isinstance(parameter, DividedTensor) for parameter in parameters.values()):
         raise UsageError(
             f"sdp_max_live_parameters is {most}, this rank computes with {size} elements of shared "

@@ -41,10 +41,6 @@ class Finiteness:
     With the library's loss scale, overflow is its business as long as the scale can fall; with a `GradScaler`
     of PyTorch, always: it leaves the update out by itself.
 
-    Args:
-        context: the run; its setting ``on_nonfinite`` says what happens where they are not.
-        model: the wrapped model.
-
     Attributes:
         leaves_out: the gradients of the last step are not finite, and no optimizer is to use them.
         num_skipped: how many steps had such gradients.
@@ -58,14 +54,7 @@ class Finiteness:
         self.num_skipped = 0
 
     def look(self, run: BatchResult) -> tuple[float | Tensor, float | Tensor]:
-        """Sums of the losses of this replica and of the gradients of this rank.
-
-        Args:
-            run: the step.
-
-        Returns:
-            Numbers, or tensors on a GPU, for which nobody waits.
-        """
+        """Sums of the losses of this replica and of the gradients of this rank."""
         if not self._looks:
             return 0.0, 0.0
         norm = self._norm_of_gradients()
@@ -77,16 +66,7 @@ class Finiteness:
     def judge(
         self, sums: Iterable[Sequence[float]], losses: Sequence[Tensor | None], *, step: int
     ) -> NonFiniteError | None:
-        """Says what becomes of the update; collective over all ranks where something is not finite.
-
-        Args:
-            sums: what `look` gave on all ranks.
-            losses: of the microbatches of this replica.
-            step: number of the step.
-
-        Returns:
-            The error with which the run is to end; None where it goes on.
-        """
+        """Says what becomes of the update; collective over all ranks where something is not finite."""
         self.leaves_out = False
         found = self._scale_is_lowest or not all(math.isfinite(each) for row in sums for each in row)
         findings = self._told(losses) if found else ""

@@ -28,10 +28,6 @@ _TOLERANCE = 0.02  # float16 rounds by less
 class OwnScaling:
     """Looks at gradients before and behind what a script does to them, for the first updates.
 
-    Args:
-        num_ranks: of the run; one alone has all gradients.
-        warns: whether this is the rank that warns.
-
     Attributes:
         factor: of all this rank's gradients before the last update; 0 where that is no one number.
     """

@@ -65,10 +65,6 @@ class Column(IntEnum):
 class StepEnd:
     """The end of every training step of a model.
 
-    Args:
-        context: the run.
-        model: the wrapped model.
-
     Attributes:
         finiteness: whether the update is left out.
         numbers: what optimizers update with.
@@ -91,21 +87,7 @@ class StepEnd:
         return self.numbers.note(optimizer)
 
     def come(self, run: BatchResult, batch: Batch, *, begun_s: float) -> float:
-        """A training step has ended on this rank; collective over all ranks.
-
-        Args:
-            run: the step.
-            batch: as this rank was given it.
-            begun_s: when it began, on `time.perf_counter`.
-
-        Returns:
-            What gradients are to be divided by: see `LossWeights.total`, as a mean over the replicas.
-
-        Raises:
-            NonFiniteError: a loss or a gradient is not finite, and the run is to stop then.
-            UsageError: replicas have frozen other parameters than each other, or read one stream, or
-                optimizers of ranks that must make the same updates have other numbers.
-        """
+        """A training step has ended on this rank; collective over all ranks."""
         reporter = self._context.reporter
         assert isinstance(reporter, Reporter)
         looked = self.finiteness.look(run)

@@ -28,11 +28,7 @@ _UPDATES = 3
 
 
 class UpdateWatch:
-    """Looks at one small parameter of this rank until its gradient came, was used and was cleared.
-
-    Args:
-        warns: whether this is the rank that warns; the others look at nothing.
-    """
+    """Looks at one small parameter of this rank until its gradient came, was used and was cleared."""
 
     def __init__(self, *, warns: bool) -> None:
         self._watches = warns
@@ -54,12 +50,7 @@ class UpdateWatch:
             self._tell_no_update()
 
     def end(self, parameters: Iterable[Tensor], *, scaled: bool = False) -> None:
-        """A training step has ended.
-
-        Args:
-            parameters: those that this rank has.
-            scaled: a `GradScaler` may leave out its update.
-        """
+        """A training step has ended."""
         if not self._watches:
             return
         if self._probe is None:

@@ -283,13 +283,7 @@ def wrap(local: Tensor, spec: Spec) -> DividedTensor:
 
 
 def divided(data: Tensor, placement: Placement, group: TensorGroup) -> DividedTensor:
-    """Divides a tensor that every rank has. Each keeps a copy of its part.
-
-    Args:
-        data: the same on all ranks.
-        placement: of the result.
-        group: the ranks that share it.
-    """
+    """Divides a tensor that every rank has. Each keeps a copy of its part."""
     shape, strides = data.shape, data.stride()
     part = replaced(group, data, shape=shape, strides=strides, source=WHOLE, target=placement)
     part = part.clone() if part.numel() == 0 or part.stride() == strides else part.contiguous()

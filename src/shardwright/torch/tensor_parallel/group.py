@@ -166,12 +166,7 @@ class TensorGroup:
         self.inner, inner.is_inner = inner, True
 
     def share_experts(self, experts: "TensorGroup", column: Sequence[int]) -> None:
-        """Has all ranks of the grid share experts.
-
-        Args:
-            experts: all of them.
-            column: see the attributes.
-        """
+        """Has all ranks of the grid share experts."""
         self.experts, experts.grid, experts.column = experts, self, column
 
     def of_parameter(self, *, is_of_expert: bool) -> "TensorGroup":

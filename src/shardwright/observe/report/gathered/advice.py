@@ -51,16 +51,7 @@ def next_step(
     slower: float | None,
     outside_s: float = 0.0,
 ) -> str:
-    """The sentence.
-
-    Args:
-        plan: that the run followed.
-        parts: of the step, predicted beside measured.
-        waterfall: the finer parts of the prediction.
-        stages: (stage, measured / predicted seconds of its work), where both are known.
-        slower: measured / predicted - 1 of the step.
-        outside_s: measured seconds of the step in operations that rest on no unit of the model.
-    """
+    """The sentence."""
     if plan is None or plan.prediction is None or waterfall is None:
         return "set plan_one_stage to have runs of one stage predicted, too, and see what limits them"
     if slower is not None and slower > _PARTED:

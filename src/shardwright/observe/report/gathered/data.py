@@ -159,12 +159,7 @@ class ReportData:
 
 
 def gather(path: Path) -> ReportData:
-    """The data of a run folder or of a plan file.
-
-    Raises:
-        UsageError: there is no such run or plan, or a file of it is damaged.
-        PlanError: the plan file cannot be used.
-    """
+    """The data of a run folder or of a plan file."""
     if not path.exists():
         raise UsageError(
             f"there is no {printable(str(path))}. Name a run folder or a plan file; runs: shardwright runs"

@@ -88,15 +88,7 @@ class StepMetrics:
 
 
 def read_metrics(records: Iterable[Mapping[str, Any]], path: Path) -> tuple[StepMetrics, ...]:
-    """All steps, in order.
-
-    Args:
-        records: of ``metrics.jsonl``.
-        path: of the file, for messages.
-
-    Raises:
-        UsageError: a line holds something that is no metric; the message names line and field.
-    """
+    """All steps, in order."""
     found: dict[int, StepMetrics] = {}
     for number, record in enumerate(records, start=1):
         where = f"{printable(str(path))}, record {number}"
@@ -127,11 +119,7 @@ def read_metrics(records: Iterable[Mapping[str, Any]], path: Path) -> tuple[Step
 
 
 def read_recorded(folder: RunFolder) -> tuple[MeasuredTimeline, ...]:
-    """The steps that a run has recorded; of a run that has none, the one of its trace.
-
-    Raises:
-        UsageError: a file is damaged; the message names the field.
-    """
+    """The steps that a run has recorded; of a run that has none, the one of its trace."""
     found = [_timeline(step) for step in read_recorded_steps(folder) if step.events]
     if found:
         return tuple(found)
@@ -155,11 +143,7 @@ def _timeline(step: RecordedStep) -> MeasuredTimeline:
 
 
 def read_timeline(path: Path) -> MeasuredTimeline | None:
-    """The measured timeline of a ``trace.json``; None where the file is not there or holds none.
-
-    Raises:
-        UsageError: the file is damaged or of something else; the message names the field.
-    """
+    """The measured timeline of a ``trace.json``; None where the file is not there or holds none."""
     if not path.exists():
         return None
     file = UserFile(path, what="", error=UsageError, advice=FOREIGN.removesuffix("."), most_bytes=_MOST_BYTES)

@@ -96,15 +96,7 @@ def step_parts(
     *,
     num_ranks: int,
 ) -> tuple[StepPart, ...]:
-    """The parts of a step; none where nothing was predicted and nothing recorded.
-
-    Args:
-        plan: that the run followed.
-        replay: of it; None where it predicts nothing.
-        waterfall: the finer parts of its prediction.
-        timeline: a recorded step, with all spans.
-        num_ranks: pipeline ranks.
-    """
+    """The parts of a step; none where nothing was predicted and nothing recorded."""
     predicted = measured = None
     if plan is not None and replay is not None and plan.prediction is not None:
         spans = scaled(simulated_spans(replay.simulation), predicted_factor(replay))

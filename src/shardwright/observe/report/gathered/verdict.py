@@ -88,16 +88,7 @@ def judge(
     *,
     step_s: float | None,
 ) -> Verdict | None:
-    """The verdict on a run or plan; None where neither was anything measured nor predicted.
-
-    Args:
-        plan: that the run followed.
-        steps: metrics of all steps.
-        parts: of the step, predicted beside measured.
-        waterfall: the finer parts of the prediction.
-        stages: (stage, measured / predicted seconds of its work), where both are known.
-        step_s: measured seconds of a step; None where none was done.
-    """
+    """The verdict on a run or plan; None where neither was anything measured nor predicted."""
     prediction = None if plan is None else plan.prediction
     predicted_s = None if prediction is None else prediction.step_s
     found_s = step_s if step_s is not None else predicted_s

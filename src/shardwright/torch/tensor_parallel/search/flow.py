@@ -80,14 +80,7 @@ class Flow:
         watch: Callable[[Operation, list[Placement]], None] | None = None,
         all_whole: bool = False,
     ) -> Passed:
-        """Follows a plan.
-
-        Args:
-            plan: placements of parameters by name; the others are whole.
-            watch: called, in the forward only, with each operation that has a cut input, and the placements
-                of all tensors by number. The backward is left out then, and what enters the unit is whole.
-            all_whole: what enters the unit is whole in any case.
-        """
+        """Follows a plan."""
         recording = self.recording
         state = self._begin(plan, enters=watch is None and not all_whole)
         passed = Passed()
@@ -121,12 +114,7 @@ class Flow:
         return passed
 
     def _begin(self, plan: Mapping[str, Placement], *, enters: bool) -> _Pass:
-        """The state before the first operation.
-
-        Args:
-            plan: placements of parameters by name.
-            enters: what enters the unit may be cut.
-        """
+        """The state before the first operation."""
         recording = self.recording
         placed: list[Placement] = [WHOLE] * len(recording.tensors)
         touched: set[int] = set()

@@ -44,12 +44,7 @@ class Role:
 def roles_of(
     kinds: Sequence[Sequence[tuple[str, Unit]]], pinned: Mapping[str, Placement] | None = None
 ) -> list[Role]:
-    """The roles of all parameters.
-
-    Args:
-        kinds: for each kind its units, with their names in the model.
-        pinned: placements by full name that are no matter of a search.
-    """
+    """The roles of all parameters."""
     pinned = pinned or {}
     role_of: dict[tuple[object, ...], Role] = {}
     role_of_tensor: dict[int, Role] = {}

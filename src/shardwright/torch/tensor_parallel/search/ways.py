@@ -77,13 +77,7 @@ class _RecordedCall(Call):
 
 
 class Ways:
-    """The ways in which the operations of one recording run.
-
-    Args:
-        recording: of a step.
-        group: ranks, with prices.
-        between: where tensors between units are.
-    """
+    """The ways in which the operations of one recording run."""
 
     def __init__(self, recording: Recording, group: TensorGroup, between: BetweenUnits):
         self._recording = recording
@@ -111,13 +105,7 @@ class Ways:
     def of(
         self, operation: Operation, placements: tuple[Placement, ...], at_hand: tuple[bool, ...] | None
     ) -> Way:
-        """The way of an operation.
-
-        Args:
-            operation: which.
-            placements: of its inputs, each from `one`.
-            at_hand: of each input, whether ranks have exchanged what makes it whole; None for nowhere.
-        """
+        """The way of an operation."""
         key: tuple[Any, ...] = (operation.index, *map(id, placements))
         if at_hand is not None:
             key = (*key, at_hand)
