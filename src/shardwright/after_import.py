@@ -13,7 +13,7 @@ __all__ = ["after_import"]
 
 
 def after_import(name: str, action: Callable[[Any], None]) -> None:
-    """Calls `action` with a module each time that its code has run; at once, if it has been imported already."""
+    """Calls `action` with a module each time that its code has run."""
     finder = _Finder(name, action)
     sys.meta_path.insert(0, finder)  # before looking whether it is there: another thread may import it now
     if name in sys.modules:

@@ -249,7 +249,7 @@ class BetweenUnits:
         inner_ranks: int = 1,
         inner_dim: int | None = None,
     ) -> Self:
-        """Cuts what is as long along a dimension as some tensor of the batch, and has a slice for each rank."""
+        """Cuts what is as long along a dimension as some tensor of the batch."""
         if dim is None:
             return cls(num_ranks, inner_ranks=inner_ranks)
         shapes = list(shapes)

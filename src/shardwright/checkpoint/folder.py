@@ -180,7 +180,7 @@ def save_number(name: str) -> int:
 
 
 def refuse_one_checkpoint(path: Path) -> None:
-    """Refuses a checkpoint where the folder that has it is meant: a lock in it would make it a damaged one."""
+    """Refuses a checkpoint where the folder that has it is meant: a lock in it would damage it."""
     if (path / MANIFEST).exists():
         folder = path.absolute().parent
         raise UsageError(f"{path} is one checkpoint. Give the folder that it is in: {folder}.")

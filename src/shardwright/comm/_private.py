@@ -51,7 +51,7 @@ def has_nccl() -> bool:
 
 
 def nccl_group(store: Store, rank: int, num_ranks: int, *, timeout_s: float) -> dist.ProcessGroup:
-    """A process group of NCCL that torch.distributed does not know; its ranks meet at its first collective."""
+    """A process group of NCCL that torch.distributed does not know."""
     if not has_nccl():
         true = "sees no GPU" if dist.is_nccl_available() else "was built without NCCL"
         raise UsageError(

@@ -100,7 +100,7 @@ def format_yaml(document: Any) -> str:
 
 
 def check_document(document: Any, *, free_text: bool = False) -> None:
-    """Refuses plain data that is nested too deep, or has numbers or characters that documents must not have."""
+    """Refuses plain data that is nested too deep."""
     for depth, path, value in _walk(document):
         reason = _unfit(value, free_text) if depth <= _DEEPEST else _TOO_DEEP
         if reason is None and isinstance(value, dict):

@@ -40,7 +40,7 @@ def backward_of_share(model: sw.DistributedModel, loss: Tensor, share: Any, *, s
 
 
 def counted_labels(labels: Tensor, *, shifted: bool) -> Tensor:
-    """The labels that a loss of transformers is the mean over; one number, in float64: shares are made of it."""
+    """The labels that a loss of transformers is the mean over."""
     return (labels[..., 1:] if shifted and labels.dim() > 1 else labels).ne(-100).sum(dtype=torch.float64)
 
 

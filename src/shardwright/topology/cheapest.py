@@ -95,7 +95,7 @@ def _offer(task: Task, number: int, tokens: float) -> Offer:
 
 
 def cheapest(found: list[Offer], *, deadline_s: float | None = None) -> Offer:
-    """The offer to take: of those in time, the one that costs least; without prices, with the fewest nodes."""
+    """The offer to take: of those in time, the one that costs least."""
     if not found:
         raise InfeasiblePlanError(
             "nothing fits on any number of these machines. See what would help: shardwright search, with all."

@@ -90,7 +90,7 @@ def _raised(rates: Rates, faster: Mapping[str, float]) -> Rates:
 
 
 def fits(task: Task, ways: Options) -> NDArray[np.bool_]:
-    """Whether ways fit in the memory of accelerators, and what they offload in that of hosts, if it is known."""
+    """Whether ways fit in the memory of accelerators."""
     if isinstance(task.model, LayerChain):
         num_bytes, limit = memory_of(task, ways)
         found = np.atleast_1d(num_bytes.total <= limit)

@@ -185,7 +185,7 @@ def change_setting(plan: Plan, change: Change) -> Setting:
 
 
 def _exchange_seconds(plan: Plan, stage: int, *, share: float, change: Change) -> tuple[float, float]:
-    """Seconds by which the exchange of tensor-parallel ranks takes longer: in a forward, and in a backward."""
+    """Seconds by which the exchange of tensor-parallel ranks takes longer, in a forward and a backward."""
     predicted = _prediction(plan).stages[stage]
     of_both = (predicted.forward_exchange_s, predicted.backward_exchange_s)
     if plan.tensor is None or sum(of_both) == 0:

@@ -28,7 +28,7 @@ def with_or_without_sequences(
     tensor: int | None = None,
     previous: Plan | None = None,
 ) -> Plan:
-    """The plan with the shorter predicted step, if the settings leave the choice; else that of the settings."""
+    """The plan with the shorter predicted step, if the settings leave the choice."""
     tensor = config.tensor_parallel_degree if tensor is None else tensor
     if config.sequence_parallel != "auto" or tensor == 1:
         return plan_with(config)

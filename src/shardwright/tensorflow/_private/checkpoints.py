@@ -29,7 +29,7 @@ class SavedObject:
 
 
 def saved_graph(path: str) -> Any:
-    """What a file knows of the objects that were saved; None for one of TensorFlow 1, which has names alone."""
+    """What a file knows of the objects that were saved."""
     reader = tf.train.load_checkpoint(path)
     if not reader.has_tensor(_GRAPH):
         return None

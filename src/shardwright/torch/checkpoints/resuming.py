@@ -184,7 +184,7 @@ class Resumed:
             )
 
     def load(self, states: Mapping[str, Any]) -> None:
-        """Gives everything to this rank that it has of the run; what it does not know yet, in the first step."""
+        """Gives everything to this rank that it has of the run."""
         remake(self._model, self._remade)
         self._adopt_plan()
         model, document = self._model, self._document

@@ -34,7 +34,7 @@ class _Graph:
 
 
 class BackwardWatch:
-    """Tells when a backward outside of steps comes to a parameter of a model, whose gradient it would change."""
+    """Tells when a backward outside of steps comes to a parameter of a model."""
 
     def __init__(self, reached: Callable[[], None]):
         self._reached = reached

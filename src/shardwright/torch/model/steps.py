@@ -20,7 +20,6 @@ from shardwright.comm.joining.process_group import groups_in_doubt
 from shardwright.errors import PeerLostError
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_result import BatchResult, StepEngine
-from shardwright.torch.execution.kept_gradients import KeptGradients
 from shardwright.torch.execution.loss_weights import WeighedGradients
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.backward_outside import BackwardWatch, refuse_backward_outside
@@ -65,7 +64,6 @@ class Steps:
         self._trained_by: WeakSet[Callable[..., Any]] = WeakSet()  # step functions that have called backward
         self._run_before: WeakSet[Callable[..., Any]] = WeakSet()
         self._pointed_out = False
-        self._kept_gradients = KeptGradients()
         self._weighed = WeighedGradients(model)
         self.called_to_train = False
         self.outside = BackwardWatch(refuse_backward_outside)
@@ -103,12 +101,8 @@ class Steps:
             self._gives_back = False
             give_back_freed_memory()
         with first_cause_named(current), own_cores, together:
-            if torch.is_grad_enabled():
-                parameters = self._model.get_module().parameters()
-                self._kept_gradients.look(parameters, self._context.plan, self._context.pipeline_rank)
-                self._step_end.updates.begin()
-                if current.mesh.data > 1 and not self._model.labels_a_sample:
-                    self._model.labels_a_sample = self._labels_a_sample(batch)
+            if torch.is_grad_enabled() and current.mesh.data > 1 and not self._model.labels_a_sample:
+                self._model.labels_a_sample = self._labels_a_sample(batch)
             with self._weighed.around(function):
                 try:
                     result = self._run_batch(function, batch)

@@ -200,7 +200,7 @@ class DistributedOptimizer(Optimizer):
 
     @contextmanager
     def _own_parts(self) -> Iterator[None]:
-        """Shows the wrapped optimizer the parts that it updates on this rank, where replicas share its work."""
+        """Shows the wrapped optimizer the parts that it updates on this rank."""
         model = wrapped_model()
         parts = None if model is None else model.replicas.updated_parts
         if model is None or parts is None:

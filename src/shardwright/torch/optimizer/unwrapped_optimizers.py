@@ -94,7 +94,6 @@ def _look_at(optimizer: Optimizer) -> None:
     own = {id(parameter) for parameter in model.get_module().parameters()}
     found = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own]
     if not found:
-        model.step_end.updates.note_other(optimizer)
         return
     is_first = model.step_end.note(optimizer)
     if type(optimizer) not in ELEMENTWISE:

@@ -81,7 +81,7 @@ class GradientReducer:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def begin(self, *, overlap: bool = True) -> None:
-        """Prepares for a batch: puts aside what earlier ones left in the gradients, which is summed already."""
+        """Prepares for a batch: puts aside what earlier ones left in the gradients."""
         self._overlap = self._wants_overlap and overlap
         signatures = [member.signature for member in self._members]
         if signatures != self._signatures:

@@ -94,7 +94,7 @@ class Context:
         return "share" if self.mesh.expert > 1 else "tp"
 
     def copy_of(self, num_parts: int) -> tuple[int, int]:
-        """Which copy this rank has of its part of a parameter, from 0, and how many there are in a replica."""
+        """Which copy this rank has of its part of a parameter, from 0."""
         num_copies = self.mesh.share // num_parts
         axes: Axes = "share" if num_parts == 1 else self.mesh.outer
         return (0 if num_copies == 1 else self.mesh.group_rank(axes, self.rank)), num_copies

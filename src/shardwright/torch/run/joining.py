@@ -199,7 +199,7 @@ _OF_RECORDED_STEPS = frozenset({"steps", "trace", "log_interval"})
 
 
 def _refuse_mixed_settings(mesh: Mesh, config: Config) -> None:
-    """Refuses ranks that lay each other out in different ways, or plan by others; collective over all ranks."""
+    """Refuses ranks that lay each other out in different ways, or plan by others."""
     degrees = f"{mesh.title}, shard {mesh.shard}, placement {mesh.placement}"
     compared = (_OF_ALL_RANKS | _OF_RECORDED_STEPS) if mesh.pipeline > 1 else _OF_ALL_RANKS
     given = {name: value for name, value in config.pins.items() if name not in _OF_A_RANK}

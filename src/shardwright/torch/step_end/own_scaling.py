@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from shardwright.torch.step_end.update_watch import own_part_of
+from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
 __all__ = ["OwnScaling"]
 
@@ -87,6 +87,7 @@ def _gradient(parameter: Tensor) -> Tensor | None:
     gradient = parameter.grad
     if gradient is None or gradient.is_meta or gradient.layout is not torch.strided:
         return None
-    own = own_part_of(gradient).detach()
+    own = local_of(gradient)
+    own = getattr(own, "local", own).detach()
     own = (torch.view_as_real(own.resolve_conj()) if own.is_complex() else own).flatten()
     return own if own.numel() and own.isfinite().all() else None

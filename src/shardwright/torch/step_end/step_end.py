@@ -31,7 +31,6 @@ from shardwright.torch.step_end.frozen_alike import frozen_otherwise
 from shardwright.torch.step_end.group_numbers import GroupNumbers, row_of
 from shardwright.torch.step_end.own_scaling import OwnScaling
 from shardwright.torch.step_end.same_samples import SameSamples
-from shardwright.torch.step_end.update_watch import UpdateWatch
 
 __all__ = ["Column", "StepEnd"]
 
@@ -68,7 +67,6 @@ class StepEnd:
     Attributes:
         finiteness: whether the update is left out.
         numbers: what optimizers update with.
-        updates: whether the loop makes them.
     """
 
     def __init__(self, context: Context, model: TrainedModel):
@@ -76,13 +74,11 @@ class StepEnd:
         self._model = model
         self.finiteness = Finiteness(context, model)
         self.numbers = GroupNumbers(context)
-        self.updates = UpdateWatch(warns=context.rank == 0)
         self._samples = SameSamples(context)
         self._scaling = OwnScaling(num_ranks=context.mesh.world_size, warns=context.rank == 0)
 
     def note(self, optimizer: Optimizer) -> bool:
         """An optimizer updates parameters of the model; returns whether it does so for the first time."""
-        self.updates.note(optimizer)
         self._scaling.note()
         return self.numbers.note(optimizer)
 
@@ -118,7 +114,6 @@ class StepEnd:
         problem = problem or same
         self._scaling.look(columns[Column.SCALED])
         scale = scale_of_losses()
-        self.updates.end(self._model.get_module().parameters(), scaled=scale != 1)
         reporter.step_done(
             run,
             seconds=seconds,

@@ -50,7 +50,7 @@ class PartTimer(Protocol):
     """Says what a part takes, measured."""
 
     def __call__(self, part: UnitPart, forward: Phase, backward: Phase) -> WorkShares | None:
-        """Seconds of a part's own operations, over those of the whole unit; None where they cannot be told."""
+        """Seconds of a part's own operations, over those of the whole unit."""
 
 
 def divided_units(
