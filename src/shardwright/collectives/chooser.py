@@ -40,11 +40,6 @@ class Chooser:
             )
         return self._choices[key]
 
-    def packed_choice(self, collective: str, count: int, itemsize: int) -> Choice:
-        """The algorithm where messages between nodes are packed, but not those inside of nodes."""
-        share = any(len(node) > 1 for node in self._topology.nodes)
-        return self.choice(collective, count, itemsize, {"hierarchical" if share else "flat"})
-
     def own_choice(self, collective: str, count: int, itemsize: int) -> Choice:
         """The best of our own algorithms."""
         return self.choice(collective, count, itemsize, OWN)

@@ -93,12 +93,6 @@ class Settings(BaseModel):
         description="Reduce gradients of sharded parameters in each microbatch: no rank keeps whole ones; "
         "unset: where memory requires it.",
     )
-    sdp_quantized_gradients: bool = Field(
-        False, description="Send gradients of sharded parameters between hosts in 8 bits."
-    )
-    sdp_quantized_parameters: bool = Field(
-        False, description="Send rows of sharded parameters between hosts in 8 bits."
-    )
     sdp_gradient_clipping: Norm | None = Field(
         None,
         description="With sharded parameters, optimizer.step() clips all gradients to this norm.",

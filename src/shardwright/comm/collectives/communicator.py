@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.collectives import Memory, Topology
@@ -12,8 +11,7 @@ from shardwright.collectives.choose import GLOO, Choice
 from shardwright.collectives.chooser import Chooser
 from shardwright.collectives.prices import Prices
 from shardwright.collectives.routine import Routine
-from shardwright.comm.collectives.block_quantiser import BlockQuantiser
-from shardwright.comm.collectives.checks import check_fit, check_packable
+from shardwright.comm.collectives.checks import check_fit
 from shardwright.comm.collectives.gloo_collectives import gloo_can, run_gloo, start_gloo
 from shardwright.comm.collectives.neighbours import Neighbours, Operation
 from shardwright.comm.collectives.node_gather import NodeGather
@@ -76,55 +74,27 @@ class Communicator:
 
     # ---- collectives ----
 
-    def all_gather(self, output: Tensor, data: Tensor, quantiser: BlockQuantiser | None = None) -> None:
+    def all_gather(self, output: Tensor, data: Tensor) -> None:
         """Gives every rank the inputs of all."""
         check_fit("all_gather", data, output, self.topology.num_ranks)
-        if quantiser is None or len(self.topology.nodes) == 1:
-            self._run("all_gather", data, output, count=data.numel())
-            return
-        check_packable("all_gather", data, _SUM)
-        packed = quantiser.pack(data.detach().view(-1))
-        whole = packed.new_empty(self.topology.num_ranks * packed.numel())
-        self._run("all_gather", packed, whole, count=packed.numel())
-        pieces = output.detach().view(self.topology.num_ranks, -1)
-        for piece, received in zip(pieces, whole.view(len(pieces), -1), strict=True):
-            quantiser.unpack(received, piece)
+        self._run("all_gather", data, output, count=data.numel())
 
-    def reduce_scatter(
-        self,
-        output: Tensor,
-        data: Tensor,
-        reduction: Reduction = _SUM,
-        quantiser: BlockQuantiser | None = None,
-    ) -> None:
+    def reduce_scatter(self, output: Tensor, data: Tensor, reduction: Reduction = _SUM) -> None:
         """Gives every rank its part of the sum of all inputs."""
         check_fit("reduce_scatter", data, output, self.topology.num_ranks)
         reduction.check(data.dtype)
-        if quantiser is not None:
-            check_packable("reduce_scatter", data, reduction)
         self._run(
             "reduce_scatter",
             data,
             output,
             count=output.numel(),
             reduction=reduction,
-            quantiser=quantiser,
         )
 
-    def all_reduce(
-        self, data: Tensor, reduction: Reduction = _SUM, quantiser: BlockQuantiser | None = None
-    ) -> None:
+    def all_reduce(self, data: Tensor, reduction: Reduction = _SUM) -> None:
         """Gives every rank the sum of all inputs, in place."""
         check_fit("all_reduce", data, data, self.topology.num_ranks)
         reduction.check(data.dtype)
-        if quantiser is not None and len(self.topology.nodes) > 1:
-            check_packable("all_reduce", data, reduction)
-            padded = F.pad(data.detach().view(-1), (0, -data.numel() % self.topology.num_ranks))
-            part = padded.new_empty(padded.numel() // self.topology.num_ranks)
-            self.reduce_scatter(part, padded, reduction, quantiser)
-            self.all_gather(padded, part, quantiser)
-            data.view(-1).copy_(padded[: data.numel()])
-            return
         self._run("all_reduce", data, data, count=data.numel(), reduction=reduction)
 
     def broadcast(self, data: Tensor, source: int) -> None:
@@ -155,9 +125,7 @@ class Communicator:
             return None
         return start_gloo(group, collective, data.view(-1), output.view(-1), reduction, source)
 
-    def gather_to_nodes(
-        self, memory: Tensor, data: Tensor, pieces: Sequence[int], quantiser: BlockQuantiser | None = None
-    ) -> None:
+    def gather_to_nodes(self, memory: Tensor, data: Tensor, pieces: Sequence[int]) -> None:
         """Gives every node the pieces that all ranks have of some tensors.
 
         Nobody reads `memory` meanwhile; when this returns, it is complete for all ranks of the node.
@@ -165,13 +133,7 @@ class Communicator:
         check_fit("gather_to_nodes", data, memory, self.topology.num_ranks)
         data, sizes = data.detach(), tuple(pieces)
 
-        def task() -> None:
-            if quantiser is None:
-                self._node_gather(memory, data, sizes)
-            else:
-                self._node_gather.packed(memory, data, sizes, quantiser)
-
-        self._run_task("gather_to_nodes", task)
+        self._run_task("gather_to_nodes", lambda: self._node_gather(memory, data, sizes))
 
     def share_memory(self, num_bytes: int) -> Tensor:
         """Memory that all ranks see; collective over all of them, on one node; returns (num_bytes,) uint8."""
@@ -202,7 +164,6 @@ class Communicator:
         data: Tensor,
         output: Tensor,
         reduction: Reduction = _SUM,
-        quantiser: BlockQuantiser | None = None,
         shared: Tensor | None = None,
     ) -> None:
         """Runs steps; collective over all ranks."""
@@ -227,7 +188,6 @@ class Communicator:
             world_ranks=self._world_ranks,
             reduction=reduction,
             what=str(operation),
-            quantiser=quantiser,
         )
         if neighbours is not None:
             neighbours.end()
@@ -243,16 +203,15 @@ class Communicator:
         count: int,
         reduction: Reduction = _SUM,
         source: int = 0,
-        quantiser: BlockQuantiser | None = None,
     ) -> None:
         if output.numel() == 0:
             return
         kind = f"broadcast from {source}" if collective == "broadcast" else collective
         if collective in ("reduce_scatter", "all_reduce"):
-            kind = f"{collective} {reduction.name}" + (" int8" if quantiser is not None else "")
+            kind = f"{collective} {reduction.name}"
 
         def task() -> None:
-            self._do(kind, collective, data, output, count, reduction, source, quantiser)
+            self._do(kind, collective, data, output, count, reduction, source)
 
         self._run_task(kind, task)
 
@@ -283,13 +242,10 @@ class Communicator:
         count: int,
         reduction: Reduction,
         source: int,
-        quantiser: BlockQuantiser | None,
     ) -> None:
         data, output = data.detach().view(-1), output.detach().view(-1)
         itemsize = data.element_size()
-        if quantiser is not None:
-            choice = self._chooser.packed_choice(collective, count, itemsize)
-        elif gloo_can(collective, data.dtype, reduction):
+        if gloo_can(collective, data.dtype, reduction):
             choice = self._chooser.choice(collective, count, itemsize)
         else:
             choice = self._chooser.own_choice(collective, count, itemsize)
@@ -297,7 +253,7 @@ class Communicator:
             run_gloo(self.gloo, collective, data, output, reduction, source)
         else:
             routine = self._chooser.routine(choice, collective, count, source)
-            self.run_routine(kind, routine, data, output, reduction, quantiser)
+            self.run_routine(kind, routine, data, output, reduction)
         reduction.finish(output, self.topology.num_ranks)
 
     def _scratch_for(self, num_elements: int, dtype: torch.dtype) -> Tensor:

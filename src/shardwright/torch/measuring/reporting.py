@@ -111,8 +111,6 @@ class Reporter:
         records_next: bool,
         loss_scale: float = 1.0,
         skipped: int = 0,
-        gradient_error: float | None = None,
-        parameter_error: float | None = None,
     ) -> None:
         """A training step ended; collective.
 
@@ -125,8 +123,6 @@ class Reporter:
             records_next: the first rank asks to have the next step recorded.
             loss_scale: by which the script has multiplied its losses before their backward.
             skipped: how many updates were left out so far.
-            gradient_error: what packing gradients has lost, relative to what was packed; None without.
-            parameter_error: the same of parameters.
         """
         context = self._context
         self.num_steps += 1
@@ -154,8 +150,6 @@ class Reporter:
                 outside_s=step.outside_s or None,
                 update_s=_update_seconds(context),
                 skipped_updates=skipped or None,
-                gradient_error=gradient_error,
-                parameter_error=parameter_error,
             )
         )
         if self._model_is_unknown and context.model is not None:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.errors import UsageError
 from shardwright.shard_layout import ShardLayout
 from shardwright.torch.parameters.precision import gradient_dtype
@@ -205,14 +204,12 @@ class ShardedBucket:
         members: Sequence[Reduced],
         shard_group: dist.ProcessGroup,
         replica_group: dist.ProcessGroup | None,
-        quantiser: BlockQuantiser | None = None,
     ):
         self.members = members
         self._groups = shard_group, replica_group
         self._rank = dist.get_rank(shard_group)
         shapes = tuple(_part_shape(member) for member in members)
         self._layout = ShardLayout(shapes, dist.get_world_size(shard_group))
-        self._quantiser = quantiser
         self._divided_by = 1
         self._work: list[TwoHopSum] = []
         self._total: Tensor | None = None  # of what was started before, and summed
@@ -223,11 +220,8 @@ class ShardedBucket:
             self._total = self._settled()
         layout, first = self._layout, self.members[0].holder
         flags = torch.tensor(flags_of(self.members), dtype=gradient_dtype(first), device=first.device)
-        # A flag among large gradients would be lost in 8 bits.
-        apart = self._quantiser is not None
-        size = layout.shard_size + (0 if apart else len(flags))
-        data = flags.new_empty(layout.num_shards, size)
-        data[:, layout.shard_size :] = flags[: size - layout.shard_size]
+        data = flags.new_empty(layout.num_shards, layout.shard_size + len(flags))
+        data[:, layout.shard_size :] = flags
         for index, member in enumerate(self.members):
             start, stop = layout.starts[index], layout.starts[index] + layout.piece_sizes[index]
             _cut(gradient_of(member), data[:, start:stop])
@@ -235,23 +229,20 @@ class ShardedBucket:
         self._divided_by = _divided_before(data.dtype, *self._groups)
         if self._divided_by != 1:
             data.div_(self._divided_by)
-        self._work = [self._sum(data, 0, is_last, self._quantiser)]
-        if apart:
-            self._work.append(self._sum(flags.expand(layout.num_shards, -1), size, is_last, None))
+        self._work = [self._sum(data, is_last)]
         self._total = None  # it is theirs, until they have added it
 
-    def _sum(self, data: Tensor, place: int, is_last: bool, quantiser: BlockQuantiser | None) -> "TwoHopSum":
-        """Starts to sum what has a place in the total: (shards, n)."""
+    def _sum(self, data: Tensor, is_last: bool) -> "TwoHopSum":
+        """Starts to sum (shards, n)."""
         # Here, because few runs need it: it brings all collectives of hosts and devices along.
         from shardwright.comm.backend.two_hop_sum import TwoHopSum
 
         shard_group, replica_group = self._groups
         return TwoHopSum(
             data.reshape(-1),
-            earlier=None if self._total is None else self._total[place : place + data.shape[1]],
+            earlier=self._total,
             shard_group=shard_group,
             replica_group=replica_group if is_last else None,
-            quantiser=quantiser,
         )
 
     def let_go(self) -> None:

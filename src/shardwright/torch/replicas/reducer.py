@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.bucket_size import size_of_buckets
-from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.errors import UsageError
 from shardwright.torch.backward.split_backward import notify_gradients
 from shardwright.torch.pytorch.module_tree import all_parameters
@@ -53,7 +52,6 @@ class GradientReducer:
         bucket_bytes: int = 25 * 2**20,
         sharded_bucket_bytes: int = 25 * 2**20,
         replica_group: dist.ProcessGroup | None = None,
-        quantiser: BlockQuantiser | None = None,
         in_every_backward: bool = False,
         overlap: bool = True,
         hook: GradientHook | None = None,
@@ -66,7 +64,6 @@ class GradientReducer:
         self._bucket_bytes = bucket_bytes
         self._sharded_bucket_bytes = sharded_bucket_bytes
         self._replica_group = replica_group
-        self._quantiser = quantiser
         self._wants_overlap = self._overlap = overlap
         self._signatures: list[tuple[bool, torch.dtype]] | None = None
         self.digest = 0
@@ -245,7 +242,7 @@ class GradientReducer:
             return HookedBucket(members, members[0].group, self._hook, index=number, is_last=is_last)
         if members[0].sharded is None:
             return SummedBucket(members, members[0].group)
-        return ShardedBucket(members, members[0].group, self._replica_group, self._quantiser)
+        return ShardedBucket(members, members[0].group, self._replica_group)
 
     def _add_earlier(self, parameter: nn.Parameter) -> None:
         earlier = self._earlier.pop(id(parameter), None)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.errors import UsageError
 from shardwright.quantities import format_bytes
 from shardwright.torch.parameters.delayed_initialization import is_recorded
@@ -38,9 +37,6 @@ class Replicas:
         buffers: that replicas agree on; None without replicas, and before the first step.
         sharding: the shared parameters; None where none are, or as long as they are not.
         updated_parts: what optimizers update in the place of parameters; None where they update these.
-        gradient_quantiser: packs gradients of shared parameters for other hosts; None where they go as
-            they are.
-        parameter_quantiser: the same, of their rows.
     """
 
     def __init__(self, context: Context, module: nn.Module, *, bucket_bytes: int, overlap: bool):
@@ -53,9 +49,6 @@ class Replicas:
         self.buffers: ReplicaBuffers | None = None
         self.sharding: Sharding | None = None
         self.updated_parts = _updated_parts(context)
-        config = context.config
-        self.gradient_quantiser = BlockQuantiser() if config.sdp_quantized_gradients else None
-        self.parameter_quantiser = BlockQuantiser() if config.sdp_quantized_parameters else None
 
     def shard(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Leaves this rank its rows of large parameters, where replicas share them; collective over these."""
@@ -65,7 +58,7 @@ class Replicas:
 
         chosen = {name: parameter for name, parameter in parameters.items() if self._is_shared(parameter)}
         with torch.inference_mode(False):  # the first step may be an evaluation
-            self.sharding = Sharding(self._module, chosen, self._context, self.parameter_quantiser)
+            self.sharding = Sharding(self._module, chosen, self._context)
 
     def begin_with_buffers(self) -> None:
         """The buffers are those of the first replica, in all of them."""
@@ -139,7 +132,6 @@ class Replicas:
             bucket_bytes=self._bucket_bytes,
             sharded_bucket_bytes=4 * context.config.sdp_reduce_bucket_size,
             replica_group=context.groups.replica,
-            quantiser=self.gradient_quantiser,
             in_every_backward=self._reduces_in_every_backward(members),
             overlap=self._overlap,
             hook=self._hook,

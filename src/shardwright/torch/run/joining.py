@@ -165,7 +165,7 @@ def _meet_stages(made: Context) -> None:
 def _meet_replicas(made: Context) -> None:
     """The ranks with the same stages, one in each replica."""
     group: Callable[..., dist.ProcessGroup]
-    group = partial(made.further_group, backend=_backend_of_replicas(made.config, made.device))
+    group = partial(made.further_group, backend=_own_backend(made.config, made.device))
     made.groups.data = group("rdp", use="sums over replicas")
     if made.mesh.shard > 1:
         made.groups.shard = group("dp_shard", use="shards")
@@ -233,21 +233,6 @@ def _own_backend(config: Config, device: torch.device) -> str | None:
     """Shardwright's collectives on CPUs, unless gloo is asked for; None for the backend of the run."""
     on_cpu = device.type == "cpu" and config.ddp_dist_backend == "auto" and config.shared_memory
     return BACKEND if on_cpu else None
-
-
-def _backend_of_replicas(config: Config, device: torch.device) -> str | None:
-    """The backend of sums over replicas; None for that of the run."""
-    if own := _own_backend(config, device):
-        return own
-    for key in ("sdp_quantized_gradients", "sdp_quantized_parameters"):
-        if getattr(config, key):
-            raise ConfigError(
-                f"{key} needs Shardwright's own collectives, but replicas use {dist.get_backend()} here: the "
-                f"device is {device.type}, ddp_dist_backend is {config.ddp_dist_backend}, shared_memory is "
-                f"{config.shared_memory}. On CPUs, set ddp_dist_backend auto and shared_memory true; on "
-                f"GPUs, set {key} false."
-            )
-    return None
 
 
 def _announce(environment: LaunchEnvironment) -> None:

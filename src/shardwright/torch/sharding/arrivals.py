@@ -47,9 +47,8 @@ class Arrivals(Protocol):
 class AllAtOnce:
     """Gathers all rows at the start of a step, in the order of use, and keeps them."""
 
-    def __init__(self, parcels: Sequence[Parcel], to_come: dict[int, int], *, exact: bool = False):
+    def __init__(self, parcels: Sequence[Parcel], to_come: dict[int, int]):
         self._parcels = parcels
-        self._exact = exact
         self._gathers = any(parcel.memory.gathers for parcel in parcels)
         self.to_come = to_come
 
@@ -57,7 +56,7 @@ class AllAtOnce:
         """Starts to gather."""
         for number, parcel in enumerate(self._parcels):
             if not parcel.is_here:
-                parcel.gather(exact=self._exact)
+                parcel.gather()
                 self.to_come.update((id(each.parameter), number) for each in parcel.parameters)
 
     def use(self, *numbers: int) -> None:

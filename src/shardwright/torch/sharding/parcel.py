@@ -41,9 +41,9 @@ class Parcel:
         for each in self.parameters:
             each.begin(None if self._are_here else bring)
 
-    def gather(self, *, exact: bool = False) -> None:
+    def gather(self) -> None:
         """Starts to bring all rows together; see `ShardMemory.gather`."""
-        self._wait = self.memory.gather(exact=exact)
+        self._wait = self.memory.gather()
 
     def arrive(self) -> None:
         """Waits until all rows are there."""

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from shardwright.comm._private import all_gather_single
 from shardwright.comm.backend.shardwright_process_group import ShardwrightProcessGroup
-from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.comm.collectives.communicator import Communicator
 from shardwright.errors import TraceMismatchError
 from shardwright.shard_layout import ShardLayout
@@ -50,7 +49,7 @@ class ShardMemory(Protocol):
         """The rows of this rank."""
         ...
 
-    def gather(self, *, exact: bool) -> Wait:
+    def gather(self) -> Wait:
         """Starts to bring all rows together."""
         ...
 
@@ -84,7 +83,7 @@ class HostMemory:
         rows = self.layout.rows(index, self._rank)
         return self.whole(index)[rows.start : rows.stop]
 
-    def gather(self, *, exact: bool) -> Wait:
+    def gather(self) -> Wait:
         """They are there, as soon as all ranks have met."""
         return lambda: None
 
@@ -107,11 +106,9 @@ class HostsMemory:
         dtype: torch.dtype,
         communicator: Communicator,
         number: int,
-        quantiser: BlockQuantiser | None = None,
     ):
         self.layout = layout
         self._communicator = communicator
-        self._quantiser = quantiser if dtype.is_floating_point else None
         self._rows = _numbered_rows(layout, dtype, number)
         self._pieces = (*layout.piece_sizes, self._rows.numel() - layout.shard_size)
         self._memory: Tensor | None = None
@@ -124,10 +121,9 @@ class HostsMemory:
         """The rows of this rank."""
         return _rows(self._rows, self.layout, index, self._communicator.rank)
 
-    def gather(self, *, exact: bool) -> Wait:
+    def gather(self) -> Wait:
         """Starts to bring all rows together, in the thread of the shard group."""
         communicator, present = self._communicator, self._memory
-        quantiser = None if exact else self._quantiser
         num_bytes = self._rows.nbytes * self.layout.num_shards
 
         def task() -> Tensor:
@@ -135,7 +131,7 @@ class HostsMemory:
             if memory is None:
                 with torch.inference_mode(False):  # others shall be able to train with it
                     memory = communicator.share_memory(num_bytes).view(self._rows.dtype)
-            communicator.gather_to_nodes(memory, self._rows, self._pieces, quantiser)
+            communicator.gather_to_nodes(memory, self._rows, self._pieces)
             return memory
 
         done = communicator.thread.submit(task)
@@ -184,7 +180,7 @@ class DeviceMemory:
         """The rows of this rank."""
         return _rows(self._rows, self.layout, index, self._rank)
 
-    def gather(self, *, exact: bool) -> Wait:
+    def gather(self) -> Wait:
         """Starts to bring all rows together."""
         layout, own = self.layout, self._rows
         if self._memory is None:
@@ -221,7 +217,6 @@ def memory_for(
     device: torch.device,
     *,
     number: int,
-    quantiser: BlockQuantiser | None = None,
 ) -> ShardMemory:
     """Takes memory for parameters; collective over their shard group.
 
@@ -231,7 +226,6 @@ def memory_for(
         group: the shard group.
         device: where this rank computes.
         number: counts the calls: ranks compare it when they gather.
-        quantiser: packs what goes between hosts into 8 bits, with a group of the backend ``shardwright``.
     """
     layout = ShardLayout(tuple(shapes), dist.get_world_size(group))
     if not isinstance(group, ShardwrightProcessGroup):
@@ -239,7 +233,7 @@ def memory_for(
     communicator = group.communicator
     if len(communicator.topology.nodes) == 1:
         return HostMemory(layout, dtype, communicator)
-    return HostsMemory(layout, dtype, communicator, number, quantiser)
+    return HostsMemory(layout, dtype, communicator, number)
 
 
 def _numbered_rows(layout: ShardLayout, dtype: torch.dtype, number: int) -> Tensor:

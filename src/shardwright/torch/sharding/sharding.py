@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.errors import UsageError
 from shardwright.torch._private import outside_of_functions
 from shardwright.torch.interception.glue import refuse_inside_step
@@ -52,7 +51,6 @@ class Sharding:
         model: nn.Module,
         parameters: Mapping[str, nn.Parameter],
         context: Context,
-        quantiser: BlockQuantiser | None = None,
     ):
         assert context.groups.shard is not None
         assert context.groups.data is not None
@@ -62,7 +60,6 @@ class Sharding:
         self._token = torch.zeros(1, device=context.device)
         self._mesh, self._placements = _mesh_of(context)
         self._device = context.device
-        self._quantiser = quantiser
         most = context.config.sdp_max_live_parameters
         size = sum(map(_elements_of_a_rank, parameters.values()))
         names = parcels_of(parameters, most=max(1, most // 4) if size > most else size)
@@ -72,7 +69,7 @@ class Sharding:
             id(s.parameter): number for number, parcel in enumerate(self._parcels) for s in parcel.parameters
         }
         to_come: dict[int, int] = {}
-        self._at_once = AllAtOnce(self._parcels, to_come, exact=True)
+        self._at_once = AllAtOnce(self._parcels, to_come)
         self._as_used: Arrivals = AllAtOnce(self._parcels, to_come)
         if any(parcel.memory.gathers for parcel in self._parcels):
             if size > most:
@@ -89,9 +86,7 @@ class Sharding:
     def _pack(self, number: int, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> Parcel:
         chosen = [parameters[name] for name in names]
         shapes = [tuple(local_of(parameter).shape) for parameter in chosen]
-        memory = memory_for(
-            shapes, chosen[0].dtype, self._group, self._device, number=number, quantiser=self._quantiser
-        )
+        memory = memory_for(shapes, chosen[0].dtype, self._group, self._device, number=number)
         packed = []
         for index, (name, parameter) in enumerate(zip(names, chosen, strict=True)):
             own_rows, rows = memory.layout.rows(index, dist.get_rank(self._group)), memory.rows(index)

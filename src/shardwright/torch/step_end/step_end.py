@@ -9,13 +9,11 @@
 All ranks see the same rows, so they report, continue or stop alike, before any of them updates.
 """
 
-import math
 import time
 from enum import IntEnum
 
 from torch.optim import Optimizer
 
-from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.comm.identity.purpose import Purpose
 from shardwright.errors import ShardwrightError
 from shardwright.torch.attention.table import attention_table
@@ -123,8 +121,6 @@ class StepEnd:
             records_next=bool(rows[0][Column.RECORDS]),
             loss_scale=scale,
             skipped=self.finiteness.num_skipped,
-            gradient_error=_lost_in(self._model.replicas.gradient_quantiser),
-            parameter_error=_lost_in(self._model.replicas.parameter_quantiser),
         )
         if self._context.watch.whereabouts is not None:
             self._context.watch.whereabouts.steps = reporter.num_steps
@@ -133,12 +129,3 @@ class StepEnd:
         self._scaling.end(self._model.get_module().parameters())
         total: float = sum(columns[Column.WEIGHT])
         return total / len(rows)
-
-
-def _lost_in(quantiser: BlockQuantiser | None) -> float | None:
-    """The relative loss by packing since the last step; None if it overflowed."""
-    if quantiser is None:
-        return None
-    lost = quantiser.relative_error
-    quantiser.reset()
-    return lost if math.isfinite(lost) else None
