@@ -48,9 +48,6 @@ class _Finder(MetaPathFinder):
     """Finds one module as the other finders do, and has its loader call an action at its end.
 
     It stays for good: somebody may only ask where the module is, import it in vain, or reload it.
-
-    Attributes:
-        has_acted: the action was called.
     """
 
     def __init__(self, name: str, action: Callable[[Any], None]):

@@ -215,7 +215,6 @@ class BetweenUnits:
     """Where tensors between units are, by their shapes alone, so that all stages of a pipeline agree.
 
     Attributes:
-        num_ranks: that share them.
         dim: along which they are cut; None: every rank has all of them.
         lengths: of that dimension, of tensors that are cut; all others are whole.
         inner_ranks: that share each part in turn (`torch/tensor_parallel/nesting.py`).

@@ -26,9 +26,7 @@ class Commit(Record):
     """A checkpoint that is complete.
 
     Attributes:
-        name: of its folder.
         step: how many steps were done.
-        manifest_sha256: checksum of its manifest.
     """
 
     name: str

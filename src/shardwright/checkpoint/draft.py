@@ -19,9 +19,7 @@ class TensorPart:
 
     Attributes:
         name: full name of the tensor.
-        whole: its global shape.
         box: which part of it this is.
-        stored: the elements.
     """
 
     __slots__ = ("box", "name", "stored", "whole")

@@ -51,12 +51,7 @@ def converted(data: bytes | bytearray | memoryview, *, source: str, target: str)
 
 @dataclass(frozen=True, slots=True)
 class NotFinite:
-    """The kinds of non-finite numbers in some data.
-
-    Attributes:
-        nan: some are no numbers.
-        infinite: some are infinite.
-    """
+    """The kinds of non-finite numbers in some data."""
 
     nan: bool = False
     infinite: bool = False

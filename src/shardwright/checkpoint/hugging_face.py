@@ -45,8 +45,6 @@ class Exported:
 
     Attributes:
         files: names of the files, in the order in which they were written.
-        num_tensors: in them.
-        num_bytes: of these tensors.
     """
 
     files: tuple[str, ...]

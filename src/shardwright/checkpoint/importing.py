@@ -33,7 +33,6 @@ class Imported:
     Attributes:
         commit: its name, and the like.
         num_tensors: in it; one with two names counts twice.
-        num_bytes: what they take.
     """
 
     commit: Commit

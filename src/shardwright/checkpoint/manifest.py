@@ -81,10 +81,7 @@ class Manifest(Record):
     """The list of a checkpoint's files.
 
     Attributes:
-        format: what it is.
-        version: of the format.
         step: how many steps were done.
-        saved_by: version of Shardwright.
         files: by name, every file but this one.
         not_finite: weights that have infinities or NaN, by their names in the model, as far as the save has
             looked; missing where there are none.

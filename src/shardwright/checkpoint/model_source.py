@@ -56,7 +56,6 @@ class ModelFile:
 
     Attributes:
         path: of the file, for messages.
-        tensors: by name.
         same: tensors that are others under a second name, which `tensors` does not have: the first one by it.
     """
 

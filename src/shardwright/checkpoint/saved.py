@@ -23,13 +23,7 @@ LARGEST_TEXT = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """The overlap of a piece on disk with a requested part.
-
-    Attributes:
-        source: in the piece.
-        target: in the part.
-        stored: the piece.
-    """
+    """The overlap of a piece on disk with a requested part."""
 
     source: Box
     target: Box

@@ -64,7 +64,6 @@ class StoredTensor:
 
     Attributes:
         dtype: as safetensors names it: ``F32``, ``BF16``, ...
-        shape: its shape.
         data: its elements in row-major order.
     """
 
@@ -78,8 +77,6 @@ class TensorSource:
     """A tensor that is read when it is written, part by part.
 
     Attributes:
-        dtype: as safetensors names it.
-        shape: its shape.
         read: gives its elements in row-major order.
     """
 

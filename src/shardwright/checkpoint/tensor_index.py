@@ -23,10 +23,8 @@ class Piece(Record):
     """A part of a tensor, in a file.
 
     Attributes:
-        file: its name.
         key: the name of the piece in it.
         offset: where the piece begins in the tensor, in each dimension.
-        shape: of the piece.
     """
 
     file: str
@@ -44,8 +42,6 @@ class TensorEntry(Record):
     """A tensor.
 
     Attributes:
-        dtype: as safetensors names it.
-        shape: of the whole.
         pieces: of which it is made; each element is in exactly one.
     """
 
@@ -55,12 +51,7 @@ class TensorEntry(Record):
 
 
 class TensorIndex(Record):
-    """All tensors of a checkpoint.
-
-    Attributes:
-        version: of the format.
-        tensors: by full name.
-    """
+    """All tensors of a checkpoint."""
 
     version: Literal[1] = FORMAT_VERSION
     tensors: dict[str, TensorEntry]

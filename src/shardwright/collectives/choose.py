@@ -61,8 +61,6 @@ class Choice:
     """The cheapest way, and why.
 
     Attributes:
-        candidate: the way.
-        seconds: what it should take.
         others: what the best of each other name should take.
         source: where the prices are from.
         remark: why other ways cannot be taken, if so.
@@ -181,10 +179,8 @@ class _Pricing:
     """What ways to do a collective take, by size.
 
     Attributes:
-        collective: one of `COLLECTIVES`.
         topology: which ranks share a node.
         itemsize: bytes of an element.
-        prices: of steps.
         source: the rank that a broadcast starts from.
     """
 

@@ -15,9 +15,7 @@ class NodeView:
     ranks share the elements of the table evenly: those that one of them handles are its lane.
 
     Attributes:
-        here: ranks of its node.
         peers: the other ranks of its node.
-        node: number of its node.
         others: numbers of the other nodes, beginning behind its own one, so that not all nodes
             send to the same one first.
     """

@@ -48,8 +48,6 @@ class Span(NamedTuple):
     """Consecutive elements.
 
     Attributes:
-        memory: where they are.
-        start: the first of them.
         stop: behind the last of them.
     """
 
@@ -126,7 +124,6 @@ class Row:
     order, so that each knows how often the others have told when they tell something.
 
     Attributes:
-        rank: whose steps these are.
         steps: in the order in which they are done.
     """
 

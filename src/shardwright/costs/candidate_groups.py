@@ -28,8 +28,6 @@ class Group:
     """Candidates that cut the chain alike.
 
     Attributes:
-        chosen: their numbers.
-        options: of them.
         ends: for each stage, the layer behind its last.
         ranks: for each stage, its pipeline rank.
         kinds: for each pipeline rank, the kinds of nodes that it lies on; empty where they do not count.

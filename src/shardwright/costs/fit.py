@@ -28,8 +28,6 @@ class Fit:
     """Efficiencies of a family of accelerators.
 
     Attributes:
-        of_accelerators: parameters of the accelerators.
-        of_runtimes: parameters of each runtime.
         logarithms: all of them, in the order of the fit.
     """
 

@@ -52,9 +52,7 @@ class KindOfRank:
     """Ranks of one kind of node.
 
     Attributes:
-        ranks: how many there are.
         rates: of such nodes among themselves.
-        reached: shares of the rates.
         memory_bytes: that a rank may use.
     """
 
@@ -69,7 +67,6 @@ class StagesAlike:
     """Neighbouring pipeline ranks on the same kinds of nodes.
 
     Attributes:
-        kinds: numbers of the kinds.
         stages: how many pipeline ranks there are.
         last: it is the pipeline rank with the head, which is always apart.
     """
@@ -84,7 +81,6 @@ class MixedPrices:
     """The prices of ways on nodes of several kinds.
 
     Attributes:
-        seconds: of a step.
         num_bytes: of the rank that is closest to its limit, or furthest beyond it.
         limit: bytes that this rank may use.
         blocks: of the pipeline ranks of each kind of node, at most: (kinds, ways); 0 where a kind has none.

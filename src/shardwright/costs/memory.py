@@ -35,8 +35,6 @@ class Precision(NamedTuple):
     """Bytes of a trained parameter.
 
     Attributes:
-        weight: of itself.
-        gradient: of its gradient.
         optimizer: of what the optimizer keeps, with a copy in 32 bits where there is one.
     """
 
@@ -54,9 +52,6 @@ class RankBytes(Columns):
     """Memory of a rank at its peak; all attributes but `host` together are the peak.
 
     Attributes:
-        parameters: that it keeps.
-        gradients: that it keeps.
-        optimizer: what the optimizer keeps.
         activations: that are kept for backwards.
         gathered: parameters and gradients of blocks that are at hand whole.
         work: of the block that is being computed, or of the loss.

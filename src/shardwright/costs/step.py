@@ -45,17 +45,11 @@ class StepSeconds:
         compute: forward and backward of all microbatches on a mean pipeline rank.
         recompute: what the backward computes again.
         imbalance: what the slowest pipeline rank computes beyond the mean.
-        tensor: collectives of tensor parallelism.
-        context: exchanges of context parallelism.
-        expert: exchanges of expert parallelism.
         bubble: idling at the begin and the end of the pipeline.
-        point_to_point: messages between stages.
         gather: all-gathers of parameters that computing does not hide.
         reduce_scatter: reduce-scatters of gradients that computing does not hide.
         all_reduce: sums over replicas at the end.
-        update: of the optimizer.
         offload: transfers to and from the host's memory that computing does not hide.
-        overhead: of the runtime.
     """
 
     compute: Numbers

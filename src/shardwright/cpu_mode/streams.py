@@ -29,7 +29,6 @@ class _Current(threading.local):
     """What is current in a thread.
 
     Attributes:
-        device: its number.
         streams: of each device, by its number; a device that is not here has its default stream.
     """
 

@@ -63,7 +63,6 @@ class _Timeline:
     """One of the two timelines.
 
     Attributes:
-        name: predicted or measured.
         thread: number of its thread in every process, from 1 (older Perfettos take 0 and 1 for one).
         events: aligned, so that the step begins at 0.
     """

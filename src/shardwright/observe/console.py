@@ -29,7 +29,6 @@ class Console:
     """Writes progress.
 
     Attributes:
-        prints: whether anything is printed.
         rewrites: whether lines can be rewritten in place.
 
     >>> console = Console(stream=sys.stdout, environ={})

@@ -55,9 +55,6 @@ class StepRecord:
     """The measurements of one step; None where unknown.
 
     Attributes:
-        step: number of the step.
-        seconds: duration of the step.
-        loss: mean over the batch.
         samples: samples in the batches of all replicas.
         tokens: tokens in the batches of all replicas.
         flops: FLOPs of the model in forward and backward, all ranks together, recomputation not counted.

@@ -47,7 +47,6 @@ class Observer:
 
     Attributes:
         folder: the run folder; None where no files are written.
-        console: where it prints.
         going_on: how to go on with the run at its end; empty where nothing was saved.
     """
 

@@ -93,7 +93,6 @@ class RecordedStep:
     """One step with the times of all its actions.
 
     Attributes:
-        step: its number.
         seconds: that it took, with what comes before and after the schedule.
         events: the actions and copies of all pipeline ranks; the first work begins at 0.
         memory: of each pipeline rank; empty where nobody looked.

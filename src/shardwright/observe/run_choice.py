@@ -50,8 +50,6 @@ class BegunRun:
     """A run whose folder is there, held by this process, with its record in it.
 
     Attributes:
-        folder: of the run.
-        record: of the run.
         saved: the checkpoint that it goes on from; None for a new one.
         remark: a line about another run that somebody may have meant; may be empty.
     """

@@ -38,9 +38,7 @@ class RunTotals:
     """What the steps of a run came to.
 
     Attributes:
-        steps: that were done.
         last_step: number of the last one.
-        loss: that is known last.
     """
 
     steps: int = 0

@@ -39,11 +39,7 @@ _LOGS = "logs"
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The paths inside a run folder; to make one, use `create`.
-
-    Attributes:
-        path: the folder, absolute.
-    """
+    """The paths inside a run folder; to make one, use `create`."""
 
     path: Path
 

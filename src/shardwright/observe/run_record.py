@@ -39,9 +39,7 @@ class RunRecord(Record):
     """What is known of a run before and after it.
 
     Attributes:
-        version: of this format.
         script: its absolute path, or the name of a module.
-        arguments: those of the script.
         settings: those that the launcher was given.
         command: to be typed again, from the same folder.
         named: whether somebody chose the name of the run folder.
@@ -95,7 +93,6 @@ class SavedStep:
 
     Attributes:
         step: how many steps were done; None where the list of checkpoints is damaged.
-        folder: of the checkpoints.
     """
 
     step: int | None

@@ -28,14 +28,12 @@ class RunSummary:
         first_loss: loss of the first step.
         final_loss: loss of the last step.
         throughput: tokens or samples a second, all ranks together.
-        throughput_unit: which of the two.
         single_throughput: the same of one process.
         step_s: seconds of a step.
         step_predicted_s: the same, as the plan expected it.
         bubble: idle share of the ranks' time, 0 to 1.
         bubble_predicted: the same, as the plan expected it.
         stages: the plan's table of stages.
-        folder: the run folder.
         left_out: a sentence about lines of the metrics that could not be read; empty where all could.
     """
 

@@ -16,8 +16,6 @@ class MeasuredEvent(NamedTuple):
     """One action on the measured timeline.
 
     Attributes:
-        rank: pipeline rank.
-        action: what was done.
         start_s: seconds from the start of the step.
         end_s: seconds from the start of the step.
         waited_s: the part of the time in between in which a message was waited for.

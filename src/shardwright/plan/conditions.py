@@ -22,7 +22,6 @@ class FlowConditions(Record):
     """The data that one stage sends to another for one microbatch.
 
     Attributes:
-        source: the stage that sends.
         target: the stage that receives; larger than `source`.
         num_bytes: bytes sent forward.
         gradient_bytes: bytes of gradients sent back; 0 where none returns.
@@ -52,10 +51,8 @@ class Conditions(Record):
     """The conditions of a plan's simulated step.
 
     Attributes:
-        flows: what flows between stages.
         hosts: the host of each pipeline rank of the first replica.
         intra_node: link between two ranks of a host.
-        inter_node: link between two hosts.
         host: from each rank to where it offloads what units keep; None where that is not known.
         cores: CPU cores that the ranks of one replica share on a host; 0 where each has a device.
         ranks_per_node: pipeline ranks of one replica on a host.

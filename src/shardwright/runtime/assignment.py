@@ -16,7 +16,6 @@ class Assignment:
 
     Attributes:
         stage_of_call: node that calls a unit -> stage.
-        stage_ranks: stage -> pipeline rank.
         homes: stage that computes each node.
     """
 

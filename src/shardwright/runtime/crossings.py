@@ -14,11 +14,6 @@ class Crossing:
     """A value that one stage makes and another reads.
 
     Attributes:
-        value: index in the graph.
-        source: stage that makes it.
-        target: stage that reads it.
-        spec: shape and type.
-        has_gradient: a gradient comes back.
         detached: none does, as the units that read it gave none in the trace.
         order: of its dims in memory, where that is not their own; of its gradient's, too.
         part: sizes of what this rank has of it, where ranks share a batch; None: all.

@@ -12,7 +12,6 @@ class MicrobatchValues:
     """Holds the value of each microbatch; scripts that take it for a tensor are told what to call.
 
     Attributes:
-        outputs: the values, by microbatch.
         advice: what to call, for errors.
     """
 

@@ -62,8 +62,6 @@ class Policy:
 
     Attributes:
         ration: limits on forwards under way.
-        forward_order: among forwards.
-        backward_order: among backwards.
         splits_backward: run ``I`` and ``W`` instead of ``B``.
     """
 

@@ -22,7 +22,6 @@ class Request:
         stage_ranks: pipeline rank of each stage.
         num_microbatches: parts into which a batch is split.
         active_microbatches: bound on the microbatches under way on each rank; None for the family's own.
-        costs: of each stage.
     """
 
     stage_ranks: tuple[int, ...]

@@ -93,7 +93,6 @@ class Splitter:
     they have one. Anything else goes to every microbatch as it is.
 
     Attributes:
-        function: the step function.
         non_split: names of arguments that every microbatch gets whole.
         signature: shapes and types to which the positional arguments are converted; None: as they are.
     """

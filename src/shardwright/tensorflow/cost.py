@@ -25,13 +25,7 @@ _CONVOLUTIONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ModelVariable:
-    """A variable of the model.
-
-    Attributes:
-        name: unique in the model.
-        spec: its shape and type.
-        trained: whether gradients change it.
-    """
+    """A variable of the model."""
 
     name: str
     spec: TensorSpec

@@ -44,7 +44,6 @@ class LossReduction:
     """How the losses of a step function rest on the samples of a batch.
 
     Attributes:
-        kind: of all of them.
         divisors: tensors that the data tell and losses are divided by -> how they rest on the samples.
         line: of the script, where the kind is neither or unknown.
     """

@@ -47,7 +47,6 @@ class Placement:
     """The places of a step's operations.
 
     Attributes:
-        num_stages: of the pipeline.
         places: name of an operation -> its place.
         owners: number of a variable -> stage that holds it.
         read_again: reads of weights that a backward repeats, so that no value is kept for it.

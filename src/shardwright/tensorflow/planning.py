@@ -40,8 +40,6 @@ class Planning:
     """Makes the plan, and programs by it.
 
     Attributes:
-        context: the run.
-        model: the wrapped model.
         sums: of gradients, that all pieces add to.
         lent: gives variables values for a while that have none yet.
     """

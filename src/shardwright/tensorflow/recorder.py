@@ -22,7 +22,6 @@ class LayerCall:
     """One call of a layer.
 
     Attributes:
-        layer: the layer.
         number: of the call among all calls of layers.
         around: the call that it was made in; None for one of the outermost.
     """

@@ -18,7 +18,6 @@ class Results:
     for each microbatch. Microbatches end their backwards in order, so the sum has the order of a plain loop.
 
     Attributes:
-        sums: by position.
         kept: what is not summed, of each microbatch by position.
     """
 

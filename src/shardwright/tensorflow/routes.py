@@ -24,8 +24,6 @@ class Piece:
     """A part of the work of one stage on a microbatch.
 
     Attributes:
-        part: which.
-        stage: of the pipeline.
         body: names of its operations, with the free ones that it computes anew.
         feeds: tensors that it takes in: arguments of the step function, and what other pieces make.
         gives: tensors that other pieces, other ranks or the caller take.

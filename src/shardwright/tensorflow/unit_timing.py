@@ -40,7 +40,6 @@ class TimedStep:
     """A traced step whose units can be timed.
 
     Attributes:
-        trace: the step.
         step: the same as plain data.
         graph: the same as the planner reads it.
         labels: of the unit calls, in order.

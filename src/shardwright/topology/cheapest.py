@@ -16,10 +16,6 @@ class Offer:
     """Training on some of the machines.
 
     Attributes:
-        num_nodes: that are taken.
-        num_ranks: on them.
-        way: the best there.
-        seconds: of the whole training.
         dollars: of the whole training; None where a price is not known.
     """
 

@@ -37,12 +37,7 @@ _NUM_PARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """The saving from a rate that is a tenth higher.
-
-    Attributes:
-        what: the rate, in words.
-        share: of the step.
-    """
+    """The saving from a rate that is a tenth higher."""
 
     what: str
     share: float
@@ -53,10 +48,7 @@ class Comparison:
     """The best way beside one with options that somebody has in mind.
 
     Attributes:
-        best: of all ways.
         wanted: the best with these options; where nothing fits with them, the one that takes least memory.
-        fits: it fits in memory.
-        sentences: what tells them apart.
     """
 
     best: Way

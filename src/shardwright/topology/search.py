@@ -34,10 +34,7 @@ class Answer:
     """The result of a search.
 
     Attributes:
-        task: what was asked.
-        best: the way to take.
         alternatives: the best of those that differ from it and from one another in their degrees.
-        num_ways: that were priced.
         num_fitting: of them, those that fit in memory.
     """
 

@@ -76,9 +76,7 @@ class _Grid:
     """The ways of one mesh.
 
     Attributes:
-        number: of them.
         of_mesh: options that are the same for all of them.
-        columns: the others.
     """
 
     number: int

@@ -76,11 +76,9 @@ class Task:
 
     Attributes:
         model: the architecture, or a chain of layers, which is cut between them and in no other way.
-        machines: that there are.
         batch: samples of a step, over all replicas.
         sequence: tokens of a sample; None: as the model was trained.
         dtype: of the model: ``bfloat16``, ``float16``, with updates in float32, or ``float32``.
-        runtime: whose efficiencies count.
         only_what_runs: leave out what this version's runtime does not have; see `NOT_RUN_YET`.
         pins: options that are given, by their names in `shardwright.costs.Options`.
     """

@@ -45,10 +45,7 @@ class Note:
     """A rank's note before it ends.
 
     Attributes:
-        rank: who.
         lost_peer: the rank that it lost; None for an error of its own, or where it does not know.
-        text: the error.
-        is_loss: it lost a rank.
         is_final: the rank takes no further step.
     """
 

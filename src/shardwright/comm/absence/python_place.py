@@ -27,7 +27,6 @@ class JointCall:
     """A function of `torch.distributed` that a rank is in, and that all ranks of a group must call.
 
     Attributes:
-        function: its name.
         ranks: world ranks of the group.
         group: name of the group, the same on all of them.
         number: how many collectives it has begun in that group, this one among them; None where nobody

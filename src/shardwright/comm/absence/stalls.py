@@ -31,7 +31,6 @@ class Stalls:
     """What a waiting rank finds out about those that it waits for.
 
     Attributes:
-        rank: this one.
         patience_s: how long a rank may be still before it is named.
         said: the last note of another rank.
         tell: gets a text for people.

@@ -37,7 +37,6 @@ class Communicator:
 
     Attributes:
         thread: runs the collectives, in order.
-        rank, topology, neighbours, messages, gloo: as given.
     """
 
     def __init__(

@@ -39,7 +39,6 @@ class Operation(NamedTuple):
     Attributes:
         number: counts the collectives of a group.
         kind: such as ``all_gather``.
-        num_elements: of its input.
         dtype: such as ``float32``.
     """
 

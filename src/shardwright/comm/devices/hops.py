@@ -39,7 +39,6 @@ class Hops:
 
     Attributes:
         hops: that each chunk makes one after the other.
-        num_chunks: one at least.
     """
 
     hops: Sequence[Hop]

@@ -54,9 +54,6 @@ class _Begun:
     """A call to which this rank has come.
 
     Attributes:
-        call: which one.
-        place: the same, counted.
-        others: who else makes it.
         attendance: who has come, at the store; None on one host.
         is_first: this rank may be the first that has come.
     """

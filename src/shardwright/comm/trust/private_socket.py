@@ -24,7 +24,6 @@ class PrivateListener:
 
     Attributes:
         path: by which others call it.
-        socket: the socket.
     """
 
     def __init__(self, kind: int):

@@ -26,12 +26,7 @@ _END_S = 45.0
 
 @dataclass(frozen=True, slots=True)
 class HostCommand:
-    """The command of one host.
-
-    Attributes:
-        words: the command.
-        environ: all of its environment.
-    """
+    """The command of one host."""
 
     words: Sequence[str]
     environ: Mapping[str, str]

@@ -46,15 +46,11 @@ class Pods:
 
     Attributes:
         image: of the container; None leaves it to the runtime.
-        python: the interpreter in it.
         code: the folder of the script in it.
         runs_dir: the folder there that holds the run folders.
         is_packed: the script comes with the job.
         gpu_resource: what GPUs are called in the cluster.
-        resources: others, by name.
         volumes: names of claims, by the folders at which they are mounted.
-        node_selector: labels of nodes.
-        service_account: of the pods.
     """
 
     image: str | None = None

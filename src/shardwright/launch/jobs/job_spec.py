@@ -35,11 +35,8 @@ class JobSpec:
         name: its name, and that of its run folder.
         entry_point: the script, relative to `source_dir`.
         source_dir: the folder in which the script starts, absolute.
-        words: what the script gets.
         hyperparameters: the same by name, those of the model parallel library included.
         channels: folders of data by the names of their channels.
-        num_hosts: hosts.
-        processes_per_host: ranks on each.
         gpus_per_host: GPUs that each host should have; 0 where ranks compute on CPUs.
         instance_type: the kind of machine, as it was asked for.
         device: ``cpu`` runs a script that is written for CUDA on the CPU.
@@ -48,7 +45,6 @@ class JobSpec:
         import_folders: folders to import from, besides that of the script.
         mp_parameters: of the model parallel library.
         framework_params: what ``SM_FRAMEWORK_PARAMS`` says.
-        settings: Shardwright's own settings.
         max_run_s: stops the job after so long; None for no limit.
         max_restarts: how often all ranks start again after a failure.
         image: a container image, for engines that need one.

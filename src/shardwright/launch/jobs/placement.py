@@ -16,7 +16,6 @@ class Placement:
     """Ranks and GPUs of each host.
 
     Attributes:
-        processes_per_host: ranks.
         gpus_per_host: GPUs that a host should have; 0 where ranks compute on CPUs.
         remarks: what a user should know, one sentence each.
     """

@@ -69,7 +69,6 @@ class RunningJob(ABC):
     """A training job that was started. Engines say how to ask for its state and how to end it.
 
     Attributes:
-        spec: what it is.
         exit_code: how it ended (see `shardwright.exit_codes`); None while it runs.
         failure: why it failed, if it did.
     """

@@ -57,12 +57,7 @@ for name in sys.argv[1:]:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that went over a host's link, with all headers.
-
-    Attributes:
-        sent_bytes: by the host.
-        received_bytes: by the host.
-    """
+    """Bytes that went over a host's link, with all headers."""
 
     sent_bytes: int
     received_bytes: int
@@ -94,7 +89,6 @@ class HostsNetwork:
     """Hosts and the links between them, while a ``with`` statement lasts.
 
     Attributes:
-        num_hosts: how many.
         namespaces: their names, and that of the switch.
     """
 

@@ -31,10 +31,6 @@ class LaunchRequest:
 
     Attributes:
         target: a script, or a module's name.
-        is_module: which of the two.
-        arguments: what the script gets.
-        num_ranks: ranks on this host.
-        num_nodes: hosts.
         node_rank: number of this host; None lets the hosts number themselves.
         endpoint: where the hosts meet, as ``host:port``; None on a single host.
         max_restarts: how often all ranks are started again after a failure.

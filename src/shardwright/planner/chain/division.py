@@ -32,9 +32,6 @@ class Passage:
         share: of the whole unit's work.
         pace: seconds of that work, measured, over as large a share of those of the whole unit. Smaller
             products take longer than their operations say. 1 where it was not measured.
-        calls: collectives.
-        num_bytes: that the rank sends.
-        operations: on divided tensors.
     """
 
     share: float = 1.0
@@ -54,7 +51,6 @@ class DividedUnit:
     """A unit over the ranks of a group.
 
     Attributes:
-        forward, backward: of one microbatch.
         kept_share: of the bytes that the whole unit keeps for its backward.
         settling_calls, settling_bytes: once a step, gradients get the placements of their parameters.
         inside_share: of the tensors between it and the operations behind it that belong to it.
@@ -78,7 +74,6 @@ class Division:
     """How the ranks of a tensor-parallel group share a model.
 
     Attributes:
-        degree: ranks of the group.
         samples: of the microbatch for which bytes were worked out.
         prices: of what ranks exchange and compute.
         decided_by: prices by which they choose the placements of what they compute; None: these.

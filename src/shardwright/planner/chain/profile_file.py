@@ -37,10 +37,7 @@ class MeasuredProfile:
 
     Attributes:
         fingerprint: of the model, as plans have it.
-        costs: by cost class.
-        cluster: the machines.
         num_ranks: that measured at the same time.
-        when: date and time, UTC.
     """
 
     fingerprint: str

@@ -21,7 +21,6 @@ class RankMemory:
     """Memory of one pipeline rank during a step.
 
     Attributes:
-        rank: pipeline rank.
         lasting_bytes: parameters, gradients, optimizer state and batch.
         moments: (seconds, bytes of activations from then on), in order of time; the first is at 0.
     """

@@ -27,7 +27,6 @@ class Setting:
 
     Attributes:
         schedule: the order of work, without transfers.
-        costs: of each stage.
         edges: what flows between stages; None where the plan does not say.
         link: from one pipeline rank to another; None where messages take no time.
         host: from each rank to where it offloads what units keep; None where copies take no time.
@@ -36,7 +35,6 @@ class Setting:
         action_overhead_s: on top of every action.
         forward_overhead_s: on top of that, of every forward.
         crowding: factor on the time of the schedule.
-        sync_s: sums of gradients.
         step_overhead_s: before the first action and after the last one.
     """
 
@@ -99,7 +97,6 @@ class Replay:
     """A setting played out.
 
     Attributes:
-        setting: what was played.
         simulation: the timeline of the schedule alone.
         step_s: seconds of the whole step: schedule, crowding, sums of gradients, overhead, correction, and
             code outside of the model.

@@ -14,7 +14,6 @@ class Sensitivity:
     """One change and its gain.
 
     Attributes:
-        name: for display.
         step_s: seconds of the step with it.
         saved_s: seconds less than without it; negative where it costs time.
         assumption: what is taken for granted; empty where nothing is.

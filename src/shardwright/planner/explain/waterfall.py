@@ -41,10 +41,7 @@ class Part:
     """One part of a step.
 
     Attributes:
-        name: for display.
         kind: what sort of time it is.
-        seconds: of the step.
-        meaning: one sentence.
     """
 
     name: str
@@ -58,7 +55,6 @@ class Waterfall:
     """The parts of a predicted step, in the order of the picture above.
 
     Attributes:
-        parts: those that take time.
         step_s: the prediction of the plan; the sum of the parts.
     """
 

@@ -42,12 +42,7 @@ NO_SUMS = ReplicaSeconds(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """A cluster with a mesh laid over it; replica 0 represents all.
-
-    Attributes:
-        cluster: the machines.
-        mesh: which rank does what.
-    """
+    """A cluster with a mesh laid over it; replica 0 represents all."""
 
     cluster: Cluster
     mesh: Mesh

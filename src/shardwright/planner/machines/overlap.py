@@ -31,7 +31,6 @@ class Moment:
     Attributes:
         seconds: of the last backward that are left when its gradient is complete, or of the first forward
             before its rows are used.
-        num_bytes: its size.
     """
 
     seconds: float

@@ -61,7 +61,6 @@ class Above(NamedTuple):
     """What a rank has at its peak, above the most that its stages keep.
 
     Attributes:
-        num_bytes: gradients, temporaries and messages.
         gradients: of them, those of parameters.
     """
 
@@ -310,7 +309,6 @@ class Messages:
     Attributes:
         value: the largest that comes in; a receive is posted some actions before its use (`lower`).
         gradient: the largest that comes in; another stays until the backward that starts from it ends.
-        leaving: all rings.
     """
 
     value: int

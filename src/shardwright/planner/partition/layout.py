@@ -21,7 +21,6 @@ class Layout:
     """The stage and the rank of every call.
 
     Attributes:
-        chain: what is cut.
         cuts: position of the first call of each stage, then the number of calls.
         ranks: pipeline rank of each stage.
         recompute: for each call, whether its activations are recomputed in the backward.

@@ -42,7 +42,6 @@ class Tables:
         parameter_bytes: its parameters and buffers, each once.
         gradient_bytes: gradients of the trained ones.
         optimized_bytes: those that an optimizer keeps state for.
-        receive_bytes: values that it receives.
         send_bytes: values that it sends, each once however many stages read it.
         receive_gradient_bytes: gradients of what it sent.
         send_gradient_bytes: gradients of what it received.

@@ -131,8 +131,6 @@ class _ClosedForms:
 
     Attributes:
         chain: the layers of the model, as one rank of a tensor-parallel group has them.
-        cluster: the machines.
-        config: the settings.
         samples: of a batch of one replica.
         pace: how many times as long layers compute as the rates of the machines say.
         units: calls of them in a step function.

@@ -35,8 +35,6 @@ class Draft:
 
     Attributes:
         workload: what it is made from.
-        kind: schedule family.
-        layout: where every call runs.
         in_flight: microbatches in flight, for each stage.
     """
 

@@ -28,7 +28,6 @@ class Planned(Generic[Candidate]):
     """A plan of a candidate.
 
     Attributes:
-        candidate: of which it is.
         plan: what chain DP and simulation made of it.
         seconds: what counts of the plan.
         expected_s: the same of the candidate, by closed forms.

@@ -48,7 +48,6 @@ class Choice:
     """A kernel.
 
     Attributes:
-        kernel: its name.
         why_not_fused: what a fused kernel does not take; empty where it is one.
     """
 
@@ -61,7 +60,6 @@ class Attention:
     """What an attention computes, but for its tensors.
 
     Attributes:
-        scale: factor of the scores.
         seen: which keys a query sees by its position.
         dropout: share of weights that are dropped.
         hidden_score: added to a score where a mask of booleans is False.

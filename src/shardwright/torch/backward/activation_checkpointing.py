@@ -189,7 +189,6 @@ class _Before:
     """Keeps what a first forward finds in the buffers that it changes, and what it draws from.
 
     Attributes:
-        content: of those buffers.
         generators: of Python and NumPy, whose numbers torch.utils.checkpoint does not draw again; None where
             nothing is drawn.
     """

@@ -27,7 +27,6 @@ class LossForm:
     """How a loss is reduced.
 
     Attributes:
-        reduction: over the samples.
         counts: of each term of a weighted mean, gives how much counts in it; the samples for a plain mean.
         reason: why it, or a term of it, is neither or unknown: what the loss does.
         divisor: the number that a sum is divided by.

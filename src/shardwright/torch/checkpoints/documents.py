@@ -21,14 +21,9 @@ class SavedLayout(_Record):
     """The ranks that saved.
 
     Attributes:
-        world_size: how many there were.
-        pipeline: stages of a replica.
-        data: replicas.
         tensor: ranks that shared every layer of a stage.
         context: ranks that shared the sequences of a batch.
         expert: ranks that shared the experts of a stage.
-        shard: replicas that shared parameters.
-        placement: of ranks, see `shardwright.mesh`.
     """
 
     world_size: PositiveInt
@@ -78,17 +73,14 @@ class StateDocument(_Record):
     """Everything but tensors.
 
     Attributes:
-        version: of the format.
         step: how many steps were done.
         calls: of step functions that trained, in all of the run: more than steps where a script accumulates
             gradients; None: as many.
         layout: the ranks that saved; None for a checkpoint that was imported.
         optimizers: in the order in which they were wrapped.
         loss_scale: of ``fp16``; None without.
-        extra_states: of modules, by name.
         states: of schedulers, samplers and the like, by name, where all ranks had the same.
         states_of_ranks: by name and rank, where they had not.
-        random: generators of each rank.
         buffers: of those that a forward has given another shape or type: what they were at first.
     """
 

@@ -106,8 +106,6 @@ class Kept(NamedTuple):
     """A tensor of an optimizer's state, as this rank has it.
 
     Attributes:
-        tensor: its elements.
-        whole: shape of the whole.
         boxes: where they lie in the whole, or in the part of it that this rank has, one behind the other.
         spec: how ranks share the whole; None where they do not.
     """

@@ -37,7 +37,6 @@ class Saves:
     """The saves of a run, one after the other, each written in the background.
 
     Attributes:
-        folder: where.
         last_step: of what was saved last, or resumed from; None as long as there is nothing.
     """
 

@@ -36,7 +36,6 @@ class RankDocument:
     """The JSON that a rank saves beside its parts of tensors.
 
     Attributes:
-        random: its generators.
         extra_states: of the modules that it stands for, by name.
         optimizers: for each: ``groups``, a list of their options; ``members``, names of their parameters on
             this rank; ``others``, by parameter and key, what its
@@ -59,8 +58,6 @@ class Snapshot:
     """A rank's part of a checkpoint.
 
     Attributes:
-        parts: of tensors.
-        document: the rest.
         parameters: full names of the tensors that are parameters of the model.
     """
 

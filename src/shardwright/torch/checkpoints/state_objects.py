@@ -19,11 +19,7 @@ __all__ = ["StateObjects"]
 
 
 class StateObjects:
-    """The objects that a script has named for saving.
-
-    Attributes:
-        objects: the same.
-    """
+    """The objects that a script has named for saving."""
 
     def __init__(self, objects: Mapping[str, Any]):
         self.objects = dict(objects)

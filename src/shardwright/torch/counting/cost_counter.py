@@ -32,7 +32,6 @@ class Counts(NamedTuple):
     """Counts of a stretch of operations.
 
     Attributes:
-        flops: floating-point operations.
         draws: operations that took random numbers.
         reads: operations that looked at values.
     """

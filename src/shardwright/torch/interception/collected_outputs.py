@@ -30,11 +30,7 @@ COLLECTED = "_shardwright_collected"
 
 
 class _Known:
-    """What traces and the beginnings of batches have seen of hooks.
-
-    Attributes:
-        any_collects: one of them collects.
-    """
+    """What traces and the beginnings of batches have seen of hooks."""
 
     any_collects = False
 

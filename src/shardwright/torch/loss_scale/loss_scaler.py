@@ -20,7 +20,6 @@ class LossScaler:
 
     Attributes:
         scale: what the loss is multiplied by now.
-        dynamic: it changes.
         scale_factor: by which it falls and grows.
         scale_window: updates without overflow after which it grows.
         min_scale: where it stops to fall.

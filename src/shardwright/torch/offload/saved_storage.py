@@ -42,8 +42,6 @@ class SavedStorage:
     """One storage.
 
     Attributes:
-        first: the same.
-        num_bytes: its size.
         key: tells it from others that exist (`storage_key`).
         views: tensors that autograd keeps in it.
     """
@@ -162,11 +160,7 @@ class SavedStorage:
 
 
 class SavedView:
-    """A tensor in a `SavedStorage`, as autograd keeps it.
-
-    Attributes:
-        storage: where it lies.
-    """
+    """A tensor in a `SavedStorage`, as autograd keeps it."""
 
     __slots__ = ("_ghost", "_layout", "_version", "storage")
 

@@ -114,7 +114,6 @@ class StageOffload:
     """One stage of a microbatch.
 
     Attributes:
-        least_bytes: storages with fewer stay.
         waited_s: seconds for which forwards and backwards have waited for copies.
         moved: the copies to the tier and back.
     """
@@ -230,7 +229,6 @@ class _Unit:
     """One call of a unit.
 
     Attributes:
-        storages: that it keeps.
         is_handed_over: whether they are being copied.
     """
 

@@ -86,7 +86,6 @@ class _Operation:
     """Something that was done.
 
     Attributes:
-        function: what.
         arguments: (args, kwargs), with places of recorded tensors.
         results: what it gave that is recorded: (position among the results, its place).
         touched: memories that it reads or writes.

@@ -19,7 +19,6 @@ class UnitMap:
     """Units and parameters of a model by identity, with their names.
 
     Attributes:
-        model: the whole model.
         units: id of the module -> name of the unit.
         modules: name of the unit -> module.
         parameters: id of a parameter or buffer -> its first name.

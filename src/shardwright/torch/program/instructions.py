@@ -49,7 +49,6 @@ class KeptOtherwise:
     """The calls of units whose activations are not kept as they are, by label.
 
     Attributes:
-        recompute: those that are recomputed.
         offload: those that offload what they keep.
     """
 
@@ -64,7 +63,6 @@ class Instruction:
     Attributes:
         step: of the trace: what is called, and what other ranks return for it.
         place: on this rank, on another, or on all.
-        stage: home of the node.
         flow: where its tensors come from, and which are kept.
         recompute: drop its activations, and compute them again in the backward.
         divided: ranks share parameters that it uses, or tensors between units; what it gives others is placed

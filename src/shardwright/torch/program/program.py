@@ -56,8 +56,6 @@ class Program:
         instructions: one for each step of the trace.
         rank: the pipeline rank of this program.
         stages: the stages of this rank, ascending.
-        stage_ranks: stage -> pipeline rank.
-        home_of: value -> home stage.
         crossings: (source, target) -> values, for all ranks.
         gradients: (target, source) -> values whose gradients go back.
         flops: of the forward, all stages together.

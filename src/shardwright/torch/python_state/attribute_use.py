@@ -65,9 +65,7 @@ class AttributeUse:
 
     Attributes:
         module: whose attribute it is; also an object or a dictionary that a module holds.
-        key: its name.
         name: how an error calls it.
-        accesses: in order.
         carries_tensor: it holds a tensor of the graph when the microbatch ends.
         read_late: it is used behind ``backward``.
         in_place: it holds tensors whose values change.

@@ -37,7 +37,6 @@ class SlotContent:
     Attributes:
         holder: the module, object or dictionary.
         key: the name of the attribute, or the key.
-        value: what it holds.
         inside: the entries of that, if it is a container.
         versions: how often tensors there have been changed in place.
     """

@@ -70,9 +70,7 @@ class Draw:
     """One operation that takes numbers from the generator.
 
     Attributes:
-        func: the aten operation.
         items: leaves of its arguments, with shapes in place of tensors.
-        structure: their structure.
     """
 
     func: Any

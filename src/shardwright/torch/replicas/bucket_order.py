@@ -19,7 +19,6 @@ class Turn:
     """A bucket in its turn.
 
     Attributes:
-        bucket: the bucket.
         late: gradients come from elsewhere, too: it never starts by itself.
     """
 

@@ -37,7 +37,6 @@ class Reduced:
     """A parameter whose gradient is reduced over several ranks.
 
     Attributes:
-        parameter: the parameter.
         stages: stages of this rank that use it.
         group: the ranks that hold the same elements of it, in all replicas; None where only this one does,
             and others of its tensor-parallel group have other elements, or summands.
@@ -91,9 +90,6 @@ class Bucket(Protocol):
 
     A parameter that a replica did not use has no gradient there; each bucket carries one flag a parameter, so
     that what nobody used keeps no gradient at all.
-
-    Attributes:
-        members: whose gradients.
     """
 
     members: Sequence[Reduced]

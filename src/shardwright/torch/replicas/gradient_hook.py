@@ -26,7 +26,6 @@ class GradientHook:
     """A hook function, and its state.
 
     Attributes:
-        state: its first argument.
         function: ``function(state, bucket)`` gives a future of a tensor, or of a list with one.
     """
 

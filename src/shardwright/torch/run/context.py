@@ -31,21 +31,10 @@ class Context:
     """Everything that belongs to one run.
 
     Attributes:
-        config: the settings.
-        mesh: the grid of ranks.
-        rank: this world rank.
-        local_rank: rank on this host.
-        local_size: ranks on this host.
-        device: where this rank computes.
-        groups: process groups.
-        links: ways for messages.
         watch: over ranks that fail, or do not come.
         plan: the plan in force; None until the first step, unless one was given.
         cluster: the present machines, once they were measured.
         reporter: tells the observer what happens.
-        model: the wrapped model.
-        optimizers: the wrapped optimizers.
-        cleanup: what `shutdown` takes back.
     """
 
     config: Config

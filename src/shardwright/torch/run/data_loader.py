@@ -160,11 +160,7 @@ class ReplicaLoader:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The parts of global batches that belong to this replica, made one after another.
-
-    Attributes:
-        batches: what `remaining_batches` makes.
-    """
+    """The parts of global batches that belong to this replica, made one after another."""
 
     batches: Callable[[], Iterator[tuple[int, list[int]]]]
 
@@ -206,7 +202,6 @@ class _SeededInWorkers(Dataset[Any]):
     Without workers they draw from the generators of the rank, which are saved with it.
 
     Attributes:
-        dataset: the script's.
         seeds: further numbers that the seed is made of.
     """
 

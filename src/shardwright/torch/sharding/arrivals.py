@@ -83,9 +83,6 @@ class InTurns:
     """Gathers rows at their use or shortly before, and releases them when room is short.
 
     Ranks of a group gather together, so all of them must use the same parameters in the same order.
-
-    Attributes:
-        window: decides.
     """
 
     def __init__(self, parcels: Sequence[Parcel], to_come: dict[int, int], *, most: int, bring: Bring):

@@ -23,7 +23,6 @@ class Move:
     """The next move.
 
     Attributes:
-        item: with which thing.
         comes: start to bring it; else let it go.
     """
 

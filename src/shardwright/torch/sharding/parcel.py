@@ -15,13 +15,7 @@ _SIZE = 2**20
 
 
 class Parcel:
-    """Parameters whose rows are gathered together.
-
-    Attributes:
-        parameters: the parameters.
-        memory: theirs.
-        size: elements of all rows.
-    """
+    """Parameters whose rows are gathered together."""
 
     def __init__(self, parameters: Sequence[ShardedParameter], memory: ShardMemory):
         self.parameters = parameters

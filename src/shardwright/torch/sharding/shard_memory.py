@@ -34,7 +34,6 @@ class ShardMemory(Protocol):
     """Memory for some parameters of one type.
 
     Attributes:
-        layout: of the parameters.
         gathers: rows have to be brought together.
     """
 

@@ -44,12 +44,8 @@ class ShardedParameter:
     It begins in the form `Form.WHOLE`.
 
     Attributes:
-        name: its first name.
-        parameter: the model's own.
         own_rows: which rows this rank keeps.
-        rows: these, in memory.
         spec: how ranks share the parameter, whose part has these rows; None where they do not.
-        part_shape: of all rows.
         gradient: of these, what the batch that runs has added; None where that is nothing.
     """
 

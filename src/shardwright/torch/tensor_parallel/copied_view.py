@@ -35,9 +35,7 @@ class CopiedView:
     """The copy that stands for a view of a divided tensor.
 
     Attributes:
-        base: the tensor viewed.
         local: what this rank has of the copy.
-        spec: of the copy.
     """
 
     def __init__(self, base: DividedTensor, replay: Callable[[Tensor], Tensor], local: Tensor, spec: Spec):

@@ -68,8 +68,6 @@ class Prices:
     """What the choice between placements is made with; the same on all ranks.
 
     Attributes:
-        latency_s: of a collective.
-        bandwidth_Bps: of one rank's connection.
         flops_per_s: of a rank's matrix products.
         memory_Bps: at which a rank reads and writes elements.
         sums_wait: what is left as a partial sum is most likely the gradient of a whole parameter, whose sum
@@ -85,12 +83,7 @@ class Prices:
 
 @dataclass(slots=True)
 class Traffic:
-    """What this rank has sent.
-
-    Attributes:
-        calls: collectives of each kind.
-        sent_bytes: by each kind.
-    """
+    """What this rank has sent."""
 
     calls: Counter[str] = field(default_factory=Counter)
     sent_bytes: Counter[str] = field(default_factory=Counter)
@@ -110,7 +103,6 @@ class TensorGroup:
 
     Attributes:
         rank: of this process in the group.
-        num_ranks: of the group.
         collectives: how the ranks reach each other.
         prices: by which an operation's placements are chosen.
         traffic: what this rank has sent.
@@ -124,7 +116,6 @@ class TensorGroup:
         between: where tensors between units are; None where all are whole. Where they are cut, parameters are
             gathered as a last resort, and sums go to where tensors are cut.
         gathers: the last ones, where tensors between units are cut; None: nothing is kept.
-        lasting: memories of parameters' parts.
         is_alone: the other ranks are not there: a search, or a dry run.
         routes_tokens: some module of theirs calls experts of a list; see `lasting_sums.py`.
         writes: of memory that copied views stand for: how many views, how many writes (`copied_view.py`).

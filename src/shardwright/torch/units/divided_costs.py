@@ -29,11 +29,9 @@ class UnitPart:
     """What one rank has of a unit.
 
     Attributes:
-        unit: a call.
         cuts: of its parameters, by name.
         experts: those of them that all ranks of a grid share.
         rank, num_ranks: who has it, of all that share a batch.
-        prices: of the ranks.
         between: where tensors between units are.
     """
 

@@ -37,9 +37,7 @@ class Compared:
     """A figure as predicted and as measured; None where it is not known.
 
     Attributes:
-        name: what it is.
         predicted: in the unit that the name ends with.
-        measured: in the same.
         remark: why the two are not to be compared; empty where they are.
     """
 

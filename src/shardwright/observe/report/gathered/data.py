@@ -47,7 +47,6 @@ class Predicted:
     """The part of a report that needs a plan with a prediction.
 
     Attributes:
-        waterfall: parts of the step.
         update_s: seconds of the optimizer's update, which is not a part of it; 0: not known.
         step_s: seconds of the replayed schedule alone, for the timeline.
         idle_s: for each pipeline rank, the seconds of it without work.
@@ -75,7 +74,6 @@ class ReportData:
         name: of the run or of the plan file.
         plan: the plan; None for runs without one.
         ranks: the pipeline ranks that are shown one by one.
-        num_ranks: all pipeline ranks.
         compared: step time, the optimizer's update, and peak memory, predicted beside measured.
         stage_seconds: measured forward and backward of one microbatch, by stage; empty without a timeline.
         spent: what ranks spend a step on, mean of them, predicted beside measured.
@@ -86,7 +84,6 @@ class ReportData:
         memory: peak memory of each pipeline rank, predicted beside measured; empty where nobody looked.
         verdict: what the run came to, and what to do next; None where nothing is known.
         facts: what the run was; None for a plan.
-        steps: metrics of all steps.
         peak_by_rank: measured peak of each pipeline rank, the largest of its replicas, bytes.
         notes: what is not there, and how to get it.
         trace_file: name of the Chrome trace beside the report; None where there is none.

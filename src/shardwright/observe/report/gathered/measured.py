@@ -61,14 +61,11 @@ class StepMetrics:
     """One line of ``metrics.jsonl``; None where a figure is not known.
 
     Attributes:
-        step: number of the step.
         loss: mean over the batch; None also where it is no number.
         step_s: seconds that the step took.
         update_s: seconds of the optimizer's update before it.
         peak_bytes: peak memory of each world rank so far.
         limit_bytes: memory that a rank may use.
-        tokens_per_s: of all ranks together.
-        samples_per_s: the same.
         work_s: seconds that the ranks of a replica worked, added up.
         bubble: idle share of the ranks' time, 0 to 1.
         outside_s: seconds of operations that rest on no unit, and that every rank of a pipeline runs.

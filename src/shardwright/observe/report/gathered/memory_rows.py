@@ -24,7 +24,6 @@ class MemoryRow:
     """The peak of one pipeline rank, in bytes; None where it is not known.
 
     Attributes:
-        rank: which one.
         predicted: parameters, gradients, optimizer state and activations.
         measured: the same, at the end of the action where it was most.
     """

@@ -59,9 +59,6 @@ class StepPart:
     """One part of a step, in seconds; None where it is not known.
 
     Attributes:
-        kind: which one.
-        predicted: by the plan.
-        measured: in a recorded step.
         finer: the parts that the prediction has in its place.
     """
 

@@ -33,7 +33,6 @@ class Verdict:
         step_s: median seconds of a step; of a plan that has not run, as predicted.
         measured: whether the run has done a step.
         rate: tokens or samples a second, all ranks together.
-        rate_unit: which of the two.
         speed_up: times one process, which would do the work of the ranks one after the other.
         idle: idle share of the ranks' time, 0 to 1.
         slower: measured / predicted - 1; negative where the run was faster.

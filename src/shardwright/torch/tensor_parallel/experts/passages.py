@@ -52,7 +52,6 @@ class Entered(NamedTuple):
 
     Attributes:
         items: those given, with ordinary tensors that have all elements.
-        parts: of parameters, ordinary tensors.
         zero: without dimensions; belongs to what comes out, see above.
     """
 

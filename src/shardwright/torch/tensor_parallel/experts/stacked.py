@@ -98,10 +98,6 @@ class _Own:
     """The experts that this rank has.
 
     Attributes:
-        cut: which ranks have which.
-        group: the ranks.
-        names: of the weights.
-        first, number: of this rank's experts.
         tokens_group: the ranks that have different tokens.
     """
 

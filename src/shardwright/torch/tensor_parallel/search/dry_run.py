@@ -43,7 +43,6 @@ class Phase:
     """A part of a step on one rank.
 
     Attributes:
-        traffic: what the rank sends.
         num_divided: operations on divided tensors, which take Python's time.
     """
 
@@ -56,7 +55,6 @@ class DryRun:
     """A step of one rank.
 
     Attributes:
-        forward, backward: of one microbatch.
         settling: once a step, gradients get the placements of their parameters.
         kept_bytes: of tensors that the rank keeps from the forward to the backward, parameters apart.
         computed_whole: how often an operation had no rule for its divided inputs, by name.
@@ -90,11 +88,7 @@ class CutTensor:
 
 
 class DividedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations on divided tensors.
-
-    Attributes:
-        number: how many there were.
-    """
+    """Counts the operations on divided tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -26,7 +26,6 @@ class Passed:
     Attributes:
         work_s: of the busiest rank, operation by operation.
         forward_work_s: the part of it in the forward.
-        exchange_s: to change placements.
         settle_s: to give gradients the placements of their parameters, once a step.
         wants: cuts in which whole parameters were used, or got their gradients, by name.
     """

@@ -46,10 +46,8 @@ class Operation:
         index: its place in the step.
         func: the operator; None where all inputs are placed as between units: they leave the unit, or one
             within it.
-        args, kwargs: with the recorded tensors.
         inputs: numbers of its tensor arguments, in order.
         outputs: its results; None where a result is no tensor.
-        output_numbers: of the results.
     """
 
     index: int
@@ -71,14 +69,10 @@ class Recording:
     """A step.
 
     Attributes:
-        operations: in order.
-        tensors: by number.
         memories: of each tensor, the number of its memory.
         parameters: number of each parameter, by name.
         gradients: number of the gradient of each parameter that has one, by name.
-        num_forward: operations before the backward.
         entering: numbers of the tensors with which the forward and the backward begin.
-        material: of the tensors.
     """
 
     operations: list[Operation] = field(default_factory=list)

@@ -17,12 +17,10 @@ class Role:
     """Parameters with one placement.
 
     Attributes:
-        shape: of each of them.
         num_elements: of all of them, tied ones counted once.
         itemsize: bytes of an element.
         members: kinds of units, by index, and the names within a unit.
         full_names: of all parameters, in the model.
-        cuts: worth a try.
         pinned: the one that they have in any case; None where it is searched.
     """
 

@@ -22,8 +22,6 @@ class UnitKind:
     """Units that are alike.
 
     Attributes:
-        units: with their names.
-        flow: through one of them.
         kept_whole: modules within one of them, and why.
         roles: of its parameters: index of the role by name.
         priced: what plans cost, by the placements of its roles.

@@ -31,7 +31,6 @@ class Way:
     """How an operation runs with certain placements.
 
     Attributes:
-        work_s, exchange_s: as of `Passed`.
         sums: inputs whose pending sum is taken for all that see it, and the seconds of it.
         scatters: inputs whose pending sum goes to where they are cut, the seconds of it, and the cut.
         gathers: inputs that are gathered, and kept for others that come soon, and the seconds of it.
