@@ -81,7 +81,6 @@ class Setup:
             "offload_activations": offload,
             "activation_loading_horizon": 1,
             "plan_one_stage": True,
-            "calibrate": False,
         }
 
 

@@ -13,13 +13,7 @@ __all__ = ["after_import"]
 
 
 def after_import(name: str, action: Callable[[Any], None]) -> None:
-    """Calls `action` with a module each time that its code has run; at once, if it has been imported already.
-
-    Args:
-        name: of the module. Nothing is called for a namespace package, which has no code, nor for a module
-            whose loader has no `exec_module`, which is how it was before Python 3.4.
-        action: it gets the module anew after a reload, which makes its functions and classes anew.
-    """
+    """Calls `action` with a module each time that its code has run."""
     finder = _Finder(name, action)
     sys.meta_path.insert(0, finder)  # before looking whether it is there: another thread may import it now
     if name in sys.modules:
@@ -54,9 +48,6 @@ class _Finder(MetaPathFinder):
     """Finds one module as the other finders do, and has its loader call an action at its end.
 
     It stays for good: somebody may only ask where the module is, import it in vain, or reload it.
-
-    Attributes:
-        has_acted: the action was called.
     """
 
     def __init__(self, name: str, action: Callable[[Any], None]):

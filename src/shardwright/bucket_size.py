@@ -12,10 +12,6 @@ def size_of_buckets(num_bytes: int, *, most: int) -> int:
     What the backward fills last is summed when it has ended, with nothing left to hide it: there are eight
     buckets at least, as long as none has less than a mebibyte.
 
-    Args:
-        num_bytes: of all gradients.
-        most: what a bucket has at most, unless one gradient alone is larger.
-
     >>> [size_of_buckets(n * 2**20, most=25 * 2**20) / 2**20 for n in (4, 40, 4000)]
     [1.0, 5.0, 25.0]
     """

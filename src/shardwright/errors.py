@@ -15,7 +15,6 @@
     ├── PeerLostError          (RuntimeError)  another rank died, hung or closed its connection
     │   └── PeerTimeoutError                   it did not answer in time
     ├── NonFiniteError         (RuntimeError)  a loss or a gradient is infinite, or no number
-    ├── VerificationError      (RuntimeError)  an operation on parts gave other numbers than the whole one
     ├── CheckpointError        (RuntimeError)  a checkpoint cannot be saved, found or used here
     │   └── CorruptCheckpointError             it is damaged, incomplete, or not what was committed
     └── LaunchError            (RuntimeError)  workers could not be started, or one of them failed
@@ -47,7 +46,6 @@ __all__ = [
     "TraceError",
     "TraceMismatchError",
     "UsageError",
-    "VerificationError",
     "library_named",
 ]
 
@@ -146,10 +144,6 @@ class PeerTimeoutError(PeerLostError):
 
 class NonFiniteError(ShardwrightError, RuntimeError):
     """A loss or a gradient of a training step is infinite, or no number; no update was made of it."""
-
-
-class VerificationError(ShardwrightError, RuntimeError):
-    """An operation on the parts of tensors gave other numbers than the same operation on whole ones."""
 
 
 class CheckpointError(ShardwrightError, RuntimeError):

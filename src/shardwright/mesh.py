@@ -83,9 +83,6 @@ class Mesh:
         axes: in the order of placement: the last one varies fastest over the ranks. Those left out have size
             1, and come last.
 
-    Raises:
-        ConfigError: an axis is there twice, is none of the six, or is smaller than 1.
-
     >>> mesh = Mesh((Axis("pp", 2), Axis("dp_replicate", 2), Axis("dp_shard", 2)))
     >>> mesh.groups("pp")
     ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -130,22 +127,7 @@ class Mesh:
         shard: int = 1,
         placement: str = "DPT",
     ) -> Self:
-        """The grid that settings ask for.
-
-        Args:
-            world_size: number of ranks.
-            pipeline: ranks that share one replica of the model, stage by stage.
-            data: replicas, each with its own batches.
-            tensor: ranks that share every layer of a stage.
-            context: ranks that share the sequences of a batch.
-            expert: ranks that share the experts of a stage.
-            shard: replicas that share parameters and optimizer state; 1 where each has all of them.
-            placement: permutation of ``D``, ``P``, ``T``, or ``"cluster"`` (DPT) or ``"spread"`` (TPD).
-
-        Raises:
-            ConfigError: the degrees do not multiply to the number of ranks, or the placement is no
-                permutation.
-        """
+        """The grid that settings ask for."""
         letters = canonical_placement(placement)
         degrees = {"pipeline": pipeline, "data": data, "context": context, "expert": expert, "tensor": tensor}
         for what, degree in degrees.items():
@@ -236,11 +218,7 @@ class Mesh:
 
     @property
     def placement(self) -> str:
-        """The order of the axes as a permutation of ``D``, ``P``, ``T``.
-
-        Raises:
-            ConfigError: other axes come between those of ``D``.
-        """
+        """The order of the axes as a permutation of ``D``, ``P``, ``T``."""
         order = [name for name, _ in self.axes]
         letters = "".join(sorted("DPT", key=lambda letter: order.index(_LETTERS[letter][0])))
         if [name for letter in letters for name in _LETTERS[letter]] != order:
@@ -255,11 +233,7 @@ class Mesh:
         return prod(self._sizes[name] for name in _named(axes)) if size is None else size
 
     def group_rank(self, axes: Axes, rank: int) -> int:
-        """Position of a world rank in its group along these axes, from 0.
-
-        Raises:
-            ConfigError: there is no such rank, or no such axis.
-        """
+        """Position of a world rank in its group along these axes, from 0."""
         at: int | None = self._known.get((axes, rank, "at"))
         if at is not None:
             return at
@@ -273,9 +247,6 @@ class Mesh:
 
     def rank_of(self, **positions: int) -> int:
         """The world rank at the given positions along axes, or along unions of them; 0 along all others.
-
-        Raises:
-            ConfigError: a position lies outside the grid, or there is no such axis.
 
         >>> Mesh.of(world_size=8, pipeline=2, data=4, shard=2).rank_of(pp=1, rdp=3)
         7
@@ -293,11 +264,7 @@ class Mesh:
         return rank
 
     def group(self, axes: Axes, rank: int) -> tuple[int, ...]:
-        """World ranks that differ from `rank` along these axes only, itself among them, ascending.
-
-        Raises:
-            ConfigError: there is no such rank, or no such axis.
-        """
+        """World ranks that differ from `rank` along these axes only, itself among them, ascending."""
         found: tuple[int, ...] | None = self._known.get((axes, rank))
         if found is None:  # steps ask for their own again and again
             self._check_rank(rank)
@@ -329,9 +296,6 @@ class Mesh:
 
 def canonical_placement(name: str) -> str:
     """The permutation of ``D``, ``P``, ``T`` that a placement strategy names.
-
-    Raises:
-        ConfigError: it names none.
 
     >>> canonical_placement("cluster"), canonical_placement("spread"), canonical_placement("ptd")
     ('DPT', 'TPD', 'PTD')

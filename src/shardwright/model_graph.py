@@ -42,7 +42,6 @@ class TensorSpec:
     Attributes:
         shape: sizes, one for each dim.
         dtype: name without prefix, for example ``"float32"``.
-        num_bytes: size of the data.
         requires_grad: whether gradients flow through it.
     """
 
@@ -96,9 +95,7 @@ class Value:
     """A tensor that some node produced.
 
     Attributes:
-        producer: index of the node.
         position: which of the node's output tensors, counted from 0.
-        spec: shape and type.
         free: it depends on no unit and no parameter, so every rank has it.
     """
 
@@ -128,7 +125,6 @@ class Node:
         weight_bytes: bytes that a backward without the gradients of weights leaves for them; None: unknown.
         split_work_bytes: `work_bytes` with such a backward; None: unknown.
         free: depends on no unit and no parameter.
-        random: draws random numbers.
         detached: values among its inputs that get no gradient from it.
         finds: nodes that left what it uses by another way than a value: in an object, a list, a variable.
         line: where in the user's code, as ``file:line``.
@@ -165,7 +161,6 @@ class Together:
     """Nodes that one stage must compute.
 
     Attributes:
-        nodes: their indices, ascending.
         what: what they have in common, as ``torch.utils.checkpoint``.
         line: where in the user's code.
         why: what goes wrong on several stages.

@@ -110,9 +110,6 @@ class Cut:
     def parse(cls, text: str) -> Self:
         """Reads what `str` writes.
 
-        Raises:
-            ValueError: it is no such text.
-
         >>> Cut.parse("cut 0 (r0:2 r1:3)") == Cut.even(0, 5, num_ranks=2)
         True
         """
@@ -181,9 +178,6 @@ class Cut:
         """Bounds, within a rank's part, of its share of ``tensor[start:stop:step]``.
 
         The step stays the same within a run, but not over the gap between two runs of the rank.
-
-        Raises:
-            ValueError: the step is not 1, and the rank has several runs.
         """
         own = self.intervals(rank)
         if step != 1 and len(own) > 1:
@@ -221,7 +215,6 @@ class BetweenUnits:
     """Where tensors between units are, by their shapes alone, so that all stages of a pipeline agree.
 
     Attributes:
-        num_ranks: that share them.
         dim: along which they are cut; None: every rank has all of them.
         lengths: of that dimension, of tensors that are cut; all others are whole.
         inner_ranks: that share each part in turn (`torch/tensor_parallel/nesting.py`).
@@ -255,14 +248,7 @@ class BetweenUnits:
         inner_ranks: int = 1,
         inner_dim: int | None = None,
     ) -> Self:
-        """Cuts what is as long along a dimension as some tensor of the batch, and has a slice for each rank.
-
-        Args:
-            shapes: of the tensors of a microbatch.
-            dim: the dimension; None: nothing is cut.
-            num_ranks: that share the tensors.
-            inner_ranks, inner_dim: see the attributes.
-        """
+        """Cuts what is as long along a dimension as some tensor of the batch."""
         if dim is None:
             return cls(num_ranks, inner_ranks=inner_ranks)
         shapes = list(shapes)

@@ -23,10 +23,6 @@ _ABBREVIATION.maxstring = _ABBREVIATION.maxother = 120
 def printable(text: str, *, lines: bool = False) -> str:
     """A text that a terminal shows and does not obey.
 
-    Args:
-        text: from anywhere.
-        lines: line breaks and tabs of it are ours, and stay; colours go, as Keras has them in its errors.
-
     >>> printable("run\\x1b[2J\\n")
     'run\\\\u001b[2J\\\\u000a'
     >>> printable("\\x1b[1mgan.py:28\\x1b[0m: no", lines=True)

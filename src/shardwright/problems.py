@@ -40,13 +40,7 @@ _MOST_LETTERS = 200  # of a name
 
 
 def describe(findings: Iterable[Mapping[str, Any]], *, root: str, known: Iterable[str] = ()) -> list[str]:
-    """One line for each finding.
-
-    Args:
-        findings: what `pydantic.ValidationError.errors` returns.
-        root: name of the whole document, for findings that concern no single field.
-        known: names of fields, for those that are misspelt.
-    """
+    """One line for each finding."""
     return [_line(finding, root, tuple(known)) for finding in findings]
 
 

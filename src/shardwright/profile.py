@@ -102,7 +102,6 @@ class Profile:
     """Costs by cost class.
 
     Attributes:
-        costs: cost class -> cost.
         device: name of the device on which it was measured, or for which it was estimated.
     """
 

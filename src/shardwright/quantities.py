@@ -40,12 +40,6 @@ _BYTE_UNITS = {
 def parse_bytes(text: str | int | float) -> int:
     """Reads a number of bytes.
 
-    Args:
-        text: a number of bytes, or a number with a unit such as ``"80GiB"`` or ``"1.5 GB"``.
-
-    Raises:
-        ConfigError: the text is not a size, or it is negative or endless.
-
     >>> parse_bytes("80GiB") == 80 * 2**30
     True
     >>> parse_bytes("1.5 kB")

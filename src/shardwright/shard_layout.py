@@ -27,7 +27,6 @@ class ShardLayout:
 
     Attributes:
         shapes: of the parameters; each has at least one dimension.
-        num_shards: ranks that share them.
 
     >>> layout = ShardLayout(((5, 2), (4,)), 2)
     >>> layout.piece_sizes, layout.shard_size, layout.rows(0, 1)

@@ -11,7 +11,6 @@ QUIET = {
     "profile": "estimated",
     "timeout_s": 60,
     "missing_ranks_s": 30,
-    "calibrate": False,
 }
 WIDTH = 8
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-QUIET: dict[str, Any] = {"run_dir": "off", "profile": "estimated", "calibrate": False, "timeout_s": 60}
+QUIET: dict[str, Any] = {"run_dir": "off", "profile": "estimated", "timeout_s": 60}
 FEATURES = 6
 
 

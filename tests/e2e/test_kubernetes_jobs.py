@@ -1,42 +1,15 @@
-"""Training jobs on Kubernetes: their manifests, and a cluster that is a stand-in for kubectl.
+"""Manifests of training jobs on Kubernetes."""
 
-The stand-in runs the containers' commands on this machine, with the variables that controllers give pods.
-"""
-
-import contextlib
 import json
 import os
-import socket
 import subprocess
-import sys
-import textwrap
-import time
-from pathlib import Path
 
 import pytest
 import yaml
 
-from choices import in_sweep
 from shardwright.errors import ConfigError, LaunchError
 from shardwright.launch import Estimator, Kubernetes
 from shardwright.launch.engines.packed_code import pack
-
-STAND_IN = Path(__file__).parent / "stand_ins/kubectl.py"
-
-TRAIN = """
-    import json, os, sys
-    from pathlib import Path
-    from package.names import NAMES
-
-    rank = os.environ["RANK"]
-    if sys.argv[-2:] == ["--fail", rank]:
-        raise ValueError("boom on one")
-    found = [os.environ.get(name) for name in NAMES]
-    Path(os.environ["SM_MODEL_DIR"], f"rank{rank}.json").write_text(json.dumps(found))
-    print("rank", rank, "is done")
-"""
-
-NAMES = ("SM_CURRENT_HOST", "WORLD_SIZE", "SM_HP_EPOCHS", "SM_CHANNEL_TRAIN", "LOCAL_RANK", "FROM")
 
 
 @pytest.fixture
@@ -44,28 +17,13 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     source = tmp_path / "src"
     (source / "package").mkdir(parents=True)
-    (source / "train.py").write_text(textwrap.dedent(TRAIN))
-    (source / "package/names.py").write_text(f"NAMES = {NAMES!r}\n")
+    (source / "train.py").write_text("import package.names\n")
+    (source / "package/names.py").write_text("NAMES = ()\n")
     return tmp_path
 
 
-@pytest.fixture
-def cluster(folder, monkeypatch):
-    state, programs = folder / "state", folder / "bin"
-    state.mkdir()
-    programs.mkdir()
-    (programs / "kubectl").write_text(f'#!/bin/sh\nexec {sys.executable} {STAND_IN} "$@"\n')
-    (programs / "kubectl").chmod(0o755)
-    (programs / "python").symlink_to(sys.executable)
-    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("STAND_IN", str(state))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setenv("STAND_IN_PORT", str(server.getsockname()[1]))
-    return state
-
-
 def estimator(**arguments):
-    engine = {"kind": "TrainJob", "namespace": "team", "poll_s": 0.2, "python": sys.executable}
+    engine = {"kind": "TrainJob", "namespace": "team"}
     return Estimator(
         **{
             "entry_point": "train.py",
@@ -81,111 +39,20 @@ def estimator(**arguments):
     )
 
 
-def fit(job, **arguments):
-    job.fit({"train": "/data/train"}, **arguments)
+def test_a_job_is_started_by_kubectl(folder):
+    with pytest.raises(LaunchError, match=r"python script\.py \| kubectl apply -f -"):
+        estimator().fit({"train": "/data/train"}, job_name="one")
 
 
-def test_a_train_job_of_two_pods(folder, cluster, capfd):
-    job = estimator()
-    fit(job, job_name="Training-1")
-    for rank in range(4):
-        path = cluster / f"pod{rank // 2}/ml/runs/Training-1/model/rank{rank}.json"
-        host = f"algo-{rank // 2 + 1}"
-        assert json.loads(path.read_text()) == [host, "4", "3", "/data/train", str(rank % 2), "it's $HOME"]
-    shown = capfd.readouterr()
-    assert "rank 3 is done" in shown.out
-    assert "shardwright: trainjob/training-1: training-1-node-0-0-abcde Running" in shown.err
-    log = folder / "runs/Training-1/logs/pod-training-1-node-0-1-abcde.log"
-    assert "[rank 2] rank 2 is done" in log.read_text()
-    patched = json.loads((cluster / "patch.json").read_text())
-    owner = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob"}
-    owner |= {"name": "training-1", "uid": "1-2-3"}
-    owned = {"metadata": {"ownerReferences": [owner]}}
-    assert patched == dict.fromkeys(("configmap/training-1-code", "secret/training-1-secret"), owned)
-    calls = [json.loads(line) for line in (cluster / "calls").read_text().splitlines()]
-    assert all(call[:2] == ["--namespace", "team"] for call in calls)
-
-
-def test_a_job_set_that_fails(folder, cluster):
-    job = estimator(
-        engine={"kind": "JobSet", "image": "registry/image:1"},
-        instance_count=1,
-        hyperparameters={"fail": 1},
-    )
-    with pytest.raises(LaunchError) as caught:
-        fit(job, logs=False, job_name="one")
-    text = str(caught.value)
-    assert "jobset/one failed: jobset failed due to one or more jobs" in text
-    assert "pod one-node-0-0-abcde ended with exit code 5.\nrank 1 failed first" in text
-    assert "ValueError: boom on one" in text
-    assert caught.value.exit_code == 5
-    assert job.latest_training_job.describe()["TrainingJobStatus"] == "Failed"
-
-
-def test_a_job_is_stopped_by_deleting_it(folder, cluster):
-    (folder / "src/train.py").write_text("import time\ntime.sleep(60)\n")
-    job = estimator(instance_count=1)
-    fit(job, wait=False, job_name="one")
-    job.latest_training_job.stop()
-    with pytest.warns(UserWarning, match="was stopped before its end"):
-        job.latest_training_job.wait(logs=False)
-    assert job.latest_training_job.status == "Stopped"
-
-
-def recording(folder, script="exit 0"):
-    """An interpreter that writes down with what it was started, without an import of PyTorch."""
-    python = folder / "bin/recording-python"
-    written = folder / "started"
-    python.write_text(f'#!/bin/sh\n(printf "%s\\0" "$@"; env -0; echo) >> {written}\n{script}\n')
-    python.chmod(0o755)
-    return {"python": str(python)}, written
-
-
-@pytest.mark.parametrize(("kind", "code"), [in_sweep("TrainJob", 0), ("JobSet", 7)])
-def test_a_job_that_has_ended_goes_on_under_its_name(folder, cluster, kind, code):
-    """Applied as it was, the ended job of the cluster stayed, and its end passed for that of the new one."""
-    engine, written = recording(folder, f"[ -e {folder}/again ] || exit {code}")
-    job = estimator(engine={"kind": kind, "image": "image:1", **engine}, instance_count=1)
-    with pytest.raises(LaunchError, match="exit code 7") if code else contextlib.nullcontext():
-        fit(job, job_name="one", logs=False)
-    (folder / "again").touch()
-    fit(job, job_name="one", logs=False)
-    assert len(written.read_bytes().splitlines()) == 2
-    calls = [json.loads(line)[2:] for line in (cluster / "calls").read_text().splitlines()]
-    (deleted,) = [call for call in calls if call[0] == "delete"]
-    assert deleted[1:3] == [f"{kind.lower()}/one", "configmap/one-code"]
-    assert {"--wait", "--cascade=foreground"} <= set(deleted)
-
-
-def test_a_job_that_goes_on_is_left_alone(folder, cluster):
-    engine, _ = recording(folder, "echo from the first\nsleep 60")
-    job = estimator(engine=engine, instance_count=1)
-    fit(job, wait=False, job_name="one")
-    first = job.latest_training_job
-    log = first.run_folder / "logs/pod-one-node-0-0-abcde.log"
-    while not log.exists() or "from the first" not in log.read_text():
-        assert first.status == "InProgress"
-        time.sleep(0.01)
-    with pytest.raises(ConfigError, match=r"job one goes on in .* \(kubectl delete trainjob/one stops it\)"):
-        fit(job, job_name="one")
-    assert first.status == "InProgress"
-    assert log.read_text() == "from the first\n"
-    first.stop()
-    with pytest.warns(UserWarning, match="was stopped before its end"):
-        first.wait(logs=False)
-
-
-def test_dollars_and_names_that_kubernetes_has_a_meaning_for(folder, cluster):
+def test_dollars_and_names_that_kubernetes_has_a_meaning_for(folder):
     """It expands `$(NAME)` and `$$` in commands and variables, and refuses names with spaces."""
-    engine, written = recording(folder)
-    words = {"a": "$(HOME) $$ @NODE@ $(NONE)", "b": "@ENDPOINT@ $", "two words": 1}
-    variables = {"FROM": "$(HOME)$$x$"}
-    job = estimator(engine=engine, instance_count=1, hyperparameters=words, environment=variables)
-    fit(job, job_name="one", logs=False)
-    started = written.read_text().split("\0")
-    arguments = ["-a", "$(HOME) $$ @NODE@ $(NONE)", "-b", "@ENDPOINT@ $", "--two words", "1"]
-    assert started[started.index("train.py") + 1 :][: len(arguments)] == arguments
-    assert {"FROM=$(HOME)$$x$", f"SM_HP_A={arguments[1]}"} <= set(started)
+    words, variables = {"a": "$(HOME) $$", "two words": 1}, {"FROM": "$(HOME)$$x$"}
+    text = estimator(hyperparameters=words, environment=variables).manifest(job_name="one")
+    *_, manifest = yaml.safe_load_all(text)
+    trainer = manifest["spec"]["trainer"]
+    assert "'$$(HOME) $$$$'" in trainer["command"][-1]
+    assert {"name": "FROM", "value": "$$(HOME)$$$$x$$"} in trainer["env"]
+    assert "two words" not in {each["name"] for each in trainer["env"]}
     with pytest.raises(ConfigError, match="environment has '1st', but on Kubernetes names of variables are"):
         estimator(environment={"1st": "x"}).manifest()
 
@@ -361,11 +228,3 @@ def test_what_a_cluster_cannot_take(folder, arguments, message):
         ConfigError, match="input train is data, but on Kubernetes it must be a folder as pods"
     ):
         estimator().manifest({"train": "data"})
-
-
-def test_a_cluster_that_refuses_a_manifest(folder, cluster):
-    (cluster.parent / "bin/kubectl").write_text(
-        "#!/bin/sh\necho 'no matches for kind TrainJob' >&2\nexit 1\n"
-    )
-    with pytest.raises(LaunchError, match=r"failed with exit code 1: no matches for kind TrainJob"):
-        fit(estimator())

@@ -65,7 +65,6 @@ NOT_RUN = {
 """Why a command is not run, by its first words."""
 
 CODES = {
-    "shardwright schedule check mine.csv": 1,  # the page shows the error
     "shardwright plan diff gpt.json other.json": 1,  # they differ
     "shardwright ckpt recover runs/NAME": 2,  # nothing is to be recovered
 }
@@ -87,7 +86,6 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("reader")
     (path / "examples").symlink_to(ROOT / "examples")
     (path / "train.py").write_text(TRAIN)
-    (path / "mine.csv").write_text("0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
     launcher = [sys.executable, "-m", "shardwright", "run", "-q", "-n", "2"]
     for words in ([sys.executable, "-c", GPT2], [*launcher, "train.py"], [*launcher, "--fresh", "train.py"]):
         subprocess.run(words, cwd=path, check=True, timeout=120)

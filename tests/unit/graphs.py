@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from shardwright.catalogue import Layer, LayerChain
 from shardwright.model_graph import ModelGraph, Node, ParameterSpec, TensorSpec, Unit, Value
 from shardwright.profile import Profile, UnitCost
 
@@ -163,3 +164,20 @@ def profile_of(costs: Mapping[str, tuple[float, float]] | None = None, **changes
         },
         device="test",
     )
+
+
+def convolutional_chain(*, positions: int = 1) -> LayerChain:
+    """A net of convolutions of the size of ResNet-50; more positions make its images larger."""
+    layers = tuple(
+        Layer(
+            name=str(number),
+            parameters=460_000 + 1000 * number,
+            flops=1.4e8 * positions,
+            moved=1.4e6 * positions,
+            kept=4e5 * positions,
+            inputs=2e5 * positions,
+            crossing=2e5 * positions,
+        )
+        for number in range(55)
+    )
+    return LayerChain(name="convolutions", layers=layers)

@@ -152,6 +152,15 @@ def test_files_of_version_1_are_read() -> None:
     assert Plan.parse(json.dumps(document)).prediction is None
 
 
+def test_corrections_of_older_plans_are_left_out() -> None:
+    plan = with_prediction()
+    document = json.loads(plan.to_json())
+    document["prediction"]["correction"] = 1.25
+    if document["prediction"].get("conditions"):
+        document["prediction"]["conditions"]["outside_s"] = 0.5
+    assert Plan.parse(json.dumps(document)) == plan
+
+
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="cannot be read: No such file"):
         Plan.read(tmp_path / "none.json")

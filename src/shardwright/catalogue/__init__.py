@@ -1,13 +1,12 @@
 """Models as data: known architectures, and those of configuration files; no framework."""
 
-from shardwright.catalogue.architectures import ARCHITECTURES, CHAINS, find_architecture
+from shardwright.catalogue.architectures import ARCHITECTURES, find_architecture
 from shardwright.catalogue.hugging_face import from_hugging_face
 from shardwright.catalogue.layer_chain import Layer, LayerChain
 from shardwright.catalogue.transformer import LatentAttention, Transformer
 
 __all__ = [
     "ARCHITECTURES",
-    "CHAINS",
     "LatentAttention",
     "Layer",
     "LayerChain",

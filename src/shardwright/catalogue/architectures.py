@@ -3,13 +3,10 @@
 import difflib
 from dataclasses import replace
 
-from shardwright.catalogue.attention_chains import ATTENTION_CHAINS
-from shardwright.catalogue.convolutional import CONVOLUTIONAL
-from shardwright.catalogue.layer_chain import LayerChain
 from shardwright.catalogue.transformer import LatentAttention, Transformer
 from shardwright.errors import UsageError
 
-__all__ = ["ARCHITECTURES", "CHAINS", "find_architecture"]
+__all__ = ["ARCHITECTURES", "find_architecture"]
 
 
 def _neox(name: str, *, layers: int, hidden: int, heads: int, source: str) -> Transformer:
@@ -275,29 +272,30 @@ _ALL = (
 )
 
 ARCHITECTURES = {architecture.name: architecture for architecture in _ALL}
-"""Those that are known by name, and have one length of sequence and a vocabulary."""
+"""Language models that are known by name."""
 
-CHAINS: dict[str, LayerChain] = {**CONVOLUTIONAL, **ATTENTION_CHAINS}
-"""The others, layer by layer."""
+_REMOVED = ("resnet", "unet", "vit", "whisper", "dit", "sd3")
+"""What the names of models began with that were known here, layer by layer."""
 
 
-def find_architecture(name: str) -> Transformer | LayerChain:
+def find_architecture(name: str) -> Transformer:
     """The architecture of a name; case, ``_`` and blanks do not matter.
-
-    Raises:
-        UsageError: there is none; the nearest names are given.
 
     >>> find_architecture("GPT-NeoX 20B").name
     'gpt-neox-20b'
     """
     wanted = _plain(name)
-    everything: dict[str, Transformer | LayerChain] = {**ARCHITECTURES, **CHAINS}
-    for known, architecture in everything.items():
+    for known, architecture in ARCHITECTURES.items():
         if _plain(known) == wanted:
             return architecture
-    plain = {_plain(known): known for known in everything}
+    if wanted.startswith(_REMOVED):
+        raise UsageError(
+            f"there is no architecture {name!r}: the names are of language models. Give the model itself, by "
+            "a function that builds it with a batch: package.module:build"
+        )
+    plain = {_plain(known): known for known in ARCHITECTURES}
     near = [plain[text] for text in difflib.get_close_matches(wanted, plain, n=3, cutoff=0.5)]
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(everything)}."
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(ARCHITECTURES)}."
     raise UsageError(f"there is no architecture {name!r}; {hint}")
 
 

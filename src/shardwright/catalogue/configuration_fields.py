@@ -62,15 +62,6 @@ class Fields:
     def kind(self) -> str:
         return str(self._document["model_type"])
 
-    def size(self, name: str, *, default: int) -> int:
-        """Of an object: how many entries it has."""
-        found = self._document.get(name)
-        if found is None:
-            return default
-        if not isinstance(found, Mapping):
-            raise ConfigError(f"{name} is {shown(found)}, but it must be an object.")
-        return len(found)
-
     def refuse_other(self, name: str, only: object) -> None:
         """Refuses a field that is there with another value than the only one that is read."""
         found = self._document.get(name)

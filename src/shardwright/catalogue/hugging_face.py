@@ -4,9 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from shardwright.catalogue.attention_chains import speech_to_text, vision_transformer
 from shardwright.catalogue.configuration_fields import Document, Fields
-from shardwright.catalogue.layer_chain import LayerChain
 from shardwright.catalogue.transformer import LatentAttention, Transformer
 from shardwright.errors import ConfigError
 from shardwright.printable import shown
@@ -14,16 +12,8 @@ from shardwright.printable import shown
 __all__ = ["from_hugging_face"]
 
 
-def from_hugging_face(document: Document, *, name: str | None = None) -> Transformer | LayerChain:
-    """The architecture that a ``config.json`` describes.
-
-    Args:
-        document: the file's content.
-        name: for display; by default the model type.
-
-    Raises:
-        ConfigError: the type of model is not known, or an entry is missing or no positive number.
-    """
+def from_hugging_face(document: Document, *, name: str | None = None) -> Transformer:
+    """The architecture that a ``config.json`` describes."""
     kind = document.get("model_type")
     if not isinstance(kind, str) or kind not in _READERS:
         raise ConfigError(
@@ -254,37 +244,6 @@ def _llama4(fields: Fields, name: str) -> Transformer:
     )
 
 
-def _vit(fields: Fields, name: str) -> LayerChain:
-    return vision_transformer(
-        name,
-        layers=fields.layers("num_hidden_layers"),
-        hidden=fields.number("hidden_size"),
-        heads=fields.number("num_attention_heads"),
-        ffn=fields.number("intermediate_size"),
-        image=fields.number("image_size"),
-        patch=fields.number("patch_size"),
-        channels=fields.number("num_channels", default=3),
-        classes=fields.size("id2label", default=2),
-    )
-
-
-def _whisper(fields: Fields, name: str) -> LayerChain:
-    return speech_to_text(
-        name,
-        encoder_layers=fields.layers("encoder_layers"),
-        layers=fields.layers("decoder_layers"),
-        hidden=fields.number("d_model"),
-        encoder_heads=fields.number("encoder_attention_heads"),
-        heads=fields.number("decoder_attention_heads"),
-        encoder_ffn=fields.number("encoder_ffn_dim"),
-        ffn=fields.number("decoder_ffn_dim"),
-        vocabulary=fields.number("vocab_size"),
-        frames=fields.number("max_source_positions"),
-        tokens=fields.number("max_target_positions"),
-        mel_bins=fields.number("num_mel_bins"),
-    )
-
-
 def _t5(fields: Fields, name: str) -> Transformer:
     layers = fields.layers("num_layers")
     return Transformer(
@@ -314,7 +273,7 @@ _NO_BIASES: dict[str, Any] = {
     "norm_biases": False,
 }
 
-_READERS: dict[str, Callable[[Fields, str], Transformer | LayerChain]] = {
+_READERS: dict[str, Callable[[Fields, str], Transformer]] = {
     "bloom": _bloom,
     "deepseek_v3": _deepseek_v3,
     "gemma3": _gemma3,
@@ -333,6 +292,4 @@ _READERS: dict[str, Callable[[Fields, str], Transformer | LayerChain]] = {
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
     "t5": _t5,
-    "vit": _vit,
-    "whisper": _whisper,
 }

@@ -11,7 +11,6 @@ class Layer:
     """The work of one layer for one sample.
 
     Attributes:
-        name: for display.
         parameters: that it trains; those that several layers use, on the first of them.
         flops: of the forward's products; a multiply-add counts as two.
         moved: numbers that the forward reads and writes, parameters apart.
@@ -48,7 +47,6 @@ class LayerChain:
     """A model that is cut between layers. With a tensor degree, layers are those of one rank of its group.
 
     Attributes:
-        name: for display.
         layers: in the order in which they are computed.
         sample: what a sample is, in words.
         source: where the numbers are from.

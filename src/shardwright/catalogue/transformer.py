@@ -40,11 +40,8 @@ class Transformer:
     """An architecture.
 
     Attributes:
-        name: for display.
         layers: blocks; of an encoder-decoder, those of the decoder.
         hidden: width of the residual stream.
-        heads: attention heads.
-        vocabulary: entries of the embedding.
         sequence: tokens of a sample, as it was trained; entries of learned positions.
         ffn: width between the two products of the MLP.
         kv_heads: heads of keys and values; 0: as many as `heads`.
@@ -55,22 +52,17 @@ class Transformer:
         attention_biases: of the products of queries, keys and values.
         output_biases: of the product after attention.
         mlp_biases: of the products of the MLP.
-        head_biases: of the head.
         norm_biases: norms have a bias beside their scale.
-        block_norms: norms of a block.
         embedding_norm: there is one behind the embedding.
         encoder_layers: blocks of an encoder; the decoder's then attend to it, too.
         experts: MLPs of a block, of which a token takes `experts_per_token`.
-        experts_per_token: see there.
         router_biases: of the product that chooses experts.
         shared_ffn: width of an MLP that every token takes beside its experts; 0: there is none.
         dense_layers: first blocks that have one MLP in place of experts.
-        dense_ffn: its width.
         latent: queries, keys and values are made of narrow vectors.
         head_norms: queries and keys have a norm over a head.
         sinks: each head has a score for attending to nothing.
         window: tokens that one attends to in `windowed_layers` of the blocks.
-        windowed_layers: see there.
         causal: tokens attend to those before them alone.
         source: where the numbers are from.
     """

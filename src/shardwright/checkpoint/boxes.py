@@ -69,11 +69,6 @@ class Box:
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """The boxes that make up a range of a flattened tensor, in its order.
 
-    Args:
-        shape: of the tensor.
-        start: first element.
-        stop: behind the last one.
-
     >>> [box.shape for box in boxes_of_range((4, 3), 2, 10)]
     [(1, 1), (2, 3), (1, 1)]
     """

@@ -26,9 +26,7 @@ class Commit(Record):
     """A checkpoint that is complete.
 
     Attributes:
-        name: of its folder.
         step: how many steps were done.
-        manifest_sha256: checksum of its manifest.
     """
 
     name: str
@@ -50,12 +48,7 @@ class _Commits(Record):
 
 
 def read_commits(root: Path) -> tuple[Commit, ...]:
-    """The committed checkpoints of a folder, oldest first.
-
-    Raises:
-        CorruptCheckpointError: the file is missing or damaged.
-        CheckpointError: this process cannot read it.
-    """
+    """The committed checkpoints of a folder, oldest first."""
     path = root / COMMITTED
     try:
         with reading(path):

@@ -35,10 +35,6 @@ class Written:
 class NewFile:
     """A file that is being written from its beginning to its end.
 
-    Args:
-        file: where it goes.
-        before: called before each write.
-
     Attributes:
         size: in bytes, so far.
         problem: why it could not be written.
@@ -76,11 +72,7 @@ class NewFile:
 
 
 class Disk:
-    """Writes files and folders so that they outlive a loss of power.
-
-    Args:
-        before: called with the name of each operation and its path, before it happens.
-    """
+    """Writes files and folders so that they outlive a loss of power."""
 
     def __init__(self, before: Callable[[str, Path], None] = lambda operation, path: None):
         self._before = before
@@ -96,12 +88,7 @@ class Disk:
             self.sync_folder(made.parent)
 
     def write(self, path: Path, content: Iterable[bytes | memoryview]) -> Written:
-        """Writes a new file; its content has reached the disk when this returns.
-
-        Raises:
-            FileExistsError: it is there already: nothing is ever overwritten.
-            OSError: the disk is full, or cannot be written.
-        """
+        """Writes a new file; its content has reached the disk when this returns."""
 
         def save(file: "NewFile") -> None:
             for part in content:
@@ -110,12 +97,7 @@ class Disk:
         return self.write_with(path, save)
 
     def write_with(self, path: Path, save: "Callable[[NewFile], object]") -> Written:
-        """Writes a new file by a function that writes to a file; as `write` otherwise.
-
-        Args:
-            path: the file.
-            save: for example ``lambda file: torch.save(state, file)``.
-        """
+        """Writes a new file by a function that writes to a file; as `write` otherwise."""
         self._before("create", path)
         with path.open("xb", buffering=0) as file:
             made = NewFile(file, before=lambda: self._before("write", path))

@@ -19,9 +19,7 @@ class TensorPart:
 
     Attributes:
         name: full name of the tensor.
-        whole: its global shape.
         box: which part of it this is.
-        stored: the elements.
     """
 
     __slots__ = ("box", "name", "stored", "whole")
@@ -34,11 +32,7 @@ class TensorPart:
 
 
 def add_file(folder: Path, name: str, content: Iterable[bytes | memoryview], *, disk: Disk) -> FileEntry:
-    """Writes a file of a draft.
-
-    Raises:
-        OSError: the disk is full, or cannot be written.
-    """
+    """Writes a file of a draft."""
     written = disk.write(folder / name, content)
     return FileEntry(size=written.size, sha256=written.sha256)
 
@@ -46,20 +40,7 @@ def add_file(folder: Path, name: str, content: Iterable[bytes | memoryview], *, 
 def add_tensors(
     folder: Path, name: str, parts: Iterable[TensorPart], *, disk: Disk
 ) -> tuple[FileEntry, Mapping[str, TensorEntry]]:
-    """Writes a file of tensors of a draft.
-
-    Args:
-        folder: of the draft.
-        name: of the file.
-        parts: what it gets.
-        disk: where it is.
-
-    Returns:
-        The entry of the file for the manifest, and of its tensors for the index.
-
-    Raises:
-        OSError: the disk is full, or cannot be written.
-    """
+    """Writes a file of tensors of a draft."""
     entries: dict[str, TensorEntry] = {}
     stored: dict[str, StoredTensor] = {}
     for part in parts:
@@ -78,10 +59,6 @@ def not_finite_in(parts: Iterable[TensorPart], *, parameters: Collection[str]) -
     """Weights that have infinities or NaN, by their names in the model.
 
     Buffers may be infinite, as masks for attention are, but no buffer is NaN on purpose.
-
-    Args:
-        parts: of the model, and of anything else.
-        parameters: full names of those that are trained.
     """
     found: dict[str, None] = {}
     for part in parts:

@@ -38,11 +38,6 @@ class Converted:
 def converted(data: bytes | bytearray | memoryview, *, source: str, target: str) -> Converted:
     """Converts numbers, each to the nearest one, and to the even one of two that are as near.
 
-    Args:
-        data: the numbers, one behind the other.
-        source: their type, one of `FLOATS`.
-        target: the type that they get: ``F32``, ``F16`` or ``BF16``.
-
     >>> converted(np.float32(1.00390625).tobytes(), source="F32", target="BF16").data.hex()
     '803f'
     """
@@ -56,12 +51,7 @@ def converted(data: bytes | bytearray | memoryview, *, source: str, target: str)
 
 @dataclass(frozen=True, slots=True)
 class NotFinite:
-    """The kinds of non-finite numbers in some data.
-
-    Attributes:
-        nan: some are no numbers.
-        infinite: some are infinite.
-    """
+    """The kinds of non-finite numbers in some data."""
 
     nan: bool = False
     infinite: bool = False
@@ -69,10 +59,6 @@ class NotFinite:
 
 def not_finite(data: bytes | bytearray | memoryview, dtype: str) -> NotFinite:
     """Looks for infinities and NaN; about as fast as memory is read, where there are none.
-
-    Args:
-        data: the numbers, one behind the other.
-        dtype: their type; one that has neither is fine.
 
     >>> not_finite(np.float32([1.0, np.inf]).tobytes(), "F32")
     NotFinite(nan=False, infinite=True)

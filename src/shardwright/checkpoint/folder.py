@@ -32,12 +32,7 @@ _STEP = re.compile(r"step-\d{8,}(\.\d+)?(\.tmp-[0-9a-f]+)?")
 
 
 class CheckpointFolder:
-    """Checkpoints in a folder. One process at a time writes to it; others may read.
-
-    Args:
-        root: the folder; made by the first save.
-        disk: how it is written.
-    """
+    """Checkpoints in a folder. One process at a time writes to it; others may read."""
 
     def __init__(self, root: Path, *, disk: Disk | None = None):
         self.root = root
@@ -46,12 +41,7 @@ class CheckpointFolder:
     # ---- finding ----
 
     def commits(self) -> tuple[Commit, ...]:
-        """The checkpoints, oldest first; none where nothing was ever saved.
-
-        Raises:
-            CorruptCheckpointError: the list of them is missing or damaged.
-            CheckpointError: this process cannot read it.
-        """
+        """The checkpoints, oldest first; none where nothing was ever saved."""
         with reading(self.root):
             if not _is_folder(self.root, or_link=True):
                 return ()
@@ -61,16 +51,7 @@ class CheckpointFolder:
         return read_commits(self.root)
 
     def open(self, name: str | None = None, *, verify: bool = True) -> SavedCheckpoint:
-        """A checkpoint, to read it.
-
-        Args:
-            name: of its folder; None for the newest.
-            verify: read all files and compare their checksums.
-
-        Raises:
-            CheckpointError: there is none, or none of that name, or this process cannot read it.
-            CorruptCheckpointError: it is damaged.
-        """
+        """A checkpoint, to read it."""
         commits = self.commits()
         if not commits:
             raise CheckpointError(f"{self.root} has no checkpoint.")
@@ -102,15 +83,7 @@ class CheckpointFolder:
     # ---- writing ----
 
     def begin(self, step: int) -> Path:
-        """Makes the folder of a new checkpoint, in which files can be put.
-
-        Args:
-            step: how many steps were done.
-
-        Raises:
-            OSError: the disk is full, or cannot be written.
-            CorruptCheckpointError: the list of checkpoints is damaged.
-        """
+        """Makes the folder of a new checkpoint, in which files can be put."""
         if not self.root.is_dir():
             self._disk.make_folder(self.root)
         if not (self.root / COMMITTED).exists() and not self.step_folders():
@@ -132,17 +105,7 @@ class CheckpointFolder:
     def commit(
         self, draft: Path, *, step: int, files: Mapping[str, FileEntry], not_finite: Sequence[str] = ()
     ) -> Commit:
-        """Makes a draft a checkpoint.
-
-        Args:
-            draft: what `begin` has returned.
-            step: how many steps were done.
-            files: what was put there.
-            not_finite: weights that have infinities or NaN.
-
-        Raises:
-            OSError: the disk is full, or cannot be written; then it stays a draft.
-        """
+        """Makes a draft a checkpoint."""
         bad = tuple(not_finite) or None
         manifest = Manifest(step=step, files=dict(files), not_finite=bad).to_bytes()
         self._disk.write(draft / MANIFEST, [manifest])
@@ -166,16 +129,6 @@ class CheckpointFolder:
 
         Old ones go only if the newest is verified, now; and one with finite weights always stays, the newest
         that has them. Nobody else may be saving meanwhile.
-
-        Args:
-            keep: how many stay; None for all.
-
-        Returns:
-            Names of the folders that were removed.
-
-        Raises:
-            CorruptCheckpointError: the newest is damaged; nothing was removed.
-            OSError: a folder cannot be removed.
         """
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep is {keep}, and at least one checkpoint must stay.")
@@ -227,11 +180,7 @@ def save_number(name: str) -> int:
 
 
 def refuse_one_checkpoint(path: Path) -> None:
-    """Refuses a checkpoint where the folder that has it is meant: a lock in it would make it a damaged one.
-
-    Raises:
-        UsageError: it is one.
-    """
+    """Refuses a checkpoint where the folder that has it is meant: a lock in it would damage it."""
     if (path / MANIFEST).exists():
         folder = path.absolute().parent
         raise UsageError(f"{path} is one checkpoint. Give the folder that it is in: {folder}.")

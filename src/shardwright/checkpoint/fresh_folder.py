@@ -15,15 +15,7 @@ __all__ = ["fresh_folder", "refuse_filled"]
 
 @contextmanager
 def fresh_folder(target: Path, *, disk: Disk) -> Iterator[Path]:
-    """Gives a temporary folder beside a folder, whose name it gets when all was written.
-
-    Args:
-        target: the folder; it may be there if it is empty.
-        disk: how it is written.
-
-    Raises:
-        CheckpointError: there is something already, or the disk cannot be written; then nothing is left.
-    """
+    """Gives a temporary folder beside a folder, whose name it gets when all was written."""
     target = target.resolve()
     refuse_filled(target)
     draft = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
@@ -44,11 +36,7 @@ def fresh_folder(target: Path, *, disk: Disk) -> Iterator[Path]:
 
 
 def refuse_filled(target: Path) -> None:
-    """Refuses to write over anything.
-
-    Raises:
-        CheckpointError: something is there already.
-    """
+    """Refuses to write over anything."""
     if not target.exists():
         return
     if not target.is_dir():

@@ -45,8 +45,6 @@ class Exported:
 
     Attributes:
         files: names of the files, in the order in which they were written.
-        num_tensors: in them.
-        num_bytes: of these tensors.
     """
 
     files: tuple[str, ...]
@@ -63,19 +61,7 @@ def export_files(
     disk: Disk | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Exported:
-    """Writes the files. Of the tensors, only some MiB are in memory at a time.
-
-    Args:
-        model: the tensors.
-        folder: a new one, or an empty one; it appears when all is written.
-        config: what ``config.json`` gets; None for no such file.
-        max_shard_bytes: most of the tensors in a file, but for a tensor that is larger.
-        disk: how it is written.
-        tell: gets the name of each file before it is written.
-
-    Raises:
-        CheckpointError: the folder has files already, or cannot be written.
-    """
+    """Writes the files. Of the tensors, only some MiB are in memory at a time."""
     disk = disk or Disk()
     shards = _shards(model.sources, max_shard_bytes)
     names = _names(len(shards))
@@ -99,12 +85,7 @@ def export_files(
 
 
 def config_text(config: Mapping[str, Any], sources: Mapping[str, TensorSource]) -> bytes:
-    """``config.json``, with the type that most of the tensors have, as ``save_pretrained`` does.
-
-    Args:
-        config: what ``config.json`` had.
-        sources: the tensors.
-    """
+    """``config.json``, with the type that most of the tensors have, as ``save_pretrained`` does."""
     sizes: dict[str, int] = {}
     for source in sources.values():
         if source.dtype in FLOATS:
@@ -116,18 +97,7 @@ def config_text(config: Mapping[str, Any], sources: Mapping[str, TensorSource]) 
 
 
 def read_config(saved: SavedCheckpoint, path: Path | None) -> dict[str, Any] | None:
-    """The content for ``config.json``.
-
-    Args:
-        saved: the checkpoint, which has one if its model had a configuration of Hugging Face.
-        path: another ``config.json``, or the folder that has it; None for that of the checkpoint.
-
-    Returns:
-        The configuration; None where there is none.
-
-    Raises:
-        CheckpointError: it is not there, or no configuration.
-    """
+    """The content for ``config.json``; returns the configuration; None where there is none."""
     if path is None:
         if CONFIG not in saved.manifest.files:
             return None

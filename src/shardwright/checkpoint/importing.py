@@ -33,7 +33,6 @@ class Imported:
     Attributes:
         commit: its name, and the like.
         num_tensors: in it; one with two names counts twice.
-        num_bytes: what they take.
     """
 
     commit: Commit
@@ -54,19 +53,6 @@ def import_model(
     """Makes a checkpoint that has a model, and neither optimizer nor anything else.
 
     A tensor with two names is stored once, and can be loaded by both.
-
-    Args:
-        files: of the model, one after the other.
-        root: the folder of checkpoints; it must have none.
-        step: how many steps count as done.
-        strip: what is taken from the names.
-        prefix: what is put before the names, after that.
-        config: what ``config.json`` gets; None for no such file.
-        disk: how it is written.
-
-    Raises:
-        CheckpointError: the folder has checkpoints already or cannot be written, a name is there twice, or
-            lacks what is to be taken from it. Nothing is left there.
     """
     disk = disk or Disk()
     folder = CheckpointFolder(root, disk=disk)
@@ -93,10 +79,6 @@ def import_model(
 
 class _Draft:
     """A checkpoint that is being made.
-
-    Args:
-        path: its folder.
-        disk: how it is written.
 
     Attributes:
         files: entries of the manifest, so far.

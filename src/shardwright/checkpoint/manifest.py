@@ -46,12 +46,7 @@ class Record(BaseModel):
 
     @classmethod
     def from_bytes(cls, content: bytes, *, name: str) -> Self:
-        """Reads it.
-
-        Raises:
-            NewerVersionError: it is of a version to come.
-            CorruptCheckpointError: it is something else.
-        """
+        """Reads it."""
         found = parse(content, name=name)
         version = found.get("version") if isinstance(found, dict) else None
         if type(version) is int and version > FORMAT_VERSION:
@@ -86,10 +81,7 @@ class Manifest(Record):
     """The list of a checkpoint's files.
 
     Attributes:
-        format: what it is.
-        version: of the format.
         step: how many steps were done.
-        saved_by: version of Shardwright.
         files: by name, every file but this one.
         not_finite: weights that have infinities or NaN, by their names in the model, as far as the save has
             looked; missing where there are none.
@@ -111,15 +103,7 @@ class Manifest(Record):
         return files
 
     def check(self, folder: Path, *, share: tuple[int, int] = (0, 1)) -> None:
-        """Reads every file and compares.
-
-        Args:
-            folder: of the checkpoint.
-            share: ``(i, n)``: reads the i-th of n shares of the files, where n processes do it together.
-
-        Raises:
-            CorruptCheckpointError: one is missing, damaged, no regular file, or not listed.
-        """
+        """Reads every file and compares."""
         present = {path.name for path in folder.iterdir()} - {MANIFEST}
         for name in sorted(present - set(self.files)):
             raise CorruptCheckpointError(

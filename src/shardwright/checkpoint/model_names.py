@@ -13,19 +13,7 @@ _MOST_NAMES = 5
 
 
 def without_prefix(names: Iterable[str], prefix: str, *, where: str) -> dict[str, str]:
-    """Takes a prefix from names.
-
-    Args:
-        names: all of which have it.
-        prefix: for example ``"model."``, from the attribute of a module around the model.
-        where: they are, for the message.
-
-    Returns:
-        The names that are left, by the names before.
-
-    Raises:
-        CheckpointError: some lack it; the message names them.
-    """
+    """Takes a prefix from names; returns the names that are left, by the names before."""
     every = list(names)
     lacking = [name for name in every if not name.startswith(prefix) or name == prefix]
     if lacking:

@@ -56,7 +56,6 @@ class ModelFile:
 
     Attributes:
         path: of the file, for messages.
-        tensors: by name.
         same: tensors that are others under a second name, which `tensors` does not have: the first one by it.
     """
 
@@ -87,11 +86,7 @@ class FoundModel:
     config: Mapping[str, Any] | None = None
 
     def check(self, name: str, file: ModelFile) -> None:
-        """Compares a file with the index.
-
-        Raises:
-            CorruptCheckpointError: it has other tensors than the index says.
-        """
+        """Compares a file with the index."""
         if self.places is None:
             return
         expected = {tensor for tensor, place in self.places.items() if place == name}
@@ -105,15 +100,7 @@ class FoundModel:
 
 
 def find_model(source: Path) -> FoundModel:
-    """Finds the files of a model.
-
-    Args:
-        source: a folder, a file of tensors, or the index of several.
-
-    Raises:
-        CheckpointError: there is no such thing.
-        CorruptCheckpointError: the index is damaged, or leads out of the folder.
-    """
+    """Finds the files of a model."""
     if source.is_dir():
         return _in_folder(source)
     if source.name.endswith(_INDEX_ENDING):
@@ -133,12 +120,7 @@ def find_model(source: Path) -> FoundModel:
 
 
 def read_tensor_file(path: Path) -> ModelFile:
-    """The content of a safetensors file; no tensor is read yet.
-
-    Raises:
-        CheckpointError: it cannot be read.
-        CorruptCheckpointError: it is damaged, or something else.
-    """
+    """The content of a safetensors file; no tensor is read yet."""
     try:
         file = TensorFile(path)
     except OSError as error:
@@ -202,11 +184,7 @@ def _config(folder: Path) -> Mapping[str, Any] | None:
 
 
 def _place(folder: Path, name: str) -> Path:
-    """The path of a file of a folder.
-
-    Raises:
-        CorruptCheckpointError: the name, or a link, leads out of the folder.
-    """
+    """The path of a file of a folder."""
     path = folder / name
     if not is_plain_name(name):
         raise CorruptCheckpointError(f"{name[:200]!r} is no name of a file in {folder}. Nothing was read.")

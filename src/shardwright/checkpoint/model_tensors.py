@@ -26,18 +26,9 @@ _CHUNK = 8 * 2**20
 class ModelTensors:
     """The model tensors of a checkpoint, whole, whatever layout saved them.
 
-    Args:
-        saved: the checkpoint, verified.
-        prefix: what to take from the names.
-        dtype: what floating-point numbers become: ``F32``, ``F16`` or ``BF16``; None: they stay as they are.
-        ties: a tensor is there under all of its names, as in a `state_dict`; not only the first.
-
     Attributes:
         sources: the tensors by name, in order; nothing is read before it is asked for.
         overflowed: by name, how many numbers were finite and have become infinite, in what was read so far.
-
-    Raises:
-        CheckpointError: it has no model, or some names lack the prefix.
     """
 
     def __init__(

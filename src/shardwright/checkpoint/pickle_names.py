@@ -24,12 +24,6 @@ def names_in_pickle(file: BinaryIO) -> Iterator[str]:
     """Names, such as ``collections.OrderedDict``, in the order in which a pickle has them.
 
     What is named on the stack is guessed by the last two texts before.
-
-    Args:
-        file: at the beginning of a pickle; it is read up to its end.
-
-    Raises:
-        ValueError: it is no pickle.
     """
     yield from _names(pickletools.genops(file))
 
@@ -46,11 +40,7 @@ def _names(operations: Iterable[tuple[pickletools.OpcodeInfo, Any, int | None]])
 
 
 def pickle_in_archive(archive: zipfile.ZipFile) -> zipfile.ZipInfo:
-    """The one pickle in a file of `torch.save`, which is a zip archive.
-
-    Raises:
-        ValueError: there is none, there are several, or it is compressed.
-    """
+    """The one pickle in a file of `torch.save`, which is a zip archive."""
     found = [each for each in archive.infolist() if each.filename.rpartition("/")[2] == "data.pkl"]
     if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
         raise ValueError("it has not the one pickle that torch.save writes")
@@ -58,12 +48,7 @@ def pickle_in_archive(archive: zipfile.ZipFile) -> zipfile.ZipInfo:
 
 
 def names_in_archive(archive: zipfile.ZipFile) -> Iterator[str]:
-    """Names in a file of `torch.save`, which is a zip archive; see `names_in_pickle`.
-
-    Raises:
-        ValueError: it has another number of pickles than one, or what it has is no pickle.
-        zipfile.BadZipFile: the pickle is damaged.
-    """
+    """Names in a file of `torch.save`, which is a zip archive; see `names_in_pickle`."""
     entry = pickle_in_archive(archive)
     if entry.CRC == 0:  # torch.serialization.set_crc32_options(False): there is nothing to compare with
         del entry.CRC
@@ -71,14 +56,7 @@ def names_in_archive(archive: zipfile.ZipFile) -> Iterator[str]:
 
 
 def names_in_old_file(file: BinaryIO) -> Iterator[str]:
-    """Names in a file of `torch.save` that is no zip archive; see `names_in_pickle`.
-
-    Args:
-        file: at its beginning; tensors behind the pickles are not read.
-
-    Raises:
-        ValueError: it is no such file.
-    """
+    """Names in a file of `torch.save` that is no zip archive; see `names_in_pickle`."""
     begins_well = False
 
     def first() -> Iterator[Any]:

@@ -30,15 +30,7 @@ _REMEDIES = {
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Has errors of the system say whether a checkpoint is damaged.
-
-    Args:
-        path: what is read inside, where the error does not name a file.
-
-    Raises:
-        CorruptCheckpointError: the system cannot read it.
-        CheckpointError: this process cannot read it, which says nothing about the checkpoint.
-    """
+    """Has errors of the system say whether a checkpoint is damaged."""
     try:
         yield
     except OSError as error:

@@ -70,24 +70,7 @@ class _Whole:
 
 
 def recover(root: Path, *, order: Order | None = None, disk: Disk | None = None) -> tuple[FolderFound, ...]:
-    """Rebuilds the list of checkpoints, and sets damaged ones aside. Nobody else may be saving.
-
-    Args:
-        root: the folder of checkpoints.
-        order: of the list; None where steps and times must agree.
-        disk: how it is written.
-
-    Returns:
-        What became of each folder but drafts: the listed ones, oldest first, then the others. Where none is
-        whole, nothing was changed.
-
-    Raises:
-        CorruptCheckpointError: there is no checkpoint, whole or not; nothing was changed.
-        CheckpointError: the list is sound, the order by steps is not the one by times, or this process cannot
-            read something; nothing was changed.
-        NewerVersionError: the list or a checkpoint is of a version to come.
-        OSError: the folder cannot be read or written.
-    """
+    """Rebuilds the list of checkpoints, and sets damaged ones aside. Nobody else may be saving."""
     disk = disk or Disk()
     folder = CheckpointFolder(root, disk=disk)
     _refuse_sound(folder)

@@ -15,11 +15,7 @@ _MOST_BYTES = 64 * 2**20
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a file to be read.
-
-    Raises:
-        CorruptCheckpointError: it is missing, or something else than a file.
-    """
+    """Opens a file to be read."""
     _refuse_others(path, _status(path))  # before it is opened: that alone does things to some devices
     try:
         # Another one may be there by now. NONBLOCK: opening a pipe would wait for who writes to it.
@@ -37,11 +33,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, *, most_bytes: int = _MOST_BYTES) -> bytes:
-    """Reads a file.
-
-    Raises:
-        CorruptCheckpointError: it is missing, something else than a file, or far too large.
-    """
+    """Reads a file."""
     with open_regular(path) as file:
         size = size_of(file)
         if size > most_bytes:

@@ -14,13 +14,6 @@ _DEEPEST = 64
 def parse(content: bytes, *, name: str) -> Any:
     """Reads a document.
 
-    Args:
-        content: of the file.
-        name: of the file, for messages.
-
-    Raises:
-        CorruptCheckpointError: it is no JSON, nested too deep, or has a name twice.
-
     >>> parse(b'{"step": 3}', name="state.json")
     {'step': 3}
     """

@@ -23,13 +23,7 @@ LARGEST_TEXT = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """The overlap of a piece on disk with a requested part.
-
-    Attributes:
-        source: in the piece.
-        target: in the part.
-        stored: the piece.
-    """
+    """The overlap of a piece on disk with a requested part."""
 
     source: Box
     target: Box
@@ -37,12 +31,7 @@ class Overlap:
 
 
 class SavedCheckpoint:
-    """A checkpoint.
-
-    Args:
-        path: its folder.
-        manifest: of it.
-    """
+    """A checkpoint."""
 
     def __init__(self, path: Path, manifest: Manifest):
         self.path = path
@@ -70,11 +59,7 @@ class SavedCheckpoint:
 
     @cached_property
     def index(self) -> TensorIndex:
-        """All tensors.
-
-        Raises:
-            CorruptCheckpointError: the list of them is missing or damaged.
-        """
+        """All tensors."""
         content = read_regular(self._listed(INDEX), most_bytes=LARGEST_TEXT)
         return TensorIndex.from_bytes(content, name=str(self.path / INDEX))
 
@@ -92,41 +77,23 @@ class SavedCheckpoint:
         self.__dict__.pop("_files", None)
 
     def check(self) -> None:
-        """Compares the list of tensors with the files that have them.
-
-        Raises:
-            CorruptCheckpointError: they do not fit.
-            CheckpointError: this process cannot read them.
-        """
+        """Compares the list of tensors with the files that have them."""
         with reading(self.path):
             self.index.check(self._files)
 
     def document(self, name: str) -> Any:
-        """A file of JSON.
-
-        Raises:
-            CorruptCheckpointError: it is missing or damaged.
-        """
+        """A file of JSON."""
         return parse(read_regular(self._listed(name), most_bytes=LARGEST_TEXT), name=str(self.path / name))
 
     def entry(self, name: str) -> TensorEntry:
-        """Type and shape of a tensor, by its full name.
-
-        Raises:
-            CorruptCheckpointError: there is none of that name.
-        """
+        """Type and shape of a tensor, by its full name."""
         found = self.index.tensors.get(name)
         if found is None:
             raise CorruptCheckpointError(f"{self.path} has no tensor {name}.")
         return found
 
     def overlaps(self, name: str, box: Box) -> Iterator[Overlap]:
-        """The places of the elements of a part of a tensor.
-
-        Args:
-            name: full name of the tensor.
-            box: which part of it.
-        """
+        """The places of the elements of a part of a tensor."""
         for piece in self.entry(name).pieces:
             common = piece.box.common(box)
             if common is not None:

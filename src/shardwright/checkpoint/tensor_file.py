@@ -64,7 +64,6 @@ class StoredTensor:
 
     Attributes:
         dtype: as safetensors names it: ``F32``, ``BF16``, ...
-        shape: its shape.
         data: its elements in row-major order.
     """
 
@@ -78,8 +77,6 @@ class TensorSource:
     """A tensor that is read when it is written, part by part.
 
     Attributes:
-        dtype: as safetensors names it.
-        shape: its shape.
         read: gives its elements in row-major order.
     """
 
@@ -101,30 +98,14 @@ class TensorSource:
 def file_content(
     tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """The content of a file with these tensors, part by part.
-
-    Args:
-        tensors: by name.
-        metadata: further texts for the header.
-
-    Raises:
-        ValueError: the bytes of a tensor do not fit its shape.
-    """
+    """The content of a file with these tensors, part by part."""
     yield from streamed_content({name: TensorSource.of(each) for name, each in tensors.items()}, metadata)
 
 
 def streamed_content(
     tensors: Mapping[str, TensorSource], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """The content of a file with tensors that are read one after the other.
-
-    Args:
-        tensors: by name.
-        metadata: further texts for the header.
-
-    Raises:
-        ValueError: the bytes of a tensor do not fit its shape.
-    """
+    """The content of a file with tensors that are read one after the other."""
     names = sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -145,15 +126,7 @@ def streamed_content(
 
 
 class TensorFile:
-    """A file of tensors, mapped into memory; nothing is read before it is asked for.
-
-    Args:
-        path: of the file.
-
-    Raises:
-        CorruptCheckpointError: it is damaged, or something else.
-        OSError: it cannot be read.
-    """
+    """A file of tensors, mapped into memory; nothing is read before it is asked for."""
 
     def __init__(self, path: Path):
         self._name = path.name

@@ -23,10 +23,8 @@ class Piece(Record):
     """A part of a tensor, in a file.
 
     Attributes:
-        file: its name.
         key: the name of the piece in it.
         offset: where the piece begins in the tensor, in each dimension.
-        shape: of the piece.
     """
 
     file: str
@@ -44,8 +42,6 @@ class TensorEntry(Record):
     """A tensor.
 
     Attributes:
-        dtype: as safetensors names it.
-        shape: of the whole.
         pieces: of which it is made; each element is in exactly one.
     """
 
@@ -55,23 +51,14 @@ class TensorEntry(Record):
 
 
 class TensorIndex(Record):
-    """All tensors of a checkpoint.
-
-    Attributes:
-        version: of the format.
-        tensors: by full name.
-    """
+    """All tensors of a checkpoint."""
 
     version: Literal[1] = FORMAT_VERSION
     tensors: dict[str, TensorEntry]
 
     @classmethod
     def joined(cls, parts: Iterable[Mapping[str, TensorEntry]]) -> "TensorIndex":
-        """The index of what several ranks have written.
-
-        Raises:
-            CheckpointError: they do not agree on a tensor, or parts of one are missing.
-        """
+        """The index of what several ranks have written."""
         tensors: dict[str, TensorEntry] = {}
         for part in parts:
             for name, entry in part.items():
@@ -94,11 +81,7 @@ class TensorIndex(Record):
         return cls(tensors=tensors)
 
     def check(self, files: Mapping[str, TensorFile]) -> None:
-        """Compares it with the files.
-
-        Raises:
-            CorruptCheckpointError: a piece is not where it should be, or a tensor not complete.
-        """
+        """Compares it with the files."""
         for name, entry in self.tensors.items():
             if entry.dtype not in ITEM_BYTES:
                 raise CorruptCheckpointError(f"{INDEX}: {name} has the type {entry.dtype!r}.")

@@ -65,7 +65,7 @@ COMMANDS = (
     ),
     Command(name="cheapest", summary="Find the cheapest number of machines that trains in time."),
     Command(name="catalogue", summary="List the models and machines that are known by name."),
-    Command(name="schedule", summary="Draw a pipeline schedule, export it, check one.", is_group=True),
+    Command(name="schedule", summary="Draw a pipeline schedule, with its bubble.", is_group=True),
     Command(name="profile", summary="Measure what the units of a model cost on this machine."),
     Command(name="trace", summary="Show what a model consists of: units, FLOPs, bytes, ties."),
     Command(name="cluster", summary="Show what machines have, by name or from a file; write such a file."),
@@ -79,8 +79,7 @@ COMMANDS = (
     Command(name="explain", summary="Say what a step is spent on, what limits it, and what would help."),
     Command(name="simulate", summary="Play a plan out with a slow rank, other links or microbatches."),
     Command(name="report", summary="Write what a run or a plan comes to as one HTML file."),
-    Command(name="compare", summary="Compare two runs: a table, and a page with both drawn over each other."),
-    Command(name="watch", summary="Follow a run in the terminal until it ends."),
+    Command(name="compare", summary="Compare two runs: their figures, and what was different."),
 )
 
 

@@ -50,12 +50,7 @@ Count = Annotated[int, Field(ge=1, le=2**40)]
 
 
 def read_inventory(path: str | os.PathLike[str]) -> Inventory:
-    """Reads a cluster file; the text above is one.
-
-    Raises:
-        ConfigError: it cannot be read, is of another version, or fields are missing, unknown or out of range;
-            all are named.
-    """
+    """Reads a cluster file; the text above is one."""
     file = UserFile(path, what="cluster file", error=ConfigError, advice=_ADVICE)
     document = file.read_yaml()
     if not isinstance(document, dict):

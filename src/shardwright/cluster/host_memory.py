@@ -10,11 +10,7 @@ _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 
 
 def host_memory_bytes(limits: tuple[str, ...] = _LIMITS) -> int:
-    """Bytes that the processes of this host, or of this container, may use together; 0 where it is not known.
-
-    Args:
-        limits: files in which a container's limit stands.
-    """
+    """Bytes that the processes of this host, or container, may use together; 0: not known."""
     try:
         known = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

@@ -58,9 +58,6 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
     """Reads a machine file, YAML or JSON; the text above is one.
 
     Without `inter_node`, hosts are as close to one another as the ranks of one host.
-
-    Raises:
-        ConfigError: it cannot be read, or a field is missing, unknown or out of range; all are named.
     """
     file = UserFile(path, what="machine file", error=ConfigError)
     found = file.model(_Machines, file.read_yaml())

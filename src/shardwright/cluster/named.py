@@ -73,11 +73,7 @@ def parse_inventory(text: str) -> Inventory:
 
 
 def kind_called(name: str) -> NodeKind:
-    """The kind of nodes of a name.
-
-    Raises:
-        ConfigError: there is none; the nearest names are given.
-    """
+    """The kind of nodes of a name."""
     kinds = node_kinds()
     plain = name.lower()
     if plain in kinds:

@@ -25,14 +25,7 @@ _DEPTH = 2
 
 
 def all_gather(topology: Topology, rank: int, *, count: int, chunk: int) -> list[Step]:
-    """Gives every rank the inputs of all.
-
-    Args:
-        topology: which ranks share a node.
-        rank: whose steps are wanted.
-        count: elements of each rank's input; the output has `num_ranks * count`, by rank.
-        chunk: elements of an input that go at once.
-    """
+    """Gives every rank the inputs of all."""
     chunks = list(chunks_of(count, chunk))
     width = max((stop - start for start, stop in chunks), default=0)
 
@@ -55,14 +48,7 @@ def all_gather(topology: Topology, rank: int, *, count: int, chunk: int) -> list
 
 
 def reduce_scatter(topology: Topology, rank: int, *, count: int, chunk: int) -> list[Step]:
-    """Gives every rank its piece of the sum of all inputs.
-
-    Args:
-        topology: which ranks share a node.
-        rank: whose steps are wanted.
-        count: elements of each rank's output; an input has `num_ranks * count`, by rank.
-        chunk: elements of an output that go at once.
-    """
+    """Gives every rank its piece of the sum of all inputs."""
     chunks = list(chunks_of(count, chunk))
     width = max((stop - start for start, stop in chunks), default=0)
     view = NodeView(topology, rank, width=width, size=lambda number, owner: _length(chunks[number]))
@@ -88,14 +74,7 @@ def reduce_scatter(topology: Topology, rank: int, *, count: int, chunk: int) -> 
 
 
 def all_reduce(topology: Topology, rank: int, *, count: int, chunk: int) -> list[Step]:
-    """Gives every rank the sum of all inputs: a reduce-scatter and an all-gather, chunk by chunk.
-
-    Args:
-        topology: which ranks share a node.
-        rank: whose steps are wanted.
-        count: elements of an input, and of an output, which may be in the same place.
-        chunk: elements of a rank's piece that go at once.
-    """
+    """Gives every rank the sum of all inputs: a reduce-scatter and an all-gather, chunk by chunk."""
     num_ranks = topology.num_ranks
     chunks = list(chunks_of(count, chunk * num_ranks))
     width = max((-(-(stop - start) // num_ranks) for start, stop in chunks), default=0)
@@ -141,11 +120,6 @@ def all_reduce_at_once(topology: Topology, rank: int, *, count: int) -> list[Ste
     """The sum of all inputs for the ranks of one node, where each takes all inputs and sums them itself.
 
     The ranks wait for one another once instead of twice, which counts where there is little to sum.
-
-    Args:
-        topology: which ranks share a node: all of them.
-        rank: whose steps are wanted.
-        count: elements of an input, and of an output, which may be in the same place.
     """
     row = Row(rank, topology.local(rank))
     own, output = Span(Memory.INPUT, 0, count), Span(Memory.OUTPUT, 0, count)
@@ -159,15 +133,7 @@ def all_reduce_at_once(topology: Topology, rank: int, *, count: int) -> list[Ste
 
 
 def broadcast(topology: Topology, rank: int, *, count: int, chunk: int, source: int) -> list[Step]:
-    """Gives every rank what one of them has.
-
-    Args:
-        topology: which ranks share a node.
-        rank: whose steps are wanted.
-        count: elements.
-        chunk: elements that go at once.
-        source: the rank that has them, as its input; the outputs of the others are filled.
-    """
+    """Gives every rank what one of them has."""
     chunks = list(chunks_of(count, chunk))
     width = max((stop - start for start, stop in chunks), default=0)
     row = Row(rank, topology.local(rank))

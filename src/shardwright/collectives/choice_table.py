@@ -18,12 +18,7 @@ Choices = dict[str, list[tuple[int, Choice]]]
 
 
 def choices_by_size(topology: Topology, prices: Prices | DevicePrices) -> Choices:
-    """The choices for float32, from 1 KiB to 64 MiB.
-
-    Args:
-        topology: which ranks share a node.
-        prices: of steps on CPUs, or of collectives on accelerators.
-    """
+    """The choices for float32, from 1 KiB to 64 MiB."""
 
     def chosen(collective: str, count: int) -> Choice:
         if isinstance(prices, DevicePrices):

@@ -61,8 +61,6 @@ class Choice:
     """The cheapest way, and why.
 
     Attributes:
-        candidate: the way.
-        seconds: what it should take.
         others: what the best of each other name should take.
         source: where the prices are from.
         remark: why other ways cannot be taken, if so.
@@ -101,17 +99,7 @@ def choose(
     source: int = 0,
     ways: Collection[str] | None = None,
 ) -> Choice:
-    """The cheapest way to do a collective.
-
-    Args:
-        collective: one of `COLLECTIVES`.
-        topology: which ranks share a node.
-        count: elements of a piece: of an all-gather's input, of a reduce-scatter's output, else of the whole.
-        itemsize: bytes of an element.
-        prices: of steps.
-        source: the rank that a broadcast starts from.
-        ways: the names of those that are allowed; None for all.
-    """
+    """The cheapest way to do a collective."""
     pricing = _Pricing(collective, topology, itemsize, prices, source)
     found: dict[str, list[tuple[float, Candidate]]] = {}
     for candidate in _candidates(collective, topology, count, itemsize, prices):
@@ -191,10 +179,8 @@ class _Pricing:
     """What ways to do a collective take, by size.
 
     Attributes:
-        collective: one of `COLLECTIVES`.
         topology: which ranks share a node.
         itemsize: bytes of an element.
-        prices: of steps.
         source: the rank that a broadcast starts from.
     """
 

@@ -41,13 +41,6 @@ def choose_on_devices(
 ) -> Choice:
     """The cheapest way to do a collective on accelerators, and why.
 
-    Args:
-        collective: one of `shardwright.collectives.choose.COLLECTIVES`.
-        topology: which ranks share a node.
-        count: elements of a piece: of an all-gather's input, of a reduce-scatter's output, else of the whole.
-        itemsize: bytes of an element.
-        prices: of NCCL's collectives on these nodes.
-
     >>> from shardwright.collectives.device_prices import typical_device_prices
     >>> nodes = Topology.from_hosts("abc")
     >>> prices = typical_device_prices(nodes)

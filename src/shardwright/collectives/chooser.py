@@ -15,13 +15,7 @@ _MOST_ROUTINES = 512
 
 
 class Chooser:
-    """Chooses for one rank; all ranks of the group make the same choices.
-
-    Args:
-        topology: which ranks share a node.
-        rank: of this process in the group.
-        prices: of the steps, the same on all ranks.
-    """
+    """Chooses for one rank; all ranks of the group make the same choices."""
 
     def __init__(self, topology: Topology, rank: int, prices: Prices):
         self.prices = prices
@@ -33,15 +27,7 @@ class Chooser:
     def choice(
         self, collective: str, count: int, itemsize: int, ways: Collection[str] | None = None
     ) -> Choice:
-        """The algorithm for a collective of this size, and why.
-
-        Args:
-            collective: one of `shardwright.collectives.choose.COLLECTIVES`.
-            count: elements of a piece: of an all-gather's input, of a reduce-scatter's output, else of the
-                whole.
-            itemsize: bytes of an element.
-            ways: the names of those that are allowed; None for all.
-        """
+        """The algorithm for a collective of this size, and why."""
         key = (collective, size_class(count), itemsize, None if ways is None else frozenset(ways))
         if key not in self._choices:
             self._choices[key] = choose(
@@ -54,24 +40,12 @@ class Chooser:
             )
         return self._choices[key]
 
-    def packed_choice(self, collective: str, count: int, itemsize: int) -> Choice:
-        """The algorithm where messages between nodes are packed, but not those inside of nodes."""
-        share = any(len(node) > 1 for node in self._topology.nodes)
-        return self.choice(collective, count, itemsize, {"hierarchical" if share else "flat"})
-
     def own_choice(self, collective: str, count: int, itemsize: int) -> Choice:
         """The best of our own algorithms."""
         return self.choice(collective, count, itemsize, OWN)
 
     def routine(self, choice: Choice, collective: str, count: int, source: int) -> Routine:
-        """The steps of this rank.
-
-        Args:
-            choice: one of our own algorithms.
-            collective: what for.
-            count: as in `choice`.
-            source: where a broadcast starts.
-        """
+        """The steps of this rank."""
         key = (choice.candidate, collective, count, source)
         if key in self._routines:
             self._routines.move_to_end(key)

@@ -35,13 +35,7 @@ def typical_device_prices(topology: Topology) -> DevicePrices:
 
 
 def _lines(num_nodes: int, num_local: int, slowest: float) -> dict[str, Line]:
-    """Lines for a group.
-
-    Args:
-        num_nodes: that it is on.
-        num_local: ranks of a node.
-        slowest: bytes a second, in either direction, of the link that takes longest with all of it.
-    """
+    """Lines for a group."""
     num_ranks = num_nodes * num_local
     moved = max(num_ranks - 1, 1) / num_ranks  # of the bytes of the whole
     hops_between = num_nodes if num_nodes > 1 and num_local > 1 else num_nodes - 1

@@ -22,15 +22,7 @@ __all__ = ["Forward"]
 
 
 class Forward:
-    """Writes the steps of one rank.
-
-    Args:
-        topology: which ranks share a node.
-        row: where the steps go.
-        source: the rank that has the data.
-        width: elements of a chunk at most.
-        depth: chunks that may be under way at once.
-    """
+    """Writes the steps of one rank."""
 
     def __init__(self, topology: Topology, row: Row, *, source: int, width: int, depth: int):
         self._topology = topology
@@ -48,12 +40,7 @@ class Forward:
         self._departures: dict[int, list[Left]] = {}
 
     def begin(self, chunk: int, data: Span) -> None:
-        """Says where this rank's part of a chunk goes; the source shows the node what it has.
-
-        Args:
-            chunk: its number.
-            data: where the chunk is to be; on the source, where it is.
-        """
+        """Says where this rank's part of a chunk goes; the source shows the node what it has."""
         row = self._row
         self._finish(chunk - self._depth)
         if row.rank == self._source and len(self._here) > 1:

@@ -25,14 +25,7 @@ SpanOf = Callable[[int, int, int], Span]
 
 
 class Gather:
-    """Writes the steps of one rank.
-
-    Args:
-        view: the nodes, as this rank sees them.
-        row: where the steps go.
-        shared: where the piece of a rank goes in the memory of the node: called with chunk, rank, start,
-            stop.
-    """
+    """Writes the steps of one rank."""
 
     def __init__(
         self,
@@ -50,11 +43,6 @@ class Gather:
         """Sends this rank's piece, and says where those of others go.
 
         Nobody may read this part of the shared memory any more: see `reuse`.
-
-        Args:
-            chunk: its number.
-            own: this rank's piece.
-            output: where the pieces are to be.
         """
         view, row = self._view, self._row
         if view.peers:

@@ -21,17 +21,7 @@ __all__ = ["gather_to_nodes"]
 
 
 def gather_to_nodes(topology: Topology, rank: int, *, pieces: Sequence[int]) -> tuple[Step, ...]:
-    """The steps of one rank.
-
-    Args:
-        topology: all ranks.
-        rank: this one.
-        pieces: of each tensor, the elements that a rank has of it.
-
-    Returns:
-        Steps from `Memory.INPUT`, this rank's pieces one after the other, to `Memory.SHARED`, the tensors one
-        after the other with the pieces of all ranks each.
-    """
+    """The steps of one rank."""
     view = NodeView(topology, rank, width=max(pieces, default=0), size=lambda tensor, _: pieces[tensor])
     row = Row(rank, view.here)
     starts = list(accumulate(pieces, initial=0))

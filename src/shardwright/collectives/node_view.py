@@ -14,16 +14,8 @@ class NodeView:
     What a node has for another one is a table: one row a rank, `width` elements each. On either side, the
     ranks share the elements of the table evenly: those that one of them handles are its lane.
 
-    Args:
-        topology: all ranks.
-        rank: this one.
-        width: elements of a rank's piece of a chunk, at most.
-        size: elements of the piece of a chunk that belongs to a rank: called with chunk and rank.
-
     Attributes:
-        here: ranks of its node.
         peers: the other ranks of its node.
-        node: number of its node.
         others: numbers of the other nodes, beginning behind its own one, so that not all nodes
             send to the same one first.
     """

@@ -19,17 +19,7 @@ __all__ = ["price"]
 
 
 def price(topology: Topology, rows: Sequence[Sequence[Step]], *, itemsize: int, prices: Prices) -> float:
-    """Seconds until all ranks are done, if they begin at the same time.
-
-    Args:
-        topology: which ranks share a node.
-        rows: the steps of each rank.
-        itemsize: bytes of an element.
-        prices: of the steps.
-
-    Raises:
-        ScheduleError: the rows do not come to their ends.
-    """
+    """Seconds until all ranks are done, if they begin at the same time."""
     play = _Play(topology, rows, itemsize, prices)
     moved = True
     while moved:

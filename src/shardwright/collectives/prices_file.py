@@ -103,11 +103,7 @@ def write_prices(path: str | os.PathLike[str], prices: Prices, topology: Topolog
 
 
 def read_prices(path: str | os.PathLike[str]) -> tuple[Prices, Topology]:
-    """Reads prices, and the nodes that they were measured on.
-
-    Raises:
-        ConfigError: the file cannot be read, or is none of prices; what is wrong is named.
-    """
+    """Reads prices, and the nodes that they were measured on."""
     advice = "shardwright probe measures them anew"
     file = UserFile(path, what="prices", error=ConfigError, advice=advice)
     found = file.model(_Document, file.read_json())

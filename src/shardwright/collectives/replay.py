@@ -80,16 +80,7 @@ class ReplayOutcome:
 def replay(
     topology: Topology, rows: Sequence[Sequence[Step]], inputs: Sequence[Sequence[Label]]
 ) -> ReplayOutcome:
-    """Plays rows to their ends.
-
-    Args:
-        topology: which ranks share a node.
-        rows: the steps of each rank.
-        inputs: what each element of each rank's input is.
-
-    Raises:
-        ScheduleError: the rows wait for one another, or race, or leave messages behind.
-    """
+    """Plays rows to their ends."""
     play = _Play(topology, rows)
     for rank, labels in enumerate(inputs):
         play.result.elements[Memory.INPUT, rank] = dict(enumerate(labels))

@@ -13,7 +13,6 @@ class Routine:
     """The steps of one rank in a collective.
 
     Attributes:
-        steps: in order.
         num_shared: elements of the memory of its node that it uses.
         num_scratch: elements of its own scratch memory.
         tells: it tells the ranks of its node how far it is.

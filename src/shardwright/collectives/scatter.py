@@ -21,15 +21,7 @@ __all__ = ["Scatter"]
 
 
 class Scatter:
-    """Writes the steps of one rank.
-
-    Args:
-        view: the nodes, as this rank sees them.
-        row: where the steps go.
-        depth: chunks that may be under way at once.
-        shared: where a rank of the node puts its piece for another: called with chunk, the rank that has it,
-            the one that it is for, start, stop.
-    """
+    """Writes the steps of one rank."""
 
     def __init__(
         self,
@@ -50,10 +42,6 @@ class Scatter:
         """Sends this rank's sums for other nodes, and says where their sums go.
 
         Nobody may read this part of the shared memory any more: see `reuse`.
-
-        Args:
-            chunk: its number.
-            pieces: where this rank's pieces are, for each rank.
         """
         view, row = self._view, self._row
         for handler in view.peers:

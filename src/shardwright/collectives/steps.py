@@ -48,8 +48,6 @@ class Span(NamedTuple):
     """Consecutive elements.
 
     Attributes:
-        memory: where they are.
-        start: the first of them.
         stop: behind the last of them.
     """
 
@@ -125,12 +123,7 @@ class Row:
     Empty copies and messages are left out. The ranks of a node tell one another the same things in the same
     order, so that each knows how often the others have told when they tell something.
 
-    Args:
-        rank: whose steps these are.
-        here: the ranks of its node.
-
     Attributes:
-        rank: whose steps these are.
         steps: in the order in which they are done.
     """
 

@@ -19,9 +19,6 @@ class Topology:
     Attributes:
         nodes: ascending ranks of each node; the nodes are in the order of their first ranks.
 
-    Raises:
-        UsageError: a rank is missing, or is on two nodes.
-
     >>> Topology.from_hosts(["a", "a", "b", "b", "b"])
     Topology(nodes=((0, 1), (2, 3, 4)))
     """

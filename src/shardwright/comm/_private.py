@@ -38,14 +38,7 @@ __all__ = [
 
 
 def gloo_group(store: Store, rank: int, num_ranks: int, *, timeout_s: float) -> dist.ProcessGroup:
-    """A process group of gloo that torch.distributed does not know; collective over its ranks.
-
-    Args:
-        store: of these ranks, and for this group alone.
-        rank: of this process in the group.
-        num_ranks: of the group.
-        timeout_s: how long to wait for a rank at most.
-    """
+    """A process group of gloo that torch.distributed does not know; collective over its ranks."""
     group = dist.ProcessGroup(store, rank, num_ranks)
     backend = dist.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=timeout_s))
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
@@ -58,17 +51,7 @@ def has_nccl() -> bool:
 
 
 def nccl_group(store: Store, rank: int, num_ranks: int, *, timeout_s: float) -> dist.ProcessGroup:
-    """A process group of NCCL that torch.distributed does not know; its ranks meet at its first collective.
-
-    Args:
-        store: of these ranks, and for this group alone.
-        rank: of this process in the group.
-        num_ranks: of the group.
-        timeout_s: how long to wait for a rank at most.
-
-    Raises:
-        UsageError: there is no NCCL here.
-    """
+    """A process group of NCCL that torch.distributed does not know."""
     if not has_nccl():
         true = "sees no GPU" if dist.is_nccl_available() else "was built without NCCL"
         raise UsageError(

@@ -14,14 +14,6 @@ __all__ = ["refuse_misplaced"]
 def refuse_misplaced(call: str, others: Mapping[str, Any], *, takes: Collection[str]) -> None:
     """Refuses options that a call does not have.
 
-    Args:
-        call: as a script writes it.
-        others: what it was given beyond its own.
-        takes: its own options.
-
-    Raises:
-        UsageError: there is one; the message says where it belongs.
-
     >>> refuse_misplaced("@sw.step", {"split_list": ["x"]}, takes=["split_lists"])
     Traceback (most recent call last):
     shardwright.errors.UsageError: @sw.step has no option split_list. Did you mean split_lists?

@@ -48,11 +48,7 @@ _NOT_YET: dict[str, tuple[Any, str]] = {
 
 
 def dictionary_of(layer: Any) -> dict[Any, Any]:
-    """One layer of settings; an empty one where there is none.
-
-    Raises:
-        ConfigError: it is no dictionary.
-    """
+    """One layer of settings; an empty one where there is none."""
     if layer is not None and not isinstance(layer, Mapping):
         raise ConfigError(
             f"the settings are {shown(layer)}, but they must be a dictionary such as {{'microbatches': 4}}."
@@ -61,11 +57,7 @@ def dictionary_of(layer: Any) -> dict[Any, Any]:
 
 
 def ignored_names(given: Any) -> list[str]:
-    """The names in the setting ``ignored``.
-
-    Raises:
-        ConfigError: it is no list.
-    """
+    """The names in the setting ``ignored``."""
     if given is not None and not isinstance(given, list | tuple):
         raise ConfigError(f"ignored is {shown(given)}, but it must be a list of names of settings.")
     return [printable(str(name)) for name in given or ()]
@@ -74,14 +66,7 @@ def ignored_names(given: Any) -> list[str]:
 def canonical(
     given: Mapping[str, Any], *, known: Collection[str], problems: list[str], ignored: list[str]
 ) -> dict[str, Any]:
-    """One layer of settings by our names.
-
-    Args:
-        given: by any names.
-        known: our names.
-        problems: what is wrong is added.
-        ignored: names of settings that change nothing here are added.
-    """
+    """One layer of settings by our names."""
     found: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for raw_key, value in given.items():

@@ -93,12 +93,6 @@ class Settings(BaseModel):
         description="Reduce gradients of sharded parameters in each microbatch: no rank keeps whole ones; "
         "unset: where memory requires it.",
     )
-    sdp_quantized_gradients: bool = Field(
-        False, description="Send gradients of sharded parameters between hosts in 8 bits."
-    )
-    sdp_quantized_parameters: bool = Field(
-        False, description="Send rows of sharded parameters between hosts in 8 bits."
-    )
     sdp_gradient_clipping: Norm | None = Field(
         None,
         description="With sharded parameters, optimizer.step() clips all gradients to this norm.",
@@ -177,16 +171,11 @@ class Settings(BaseModel):
     )
     plan_anew: bool = Field(
         False,
-        description="Choose microbatches and stages anew, without the last run of this script and what it "
-        "taught.",
+        description="Choose microbatches and stages anew, without the last run of this script.",
     )
     plan_one_stage: bool = Field(
         False,
         description="Choose microbatches and recomputation with one stage, too, and predict the step.",
-    )
-    calibrate: bool = Field(
-        True,
-        description="Record measured step times, and correct predictions by them.",
     )
     run_dir: Name = Field("runs", description="Folder that holds the run folders.")
     run_name: Name | None = Field(None, description="Name of the run folder; unset: that of the script.")

@@ -14,6 +14,8 @@ _SHARDED = (
 )
 _RANKS = "Remove it: the launcher starts ranks (shardwright run -n 4, or torchrun)."
 _DEVICES = "Remove it: each rank takes the accelerator of its local rank (sw.device())."
+_QUANTIZED = "Remove it: gradients and rows go between hosts as they are; bf16: true halves them."
+_CALIBRATE = "Remove it: runs keep their plan, and correct no predictions; plan_anew plans anew."
 _UNUSED = "Remove it: unused parameters need nothing here."
 _RESUME = (
     "Remove it: sw.Checkpoints(...).resume() goes on from checkpoints, as shardwright run --resume does."
@@ -43,6 +45,8 @@ _ADVICE = {
     _RANKS: ("nnodes", "nproc_per_node", "num_processes", "world_size"),
     _DEVICES: ("device", "devices", "gpus", "num_gpus"),
     _ORDINARY: ("clip_grad", "gradient_clipping", "max_grad_norm", "learning_rate", "lr"),
+    _CALIBRATE: ("calibrate",),
+    _QUANTIZED: ("sdp_quantized_gradients", "sdp_quantized_parameters"),
     _UNUSED: ("find_unused_parameters",),
     _RESUME: ("resume", "resume_from_checkpoint"),
 }

@@ -30,13 +30,9 @@ class BlockSeconds:
     """Seconds of a block and microbatch on one rank.
 
     Attributes:
-        forward: of its computing.
-        backward: the same, recomputation apart.
-        recompute: what is computed again.
         weight: the part of the backward that weights' gradients take.
         tensor: collectives of tensor parallelism, forward, backward and again.
         context: what exchanging keys and values takes beyond the computing that hides it.
-        expert: exchanging tokens between experts.
         free: the part of the computing behind which nothing of these hides.
     """
 

@@ -72,11 +72,7 @@ class Calibration:
     provenance: str
 
     def interval(self, seconds: float) -> tuple[float, float]:
-        """Between these two, eight of ten runs should be.
-
-        Args:
-            seconds: predicted.
-        """
+        """Between these two, eight of ten runs should be."""
         factor = exp(TENTH * self.spread)
         return seconds / factor, seconds * factor
 
@@ -98,10 +94,6 @@ def calibration_of(family: str, runtime: str = "shardwright") -> Calibration:
 
     A runtime that was not measured there has those of the runtimes that were, and a wider interval; a family
     that was not has what publications and data sheets say of others.
-
-    Args:
-        family: such as ``A100``.
-        runtime: such as ``megatron``, ``fsdp`` or ``shardwright``.
     """
     families = _document()["accelerators"]
     known = families.get(family)
@@ -140,12 +132,7 @@ def _widest(family: Mapping[str, Any]) -> float:
 
 
 def calibration_of_nodes(kind: NodeKind, runtime: str = "shardwright") -> Calibration:
-    """The efficiencies of a runtime on some nodes: what was measured there is reached in full.
-
-    Args:
-        kind: of the nodes.
-        runtime: as of `calibration_of`.
-    """
+    """The efficiencies of a runtime on some nodes: what was measured there is reached in full."""
     found = calibration_of(kind.accelerator.family, runtime)
     full: dict[str, float] = {}
     if kind.accelerator.products:

@@ -28,8 +28,6 @@ class Group:
     """Candidates that cut the chain alike.
 
     Attributes:
-        chosen: their numbers.
-        options: of them.
         ends: for each stage, the layer behind its last.
         ranks: for each stage, its pipeline rank.
         kinds: for each pipeline rank, the kinds of nodes that it lies on; empty where they do not count.
@@ -62,14 +60,6 @@ def stage_ends(
 ) -> tuple[int, ...]:
     """Cuts layers into so many stages, none empty, so that the one that takes longest is as fast as can be.
 
-    Args:
-        weights: work of the layers.
-        stages: how many.
-        speeds: of the stages; None: all alike.
-
-    Returns:
-        For each stage, the layer behind its last.
-
     >>> stage_ends((3.0, 1.0, 1.0, 1.0, 2.0), 2)
     (2, 5)
     >>> stage_ends((3.0, 1.0, 1.0, 1.0, 2.0), 2, (3.0, 1.0))
@@ -88,18 +78,7 @@ def stage_ends(
 
 
 def by_group(chain: LayerChain, options: Options, kinds: Sequence[KindOfRank], price: Any, kind: Any) -> Any:
-    """Prices each group of candidates at once.
-
-    Args:
-        chain: the model.
-        options: the candidates.
-        kinds: of nodes; one where they are alike, none where they do not count.
-        price: makes the record of a group.
-        kind: the class of these records, whose fields are numbers.
-
-    Returns:
-        One record, with a number in each field where there is one candidate, else an array.
-    """
+    """Prices each group of candidates at once."""
     number = np.broadcast(*(getattr(options, name) for name in options.names())).size
     is_one = all(np.ndim(getattr(options, name)) == 0 for name in options.names())
     columns = {name: np.zeros(number) for name in kind.__dataclass_fields__}

@@ -46,16 +46,7 @@ Floats = NDArray[np.float64]
 def chain_seconds(
     chain: LayerChain, options: Options, rates: Rates, reached: Efficiencies, *, width: int
 ) -> StepSeconds:
-    """Seconds of a step of every candidate.
-
-    Args:
-        chain: the model.
-        options: the candidates; only pipelines, replicas, shards, microbatches, recomputation, offload, and
-            the tensor degree of which the chain is one rank's.
-        rates: of the machines.
-        reached: shares of them.
-        width: bytes of a number.
-    """
+    """Seconds of a step of every candidate."""
     found: StepSeconds = by_group(
         chain,
         options,
@@ -67,14 +58,7 @@ def chain_seconds(
 
 
 def chain_bytes(chain: LayerChain, options: Options, *, precision: Precision, width: int) -> RankBytes:
-    """Memory of the neediest rank of every candidate.
-
-    Args:
-        chain: the model.
-        options: the candidates.
-        precision: of parameters and updates.
-        width: bytes of a number.
-    """
+    """Memory of the neediest rank of every candidate."""
     found: RankBytes = by_group(
         chain,
         options,
@@ -97,14 +81,6 @@ def mixed_chain(
     """Seconds and bytes of every candidate on nodes of several kinds.
 
     Layers are dealt by the rates of stages' nodes alone: memory decides only what fits.
-
-    Args:
-        chain: the model.
-        options: the candidates.
-        kinds: of nodes, in the order of their ranks.
-        between: rates where nodes of several kinds meet; of compute and memory, the slowest.
-        precision: of parameters and updates.
-        width: bytes of a number.
     """
     number = np.broadcast(*(getattr(options, name) for name in options.names())).size
     limit, blocks = np.zeros(number), np.zeros((len(kinds), number))

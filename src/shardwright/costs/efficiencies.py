@@ -12,7 +12,6 @@ class Prior(NamedTuple):
     """The prior of a parameter before any measurement: a log-normal distribution.
 
     Attributes:
-        median: of it.
         spread: standard deviation of its logarithm.
     """
 
@@ -32,7 +31,6 @@ class Efficiencies:
         scores_bytes: bytes that attention without fusion moves, for each score.
         scores: share of the peak that its products reach.
         flash_forward: share of the peak of fused attention, forward.
-        flash_backward: the same, backward.
         kernel_s: seconds to launch a kernel.
         update: share of the peak that the optimizer's memory traffic reaches.
         link: share of the link's rate that collectives inside of a node seem to reach; above 1 where

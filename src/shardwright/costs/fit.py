@@ -28,8 +28,6 @@ class Fit:
     """Efficiencies of a family of accelerators.
 
     Attributes:
-        of_accelerators: parameters of the accelerators.
-        of_runtimes: parameters of each runtime.
         logarithms: all of them, in the order of the fit.
     """
 
@@ -89,12 +87,7 @@ def ratios(runs: Runs, fitted: Fit) -> Floats:
 
 
 def leave_out(runs: Runs, *, num_folds: int | None = None) -> Floats:
-    """Predicted / measured of each run by a fit to others, which knows nothing of it.
-
-    Args:
-        runs: the runs.
-        num_folds: into how many parts the runs are divided, of which one is left out; None: each run alone.
-    """
+    """Predicted / measured of each run by a fit to others, which knows nothing of it."""
     parameters = _Parameters(runs.runtime)
     number = len(runs.step_s)
     fold = np.arange(number) % (num_folds or number)

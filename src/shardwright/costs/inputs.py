@@ -102,25 +102,14 @@ class Options(Columns):
     """Ways to train.
 
     Attributes:
-        tensor: tensor parallel degree.
-        pipeline: pipeline ranks.
         virtual: stages of a pipeline rank.
-        data: replicas.
-        shard: replicas that divide states.
         sharded: what they divide; see `Sharded`.
-        context: context parallel degree.
         expert: ranks with different experts, of all replicas and those that share their sequences.
-        microbatch: samples of a microbatch.
         microbatches: of a replica and step.
-        schedule: see `ScheduleKind`.
-        recompute: see `Recompute`.
         kept_layers: blocks of a pipeline rank that full recomputation leaves out.
-        offload: see `Offload`.
         sequence_parallel: 1 where tensor parallel ranks divide what is between their products, too.
         flash: 1 for fused attention that keeps no scores.
-        hierarchical: see `Gathers`.
         whole_layers: 1 where every stage has as many blocks as any other, however long the head takes.
-        placement: see `Placement`.
         width: bytes of an activation, a weight that is moved, a gradient that is sent: 2 in 16 bits, else 4.
     """
 
@@ -194,12 +183,8 @@ class Rates(Columns):
 
     Attributes:
         flops_per_s: of dense matrix products in the dtype of the run.
-        memory_Bps: of an accelerator's memory.
         link_Bps: of an accelerator to others of its node, one direction.
         network_Bps: of a node to other nodes, one direction.
-        per_node: ranks of a node.
-        link_latency_s: inside of a node.
-        network_latency_s: between nodes.
         host_Bps: to the host's memory, one direction; 0 where there is none.
         hop_Bps: of a node to the node of the next stage; 0: as to any other.
     """

@@ -52,9 +52,7 @@ class KindOfRank:
     """Ranks of one kind of node.
 
     Attributes:
-        ranks: how many there are.
         rates: of such nodes among themselves.
-        reached: shares of the rates.
         memory_bytes: that a rank may use.
     """
 
@@ -69,7 +67,6 @@ class StagesAlike:
     """Neighbouring pipeline ranks on the same kinds of nodes.
 
     Attributes:
-        kinds: numbers of the kinds.
         stages: how many pipeline ranks there are.
         last: it is the pipeline rank with the head, which is always apart.
     """
@@ -84,7 +81,6 @@ class MixedPrices:
     """The prices of ways on nodes of several kinds.
 
     Attributes:
-        seconds: of a step.
         num_bytes: of the rank that is closest to its limit, or furthest beyond it.
         limit: bytes that this rank may use.
         blocks: of the pipeline ranks of each kind of node, at most: (kinds, ways); 0 where a kind has none.
@@ -98,11 +94,6 @@ class MixedPrices:
 
 def stages_alike(ranks: Sequence[int], pipeline: int, *, apart: bool) -> list[StagesAlike]:
     """Groups the stages of a pipeline by the kinds of nodes that they lie on.
-
-    Args:
-        ranks: of each kind, in their order.
-        pipeline: pipeline ranks.
-        apart: pipelines go over nodes; else each stage lies on all kinds.
 
     >>> [(each.kinds, each.stages) for each in stages_alike([8, 4], 6, apart=True)]
     [((0,), 4), ((1,), 1), ((1,), 1)]
@@ -139,15 +130,7 @@ def mixed_prices(
     *,
     precision: Precision = BF16,
 ) -> MixedPrices:
-    """Seconds and bytes of every candidate.
-
-    Args:
-        shape: of the model: one.
-        options: the candidates.
-        kinds: of nodes, in the order of their ranks.
-        between: rates where nodes of several kinds meet; of compute and memory, the slowest.
-        precision: of parameters and updates.
-    """
+    """Seconds and bytes of every candidate."""
     columns, number = _columns(options)
     seconds = {field.name: np.zeros(number) for field in fields(StepSeconds)}
     num_bytes = {field.name: np.zeros(number) for field in fields(RankBytes)}
@@ -174,11 +157,7 @@ def mixed_fit(
     *,
     precision: Precision = BF16,
 ) -> NDArray[np.bool_]:
-    """Whether candidates fit in memory; the same as of `mixed_prices`, without the seconds.
-
-    Args:
-        shape, options, kinds, precision: as there.
-    """
+    """Whether candidates fit in memory; the same as of `mixed_prices`, without the seconds."""
     columns, number = _columns(options)
     found = np.zeros(number, dtype=bool)
     for chosen, alike in _groups(columns, [kind.ranks for kind in kinds]):

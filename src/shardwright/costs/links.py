@@ -10,15 +10,7 @@ __all__ = ["gather_seconds", "hop_seconds", "ring_rate", "ring_seconds"]
 def ring_rate(
     rates: Rates, *, ranks: Numbers, stride: Numbers, link_share: Numbers, network_share: Numbers
 ) -> Numbers:
-    """Bytes a second of each rank of a ring, while all groups of its kind do the same.
-
-    Args:
-        rates: of the machines.
-        ranks: of the group.
-        stride: distance between neighbours, in ranks.
-        link_share: share of the link's rate that is reached.
-        network_share: share of the network's rate that is reached.
-    """
+    """Bytes a second of each rank of a ring, while all groups of its kind do the same."""
     inside = np.minimum(ranks, np.maximum(1.0, np.floor(rates.per_node / stride)))
     link = rates.link_Bps * link_share
     network = rates.network_Bps * network_share * inside / rates.per_node
@@ -28,15 +20,7 @@ def ring_rate(
 def ring_seconds(
     rates: Rates, num_bytes: Numbers, *, ranks: Numbers, stride: Numbers, rate: Numbers
 ) -> Numbers:
-    """Half of an all-reduce: a reduce-scatter or an all-gather of so many bytes, with logarithmic latency.
-
-    Args:
-        rates: of the machines.
-        num_bytes: of the whole.
-        ranks: of the group.
-        stride: distance between neighbours, in ranks.
-        rate: bytes a second of each rank; see `ring_rate`.
-    """
+    """Half of an all-reduce: a reduce-scatter or an all-gather of so many bytes, with logarithmic latency."""
     near = ranks * stride <= rates.per_node
     latency = np.where(near, rates.link_latency_s, rates.network_latency_s)
     seconds = (ranks - 1) / ranks * num_bytes / rate + latency * np.log2(np.maximum(ranks, 1.0))
@@ -67,14 +51,7 @@ def gather_seconds(
 
 
 def hop_seconds(rates: Rates, num_bytes: Numbers, *, share: Numbers, near: Numbers) -> Numbers:
-    """A message to the next stage, while every rank sends one; the slowest hop decides.
-
-    Args:
-        rates: of the machines.
-        num_bytes: of the message.
-        share: share of the rate that is reached.
-        near: whether all stages are on one node.
-    """
+    """A message to the next stage, while every rank sends one; the slowest hop decides."""
     network = np.where(np.asarray(rates.hop_Bps) > 0, rates.hop_Bps, rates.network_Bps)
     rate = np.where(near, rates.link_Bps, network / rates.per_node)
     latency = np.where(near, rates.link_latency_s, rates.network_latency_s)

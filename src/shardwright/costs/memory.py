@@ -35,8 +35,6 @@ class Precision(NamedTuple):
     """Bytes of a trained parameter.
 
     Attributes:
-        weight: of itself.
-        gradient: of its gradient.
         optimizer: of what the optimizer keeps, with a copy in 32 bits where there is one.
     """
 
@@ -54,9 +52,6 @@ class RankBytes(Columns):
     """Memory of a rank at its peak; all attributes but `host` together are the peak.
 
     Attributes:
-        parameters: that it keeps.
-        gradients: that it keeps.
-        optimizer: what the optimizer keeps.
         activations: that are kept for backwards.
         gathered: parameters and gradients of blocks that are at hand whole.
         work: of the block that is being computed, or of the loss.
@@ -78,13 +73,7 @@ class RankBytes(Columns):
 
 
 def rank_bytes(shape: Shape, options: Options, *, precision: Precision = BF16) -> RankBytes:
-    """Memory of the neediest rank of every candidate.
-
-    Args:
-        shape: of the model.
-        options: the candidates.
-        precision: of parameters and updates.
-    """
+    """Memory of the neediest rank of every candidate."""
     blocks = np.ceil(shape.layers / (options.pipeline * options.virtual) - 1e-9) * options.virtual
     first = stage_bytes(shape, options, blocks, last=False, precision=precision)
     last = stage_bytes(shape, options, blocks, last=True, precision=precision)
@@ -131,13 +120,7 @@ def offloaded(offload: Offload, options: Options, num_bytes: Numbers) -> tuple[N
 
 
 def offloaded_activations(options: Options, kept: Numbers, largest: Numbers) -> tuple[Numbers, Numbers]:
-    """Bytes of activations that may be offloaded: on the accelerator, and on the host.
-
-    Args:
-        options: the candidates.
-        kept: of all microbatches in flight.
-        largest: of the block, or the layer, that keeps most of a microbatch.
-    """
+    """Bytes of activations that may be offloaded: on the accelerator, and on the host."""
     here, away = offloaded(Offload.ACTIVATIONS, options, kept)
     # One computes, one leaves, one comes back, as by `activation_loading_horizon` 1.
     on_their_way = np.where(np.asarray(away) > 0, np.minimum(_ON_THEIR_WAY * largest, kept), 0.0)
@@ -152,15 +135,7 @@ def stage_bytes(
     last: bool,
     precision: Precision = BF16,
 ) -> RankBytes:
-    """Memory of a pipeline rank with so many blocks; it grows by as much with each of them.
-
-    Args:
-        shape: of the model.
-        options: the candidates.
-        blocks: of the rank.
-        last: it is the last rank, with the head; else it keeps as many microbatches as the first.
-        precision: of parameters and updates.
-    """
+    """Memory of a pipeline rank with so many blocks; it grows by as much with each of them."""
     p, t = options.pipeline, options.tensor
     experts = np.maximum(1.0, shape.experts / options.expert)
     # Stages behind the first have no block without experts.

@@ -28,18 +28,6 @@ def split(
 ) -> tuple[int, ...] | None:
     """Cuts a chain in intervals, the dearest as cheap as possible.
 
-    Args:
-        num_atoms: n.
-        num_stages: number of intervals; none is empty.
-        cost_of_stage: for each stage, its (n + 1) x (n + 1) table of costs: entry (i, j) is the interval of
-            atoms i to j - 1; infinite where it may not be, and for j <= i.
-
-    Returns:
-        The cuts, from 0 to n; None if no way is allowed.
-
-    Raises:
-        PlanError: there are fewer atoms than stages.
-
     >>> ends = np.array([0.0, 1.0, 3.0, 4.0, 8.0])
     >>> cost = np.where(np.tri(5, dtype=bool), np.inf, ends[None, :] - ends[:, None])
     >>> split(4, num_stages=2, cost_of_stage=lambda stage: cost)

@@ -32,8 +32,6 @@ class Price(NamedTuple):
     """Seconds of a piece of work.
 
     Attributes:
-        forward: of its forward.
-        backward: of its whole backward.
         weight: of the gradients of weights, which are a part of that.
     """
 
@@ -49,7 +47,6 @@ class RankRates:
     Attributes:
         peak: of dense matrix products, FLOPs a second.
         memory: of the accelerator's memory, bytes a second.
-        reached: shares of both.
     """
 
     peak: Numbers

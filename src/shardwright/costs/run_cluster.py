@@ -21,13 +21,6 @@ def cluster_of(machines: Inventory, *, dtype: str) -> Cluster:
     """The machines of a run with one rank on each accelerator.
 
     Of several kinds the slowest counts, but for computing: faster nodes take less of what costs say.
-
-    Args:
-        machines: by kinds of nodes.
-        dtype: of matrix products.
-
-    Raises:
-        ConfigError: the rate for the dtype is not known, or nodes have different numbers of accelerators.
     """
     kinds = [kind for kind, _ in machines.nodes]
     sizes = sorted({kind.num_accelerators for kind in kinds})
@@ -71,12 +64,6 @@ def kinds_of(
     """The kinds of ranks of a run's machines, for closed forms, with the rates between kinds.
 
     Hosts are apart where they compute at different speeds; the rates of a cluster are those that are reached.
-
-    Args:
-        cluster: the machines.
-        num_ranks: of the run.
-        memory_bytes: that a rank may use; 0: no limit is known.
-        pace: how many times as long ranks compute as the rates say.
     """
     device, near, far = cluster.device, cluster.intra_node, cluster.inter_node
     own = calibration_of(device.family).efficiencies

@@ -17,13 +17,9 @@ class MeasuredRun:
     """One run.
 
     Attributes:
-        name: for people.
         group: publication or table that it is from.
         accelerator: family of its accelerators, such as ``A100``.
         runtime: what ran it, such as ``megatron`` or ``shardwright``.
-        shape: of the model.
-        options: how it was split.
-        rates: of the machines.
         step_s: seconds of a step.
     """
 
@@ -42,10 +38,6 @@ class Runs:
     """Many runs, as columns.
 
     Attributes:
-        shape: of the models.
-        options: how they were split.
-        rates: of the machines.
-        runtime: of each run.
         step_s: seconds of a step.
     """
 

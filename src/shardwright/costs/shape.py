@@ -15,27 +15,19 @@ class Shape(Columns):
     """A transformer.
 
     Attributes:
-        layers: blocks.
         hidden: width of the residual stream.
-        heads: attention heads.
-        head_width: width of a head.
         key_heads: heads of keys and values.
         ffn: width inside of the MLP.
         gated: 1 where the MLP has three products.
-        vocabulary: width of the head.
-        sequence: tokens of a sample.
         causal: 1 where tokens attend to those before them alone.
-        experts: MLPs of a block.
         experts_per_token: MLPs that a token takes.
         shared_ffn: width of the MLP that every token takes beside its experts.
         dense: share of the blocks that have one MLP in place of experts; they are the first.
-        dense_ffn: its width.
         query_rank: width of the vector that queries are made of; 0: of the residual stream.
         key_rank: width of the vector that keys and values are made of; 0: of the residual stream.
         rotary_width: part of a head whose keys, made beside that vector, are one for all heads.
         value_width: width of a head of values; 0: as of keys.
         window: tokens that one attends to in a share of the blocks.
-        windowed: that share.
         cross: share of the blocks that attend to an encoder, too.
         tied: 1 where the head is the embedding.
     """
@@ -79,12 +71,7 @@ class Shape(Columns):
 
     @classmethod
     def of(cls, model: Transformer, *, sequence: int | None = None) -> "Shape":
-        """The shape of an architecture.
-
-        Args:
-            model: which one.
-            sequence: tokens of a sample; by default, as it was trained.
-        """
+        """The shape of an architecture."""
         layers = model.layers + model.encoder_layers
         latent = model.latent
         return cls(

@@ -45,17 +45,11 @@ class StepSeconds:
         compute: forward and backward of all microbatches on a mean pipeline rank.
         recompute: what the backward computes again.
         imbalance: what the slowest pipeline rank computes beyond the mean.
-        tensor: collectives of tensor parallelism.
-        context: exchanges of context parallelism.
-        expert: exchanges of expert parallelism.
         bubble: idling at the begin and the end of the pipeline.
-        point_to_point: messages between stages.
         gather: all-gathers of parameters that computing does not hide.
         reduce_scatter: reduce-scatters of gradients that computing does not hide.
         all_reduce: sums over replicas at the end.
-        update: of the optimizer.
         offload: transfers to and from the host's memory that computing does not hide.
-        overhead: of the runtime.
     """
 
     compute: Numbers
@@ -98,18 +92,7 @@ def step_of_stages(
     slowest: Numbers,
     slowest_blocks: Numbers | None = None,
 ) -> StepSeconds:
-    """Seconds of a step, of what its stages take for a microbatch.
-
-    Args:
-        shape: of the model.
-        options: the candidates.
-        rates: of the machines, for what ranks say to one another.
-        reached: shares of them.
-        block: a mean block.
-        head: the head and the loss.
-        slowest: the pipeline rank that takes longest.
-        slowest_blocks: that it has, for what it sums over replicas and updates; None: the mean.
-    """
+    """Seconds of a step, of what its stages take for a microbatch."""
     p, m = options.pipeline, options.microbatches
     blocks = shape.layers / p
     mean = blocks * block.total + head / p
@@ -136,13 +119,7 @@ def step_of_stages(
 
 
 def rank_parameters(shape: Shape, options: Options, blocks: Numbers | None = None) -> Numbers:
-    """Parameters that a pipeline rank trains, over its tensor parallel ranks, with an embedding.
-
-    Args:
-        shape: of the model.
-        options: the candidates.
-        blocks: of the rank; None: the mean.
-    """
+    """Parameters that a pipeline rank trains, over its tensor parallel ranks, with an embedding."""
     blocks = shape.layers / options.pipeline if blocks is None else blocks
     experts = np.maximum(1.0, shape.experts / options.expert)
     block = shape.attention_parameters + shape.held_parameters(experts)

@@ -114,12 +114,7 @@ def translate_device_contexts(translate: Callable[[Any], Any]) -> None:
 
 
 def intercept_calls(cls: Any, call: Callable[..., Any]) -> None:
-    """Has a class of PyTorch's core be called through a function; it stays the same class.
-
-    Args:
-        cls: such a class.
-        call: gets what a call of the class does otherwise, and the arguments.
-    """
+    """Has a class of PyTorch's core be called through a function; it stays the same class."""
     kind: Any = type(cls)
 
     class Intercepting(kind):  # type: ignore[misc]

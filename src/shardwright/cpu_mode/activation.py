@@ -40,9 +40,6 @@ def enable(*, says_so: bool = True) -> None:
     """Puts CPU mode in force for the rest of this process, and for those that `multiprocessing` starts in it.
 
     Call it before the script and its libraries are imported: names that they have taken by then stay.
-
-    Args:
-        says_so: whether the first rank writes a line to stderr.
     """
     if _State.is_enabled:
         return

@@ -31,10 +31,6 @@ def _is_installed(path: str, module: str) -> bool:
 
 
 def script_asks(depth: int = 2) -> bool:
-    """Whether code of the script has called the function that asks.
-
-    Args:
-        depth: how many calls lie between; 2: that function's caller.
-    """
+    """Whether code of the script has called the function that asks."""
     frame = sys._getframe(depth)
     return not _is_installed(frame.f_code.co_filename, str(frame.f_globals.get("__name__", "")))

@@ -13,11 +13,7 @@ __all__ = ["put_in_force"]
 
 
 def put_in_force(enable: Callable[..., None]) -> None:
-    """Has processes that are spawned begin with CPU mode.
-
-    Args:
-        enable: puts it in force in a process; a function of a module.
-    """
+    """Has processes that are spawned begin with CPU mode."""
     prepare: Any = spawn.get_preparation_data
 
     @functools.wraps(prepare)

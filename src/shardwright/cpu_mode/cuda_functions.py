@@ -33,11 +33,7 @@ UNAVAILABLE = (
 
 
 def put_in_force(num_devices: int) -> None:
-    """Replaces the functions.
-
-    Args:
-        num_devices: how many devices scripts see.
-    """
+    """Replaces the functions."""
     cuda: Any = torch.cuda
     _private.leave_cuda_uninitialised()
     streams.put_in_force()

@@ -25,12 +25,7 @@ def on_cpu(device: Any) -> Any:
 
 
 def index_of(device: Any, *, current: int) -> int:
-    """The number of a CUDA device.
-
-    Args:
-        device: as functions of `torch.cuda` take it; None stands for the current one.
-        current: number of the current device.
-    """
+    """The number of a CUDA device."""
     if isinstance(device, int):
         return device if device >= 0 else current
     if isinstance(device, str):
@@ -43,9 +38,6 @@ def named(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What a call of `torch.device` makes.
 
     PyTorch takes a lone number for that of an accelerator, and refuses it where there is none.
-
-    Args:
-        plain: what the call does otherwise.
     """
     first = args[0] if args else kwargs.get("device")
     if len(args) + len(kwargs) == 1 and isinstance(first, int) and not isinstance(first, bool):

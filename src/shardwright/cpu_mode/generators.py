@@ -14,11 +14,7 @@ __all__ = ["functions"]
 
 
 def functions(num_devices: int) -> dict[str, Any]:
-    """Replacements for functions of `torch.cuda` and `torch.cuda.random`.
-
-    Args:
-        num_devices: how many devices scripts see.
-    """
+    """Replacements for functions of `torch.cuda` and `torch.cuda.random`."""
     generator = torch.default_generator
 
     def get_rng_state(device: Any = "cuda") -> Tensor:

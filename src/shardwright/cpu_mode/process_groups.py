@@ -45,12 +45,7 @@ def backend_on_cpu(backend: Any) -> Any:
 
 
 def _made_by_gloo(make: Callable[..., Any], *, position: int) -> Callable[..., Any]:
-    """A function that makes groups.
-
-    Args:
-        make: what it replaces.
-        position: of its argument ``backend``.
-    """
+    """A function that makes groups."""
 
     @functools.wraps(make)
     def translated(*args: Any, **kwargs: Any) -> Any:

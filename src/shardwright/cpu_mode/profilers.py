@@ -36,11 +36,7 @@ def _without_activity(init: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_cpu(activities: Iterable[Any]) -> list[Any]:
-    """The activities without those of CUDA; that of the CPU where none is left.
-
-    Args:
-        activities: each alone, or with names of what is to be recorded of it.
-    """
+    """The activities without those of CUDA; that of the CPU where none is left."""
     cuda = ProfilerActivity.CUDA
     left: list[Any] = []
     for activity in activities:

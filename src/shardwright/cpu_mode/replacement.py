@@ -11,14 +11,7 @@ __all__ = ["put", "put_all", "put_translated"]
 
 
 def put(owner: Any, name: str, function: Any) -> None:
-    """Puts a function or class in a public place.
-
-    Args:
-        owner: a module or a class.
-        name: its name there.
-        function: a function takes the name and the description of what it replaces. So one that is pickled,
-            to begin a process with for example, is looked up in its place.
-    """
+    """Puts a function or class in a public place."""
     original = getattr(owner, name, None)
     if isinstance(function, types.FunctionType):
         in_class = inspect.isclass(owner)
@@ -31,12 +24,7 @@ def put(owner: Any, name: str, function: Any) -> None:
 
 
 def put_all(found: Mapping[str, Any], *owners: Any) -> None:
-    """Puts functions and classes in one or several modules, the last of which they name as their own.
-
-    Args:
-        found: by name; what stands for several names becomes a function of its own for each.
-        owners: the modules.
-    """
+    """Puts functions and classes in one or several modules, the last of which they name as their own."""
     for name, function in found.items():
         own = _twin(function) if isinstance(function, types.FunctionType) else function
         for owner in owners:

@@ -33,11 +33,7 @@ def from_command_line(words: list[str], *, usage: str) -> Callable[[], None]:
 
 
 def script(path: str, arguments: list[str]) -> Callable[[], None]:
-    """What runs a file, like ``python path arguments``.
-
-    Raises:
-        UsageError: there is no such file, or it is no Python.
-    """
+    """What runs a file, like ``python path arguments``."""
     try:
         code = compile(Path(path).read_bytes(), path, "exec")
     except OSError as error:
@@ -54,11 +50,7 @@ def script(path: str, arguments: list[str]) -> Callable[[], None]:
 
 
 def module(name: str, arguments: list[str]) -> Callable[[], None]:
-    """What runs a module, like ``python -m name arguments``.
-
-    Raises:
-        UsageError: there is no such module, or it cannot be run.
-    """
+    """What runs a module, like ``python -m name arguments``."""
     _put_first(str(Path.cwd()))
     spec = _spec(name)
 

@@ -29,7 +29,6 @@ class _Current(threading.local):
     """What is current in a thread.
 
     Attributes:
-        device: its number.
         streams: of each device, by its number; a device that is not here has its default stream.
     """
 
@@ -116,14 +115,7 @@ class Event(torch.Event):
 
 
 class Stream(torch.Stream):
-    """An order of work; for `torch.cuda.Stream`.
-
-    Args:
-        device: a CUDA device; by default the current one.
-        priority: without a meaning here; of those that there are, the nearest.
-        stream_id: its number, by which streams are equal; 0 for that of a device, by default a new one.
-        device_index: number of the device, where no `device` is given.
-    """
+    """An order of work; for `torch.cuda.Stream`."""
 
     cuda_stream = 0
 
@@ -190,12 +182,7 @@ class Stream(torch.Stream):
 
 
 class ExternalStream(Stream):
-    """A stream that another library has made; for `torch.cuda.ExternalStream`.
-
-    Args:
-        stream_ptr: its address, by which it is equal to itself.
-        device: where it was made; by default the current one.
-    """
+    """A stream that another library has made; for `torch.cuda.ExternalStream`."""
 
     def __new__(cls, stream_ptr: int, device: Any = None, **kwargs: Any) -> Self:
         """Makes one."""
@@ -207,11 +194,7 @@ class ExternalStream(Stream):
 
 
 class StreamContext:
-    """Makes a stream, and its device, the current ones; for `torch.cuda.stream`.
-
-    Args:
-        stream: None leaves the current ones.
-    """
+    """Makes a stream, and its device, the current ones; for `torch.cuda.stream`."""
 
     def __init__(self, stream: Stream | None):
         self.stream = stream

@@ -25,13 +25,6 @@ def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
 
     A link is followed: the file that it leads to is replaced, and the link stays. One that another user has
     left in a folder for all, such as /tmp, is not, whatever the kernel allows.
-
-    Args:
-        path: of the file; its folder exists.
-        content: text is written as UTF-8.
-
-    Raises:
-        OSError: it cannot be written, or something else than a file stands there; `strerror` says what.
     """
     target = check_place(path)
     data = content.encode("utf-8") if isinstance(content, str) else content
@@ -51,11 +44,7 @@ def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def check_place(path: str | os.PathLike[str]) -> Path:
-    """Checks the place of a file before its content is worked out.
-
-    Raises:
-        OSError: it cannot be: something else stands there, or there is no folder around it.
-    """
+    """Checks the place of a file before its content is worked out."""
     if (control := control_in(Path(path).name)) is not None:
         raise OSError(errno.EINVAL, f"its name has a control character, {control}")
     target = _behind_links(Path(path))
@@ -67,11 +56,7 @@ def check_place(path: str | os.PathLike[str]) -> Path:
 
 
 def is_left_by_another(path: str | os.PathLike[str]) -> bool:
-    """Whether something is another user's, in a folder where everybody can put things, such as /tmp.
-
-    Raises:
-        FileNotFoundError: nothing is there.
-    """
+    """Whether something is another user's, in a folder where everybody can put things, such as /tmp."""
     there, around = os.lstat(path), os.stat(Path(path).parent)
     is_for_all = bool(around.st_mode & stat.S_ISVTX and around.st_mode & stat.S_IWOTH)
     return is_for_all and there.st_uid not in (os.geteuid(), around.st_uid)
@@ -90,11 +75,7 @@ def _behind_links(path: Path) -> Path:
 
 
 def open_to_append(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a file at its end, and makes it where there is none; a pipe is refused, not waited for.
-
-    Raises:
-        OSError: it cannot be opened, or is no regular file.
-    """
+    """Opens a file at its end, and makes it where there is none; a pipe is refused, not waited for."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
     descriptor = os.open(check_place(path), flags, 0o666)
     try:

@@ -25,11 +25,7 @@ def count_ranks_on_cpus() -> None:
 
 
 def refuse_other_ranks() -> None:
-    """Refuses a run in which Accelerate counts other ranks: each would write files, and print.
-
-    Raises:
-        UsageError: it does.
-    """
+    """Refuses a run in which Accelerate counts other ranks: each would write files, and print."""
     counted = PartialState().num_processes
     if counted != sw.size():
         raise UsageError(

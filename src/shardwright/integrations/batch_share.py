@@ -23,11 +23,7 @@ __all__ = ["backward_of_share", "batch_size", "counted_labels", "shifts_labels"]
 
 
 def batch_size(*tensors: Any) -> int:
-    """The number of samples: the length of the first tensor that has dimensions, at any depth.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The number of samples: the length of the first tensor that has dimensions, at any depth."""
     items: Iterable[Any] = flatten(tensors)[0]
     for item in items:
         if isinstance(item, Tensor) and item.dim():
@@ -39,26 +35,12 @@ def batch_size(*tensors: Any) -> int:
 
 
 def backward_of_share(model: sw.DistributedModel, loss: Tensor, share: Any, *, samples: float) -> None:
-    """Runs the backward of ``share * loss``.
-
-    Args:
-        model: the wrapped model; it adds gradients of microbatches up.
-        loss: the mean loss of the microbatch.
-        share: its weight in the batch, a number or a tensor with one.
-        samples: the share of the samples that it has. The run reports the mean over the microbatches of
-            ``loss * share / samples``, which is the loss of the batch where the microbatches are equal.
-    """
+    """Runs the backward of ``share * loss``."""
     model.backward(loss * (share / samples), torch.full_like(loss, samples, dtype=loss.dtype))
 
 
 def counted_labels(labels: Tensor, *, shifted: bool) -> Tensor:
-    """The labels that a loss of transformers is the mean over; one number, in float64: shares are made of it.
-
-    Args:
-        labels: of any shape; -100 is ignored.
-        shifted: the loss compares position i with label i + 1, so that the first label of each row does not
-            count.
-    """
+    """The labels that a loss of transformers is the mean over."""
     return (labels[..., 1:] if shifted and labels.dim() > 1 else labels).ne(-100).sum(dtype=torch.float64)
 
 

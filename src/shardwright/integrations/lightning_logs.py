@@ -30,14 +30,7 @@ def log_of_microbatch() -> Iterator[dict[str, Tensor]]:
 
 @contextmanager
 def options_of_logs(module: Any) -> Iterator[dict[str, dict[str, Any]]]:
-    """Has ``self.log`` of a module note what microbatches tell it.
-
-    Yields:
-        The options that it was given, by name.
-
-    Raises:
-        UsageError: what it is given is no number.
-    """
+    """Has ``self.log`` of a module note what microbatches tell it."""
     options: dict[str, dict[str, Any]] = {}
 
     def log(name: str, value: Any, **given: Any) -> None:

@@ -10,12 +10,7 @@ __all__ = ["own_loss"]
 
 
 def own_loss(value: Tensor, asked: Callable[[float], None]) -> Tensor:
-    """A loss that calls `asked` in its backward, and gives gradients to no parameter.
-
-    Args:
-        value: one number.
-        asked: called with what the loop has multiplied the loss by.
-    """
+    """A loss that calls `asked` in its backward, and gives gradients to no parameter."""
     result: Tensor = _OwnLoss.apply(value.detach().requires_grad_(), asked)  # type: ignore[no-untyped-call]
     return result
 

@@ -41,14 +41,6 @@ class StepModel(sw.DistributedModel):
     """A `DistributedModel` that may be called outside of step functions.
 
     In training mode with gradients, a call runs a step and leaves gradients; else it evaluates.
-
-    Args:
-        module: the user's module. In training it returns its loss, as ``outputs["loss"]``, ``outputs.loss``,
-            the first of a tuple, or alone.
-        accumulation: of how many calls the gradients are the mean.
-        autocast: makes a context for each call of the module.
-        training_outputs: training calls return all outputs of the module, which every rank then receives;
-            else the numbers among them alone.
     """
 
     def __init__(
@@ -70,12 +62,7 @@ class StepModel(sw.DistributedModel):
         self._evaluate = sw.step(non_split_inputs=whole)(self._evaluate_microbatch)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module inside a step function; else runs a step.
-
-        Returns:
-            What the module returns for the whole batch. Outside of a step function none of it leads back to
-            parameters, and of the loss `backward_asked` takes care.
-        """
+        """Calls the module inside a step function; else runs a step."""
         if active_handler() is not None:
             with self._autocast():
                 return super().forward(*args, **kwargs)
@@ -100,11 +87,7 @@ class StepModel(sw.DistributedModel):
         return _with_loss(outputs, value)
 
     def refuse_waiting(self, event: str) -> None:
-        """Refuses to go on before the loop has asked for the backward of the last loss.
-
-        Args:
-            event: what comes too early, such as ``the model is called again``.
-        """
+        """Refuses to go on before the loop has asked for the backward of the last loss."""
         if self._awaits_backward:
             raise UsageError(
                 f"{user_line()}: {event}, and nothing has asked for the backward of the loss before. Its "
@@ -114,15 +97,7 @@ class StepModel(sw.DistributedModel):
             )
 
     def backward_asked(self, factor: float) -> None:
-        """Notes that the loop has asked for the backward of the loss.
-
-        Args:
-            factor: what the loop has multiplied the loss by; `accelerate.Accelerator` divides by
-                `accumulation`.
-
-        Raises:
-            UsageError: it is another one, or the loop has asked before.
-        """
+        """Notes that the loop has asked for the backward of the loss."""
         if not self._awaits_backward:
             raise UsageError(f"{user_line()}: this is the second backward of one loss. {_REMEDY}")
         factor *= self.accumulation
@@ -186,11 +161,7 @@ class StepModel(sw.DistributedModel):
 
 
 def _of_update(num_items: Any, num_labels: Tensor | None) -> Tensor:
-    """The labels that count in an update, as one number.
-
-    Raises:
-        UsageError: the batch has none, by which a microbatch would have its share.
-    """
+    """The labels that count in an update, as one number."""
     if num_labels is None:
         raise UsageError(
             f"{user_line()}: the model is given {_NUM_ITEMS} without labels (a tensor of whole numbers, by "

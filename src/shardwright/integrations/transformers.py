@@ -161,14 +161,7 @@ class Trainer(transformers.Trainer):
             return self.compute_loss(model, inputs, num_items_in_batch=own, **options)
 
     def _share(self, inputs: Mapping[str, Any], samples: float, num_items: Any, *, batches: int) -> Any:
-        """The weight of a microbatch in one update.
-
-        Args:
-            inputs: of the microbatch.
-            samples: the share of the samples of the batch that it has.
-            num_items: labels that count in the update; None where the loss is a mean over samples.
-            batches: of the update.
-        """
+        """The weight of a microbatch in one update."""
         if num_items is None or self.loss_is_scaled_for_ga is False:
             return samples / batches
         return self._num_items(inputs) / num_items

@@ -63,7 +63,6 @@ class _Timeline:
     """One of the two timelines.
 
     Attributes:
-        name: predicted or measured.
         thread: number of its thread in every process, from 1 (older Perfettos take 0 and 1 for one).
         events: aligned, so that the step begins at 0.
     """
@@ -95,20 +94,7 @@ def chrome_trace(
     info: Mapping[str, Any] | None = None,
     lane: str = "measured",
 ) -> dict[str, Any]:
-    """The timelines of one step, ready for `json.dump`.
-
-    Args:
-        measured: the actions of all ranks; the step starts with the first work.
-        simulation: of the same actions; None draws what was measured alone.
-        world_ranks: world rank of each pipeline rank; None: the same numbers.
-        saved_bytes: of each stage, bytes that one microbatch keeps for its backward; None counts
-            microbatches.
-        info: facts to keep in the file, such as the step.
-        lane: what the actions are called where nobody measured them.
-
-    Raises:
-        ScheduleError: what was measured and what was simulated are not the same actions.
-    """
+    """The timelines of one step, ready for `json.dump`."""
     timelines = [_Timeline(lane, 2, _aligned(measured))]
     if simulation is not None:
         predicted = [MeasuredEvent(*event) for event in simulation.events]

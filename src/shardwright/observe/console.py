@@ -28,14 +28,7 @@ _CLEAR_LINE = "\x1b[K"
 class Console:
     """Writes progress.
 
-    Args:
-        prints: whether this is the rank that prints; the others' consoles say nothing.
-        stream: where to; None: stderr.
-        environ: the environment variables.
-        clock: seconds from any fixed point.
-
     Attributes:
-        prints: whether anything is printed.
         rewrites: whether lines can be rewritten in place.
 
     >>> console = Console(stream=sys.stdout, environ={})
@@ -75,9 +68,6 @@ class Console:
     @contextmanager
     def phase(self, text: str) -> Iterator["Phase"]:
         """Says at once what begins, and at the end how long it took if it took longer than 2 s.
-
-        Args:
-            text: what happens, such as "tracing the model".
 
         >>> console = Console(stream=sys.stdout, environ={})
         >>> with console.phase("tracing the model"):
@@ -139,12 +129,7 @@ class Phase:
         self._said_at = clock()
 
     def update(self, done: int, *, total: int) -> None:
-        """Shows how far it is, ``measuring units 3/12``: in place on a terminal, else every 10 s.
-
-        Args:
-            done: parts that are done.
-            total: all parts.
-        """
+        """Shows how far it is, ``measuring units 3/12``: in place on a terminal, else every 10 s."""
         text = f"{self._text} {done}/{total}"
         if self._console.rewrite(text):
             return

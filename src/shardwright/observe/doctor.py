@@ -73,12 +73,7 @@ class Findings:
 
 
 def examine(environ: Mapping[str, str], *, folder: Path) -> Findings:
-    """Looks at this machine.
-
-    Args:
-        environ: the environment variables.
-        folder: where runs will be written.
-    """
+    """Looks at this machine."""
     versions = {name: version for name in _PACKAGES if (version := _version(name)) is not None}
     document: dict[str, Any] = {
         "python": platform.python_version(),

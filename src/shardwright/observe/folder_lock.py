@@ -27,17 +27,7 @@ _LONGEST_HOLDER = 300
 
 
 def hold(path: Path) -> str | None:
-    """Holds a lock file until this process ends.
-
-    Args:
-        path: the file; made if it is not there.
-
-    Returns:
-        Who holds it, where another process does; else None.
-
-    Raises:
-        OSError: the file cannot be made.
-    """
+    """Holds a lock file until this process ends."""
     if path in _HELD:
         return None
     file = open_to_append(path)
@@ -68,17 +58,7 @@ def release(path: Path) -> None:
 
 @contextmanager
 def held(path: Path) -> Iterator[str | None]:
-    """Holds a lock file for a while; one that this process has held before, it goes on holding.
-
-    Args:
-        path: the file; made if it is not there.
-
-    Yields:
-        Who holds it, where another process does; else None.
-
-    Raises:
-        OSError: the file cannot be made.
-    """
+    """Holds a lock file for a while; one that this process has held before, it goes on holding."""
     goes_on = path in _HELD
     holder = hold(path)
     try:

@@ -20,9 +20,6 @@ class JsonLines:
 
     The file is made by the first record. A record that a killed process left unfinished is closed with a
     line break, so that it spoils no record but itself.
-
-    Args:
-        path: the file; its folder exists.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -30,13 +27,7 @@ class JsonLines:
         self._file: BinaryIO | None = None
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Writes one line.
-
-        Args:
-            record: anything that `json` can write; what it cannot is written as text. Numbers that JSON does
-                not have become the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which
-                `float` reads.
-        """
+        """Writes one line."""
         line = json.dumps(_plain(record), allow_nan=False, default=str)
         if self._file is None:
             self._file = _open(self.path)
@@ -62,11 +53,7 @@ class Records(list[dict[str, Any]]):
 
 
 def read_json_lines(path: str | os.PathLike[str]) -> Records:
-    """The records of a file.
-
-    Raises:
-        UsageError: it cannot be read, is no regular file, or far too long.
-    """
+    """The records of a file."""
     file = UserFile(path, what="", error=UsageError, most_bytes=_MOST_BYTES)
     records, bad, first = Records(), 0, ""
     lines = enumerate(file.read_lines(), start=1)

@@ -27,8 +27,7 @@ class Metric(StrEnum):
     Throughput and compute are those of the whole job. ``COMPUTE`` counts the FLOPs of the model: what is
     recomputed does not count. ``ABOVE_PREDICTION`` is measured / predicted - 1: positive where the plan was
     too hopeful. ``WORK`` is that of all ranks of a replica, added up: more than a step where they share it.
-    ``UPDATE`` is the optimizer's, before the step. ``GRADIENT_ERROR`` and ``PARAMETER_ERROR`` are
-    what rounding to 8 bits lost of what rank 0 sent, relative to that.
+    ``UPDATE`` is the optimizer's, before the step.
     """
 
     LOSS = "train/loss"
@@ -47,8 +46,6 @@ class Metric(StrEnum):
     MEMORY = "memory/peak(GiB)"
     MEMORY_BY_RANK = "memory/peak_by_rank(GiB)"
     MEMORY_LIMIT = "memory/limit(GiB)"
-    GRADIENT_ERROR = "communication/gradient_error(share)"
-    PARAMETER_ERROR = "communication/parameter_error(share)"
     BUBBLE = "pipeline/bubble(share)"
     BUBBLE_PREDICTED = "pipeline/bubble_predicted(share)"
 
@@ -58,9 +55,6 @@ class StepRecord:
     """The measurements of one step; None where unknown.
 
     Attributes:
-        step: number of the step.
-        seconds: duration of the step.
-        loss: mean over the batch.
         samples: samples in the batches of all replicas.
         tokens: tokens in the batches of all replicas.
         flops: FLOPs of the model in forward and backward, all ranks together, recomputation not counted.
@@ -75,8 +69,6 @@ class StepRecord:
             that writes: every rank of a pipeline runs them.
         update_s: seconds of the optimizer's update before the step, on the rank that writes.
         skipped_updates: how many were left out so far, as gradients were not finite.
-        gradient_error: what rounding gradients to 8 bits lost, relative to them.
-        parameter_error: the same, of parameters.
     """
 
     step: int
@@ -95,16 +87,10 @@ class StepRecord:
     outside_s: float | None = None
     update_s: float | None = None
     skipped_updates: int | None = None
-    gradient_error: float | None = None
-    parameter_error: float | None = None
 
 
 def metrics_of(record: StepRecord, *, world_size: int) -> dict[str, MetricValue]:
     """The metrics of a step; unknown ones are left out.
-
-    Args:
-        record: the step.
-        world_size: number of ranks.
 
     >>> metrics = metrics_of(StepRecord(step=1, seconds=0.5, samples=8, loss=2.0), world_size=2)
     >>> {str(name): value for name, value in metrics.items()}
@@ -120,8 +106,6 @@ def metrics_of(record: StepRecord, *, world_size: int) -> dict[str, MetricValue]
         Metric.OUTSIDE: record.outside_s,
         Metric.UPDATE: record.update_s,
         Metric.SKIPPED: record.skipped_updates,
-        Metric.GRADIENT_ERROR: record.gradient_error,
-        Metric.PARAMETER_ERROR: record.parameter_error,
         Metric.BUBBLE: record.bubble_measured,
         Metric.BUBBLE_PREDICTED: record.bubble_predicted,
     }
@@ -148,11 +132,6 @@ class MetricsLog:
     A line holds ``step``, ``time/unix(s)`` (when it was written) and what `metrics_of` knows. Lines of an
     earlier run stay if this one resumes from it. If it begins anew, at step 1, their file is kept under
     another name, ``metrics-1.jsonl``: two runs never mix.
-
-    Args:
-        path: the file.
-        world_size: number of ranks.
-        wall: the clock, seconds since 1970.
 
     Attributes:
         kept: the file with the metrics of an earlier run; None where there was none.
@@ -185,9 +164,6 @@ def read_steps(path: Path) -> Records:
 
     A run that was killed has done steps after its last checkpoint, and does them again when it resumes: the
     later line holds.
-
-    Raises:
-        UsageError: the file cannot be read.
     """
     if not path.exists():
         return Records()

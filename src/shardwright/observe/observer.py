@@ -22,12 +22,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from shardwright.config import Config
-from shardwright.errors import ShardwrightError
 from shardwright.observe.chrome_trace import chrome_trace
 from shardwright.observe.console import Console, Phase
 from shardwright.observe.jsonl import JsonLines
 from shardwright.observe.metrics import MetricsLog, StepRecord, metrics_of
-from shardwright.observe.next_plan import NextPlan
 from shardwright.observe.plan_text import format_plan_briefly
 from shardwright.observe.progress import Progress
 from shardwright.observe.recorded_steps import RecordedStep, StepsFile
@@ -47,23 +45,9 @@ __all__ = ["Observer"]
 class Observer:
     """Reports a run.
 
-    Args:
-        config: `log_interval`, `steps`, `trackers`, `tensorboard`.
-        rank: this world rank.
-        world_size: number of ranks.
-        pipeline_ranks: world ranks of this replica, by pipeline rank.
-        folder: the run folder; None writes no files.
-        prints: whether this is the rank that writes and prints; true on one rank.
-        console: for tests.
-        wall: the clock, seconds since 1970.
-
     Attributes:
         folder: the run folder; None where no files are written.
-        console: where it prints.
         going_on: how to go on with the run at its end; empty where nothing was saved.
-
-    Raises:
-        ConfigError: a tracker is asked for and not installed.
     """
 
     def __init__(
@@ -128,8 +112,6 @@ class Observer:
         why = [] if self._written is None else [f"  why: shardwright explain {show_path(self._written.path)}"]
         self.console.line("\n".join([format_plan_briefly(plan), *why]))
         if self._written is not None:
-            if not _is_followed_in(self._written, plan):
-                self._written.next_plan_file.unlink(missing_ok=True)
             self._written.write(self._written.plan_file.name, plan.to_json())
         self.event(
             "plan_made",
@@ -162,16 +144,7 @@ class Observer:
         *,
         step: int | None = None,
     ) -> None:
-        """The timeline of a step was gathered; the last one stays in the file.
-
-        Args:
-            events: the actions of all pipeline ranks of this replica.
-            simulation: of the schedule that was run; None where there are no costs to simulate with.
-            step: number of the step.
-
-        Raises:
-            ScheduleError: events and simulation are not of the same schedule.
-        """
+        """The timeline of a step was gathered; the last one stays in the file."""
         if self._written is None:
             return
         trace = chrome_trace(
@@ -185,12 +158,7 @@ class Observer:
         self.event("timeline_written", step=step)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Something happened that a person may look for later.
-
-        Args:
-            kind: what, such as ``checkpoint_saved``.
-            **fields: facts about it, with the unit in their names.
-        """
+        """Something happened that a person may look for later."""
         if self._events is not None:
             now = datetime.fromtimestamp(self._wall(), UTC).isoformat(timespec="milliseconds")
             self._events.append({"time": now, "kind": kind, "rank": self._rank, **fields})
@@ -203,21 +171,10 @@ class Observer:
         """Announces something that may take longer than 2 s; see `Console.phase`."""
         return self.console.phase(text)
 
-    def close(
-        self, *, ended: str = "done", next_plan: NextPlan | None = None, reviewed: bool = False
-    ) -> None:
-        """Writes the report, says what the run came to, and closes all files; may be called twice.
-
-        Args:
-            ended: in a word, such as ``failed``.
-            next_plan: that the next run will get, if it is another one.
-            reviewed: the plan was compared with recorded steps; if not, what an earlier part of the run has
-                found still holds.
-        """
+    def close(self, *, ended: str = "done") -> None:
+        """Writes the report, says what the run came to, and closes all files; may be called twice."""
         self._progress.flush()
         written = self._written if self._totals.steps and not self._closed else None
-        if written is not None:
-            self._say_next_plan(written, next_plan, reviewed=reviewed)
         if self._report and written is not None:
             write_at_end(written, plan=self._plan, console=self.console, event=self.event)
         if self._totals.steps and not self._closed:
@@ -231,7 +188,6 @@ class Observer:
                     self._plan,
                     replicas=own_replicas(self._plan),
                     ended=ended,
-                    next_plan=next_plan,
                     further=further,
                 )
             )
@@ -249,15 +205,6 @@ class Observer:
     ) -> None:
         self.close()
 
-    def _say_next_plan(self, written: RunFolder, next_plan: NextPlan | None, *, reviewed: bool) -> None:
-        """Writes the plan of the next run beside that of this one, or removes one that no longer holds."""
-        if next_plan is None:
-            if reviewed:
-                written.next_plan_file.unlink(missing_ok=True)
-            return
-        written.write(written.next_plan_file.name, next_plan.plan.to_json())
-        self.event("next_plan", text=next_plan.text)
-
     def _tracker_failed(self, message: str) -> None:
         self.event("tracker_failed", message=message)
         self.status(message)
@@ -270,15 +217,6 @@ class Observer:
         num_stages = max((event.action.stage for event in events), default=-1) + 1
         known = tuple(stage.saved_bytes for stage in prediction.stages)
         return known if len(known) >= num_stages else None
-
-
-def _is_followed_in(folder: RunFolder, plan: Plan) -> bool:
-    """Whether an earlier part of the run has followed this plan."""
-    try:
-        before = Plan.read(folder.plan_file)
-    except ShardwrightError:
-        return False
-    return before.stages == plan.stages and before.schedule == plan.schedule
 
 
 def _run(config: Config, folder: RunFolder | None, world_size: int) -> Run:

@@ -29,13 +29,6 @@ class Progress:
     On a terminal the last line is updated in place; elsewhere a line comes each ten seconds. A log interval
     asks for a line each so many steps instead. The first step stands alone because it does what later steps
     do not: it traces, plans and places. So it tells nothing about the time of arrival.
-
-    Args:
-        console: where to.
-        log_interval: steps between two lines; None: by the time.
-        world_size: number of ranks.
-        total_steps: steps of the whole run; None where nobody knows, and no time of arrival is shown.
-        clock: seconds from any fixed point.
     """
 
     def __init__(
@@ -71,11 +64,7 @@ class Progress:
         return self._clock() - self._interval_start >= pause_s
 
     def flush(self, *, for_good: bool = True) -> None:
-        """Prints the line of the steps since the last one, if there are any.
-
-        Args:
-            for_good: the line stays; else a terminal shows it until the next one.
-        """
+        """Prints the line of the steps since the last one, if there are any."""
         interval, now = self._interval, self._clock()
         if interval is None:
             return

@@ -13,11 +13,7 @@ FOREIGN = "The file was damaged, or something else wrote it: remove it, or name 
 
 
 def number_or_none(record: Mapping[str, Any], name: str, where: str) -> float | None:
-    """A number of a record; None where it has none, or has NaN or infinity.
-
-    Raises:
-        UsageError: it has something else; the message begins with `where` and names the field.
-    """
+    """A number of a record; None where it has none, or has NaN or infinity."""
     value = record.get(name)
     number = None if value is None else to_number(value, name, where)
     return number if number is not None and math.isfinite(number) else None

@@ -39,12 +39,7 @@ _KINDS = {kind.value: kind for kind in Kind}
 
 
 class ChosenSteps:
-    """Chooses the steps that are gathered, alike on all ranks.
-
-    Args:
-        total: number of the last step, where the run knows it.
-        clock: seconds from any fixed point; only the first rank's counts.
-    """
+    """Chooses the steps that are gathered, alike on all ranks."""
 
     def __init__(self, total: int | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._total = total
@@ -98,7 +93,6 @@ class RecordedStep:
     """One step with the times of all its actions.
 
     Attributes:
-        step: its number.
         seconds: that it took, with what comes before and after the schedule.
         events: the actions and copies of all pipeline ranks; the first work begins at 0.
         memory: of each pipeline rank; empty where nobody looked.
@@ -129,11 +123,7 @@ class RecordedStep:
 
 
 class StepsFile:
-    """Keeps two steps in ``steps.json``: an early one and the last.
-
-    Args:
-        folder: of the run.
-    """
+    """Keeps two steps in ``steps.json``: an early one and the last."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -170,11 +160,7 @@ class _Steps(Record):
 
 
 def read_recorded_steps(folder: RunFolder) -> tuple[RecordedStep, ...]:
-    """The steps that a run has recorded, in order; none where the file is not there.
-
-    Raises:
-        UsageError: the file is damaged; the message names the field.
-    """
+    """The steps that a run has recorded, in order; none where the file is not there."""
     path = folder.steps_file
     if not path.exists():
         return ()

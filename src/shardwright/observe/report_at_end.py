@@ -17,14 +17,7 @@ _MOST_ACTIONS = 10_000
 def write_at_end(
     folder: RunFolder, *, plan: Plan | None, console: Console, event: Callable[..., None]
 ) -> None:
-    """Writes ``report.html``, or says why not and how to get it.
-
-    Args:
-        folder: of the run, with its metrics complete.
-        plan: the plan in force.
-        console: where to say it.
-        event: where to note it.
-    """
+    """Writes ``report.html``, or says why not and how to get it."""
     again = f"shardwright report {show_path(folder.path)}"
     if find_spec("plotly") is None:
         reason = "plotly is not installed. Run: pip install 'shardwright[report]'"

@@ -50,8 +50,6 @@ class BegunRun:
     """A run whose folder is there, held by this process, with its record in it.
 
     Attributes:
-        folder: of the run.
-        record: of the run.
         saved: the checkpoint that it goes on from; None for a new one.
         remark: a line about another run that somebody may have meant; may be empty.
     """
@@ -88,20 +86,7 @@ def begin_run(
     again: Again = "auto",
     resume_by: str = "",
 ) -> BegunRun:
-    """Makes the folder of a run or takes that of one that goes on, and writes the record.
-
-    Args:
-        base: the folder that holds the run folders.
-        command: what is to be run.
-        name: of the run folder; None chooses one.
-        part: what this process writes of the folder; None holds nothing, where several launchers share it.
-        again: see `choose_run`.
-        resume_by: see `choose_run`.
-
-    Raises:
-        ConfigError: the folder cannot be made, or another run writes there.
-        UsageError: see `choose_run`.
-    """
+    """Makes the folder of a run or takes that of one that goes on, and writes the record."""
     choice = None if name is not None else choose_run(base, command, again=again, resume_by=resume_by)
     if choice is not None and choice.continued is not None:
         folder = choice.continued
@@ -116,17 +101,7 @@ def begin_run(
 
 
 def choose_run(base: Path, command: RunRecord, *, again: Again = "auto", resume_by: str = "") -> RunChoice:
-    """Chooses the folder of a run.
-
-    Args:
-        base: the folder that holds the run folders.
-        command: what is to be run.
-        again: whether an earlier run goes on.
-        resume_by: the command that continues the newest run of a script; for the remark.
-
-    Raises:
-        UsageError: with ``"resume"``: no earlier run of the script has a checkpoint, or it goes on.
-    """
+    """Chooses the folder of a run."""
     stem = _stem(command.script)
     earlier = sorted(_runs_of(base.absolute(), command.script), key=lambda run: run.record.begun_s)
     with_checkpoint = [run for run in earlier if run.saved is not None]

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from shardwright.observe.metrics import StepRecord
-from shardwright.observe.next_plan import NextPlan
 from shardwright.observe.plan_text import seconds_of_one_process
 from shardwright.observe.progress import format_loss, format_rate
 from shardwright.plan import Plan
@@ -39,9 +38,7 @@ class RunTotals:
     """What the steps of a run came to.
 
     Attributes:
-        steps: that were done.
         last_step: number of the last one.
-        loss: that is known last.
     """
 
     steps: int = 0
@@ -90,19 +87,9 @@ def format_end(
     *,
     replicas: int | None,
     ended: str = "done",
-    next_plan: NextPlan | None = None,
     further: Sequence[str] = (),
 ) -> str:
-    """The lines at the end of a run.
-
-    Args:
-        totals: of its steps; at least one.
-        plan: that it followed.
-        replicas: of the model; None where the seconds of a rank's work are not its own (`own_replicas`).
-        ended: in a word, such as ``stopped``.
-        next_plan: that the next run will get, if it is another one.
-        further: where its report is, and how to go on.
-    """
+    """The lines at the end of a run."""
     steps = f"{totals.steps} step{'s' * (totals.steps != 1)}"
     if totals.last_step != totals.steps:
         steps += f" to step {totals.last_step}"
@@ -123,8 +110,6 @@ def format_end(
     lines = [" | ".join([*parts, step])]
     if predicted_s > 0 and measured_s > 0 and plan is not None and totals.steps > 1:
         lines += _why_they_part(totals, plan, measured_s / predicted_s)
-    if next_plan is not None:
-        lines.append(f"  {next_plan.text}; a new run takes that")
     if further:
         lines.append("  " + "; ".join(further))
     return "\n".join(lines)
@@ -161,7 +146,7 @@ def _why_they_part(totals: RunTotals, plan: Plan, ratio: float) -> list[str]:
         return []
     begin = f"  the step took {ratio:.1f} times its prediction"
     assert plan.prediction is not None
-    outside_s = totals.outside_s - plan.prediction.outside_s
+    outside_s = totals.outside_s
     if ratio > 1 and outside_s > _LARGE * totals.step_s:
         return [
             f"{begin}: {format_seconds(outside_s)} of it are code outside of the model's units, which every "

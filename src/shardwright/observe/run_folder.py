@@ -39,11 +39,7 @@ _LOGS = "logs"
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The paths inside a run folder; to make one, use `create`.
-
-    Attributes:
-        path: the folder, absolute.
-    """
+    """The paths inside a run folder; to make one, use `create`."""
 
     path: Path
 
@@ -65,16 +61,6 @@ class RunFolder:
 
         A run with a given name that is there already is continued in its folder: a job that was requeued
         appends to its own metrics. A folder named after a stem, or the time, is always a new one.
-
-        Args:
-            base: the folder that holds the run folders; made if it is not there.
-            name: name of the run folder; None makes a new folder.
-            stem: the name of a new one, followed by a number where it is taken; None: the time.
-            environ: the environment variables.
-            now: the clock.
-
-        Raises:
-            ConfigError: the name is no name of a folder, or the folder cannot be made.
         """
         launched = launched_folder(environ)
         if launched is not None:
@@ -93,14 +79,7 @@ class RunFolder:
         return cls(path)
 
     def hold(self, part: Literal["logs", "metrics"]) -> None:
-        """Makes this process the only one that writes a part of the folder, until it ends.
-
-        Args:
-            part: ``"logs"``, for the launcher of a single host; ``"metrics"``, for the first rank.
-
-        Raises:
-            ConfigError: another run is writing it.
-        """
+        """Makes this process the only one that writes a part of the folder, until it ends."""
         holder = hold(self.path / f".{part}.lock")
         if holder is not None:
             raise ConfigError(
@@ -117,11 +96,6 @@ class RunFolder:
     def plan_file(self) -> Path:
         """The plan in force."""
         return self.path / "plan.json"
-
-    @property
-    def next_plan_file(self) -> Path:
-        """The plan that the next run will get, where it is another one."""
-        return self.path / "next_plan.json"
 
     @property
     def metrics_file(self) -> Path:
@@ -176,11 +150,7 @@ def show_path(path: Path) -> str:
 
 
 def launched_folder(environ: Mapping[str, str] = os.environ) -> RunFolder | None:
-    """The run folder that ``shardwright run`` has made for this process; None where it has not.
-
-    Raises:
-        ConfigError: the variable has control characters.
-    """
+    """The run folder that ``shardwright run`` has made for this process; None where it has not."""
     launched = environ.get(_VARIABLE)
     if (control := control_in(launched or "")) is not None:
         raise ConfigError(
@@ -206,11 +176,7 @@ def is_name(name: str) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Refuses what is no name of a folder.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Refuses what is no name of a folder."""
     if not is_name(name):
         raise ConfigError(
             f"run_name is {shown(name)}, but it must be the name of one folder, such as first-try. "

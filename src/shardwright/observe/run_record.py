@@ -39,9 +39,7 @@ class RunRecord(Record):
     """What is known of a run before and after it.
 
     Attributes:
-        version: of this format.
         script: its absolute path, or the name of a module.
-        arguments: those of the script.
         settings: those that the launcher was given.
         command: to be typed again, from the same folder.
         named: whether somebody chose the name of the run folder.
@@ -95,7 +93,6 @@ class SavedStep:
 
     Attributes:
         step: how many steps were done; None where the list of checkpoints is damaged.
-        folder: of the checkpoints.
     """
 
     step: int | None
@@ -167,13 +164,7 @@ def going_further(record: RunRecord) -> str:
 
 
 def command_of_script(words: Sequence[str], *, settings: Mapping[str, Any], world_size: int) -> RunRecord:
-    """A record of the script that this process runs, where no launcher of ours has begun it.
-
-    Args:
-        words: the command line, as in `sys.argv`.
-        settings: those that a launcher passes in the environment.
-        world_size: number of ranks: of several, somebody else's launcher knows the command.
-    """
+    """A record of the script that this process runs, where no launcher of ours has begun it."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     script = str(Path(words[0]).absolute()) if spec is None else spec.name.removesuffix(".__main__")

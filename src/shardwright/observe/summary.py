@@ -28,14 +28,12 @@ class RunSummary:
         first_loss: loss of the first step.
         final_loss: loss of the last step.
         throughput: tokens or samples a second, all ranks together.
-        throughput_unit: which of the two.
         single_throughput: the same of one process.
         step_s: seconds of a step.
         step_predicted_s: the same, as the plan expected it.
         bubble: idle share of the ranks' time, 0 to 1.
         bubble_predicted: the same, as the plan expected it.
         stages: the plan's table of stages.
-        folder: the run folder.
         left_out: a sentence about lines of the metrics that could not be read; empty where all could.
     """
 
@@ -84,14 +82,6 @@ def summarize(
     """Reads the outcome of a run from its folder.
 
     Rates are medians, without the first step, which traces and plans.
-
-    Args:
-        folder: the run folder.
-        single_throughput: tokens a second of one process; samples a second where tokens are not known.
-
-    Raises:
-        UsageError: no step was done, or the metrics hold something else.
-        PlanError: the plan file cannot be used.
     """
     found = folder if isinstance(folder, RunFolder) else RunFolder(Path(folder).absolute())
     records = read_steps(found.metrics_file)

@@ -24,13 +24,7 @@ _MOST_BYTES = 2**20
 
 
 def surroundings(script: Path, *, own_version: str, device: str = "") -> dict[str, Any]:
-    """Facts about the process and its machine, for ``events.jsonl``.
-
-    Args:
-        script: what runs; its repository tells the commit.
-        own_version: of this library.
-        device: where this rank computes, as the front end knows it; empty: on the processor.
-    """
+    """Facts about the process and its machine, for ``events.jsonl``."""
     loaded = {"shardwright": own_version, "python": platform.python_version()}
     loaded |= {name: found for name in _PACKAGES if (found := _version(name)) is not None}
     machine = {

@@ -16,8 +16,6 @@ class MeasuredEvent(NamedTuple):
     """One action on the measured timeline.
 
     Attributes:
-        rank: pipeline rank.
-        action: what was done.
         start_s: seconds from the start of the step.
         end_s: seconds from the start of the step.
         waited_s: the part of the time in between in which a message was waited for.
@@ -49,19 +47,7 @@ class MeasuredEvent(NamedTuple):
 def measured_events(
     rows: Sequence[Row], *, step_starts: Sequence[float], memory: Sequence[Sequence[int]] | None = None
 ) -> list[MeasuredEvent]:
-    """Brings what all ranks measured onto one clock that starts with the step.
-
-    Args:
-        rows: of each pipeline rank.
-        step_starts: of each pipeline rank, a moment on its own clock that is the same for all: right after a
-            barrier. Ranks of one host may all give the same number, since `time.perf_counter` is one clock
-            for all processes of a host.
-        memory: of each pipeline rank, bytes in use at the end of each action; of a rank where nobody looked,
-            none.
-
-    Raises:
-        ScheduleError: there is not one start for every row.
-    """
+    """Brings what all ranks measured onto one clock that starts with the step."""
     memory = memory or [()] * len(rows)
     if len(rows) != len(step_starts):
         raise ScheduleError(f"{len(rows)} rows have {len(step_starts)} starts. Give one for each rank.")
@@ -76,12 +62,6 @@ def bubble(events: Sequence[MeasuredEvent], *, num_ranks: int, step_s: float | N
     """The idle share of the ranks' time, 0 to 1: ``1 - sum(busy) / (ranks * step)``.
 
     Waiting is idle: a rank that holds an action up because its input is on the way does nothing.
-
-    Args:
-        events: of all ranks of one step.
-        num_ranks: pipeline ranks, also those without events.
-        step_s: duration of the step; None takes the time from the start of the first work to the last end,
-            as the simulation does, so that the two can be compared.
 
     >>> from shardwright.schedule import Kind
     >>> forward = Action(Kind.FORWARD, 0, 0)
@@ -99,10 +79,6 @@ def bubble(events: Sequence[MeasuredEvent], *, num_ranks: int, step_s: float | N
 
 def idle_share(busy_s: Sequence[float], *, step_s: float) -> float:
     """The same from sums, for ranks that exchange only how long they were busy.
-
-    Args:
-        busy_s: seconds of work of each rank.
-        step_s: duration of the step.
 
     >>> idle_share([1.0, 2.0], step_s=2.0)
     0.25

@@ -22,7 +22,6 @@ class FlowConditions(Record):
     """The data that one stage sends to another for one microbatch.
 
     Attributes:
-        source: the stage that sends.
         target: the stage that receives; larger than `source`.
         num_bytes: bytes sent forward.
         gradient_bytes: bytes of gradients sent back; 0 where none returns.
@@ -52,10 +51,8 @@ class Conditions(Record):
     """The conditions of a plan's simulated step.
 
     Attributes:
-        flows: what flows between stages.
         hosts: the host of each pipeline rank of the first replica.
         intra_node: link between two ranks of a host.
-        inter_node: link between two hosts.
         host: from each rank to where it offloads what units keep; None where that is not known.
         cores: CPU cores that the ranks of one replica share on a host; 0 where each has a device.
         ranks_per_node: pipeline ranks of one replica on a host.
@@ -70,8 +67,6 @@ class Conditions(Record):
         hidden_s: what sums over replicas take beyond ``sync_s``, while ranks compute.
         window_s: seconds of computing that can hide sums.
         memory_limit_bytes: memory that a rank may use; 0: no limit was known.
-        outside_s: seconds of code outside of the model, which every rank runs, as the last run measured them;
-            0: not known.
     """
 
     flows: tuple[FlowConditions, ...] = ()
@@ -91,13 +86,12 @@ class Conditions(Record):
     hidden_s: Seconds = 0.0
     window_s: Seconds = 0.0
     memory_limit_bytes: NonNegativeInt = 0
-    outside_s: Seconds = 0.0
 
     @model_serializer(mode="wrap")
     def _without_newer(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leaves newer fields out where they are 0: versions that do not know them read such files."""
         found: dict[str, Any] = serialize(self)
-        for name in ("settling_s", "outside_s", "forward_overhead_s"):
+        for name in ("settling_s", "forward_overhead_s"):
             if found.get(name) == 0:
                 del found[name]
         return found

@@ -26,7 +26,6 @@ class PlanDiff:
     """The differences between two plans.
 
     Attributes:
-        decision: what would run otherwise.
         prediction: what is expected otherwise. Two runs that measure the same model never agree to the last
             digit, so this does not make plans different.
     """

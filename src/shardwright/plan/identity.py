@@ -35,12 +35,7 @@ def identity(graph: ModelGraph) -> ModelIdentity:
 
 
 def difference_of_units(expected: Sequence[str], found: Sequence[str]) -> str:
-    """The difference between two lists of unit calls, as the part of a sentence.
-
-    Args:
-        expected: of the model.
-        found: others.
-    """
+    """The difference between two lists of unit calls, as the part of a sentence."""
     twice = [unit for unit, count in Counter(found).items() if count > 1]
     if twice:
         return f"{len(twice)} of the model's units are placed more than once ({_sample(twice)})"

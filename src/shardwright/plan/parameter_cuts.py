@@ -59,12 +59,7 @@ def _pattern_with_last_number(name: str) -> str:
 
 
 def cuts_by_pattern(cuts: Mapping[str, Cut], names: Sequence[str]) -> dict[str, Cut]:
-    """The shortest record of cuts, in the order of the parameters.
-
-    Args:
-        cuts: of parameters, by name.
-        names: of all parameters of the model: one that is whole needs the others of its pattern by name.
-    """
+    """The shortest record of cuts, in the order of the parameters."""
     found: dict[str, Cut] = {}
     for pattern, members in _grouped(names, pattern_of).items():
         cut = _common(cuts, members)
@@ -94,15 +89,7 @@ def _common(cuts: Mapping[str, Cut], names: Sequence[str]) -> Cut | None:
 
 
 def cuts_by_name(record: Mapping[str, Cut], shapes: Mapping[str, Sequence[int]]) -> dict[str, Cut]:
-    """The cuts of parameters by name: the inverse of `cuts_by_pattern`.
-
-    Args:
-        record: of a plan.
-        shapes: of all parameters of the model.
-
-    Raises:
-        StalePlanError: a name or pattern fits no parameter, or a cut does not fit its shape.
-    """
+    """The cuts of parameters by name: the inverse of `cuts_by_pattern`."""
     unused = set(record)
     found: dict[str, Cut] = {}
     for name, shape in shapes.items():

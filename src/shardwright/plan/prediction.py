@@ -96,15 +96,12 @@ class Prediction(Record):
 
     Attributes:
         step_s: seconds of one batch: forward, backward, the sums of gradients over ranks, what the runtime
-            does before and after, and code outside of the model where a run has measured it; not the
-            optimizer's.
+            does before and after; not the optimizer's.
         sync_s: the part of them in which gradients are summed.
         bubble: idle share of the ranks' time, 0 to 1.
         stages: cost of each stage.
         memory: peak memory of each pipeline rank.
         provenance: whether the costs were measured or estimated.
-        correction: what `step_s` was multiplied by, as earlier runs on the machines took so much longer;
-            all but code outside of the model.
         update_s: seconds of the optimizer's update, on the rank that has most to update; 0: not known.
         error: half of the interval around `step_s` that holds nine of ten runs, relative; 0: not known.
         alone_s: seconds of the same batch in one process; 0: not known, or it does not fit.
@@ -119,7 +116,6 @@ class Prediction(Record):
     stages: tuple[StagePrediction, ...]
     memory: tuple[MemoryPrediction, ...]
     provenance: Literal["measured", "estimated"]
-    correction: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1.0
     update_s: Seconds = 0.0
     error: Seconds = 0.0
     alone_s: Seconds = 0.0
@@ -134,13 +130,3 @@ class Prediction(Record):
             if found.get(name) == 0:
                 del found[name]
         return found
-
-    @property
-    def outside_s(self) -> float:
-        """Seconds of `step_s` outside of the model, as the last run measured them."""
-        return 0.0 if self.conditions is None else self.conditions.outside_s
-
-    @property
-    def uncorrected_s(self) -> float:
-        """Seconds of a step, as if no earlier run was known."""
-        return (self.step_s - self.outside_s) / self.correction

@@ -12,41 +12,25 @@ from shardwright.planner.chain.batch_statistics import (
 from shardwright.planner.chain.chain import Chain
 from shardwright.planner.chain.estimate import estimate_profile
 from shardwright.planner.chain.model_chain import build_chain
-from shardwright.planner.chain.unit_factors import (
-    corrected_profile,
-    factors_of_units,
-    seconds_of_stages,
-    seconds_of_units,
-)
-from shardwright.planner.machines.past_runs import NO_CORRECTION, Correction, PastRun, RunKind, correction_of
 from shardwright.planner.memory.rank_memory import offloaded_bytes
 from shardwright.planner.search.degrees import best_of_meshes, best_plans, meshes
 from shardwright.planner.search.microbatch_counts import microbatch_counts
 from shardwright.planner.search.search import Candidates, make_plan
 
 __all__ = [
-    "NO_CORRECTION",
     "Candidates",
     "Chain",
-    "Correction",
-    "PastRun",
-    "RunKind",
     "best_of_meshes",
     "best_plans",
     "build_chain",
-    "corrected_profile",
-    "correction_of",
     "count_groups",
     "estimate_profile",
-    "factors_of_units",
     "make_plan",
     "meshes",
     "microbatch_counts",
     "offloaded_bytes",
     "overruled_settings",
     "schedule_of",
-    "seconds_of_stages",
-    "seconds_of_units",
     "stage_costs_of",
     "statistics_are_split",
     "statistics_of_whole_batch",

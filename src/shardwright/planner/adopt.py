@@ -73,12 +73,7 @@ def stage_costs_of(plan: Plan) -> tuple[StageCost, ...] | None:
 
 
 def schedule_of(plan: Plan, *, forward_only: bool = False) -> Schedule:
-    """The order of work that a plan asks for, without transfers; the same on every rank.
-
-    Args:
-        plan: what to execute.
-        forward_only: leave the backward out, for evaluation.
-    """
+    """The order of work that a plan asks for, without transfers; the same on every rank."""
     schedule = build_schedule(
         plan.schedule.kind,
         stage_ranks=plan.stage_ranks,

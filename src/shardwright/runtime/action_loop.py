@@ -34,12 +34,7 @@ class Stage(Sender, Protocol):
         """Computes the stage's outputs for a microbatch."""
 
     def backward(self, microbatch: int, *, is_last: bool) -> None:
-        """Computes the gradients of the stage's inputs and weights.
-
-        Args:
-            microbatch: which one.
-            is_last: no other backward of the batch adds to the gradients of these weights.
-        """
+        """Computes the gradients of the stage's inputs and weights."""
 
     def backward_input(self, microbatch: int) -> None:
         """Computes only the gradients of the stage's inputs."""
@@ -79,18 +74,7 @@ def run_actions(
     bytes_in_use: Callable[[], int] | None = None,
     named: Callable[[Action], AbstractContextManager[object]] | None = None,
 ) -> MeasuredRow:
-    """Runs all actions of one rank.
-
-    Args:
-        schedule: lowered actions of all ranks.
-        rank: this pipeline rank.
-        stages: those of this rank, by number.
-        messages: of this batch, which the stages receive from.
-        other_waits_s: seconds for which stages have waited for other ranks, messages left out, and for
-            copies.
-        bytes_in_use: memory in use now; asked when an action has ended.
-        named: makes a context of an action that a profiler sees; None where no profiler looks.
-    """
+    """Runs all actions of one rank."""
     row = MeasuredRow()
     weights_left = dict.fromkeys(stages, schedule.num_microbatches)
     for action in schedule.actions[rank]:

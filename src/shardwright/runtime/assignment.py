@@ -16,7 +16,6 @@ class Assignment:
 
     Attributes:
         stage_of_call: node that calls a unit -> stage.
-        stage_ranks: stage -> pipeline rank.
         homes: stage that computes each node.
     """
 
@@ -31,14 +30,6 @@ def assign(graph: ModelGraph, plan: Plan, holders: Mapping[str, tuple[int, ...]]
     The step function for which the plan was made calls units in the order of the stages. Another one (an
     evaluation) may call them in another order, or call other units; then every run of calls on one rank
     becomes a stage.
-
-    Args:
-        graph: of the trace.
-        plan: which unit is on which stage.
-        holders: name of a parameter -> pipeline ranks that hold it; None where none is placed yet.
-
-    Raises:
-        TraceError: nodes that must have one home cannot have it.
     """
     stage_of_call, stage_ranks = _calls(graph, plan, holders)
     return Assignment(stage_of_call, stage_ranks, tuple(home_stages(graph, stage_of_call, stage_ranks)))

@@ -14,12 +14,7 @@ _Key = tuple[tuple[int, ...], int, bool, _Pairs, _Pairs, frozenset[int]]
 
 
 class BatchSchedules:
-    """Makes a schedule when a batch first needs it, and keeps it.
-
-    Args:
-        chosen: which family, by the plan.
-        costs: of each stage of the plan; None where it predicts none.
-    """
+    """Makes a schedule when a batch first needs it, and keeps it."""
 
     def __init__(self, chosen: SchedulePlan, costs: Sequence[StageCost] | None):
         self._chosen = chosen
@@ -27,12 +22,7 @@ class BatchSchedules:
         self._made: dict[_Key, Schedule] = {}
 
     def of_batch(self, programs: Sequence[RankProgram], *, trains: bool) -> Schedule:
-        """The schedule of a batch.
-
-        Args:
-            programs: of its microbatches, all with the same order of stages.
-            trains: it has a backward.
-        """
+        """The schedule of a batch."""
         stage_ranks = programs[0].stage_ranks
         sent = frozenset(pair for program in programs for pair in program.crossings)
         sent_back = frozenset(pair for program in programs for pair in program.gradients)

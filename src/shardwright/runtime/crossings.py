@@ -14,11 +14,6 @@ class Crossing:
     """A value that one stage makes and another reads.
 
     Attributes:
-        value: index in the graph.
-        source: stage that makes it.
-        target: stage that reads it.
-        spec: shape and type.
-        has_gradient: a gradient comes back.
         detached: none does, as the units that read it gave none in the trace.
         order: of its dims in memory, where that is not their own; of its gradient's, too.
         part: sizes of what this rank has of it, where ranks share a batch; None: all.
@@ -47,12 +42,7 @@ PartOf = Callable[[tuple[int, ...]], tuple[int, ...] | None]
 
 
 def crossings_of(dataflow: Dataflow, *, part_of: PartOf | None = None) -> Crossings:
-    """The values sent from stage to stage.
-
-    Args:
-        dataflow: which values cross.
-        part_of: sizes of what this rank has of a value, by its own; None: all.
-    """
+    """The values sent from stage to stage."""
     graph, homes = dataflow.trace.graph, dataflow.homes
     found: dict[tuple[int, int], dict[int, Crossing]] = {}
     contributes = graph.contributing()

@@ -29,7 +29,6 @@ class Keep:
     """A tensor that outlives the step that makes or changes it.
 
     Attributes:
-        value: index in the graph.
         position: among the leaves of the result, or of the arguments for what was changed; None for what
             the step was not given.
         before: its value before the change; None for a result, and for tensors that every rank has.
@@ -76,8 +75,6 @@ class StepFlow:
         held: (position, value) of inputs that the microbatch holds.
         buffers: (position, name) of buffers that microbatches change, one after the other.
         copies: what is copied before it is changed.
-        keeps: results to keep.
-        changes: changed tensors to keep.
         may_change: positions of the arguments that a unit may change other than in the trace; None for all.
     """
 

@@ -18,14 +18,6 @@ def home_stages(graph: ModelGraph, stage_of_call: Mapping[int, int], stage_ranks
     A rank runs the step function from top to bottom, stage after stage, so on each rank the homes ascend
     along the program: an operation that comes up when its rank has gone on to a later stage is computed
     there.
-
-    Args:
-        graph: the traced graph.
-        stage_of_call: stage of every node that calls a unit.
-        stage_ranks: pipeline rank of each stage.
-
-    Raises:
-        TraceError: nodes that must have one home cannot have it.
     """
     _refuse_states_apart(graph, stage_of_call)
     together = [

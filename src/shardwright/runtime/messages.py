@@ -41,10 +41,6 @@ class Sender(Protocol):
 class Messages:
     """Posts receives ahead, waits for them when they are needed, and sends.
 
-    Args:
-        channels: to the other ranks.
-        programs: of each microbatch.
-
     Attributes:
         waited_s: seconds spent waiting for messages.
     """

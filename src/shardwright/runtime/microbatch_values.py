@@ -12,7 +12,6 @@ class MicrobatchValues:
     """Holds the value of each microbatch; scripts that take it for a tensor are told what to call.
 
     Attributes:
-        outputs: the values, by microbatch.
         advice: what to call, for errors.
     """
 
@@ -22,11 +21,7 @@ class MicrobatchValues:
         self.outputs = list(outputs)
 
     def refuse_different_shapes(self) -> None:
-        """Refuses values that cannot be combined element by element.
-
-        Raises:
-            UsageError: they have different shapes.
-        """
+        """Refuses values that cannot be combined element by element."""
         shapes = [tuple(output.shape) for output in self.outputs]
         if len(set(shapes)) > 1:
             raise UsageError(

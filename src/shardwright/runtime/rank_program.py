@@ -12,7 +12,6 @@ class RankProgram(Protocol):
     """The part of one pipeline rank in a microbatch.
 
     Attributes:
-        stage_ranks: stage -> pipeline rank.
         crossings: what forwards send from stage to stage, on all ranks.
         gradients: what backwards send: (sending stage, receiving stage) -> values.
         state: buffers that the step function changes -> pipeline rank of their home.

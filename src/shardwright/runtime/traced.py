@@ -18,10 +18,8 @@ class View:
 
     Attributes:
         memory: equal for tensors that share memory.
-        size: its shape.
         stride: elements from one entry to the next, by dim.
         offset: element at which it starts.
-        dtype: type of its elements.
     """
 
     memory: int
@@ -62,7 +60,6 @@ class Change:
     Attributes:
         position: among the leaves of the arguments; None for a tensor that the step is not given.
         before: its value before; None for a tensor that every rank has.
-        after: its value afterwards.
         view: where it lies in memory.
         lasting: it was there before the step function was called, and will be there afterwards.
     """

@@ -17,12 +17,6 @@ def may_change(
     """Positions of the arguments that a unit may change, as nobody would miss it.
 
     None where there is nothing to watch: it is no unit, or does not look at values.
-
-    Args:
-        trace: the trace.
-        step: one of its steps.
-        homes: stage of each node.
-        home_of: stage of each value.
     """
     nodes = trace.graph.nodes
     if step.node is None or not step.looks_at_values or nodes[step.node].kind != "unit":

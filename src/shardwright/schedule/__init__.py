@@ -3,8 +3,8 @@
 ::
 
     place_stages ─► build_schedule ─► lower ─► validate ─► the runtime
-                          │                        ▲
-                          └──────► simulate        └── read_torch_csv
+                          │
+                          └──────► simulate
 """
 
 from shardwright.schedule.actions import Action, Kind
@@ -16,12 +16,6 @@ from shardwright.schedule.placement import KINDS, place_stages
 from shardwright.schedule.schedule import Schedule
 from shardwright.schedule.simulate import Event, Simulation, simulate
 from shardwright.schedule.stage_cost import StageCost, unit_costs
-from shardwright.schedule.torch_csv import (
-    format_torch_csv,
-    parse_torch_csv,
-    read_torch_csv,
-    write_torch_csv,
-)
 from shardwright.schedule.validate import validate
 
 __all__ = [
@@ -36,15 +30,11 @@ __all__ = [
     "bubble_seconds",
     "build_schedule",
     "chain_edges",
-    "format_torch_csv",
     "lower",
-    "parse_torch_csv",
     "peak_activations",
     "place_stages",
-    "read_torch_csv",
     "simulate",
     "splits_backward",
     "unit_costs",
     "validate",
-    "write_torch_csv",
 ]

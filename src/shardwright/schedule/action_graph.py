@@ -276,16 +276,6 @@ def compile_actions(
 
     Rows without transfers get the messages that the edges ask for; rows with transfers say themselves what is
     sent. Copies to and from the host are messages of a rank to itself.
-
-    Args:
-        rows: one a rank.
-        stage_ranks: pipeline rank of each stage.
-        num_microbatches: parts into which a batch is split.
-        edges: sorted by source and target (see `check_edges`).
-
-    Raises:
-        ScheduleError: an action is missing, on the wrong rank, twice there, or before one that it needs on
-            its own rank.
     """
     compiler = _Compiler(stage_ranks, num_microbatches, edges)
     compiler.number(rows)

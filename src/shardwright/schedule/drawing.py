@@ -13,16 +13,7 @@ _LETTERS = {Kind.OFFLOAD: "O", Kind.LOAD: "L"}
 
 
 def draw_rows(rows: Sequence[Row], *, name_stages: bool, copies: Sequence[Row] = ()) -> str:
-    """Draws one line a rank, and one below for its host where anything is copied there.
-
-    Args:
-        rows: for each rank, its compute actions.
-        name_stages: write the stage before the kind, for ranks that run several.
-        copies: for each rank, its copies to the host (``O``) and back (``L``).
-
-    Returns:
-        Lines in which ``=`` fills an action longer than one unit and ``.`` is an idle unit.
-    """
+    """Draws one line a rank, and one below for its host where anything is copied there."""
     lines: list[tuple[str, Row]] = []
     for rank, row in enumerate(rows):
         lines.append((f"rank {rank}", row))

@@ -47,11 +47,7 @@ def chain_edges(num_stages: int, *, num_bytes: int = 0) -> tuple[Edge, ...]:
 
 
 def check_edges(edges: Sequence[Edge] | None, *, num_stages: int) -> tuple[Edge, ...]:
-    """The edges in order, `chain_edges` where none are given.
-
-    Raises:
-        ScheduleError: an edge does not point from a stage to a later one, or is there twice.
-    """
+    """The edges in order, `chain_edges` where none are given."""
     if edges is None:
         return chain_edges(num_stages)
     pairs = set()

@@ -26,10 +26,6 @@ def row_with_host_copies(row: Sequence[Action], stages: Collection[int]) -> tupl
     ``OFFLOAD`` stands behind the forward, ``LOAD`` one compute action before the backward: where that follows
     its forward, between the two.
 
-    Args:
-        row: of one rank, without transfers.
-        stages: those that copy.
-
     >>> from shardwright.schedule import build_schedule
     >>> row = build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=2).actions[0]
     >>> " ".join(map(str, row_with_host_copies(row, {0})))
@@ -53,13 +49,6 @@ def check_host_copies(row: Sequence[Action], rank: int) -> None:
     """Refuses copies that no run could make.
 
     What a forward keeps is offloaded once, after it, and loaded once before the backward (``B``, or ``I``).
-
-    Args:
-        row: of one rank, complete.
-        rank: which.
-
-    Raises:
-        ScheduleError: a copy stands in the wrong place, is there twice, or lacks its counterpart.
     """
     if not any(action.kind in HOST_COPIES for action in row):
         return

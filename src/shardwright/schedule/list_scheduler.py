@@ -62,8 +62,6 @@ class Policy:
 
     Attributes:
         ration: limits on forwards under way.
-        forward_order: among forwards.
-        backward_order: among backwards.
         splits_backward: run ``I`` and ``W`` instead of ``B``.
     """
 
@@ -79,13 +77,7 @@ def list_schedule(
     *,
     forward_only: bool = False,
 ) -> Rows:
-    """Plays a policy out with the costs of the request; transfers take no time.
-
-    Args:
-        policy: what a rank takes first.
-        request: placement, microbatches and costs.
-        forward_only: leave the backward out.
-    """
+    """Plays a policy out with the costs of the request; transfers take no time."""
     player = _Player(policy, request, forward_only)
     seconds = [{kind: cost.seconds(kind) for kind in _KINDS} for cost in request.costs]
     rows: Rows = [[] for _ in player.stages]

@@ -21,12 +21,7 @@ Departure = tuple[int, int, float, float]
 
 
 class Mail:
-    """Sends the messages of a graph and keeps a record of them.
-
-    Args:
-        graph: says what each action sends.
-        prices: of the messages, by number; empty where messages take no time.
-    """
+    """Sends the messages of a graph and keeps a record of them."""
 
     __slots__ = ("_free", "_prices", "_sends", "departures")
 

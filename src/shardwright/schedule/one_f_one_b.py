@@ -46,11 +46,6 @@ def one_f_one_b(request: Request) -> Rows:
 def alternate(forwards: list[Action], backwards: list[Action], *, num_ahead: int) -> list[Action]:
     """Some forwards, then backwards and forwards by turns, then the backwards left.
 
-    Args:
-        forwards: in order.
-        backwards: in order, as many.
-        num_ahead: forwards before the first backward.
-
     >>> forwards = [Action(Kind.FORWARD, 0, k) for k in range(3)]
     >>> backwards = [Action(Kind.BACKWARD, 0, k) for k in range(3)]
     >>> " ".join(map(str, alternate(forwards, backwards, num_ahead=2)))

@@ -68,11 +68,7 @@ def check_kind(kind: str) -> None:
 
 
 def check_placement(stage_ranks: Sequence[int]) -> tuple[int, ...]:
-    """The placement as a tuple.
-
-    Raises:
-        ScheduleError: it is empty, or a rank between 0 and the last has no stage.
-    """
+    """The placement as a tuple."""
     ranks = tuple(stage_ranks)
     if not ranks:
         raise ScheduleError("stage_ranks is empty. Give the pipeline rank of each stage, for example (0, 1).")

@@ -46,15 +46,7 @@ def action_seconds(
     forward_overhead_s: float = 0.0,
     handling: Sequence[Handling] = (),
 ) -> list[float]:
-    """Seconds that each action of a graph takes on a free device.
-
-    Args:
-        graph: the actions.
-        costs: of each stage.
-        overhead_s: on top of each action.
-        forward_overhead_s: on top of that, of each forward.
-        handling: of each stage; empty where messages occupy no core.
-    """
+    """Seconds that each action of a graph takes on a free device."""
     by_stage = [{kind: cost.seconds(kind) + overhead_s for kind in COMPUTE} for cost in costs]
     for seconds in by_stage:
         seconds[Kind.FORWARD] += forward_overhead_s
@@ -71,17 +63,7 @@ def replay(
     prices: Sequence[Price] = (),
     beside: Mapping[int, float] = MappingProxyType({}),
 ) -> Timeline:
-    """Times of all actions.
-
-    Args:
-        graph: what to run.
-        seconds: of each action.
-        prices: of the messages; empty where they take no time.
-        beside: number of an action -> seconds of copies to or from its host that begin and end with it.
-
-    Raises:
-        ScheduleError: it stops before its end, because ranks wait for one another.
-    """
+    """Times of all actions."""
     mail, hosts = Mail(graph, prices), graph.host_channels
     starts, ends = [0.0] * len(seconds), [0.0] * len(seconds)
     ready = [0.0] * len(seconds)  # when the last message so far has arrived

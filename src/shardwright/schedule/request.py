@@ -22,7 +22,6 @@ class Request:
         stage_ranks: pipeline rank of each stage.
         num_microbatches: parts into which a batch is split.
         active_microbatches: bound on the microbatches under way on each rank; None for the family's own.
-        costs: of each stage.
     """
 
     stage_ranks: tuple[int, ...]
@@ -49,11 +48,7 @@ def check_request(
     active_microbatches: int | None,
     costs: Sequence[StageCost] | None,
 ) -> Request:
-    """The request in checked form.
-
-    Raises:
-        ScheduleError: the placement, a number or the costs cannot be used.
-    """
+    """The request in checked form."""
     ranks = check_placement(stage_ranks)
     if num_microbatches < 1:
         raise ScheduleError(f"{kind} was asked for with {num_microbatches} microbatches. Give 1 or more.")

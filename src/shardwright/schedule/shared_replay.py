@@ -29,16 +29,7 @@ def replay_on_shared_cores(
     nodes: Sequence[int],
     cores: int,
 ) -> Timeline:
-    """Times of all actions; the arguments and errors of `replay`, and:
-
-    Args:
-        graph: what to run.
-        seconds: of each action on a core of its own.
-        prices: of the messages; empty where they take no time.
-        beside: number of an action -> seconds of copies that begin and end with it; they take no core.
-        nodes: the node of each rank.
-        cores: cores of each node.
-    """
+    """Times of all actions; the arguments and errors of `replay`, and:"""
     return _SharedReplay(graph, seconds, prices, beside, nodes, cores).run()
 
 

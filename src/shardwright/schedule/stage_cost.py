@@ -105,11 +105,7 @@ def unit_costs(num_stages: int) -> tuple[StageCost, ...]:
 
 
 def check_costs(costs: Sequence[StageCost] | None, *, num_stages: int) -> tuple[StageCost, ...]:
-    """The costs of all stages, `unit_costs` where none are given.
-
-    Raises:
-        ScheduleError: there is not one for every stage.
-    """
+    """The costs of all stages, `unit_costs` where none are given."""
     if costs is None:
         return unit_costs(num_stages)
     if len(costs) != num_stages:

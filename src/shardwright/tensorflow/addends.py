@@ -35,13 +35,7 @@ class Addends:
 
 
 def taken_apart(graph: StepGraph, stages: Mapping[str, int], owners: Mapping[int, int]) -> Addends:
-    """The gradients that other stages than the variable's have a part in.
-
-    Args:
-        graph: of one microbatch.
-        stages: name of an operation of a backward -> its stage.
-        owners: number of a variable -> stage that holds it.
-    """
+    """The gradients that other stages than the variable's have a part in."""
     return _Search(graph, stages, owners).found()
 
 

@@ -15,11 +15,7 @@ __all__ = ["Agreement"]
 
 
 class Agreement:
-    """Compares and shares what ranks of a replica must have in common.
-
-    Args:
-        context: the run.
-    """
+    """Compares and shares what ranks of a replica must have in common."""
 
     def __init__(self, context: Context):
         self._broadcast: BatchBroadcast | None = None
@@ -32,9 +28,6 @@ class Agreement:
         """The arguments, with the first rank's tensors; collective over the replica.
 
         Ranks that read data in another order would otherwise compute on parts of different batches.
-
-        Raises:
-            UsageError: text is among them.
         """
         if self._broadcast is None:
             return arguments
@@ -46,11 +39,7 @@ class Agreement:
         return replace(arguments, tensors=[to_tensorflow(tensor) for tensor in tensors])
 
     def refuse_text(self, arguments: Arguments) -> None:
-        """Refuses text, where other ranks would get it.
-
-        Raises:
-            UsageError: there is some.
-        """
+        """Refuses text, where other ranks would get it."""
         if self._broadcast is None:
             return
         for tensor, name in zip(arguments.tensors, arguments.names, strict=True):

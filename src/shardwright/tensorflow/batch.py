@@ -33,11 +33,7 @@ class Arguments:
 
     @property
     def num_samples(self) -> int | None:
-        """Size of axis 0 of what is cut; None where it is not known yet, or nothing is cut.
-
-        Raises:
-            UsageError: tensors have different numbers of samples.
-        """
+        """Size of axis 0 of what is cut; None where it is not known yet, or nothing is cut."""
         sizes = {
             name: t.shape[0] for t, name, cut in zip(self.tensors, self.names, self.split, strict=True) if cut
         }
@@ -97,7 +93,6 @@ class Splitter:
     they have one. Anything else goes to every microbatch as it is.
 
     Attributes:
-        function: the step function.
         non_split: names of arguments that every microbatch gets whole.
         signature: shapes and types to which the positional arguments are converted; None: as they are.
     """
@@ -111,11 +106,7 @@ class Splitter:
     def of(
         cls, function: Callable[..., Any], *, non_split: Sequence[str], signature: Sequence[Any] | None
     ) -> "Splitter":
-        """For a function.
-
-        Raises:
-            UsageError: it has no such parameter.
-        """
+        """For a function."""
         parameters = inspect.signature(function).parameters
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         for name in non_split:
@@ -202,11 +193,7 @@ def _is_data(leaf: Any) -> bool:
 
 
 def _dense(leaf: Any, name: str) -> Any:
-    """A leaf as a tensor that can be cut and sent.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """A leaf as a tensor that can be cut and sent."""
     if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
         remedy = "to_tensor()" if isinstance(leaf, tf.RaggedTensor) else "tf.sparse.to_dense()"
         raise UsageError(

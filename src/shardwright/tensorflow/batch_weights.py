@@ -25,12 +25,7 @@ Weight = tuple[Any, ...] | None
 
 
 class BatchWeights:
-    """The weights of batches, for one step function of ``fit`` or ``evaluate``.
-
-    Args:
-        run: of the script.
-        one_step: the step function of a batch and its weight.
-    """
+    """The weights of batches, for one step function of ``fit`` or ``evaluate``."""
 
     def __init__(self, run: KerasRun, one_step: Any):
         self._run = run
@@ -105,9 +100,6 @@ def told_as_sums(recorder: Recorder | None, logs: Any, scale: float) -> Any:
     """Has metrics and results of the step that is traced take losses that are sums times a number.
 
     Metrics take the mean over samples, or over microbatches. So do terms that are added up in a loss.
-
-    Returns:
-        What the step tells, with the same in it.
     """
     if recorder is None:
         return logs

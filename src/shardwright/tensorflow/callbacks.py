@@ -40,9 +40,6 @@ def joined_by_all(run: KerasRun, callbacks: Any) -> Any:
 
     All ranks save together, and the first one writes: ``if rank == 0: callbacks.append(...)``.
     Collective over all ranks.
-
-    Raises:
-        UsageError: the first rank lacks one.
     """
     if run.mesh.world_size == 1 or isinstance(callbacks, tf.keras.callbacks.CallbackList):
         return callbacks

@@ -26,12 +26,7 @@ def to_tensorflow(tensor: Tensor) -> Any:
 
 
 class TensorChannels:
-    """See `shardwright.runtime.messages.Channels`.
-
-    Args:
-        transport: to the other ranks of the pipeline.
-        device: where received tensors are put.
-    """
+    """See `shardwright.runtime.messages.Channels`."""
 
     def __init__(self, transport: Transport, device: torch.device):
         self._transport = transport

@@ -25,13 +25,7 @@ _CONVOLUTIONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ModelVariable:
-    """A variable of the model.
-
-    Attributes:
-        name: unique in the model.
-        spec: its shape and type.
-        trained: whether gradients change it.
-    """
+    """A variable of the model."""
 
     name: str
     spec: TensorSpec
@@ -47,16 +41,7 @@ def model_graph(
     parameters: Sequence[ModelVariable],
     batch_size: int,
 ) -> ModelGraph:
-    """The model as the planner reads it.
-
-    Args:
-        graph: of one microbatch.
-        labels: of the unit calls, in order.
-        classes: name of the class of each of these units.
-        variables: those of the model that the step uses, by number.
-        parameters: all of the model.
-        batch_size: samples in the microbatch.
-    """
+    """The model as the planner reads it."""
     return _Description(graph, labels, classes, variables).model_graph(parameters, batch_size)
 
 

@@ -21,16 +21,7 @@ __all__ = ["Divisors", "with_shares"]
 
 
 class Divisors:
-    """The divisors of a microbatch, computed from its arguments alone.
-
-    Args:
-        graph: of the trace.
-        trace: of the microbatch.
-        kinds: name of a divisor -> whether those of microbatches add up, or are means.
-
-    Raises:
-        TraceError: this trace lacks one of them.
-    """
+    """The divisors of a microbatch, computed from its arguments alone."""
 
     def __init__(self, graph: StepGraph, trace: Trace, kinds: Mapping[str, Kind]):
         self.kinds = kinds
@@ -66,14 +57,7 @@ def with_shares(
     sizes: Sequence[int],
     total_of: Callable[[Sequence[float]], Sequence[float]],
 ) -> list[list[Any]]:
-    """The arguments of microbatches, and behind them their shares of the divisors of the batch.
-
-    Args:
-        each: of each microbatch.
-        parts: the arguments of each.
-        sizes: samples of each.
-        total_of: adds numbers up over replicas; collective.
-    """
+    """The arguments of microbatches, and behind them their shares of the divisors of the batch."""
     found = [divisors.of(part) for divisors, part in zip(each, parts, strict=True)]
     kinds = list(each[0].kinds.values())
     sums = [

@@ -47,12 +47,6 @@ _MOST_BYTES = 128 << 20
 class Engine:
     """Runs step functions.
 
-    Args:
-        context: the run; its plan is set by the first step if none was given.
-        model: the wrapped model.
-        variables: which of its variables other ranks hold.
-        replicas: keeps replicas alike; None where there is one, or the script does it.
-
     Attributes:
         is_tracing: a step function is being traced.
         recorder: notes of that trace; None where none is going on.
@@ -125,16 +119,7 @@ class Engine:
     def run(
         self, function: Callable[..., Any], arguments: Arguments, *, expected: int | None = None
     ) -> tuple[list[Any], list[Prepared]]:
-        """Runs a batch; collective over the replica. Gives the tensors that this rank gets, in order.
-
-        Args:
-            function: the step function.
-            arguments: of the call.
-            expected: into how many microbatches the caller's ``tf.function`` was traced to cut the batch.
-
-        Raises:
-            UsageError: the batch cannot be cut into so many.
-        """
+        """Runs a batch; collective over the replica. Gives the tensors that this rank gets, in order."""
         if self._failure:
             raise UsageError(
                 "an earlier step failed in its middle on this rank, and ranks have messages under way that "

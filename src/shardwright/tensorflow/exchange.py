@@ -49,10 +49,6 @@ def share_variables(context: Context, variables: Sequence[tuple[Any, int]]) -> N
     """Gives all ranks of the replica the values of variables that one rank has changed.
 
     They are variables beside the model's own: metrics that the step function updates.
-
-    Args:
-        context: the run.
-        variables: each with the pipeline rank that has changed it, in the same order on all ranks.
     """
     for owner in sorted({rank for _, rank in variables}):
         group = [variable for variable, rank in variables if rank == owner]

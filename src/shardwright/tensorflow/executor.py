@@ -52,10 +52,6 @@ class _Course:
 class Executor:
     """Runs batches on one pipeline rank.
 
-    Args:
-        transport: messages to the other ranks of the pipeline.
-        device: where received tensors are put.
-
     Attributes:
         row: when this rank did what in the batch before.
     """
@@ -74,14 +70,7 @@ class Executor:
         *,
         watch_memory: bool = False,
     ) -> Results:
-        """Runs all microbatches.
-
-        Args:
-            programs: of each microbatch.
-            schedule: of the batch.
-            parts: arguments of each microbatch.
-            watch_memory: ask for the memory in use at the end of each action.
-        """
+        """Runs all microbatches."""
         course = self._course(programs, schedule)
         programs = course.programs
         messages = Messages(TensorChannels(self._transport, self._device), programs)

@@ -241,12 +241,7 @@ def _note_told(told: Logs, logs: Any, noted: Sequence[tuple[Any, Any]], recorder
 
 
 def _results_of(model: Any, told: Logs) -> Callable[[], Any]:
-    """Gives the values of the model's metrics, of this replica.
-
-    Args:
-        model: of Keras.
-        told: see `_note_told`; filled before the first call.
-    """
+    """Gives the values of the model's metrics, of this replica."""
     get = _private.keras_model_class().get_metrics_result
 
     def results() -> Logs:

@@ -60,11 +60,7 @@ class KerasRun(Context):
         self._engine: Engine | None = None
 
     def wrap(self, model: Any) -> None:
-        """Takes the model that the script wraps.
-
-        Raises:
-            UsageError: it has wrapped one already.
-        """
+        """Takes the model that the script wraps."""
         if self._keras_model is not None:
             raise UsageError("a model is wrapped already: one DistributedModel for each script.")
         self._keras_model = model
@@ -101,12 +97,7 @@ class KerasRun(Context):
             self.aside = None
 
     def note_parts(self, optimizer: Any, variables: Iterable[Any]) -> None:
-        """Notes an optimizer that updates variables, if ranks then have different slots of it.
-
-        Args:
-            optimizer: of Keras.
-            variables: of all ranks.
-        """
+        """Notes an optimizer that updates variables, if ranks then have different slots of it."""
         if id(optimizer) not in self.optimizers_in_parts and (
             self.shared_updates is not None
             or any(self.variables.holder(variable) is not None for variable in variables)
@@ -137,22 +128,14 @@ class KerasRun(Context):
         return self._engine is not None and self._engine.is_placed
 
     def engine(self) -> Engine:
-        """What runs step functions.
-
-        Raises:
-            UsageError: no model is wrapped.
-        """
+        """What runs step functions."""
         if self._engine is None:
             raise UsageError("no model is wrapped. Call sw.DistributedModel(model) before the first step.")
         return self._engine
 
 
 def keras_run() -> KerasRun:
-    """The current run.
-
-    Raises:
-        UsageError: `init` of this package was not called.
-    """
+    """The current run."""
     current = context()
     if not isinstance(current, KerasRun):
         raise UsageError("this run was begun by another front end. Call shardwright.tensorflow.init().")

@@ -44,7 +44,6 @@ class LossReduction:
     """How the losses of a step function rest on the samples of a batch.
 
     Attributes:
-        kind: of all of them.
         divisors: tensors that the data tell and losses are divided by -> how they rest on the samples.
         line: of the script, where the kind is neither or unknown.
     """
@@ -59,14 +58,7 @@ class _UnknownError(Exception):
 
 
 def loss_reduction(graph: StepGraph, trace: Trace, twice: Trace, losses: Sequence[Any]) -> LossReduction:
-    """How the losses of a step function rest on the samples.
-
-    Args:
-        graph: of the trace.
-        trace: of a microbatch.
-        twice: of one with twice as many samples.
-        losses: tensors of the trace.
-    """
+    """How the losses of a step function rest on the samples."""
     divisors: dict[str, Kind] = {}
     kinds: set[Kind] = set()
     for loss in losses:

@@ -137,11 +137,7 @@ def load_slots(run: KerasRun, optimizer: Any, here: Sequence[tuple[Any, Any]]) -
 
 
 def put_aside(run: KerasRun, optimizer: Any, pairs: Sequence[tuple[Any, Any]]) -> Any:
-    """Keeps gradients of a step function that is traced until the batch has ended.
-
-    Raises:
-        UsageError: nobody will apply them.
-    """
+    """Keeps gradients of a step function that is traced until the batch has ended."""
     if run.aside is None:
         raise _inside_of_a_step()
     variables = [variable for _, variable in pairs]
@@ -189,14 +185,7 @@ def _norm_over_stages(run: KerasRun, original: Any) -> Any:
 
 
 def _over_stages(run: KerasRun, is_of_stages: bool, is_part: bool, mine: Any) -> Any:
-    """The norm over all ranks.
-
-    Args:
-        run: of the script.
-        is_of_stages: this rank has its own variables' gradients alone.
-        is_part: it has those alone that its replica updates.
-        mine: its norm.
-    """
+    """The norm over all ranks."""
     row = torch.tensor([float(mine) ** 2, float(is_of_stages)], dtype=torch.float64)
     if is_part:
         assert run.shared_updates is not None

@@ -62,18 +62,7 @@ class Outputs:
         holder: Callable[[int], int],
         rows: Mapping[int, tuple[Rows, ...]],
     ) -> "Outputs":
-        """Of a trace.
-
-        Args:
-            trace: the step function.
-            graph: the same as plain data.
-            is_of_model: whether a variable belongs to the model.
-            holder: number of a variable -> pipeline rank that holds it.
-            rows: by number, the outputs with rows of which the whole batch has as many.
-
-        Raises:
-            TraceError: an output cannot be sent.
-        """
+        """Of a trace."""
         names, leaves = trace.outputs, []
         holders: dict[int, int] = {}
         position = 0
@@ -119,12 +108,7 @@ class Outputs:
         return found
 
     def specs(self, sizes: Sequence[Sequence[Any]], *, rank: int) -> list[Any]:
-        """Shape and type of each of these tensors.
-
-        Args:
-            sizes: the symbolic outputs of each microbatch.
-            rank: this pipeline rank.
-        """
+        """Shape and type of each of these tensors."""
         found: list[Any] = []
         for leaf in self.leaves:
             if leaf.example is None or not self._is_here(leaf, rank):
@@ -137,14 +121,7 @@ class Outputs:
         return found
 
     def pack(self, flat: Sequence[Any], num_microbatches: int, *, rank: int, are_means: bool = False) -> Any:
-        """The result as the step function has it, with a `StepOutput` in the place of each tensor.
-
-        Args:
-            flat: the tensors that this rank gets.
-            num_microbatches: of this replica.
-            rank: this pipeline rank.
-            are_means: gradients are means over microbatches, and not sums.
-        """
+        """The result as the step function has it, with a `StepOutput` in the place of each tensor."""
         given = iter(flat)
         packed: list[Any] = []
         for leaf in self.leaves:

@@ -33,14 +33,7 @@ class BuiltPiece:
 
 
 class Pieces:
-    """The pieces of a step, each built when it is first asked for.
-
-    Args:
-        trace: the step function.
-        pieces: (part, stage) -> piece.
-        specs: of the gradients that are summed, by position of the output.
-        sums: what the pieces add them to.
-    """
+    """The pieces of a step, each built when it is first asked for."""
 
     def __init__(
         self,
@@ -88,11 +81,6 @@ class Pieces:
 
 class PieceBuilder:
     """Builds pieces of one trace.
-
-    Args:
-        trace: the step function.
-        specs: of the gradients that are summed, by position of the output.
-        sums: what the pieces add them to.
 
     Operations are copied from the trace's graph, with the control edges between them. So writes and random
     numbers of a piece keep the order of the trace. (Pruning the traced function, as `wrap_function` can,

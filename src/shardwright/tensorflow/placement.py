@@ -47,7 +47,6 @@ class Placement:
     """The places of a step's operations.
 
     Attributes:
-        num_stages: of the pipeline.
         places: name of an operation -> its place.
         owners: number of a variable -> stage that holds it.
         read_again: reads of weights that a backward repeats, so that no value is kept for it.
@@ -72,19 +71,7 @@ def place(
     recompute: Set[int] = frozenset(),
     microbatches: int = 1,
 ) -> Placement:
-    """Places all operations.
-
-    Args:
-        graph: of one microbatch.
-        stage_of_call: stage of each unit call, in the order of the calls.
-        num_stages: of the pipeline.
-        held: variables whose stage is known, as an earlier step function has placed them.
-        recompute: unit calls of which a backward keeps the inputs and results alone, and repeats the rest.
-        microbatches: of a batch: what crosses in each counts as often.
-
-    Raises:
-        TraceError: an operation changes a variable of an earlier stage by what a later one makes.
-    """
+    """Places all operations."""
     known = {**_owners_by_unit(graph, stage_of_call), **(held or {})}
     owners, late = known, frozenset[int]()
     # Again and again: variables of the glue, such as those of metrics, belong to the latest stage that writes
@@ -311,12 +298,7 @@ class _Placer:
     # ---- afterwards ----
 
     def pull_down(self, addends: Addends, microbatches: int) -> None:
-        """Moves backward operations to the earlier stage that alone uses them, if that sends no more.
-
-        Args:
-            addends: their sums are sent once a batch.
-            microbatches: of a batch.
-        """
+        """Moves backward operations to the earlier stage that alone uses them, if that sends no more."""
         uses: defaultdict[str, set[int]] = defaultdict(set)
         summed: set[str] = set()
         for tensor in self._graph.outputs:
@@ -340,14 +322,7 @@ class _Placer:
     def _can_move(
         self, operation: Operation, stage: int, uses: Mapping[str, set[int]], *, times: int
     ) -> bool:
-        """Whether an operation may go to an earlier stage.
-
-        Args:
-            operation: of a backward.
-            stage: the earlier one.
-            uses: stages that use each operation.
-            times: how often its inputs would be sent, for one time that its results are.
-        """
+        """Whether an operation may go to an earlier stage."""
         forward, backward = self._inputs(operation)
         if not all(stage in self._there[tensor] for tensor in forward):
             return False

@@ -86,11 +86,7 @@ def _written(run: KerasRun, where: str, path_of: Callable[..., tuple[Any, str]],
 
 
 def _has_parts(run: KerasRun, where: str, checkpoint: Any) -> bool:
-    """Whether ranks of a replica have different parts of what a checkpoint has; the same answer on all.
-
-    Raises:
-        UsageError: replicas have different parts of it, too.
-    """
+    """Whether ranks of a replica have different parts of what a checkpoint has; the same answer on all."""
     if not run.is_placed or run.variables.are_whole:
         return False
     held = tf.train.TrackableView(checkpoint).descendants()

@@ -40,8 +40,6 @@ class Planning:
     """Makes the plan, and programs by it.
 
     Attributes:
-        context: the run.
-        model: the wrapped model.
         sums: of gradients, that all pieces add to.
         lent: gives variables values for a while that have none yet.
     """
@@ -57,15 +55,7 @@ class Planning:
     _homes: dict[int, int] = field(default_factory=dict)
 
     def plan(self, arguments: Arguments, trace: Callable[[int], Trace]) -> Plan:
-        """The plan for the first batch; collective over all ranks.
-
-        Args:
-            arguments: of the step function.
-            trace: traces it for a microbatch of so many samples.
-
-        Raises:
-            PlanError: the settings cannot be met, or nothing fits.
-        """
+        """The plan for the first batch; collective over all ranks."""
         context = self.context
         assert context.reporter is not None
         if not any(arguments.split):
@@ -127,16 +117,7 @@ class Planning:
             )
 
     def program(self, plan: Plan, trace: Trace, *, given: Sequence[str] = ()) -> Program:
-        """The program of a trace, by the plan.
-
-        Args:
-            plan: of the run.
-            trace: of a microbatch.
-            given: names of tensors that come with the arguments, in the place of what the step makes.
-
-        Raises:
-            TraceError: the step cannot be cut like this.
-        """
+        """The program of a trace, by the plan."""
         units = self._units(trace)
         graph = trace.step_graph(units, is_of_model=self.is_of_model)
         graph = replace(graph, arguments=(*graph.arguments, *given))

@@ -19,10 +19,6 @@ class Prepared:
     """A step function for one size of microbatch.
 
     Attributes:
-        trace: the step function.
-        outputs: its outputs.
-        program: its pieces.
-        changed: variables that it changes.
         divisors: what losses are divided by, if the data tell it.
     """
 
@@ -45,7 +41,6 @@ class Changed:
     """A variable that a step function changes.
 
     Attributes:
-        variable: TensorFlow's own.
         holder: pipeline rank that changes it.
         is_of_model: it belongs to the model; else every rank has it.
     """

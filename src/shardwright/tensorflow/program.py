@@ -31,13 +31,7 @@ class Program:
     """A step function cut into pieces; see `shardwright.runtime.rank_program.RankProgram`.
 
     Attributes:
-        trace: the step function.
         graph: the same as plain data.
-        placement: what runs where.
-        routes: what crosses.
-        stage_ranks: stage -> pipeline rank.
-        rank: this pipeline rank.
-        pieces: of the step.
     """
 
     trace: Trace

@@ -22,7 +22,6 @@ class LayerCall:
     """One call of a layer.
 
     Attributes:
-        layer: the layer.
         number: of the call among all calls of layers.
         around: the call that it was made in; None for one of the outermost.
     """
@@ -55,9 +54,6 @@ class _AllMade(Exception):  # noqa: N818
 
 class Recorder:
     """Records one trace.
-
-    Args:
-        until: names of tensors; when all are made, an exception ends the trace. None: it goes on to its end.
 
     Attributes:
         sizes: name of each of these tensors that was made -> number of entries; None where that is not known.

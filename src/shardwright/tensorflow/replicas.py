@@ -25,11 +25,7 @@ __all__ = ["Replicas"]
 
 
 class Replicas:
-    """The ranks with the same stages, one in each replica.
-
-    Args:
-        context: the run.
-    """
+    """The ranks with the same stages, one in each replica."""
 
     def __init__(self, context: Context):
         assert context.groups.data is not None
@@ -40,11 +36,7 @@ class Replicas:
         self._alike: dict[int, Any] = {}  # held, so that no id is used again
 
     def begin_with(self, variables: Sequence[Any]) -> None:
-        """Gives all replicas the first one's values of variables that had no first step yet; collective.
-
-        Args:
-            variables: that this rank holds, in the same order in all replicas.
-        """
+        """Gives all replicas the first one's values of variables that had no first step yet; collective."""
         new = [own for own in map(tf_variable, variables) if id(own) not in self._alike]
         self._alike.update((id(own), own) for own in new)
         with tf.init_scope():  # a tf.function may be under way
@@ -67,10 +59,6 @@ class Replicas:
         """Makes of this replica's sums of gradients the means over the microbatches of all; collective.
 
         Replicas may have different numbers of microbatches: each counts the same.
-
-        Args:
-            results: of this rank; its sums become means.
-            num_microbatches: of this replica.
         """
         positions = sorted(results.sums)
         sums = [to_torch(results.sums[position]) for position in positions]

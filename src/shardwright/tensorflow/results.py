@@ -17,12 +17,7 @@ class Results:
     A gradient is summed over the microbatches when it comes, so that a rank holds one of each, and not one
     for each microbatch. Microbatches end their backwards in order, so the sum has the order of a plain loop.
 
-    Args:
-        positions: of the outputs in each microbatch: see `positions_of`.
-        summed: positions of those that are gradients, in one tensor each.
-
     Attributes:
-        sums: by position.
         kept: what is not summed, of each microbatch by position.
     """
 
@@ -46,12 +41,7 @@ class Results:
 
 
 def positions_of(names: Sequence[str], *, without: Collection[int] = frozenset()) -> dict[str, list[int]]:
-    """Where each tensor is returned: one may be returned twice.
-
-    Args:
-        names: of the tensors that a step function returns.
-        without: positions that are left out.
-    """
+    """Where each tensor is returned: one may be returned twice."""
     found: dict[str, list[int]] = {}
     for position, name in enumerate(names):
         if position not in without:

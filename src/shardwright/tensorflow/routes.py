@@ -24,8 +24,6 @@ class Piece:
     """A part of the work of one stage on a microbatch.
 
     Attributes:
-        part: which.
-        stage: of the pipeline.
         body: names of its operations, with the free ones that it computes anew.
         feeds: tensors that it takes in: arguments of the step function, and what other pieces make.
         gives: tensors that other pieces, other ranks or the caller take.
@@ -70,12 +68,7 @@ class Routes:
 
 
 def routes_of(graph: StepGraph, placement: Placement) -> Routes:
-    """Cuts a placed step into pieces.
-
-    Raises:
-        TraceError: something must go from a later stage to an earlier one in a forward, from an earlier to a
-            later one in a backward, or cannot be sent at all.
-    """
+    """Cuts a placed step into pieces."""
     return _Cut(graph, placement).routes()
 
 

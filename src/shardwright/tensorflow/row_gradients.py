@@ -49,13 +49,7 @@ def dense(value: Any) -> Any:
 def rows_of(
     trace: Trace, whole: Callable[[Recorder], Any], *, samples: tuple[int, int] | None = None
 ) -> dict[int, tuple[Rows, ...]]:
-    """The outputs, by their number, that have rows of which the whole batch has as many as a microbatch.
-
-    Args:
-        trace: of a microbatch.
-        whole: traces the whole batch; called where there are rows at all.
-        samples: of the microbatch, and of the batch; None where they are not known.
-    """
+    """The outputs, by their number, that have rows of which the whole batch has as many as a microbatch."""
     outputs = tf.nest.flatten(trace.function.structured_outputs)
     indices = {
         at: _behind_each_other(output.indices)
@@ -82,14 +76,7 @@ def rows_of(
 
 
 def rows_together(parts: Sequence[Any], *, scale: float, rows: Sequence[Rows] = ()) -> Any:
-    """The rows of all microbatches, times a number.
-
-    Args:
-        parts: the gradient of each microbatch.
-        scale: what values are multiplied by.
-        rows: of a microbatch, as `rows_of` has them. Those that are fixed are added up if they are rows of
-            the same indices, which random ones are not.
-    """
+    """The rows of all microbatches, times a number."""
     if rows and len(parts) > 1:
         columns = zip(*(_apart(part, rows) for part in parts), strict=True)
         made = [_added(column) if of.are_fixed else column for of, column in zip(rows, columns, strict=True)]
@@ -146,12 +133,7 @@ def _behind_each_other(indices: Any) -> list[Any]:
 def _kinds(
     counts: Sequence[tuple[int | None, int | None]], samples: tuple[int, int] | None
 ) -> tuple[Rows, ...]:
-    """The rows of a gradient; empty where none are fixed, or where that cannot be told.
-
-    Args:
-        counts: of a microbatch, and of the whole batch; None where it follows from values.
-        samples: of them; None where they are not known.
-    """
+    """The rows of a gradient; empty where none are fixed, or where that cannot be told."""
     found: list[Rows] = []
     for count, others in counts:
         if count is None:

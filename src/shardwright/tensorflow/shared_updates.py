@@ -25,11 +25,7 @@ __all__ = ["SharedUpdates"]
 
 
 class SharedUpdates:
-    """The replica that updates each variable of this rank's stages.
-
-    Args:
-        context: the run, of several replicas.
-    """
+    """The replica that updates each variable of this rank's stages."""
 
     def __init__(self, context: Context):
         assert context.groups.data is not None
@@ -41,20 +37,12 @@ class SharedUpdates:
         self._bytes = [0] * context.mesh.data
 
     def mine(self, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        """The pairs of gradients and variables that this replica updates.
-
-        Args:
-            pairs: all of this rank's stages, in the same order in all replicas.
-        """
+        """The pairs of gradients and variables that this replica updates."""
         self._divide([tf_variable(variable) for _, variable in pairs])
         return [pair for pair in pairs if self._replica_of[id(tf_variable(pair[1]))] == self._rank]
 
     def bring(self, variables: Sequence[Any]) -> None:
-        """Gives all replicas the new values; collective over them.
-
-        Args:
-            variables: that were updated, by this replica or another.
-        """
+        """Gives all replicas the new values; collective over them."""
         owns = [tf_variable(variable) for variable in variables]
         replicas = [self._replica_of[id(own)] for own in owns]
         mine = [

@@ -26,7 +26,6 @@ class Store:
     """The tensors of one microbatch on this rank.
 
     Attributes:
-        arguments: of the step function.
         uses: how many pieces and messages will still take each of the others.
         constants: names of those that are alike in all microbatches of the program.
         shared: the constants, in one dictionary for all these microbatches.
@@ -66,9 +65,6 @@ class PieceStage:
     """See `shardwright.runtime.action_loop.Stage`.
 
     Attributes:
-        number: which stage.
-        programs: of each microbatch.
-        stores: of each microbatch.
         messages: where other ranks' tensors come in.
         results: where outputs of the step function go.
     """

@@ -88,11 +88,7 @@ def _set_threads() -> None:
 
 
 def refuse_what_is_missing(run: KerasRun) -> None:
-    """Refuses settings that this front end does not heed yet.
-
-    Raises:
-        UsageError: a setting asks for them.
-    """
+    """Refuses settings that this front end does not heed yet."""
     asked = {
         "tensor_parallel_degree": run.mesh.tensor > 1,
         "context_parallel_degree": run.mesh.context > 1,

@@ -24,11 +24,7 @@ __all__ = ["StepEnd"]
 
 
 class StepEnd:
-    """The end of every training step.
-
-    Args:
-        context: the run.
-    """
+    """The end of every training step."""
 
     def __init__(self, context: Context):
         self._context = context
@@ -48,16 +44,7 @@ class StepEnd:
         row: MeasuredRow,
         begun_s: float,
     ) -> None:
-        """A training step has ended on this rank; collective over all ranks.
-
-        Args:
-            arguments: of the step function.
-            losses: of the microbatches, as far as the step function returns them.
-            programs: of the microbatches.
-            schedule: of the batch; None where one rank has the whole model.
-            row: what this rank did.
-            begun_s: when the step began, on `time.perf_counter`.
-        """
+        """A training step has ended on this rank; collective over all ranks."""
         reporter, world = self._reporter, self._context.links.world
         result = BatchResult(
             results=[],

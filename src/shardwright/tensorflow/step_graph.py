@@ -21,7 +21,6 @@ class Operation:
     """One operation of the traced graph.
 
     Attributes:
-        name: unique in the graph.
         kind: its type, as ``"MatMul"``.
         inputs: names of the tensors that it reads.
         outputs: names of the tensors that it makes.

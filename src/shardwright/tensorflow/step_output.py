@@ -96,10 +96,6 @@ class GradientOutput(StepOutput):
     """The gradient of a variable of the model, over all microbatches, on the rank that holds it.
 
     Its reductions are None on the other ranks, as Keras has it of variables without gradient.
-
-    Args:
-        total: the sum over the microbatches, or with `is_mean` the mean over those of all replicas.
-        num_microbatches: of this replica.
     """
 
     def __init__(self, total: Any, num_microbatches: int, *, is_mean: bool = False):

@@ -56,12 +56,7 @@ class Trace:
         return self.of_handles.get(id(self.variables[number]))
 
     def step_graph(self, units: UnitCalls, *, is_of_model: Callable[[Any], bool]) -> StepGraph:
-        """The graph as plain data.
-
-        Args:
-            units: the layers that are units.
-            is_of_model: whether a variable belongs to the model.
-        """
+        """The graph as plain data."""
         graph = self.function.graph
         operations = _in_order(graph.get_operations())
         numbers = {id(handle): number for number, handle in enumerate(self.variables)}
@@ -155,17 +150,7 @@ def trace_step(
     name: str = "step",
     recorder: Recorder | None = None,
 ) -> Trace:
-    """Traces a function of flat tensors.
-
-    Args:
-        function: called with one symbolic tensor for each spec.
-        specs: shapes and types of a microbatch.
-        name: of the step function, for errors.
-        recorder: that notes what is traced; None: a new one.
-
-    Raises:
-        TraceError: TensorFlow cannot trace it.
-    """
+    """Traces a function of flat tensors."""
     recorder = Recorder() if recorder is None else recorder
 
     # AutoGraph converts this and what it calls, as under tf.function, so it cannot have a `finally`.

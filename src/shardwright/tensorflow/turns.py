@@ -17,13 +17,7 @@ __all__ = ["call_in_turn"]
 def call_in_turn(
     function: Callable[..., Sequence[Any]], tensors: Sequence[Any], dtypes: Sequence[Any]
 ) -> list[Any]:
-    """Calls a function of tensors when the graph comes to it, behind the calls that are written before it.
-
-    Args:
-        function: takes tensors that have values, and gives some.
-        tensors: of the graph.
-        dtypes: of the results.
-    """
+    """Calls a function of tensors when the graph comes to it, behind the calls that are written before it."""
 
     def now(*given: Any) -> list[Any]:
         return list(function(*given[: len(tensors)]))

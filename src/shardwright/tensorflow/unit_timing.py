@@ -40,7 +40,6 @@ class TimedStep:
     """A traced step whose units can be timed.
 
     Attributes:
-        trace: the step.
         step: the same as plain data.
         graph: the same as the planner reads it.
         labels: of the unit calls, in order.
@@ -55,15 +54,7 @@ class TimedStep:
     _pieces: Pieces | None = field(default=None, repr=False)
 
     def timing(self, cost_class: str, share_cores: bool) -> Timing:
-        """The seconds of one call of the units of a class.
-
-        Args:
-            cost_class: of units.
-            share_cores: ranks take turns on the cores, so the time counts for which this one had a core.
-
-        Raises:
-            TraceError: such a unit cannot be run on random data, or by itself.
-        """
+        """The seconds of one call of the units of a class."""
         with tf.init_scope():  # a tf.function may be under way
             return self._timing(cost_class, share_cores)
 

@@ -59,13 +59,7 @@ def layer_names(model: Any) -> dict[int, str]:
 
 
 def choose_units(calls: Sequence[LayerCall], names: Mapping[int, str], *, wanted: int) -> UnitCalls:
-    """Chooses the units.
-
-    Args:
-        calls: of layers, in a trace.
-        names: of the model's layers, by id.
-        wanted: as many unit calls as there are stages.
-    """
+    """Chooses the units."""
     opened: set[int] = set()
     while True:
         found = _unit_calls(calls, names, opened)

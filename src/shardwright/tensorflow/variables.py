@@ -41,9 +41,6 @@ class Variables:
 
     Such a variable has neither a value nor slots of an optimizer here.
 
-    Args:
-        rank: this pipeline rank.
-
     Attributes:
         are_whole: they have values here, for as long as something reads the whole model.
     """
@@ -67,13 +64,7 @@ class Variables:
     def give_up(
         self, holders: Iterable[tuple[Any, int]], *, is_tracing: Callable[[], bool], ranks: Sequence[int]
     ) -> None:
-        """Frees the memory of variables that other ranks hold.
-
-        Args:
-            holders: variables of the model, each with the pipeline rank that holds it.
-            is_tracing: whether a step function is being traced, which reads any variable.
-            ranks: world rank of each pipeline rank.
-        """
+        """Frees the memory of variables that other ranks hold."""
         for variable, holder in holders:
             own = tf_variable(variable)
             self._holders[id(own)] = holder
@@ -108,13 +99,7 @@ class Variables:
     # ---- variables that are made when they have a rank ----
 
     def delay(self, own: Any, make: Callable[[], Any], *, is_tracing: Callable[[], bool]) -> None:
-        """Notes a variable that was made without a value.
-
-        Args:
-            own: TensorFlow's variable.
-            make: makes its first value.
-            is_tracing: as for `give_up`.
-        """
+        """Notes a variable that was made without a value."""
 
         def take(value: Any) -> None:
             self._delayed[id(own)] = own, lambda: value
@@ -154,12 +139,7 @@ class Variables:
     def with_values(
         self, values: Iterable[tuple[Any, Any]], *, is_tracing: Callable[[], bool]
     ) -> Iterator[None]:
-        """While it lasts, variables of other ranks have values here.
-
-        Args:
-            values: variables of other ranks, each with its value.
-            is_tracing: as for `give_up`.
-        """
+        """While it lasts, variables of other ranks have values here."""
         back: list[tuple[Any, str]] = []
         try:
             for variable, value in values:

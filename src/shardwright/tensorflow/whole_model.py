@@ -19,11 +19,6 @@ def whole_model(run: KerasRun, where: str, variables: Sequence[Any] | None = Non
     """While it lasts, every rank has the values of all variables of the model; collective over all ranks.
 
     A rank needs memory for them meanwhile.
-
-    Args:
-        run: with a wrapped model.
-        where: the call as a script writes it, for messages to ranks that do not come.
-        variables: of a part of the model, that is enough; None: all.
     """
     if run.mesh.pipeline == 1 or not run.is_placed or run.variables.are_whole:
         yield

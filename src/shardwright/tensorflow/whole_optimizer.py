@@ -25,9 +25,6 @@ def whole_optimizer(run: KerasRun) -> Iterator[None]:
 
     Each rank has slots for its own variables alone, and Keras drops slots that it reads from a file if they
     are not those of all variables. All variables of the model have values meanwhile: see `whole_model`.
-
-    Args:
-        run: with a wrapped model.
     """
     model = run.keras_model
     own = getattr(model, "optimizer", None)
@@ -57,10 +54,6 @@ def optimizer_from_file(run: KerasRun, model: Any) -> Iterator[None]:
 
     Keras leaves out the slots of a file if they are not as many as an optimizer has. One without slots gets
     those of this rank with its first update.
-
-    Args:
-        run: with that model.
-        model: has an optimizer with slots in one process, at this place of the script.
     """
     own = getattr(model, "optimizer", None)
     if run.mesh.world_size == 1 or own is None:
@@ -103,12 +96,7 @@ def optimizer_from_file(run: KerasRun, model: Any) -> Iterator[None]:
 
 @contextmanager
 def _slots_without_values(given: dict[int, Any], of_others: Collection[int]) -> Iterator[None]:
-    """Slots that are made inside have no memory.
-
-    Args:
-        given: gets the values that they are given, by the id of the slot; None for those of other ranks.
-        of_others: ids of slots that other ranks have.
-    """
+    """Slots that are made inside have no memory."""
 
     def create(next_creator: Callable[..., Any], **options: Any) -> Any:
         begins_as = options.get("initial_value")

@@ -50,11 +50,7 @@ class ForkServerClient:
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def run(self, job: Job) -> list[RankStatus]:
-        """Runs a job and returns one status a rank.
-
-        Raises:
-            LaunchError: the server could not start, died, or could not import what was to be preloaded.
-        """
+        """Runs a job and returns one status a rank."""
         with self._lock, self._closing_on_failure():
             if self.server_pid is None:
                 self.close()

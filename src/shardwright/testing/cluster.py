@@ -42,11 +42,9 @@ class HostOutcome:
     """The outcome of one host's command.
 
     Attributes:
-        host: which one.
         exit_code: of the command; minus the number of the signal that ended it; None where it was stopped
             because the time was up.
         output: what it wrote, standard error included.
-        seconds: how long it ran.
     """
 
     host: int

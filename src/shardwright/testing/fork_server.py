@@ -36,13 +36,7 @@ _POLL_S = 1.0
 
 
 class ForkServer:
-    """The server's state between jobs.
-
-    Args:
-        channel: the socket to the caller.
-        caller_pid: the process that started the server.
-        nursery: forks ranks with another hash seed; None where it cannot.
-    """
+    """The server's state between jobs."""
 
     def __init__(self, channel: socket.socket, *, caller_pid: int, nursery: Nursery | None) -> None:
         self._channel = channel

@@ -23,7 +23,6 @@ class Job:
     Attributes:
         key: under which the objects of this job are sealed; only the caller, the server and the ranks have
         it. payload: cloudpickle of the function, its arguments and the warning filters; only ranks open it.
-        environ: each rank's whole environment.
         preload: modules that the server imports before it forks.
         timeout_s: seconds from the first fork until every rank is killed.
         grace_s: seconds that the others get after the first rank failed; None: until the timeout.
@@ -135,11 +134,7 @@ def send(channel: socket.socket, message: Any) -> None:
 
 
 def receive(channel: socket.socket) -> Any:
-    """Receives one message.
-
-    Raises:
-        EOFError: the other end is closed.
-    """
+    """Receives one message."""
     (length,) = _LENGTH.unpack(_receive_exactly(channel, _LENGTH.size))
     return decode(_receive_exactly(channel, length))
 

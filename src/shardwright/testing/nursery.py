@@ -32,11 +32,7 @@ _WITH_GATES = b"g"
 
 
 def hash_seeds(first: int) -> tuple[int, int]:
-    """The seeds of the fork server and of its nursery, as ``PYTHONHASHSEED`` has them.
-
-    Args:
-        first: that of the server.
-    """
+    """The seeds of the fork server and of its nursery, as ``PYTHONHASHSEED`` has them."""
     return first, (first + 1) % 2**32
 
 
@@ -50,11 +46,7 @@ def belongs_to_nursery(rank: int) -> bool:
 
 
 class Nursery:
-    """The fork server's side of it.
-
-    Args:
-        hash_seed: of the interpreter.
-    """
+    """The fork server's side of it."""
 
     def __init__(self, hash_seed: int) -> None:
         self._channel, theirs = socket.socketpair()
@@ -83,27 +75,14 @@ class Nursery:
         return False
 
     def await_imports(self) -> None:
-        """Waits until it has.
-
-        Raises:
-            RuntimeError: it could not.
-        """
+        """Waits until it has."""
         problem: str | None = receive(self._channel)
         if problem is not None:
             self._prepared.clear()
             raise RuntimeError(f"in the process that forks every other rank:\n{problem}")
 
     def fork(self, job: Job, ranks: Sequence[int], gates: tuple[Gate, Gate]) -> dict[int, int]:
-        """Forks ranks of a job; they are children of the calling process.
-
-        Args:
-            job: what they run.
-            ranks: which.
-            gates: to start, and to finish.
-
-        Returns:
-            Their process ids.
-        """
+        """Forks ranks of a job; they are children of the calling process; returns their process ids."""
         send(self._channel, (job, (list(ranks), _generators())))
         ends = [end for gate in gates for end in gate.rank_ends]
         socket.send_fds(self._channel, [_WITH_GATES], ends)

@@ -22,16 +22,7 @@ def value_place(rank: int) -> str:
 
 
 def payload(thing: object, *, function: Callable[..., Any], seal: Seal) -> bytes:
-    """Pickles a function with its dependencies.
-
-    Args:
-        thing: what to pickle; it holds the function.
-        seal: of the job.
-        function: the one that the ranks will call. Its module travels too, unless it is installed.
-
-    Raises:
-        UsageError: something in it cannot be pickled.
-    """
+    """Pickles a function with its dependencies."""
     cloudpickle = _cloudpickle()
     module = _module_of(function)
     # A rank need not, and often could not, import a test module: it is not on the path, and imports much.

@@ -28,14 +28,7 @@ STACKS_SIGNAL = signal.SIGQUIT
 
 
 def run_rank(job: Job, rank: int, *, server_pid: int, start: Gate, finish: Gate) -> NoReturn:
-    """Runs the job's function as one rank, and ends the process.
-
-    Args:
-        start: crossed between making the process group and calling the function. Without it a function
-            could kill its rank while others still connect to it.
-        finish: crossed between the function's end and destroying the process group. Without it a rank
-            that is done would close its connections while others still use them.
-    """
+    """Runs the job's function as one rank, and ends the process."""
     exit_code = 1
     try:
         files = RankFiles(Path(job.folder), rank)

@@ -17,11 +17,7 @@ __all__ = ["StoreProcess"]
 
 
 class StoreProcess:
-    """Forks the process and asks it for stores.
-
-    Args:
-        server_pid: the fork server, with which the process ends.
-    """
+    """Forks the process and asks it for stores."""
 
     def __init__(self, server_pid: int) -> None:
         self._channel, other_end = socket.socketpair()

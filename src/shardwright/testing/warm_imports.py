@@ -36,11 +36,7 @@ _IF_THEY_IMPORT = (
 
 
 def import_always() -> None:
-    """Imports what every rank needs.
-
-    Raises:
-        RuntimeError: that has started a thread.
-    """
+    """Imports what every rank needs."""
     import_once(_ALWAYS)
     for name in _IF_THEY_IMPORT:
         # Only a head start: what cannot be imported here raises in the rank that needs it, with its
@@ -62,11 +58,7 @@ def import_once(modules: Sequence[str]) -> None:
 
 
 def require_one_thread(imported: Sequence[str]) -> None:
-    """Refuses to go on where a module has started a thread.
-
-    Raises:
-        RuntimeError: it has.
-    """
+    """Refuses to go on where a module has started a thread."""
     if num_threads() > 1:
         raise RuntimeError(
             f"importing {', '.join(imported) or 'torch'} started threads ({num_threads()} run now), and a "

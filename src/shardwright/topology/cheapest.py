@@ -16,10 +16,6 @@ class Offer:
     """Training on some of the machines.
 
     Attributes:
-        num_nodes: that are taken.
-        num_ranks: on them.
-        way: the best there.
-        seconds: of the whole training.
         dollars: of the whole training; None where a price is not known.
     """
 
@@ -34,15 +30,6 @@ def offers(task: Task, *, tokens: float, deadline_s: float | None = None) -> lis
     """Offers of training on 1, 2, 4, ... nodes of one kind, up to all of them; none where nothing fits.
 
     With a deadline, also on the fewest nodes that meet it, found by halving what lies between two of these.
-
-    Args:
-        task: with all machines.
-        tokens: of the whole training.
-        deadline_s: seconds that training may take; None: any.
-
-    Raises:
-        ConfigError: the pins contradict one another on any number of nodes.
-        UsageError: there are several kinds of machines, or no tokens.
     """
     if len(task.machines.nodes) != 1:
         raise UsageError("how many machines to take can be asked of one kind at a time. Name one kind.")
@@ -88,12 +75,7 @@ def _between(task: Task, known: dict[int, Offer], tokens: float, deadline_s: flo
 
 
 def _offer(task: Task, number: int, tokens: float) -> Offer:
-    """Training on so many nodes.
-
-    Raises:
-        InfeasiblePlanError: nothing fits.
-        ConfigError: no way has the pins.
-    """
+    """Training on so many nodes."""
     kind, _ = task.machines.nodes[0]
     machines = replace(task.machines, name=f"{kind.name} x {number}", nodes=((kind, number),))
     way = search(replace(task, machines=machines)).best
@@ -109,15 +91,7 @@ def _offer(task: Task, number: int, tokens: float) -> Offer:
 
 
 def cheapest(found: list[Offer], *, deadline_s: float | None = None) -> Offer:
-    """The offer to take: of those in time, the one that costs least; without prices, with the fewest nodes.
-
-    Args:
-        found: offers.
-        deadline_s: seconds that training may take; None: any.
-
-    Raises:
-        InfeasiblePlanError: no offer fits in memory, or is in time.
-    """
+    """The offer to take: of those in time, the one that costs least."""
     if not found:
         raise InfeasiblePlanError(
             "nothing fits on any number of these machines. See what would help: shardwright search, with all."

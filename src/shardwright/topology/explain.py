@@ -37,12 +37,7 @@ _NUM_PARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """The saving from a rate that is a tenth higher.
-
-    Attributes:
-        what: the rate, in words.
-        share: of the step.
-    """
+    """The saving from a rate that is a tenth higher."""
 
     what: str
     share: float
@@ -53,10 +48,7 @@ class Comparison:
     """The best way beside one with options that somebody has in mind.
 
     Attributes:
-        best: of all ways.
         wanted: the best with these options; where nothing fits with them, the one that takes least memory.
-        fits: it fits in memory.
-        sentences: what tells them apart.
     """
 
     best: Way
@@ -126,12 +118,7 @@ def _listed(parts: Sequence[str]) -> str:
 
 
 def why_not(task: Task, pins: dict[str, int]) -> Comparison:
-    """Compares the best way with the best one that has these options.
-
-    Raises:
-        InfeasiblePlanError: nothing fits without them, either.
-        ConfigError: no way has them.
-    """
+    """Compares the best way with the best one that has these options."""
     answer = search(replace(task, pins={}))
     pinned = replace(task, pins=pins)
     ways = all_ways(pinned)

@@ -23,18 +23,7 @@ _OF_BATCHES = ("microbatch", "microbatches")
 
 
 def largest_batch(task: Task) -> Answer:
-    """The fastest way to train the largest multiple of the task's batch without accumulating gradients.
-
-    Args:
-        task: its batch is what the answer is a multiple of.
-
-    Returns:
-        The answer for that batch, which its task has.
-
-    Raises:
-        InfeasiblePlanError: not even one times the batch fits so.
-        ConfigError: the pins contradict one another, or say how the batch is cut.
-    """
+    """The fastest way to train the largest multiple of the task's batch without accumulating gradients."""
     for name in _OF_BATCHES:
         if name in task.pins:
             raise ConfigError(

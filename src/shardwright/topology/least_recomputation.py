@@ -17,11 +17,6 @@ def with_least_recomputation(task: Task, ways: Options, *, share: float = 1.0) -
 
     Memory grows by as much with each block that keeps its activations, or by more where another rank
     becomes the neediest: what is worked out from the two ends fits in between.
-
-    Args:
-        task: what is asked for; pins of recomputation stay.
-        ways: options as columns; all fit.
-        share: of the memory. Ways that take more of it without any stay as they are.
     """
     if isinstance(task.model, LayerChain) or {"recompute", "kept_layers"} & set(task.pins):
         return ways

@@ -48,12 +48,6 @@ _OTHER_NAMES = {
 def parse_pins(texts: Iterable[str]) -> dict[str, int]:
     """Reads pins.
 
-    Args:
-        texts: each ``name=value``; several may be joined by commas.
-
-    Raises:
-        ConfigError: a name or a value is not known, or a name is given twice with different values.
-
     >>> parse_pins(["tp=8, zero=3, recompute=full", "schedule=zb_h1"])
     {'tensor': 8, 'sharded': 3, 'recompute': 2, 'schedule': 3}
     """

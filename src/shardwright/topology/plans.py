@@ -32,12 +32,7 @@ _NEAR_TIE = 1.01
 
 
 def settings_of(answer: Answer, way: Way) -> dict[str, Any]:
-    """The settings of a plan that a way fixes: its degrees and microbatches, and pinned options.
-
-    Args:
-        answer: that the way is a part of.
-        way: one that this version runs.
-    """
+    """The settings of a plan that a way fixes: its degrees and microbatches, and pinned options."""
     task = answer.task
     left = {key for key, option in _LEFT_TO_PLANS.items() if option not in task.pins}
     found = {key: value for key, value in way.settings.items() if key not in left}
@@ -51,16 +46,7 @@ def best_plan(
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Plan:
-    """Plans the best ways that this version runs, and takes the plan with the shortest step.
-
-    Args:
-        answer: of a search.
-        make: makes the plan of so many samples of a replica, with these settings.
-        progress: told how many ways have been begun, and how many there are.
-
-    Raises:
-        PlanError: no way runs, or none can be planned; the message of the first.
-    """
+    """Plans the best ways that this version runs, and takes the plan with the shortest step."""
     ways = [way for way in (answer.best, *answer.alternatives) if not way.not_run_yet][:_NUM_PLANNED]
     if not ways:
         parts = " and ".join(answer.best.not_run_yet)

@@ -41,13 +41,7 @@ _ROWS_OF_BLOCK = 2**14
 def seconds_of(
     task: Task, ways: Options, *, faster: Mapping[str, float] = MappingProxyType({})
 ) -> StepSeconds:
-    """Seconds of a step of every way.
-
-    Args:
-        task: what is asked for.
-        ways: options, numbers or columns.
-        faster: factors by which rates of the machines are raised, by their names in `Rates`.
-    """
+    """Seconds of a step of every way."""
     if task.kinds:
         return mixed_of(task, ways, faster=faster).seconds
     rates, reached = _raised(task.rates, faster), task.calibration.efficiencies
@@ -96,12 +90,7 @@ def _raised(rates: Rates, faster: Mapping[str, float]) -> Rates:
 
 
 def fits(task: Task, ways: Options) -> NDArray[np.bool_]:
-    """Whether ways fit in the memory of accelerators, and what they offload in that of hosts, if it is known.
-
-    Args:
-        task: what is asked for.
-        ways: options as columns.
-    """
+    """Whether ways fit in the memory of accelerators."""
     if isinstance(task.model, LayerChain):
         num_bytes, limit = memory_of(task, ways)
         found = np.atleast_1d(num_bytes.total <= limit)

@@ -19,12 +19,7 @@ _LEAST_SEQUENCE = 128
 
 
 def remedies(task: Task, closest: Way) -> list[str]:
-    """One line for each thing that helps by itself, then the memory that would do.
-
-    Args:
-        task: for which nothing fits.
-        closest: the way that takes least memory.
-    """
+    """One line for each thing that helps by itself, then the memory that would do."""
     found = _unpinned(task)
     more = next((f for f in _FACTORS if _fits(_with_nodes(task, f))), None)
     if more is not None:

@@ -34,10 +34,7 @@ class Answer:
     """The result of a search.
 
     Attributes:
-        task: what was asked.
-        best: the way to take.
         alternatives: the best of those that differ from it and from one another in their degrees.
-        num_ways: that were priced.
         num_fitting: of them, those that fit in memory.
     """
 
@@ -49,16 +46,7 @@ class Answer:
 
 
 def search(task: Task, *, objective: Objective = "speed") -> Answer:
-    """Finds the fastest way, or the one that takes least memory.
-
-    Args:
-        task: what is asked for.
-        objective: what counts; the other decides between equals.
-
-    Raises:
-        InfeasiblePlanError: nothing fits; with the smallest changes that would help.
-        ConfigError: the pins contradict one another.
-    """
+    """Finds the fastest way, or the one that takes least memory."""
     ways = all_ways(task)
     fitting = np.flatnonzero(fits(task, ways))
     if not len(fitting):
@@ -67,14 +55,7 @@ def search(task: Task, *, objective: Objective = "speed") -> Answer:
 
 
 def best_of(task: Task, some: Options, *, objective: Objective, num_ways: int) -> Answer:
-    """The best of ways that fit, and those that are next.
-
-    Args:
-        task: what is asked for.
-        some: ways that fit, as columns.
-        objective: what counts.
-        num_ways: of which these are a part.
-    """
+    """The best of ways that fit, and those that are next."""
     number = len(np.atleast_1d(some.pipeline))
     if objective == "speed":
         some = _with_roomy_ones(task, some)

@@ -28,11 +28,7 @@ _MOST_CONTEXT = 64
 
 
 def all_ways(task: Task) -> Options:
-    """Every way that the machines, the batch, the model and the pins allow.
-
-    Raises:
-        ConfigError: a pin is unknown, out of range, or contradicts the machines or another one.
-    """
+    """Every way that the machines, the batch, the model and the pins allow."""
     _check_pins(task)
     grids = [grid for grid in _grids(task) if grid.number]
     if not grids:
@@ -80,9 +76,7 @@ class _Grid:
     """The ways of one mesh.
 
     Attributes:
-        number: of them.
         of_mesh: options that are the same for all of them.
-        columns: the others.
     """
 
     number: int

@@ -59,10 +59,6 @@ def runs_experts(options: Options, *, num_experts: int) -> Any:
     It has the ranks of one batch share them, which are then as many as the replicas here, and have their
     samples. They may share layers or sequences, too; then all of them have different experts, and each has
     one. They share no shards.
-
-    Args:
-        options: of ways.
-        num_experts: of a layer.
     """
     in_one_way = (options.context == 1) | (options.tensor == 1)
     of_samples = (options.expert > options.context) & (options.expert % options.context == 0)
@@ -80,16 +76,11 @@ class Task:
 
     Attributes:
         model: the architecture, or a chain of layers, which is cut between them and in no other way.
-        machines: that there are.
         batch: samples of a step, over all replicas.
         sequence: tokens of a sample; None: as the model was trained.
         dtype: of the model: ``bfloat16``, ``float16``, with updates in float32, or ``float32``.
-        runtime: whose efficiencies count.
         only_what_runs: leave out what this version's runtime does not have; see `NOT_RUN_YET`.
         pins: options that are given, by their names in `shardwright.costs.Options`.
-
-    Raises:
-        ConfigError: a number is out of range, or machines have no rate for the dtype.
     """
 
     model: Transformer | LayerChain

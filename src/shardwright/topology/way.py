@@ -226,12 +226,7 @@ class Way:
 
 
 def way_of(task: Task, options: Options) -> Way:
-    """Prices one way.
-
-    Args:
-        task: what is asked for.
-        options: numbers.
-    """
+    """Prices one way."""
     if options.hierarchical == Gathers.FASTER:
         flat = replace(options, hierarchical=int(Gathers.FLAT))
         by_nodes = replace(options, hierarchical=int(Gathers.BY_NODES))

@@ -20,11 +20,7 @@ class ScriptRun(Context):
 
 
 def script_run() -> ScriptRun:
-    """The current run.
-
-    Raises:
-        UsageError: `init` was not called.
-    """
+    """The current run."""
     current = context()
     if not isinstance(current, ScriptRun):
         raise UsageError("this run was not begun by a script. Call shardwright.torch.init().")

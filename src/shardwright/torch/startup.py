@@ -21,7 +21,7 @@ from shardwright.torch.run.data import samplers_checked, seed_everything
 from shardwright.torch.run.joining import joined
 from shardwright.torch.run.joint_calls import prepare
 from shardwright.torch.run.launch_settings import given_settings
-from shardwright.torch.script_collectives.sums_over_ranks import metrics_over_replicas, sums_pointed_out
+from shardwright.torch.script_collectives.sums_over_ranks import metrics_over_replicas
 from shardwright.torch.script_run import ScriptRun
 from shardwright.torch.step_end.same_samples import streams_noted
 
@@ -63,7 +63,6 @@ def begin(settings: Config, plan: Plan | None) -> None:
     made.cleanup.enter_context(scaling_noted())
     if made.mesh.spreads_model:
         made.cleanup.enter_context(samplers_checked())
-        made.cleanup.enter_context(sums_pointed_out(made))
         metrics_over_replicas()
     if made.mesh.data > 1:
         made.cleanup.enter_context(streams_noted())

@@ -18,7 +18,6 @@ from shardwright.torch.interception.compiled_code import uncompiled
 from shardwright.torch.interception.foreign_wrappers import refuse_wrapped_model
 from shardwright.torch.interception.glue import active_handler
 from shardwright.torch.interception.step_code import ReadingStep
-from shardwright.torch.optimizer.joint_update import is_running
 from shardwright.torch.optimizer.optimizer_trial import is_trying
 from shardwright.torch.script_run import script_run
 
@@ -125,16 +124,7 @@ def step_function(
     loss_reduction: str | None = None,
     prepared: Callable[[Batch], Batch] | None = None,
 ) -> Callable[..., Any]:
-    """Makes a step function, as `step` does with its options.
-
-    Args:
-        function: as there.
-        non_split_inputs: as there.
-        input_split_axes: as there.
-        split_lists: as there.
-        loss_reduction: as there.
-        prepared: makes the batch that is run from the one that is given.
-    """
+    """Makes a step function, as `step` does with its options."""
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise UsageError(
             f"the step function {function.__name__} is a generator or asynchronous: it would return before "
@@ -166,10 +156,10 @@ def step_function(
             raise UsageError("no model is wrapped. Call sw.DistributedModel(model) before the first step.")
         if active_handler() is not None:
             raise UsageError("a step function is called inside another one. Call it from the training loop.")
-        if is_running() or is_trying():
+        if is_trying():
             raise UsageError(
-                "a step function is called inside of an optimizer that updates the parameters of all stages. "
-                "Call it from the training loop, before optimizer.step()."
+                "a step function is called inside of an optimizer. Call it from the training loop, before "
+                "optimizer.step()."
             )
         given = len(args), tuple(kwargs)
         if given not in fitting:

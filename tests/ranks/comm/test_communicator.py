@@ -14,7 +14,6 @@ from choices import in_every_run, some_combinations
 from shardwright.collectives.choose import COLLECTIVES, Candidate, steps_of
 from shardwright.collectives.prices import DEFAULT_PRICES, Curve
 from shardwright.collectives.routine import Routine
-from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.comm.collectives.connect import connect
 from shardwright.comm.collectives.reduction import Reduction
 from shardwright.comm.joining.process_group import default_store
@@ -273,40 +272,6 @@ def test_ranks_in_different_collectives_are_told():
             calls[dist.get_rank()]()
 
     run_ranks(mixed, 2)
-
-
-@pytest.mark.parametrize("hosts", ["aabb", "ab", "aaabb", "aa"])
-def test_messages_between_nodes_may_go_in_8_bits(hosts):
-    def compare():
-        group, rank, size = communicator(hosts), dist.get_rank(), len(hosts)
-        quantiser = BlockQuantiser()
-        generator = torch.Generator().manual_seed(0)
-        pieces = torch.randn(size, 5000, generator=generator)
-        gathered = torch.empty(size * 5000)
-        group.all_gather(gathered, pieces[rank].clone(), quantiser)
-        torch.testing.assert_close(gathered.view(size, -1), pieces, rtol=0, atol=pieces.abs().max() / 254)
-        wholes = torch.randn(size, size * 5000, generator=generator)
-        scattered = torch.empty(5000)
-        group.reduce_scatter(scattered, wholes[rank].clone(), Reduction("AVG"), quantiser)
-        mean = wholes.mean(0).view(size, -1)[rank]
-        torch.testing.assert_close(scattered, mean, rtol=0, atol=wholes.sum(0).abs().max() / 254)
-        data = wholes[rank, :4999].clone()
-        group.all_reduce(data, Reduction("AVG"), quantiser)
-        torch.testing.assert_close(data, wholes[:, :4999].mean(0), rtol=0, atol=wholes.abs().max() / 100)
-        memory = group.share_memory(4 * size * 5000).view(torch.float32)
-        group.gather_to_nodes(memory, pieces[rank].clone(), (3000, 1990, 10), quantiser)
-        split = memory.split([size * 3000, size * 1990, size * 10])
-        whole = torch.cat([part.view(size, -1) for part in split], 1)
-        torch.testing.assert_close(whole, pieces, rtol=0, atol=pieces.abs().max() / 254)
-        assert torch.equal(whole[:, -10:], pieces[:, -10:])
-        assert (quantiser.relative_error > 0) == (len(set(hosts)) > 1 or whole.ne(pieces).any())
-        assert quantiser.relative_error < 0.01
-        with pytest.raises(UsageError, match="cannot go in 8 bits"):
-            group.reduce_scatter(scattered, wholes[rank], Reduction("MAX"), quantiser)
-        return torch.cat([gathered, data, whole.view(-1)])
-
-    found = run_ranks(compare, len(hosts))
-    assert all(torch.equal(gathered, found[0]) for gathered in found)
 
 
 def test_tensors_that_do_not_fit_are_refused():

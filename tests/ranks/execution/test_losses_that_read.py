@@ -265,31 +265,6 @@ def test_losses_that_read_are_those_of_a_plain_loop(ranks: int, settings: dict[s
                 assert lines == [f"{loss:.9f}" for step in own_results for loss, _ in step]
 
 
-@pytest.mark.thorough
-def test_what_a_read_costs_is_told_once_with_its_line() -> None:
-    def run() -> list[str]:
-
-        with redirect_stdout(io.StringIO()):
-            told: list[str] = []
-            from shardwright.observe.observer import Observer
-
-            plain = Observer.status
-            Observer.status = lambda self, text: (told.append(text), plain(self, text))[1]  # type: ignore
-            try:
-                for function in (reads_its_loss, reads_nothing):
-                    over_stages([function], {})
-            finally:
-                Observer.status = plain  # type: ignore[method-assign]
-        return [text for text in told if "reads a value here" in text]
-
-    first, second = run_ranks(run, 2)
-    assert not second
-    of_training, *of_evaluations = first
-    said = r"test_losses_that_read.py:\d+: the step function reads a value here.* \(up to .* in this step\)"
-    assert re.search(said, of_training)
-    assert len(of_evaluations) == 2  # one of each run
-
-
 def reads_nothing(model: Any, x: Tensor, objects: Tensor) -> Any:
     loss = model(x)["logits"].float().square().mean().double()
     model.backward(loss)

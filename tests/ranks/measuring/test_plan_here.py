@@ -41,28 +41,6 @@ def test_the_fastest_of_the_trials_is_kept():
     assert not sw.is_initialized()
 
 
-def trials_and_predictions():
-    import json
-    import os
-    from pathlib import Path
-
-    texts = [planned({"pipeline_parallel_degree": 2, "microbatches": 4}, most=1) for _ in range(4)]
-    if torch.distributed.get_rank():
-        return None
-    (file,) = Path(os.environ["SHARDWRIGHT_CACHE"], "runs").glob("*.jsonl")
-    return [json.loads(text) for text in texts], len(file.read_text().splitlines())
-
-
-def test_trials_teach_later_predictions(monkeypatch, tmp_path):
-    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))
-    plans, lines = run_ranks(trials_and_predictions, 2, timeout_s=150)[0]
-    assert lines == 4
-    corrections = [plan["prediction"]["correction"] for plan in plans]
-    assert corrections[:3] == [1.0, 1.0, 1.0]
-    assert corrections[3] != 1.0
-    assert any("3 earlier runs" in reason for reason in plans[3]["why"])
-
-
 @pytest.mark.thorough
 def test_degrees_that_are_set_stay():
     from shardwright.plan import Plan

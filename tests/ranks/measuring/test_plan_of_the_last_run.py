@@ -1,7 +1,6 @@
 """Microbatches and placements stay those of the last run of a script, until a new plan is asked for."""
 
 import json
-import time
 
 import torch
 from torch import nn
@@ -111,49 +110,3 @@ def test_ranks_share_layers_as_they_did(monkeypatch, tmp_path):
         document["tensor"]["prices"] |= {"latency_s": 1e-9, "bandwidth_Bps": bandwidth_Bps}
         file.write_text(json.dumps(document))
         assert run_ranks(shared, 2) == [(bandwidth_Bps, divides)] * 2
-
-
-class Sleeps(nn.Linear):
-    """A layer that takes longer than anybody would estimate from what it computes."""
-
-    def forward(self, x):
-        if not x.is_meta:
-            time.sleep(0.02)  # on a busy machine the others take milliseconds, too
-        return super().forward(x)
-
-
-def sizes_of_stages():
-    """How many units each stage has; with the plan of a next run, where there is another one."""
-    import shardwright.torch as sw
-    from shardwright.torch.measuring import plan_review
-    from shardwright.torch.run.context import context
-
-    plan_review._LEAST_STEPS = 1  # later ones are seconds apart
-    settings = {"pipeline": "1f1b", "microbatches": 8, "profile": "estimated"}
-    sw.init({"run_name": "run", "report": False, **settings})
-    torch.manual_seed(0)
-    layers = [*(Sleeps(16, 16) for _ in range(6)), *(nn.Linear(16, 16) for _ in range(6))]
-    model = sw.DistributedModel(nn.Sequential(*layers))
-
-    @sw.step
-    def train(model, x):
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
-    for _ in range(4):
-        train(model, torch.ones(16, 16))
-    folder, plan = context().reporter.folder, context().plan
-    sw.shutdown()
-    return [len(stage.units) for stage in plan.stages], folder.next_plan_file.exists()
-
-
-def test_the_next_run_gets_the_plan_that_measured_steps_suggest(monkeypatch, tmp_path):
-    """Half of the layers take all of the time, which their estimates did not say."""
-    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-
-    assert run_ranks(sizes_of_stages, 2)[0] == ([6, 6], True)
-    (first, _), again = run_ranks(sizes_of_stages, 2)[0]
-    assert first < 6
-    assert not again  # within the error of a prediction it stays

@@ -87,52 +87,6 @@ def test_a_confusion_matrix():
     assert run_ranks(confusion, 4) == [[64, 32]] * 4
 
 
-def sums_of_a_script(what: str) -> tuple[list[str], float]:
-    said, run = listen(), evaluation()
-    dist.all_reduce(torch.ones(()))  # before anything was computed
-    correct = (run(torch.ones(4, 4)) < 9e9).sum()
-    if what == "replicas":
-        dist.all_reduce(correct, group=sw.get_dp_process_group())
-    elif what == "parts":  # of each rank
-        correct = sum(p.numel() + sw.rank() for p in run.model.local_parameters()) * torch.ones(())
-        dist.all_reduce(correct)
-    elif what == "largest":
-        dist.all_reduce(correct, dist.ReduceOp.MAX)
-    elif what == "flags":
-        dist.all_reduce(torch.zeros(1))
-    elif what == "gathered":
-        parts = [torch.zeros_like(correct) for _ in range(sw.size())]
-        dist.all_gather(parts, correct)
-    else:
-        dist.all_reduce(correct.clone())
-        dist.all_reduce(tensor=correct, async_op=True).wait()
-    sw.shutdown()
-    dist.all_reduce(torch.ones(()))  # as before
-    return [text for text in said if "all_" in text], float(correct)
-
-
-@pytest.mark.parametrize("what", ["replicas", "parts", "largest", "flags"])
-def test_sums_that_are_right(what: str):
-    found = run_ranks(sums_of_a_script, 2, what)
-    assert [said for said, _ in found] == [[], []]
-    if what == "replicas":
-        assert [correct for _, correct in found] == [16.0] * 2
-
-
-def test_sums_that_count_each_sample_several_times():
-    """``dist.all_reduce(correct)`` after a step counted each sample once for each rank of its pipeline."""
-    ((text,), correct), (nothing, _) = run_ranks(sums_of_a_script, 2, "all")
-    assert correct == 32.0
-    assert not nothing
-    assert (
-        "dist.all_reduce goes over all 2 ranks, and the 2 ranks of each replica have given the same" in text
-    )
-    assert "test_sums_over_ranks.py" in text
-    assert "group=sw.get_dp_process_group()" in text
-    ((text,), _), *_ = run_ranks(sums_of_a_script, 4, "gathered")
-    assert "dist.all_gather goes over all 4 ranks" in text
-
-
 def batches_of_ranks(what: str) -> list[str]:
     said, run = listen(), evaluation()
     torch.manual_seed(sw.rank() if what == "shuffled" else 0)

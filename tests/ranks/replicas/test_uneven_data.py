@@ -15,11 +15,10 @@ from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
 DP = {"data_parallel_degree": 2, "timeout_s": 20}
 
 
-def train_unevenly(config: dict[str, Any], *, joined: bool = False, then: str = "", **options: Any) -> Any:
+def train_unevenly(config: dict[str, Any], *, then: str = "") -> None:
     """Rank 0 has data for 3 steps, rank 1 for 5."""
-    sw, plain, model = start(Stack, config)
+    sw, _, model = start(Stack, config)
     optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
 
     @sw.step
     def train(model: Any, x: Tensor) -> Tensor:
@@ -27,42 +26,12 @@ def train_unevenly(config: dict[str, Any], *, joined: bool = False, then: str = 
         model.backward(loss)
         return loss
 
-    steps = 0
-    with model.join(enable=joined, **options):
-        for number in range(3 + 2 * sw.rank()):
-            optimizer.zero_grad()
-            try:
-                train(model, batches(number, 2)[sw.dp_rank()])
-            except Exception:  # what leads out of the loop is none
-                if joined:
-                    raise AssertionError("join() has raised") from None
-                raise
-            optimizer.step()
-            steps += 1
+    for number in range(3 + 2 * sw.rank()):
+        optimizer.zero_grad()
+        train(model, batches(number, 2)[sw.dp_rank()])
+        optimizer.step()
     if then == "barrier":
         sw.barrier()
-    for number in range(3):
-        theirs.zero_grad()
-        for part in batches(number, 2)[: sw.dp_size()].flatten(0, 1).tensor_split(4 * sw.dp_size()):
-            (plain(part).square().mean() / 4 / sw.dp_size()).backward()
-        theirs.step()
-    state = model.state_dict()
-    return steps, max((state[n] - value).abs().max().item() for n, value in plain.state_dict().items())
-
-
-@pytest.mark.parametrize("config", [DP, {}])
-def test_they_stop_together(config):
-    """Over a pipeline, the data of its first rank alone counts, and loops end together all the same."""
-    for steps, difference in run_ranks(train_unevenly, 2, config, joined=True):
-        assert steps == 3
-        assert difference < 1e-10
-
-
-def test_they_end_with_an_error_if_they_are_to():
-    with pytest.raises(
-        RanksFailedError, match=r"rank 0 ran out of data after step 3, and others have more\. model"
-    ):
-        run_ranks(train_unevenly, 2, DP, joined=True, throw_on_early_termination=True)
 
 
 OUT_OF_DATA = r"rank 0 ran out of data, or left the loop, after step 3, and rank 1 began step 4"
@@ -85,6 +54,16 @@ def test_they_say_who_ran_out_of_data(then):
     assert re.search(OUT_OF_DATA, str(first.exception)), first.cause
     if then:
         assert "Error" in str(outcomes[1].error_type)
+
+
+def joined() -> None:
+    _, _, model = start(Stack, DP)
+    model.join()
+
+
+def test_join_says_what_to_do_instead() -> None:
+    with pytest.raises(RanksFailedError, match=r"Give all ranks as many batches \(sw\.data_loader does\)"):
+        run_ranks(joined, 2)
 
 
 def accumulate() -> list[float]:

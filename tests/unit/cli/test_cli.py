@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from planned import planned
 
 from cli.calling import call
 from shardwright import __version__
@@ -278,7 +279,7 @@ def _options(function):
                 yield name, {str(information.default), *declared}
 
 
-RANKS = {"run", "plan make", "schedule show", "schedule export", "profile", "probe"}
+RANKS = {"run", "plan make", "schedule show", "profile", "probe"}
 
 
 def test_one_name_for_the_number_of_ranks():
@@ -305,7 +306,6 @@ def test_a_letter_means_the_same_in_all_commands_and_so_does_a_result_file():
     ("words", "wanted"),
     [
         ("schedule show 1f1b --ranks 3", "1f1b: 3 ranks"),
-        ("schedule export 1f1b - --ranks 2", "0F0"),
         ("what-if gpt2-1.5b dgx-h100 --batch 8 --machines dgx-h200 --dtype bf16", "times as many tokens"),
     ],
 )
@@ -335,11 +335,12 @@ def test_a_reader_that_has_seen_enough_is_no_error():
 
 
 def test_a_reader_that_has_left_does_not_change_the_exit_code(tmp_path):
-    path = tmp_path / "wrong.csv"
-    path.write_text("0F0,0B0\n1F0\n")
-    shell = 'set -o pipefail; "$0" -m shardwright schedule check "$1" --json | true'
+    paths = (tmp_path / "one.json", tmp_path / "other.json")
+    for path, microbatches in zip(paths, (4, 8), strict=True):
+        planned(microbatches=microbatches).write(path)
+    shell = 'set -o pipefail; "$0" -m shardwright plan diff "$1" "$2" --json | true'
     found = subprocess.run(
-        ["bash", "-c", shell, sys.executable, path], capture_output=True, text=True, check=False
+        ["bash", "-c", shell, sys.executable, *paths], capture_output=True, text=True, check=False
     )
     assert (found.returncode, found.stderr) == (1, "")
 

@@ -60,6 +60,9 @@ def refused(monkeypatch, capsys):
         ("resume train.py", "To continue a run: shardwright run --resume train.py"),
         ("search llama3-8b 8xh100 -b 64", "is an accelerator, and machines have several. Name these: p5.48"),
         ("run -n", "-n needs a value behind it: -n VALUE"),
+        ("watch runs/train", "there is no command watch. A run prints its progress; its steps, as they"),
+        ("schedule check a.csv", "schedule has no command check. To check one: shardwright.schedule"),
+        ("compare a b -o page.html", "compare has no option -o. Two pages side by side: shardwright report"),
         ("runs --json=yes", "--json takes no value. Write it alone."),
         ("runs a b", "runs takes DIR, and b is left over. Leave it out, or put quotes"),
         ("doctor a", "doctor takes no argument, and a is left over."),
@@ -86,7 +89,7 @@ def _commands():
 @pytest.mark.parametrize("words", list(_commands()), ids=" ".join)
 def test_what_is_missing_comes_with_an_example(refused, words):
     """Commands that need nothing are given too much."""
-    needs_nothing = words in {("runs",), ("doctor",), ("catalogue",), ("probe",), ("watch",)}
+    needs_nothing = words in {("runs",), ("doctor",), ("catalogue",), ("probe",)}
     if needs_nothing:
         assert "is left over" in refused(*words, "a", "b")
         return

@@ -13,7 +13,6 @@ from planned import planned
 from cli.calling import Terminal, call
 from fits import too_wide
 from shardwright.cli.commands import probe, profile
-from shardwright.observe import following
 
 TASK = ("llama3-8b", "p4d.24xlarge*2", "--batch", "512")
 
@@ -31,7 +30,6 @@ def shown(tmp_path, monkeypatch, capsys):
     for reader in READERS:
         if reader.name in ("cluster.yaml", "config.json", "prices.json", "profile.json"):
             reader.write(tmp_path)
-    monkeypatch.setattr(following, "_SILENT_S", 0.2)  # what writes the run has ended
     # Ranks that measure leave their files, which are there.
     for module in (probe, profile):
         monkeypatch.setattr(module, "run_for_files", lambda *_, **__: True)
@@ -53,7 +51,7 @@ def shown(tmp_path, monkeypatch, capsys):
         ("catalogue",),
         ("cheapest", *TASK, "--tokens", "1e12"),
         ("cluster", "p4d.24xlarge*2+p5.48xlarge"),
-        ("compare", "a", "b", "-o", "page.html"),
+        ("compare", "a", "b"),
         ("doctor",),
         ("explain", "b"),
         ("plan", "diff", "a", "b"),
@@ -68,7 +66,6 @@ def shown(tmp_path, monkeypatch, capsys):
         ("show", "b"),
         ("simulate", "b", "--slow", "1=2"),
         ("trace", "cli.models:build"),
-        ("watch", "a"),
         ("what-if", *TASK, "--network", "4"),
         ("why-not", *TASK, "tensor=8", "pipeline=2"),
     ],

@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+from graphs import convolutional_chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -165,7 +166,7 @@ def test_messages_between_kinds_are_slow_and_sums_inside_of_one_are_not():
 
 
 def test_a_chain_on_two_kinds_that_are_alike_takes_what_it_takes_on_one():
-    chain = find_architecture("resnet-50")
+    chain = convolutional_chain()
     options = way(4, 4)
     found = mixed_chain(chain, options, [kind(8), kind(8)], A100, precision=BF16, width=2)
     alone = chain_seconds(chain, options, A100, REACHED, width=2)
@@ -175,7 +176,7 @@ def test_a_chain_on_two_kinds_that_are_alike_takes_what_it_takes_on_one():
 
 
 def test_a_chain_gives_faster_nodes_more_layers():
-    chain = find_architecture("resnet-50")
+    chain = convolutional_chain()
     kinds = [kind(8, 3.0), kind(8)]
     options = replace(way(2, 8), microbatch=128.0)
     found = mixed_chain(chain, options, kinds, A100, precision=BF16, width=2)

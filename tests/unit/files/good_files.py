@@ -24,7 +24,6 @@ from shardwright.observe.report import gather
 from shardwright.observe.summary import summarize
 from shardwright.planner.chain.profile_file import MeasuredProfile
 from shardwright.profile import UnitCost
-from shardwright.schedule import build_schedule, read_torch_csv, write_torch_csv
 
 __all__ = ["READERS", "Reader"]
 
@@ -130,11 +129,4 @@ READERS = (
     Reader("run/metrics.jsonl", _run, lambda f: (summarize(f / "run"), gather(f / "run"))),
     Reader("run/trace.json", _run, lambda f: gather(f / "run")),
     Reader("run/plan.json", _run, lambda f: (summarize(f / "run"), gather(f / "run"))),
-    Reader(
-        "schedule.csv",
-        lambda f: write_torch_csv(
-            build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=2), f / "schedule.csv"
-        ),
-        lambda f: read_torch_csv(f / "schedule.csv"),
-    ),
 )

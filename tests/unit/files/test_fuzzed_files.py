@@ -92,7 +92,7 @@ def read(reader: Reader, folder: Path) -> None:
         assert len(text) < 20_000
 
 
-DOCUMENTS = [reader for reader in READERS if not reader.name.endswith(".csv")]
+DOCUMENTS = READERS
 
 
 @pytest.mark.parametrize("reader", DOCUMENTS, ids=str)

@@ -173,11 +173,11 @@ def test_what_a_run_appends_to_is_a_file(tmp_path):
         RunFolder(tmp_path).write("plan.json", "{}")
 
 
-def test_exports_and_timelines_go_through_the_same_door(tmp_path, capsys):
+def test_timelines_go_through_the_same_door(tmp_path, capsys):
     planned().write(tmp_path / "plan.json")
     os.mkfifo(tmp_path / "pipe")
-    for words in (["simulate", tmp_path / "plan.json", "--trace"], ["schedule", "export", "1f1b"]):
-        code, _, err = call(capsys, *words, tmp_path / "pipe")
-        assert code == 2
-        assert "it is a pipe, and only a file is replaced" in err
-        assert call(capsys, *words, tmp_path / "file")[0] == 0
+    words = ("simulate", tmp_path / "plan.json", "--trace")
+    code, _, err = call(capsys, *words, tmp_path / "pipe")
+    assert code == 2
+    assert "it is a pipe, and only a file is replaced" in err
+    assert call(capsys, *words, tmp_path / "file")[0] == 0

@@ -26,8 +26,6 @@ FULL = StepRecord(
     outside_s=0.03,
     update_s=0.02,
     skipped_updates=2,
-    gradient_error=0.004,
-    parameter_error=0.005,
 )
 BARE = StepRecord(step=1, seconds=2.0, samples=8)
 
@@ -57,8 +55,6 @@ def test_everything_that_is_known(tmp_path: Path) -> None:
         "memory/peak(GiB)": 3.0,
         "memory/peak_by_rank(GiB)": [1.0, 3.0],
         "memory/limit(GiB)": 24.0,
-        "communication/gradient_error(share)": 0.004,
-        "communication/parameter_error(share)": 0.005,
         "pipeline/bubble(share)": 0.11,
         "pipeline/bubble_predicted(share)": 0.1,
     }

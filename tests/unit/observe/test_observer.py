@@ -10,7 +10,6 @@ from typing import Any
 from observe.plans import measured_as, simulation, two_stage_plan
 from shardwright.config import Config
 from shardwright.observe import Console, Observer, RunFolder, StepRecord, read_json_lines
-from shardwright.observe.next_plan import NextPlan
 from shardwright.plan import Plan
 
 WALL_S = 1_795_177_805.25
@@ -145,24 +144,3 @@ def test_the_last_line_comes_with_the_end(tmp_path: Path) -> None:
     lines = run.stream.getvalue().splitlines()[:3]  # without plotly, a line about the report follows
     assert [line.split(" |")[0] for line in lines] == ["step 1", "step 2", "step 3"]
     assert [" | eta 00:0" in line for line in lines] == [False, True, True]
-
-
-def test_what_an_earlier_part_has_found_holds_as_long_as_the_plan_does(tmp_path: Path) -> None:
-    """Bug: a run that went on with the plan of its checkpoint removed the plan of the next run."""
-    next_plan = NextPlan(two_stage_plan(), "stages took other times than planned")
-
-    def run(plan: Plan, **end: Any) -> bool:
-        observer = Run(tmp_path).observer
-        observer.plan_made(plan)
-        observer.step_done(StepRecord(step=1, seconds=0.5, samples=8))
-        observer.close(**end)
-        assert observer.folder is not None
-        return observer.folder.next_plan_file.exists()
-
-    plan = two_stage_plan()
-    assert run(plan, next_plan=next_plan, reviewed=True)
-    assert run(plan)
-    assert not run(plan, reviewed=True)
-    assert run(plan, next_plan=next_plan, reviewed=True)
-    other = plan.model_copy(update={"schedule": plan.schedule.model_copy(update={"kind": "gpipe"})})
-    assert not run(other)

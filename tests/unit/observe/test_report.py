@@ -225,22 +225,9 @@ def test_the_verdict(tmp_path: Path) -> None:
     assert str(alone).startswith(f"{format_seconds(step_s)} a step, as predicted, ")
 
 
-def test_code_outside_of_the_model_is_compared_where_it_is_measured(tmp_path: Path) -> None:
-    """It runs inside of the forwards, and the plan adds it to the step."""
-    plan = planned(data=2, outside_s=0.3)
-    data = gather(run_folder(tmp_path / "run", plan, recorded=True))
-    assert data.spent[0].predicted == pytest.approx(0.4004 + 0.3)
-    parts = {part.kind: part for part in data.parts}
-    assert parts["forward"].predicted == pytest.approx(0.4004 + 0.3)
-    assert parts["forward"].finer[-1].seconds == 0.3
-    assert plan.prediction is not None
-    assert sum(part.predicted or 0.0 for part in data.parts) == pytest.approx(plan.prediction.step_s)
-
-
 @pytest.mark.parametrize(
     ("plan", "next_step"),
     [
-        (planned(ranks=4, outside_s=9.0, microbatches=64), "outside takes "),
         (given(planned(ranks=4, microbatches=4)), "try 8 microbatches: "),
         (planned(ranks=1, sync_s=0.0), "forward and backward are "),
         (planned(ranks=2, microbatches=64, slow_stage=3.0, message_bytes=0), "imbalance takes "),
@@ -272,15 +259,6 @@ def test_ranks_that_share_layers_or_parameters_do_not_tell_what_one_process_take
     assert own_replicas(plan) == 2
     assert own_replicas(plan.model_copy(update={"mesh": plan.mesh.model_copy(update=shared)})) is None
     assert own_replicas(None) is None
-
-
-def test_a_run_whose_steps_suggest_another_plan_is_to_be_begun_anew(tmp_path: Path) -> None:
-    folder = RunFolder(run_folder(tmp_path / "run", planned()))
-    planned(forward_s=0.05).write(folder.next_plan_file)
-    verdict = gather(folder.path).verdict
-    assert verdict is not None
-    assert verdict.next.startswith("begin a new run: ")
-    assert "next_plan.json" in verdict.next
 
 
 def test_the_planner_is_not_contradicted(tmp_path: Path) -> None:

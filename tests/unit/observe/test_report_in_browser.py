@@ -10,8 +10,7 @@ from planned import planned
 
 from choices import thorough
 from observe.run_folders import run_folder
-from shardwright.observe.report import gather, write_comparison, write_report
-from shardwright.observe.report.gathered.comparison import compare
+from shardwright.observe.report import write_report
 
 EVIL = "<script>document.title='pwned'</script><img src=x onerror=document.title='pwned'>{stage}"
 PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
@@ -125,23 +124,14 @@ def visible(browser: Any, selector: str) -> bool:
     return bool(0 <= left < right <= inside and 0 <= top < high)
 
 
-@pytest.fixture(scope="module")
-def comparison(tmp_path_factory: pytest.TempPathFactory, report: Path) -> Path:
-    folder = tmp_path_factory.mktemp("comparison")
-    other = run_folder(folder / "other", planned(ranks=2, microbatches=8, unit=EVIL), recorded=True)
-    return write_comparison(compare(gather(report.parent), gather(other)), folder / "compare.html")
-
-
 @pytest.mark.parametrize(
     ("phone", "dark"),
     [(True, False), (False, True), thorough(True, True), thorough(False, False)],
     ids=["390-light", "1280-dark", "390-dark", "1280-light"],
 )
-def test_pages_fit_and_answer_first(
-    browser: Any, report: Path, comparison: Path, phone: bool, dark: bool
-) -> None:
+def test_pages_fit_and_answer_first(browser: Any, report: Path, phone: bool, dark: bool) -> None:
     """The report's tables made a phone scroll sideways, and nothing on it said why a run was slow."""
-    for page in (report, comparison):
+    for page in (report,):
         show(browser, page, dark=dark, phone=phone)
         assert browser.execute_script("return innerWidth") == (390 if phone else 1280)
         assert horizontal_scroll(browser) == 0

@@ -6,7 +6,6 @@ import pytest
 
 from observe.plans import two_stage_plan
 from shardwright.observe import StepRecord
-from shardwright.observe.next_plan import NextPlan
 from shardwright.observe.run_end import RunTotals, format_end
 from shardwright.plan import Plan
 
@@ -97,13 +96,3 @@ def test_a_prediction_from_estimates_says_so() -> None:
 
 def test_replicas_work_beside_each_other() -> None:
     assert "3.60 times one process" in format_end(totals(9.0, 1.0, work_s=1.8), None, replicas=2)
-
-
-def test_another_plan_of_the_next_run_has_a_line() -> None:
-    found = format_end(
-        totals(9.0, 1.0, 1.0),
-        predicting(1.0),
-        replicas=1,
-        next_plan=NextPlan(predicting(0.7), "stages took other times than planned: ..."),
-    )
-    assert found.splitlines()[1:] == ["  stages took other times than planned: ...; a new run takes that"]

@@ -16,9 +16,7 @@ from shardwright.errors import InfeasiblePlanError, PlanError
 from shardwright.mesh import Mesh
 from shardwright.plan import Plan
 from shardwright.planner import (
-    NO_CORRECTION,
     Candidates,
-    Correction,
     build_chain,
     make_plan,
     microbatch_counts,
@@ -54,7 +52,6 @@ def plan(
     replicas: int = 1,
     cluster: Cluster | None = None,
     placement: dict[str, int] | None = None,
-    correction: Correction = NO_CORRECTION,
     **config: Any,
 ) -> Plan:
     return make_plan(
@@ -63,7 +60,6 @@ def plan(
         config=Config.parse(config),
         mesh=Mesh.of(world_size=ranks * replicas, pipeline=ranks, data=replicas),
         placement=placement,
-        correction=correction,
     )
 
 
@@ -240,19 +236,6 @@ def test_replicas_add_the_sum_of_gradients() -> None:
     assert two.prediction is not None
     assert two.mesh.world_size == 4
     assert any("Summing the gradients over 2 replicas takes 160 ms a step." in why for why in two.why)
-
-
-def test_code_outside_of_the_model_is_added() -> None:
-    plain, outside = (
-        plan(candidates(4), 2, correction=Correction(factor=2.0, outside_s=outside_s, runs=3))
-        for outside_s in (0.0, 0.5)
-    )
-    assert plain.prediction is not None
-    assert outside.prediction is not None
-    assert outside.prediction.step_s == pytest.approx(plain.prediction.step_s + 0.5)
-    assert outside.prediction.outside_s == 0.5
-    assert any("Code outside of the model takes 500 ms" in reason for reason in outside.why)
-    assert outside.stages == plain.stages
 
 
 def test_shared_cores_make_a_pipeline_pointless_but_not_wrong() -> None:

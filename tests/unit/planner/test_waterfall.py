@@ -6,7 +6,6 @@ from planned import planned, plans
 
 from shardwright.errors import PlanError
 from shardwright.plan import Plan
-from shardwright.planner.explain.plan_replay import Change, base_setting, change_setting, play
 from shardwright.planner.explain.waterfall import Waterfall, break_down
 
 
@@ -61,18 +60,6 @@ def test_every_part_by_hand() -> None:
     assert found["before and after the schedule"] == 4e-3
 
 
-def test_code_outside_of_the_model_has_a_row() -> None:
-    without, plan = planned(), planned(outside_s=0.12)
-    assert plan.prediction is not None
-    assert without.prediction is not None
-    assert plan.prediction.step_s == pytest.approx(without.prediction.step_s + 0.12)
-    assert plan.prediction.uncorrected_s == pytest.approx(without.prediction.step_s)
-    assert by_name(break_down(plan))["outside of the model, measured by the last run"] == 0.12
-    twice_as_fast = play(change_setting(plan, Change(compute_rate=2.0))).setting
-    assert twice_as_fast.outside_s == 0.06
-    assert "outside_s" not in without.to_json()  # older versions read it
-
-
 def test_cores_copying_and_crowding_show_where_they_cost() -> None:
     assert "shared cores" not in by_name(break_down(planned(cores=2)))
     assert by_name(break_down(planned(cores=1)))["shared cores"] > 0.1
@@ -90,15 +77,3 @@ def test_a_plan_without_a_prediction_is_refused() -> None:
     plan = planned().model_copy(update={"prediction": None})
     with pytest.raises(PlanError, match=r"no prediction.*shardwright plan make"):
         break_down(plan)
-
-
-def test_what_earlier_runs_correct_is_a_part() -> None:
-    plan = planned()
-    assert plan.prediction is not None
-    step_s = plan.prediction.step_s
-    update = {"step_s": 1.25 * step_s, "correction": 1.25}
-    corrected = plan.model_copy(update={"prediction": plan.prediction.model_copy(update=update)})
-    found = break_down(corrected)
-    assert by_name(found)["correction"] == pytest.approx(0.25 * step_s)
-    assert found.seconds("remainder") == 0.0
-    assert play(base_setting(corrected)).step_s == pytest.approx(1.25 * step_s)

@@ -1,9 +1,12 @@
 """Placements, families and small tools that the tests of schedules share."""
 
 import itertools
+import re
 from collections.abc import Iterator
 
-from shardwright.schedule import KINDS, Action, Edge, Kind, Schedule, parse_torch_csv, place_stages
+from shardwright.schedule import KINDS, Action, Edge, Kind, Schedule, place_stages
+
+NEIGHBOURS = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
 
 ODD_PLACEMENTS = (
     (0,),
@@ -49,7 +52,21 @@ def all_edges(num_stages: int) -> tuple[Edge, ...]:
 
 def schedule_of(*rows: str) -> Schedule:
     """A schedule from rows such as ``"0F0 0SEND_F0 0B0"``; transfers go to neighbours."""
-    return parse_torch_csv("\n".join(row.replace(" ", ",") for row in rows), source="test")
+    actions = tuple(tuple(_action(cell) for cell in row.split()) for row in rows)
+    owners = {action.stage: rank for rank, row in enumerate(actions) for action in row}
+    return Schedule(
+        kind="test",
+        stage_ranks=tuple(owners[stage] for stage in range(len(owners))),
+        num_microbatches=1 + max(action.microbatch for row in actions for action in row),
+        actions=actions,
+    )
+
+
+def _action(cell: str) -> Action:
+    stage, name, microbatch = re.fullmatch(r"(\d+)([A-Z](?:[A-Z_]*[A-Z])?)(\d+)", cell).groups()
+    kind = Kind(name)
+    peer = int(stage) + NEIGHBOURS[kind] if kind in NEIGHBOURS else None
+    return Action(kind, int(stage), int(microbatch), peer)
 
 
 def text_of(schedule: Schedule) -> list[str]:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schedule.cases import schedule_of
 from shardwright.cluster import Link
 from shardwright.errors import ScheduleError
 from shardwright.schedule import (
@@ -15,9 +16,7 @@ from shardwright.schedule import (
     Schedule,
     StageCost,
     build_schedule,
-    format_torch_csv,
     lower,
-    parse_torch_csv,
     place_stages,
     simulate,
     validate,
@@ -27,7 +26,7 @@ BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 def row_of(text):
-    return parse_torch_csv(text).actions[0]
+    return schedule_of(text.replace(",", " ")).actions[0]
 
 
 def alone(text):
@@ -117,15 +116,6 @@ def test_a_picture_has_a_line_for_the_host():
         "host 0 | .  O0 L0",
         "rank 1 | .  F0 B0=== F1 B1=== F2 B2===",
     ]
-
-
-def test_the_file_form_has_them():
-    schedule = offloaded(build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=2), {(0, 0), (1, 1)})
-    for form in (schedule, lower(schedule)):
-        text = format_torch_csv(form)
-        assert "0OFFLOAD0" in text
-        assert "1LOAD1" in text
-        assert parse_torch_csv(text, source=form.kind) == form
 
 
 def test_where_copies_stand():

@@ -17,17 +17,13 @@ PUBLIC = [
     "bubble_seconds",
     "build_schedule",
     "chain_edges",
-    "format_torch_csv",
     "lower",
-    "parse_torch_csv",
     "peak_activations",
     "place_stages",
-    "read_torch_csv",
     "simulate",
     "splits_backward",
     "unit_costs",
     "validate",
-    "write_torch_csv",
 ]
 
 

@@ -1,17 +1,17 @@
 """The search over models that are chains of layers: convolutional ones, and whatever a factory builds."""
 
 import pytest
+from graphs import convolutional_chain
 
-from shardwright.catalogue import find_architecture
 from shardwright.cluster import parse_inventory
 from shardwright.errors import ConfigError, InfeasiblePlanError
 from shardwright.topology import Task, search
 from shardwright.topology.explain import reasons, why_not
 
 
-def task_of(model="resnet-50", machines="p3.16xlarge*2", **more):
+def task_of(machines="p3.16xlarge*2", *, positions=1, **more):
     return Task(
-        model=find_architecture(model),
+        model=convolutional_chain(positions=positions),
         machines=parse_inventory(machines),
         **{"batch": 1024, "dtype": "float16", **more},
     )
@@ -31,8 +31,8 @@ def test_small_convolutional_nets_train_as_replicas():
 def test_what_does_not_fit_is_refused_with_what_would_help():
     pins = {"microbatch": 64, "data": 8, "offload": 0}
     with pytest.raises(InfeasiblePlanError, match="Leave microbatch to the search"):
-        search(task_of("unet-3d", "p3.16xlarge", batch=8 * 64, pins=pins))
-    smaller = search(task_of("unet-3d", "p3.16xlarge", batch=8 * 64, pins={"offload": 0})).best
+        search(task_of("p3.16xlarge", positions=100, batch=8 * 64, pins=pins))
+    smaller = search(task_of("p3.16xlarge", positions=100, batch=8 * 64, pins={"offload": 0})).best
     assert smaller.options.microbatch < 64
 
 

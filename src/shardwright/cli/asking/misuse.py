@@ -28,10 +28,19 @@ _EXAMPLE = re.compile(r"For example:\s+(shardwright .*?)(?:\n\n|$)", re.DOTALL)
 _LEFT_OVER = re.compile(r"unexpected extra arguments?(?:\(s\))? \((.*)\)$", re.DOTALL)
 _OF_OTHERS = {
     "resume": "To continue a run: shardwright run --resume train.py",
+    "watch": "A run prints its progress; its steps, as they come: tail -f runs/NAME/metrics.jsonl",
+    "schedule export": "To see one: shardwright schedule show KIND; build_schedule returns its actions",
+    "schedule check": "To check one: shardwright.schedule.validate raises what is wrong",
     "export": "To write a model from checkpoints: shardwright ckpt export RUN -o FOLDER",
     **dict.fromkeys(("launch", "start", "train"), "To start ranks: shardwright run -n 2 train.py"),
 }
-"""Commands that are not there, by what does it."""
+"""Commands that are not there, or not any more, by what does it."""
+
+_OPTIONS_THAT_WERE = dict.fromkeys(
+    ("compare -o", "compare --output", "compare --open"),
+    "Two pages side by side: shardwright report RUN --open, for each run; --json has the figures of both.",
+)
+"""Options that are not there any more, behind their command, by what does it."""
 
 _OF_TORCHRUN = frozenset(
     "--local-addr --log-dir --master-addr --master-port --monitor-interval --no-python --rdzv-backend "
@@ -60,8 +69,8 @@ class Group(TyperGroup):
         said = f"{of_group} no command {_short(name)}."
         if name.endswith(".py"):
             return f"{said} To run a script: shardwright run -n 2 {_short(name)}"
-        if context.parent is None and name in _OF_OTHERS:
-            return f"{said} {_OF_OTHERS[name]}"
+        if (instead := _OF_OTHERS.get(f"{_command(context)} {name}".strip())) is not None:
+            return f"{said} {instead}"
         return f"{said} {_near(name, self.commands)}All of them: {context.command_path} --help"
 
 
@@ -93,6 +102,8 @@ def _no_option(error: Any) -> str:
             return f"there is no option {_short(typed)}. {near}All of them: {context.command_path} --help"
         return f"{_short(typed)} stands before a command. Put it behind: shardwright run -n 2 train.py"
     said = f"{_command(context)} has no option {_short(typed)}"
+    if (instead := _OPTIONS_THAT_WERE.get(f"{_command(context)} {typed}")) is not None:
+        return f"{said}. {instead}"
     if "--rdzv-endpoint" in options and typed in _OF_TORCHRUN:
         return f"{said}, which is torchrun's. Leave it out; several hosts meet at --rdzv-endpoint."
     dashed = typed.replace("_", "-")

@@ -1,7 +1,7 @@
 """``shardwright catalogue``: lists the models and machines known by name."""
 
 from shardwright.cli.asking.application import AsJson, print_json, show_text
-from shardwright.quantities import format_bytes, format_flops, format_parameters
+from shardwright.quantities import format_bytes, format_parameters
 from shardwright.text_table import align
 
 __all__ = ["catalogue"]
@@ -12,17 +12,14 @@ def catalogue(as_json: AsJson = False) -> None:
     # Here, because they import numpy: --help answers before.
     from dataclasses import asdict
 
-    from shardwright.catalogue import ARCHITECTURES, CHAINS
+    from shardwright.catalogue import ARCHITECTURES
     from shardwright.cluster import node_kinds
 
     kinds = node_kinds()
     if as_json:
         print_json(
             {
-                "models": {
-                    **{name: asdict(model) for name, model in ARCHITECTURES.items()},
-                    **{name: asdict(chain) for name, chain in CHAINS.items()},
-                },
+                "models": {name: asdict(model) for name, model in ARCHITECTURES.items()},
                 "machines": {name: asdict(kind) for name, kind in kinds.items()},
             }
         )
@@ -33,10 +30,6 @@ def catalogue(as_json: AsJson = False) -> None:
         size = f"{format_parameters(model.num_parameters)}{active}"
         layers = str(model.layers + model.encoder_layers)
         models.append([model.name, size, layers, str(model.hidden), str(model.sequence), model.source])
-    chains = [["model", "parameters", "layers", "of a sample", "sample", "from"]]
-    for chain in CHAINS.values():
-        counts = [format_parameters(chain.num_parameters), str(len(chain.layers)), format_flops(chain.flops)]
-        chains.append([chain.name, *counts, chain.sample, chain.source])
     machines = [["machines", "accelerators", "memory", "link", "network", "dollars an hour", "price of"]]
     for kind in kinds.values():
         price = "" if kind.price_per_hour is None else f"{kind.price_per_hour:.2f}"
@@ -51,4 +44,4 @@ def catalogue(as_json: AsJson = False) -> None:
                 kind.price_source,
             ]
         )
-    show_text(f"{align(models)}\n\n{align(chains)}\n\n{align(machines)}")
+    show_text(f"{align(models)}\n\n{align(machines)}")

@@ -1,17 +1,15 @@
 """``shardwright compare``: two runs side by side."""
 
 import textwrap
-import webbrowser
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from shardwright.cli.asking.application import AsJson, print_json, say, show_text
+from shardwright.cli.asking.application import AsJson, print_json, show_text
 from shardwright.cli.asking.run_path import run_path
-from shardwright.observe.report import gather, write_comparison
+from shardwright.observe.report import gather
 from shardwright.observe.report.gathered.comparison import compare as compare_runs
-from shardwright.observe.run_folder import show_path
 from shardwright.text_table import align
 
 __all__ = ["compare"]
@@ -25,17 +23,10 @@ First = Annotated[
 Second = Annotated[
     Path, typer.Argument(metavar="OTHER_RUN", callback=run_path, help="The run to compare it with.")
 ]
-Output = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="The page. Default: compare-RUN.html in OTHER_RUN."),
-]
-Open = Annotated[bool, typer.Option("--open", help="Open the page in a browser.")]
 
 
-def compare(
-    first: First, second: Second, output: Output = None, show: Open = False, as_json: AsJson = False
-) -> None:
-    """Compare two runs: a table here, and a page with both drawn over each other.
+def compare(first: First, second: Second, as_json: AsJson = False) -> None:
+    """Compare two runs: their figures, and what was different.
 
     For example: shardwright compare runs/train runs/train-2
     """
@@ -54,13 +45,7 @@ def compare(
         for each in shown:
             show_text(f"  {each.what}: {_short(each.first)} -> {_short(each.second)}")
         if len(comparison.differences) > len(shown):
-            show_text(f"  and {len(comparison.differences) - len(shown)} more, on the page")
-    place = second if second.is_dir() else second.parent
-    file = output or place / f"compare-{comparison.data[0].name}.html"
-    written = write_comparison(comparison, file)
-    show_text(f"page {show_path(written.absolute())}")
-    if show and not webbrowser.open(written.absolute().as_uri()):
-        say(f"no browser could be opened; open {written} yourself")
+            show_text(f"  and {len(comparison.differences) - len(shown)} more: --json has them")
 
 
 def _short(text: str) -> str:

@@ -1,9 +1,8 @@
-"""``shardwright schedule``: draws, exports and checks pipeline schedules."""
+"""``shardwright schedule``: draws pipeline schedules."""
 
 import shutil
 import sys
-from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -12,25 +11,17 @@ from shardwright.cli.asking.application import (
     AsJson,
     new_application,
     print_json,
-    say,
     show_text,
 )
 from shardwright.cli.showing.schedule_picture import SchedulePicture
-from shardwright.errors import ScheduleError, UsageError
-from shardwright.exit_codes import FAILED
-from shardwright.files import replace_file
+from shardwright.errors import UsageError
 from shardwright.limits import MOST_MICROBATCHES, MOST_RANKS, MOST_SECONDS, MOST_STAGES_OF_RANK
 from shardwright.schedule import (
     KINDS,
     Schedule,
     StageCost,
     build_schedule,
-    format_torch_csv,
-    lower,
     place_stages,
-    read_torch_csv,
-    unit_costs,
-    validate,
 )
 
 __all__ = ["application"]
@@ -38,7 +29,7 @@ __all__ = ["application"]
 _MOST_ACTIONS = 200_000
 
 application = new_application(
-    text="Draw a pipeline schedule, export it for PyTorch, check one.", other_names={"ranks": "num-ranks"}
+    text="Draw a pipeline schedule, with its bubble.", other_names={"ranks": "num-ranks"}
 )
 
 Kind = Annotated[str, typer.Argument(metavar="KIND", help=f"One of {', '.join(KINDS)}.")]
@@ -75,7 +66,6 @@ Weight = Annotated[
     ),
 ]
 Send = Annotated[float, typer.Option("--send", metavar="SECONDS", help="One message between two ranks.")]
-Transfers = Annotated[bool, typer.Option("--transfers", help="Write the sends and receives too.")]
 
 
 @application.command("show", short_help="Draw a schedule, with its bubble.")
@@ -104,81 +94,6 @@ def show(
         print_json(picture.to_dict())
     else:
         show_text(picture.text(width=shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
-
-
-@application.command("export", short_help="Write a schedule as PyTorch's CSV.")
-def export(
-    kind: Kind,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to; - is stdout.")],
-    num_ranks: NumRanks = 4,
-    microbatches: Microbatches = 8,
-    stages_per_rank: StagesPerRank = None,
-    active: Active = None,
-    transfers: Transfers = False,
-) -> None:
-    """Write a schedule as the CSV that torch.distributed.pipelining loads.
-
-    For example: shardwright schedule export 1f1b pp4.csv -n 4 --microbatches 8
-    """
-    schedule = _build(kind, num_ranks, microbatches, stages_per_rank, active, None)
-    text = format_torch_csv(lower(schedule) if transfers else schedule)
-    if str(file) == "-":
-        show_text(text, end="")
-        return
-    try:
-        replace_file(file, text)
-    except OSError as error:
-        raise UsageError(
-            f"{file} cannot be written: {error.strerror}. Name a file in a folder of yours."
-        ) from error
-    form = "compute_comms" if transfers else "compute_only"
-    say(f"wrote {file}: {_shape(schedule)}, PyTorch's {form} form")
-
-
-@application.command("check", short_help="Find what is wrong in PyTorch's CSV.")
-def check(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A schedule as PyTorch's CSV.")],
-    as_json: AsJson = False,
-) -> None:
-    """Check a schedule in PyTorch's CSV form: complete, in order, sends matched, no deadlock.
-
-    Exit code 0: it is right. 1: it is wrong, and the first mistake is named. 2: the file is no schedule.
-    """
-    schedule = read_torch_csv(file)
-    try:
-        validate(schedule)
-    except ScheduleError as error:
-        _report_wrong(file, error, as_json=as_json)
-    if as_json:
-        print_json({"file": str(file), "right": True, "problem": None, **_facts(schedule)})
-        return
-    sends = (
-        "with its sends and receives" if schedule.has_transfers else "without sends; those that it needs work"
-    )
-    show_text(f"{file} is right: {_shape(schedule)}, {sends}. It is complete, in order, and never deadlocks.")
-
-
-def _report_wrong(file: Path, error: ScheduleError, *, as_json: bool) -> NoReturn:
-    if as_json:
-        print_json({"file": str(file), "right": False, "problem": str(error)})
-    else:
-        show_text(f"{file} is wrong: {error}")
-    raise typer.Exit(FAILED)
-
-
-def _facts(schedule: Schedule) -> dict[str, Any]:
-    return {
-        "ranks": schedule.num_ranks,
-        "stages": schedule.num_stages,
-        "microbatches": schedule.num_microbatches,
-        "transfers": schedule.has_transfers,
-    }
-
-
-def _shape(schedule: Schedule) -> str:
-    return (
-        f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} microbatches"
-    )
 
 
 def _cost(forward_s: float, backward_s: float, weight_s: float | None) -> StageCost:
@@ -212,7 +127,7 @@ def _build(
     microbatches: int,
     stages_per_rank: int | None,
     active: int | None,
-    cost: StageCost | None,
+    cost: StageCost,
 ) -> Schedule:
     kind = kind.lower().replace("-", "_")
     if stages_per_rank not in (None, 1) and kind in ("gpipe", "1f1b", "zb_h1"):
@@ -227,5 +142,5 @@ def _build(
         stage_ranks=stage_ranks,
         num_microbatches=microbatches,
         active_microbatches=active,
-        costs=unit_costs(len(stage_ranks)) if cost is None else (cost,) * len(stage_ranks),
+        costs=(cost,) * len(stage_ranks),
     )

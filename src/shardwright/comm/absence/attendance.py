@@ -64,14 +64,7 @@ class Decision:
 
 
 class Attendance:
-    """Tracks which ranks have come to one call.
-
-    Args:
-        store: shared by all ranks.
-        prefix: of the keys of this run.
-        place: the call.
-        rank: this one.
-    """
+    """Tracks which ranks have come to one call."""
 
     def __init__(self, store: Store, prefix: str, place: MeetingPlace, rank: int):
         self._store = store
@@ -86,11 +79,7 @@ class Attendance:
         self._last_turn = ""
 
     def come(self) -> bool:
-        """Says that this rank has come.
-
-        Returns:
-            Whether it may be the first.
-        """
+        """Says that this rank has come; returns whether it may be the first."""
         block, bit = divmod(self._index, _RANKS_A_BLOCK)
         present = self._store.add(f"{self._key}/block/{block}", 1 << bit)
         if present == (1 << len(self._blocks[block])) - 1:

@@ -45,10 +45,7 @@ class Note:
     """A rank's note before it ends.
 
     Attributes:
-        rank: who.
         lost_peer: the rank that it lost; None for an error of its own, or where it does not know.
-        text: the error.
-        is_loss: it lost a rank.
         is_final: the rank takes no further step.
     """
 
@@ -69,10 +66,6 @@ class Blame:
 
     A store beyond a dead link never answers, nor says that it does not: it is asked in a thread of its own,
     and no more once it has not answered.
-
-    Args:
-        store: shared by all ranks.
-        rank: this rank.
 
     Attributes:
         store_answers: False once it has not.
@@ -97,13 +90,7 @@ class Blame:
         self._is_final = True
 
     def confess(self, error: BaseException, *, lost_peer: int | None = None, is_loss: bool = False) -> None:
-        """Says that this rank fails, and why; does nothing if the store cannot be reached.
-
-        Args:
-            error: why.
-            lost_peer: the rank that it lost, where it knows.
-            is_loss: it lost one, and does not know which.
-        """
+        """Says that this rank fails, and why; does nothing if the store cannot be reached."""
         if self._is_final and self._has_note:
             return  # later errors are consequences
         text = f"{type(error).__name__}: {error}"[:2000]
@@ -126,12 +113,7 @@ class Blame:
         return note is not None and note.is_final
 
     def first_cause(self, lost_peer: int, *, patience_s: float = _PATIENCE_S) -> Note:
-        """The rank where it began, as far as the notes tell.
-
-        Args:
-            lost_peer: the rank that this one lost.
-            patience_s: how long to wait for the note of a rank.
-        """
+        """The rank where it began, as far as the notes tell."""
         current, seen = lost_peer, {self._rank}
         while True:
             note = self._read(current, patience_s)
@@ -145,16 +127,7 @@ class Blame:
             current = note.lost_peer
 
     def suspects(self, num_ranks: int, *, patience_s: float = _PATIENCE_S) -> list[Note]:
-        """The ranks that may have failed first, if this rank does not know which one it lost.
-
-        Args:
-            num_ranks: of the job.
-            patience_s: how long to wait for the notes of all others.
-
-        Returns:
-            Ranks with an error of their own, else those that say nothing; nobody where the store cannot be
-            reached.
-        """
+        """The ranks that may have failed first, if this rank does not know which one it lost."""
         others = [rank for rank in range(num_ranks) if rank != self._rank]
         deadline = time.monotonic() + patience_s
         while True:
@@ -195,12 +168,7 @@ class Blame:
             return None  # as if it had said nothing
 
     def _ask(self, question: Callable[[], _T], *, gives_up: bool = True) -> _T | None:
-        """The store's answer; None where it has gone with the rank that served it, or cannot be reached.
-
-        Args:
-            question: asks it.
-            gives_up: a store that does not answer in time is asked no more.
-        """
+        """The store's answer; None where it has gone with the rank that served it, or cannot be reached."""
         answers: queue.SimpleQueue[_T | None] = queue.SimpleQueue()
 
         def ask() -> None:

@@ -16,8 +16,6 @@ class MeetingPlace:
     """A call that several ranks make together.
 
     Attributes:
-        where: the call, for messages.
-        ranks: who makes it.
         number: how many calls these ranks have made together by now, this one among them.
         name: what all of them call it, where they make it by different calls, as a sender and a receiver do.
         meeting: how many of those calls only waited for all of these ranks. All of them have the same number
@@ -46,7 +44,6 @@ class Note:
         place: the call that it is in; None where it is in none.
         counts: for each set of ranks, how many calls it has made with them.
         seconds: how long it has been there.
-        line: of its script.
         ended: why it will make no more calls; empty where it may.
         failed: it has ended with an error.
         joint: the function of `torch.distributed` that it waits in.

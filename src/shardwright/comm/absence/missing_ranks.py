@@ -53,19 +53,7 @@ class Terms:
 
 
 class MissingRanks:
-    """The ranks that one call waits for.
-
-    Args:
-        place: the call.
-        terms: what is said of it.
-        whereabouts: of this rank.
-        rank: this one.
-        patience_s: when to warn.
-        tell: gets the warning.
-        absent: tells which ranks have not come.
-        takes_turn: whether this rank looks now, where one looks for all; None where each looks for itself.
-        is_first: this rank has come first, and so looks first.
-    """
+    """The ranks that one call waits for."""
 
     def __init__(
         self,
@@ -99,15 +87,7 @@ class MissingRanks:
         self._joint: dict[int, Note] = {}
 
     def look(self) -> float:
-        """Looks what the missing ranks have said, if it is time for that.
-
-        Returns:
-            Seconds until the next time.
-
-        Raises:
-            UsageError: one of them will not come.
-            PeerLostError: one of them has ended with an error.
-        """
+        """Looks what the missing ranks have said, if it is time for that."""
         now_s = time.monotonic()
         if now_s >= self._next_s:
             with suppress(RuntimeError):  # the store has gone: then the others cannot look, either

@@ -27,7 +27,6 @@ class JointCall:
     """A function of `torch.distributed` that a rank is in, and that all ranks of a group must call.
 
     Attributes:
-        function: its name.
         ranks: world ranks of the group.
         group: name of the group, the same on all of them.
         number: how many collectives it has begun in that group, this one among them; None where nobody
@@ -54,11 +53,7 @@ def script_line(frame: FrameType) -> str:
 
 
 def waits_for_others(frame: FrameType) -> bool:
-    """Whether a thread is in a function that waits for messages of other ranks.
-
-    Args:
-        frame: the innermost function of the thread.
-    """
+    """Whether a thread is in a function that waits for messages of other ranks."""
     current: FrameType | None = frame
     while current is not None and current.f_globals.get("__name__", "") in _HELPERS:
         current = current.f_back
@@ -66,14 +61,7 @@ def waits_for_others(frame: FrameType) -> bool:
 
 
 def joint_call(frame: FrameType) -> JointCall | None:
-    """The function of `torch.distributed` that a thread is in and that all ranks of a group must call.
-
-    Args:
-        frame: the innermost function of the thread.
-
-    Returns:
-        None where it is in none.
-    """
+    """The function of `torch.distributed` that a thread is in and that all ranks of a group must call."""
     current: FrameType | None = frame
     found = None
     while current is not None:
@@ -100,15 +88,7 @@ def joint_call(frame: FrameType) -> JointCall | None:
 
 
 def collectives_made(name: str, ranks: tuple[int, ...]) -> int | None:
-    """The number of collectives that this rank has begun in a group.
-
-    Args:
-        name: of the group.
-        ranks: world ranks of it.
-
-    Returns:
-        None where there is no such group here, or where nobody counts.
-    """
+    """The number of collectives that this rank has begun in a group."""
     group = group_named(name)
     return None if group is None or _ranks_of(group) != ranks else number_of_collectives(group)
 

@@ -31,7 +31,6 @@ class Stalls:
     """What a waiting rank finds out about those that it waits for.
 
     Attributes:
-        rank: this one.
         patience_s: how long a rank may be still before it is named.
         said: the last note of another rank.
         tell: gets a text for people.
@@ -46,14 +45,7 @@ class Stalls:
     _deadlock: str = ""
 
     def look(self, mine: Note) -> str:
-        """Looks at the ranks that this one waits for.
-
-        Args:
-            mine: where this rank is.
-
-        Returns:
-            Why this rank is to end; empty if it is not.
-        """
+        """Looks at the ranks that this one waits for; returns why this rank is to end; empty if it is not."""
         needed = _needed(mine)
         if self.rank not in needed or not mine.waits or mine.still_s < self.patience_s / 2:
             self._before.clear()

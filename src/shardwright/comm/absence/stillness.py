@@ -16,12 +16,7 @@ _MOST_LINES = 12
 
 
 class Stillness:
-    """Looks at a thread now and then; another thread calls it.
-
-    Args:
-        thread_id: of the thread.
-        clock: seconds from any fixed point.
-    """
+    """Looks at a thread now and then; another thread calls it."""
 
     def __init__(self, thread_id: int, *, clock: Callable[[], float] = time.monotonic):
         self._thread_id = thread_id

@@ -56,13 +56,6 @@ class Store(Protocol):
 class Whereabouts:
     """The place of this rank, and the places that the others have reported.
 
-    Args:
-        store: shared by all ranks.
-        rank: this one.
-        run: how many runs this process has begun before: all ranks begin them together.
-        confess: called with the error with which the script ends.
-        stalls: looks at the ranks that this one waits for; None looks at none.
-
     Attributes:
         steps: training steps that this rank has made.
         also_tell: called with each note: tells what others want to know of a rank that does not get on.
@@ -103,15 +96,7 @@ class Whereabouts:
     def begin(
         self, where: str, ranks: Sequence[int], *, name: str = "", meeting: int = 0, hint: str = ""
     ) -> MeetingPlace:
-        """Counts a call that others make, too.
-
-        Args:
-            where: the call, for messages.
-            ranks: world ranks that make it; all in the same order.
-            name: what all of them call it, where they make it by different calls.
-            meeting: where they only wait for each other, how many such calls they have made.
-            hint: what to try, for ranks that wait in vain for one that is in it.
-        """
+        """Counts a call that others make, too."""
         scope = tuple(ranks)
         self._counts[scope] = number = self._counts.get(scope, 0) + 1
         return MeetingPlace(where, scope, number, name, meeting, hint)
@@ -199,11 +184,7 @@ class Whereabouts:
         atexit.register(self._at_exit)
 
     def close(self, why: str) -> None:
-        """Says that this rank makes no more calls.
-
-        Args:
-            why: as a sentence about it, such as "has called sw.shutdown()".
-        """
+        """Says that this rank makes no more calls."""
         if self._thread is None or os.getpid() != self._process_id:
             return
         atexit.unregister(self._at_exit)
@@ -213,11 +194,7 @@ class Whereabouts:
         self._thread = None
 
     def script_ended(self, error: BaseException | None = None) -> None:
-        """Says that the script has ended, with an error or without.
-
-        Args:
-            error: with which it ends.
-        """
+        """Says that the script has ended, with an error or without."""
         if error is None:
             self.close("has come to the end of its script")
             return

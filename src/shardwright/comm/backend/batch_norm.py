@@ -10,13 +10,7 @@ __all__ = ["normalised_over_ranks"]
 
 
 def normalised_over_ranks(norm: Any, x: Tensor, group: Any) -> Tensor:
-    """Normalises by the mean and variance over the samples of all ranks, and follows them.
-
-    Args:
-        norm: a `SyncBatchNorm` that is trained.
-        x: [samples, channels, ...].
-        group: whose ranks each have some samples.
-    """
+    """Normalises by the mean and variance over the samples of all ranks, and follows them."""
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     dims = [dim for dim in range(x.dim()) if dim != 1]
     shape = [1, -1] + [1] * (x.dim() - 2)

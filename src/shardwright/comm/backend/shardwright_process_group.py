@@ -36,13 +36,6 @@ _ProcessGroup: Any = dist.ProcessGroup
 class ShardwrightProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A process group with Shardwright's collectives.
 
-    Args:
-        store: of its ranks alone.
-        rank: of this process in the group.
-        num_ranks: of the group.
-        timeout: how long to wait for a rank at most.
-        accelerator: whose tensors it takes besides those on the CPU. Its groups are made at its first tensor.
-
     Attributes:
         communicator: the collectives on the CPU.
         devices: the collectives on the accelerator.

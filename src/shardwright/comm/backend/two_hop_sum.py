@@ -17,22 +17,12 @@ from torch.futures import Future
 
 from shardwright.comm._private import reduce_scatter_single
 from shardwright.comm.backend.shardwright_process_group import ShardwrightProcessGroup
-from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 
 __all__ = ["TwoHopSum"]
 
 
 class TwoHopSum:
-    """Starts to sum; the groups' other collectives may follow at once.
-
-    Args:
-        data: (n * ranks of the shard group,), part by part; it is let go at the end of the first hop, and
-            nobody may write to it before.
-        earlier: (n,), is added to the first hop's sum of this rank's part; None for nothing.
-        shard_group: the ranks that share.
-        replica_group: the ranks that have the same part; None for the first hop alone.
-        quantiser: packs what goes between hosts into 8 bits, with groups of the backend ``shardwright``.
-    """
+    """Starts to sum; the groups' other collectives may follow at once."""
 
     def __init__(
         self,
@@ -41,20 +31,11 @@ class TwoHopSum:
         earlier: Tensor | None,
         shard_group: dist.ProcessGroup,
         replica_group: dist.ProcessGroup | None,
-        quantiser: BlockQuantiser | None = None,
     ):
         self._earlier = earlier
         self._sum = data.new_empty(data.numel() // dist.get_world_size(shard_group))
         self._replica_group = replica_group
-        self._first: Any
-        if quantiser is None:
-            self._first = reduce_scatter_single(self._sum, data, group=shard_group, async_op=True)
-        else:
-            assert isinstance(shard_group, ShardwrightProcessGroup)
-            sharers = shard_group.communicator
-            self._first = sharers.thread.submit(
-                lambda: sharers.reduce_scatter(self._sum, data, quantiser=quantiser)
-            )
+        self._first: Any = reduce_scatter_single(self._sum, data, group=shard_group, async_op=True)
         self._both: Future[Any] | None = None
         if isinstance(replica_group, ShardwrightProcessGroup) and data.device.type == "cpu":
             # Its thread keeps the order in which the first hops end, which is the same on all ranks.
@@ -66,30 +47,18 @@ class TwoHopSum:
 
             def second() -> None:
                 self._add_earlier()
-                replicas.all_reduce(self._sum, quantiser=quantiser)
+                replicas.all_reduce(self._sum)
 
-            first = self._first.get_future() if quantiser is None else self._first
-            self._both = first.then(hop)
+            self._both = self._first.get_future().then(hop)
 
     def wait_for_part(self) -> None:
-        """Waits for the first hop, and lets go of the earlier sum where no other hop follows.
-
-        Raises:
-            PeerLostError: a rank has ended.
-        """
+        """Waits for the first hop, and lets go of the earlier sum where no other hop follows."""
         self._first.wait()
         if self._replica_group is None:
             self._add_earlier()
 
     def wait(self) -> Tensor:
-        """Waits for both hops.
-
-        Returns:
-            (n,), the sum of this rank's part.
-
-        Raises:
-            PeerLostError: a rank has ended.
-        """
+        """Waits for both hops; returns (n,), the sum of this rank's part."""
         self._first.wait()
         if self._both is not None:
             self._both.wait().wait()

@@ -2,24 +2,13 @@
 
 from torch import Tensor
 
-from shardwright.comm.collectives.reduction import Reduction
 from shardwright.errors import UsageError
 
-__all__ = ["check_fit", "check_packable"]
+__all__ = ["check_fit"]
 
 
 def check_fit(collective: str, data: Tensor, output: Tensor, num_ranks: int) -> None:
-    """Refuses tensors that do not fit a collective.
-
-    Args:
-        collective: which.
-        data: the input.
-        output: where the result goes.
-        num_ranks: of the group.
-
-    Raises:
-        UsageError: their sizes or types differ from what it takes, or they are not contiguous on the CPU.
-    """
+    """Refuses tensors that do not fit a collective."""
     num_outputs = data.numel()
     if collective in ("all_gather", "gather_to_nodes"):
         num_outputs *= num_ranks
@@ -40,16 +29,3 @@ def check_fit(collective: str, data: Tensor, output: Tensor, num_ranks: int) -> 
                 f"{collective}: the {name} must be contiguous and on the CPU, but it has the strides "
                 f"{tensor.stride()} and is on {tensor.device}. Pass {name}.contiguous()."
             )
-
-
-def check_packable(collective: str, data: Tensor, reduction: Reduction) -> None:
-    """Refuses to pack what cannot be rounded.
-
-    Raises:
-        UsageError: the elements are whole numbers, or not summed.
-    """
-    if not data.is_floating_point() or reduction.name not in ("SUM", "AVG"):
-        raise UsageError(
-            f"{collective} of {data.dtype} with {reduction.name} cannot go in 8 bits: only sums and averages "
-            "of floating-point numbers can. Call it without a quantiser."
-        )

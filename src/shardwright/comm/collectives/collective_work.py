@@ -13,11 +13,7 @@ _Work: Any = dist.Work
 
 
 class CollectiveWork(_Work):  # type: ignore[misc]
-    """A collective that a thread does; FSDP2 waits for work of this base class only.
-
-    Args:
-        future: its tensors, or its error.
-    """
+    """A collective that a thread does; FSDP2 waits for work of this base class only."""
 
     def __init__(self, future: "Future[list[Tensor]]"):
         super().__init__()

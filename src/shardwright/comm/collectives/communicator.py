@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardwright.collectives import Memory, Topology
@@ -12,8 +11,7 @@ from shardwright.collectives.choose import GLOO, Choice
 from shardwright.collectives.chooser import Chooser
 from shardwright.collectives.prices import Prices
 from shardwright.collectives.routine import Routine
-from shardwright.comm.collectives.block_quantiser import BlockQuantiser
-from shardwright.comm.collectives.checks import check_fit, check_packable
+from shardwright.comm.collectives.checks import check_fit
 from shardwright.comm.collectives.gloo_collectives import gloo_can, run_gloo, start_gloo
 from shardwright.comm.collectives.neighbours import Neighbours, Operation
 from shardwright.comm.collectives.node_gather import NodeGather
@@ -37,20 +35,8 @@ class Communicator:
 
     Tensors are contiguous and on the CPU.
 
-    Args:
-        rank: of this process in the group.
-        world_ranks: of the ranks in the group, in the job: for errors.
-        topology: which ranks share a node.
-        prices: of the steps, the same on all ranks: they choose the algorithms.
-        neighbours: this rank's node; None where it is alone there.
-        messages: takes messages to ranks of other nodes; None where there are none.
-        gloo: for collectives that gloo does better.
-        name: of the group, for stacks.
-        session: what the ranks share, which their groups use as long as they last.
-
     Attributes:
         thread: runs the collectives, in order.
-        rank, topology, neighbours, messages, gloo: as given.
     """
 
     def __init__(
@@ -87,94 +73,31 @@ class Communicator:
 
     # ---- collectives ----
 
-    def all_gather(self, output: Tensor, data: Tensor, quantiser: BlockQuantiser | None = None) -> None:
-        """Gives every rank the inputs of all.
-
-        Args:
-            output: n elements a rank, filled rank by rank; the input may be this rank's part of it.
-            data: n elements.
-            quantiser: packs inputs into 8 bits where there are several nodes. All ranks get the same rounded
-                elements; where the input is a part of the output, it is rounded there.
-
-        Raises:
-            UsageError: the sizes or types do not fit, or cannot be packed.
-            PeerLostError: a rank has ended, or does not answer.
-            TraceMismatchError: a rank of this node does something else.
-        """
+    def all_gather(self, output: Tensor, data: Tensor) -> None:
+        """Gives every rank the inputs of all."""
         check_fit("all_gather", data, output, self.topology.num_ranks)
-        if quantiser is None or len(self.topology.nodes) == 1:
-            self._run("all_gather", data, output, count=data.numel())
-            return
-        check_packable("all_gather", data, _SUM)
-        packed = quantiser.pack(data.detach().view(-1))
-        whole = packed.new_empty(self.topology.num_ranks * packed.numel())
-        self._run("all_gather", packed, whole, count=packed.numel())
-        pieces = output.detach().view(self.topology.num_ranks, -1)
-        for piece, received in zip(pieces, whole.view(len(pieces), -1), strict=True):
-            quantiser.unpack(received, piece)
+        self._run("all_gather", data, output, count=data.numel())
 
-    def reduce_scatter(
-        self,
-        output: Tensor,
-        data: Tensor,
-        reduction: Reduction = _SUM,
-        quantiser: BlockQuantiser | None = None,
-    ) -> None:
-        """Gives every rank its part of the sum of all inputs.
-
-        Args:
-            output: n elements.
-            data: n elements a rank, rank by rank.
-            reduction: how elements are summed.
-            quantiser: packs the sums of a node for other nodes into 8 bits.
-
-        Raises:
-            as `all_gather`.
-        """
+    def reduce_scatter(self, output: Tensor, data: Tensor, reduction: Reduction = _SUM) -> None:
+        """Gives every rank its part of the sum of all inputs."""
         check_fit("reduce_scatter", data, output, self.topology.num_ranks)
         reduction.check(data.dtype)
-        if quantiser is not None:
-            check_packable("reduce_scatter", data, reduction)
         self._run(
             "reduce_scatter",
             data,
             output,
             count=output.numel(),
             reduction=reduction,
-            quantiser=quantiser,
         )
 
-    def all_reduce(
-        self, data: Tensor, reduction: Reduction = _SUM, quantiser: BlockQuantiser | None = None
-    ) -> None:
-        """Gives every rank the sum of all inputs, in place.
-
-        Args:
-            data: n elements.
-            reduction: how elements are summed.
-            quantiser: packs what goes between nodes into 8 bits, the sums of nodes and then their sum.
-
-        Raises:
-            as `all_gather`.
-        """
+    def all_reduce(self, data: Tensor, reduction: Reduction = _SUM) -> None:
+        """Gives every rank the sum of all inputs, in place."""
         check_fit("all_reduce", data, data, self.topology.num_ranks)
         reduction.check(data.dtype)
-        if quantiser is not None and len(self.topology.nodes) > 1:
-            check_packable("all_reduce", data, reduction)
-            padded = F.pad(data.detach().view(-1), (0, -data.numel() % self.topology.num_ranks))
-            part = padded.new_empty(padded.numel() // self.topology.num_ranks)
-            self.reduce_scatter(part, padded, reduction, quantiser)
-            self.all_gather(padded, part, quantiser)
-            data.view(-1).copy_(padded[: data.numel()])
-            return
         self._run("all_reduce", data, data, count=data.numel(), reduction=reduction)
 
     def broadcast(self, data: Tensor, source: int) -> None:
-        """Gives every rank what one of them has, in place.
-
-        Raises:
-            as `all_gather`.
-        """
+        """Gives every rank what one of them has, in place."""
         check_fit("broadcast", data, data, self.topology.num_ranks)
         self._run("broadcast", data, data, count=data.numel(), source=source)
 
@@ -191,17 +114,6 @@ class Communicator:
         """Has a group of gloo do a collective where it does that better; None where it does not.
 
         Nothing of it runs on `thread`: the way over Python takes as long as a small collective.
-
-        Args:
-            group: of gloo, with the same ranks, that no thread of this communicator uses.
-            collective: one of `shardwright.collectives.choose.COLLECTIVES`.
-            output: as the method of that name has it.
-            data: as the method of that name has it.
-            reduction: how elements are summed.
-            source: where a broadcast starts.
-
-        Raises:
-            UsageError: the sizes or types do not fit.
         """
         check_fit(collective, data, output, self.topology.num_ranks)
         count = output.numel() if collective == "reduce_scatter" else data.numel()
@@ -212,43 +124,18 @@ class Communicator:
             return None
         return start_gloo(group, collective, data.view(-1), output.view(-1), reduction, source)
 
-    def gather_to_nodes(
-        self, memory: Tensor, data: Tensor, pieces: Sequence[int], quantiser: BlockQuantiser | None = None
-    ) -> None:
+    def gather_to_nodes(self, memory: Tensor, data: Tensor, pieces: Sequence[int]) -> None:
         """Gives every node the pieces that all ranks have of some tensors.
 
         Nobody reads `memory` meanwhile; when this returns, it is complete for all ranks of the node.
-
-        Args:
-            memory: what `share_memory` gave: the tensors one after the other, each with the pieces of all
-                ranks.
-            data: the pieces of this rank, one after the other.
-            pieces: elements of a piece of each tensor.
-            quantiser: packs all pieces but the last into 8 bits. All ranks get the same rounded elements.
-
-        Raises:
-            as `all_gather`.
         """
         check_fit("gather_to_nodes", data, memory, self.topology.num_ranks)
         data, sizes = data.detach(), tuple(pieces)
 
-        def task() -> None:
-            if quantiser is None:
-                self._node_gather(memory, data, sizes)
-            else:
-                self._node_gather.packed(memory, data, sizes, quantiser)
-
-        self._run_task("gather_to_nodes", task)
+        self._run_task("gather_to_nodes", lambda: self._node_gather(memory, data, sizes))
 
     def share_memory(self, num_bytes: int) -> Tensor:
-        """Memory that all ranks see; collective over all of them, on one node.
-
-        Returns:
-            (num_bytes,) uint8.
-
-        Raises:
-            OSError: the host lacks it.
-        """
+        """Memory that all ranks see; collective over all of them, on one node; returns (num_bytes,) uint8."""
         neighbours = self.neighbours
         if neighbours is None:
             with torch.inference_mode(False):  # the caller's thread may be another
@@ -266,14 +153,7 @@ class Communicator:
         self._chooser = Chooser(self.topology, self.rank, prices)
 
     def choice(self, collective: str, count: int, itemsize: int) -> Choice:
-        """The algorithm for a collective of this size, and why it was chosen.
-
-        Args:
-            collective: one of `shardwright.collectives.choose.COLLECTIVES`.
-            count: elements of a piece: of an all-gather's input, of a reduce-scatter's output, else of the
-                whole.
-            itemsize: bytes of an element.
-        """
+        """The algorithm for a collective of this size, and why it was chosen."""
         return self._chooser.choice(collective, count, itemsize)
 
     def run_routine(
@@ -283,20 +163,9 @@ class Communicator:
         data: Tensor,
         output: Tensor,
         reduction: Reduction = _SUM,
-        quantiser: BlockQuantiser | None = None,
         shared: Tensor | None = None,
     ) -> None:
-        """Runs steps; collective over all ranks.
-
-        Args:
-            kind: what they are, which ranks of a node compare; at most 24 letters.
-            routine: the steps of this rank.
-            data: (n,), the input.
-            output: (n,), of the same dtype.
-            reduction: how elements are summed.
-            quantiser: packs messages to other nodes.
-            shared: memory of the node to use; by default, some for this collective alone.
-        """
+        """Runs steps; collective over all ranks."""
         dtype = str(data.dtype).removeprefix("torch.")
         operation = Operation(self._num_operations, kind, data.numel(), dtype)
         self._num_operations += 1
@@ -318,7 +187,6 @@ class Communicator:
             world_ranks=self._world_ranks,
             reduction=reduction,
             what=str(operation),
-            quantiser=quantiser,
         )
         if neighbours is not None:
             neighbours.end()
@@ -334,16 +202,15 @@ class Communicator:
         count: int,
         reduction: Reduction = _SUM,
         source: int = 0,
-        quantiser: BlockQuantiser | None = None,
     ) -> None:
         if output.numel() == 0:
             return
         kind = f"broadcast from {source}" if collective == "broadcast" else collective
         if collective in ("reduce_scatter", "all_reduce"):
-            kind = f"{collective} {reduction.name}" + (" int8" if quantiser is not None else "")
+            kind = f"{collective} {reduction.name}"
 
         def task() -> None:
-            self._do(kind, collective, data, output, count, reduction, source, quantiser)
+            self._do(kind, collective, data, output, count, reduction, source)
 
         self._run_task(kind, task)
 
@@ -374,13 +241,10 @@ class Communicator:
         count: int,
         reduction: Reduction,
         source: int,
-        quantiser: BlockQuantiser | None,
     ) -> None:
         data, output = data.detach().view(-1), output.detach().view(-1)
         itemsize = data.element_size()
-        if quantiser is not None:
-            choice = self._chooser.packed_choice(collective, count, itemsize)
-        elif gloo_can(collective, data.dtype, reduction):
+        if gloo_can(collective, data.dtype, reduction):
             choice = self._chooser.choice(collective, count, itemsize)
         else:
             choice = self._chooser.own_choice(collective, count, itemsize)
@@ -388,7 +252,7 @@ class Communicator:
             run_gloo(self.gloo, collective, data, output, reduction, source)
         else:
             routine = self._chooser.routine(choice, collective, count, source)
-            self.run_routine(kind, routine, data, output, reduction, quantiser)
+            self.run_routine(kind, routine, data, output, reduction)
         reduction.finish(output, self.topology.num_ranks)
 
     def _scratch_for(self, num_elements: int, dtype: torch.dtype) -> Tensor:

@@ -31,13 +31,7 @@ declare(Prices)
 
 
 def tell_all_through(store: Store, rank: int, num_ranks: int) -> Callable[[Any], list[Any]]:
-    """A function that sends a fact (as `codec` takes it) to all ranks, and returns each rank's, by rank.
-
-    Args:
-        store: of these ranks alone.
-        rank: of this process.
-        num_ranks: that take part in every call.
-    """
+    """A function that sends a fact (as `codec` takes it) to all ranks, and returns each rank's, by rank."""
     calls = 0
 
     def tell_all(fact: Any) -> list[Any]:
@@ -71,25 +65,7 @@ def connect(
     name: str = "group",
     world_rank: int | None = None,
 ) -> Communicator:
-    """Connects the ranks of a group; collective over all of them.
-
-    Args:
-        store: of these ranks alone.
-        rank: of this process in the group.
-        num_ranks: of the group.
-        timeout_s: how long to wait for a rank at most, now and later.
-        prices: of steps; those of rank 0 hold for all. By default, those of the file that the variable
-            ``SHARDWRIGHT_PRICES`` names there.
-        host: what the ranks of this host have in common; found out if it is not given. Ranks of one host that
-            name different ones do as if they were on several.
-        name: of the group, for stacks.
-        world_rank: of this process in the job, for errors; by default its rank in the group.
-
-    Raises:
-        LaunchError: the ranks run different versions of the library, or have different secrets; or a
-            stranger writes into the store.
-        OSError: this host lacks memory, or connections.
-    """
+    """Connects the ranks of a group; collective over all of them."""
     session = present_session() or begin_session(
         PrefixStore("shardwright/session", store),
         rank=rank,

@@ -41,16 +41,7 @@ def run_gloo(
 def start_gloo(
     group: dist.ProcessGroup, collective: str, data: Tensor, output: Tensor, reduction: Reduction, source: int
 ) -> dist.Work:
-    """Starts a collective.
-
-    Args:
-        group: of gloo.
-        collective: as `shardwright.collectives.COLLECTIVES` has it.
-        data: the input.
-        output: the output; the input where the collective is in place.
-        reduction: how elements are summed; `Reduction.finish` is left to the caller.
-        source: where a broadcast starts.
-    """
+    """Starts a collective."""
     op: Any = dist.ReduceOp.SUM if reduction.name == "AVG" else getattr(dist.ReduceOp, reduction.name)
     if collective == "all_gather":
         return group._allgather_base(output.view(torch.uint8), data.view(torch.uint8))

@@ -39,7 +39,6 @@ class Operation(NamedTuple):
     Attributes:
         number: counts the collectives of a group.
         kind: such as ``all_gather``.
-        num_elements: of its input.
         dtype: such as ``float32``.
     """
 
@@ -53,19 +52,7 @@ class Operation(NamedTuple):
 
 
 class Neighbours:
-    """This rank's view of its node.
-
-    Args:
-        sockets: to the other ranks of the node, by rank in the group.
-        rank: of this process in the group.
-        world_ranks: of the ranks in the group, in the job: for errors.
-        num_bytes: of shared memory at most; it is taken from the system as far as it is used.
-        timeout_s: how long to wait for a rank at most.
-
-    Raises:
-        OSError: the system has no memory for it.
-        PeerLostError: a rank of the node ended meanwhile.
-    """
+    """This rank's view of its node."""
 
     def __init__(
         self,
@@ -112,18 +99,7 @@ class Neighbours:
     # ---- a collective ----
 
     def begin(self, operation: Operation, num_bytes: int) -> Tensor:
-        """Begins a collective.
-
-        Args:
-            operation: which one.
-            num_bytes: shared memory that it takes.
-
-        Returns:
-            (num_bytes,) uint8, the shared memory for it: nobody uses it any more.
-
-        Raises:
-            OSError: the system has no memory for it.
-        """
+        """Begins a collective."""
         self._operation = operation
         for peer in self._sockets:
             while self._num_heard[peer] < self._ends[0]:
@@ -157,12 +133,7 @@ class Neighbours:
                 connection.send(note)
 
     def hear(self, peer: int, count: int) -> None:
-        """Waits until a rank is `count` steps further than it was when this collective began.
-
-        Raises:
-            PeerLostError: it has ended, or does not answer.
-            TraceMismatchError: it is in another collective.
-        """
+        """Waits until a rank is `count` steps further than it was when this collective began."""
         wanted = self._ends[-1] + count
         while self._num_heard[peer] < wanted:
             self._listen(peer)
@@ -222,14 +193,7 @@ class Neighbours:
             ) from error
 
     def share(self, num_bytes: int) -> Tensor:
-        """Memory of its own for the callers, which they all see; collective over the node.
-
-        Returns:
-            (num_bytes,) uint8, zeros.
-
-        Raises:
-            OSError: the system has no memory for it.
-        """
+        """Memory of its own for the callers, which they all see; collective over the node."""
         fd = self._pass_on_memory(num_bytes, at_once=True)
         try:
             with torch.inference_mode(False):  # others shall be able to train with it
@@ -238,12 +202,7 @@ class Neighbours:
             os.close(fd)
 
     def _pass_on_memory(self, num_bytes: int, *, at_once: bool = False) -> int:
-        """The lowest rank of the node makes memory, and passes it on: its file descriptor.
-
-        Args:
-            num_bytes: how much.
-            at_once: take it from the system now.
-        """
+        """The lowest rank of the node makes memory, and passes it on: its file descriptor."""
         first = min(self._rank, *self._sockets)
         if self._rank != first:
             return self._receive_fd(first)

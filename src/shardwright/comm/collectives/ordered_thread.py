@@ -23,9 +23,6 @@ class OrderedThread:
 
     Tasks run in inference mode, whoever runs them: they may write to tensors of either mode, and what they
     keep for the next task is of one mode.
-
-    Args:
-        name: of the thread, for those who look at a stack.
     """
 
     def __init__(self, name: str):

@@ -40,9 +40,6 @@ class Reduction:
     def of(cls, op: "dist.ReduceOp | dist.ReduceOp.RedOpType | str") -> "Reduction":
         """The reduction that torch.distributed means.
 
-        Raises:
-            UsageError: there is none of this name.
-
         >>> Reduction.of(dist.ReduceOp.AVG)
         Reduction(name='AVG')
         """
@@ -56,11 +53,7 @@ class Reduction:
         return cls(name)
 
     def check(self, dtype: torch.dtype) -> None:
-        """Refuses elements that cannot be reduced so, before any rank waits for another.
-
-        Raises:
-            UsageError: a type that this reduction is not for.
-        """
+        """Refuses elements that cannot be reduced so, before any rank waits for another."""
         is_whole = not (dtype.is_floating_point or dtype.is_complex)
         fits = {
             "AVG": not is_whole,

@@ -5,7 +5,6 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,7 +22,6 @@ from shardwright.collectives.steps import (
     Tell,
 )
 from shardwright.comm.absence.peer_loss import lost_peer
-from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.comm.collectives.neighbours import Neighbours
 from shardwright.comm.collectives.reduction import Reduction
 
@@ -41,25 +39,9 @@ def run_steps(
     world_ranks: Sequence[int],
     reduction: Reduction,
     what: str,
-    quantiser: BlockQuantiser | None = None,
 ) -> None:
-    """Runs the row of one rank to its end.
-
-    Args:
-        steps: the row.
-        memories: a tensor of one dimension for each memory that it uses, all of one dtype.
-        messages: takes messages to other nodes; None where there are none.
-        neighbours: the node; None where this rank is alone there.
-        world_ranks: of the ranks in the group, in the job: for errors.
-        reduction: for sums.
-        what: the collective, the same text on all ranks.
-        quantiser: packs messages to other nodes; None where they go as they are.
-
-    Raises:
-        PeerLostError: a rank has ended, or does not answer.
-        TraceMismatchError: a rank of the node is in another collective.
-    """
-    mail = _Mail(messages, quantiser, world_ranks, what)
+    """Runs the row of one rank to its end."""
+    mail = _Mail(messages, world_ranks, what)
 
     def at(span: Span) -> Tensor:
         return memories[span.memory][span.start : span.stop]
@@ -90,24 +72,15 @@ def run_steps(
 
 
 class _Mail:
-    """Messages of one collective to and from ranks of other nodes.
-
-    Args:
-        group: takes them; None where there are none.
-        quantiser: packs them; None where they go as they are.
-        world_ranks: of the ranks in the group, in the job: for errors.
-        what: the collective, the same text on all ranks.
-    """
+    """Messages of one collective to and from ranks of other nodes."""
 
     def __init__(
         self,
         group: dist.ProcessGroup | None,
-        quantiser: BlockQuantiser | None,
         world_ranks: Sequence[int],
         what: str,
     ):
         self._group = group
-        self._quantiser = quantiser
         self._world_ranks = world_ranks
         self._what = what
         # What another collective sends is never taken: a message larger than the memory for it would have
@@ -115,24 +88,20 @@ class _Mail:
         self._tag = zlib.crc32(what.encode()) & _LARGEST_TAG
         self._sent: dict[int, list[dist.Work]] = defaultdict(list)
         self._num_left: dict[int, int] = defaultdict(int)
-        self._expected: dict[int, list[tuple[dist.Work, Tensor, Tensor]]] = defaultdict(list)
+        self._expected: dict[int, list[dist.Work]] = defaultdict(list)
         self._num_arrived: dict[int, int] = defaultdict(int)
 
     def send(self, peer: int, data: Tensor) -> None:
         """Starts to send elements."""
         assert self._group is not None
-        wire = data if self._quantiser is None else self._quantiser.pack(data)
         with self._naming("sending to", peer):
-            self._sent[peer].append(self._group.send([wire], peer, self._tag))
+            self._sent[peer].append(self._group.send([data], peer, self._tag))
 
     def receive(self, peer: int, target: Tensor) -> None:
         """Says where the next elements of a rank go."""
         assert self._group is not None
-        wire = target
-        if self._quantiser is not None:
-            wire = torch.empty(self._quantiser.num_bytes(target.numel()), dtype=torch.uint8)
         with self._naming("receiving from", peer):
-            self._expected[peer].append((self._group.recv([wire], peer, self._tag), wire, target))
+            self._expected[peer].append(self._group.recv([target], peer, self._tag))
 
     def left(self, peer: int, number: int) -> None:
         """Waits until so many messages to a rank have left."""
@@ -144,11 +113,8 @@ class _Mail:
     def arrived(self, peer: int, number: int) -> None:
         """Waits until so many messages from a rank have arrived."""
         while self._num_arrived[peer] < number:
-            work, wire, target = self._expected[peer][self._num_arrived[peer]]
             with self._naming("receiving from", peer):
-                work.wait()
-            if self._quantiser is not None:
-                self._quantiser.unpack(wire, target)
+                self._expected[peer][self._num_arrived[peer]].wait()
             self._num_arrived[peer] += 1
 
     def finish(self) -> None:

@@ -38,15 +38,6 @@ class DeviceCollectives:
 
     What goes in hops needs further memory meanwhile: of an all-gather, a reduce-scatter or an all-reduce the
     whole divided by the ranks of a node, and two chunks.
-
-    Args:
-        store: of these ranks alone.
-        rank: of this process in the group.
-        topology: which ranks share a node.
-        prices: of NCCL's collectives, the same on all ranks.
-        accelerator: that has the tensors.
-        thread: the ordered thread of the group.
-        timeout_s: how long to wait for a rank at most.
     """
 
     def __init__(
@@ -74,11 +65,7 @@ class DeviceCollectives:
 
     @property
     def everyone(self) -> dist.ProcessGroup:
-        """The group of NCCL over all ranks, for what is not done here; made when it is first asked for.
-
-        Raises:
-            UsageError: there is no NCCL.
-        """
+        """The group of NCCL over all ranks, for what is not done here; made when it is first asked for."""
         return self._group("everyone", range(self.topology.num_ranks))
 
     @property
@@ -124,12 +111,6 @@ class DeviceCollectives:
         """Chooses the way of a collective for one tensor of this size, with the reason.
 
         Several tensors at once, and averages of whole numbers, NCCL does over all ranks whatever their size.
-
-        Args:
-            collective: one of `shardwright.collectives.choose.COLLECTIVES`.
-            count: elements of a piece: of an all-gather's input, of a reduce-scatter's output, else of the
-                whole.
-            itemsize: bytes of an element.
         """
         key = (collective, size_class(count), itemsize)
         if key not in self._choices:
@@ -139,17 +120,7 @@ class DeviceCollectives:
         return self._choices[key]
 
     def all_gather(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
-        """Gives every rank the inputs of all.
-
-        Args:
-            outputs: n elements a rank each, contiguous, filled rank by rank; an input may be this rank's part
-                of one.
-            inputs: n elements each, contiguous, as many as outputs.
-            opts: of torch.distributed.
-
-        Raises:
-            UsageError: the sizes or types do not fit, or there is no NCCL.
-        """
+        """Gives every rank the inputs of all."""
         self._check("all_gather", outputs, inputs)
         chunk = self._chunk("all_gather", inputs)
         if chunk is None:
@@ -160,16 +131,7 @@ class DeviceCollectives:
         return self._lanes.run(hops, outputs, reads=inputs, waits=not opts.asyncOp)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
-        """Gives every rank its part of the sum of all inputs.
-
-        Args:
-            outputs: n elements each, contiguous.
-            inputs: n elements a rank each, contiguous, rank by rank.
-            opts: of torch.distributed.
-
-        Raises:
-            as `all_gather`.
-        """
+        """Gives every rank its part of the sum of all inputs."""
         self._check("reduce_scatter", inputs, outputs)
         chunk = self._chunk("reduce_scatter", outputs, opts.reduceOp)
         if chunk is None:
@@ -180,15 +142,7 @@ class DeviceCollectives:
         return self._lanes.run(hops, outputs, reads=inputs, waits=not opts.asyncOp)
 
     def all_reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        """Gives every rank the sum of all inputs, in place.
-
-        Args:
-            tensors: without holes.
-            opts: of torch.distributed.
-
-        Raises:
-            UsageError: a tensor has holes, or there is no NCCL.
-        """
+        """Gives every rank the sum of all inputs, in place."""
         chunk = self._chunk("all_reduce", tensors, opts.reduceOp)
         if chunk is None:
             if len(tensors) == 1:
@@ -199,15 +153,7 @@ class DeviceCollectives:
         return self._lanes.run(hops, tensors, reads=[], waits=not opts.asyncOp)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        """Copies the data of rank ``opts.rootRank`` to every rank, in place.
-
-        Args:
-            tensors: without holes.
-            opts: of torch.distributed.
-
-        Raises:
-            as `all_reduce`.
-        """
+        """Copies the data of rank ``opts.rootRank`` to every rank, in place."""
         chunk = self._chunk("broadcast", tensors)
         if chunk is None:
             return self.everyone.broadcast(tensors, opts)
@@ -217,14 +163,7 @@ class DeviceCollectives:
         return self._lanes.run(hops, tensors, reads=[], waits=not opts.asyncOp)
 
     def barrier(self, opts: Any) -> dist.Work:
-        """Waits for all ranks, behind all collectives that were asked for before.
-
-        Args:
-            opts: of torch.distributed.
-
-        Raises:
-            UsageError: there is no NCCL.
-        """
+        """Waits for all ranks, behind all collectives that were asked for before."""
         self._lanes.join()
         return self.everyone.barrier(opts)
 

@@ -24,14 +24,7 @@ class DeviceLanes(Protocol):
     """Runs hops, each group's in the order in which they are issued."""
 
     def run(self, hops: Hops, results: list[Tensor], *, reads: list[Tensor], waits: bool) -> dist.Work:
-        """Issues a collective.
-
-        Args:
-            hops: that it is made of.
-            results: that it writes, and may read.
-            reads: further tensors that it reads.
-            waits: the caller will wait at once.
-        """
+        """Issues a collective."""
 
     def join(self) -> None:
         """Puts what the caller does next behind all collectives before."""
@@ -41,11 +34,7 @@ class DeviceLanes(Protocol):
 
 
 class ThreadLanes:
-    """Hops one after the other, on the ordered thread of a group.
-
-    Args:
-        thread: runs them.
-    """
+    """Hops one after the other, on the ordered thread of a group."""
 
     def __init__(self, thread: OrderedThread):
         self._thread = thread
@@ -83,9 +72,6 @@ class StreamLanes:
                   └▶ inside ───── 0 ─ 1 ┴ 2 ┘        a chunk's next hop waits for its event
 
     Nothing here waits on the host.
-
-    Args:
-        cuda: `torch.cuda`, or what stands in for it.
     """
 
     def __init__(self, cuda: Any = torch.cuda):
@@ -138,14 +124,7 @@ class StreamLanes:
 
 
 class StreamWork(_Work):  # type: ignore[misc]
-    """A collective on streams; a waiter blocks its own stream, not the host.
-
-    Args:
-        ends: events behind all of it.
-        tensors: its result.
-        futures: a stream on which nothing else is done.
-        cuda: `torch.cuda`, or what stands in for it.
-    """
+    """A collective on streams; a waiter blocks its own stream, not the host."""
 
     def __init__(self, ends: list[Any], tensors: list[Tensor], *, futures: Any, cuda: Any):
         super().__init__()

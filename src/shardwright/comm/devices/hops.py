@@ -39,7 +39,6 @@ class Hops:
 
     Attributes:
         hops: that each chunk makes one after the other.
-        num_chunks: one at least.
     """
 
     hops: Sequence[Hop]
@@ -60,10 +59,6 @@ class Hops:
 
 def spans(count: int, chunk: int) -> list[tuple[int, int]]:
     """The spans of the chunks.
-
-    Args:
-        count: elements of all.
-        chunk: elements of a chunk; 0 for all.
 
     >>> spans(5, 2), spans(5, 0)
     ([(0, 2), (2, 4), (4, 5)], [(0, 5)])

@@ -18,11 +18,6 @@ class HopsOverNodes:
     """Makes the hops of a group's collectives; all nodes have as many ranks.
 
     Tensors are flat. A chunk's hops begin one after the other has ended, on the group's lane.
-
-    Args:
-        across: the process group of the ranks with this rank's place on their nodes, node by node.
-        inside: the process group of the ranks of this node, place by place.
-        shared: is told of tensors that one lane makes and the other one uses.
     """
 
     def __init__(
@@ -34,13 +29,7 @@ class HopsOverNodes:
         self._num_nodes, self._num_local = across.size(), inside.size()
 
     def all_gather(self, output: Tensor, data: Tensor, chunk: int) -> Hops:
-        """Hops of an all-gather; the ranks of a node follow one another.
-
-        Args:
-            output: (N * L * n,), filled rank by rank.
-            data: (n,).
-            chunk: elements of the input that go at once; 0 for all.
-        """
+        """Hops of an all-gather; the ranks of a node follow one another."""
         output_NLn = output.view(self._num_nodes, self._num_local, -1)
         columns = spans(data.numel(), chunk)
         parts: dict[int, Tensor] = {}
@@ -60,14 +49,7 @@ class HopsOverNodes:
         return Hops([Hop("across", across), Hop("inside", inside)], len(columns))
 
     def reduce_scatter(self, output: Tensor, data: Tensor, op: Any, chunk: int) -> Hops:
-        """Hops of a reduce-scatter; the ranks of a node follow one another.
-
-        Args:
-            output: (n,).
-            data: (N * L * n,), rank by rank.
-            op: of torch.distributed.
-            chunk: elements of the output that go at once; 0 for all.
-        """
+        """Hops of a reduce-scatter; the ranks of a node follow one another."""
         first, second = reductions_of_hops(op)
         data_NLn = data.view(self._num_nodes, self._num_local, -1)
         columns = spans(output.numel(), chunk)
@@ -87,13 +69,7 @@ class HopsOverNodes:
         return Hops([Hop("inside", inside), Hop("across", across)], len(columns))
 
     def all_reduce(self, data: Tensor, op: Any, chunk: int) -> Hops:
-        """Hops of an all-reduce: each rank of a node takes a part of the sum to the other nodes.
-
-        Args:
-            data: (n,), in place.
-            op: of torch.distributed.
-            chunk: elements that go at once; 0 for all.
-        """
+        """Hops of an all-reduce: each rank of a node takes a part of the sum to the other nodes."""
         first, second = reductions_of_hops(op)
         columns = spans(data.numel(), chunk)
         wholes: dict[int, Tensor] = {}
@@ -120,14 +96,7 @@ class HopsOverNodes:
         return Hops([Hop("inside", scatter), Hop("across", across), Hop("inside", gather)], len(columns))
 
     def broadcast(self, data: Tensor, node: int, place: int, chunk: int) -> Hops:
-        """Hops of a broadcast.
-
-        Args:
-            data: (n,), in place.
-            node: where it starts.
-            place: of the rank there that has it.
-            chunk: elements that go at once; 0 for all.
-        """
+        """Hops of a broadcast."""
         columns = spans(data.numel(), chunk)
 
         def across(number: int) -> None:

@@ -50,14 +50,7 @@ _BY_NAME: dict[str, Callable[[Any], Any]] = {}
 
 
 def register(kind: type, name: str, to_plain: Callable[[Any], Any], from_plain: Callable[[Any], Any]) -> None:
-    """Adds a class, but none of its subclasses.
-
-    Args:
-        kind: the class.
-        name: what it is called in messages, the same on all ranks.
-        to_plain: makes a value of it into one that can travel already; raises TypeError for one that cannot.
-        from_plain: the inverse. It gets what strangers may have written, and must be harmless with it.
-    """
+    """Adds a class, but none of its subclasses."""
     _BY_CLASS[kind] = _Kind(name, to_plain)
     _BY_NAME[name] = from_plain
 
@@ -103,15 +96,7 @@ def _classes_in(hint: Any) -> list[type]:
 
 
 def encode(value: Any, *, other: Other | None = None) -> bytes:
-    """A value as bytes.
-
-    Args:
-        value: of kinds that can travel.
-        other: makes bytes of a value of another kind; without it there must be none.
-
-    Raises:
-        TypeError: something in it cannot travel.
-    """
+    """A value as bytes."""
     pieces: list[bytes] = []
     try:
         text = json.dumps(_plain(value, pieces, other), separators=(",", ":")).encode()
@@ -153,16 +138,7 @@ def _plain(value: Any, pieces: list[bytes], other: Other | None) -> Any:
 
 
 def decode(data: bytes, *, other: Callable[[bytes], Any] | None = None) -> Any:
-    """The value that `encode` made into these bytes.
-
-    Args:
-        data: the bytes, which anybody may have written.
-        other: makes values of other kinds from their bytes; without it there must be none.
-
-    Raises:
-        DecodeError: they are none of `encode`'s.
-        Exception: whatever `other` raises.
-    """
+    """The value that `encode` made into these bytes."""
     view = memoryview(data)
     try:
         text, pieces = _parts(view)

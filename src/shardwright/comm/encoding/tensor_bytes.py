@@ -11,10 +11,6 @@ __all__ = ["bytes_of", "flat"]
 def bytes_of(tensor: Tensor) -> Tensor:
     """The entries of a tensor, in order, as bytes.
 
-    Returns:
-        (bytes,) uint8, without autograd history; it shares the memory of a tensor that is contiguous and
-        neither conjugated nor negated when it is read.
-
     >>> bytes_of(torch.tensor([1, 258], dtype=torch.int16)).tolist()
     [1, 0, 2, 1]
     """
@@ -24,18 +20,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def flat(tensor: Tensor, kind: str) -> Tensor:
-    """The elements of a tensor as they lie in memory, which must be the same way on all ranks.
-
-    Args:
-        tensor: without holes.
-        kind: of the collective, for the error.
-
-    Returns:
-        (n,), or (2 n,) of n complex elements; it shares the memory.
-
-    Raises:
-        UsageError: the tensor has holes.
-    """
+    """The elements of a tensor as they lie in memory, which must be the same way on all ranks."""
     if not tensor.numel() or (tensor.is_contiguous() and not tensor.is_complex()):
         return tensor.detach().view(-1)
     plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -45,13 +45,6 @@ def detect(
 ) -> LaunchEnvironment:
     """Reads where this process stands; see the top of this file for the order.
 
-    Args:
-        environ: the environment variables.
-        rank: this and the others, if given, win over all variables. Give at least `rank` and `world_size`.
-
-    Raises:
-        LaunchError: variables contradict each other, or some that belong together are missing.
-
     >>> found = detect({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
     >>> found.rank, found.local_rank, found.source
     (1, 1, 'RANK and WORLD_SIZE')

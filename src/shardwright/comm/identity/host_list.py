@@ -15,12 +15,6 @@ _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 def expand_hosts(text: str) -> list[str]:
     """Expands a list such as ``SLURM_NODELIST`` holds.
 
-    Args:
-        text: names separated by commas; brackets hold numbers and ranges, which keep their leading zeros.
-
-    Raises:
-        LaunchError: the text is not such a list.
-
     >>> expand_hosts("login,gpu[01-03,7]-ib")
     ['login', 'gpu01-ib', 'gpu02-ib', 'gpu03-ib', 'gpu7-ib']
     >>> expand_hosts("rack[1-2]n[0-1]")

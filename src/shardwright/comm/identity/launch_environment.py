@@ -14,17 +14,12 @@ class LaunchEnvironment:
     """The position of a process among all that run the same script.
 
     Attributes:
-        rank: number among all processes.
         local_rank: number among those of this host.
-        world_size: how many there are.
         local_world_size: how many run on this host.
-        node_rank: number of this host.
         num_nodes: how many hosts there are.
         master_addr: host of the key-value store at which the ranks meet.
-        master_port: its port.
         restart_count: how often the launcher has started the ranks anew.
         launcher_serves_store: the launcher runs that store; otherwise rank 0 has to.
-        source: which variables said so.
     """
 
     rank: int

@@ -27,11 +27,7 @@ class Variables:
         return next((self._environ[name] for name in names if self._environ.get(name)), None)
 
     def number(self, *names: str) -> int | None:
-        """The first of these variables that is set, as a number.
-
-        Raises:
-            LaunchError: it is not a number.
-        """
+        """The first of these variables that is set, as a number."""
         name = next((name for name in names if self._environ.get(name)), None)
         if name is None:
             return None
@@ -41,14 +37,7 @@ class Variables:
         return int(value)
 
     def required_number(self, name: str, *, because: str) -> int:
-        """A variable that must be set, as a number.
-
-        Args:
-            because: the variable that makes it necessary.
-
-        Raises:
-            LaunchError: it is not set, or not a number.
-        """
+        """A variable that must be set, as a number."""
         value = self.number(name)
         if value is None:
             raise LaunchError(
@@ -66,22 +55,14 @@ class Variables:
         return value
 
     def port(self, *names: str) -> int | None:
-        """The first of these variables that is set, as a port.
-
-        Raises:
-            LaunchError: it is none.
-        """
+        """The first of these variables that is set, as a port."""
         value = self.number(*names)
         if value is not None and not 0 < value < 2**16:
             raise LaunchError(f"{names[-1]} is {value}, but a port is from 1 to 65535. Correct or unset it.")
         return value
 
     def together(self, *names: str) -> bool:
-        """Says whether variables that belong together are set.
-
-        Raises:
-            LaunchError: some are set and some are not.
-        """
+        """Says whether variables that belong together are set."""
         there = [name for name in names if self._environ.get(name)]
         missing = [name for name in names if name not in there]
         if there and missing:

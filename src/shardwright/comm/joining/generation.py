@@ -35,11 +35,7 @@ _POLL_S = 0.02
 
 
 def agree_on_generation(store: Store, environment: LaunchEnvironment, *, timeout_s: float) -> int:
-    """Returns a number that all ranks of this life, and none of an earlier one, get.
-
-    Raises:
-        LaunchError: a rank did not take part within `timeout_s`.
-    """
+    """Returns a number that all ranks of this life, and none of an earlier one, get."""
     if environment.num_nodes == 1 or not environment.launcher_serves_store:
         return environment.restart_count
     if environment.rank == 0:

@@ -13,53 +13,28 @@ __all__ = ["all_gather", "all_reduce", "broadcast", "reduce_scatter"]
 
 
 def all_gather(group: dist.ProcessGroup, output: Tensor, data: Tensor) -> None:
-    """Gives every rank the inputs of all.
-
-    Args:
-        group: that does it.
-        output: (n * ranks,), filled rank by rank.
-        data: (n,).
-    """
+    """Gives every rank the inputs of all."""
     opts = AllgatherOptions()
     opts.asyncOp = False
     _end(group._allgather_base(output, data, opts))
 
 
 def reduce_scatter(group: dist.ProcessGroup, output: Tensor, data: Tensor, op: Any) -> None:
-    """Gives every rank its part of the sum of all inputs.
-
-    Args:
-        group: that does it.
-        output: (n,).
-        data: (n * ranks,), rank by rank.
-        op: of torch.distributed.
-    """
+    """Gives every rank its part of the sum of all inputs."""
     opts: Any = dist.ReduceScatterOptions()
     opts.reduceOp, opts.asyncOp = op, False
     _end(group._reduce_scatter_base(output, data, opts))
 
 
 def all_reduce(group: dist.ProcessGroup, data: Tensor, op: Any) -> None:
-    """Gives every rank the sum of all inputs, in place.
-
-    Args:
-        group: that does it.
-        data: (n,).
-        op: of torch.distributed.
-    """
+    """Gives every rank the sum of all inputs, in place."""
     opts: Any = dist.AllreduceOptions()
     opts.reduceOp, opts.asyncOp = op, False
     _end(group.allreduce([data], opts))
 
 
 def broadcast(group: dist.ProcessGroup, data: Tensor, source: int) -> None:
-    """Gives every rank what one of them has, in place.
-
-    Args:
-        group: that does it.
-        data: (n,).
-        source: its rank in the group.
-    """
+    """Gives every rank what one of them has, in place."""
     opts: Any = dist.BroadcastOptions()
     opts.rootRank, opts.asyncOp = source, False
     _end(group.broadcast([data], opts))

@@ -90,19 +90,6 @@ def init_process_group(
     Under torchrun the ranks meet at the store that it serves, otherwise at one that rank 0 serves. All keys
     get a prefix that is new after each restart: without it ranks that torchrun restarts after a failure read
     the addresses of dead ones. When the interpreter ends, the group is destroyed.
-
-    Args:
-        environment: which rank this is, from `shardwright.comm.identity.environment.detect`.
-        backend: as in ``torch.distributed.init_process_group``.
-        timeout_s: how long the start, and later each operation, may take.
-        device: the accelerator that this rank uses, to bind the group to it.
-
-    Returns:
-        The store of this group, for other keys.
-
-    Raises:
-        UsageError: there is a default process group already.
-        LaunchError: the ranks could not meet.
     """
     if dist.is_initialized():
         raise UsageError("There is a default process group already. Call destroy_process_group() before.")
@@ -146,14 +133,7 @@ def init_process_group(
 
 
 def session_of_group(*, timeout_s: float) -> Session:
-    """The session of all ranks, for as long as there is this default group; at first collective over them.
-
-    Args:
-        timeout_s: how long to wait for others.
-
-    Raises:
-        LaunchError: a rank has another secret, or none; or a stranger writes into the store.
-    """
+    """The session of all ranks, for as long as there is this default group; at first collective over them."""
     session = present_session()
     if session is None:
         session = begin_session(
@@ -197,12 +177,6 @@ def group_of(
 
     It is made once and serves all runs of a process, one after the other: each has threads that wake up a
     hundred times a second, for as long as the process lives.
-
-    Args:
-        ranks: its world ranks.
-        use: what it is for; groups of the same ranks for different uses do not share their messages.
-        timeout_s: after so much time a silent rank counts as lost; PyTorch would give it half an hour.
-        backend: of torch.distributed; None for that of the default group.
     """
     if _GROUPS.default is not dist.group.WORLD:
         _GROUPS.default = dist.group.WORLD
@@ -236,26 +210,12 @@ def leave_groups_in_doubt() -> None:
 
 
 def tell_all(fact: Any, *, group: dist.ProcessGroup | None = None, objects: bool = False) -> list[Any]:
-    """Tells all ranks of a group a fact; collective over them.
-
-    Args:
-        fact: of kinds that `codec` takes.
-        group: None for all ranks.
-        objects: objects of the user's own may be in it.
-
-    Returns:
-        What each rank tells, by its rank in the group.
-    """
+    """Tells all ranks of a group a fact; collective over them."""
     return facts_of_all(fact, seal=seal_of_session(), group=group, objects=objects)
 
 
 def tell_from(source: int, fact: Any) -> Any:
-    """A fact of one rank, on all of them; collective over all ranks.
-
-    Args:
-        source: which rank.
-        fact: on that rank, of kinds that `codec` takes.
-    """
+    """A fact of one rank, on all of them; collective over all ranks."""
     return fact_of(source, fact, seal=seal_of_session())
 
 

@@ -71,20 +71,7 @@ def begin_session(
     timeout_s: float,
     environ: Mapping[str, str] = os.environ,
 ) -> Session:
-    """Has the ranks of a group agree on a key; collective over them.
-
-    Args:
-        store: of these ranks, in this life: no key of an earlier one is in it.
-        rank: of this process in the group.
-        num_ranks: of the group.
-        one_host: all of them run on one host.
-        timeout_s: how long to wait for others.
-        environ: where a launcher leaves the secret.
-
-    Raises:
-        LaunchError: a rank has another secret, or none; or a stranger writes into the store.
-        RuntimeError: the store does not answer, or a rank does not come.
-    """
+    """Has the ranks of a group agree on a key; collective over them."""
     if num_ranks == 1:
         return Session(None)
     with _way(store, rank, one_host=one_host, timeout_s=timeout_s, environ=environ) as (seal, problem):

@@ -15,15 +15,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def loopback_tcp_store(port: int = 0, *, timeout_s: float = 300.0) -> TCPStore:
-    """Serves a store on the loopback interface alone, where PyTorch would listen on all of them.
-
-    Args:
-        port: 0 takes a free one.
-        timeout_s: how long its operations wait.
-
-    Raises:
-        OSError: the port is taken, by another process.
-    """
+    """Serves a store on the loopback interface alone, where PyTorch would listen on all of them."""
     timeout = timedelta(seconds=timeout_s)
     try:
         listening = _listening(port)
@@ -64,15 +56,7 @@ def _listening(port: int) -> socket.socket:
 
 
 def joined_tcp_store(environment: LaunchEnvironment, *, timeout_s: float) -> Store:
-    """Joins the store of a job, or serves it.
-
-    Args:
-        environment: which rank this is.
-        timeout_s: how long to wait for it, and then for each value.
-
-    Raises:
-        LaunchError: it cannot be reached, or not be served.
-    """
+    """Joins the store of a job, or serves it."""
     host, port = environment.master_addr, environment.master_port
     serves = environment.rank == 0 and not environment.launcher_serves_store
     if environment.num_nodes == 1 and not environment.launcher_serves_store:

@@ -13,14 +13,7 @@ __all__ = ["refuse_mixed_versions"]
 
 
 def refuse_mixed_versions(tell_all: Callable[[Any], Sequence[Any]]) -> None:
-    """Refuses ranks that do not run the same: they would trace, split or talk in different ways.
-
-    Args:
-        tell_all: tells all ranks a fact, and returns what each of them tells, by rank.
-
-    Raises:
-        LaunchError: a rank has another version of Shardwright or PyTorch, or another minor one of Python.
-    """
+    """Refuses ranks that do not run the same: they would trace, split or talk in different ways."""
     everyone = tell_all(_versions())
     ranks: dict[str, list[int]] = {}
     for rank, versions in enumerate(everyone):

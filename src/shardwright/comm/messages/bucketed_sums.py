@@ -20,14 +20,7 @@ def sums_over(
     divisor: int = 1,
     most_bytes: int = _MOST_BUCKET_BYTES,
 ) -> list[Tensor]:
-    """The sums of these tensors over the ranks of a group, in memory of their own; collective.
-
-    Args:
-        group: None for all ranks.
-        tensors: of the same shapes and types in the same order on all ranks.
-        divisor: each rank's tensors are divided by it before.
-        most_bytes: in one message.
-    """
+    """The sums of these tensors over the ranks of a group, in memory of their own; collective."""
     found: list[Tensor | None] = [None] * len(tensors)
     pending = []
     for positions in _buckets(tensors, most_bytes):

@@ -54,9 +54,6 @@ class _Begun:
     """A call to which this rank has come.
 
     Attributes:
-        call: which one.
-        place: the same, counted.
-        others: who else makes it.
         attendance: who has come, at the store; None on one host.
         is_first: this rank may be the first that has come.
     """
@@ -69,17 +66,7 @@ class _Begun:
 
 
 class RollCall:
-    """Waits for ranks that are to make a call together.
-
-    Args:
-        store: shared by all ranks.
-        whereabouts: of this rank.
-        rank: this one.
-        patience_s: when to warn of ranks that have not come.
-        timeout_s: when to give up.
-        local: ways to the other ranks of this host.
-        tell: gets a warning.
-    """
+    """Waits for ranks that are to make a call together."""
 
     def __init__(
         self,
@@ -107,27 +94,11 @@ class RollCall:
         self._process_id = os.getpid()
 
     def meet(self, where: str, ranks: Sequence[int]) -> None:
-        """Returns when all of these ranks have come to this call; see `meet_each`.
-
-        Args:
-            where: the call, for messages.
-            ranks: world ranks, the same ones in the same order on all of them.
-        """
+        """Returns when all of these ranks have come to this call; see `meet_each`."""
         self.meet_each([Call(where, tuple(ranks))])
 
     def meet_each(self, calls: Sequence[Call]) -> None:
-        """Returns when all ranks of all these calls have come; none of these calls waits for another one.
-
-        Args:
-            calls: of different ranks, this one among them.
-
-        Raises:
-            UsageError: one of them is elsewhere, and will not come; or did not come to an earlier call; or
-                this is no process of a rank.
-            TraceMismatchError: one of them is in a step, on this host.
-            PeerTimeoutError: one of them has not come within the timeout.
-            PeerLostError: one of them has ended.
-        """
+        """Returns when all ranks of all these calls have come; none of these calls waits for another one."""
         joint = [call for call in calls if set(call.ranks) != {self._rank}]
         for call in joint:
             self.refuse_in_a_child(call.where)
@@ -167,14 +138,7 @@ class RollCall:
             return _Begun(call, place, others, attendance, attendance.come())
 
     def refuse_in_a_child(self, where: str) -> None:
-        """A fork has the connections of its rank: what both say over them would be mixed up.
-
-        Args:
-            where: a call of several ranks, for the message.
-
-        Raises:
-            UsageError: this is no process of a rank.
-        """
+        """A fork has the connections of its rank: what both say over them would be mixed up."""
         if os.getpid() != self._process_id:
             raise UsageError(
                 f"{where} is called in process {os.getpid()}, which rank {self._rank} has started (a worker "

@@ -24,14 +24,7 @@ _PACKED_BYTES = 64 * 1024  # a copy costs less than a message
 
 
 class SmallCollectives:
-    """Collectives of one group.
-
-    Args:
-        ranks: world ranks of the group.
-        rank: world rank of this process.
-        group: its process group; None for the default one, which has all ranks.
-        local: ways to the other ranks of this host.
-    """
+    """Collectives of one group."""
 
     def __init__(
         self,
@@ -48,18 +41,7 @@ class SmallCollectives:
         self._local = local if local is not None and all(other in local for other in self._others) else None
 
     def broadcast(self, tensors: Sequence[Tensor], source: int, purpose: Purpose) -> None:
-        """Gives all ranks the tensors of one of them, given by its world rank.
-
-        Args:
-            tensors: on the source, of any kind; on the others, contiguous ones of the same shapes and types,
-                which are filled.
-            source: world rank.
-            purpose: what for.
-
-        Raises:
-            PeerLostError: a peer on this host has ended, or does not answer.
-            TraceMismatchError: it does something else.
-        """
+        """Gives all ranks the tensors of one of them, given by its world rank."""
         parts = [bytes_of(tensor) for tensor in tensors if tensor.numel()]
         if not self._others or not parts:
             return
@@ -92,11 +74,7 @@ class SmallCollectives:
                 mine.copy_(received)
 
     def gather(self, row: Tensor, purpose: Purpose) -> Tensor:
-        """The tensors of all ranks, of one shape (...); the result is (ranks, ...) on each.
-
-        Raises:
-            PeerLostError, TraceMismatchError: as `broadcast`.
-        """
+        """The tensors of all ranks, of one shape (...); the result is (ranks, ...) on each."""
         rows = torch.zeros(len(self._ranks), *row.shape, dtype=row.dtype, device=row.device)
         rows[self._ranks.index(self._rank)] = row
         if self._local is None:

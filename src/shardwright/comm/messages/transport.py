@@ -42,11 +42,7 @@ class Receipt:
         self._finish = finish
 
     def wait(self) -> Tensor:
-        """Blocks until the tensor has arrived.
-
-        Raises:
-            PeerLostError: the sender died or did not answer in time.
-        """
+        """Blocks until the tensor has arrived."""
         if self._finish is not None:
             self._finish()
             self._finish = None
@@ -55,13 +51,6 @@ class Receipt:
 
 class Transport:
     """Sends and receives tensors between the ranks of one pipeline.
-
-    Args:
-        ranks: world rank of each pipeline rank.
-        rank: the pipeline rank of this process.
-        up: process group for messages to higher pipeline ranks; None for the default one.
-        down: process group for messages to lower ones.
-        local: ways to the other ranks of this host, which serve if the whole pipeline is here.
 
     Attributes:
         local: ways to the other ranks of the pipeline through shared memory; None where messages take others.

@@ -55,10 +55,6 @@ class LocalReceipt:
 class LocalLink:
     """This process's end of the way to and from one other process.
 
-    Args:
-        connection: a connected Unix socket that keeps packets apart.
-        peer: world rank of the other process.
-
     Attributes:
         peer: world rank of the other process.
         ended: it has ended, and all that it said before was heard.
@@ -106,12 +102,7 @@ class LocalLink:
     # ---- sending ----
 
     def write(self, tensor: Tensor, purpose: Purpose = Purpose.PIPELINE) -> bool:
-        """Copies a tensor for the other process; False where it must read something before.
-
-        Raises:
-            PeerLostError: the other process has ended.
-            OSError: the system has no memory for the message.
-        """
+        """Copies a tensor for the other process; False where it must read something before."""
         num_bytes = tensor.numel() * tensor.element_size()
         offset = self._place(num_bytes)
         if offset is None:
@@ -190,11 +181,7 @@ class LocalLink:
                 )
 
     def deliver(self) -> None:
-        """Copies what was written into the tensors that were posted for it.
-
-        Raises:
-            TraceMismatchError: another tensor was posted than was sent, or for another purpose.
-        """
+        """Copies what was written into the tensors that were posted for it."""
         while self._posted and self._written:
             receipt = self._posted.popleft()
             segment, offset, num_bytes, purpose = message = self._written.popleft()

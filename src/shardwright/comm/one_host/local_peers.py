@@ -26,12 +26,6 @@ class LocalPeers:
 
     While this process waits for one of them, it takes what all of them send: nobody waits in a circle as long
     as receives are posted before those that wait.
-
-    Args:
-        links: by world rank.
-        timeout_s: how long to wait for a peer at most.
-        has_stopped: whether a world rank has failed and takes no further step. Its process may live on, in a
-            script that has caught the error.
     """
 
     def __init__(
@@ -59,12 +53,7 @@ class LocalPeers:
         return sum(link.num_bytes for link in self._links.values())
 
     def send(self, tensor: Tensor, target: int, purpose: Purpose = Purpose.PIPELINE) -> None:
-        """Copies a tensor for a rank; waits where several of its messages are unread.
-
-        Raises:
-            PeerLostError: the rank has ended, or does not read.
-            OSError: the system has no memory for the message.
-        """
+        """Copies a tensor for a rank; waits where several of its messages are unread."""
         link = self._links[target]
         if not link.write(tensor, purpose):
             self._until(lambda: not link.is_full, link, "sending to")
@@ -79,16 +68,7 @@ class LocalPeers:
     def wait(
         self, receipt: LocalReceipt, source: int, *, look: Callable[[], float] = lambda: math.inf
     ) -> None:
-        """Returns when the message is there.
-
-        Args:
-            receipt: of the message.
-            source: the rank that sends it.
-            look: called again and again meanwhile, and may raise; gives the seconds until the next time.
-
-        Raises:
-            PeerLostError: the rank ended before it sent it, or takes too long.
-        """
+        """Returns when the message is there."""
         self._until(lambda: receipt.arrived, self._links[source], "receiving from", look)
 
     def has_ended(self, rank: int) -> bool:
@@ -152,18 +132,7 @@ class LocalPeers:
 def connect_local_peers(
     *, timeout_s: float, has_stopped: Callable[[int], bool] = lambda _: False
 ) -> LocalPeers | None:
-    """Connects the ranks of each host; collective over all ranks of the default process group.
-
-    Args:
-        timeout_s: how long to wait for a peer at most.
-        has_stopped: whether a world rank has failed and takes no further step.
-
-    Returns:
-        None where this host has no other rank, or where one of them lacks what is needed; the log says what.
-
-    Raises:
-        OSError: a connection that was made could not be taken.
-    """
+    """Connects the ranks of each host; collective over all ranks of the default process group."""
     sockets = connect_on_this_host(dist.get_rank(), tell_all, what="messages", timeout_s=timeout_s)
     if not sockets:
         return None

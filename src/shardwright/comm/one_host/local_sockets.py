@@ -36,20 +36,6 @@ def connect_on_this_host(
         tell all: host, cookie  ──▶  call the lower ranks  ──▶  tell all: done  ──▶  take the calls
 
     Nobody waits for a rank that cannot: each step is taken only if all ranks of the host took the one before.
-
-    Args:
-        rank: of this process.
-        tell_all: how the ranks tell one another where they are.
-        what: what goes through sockets of the network where this fails, for the log.
-        timeout_s: how long each step may take.
-        host: what the ranks of this host have in common; found out if it is not given.
-
-    Returns:
-        Sockets by rank; none where this host has no other rank. None where one of them lacks what is needed;
-        the log says what.
-
-    Raises:
-        OSError: a connection that was made could not be taken.
     """
     cookie = secrets.token_hex(16)
     listener, problem = _attempt(_listen)
@@ -134,9 +120,6 @@ def _take_calls(
     """The connections that others have made, by rank; `expected` has what each of them says first.
 
     Whoever connects and says nothing, or something else, keeps nobody waiting.
-
-    Raises:
-        TimeoutError: not all of them have called within the timeout.
     """
     taken: dict[int, socket.socket] = {}
     deadline_s = time.monotonic() + timeout_s

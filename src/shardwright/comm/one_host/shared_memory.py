@@ -26,12 +26,7 @@ _MOST_VIEWS = 64
 
 
 class Segment:
-    """Shared memory, mapped into this process.
-
-    Args:
-        fd: of the memory; it is closed here.
-        num_bytes: size.
-    """
+    """Shared memory, mapped into this process."""
 
     def __init__(self, fd: int, num_bytes: int):
         try:
@@ -60,9 +55,6 @@ class Ring:
     Where a message finds no room, the ring gets a larger segment: large enough for what is unread and the
     message. It is never larger than six of the largest messages, with the four that may be unread at once: by
     then there is always room in one piece.
-
-    Args:
-        most_unread: messages that may be unread at once.
     """
 
     def __init__(self, most_unread: int):
@@ -90,14 +82,7 @@ class Ring:
         return offset
 
     def grow(self, num_bytes: int) -> int:
-        """Replaces the segment by one with room for this message and the unread ones.
-
-        Returns:
-            A file descriptor of the new memory.
-
-        Raises:
-            OSError: the system has no memory for it.
-        """
+        """Replaces the segment by one with room for this message and the unread ones."""
         size = _aligned(num_bytes)
         capacity = size + sum(end - offset for offset, end in self._unread)
         if capacity <= self._capacity:  # there is room, but in two pieces

@@ -188,12 +188,7 @@ class _Stopwatch:
         return calls[collective]
 
     def _line(self, call_of: Callable[[int], Callable[[], object]], *, pieces: int) -> Line:
-        """A line through the times of a small and a large call.
-
-        Args:
-            call_of: makes the call for so many elements a piece.
-            pieces: of which so many bytes count.
-        """
+        """A line through the times of a small and a large call."""
         large = self._bearable(call_of)
         times = [self._seconds(call_of(count)) for count in (_SMALL, large)]
         return line_through(times, [4 * pieces * count for count in (_SMALL, large)])
@@ -225,12 +220,7 @@ class _Stopwatch:
 
 
 def line_through(times: list[float], sizes: list[int]) -> Line:
-    """A line through two points: the small one has next to no bytes.
-
-    Args:
-        times: seconds of the small and of the large one.
-        sizes: their bytes.
-    """
+    """A line through two points: the small one has next to no bytes."""
     (small_s, large_s), (small, large) = times, sizes
     # Where the machine was busy with something else, the large one may seem to be no slower.
     return Line(small_s, (large - small) / max(large_s - small_s, _LEAST_SHARE * large_s))

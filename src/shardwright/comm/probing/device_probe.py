@@ -34,13 +34,7 @@ _SUM, _MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 def measure_device_prices(
     group: DeviceCollectives, device: torch.device, *, largest: int = _LARGE_BYTES
 ) -> DevicePrices:
-    """Prices of a group on accelerators; collective over its ranks, which all get the same.
-
-    Args:
-        group: whose collectives are measured.
-        device: of this rank.
-        largest: bytes of the largest call; a power of two.
-    """
+    """Prices of a group on accelerators; collective over its ranks, which all get the same."""
     watch = _Stopwatch(group, device, largest)
     hops = any(not why_not_hierarchical(collective, group.topology) for collective in COLLECTIVES)
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -66,11 +60,7 @@ class _Stopwatch:
         return {collective: self.line(partial(self._call, group, collective)) for collective in COLLECTIVES}
 
     def line(self, call_of: Callable[[int], tuple[Callable[[], object], int]]) -> Line:
-        """Through the times of a small and a large call.
-
-        Args:
-            call_of: makes a call for about so many bytes, and says how many they are.
-        """
+        """Through the times of a small and a large call."""
         call, small = call_of(_SMALL_BYTES)
         small_s = self._seconds(call)
         size = self._largest

@@ -52,14 +52,6 @@ def measure_products(device: torch.device, dtype: str, *, progress: Callable[[],
     """Rates of matrix products by size; collective over all ranks.
 
     Sizes stop where one product takes a third of a second: some devices have no fast products of a dtype.
-
-    Args:
-        device: of this rank.
-        dtype: such as ``float32``.
-        progress: called after each size.
-
-    Returns:
-        The slowest rank's rates; none where the device cannot multiply the dtype.
     """
     found = []
     sizes = _CPU_SIZES if device.type == "cpu" else _DEVICE_SIZES
@@ -107,13 +99,7 @@ def _product(
 
 
 def _timed(call: Callable[[], object], device: torch.device, *, everyone: bool) -> float:
-    """Seconds of a call: the fastest of some rounds, on the slowest rank.
-
-    Args:
-        call: what is timed.
-        device: of this rank.
-        everyone: all ranks do it at once; else one after the other, the others waiting.
-    """
+    """Seconds of a call: the fastest of some rounds, on the slowest rank."""
     number = max(1, int(_ENOUGH_S / max(_seconds(call, device, 1), 1e-7)))
     best = float("inf")
     for turn in _turns(everyone):

@@ -20,27 +20,12 @@ _HINT = "for example export SHARDWRIGHT_SECRET=$(openssl rand -hex 32) before sr
 def packed(
     thing: Any, seal: Seal | None, place: str, *, dumps: Callable[[Any], bytes] = pickle.dumps
 ) -> bytes:
-    """An object as bytes.
-
-    Args:
-        thing: what pickle takes.
-        seal: of the run.
-        place: where it is to be taken out, as the other rank calls it.
-        dumps: makes a pickle of it.
-
-    Raises:
-        UsageError: the run has no secret.
-    """
+    """An object as bytes."""
     return _sealed(dumps(thing) if seal is not None else b"", thing, seal, place)
 
 
 def unpacked(data: bytes, seal: Seal | None, place: str) -> Any:
-    """The object of `packed`.
-
-    Raises:
-        ForgedError: no rank of this run has sealed it for that place.
-        UsageError: the run has no secret.
-    """
+    """The object of `packed`."""
     return pickle.loads(_opened(data, seal, place))
 
 
@@ -57,14 +42,7 @@ def packed_with_tensors(thing: Any, seal: Seal | None, place: str) -> bytes:
 def unpacked_with_tensors(
     data: bytes, seal: Seal | None, place: str, *, map_location: Callable[[Any, str], Any] | None = None
 ) -> Any:
-    """The object of `packed_with_tensors`.
-
-    Args:
-        map_location: as for `torch.load`.
-
-    Raises:
-        as `unpacked`.
-    """
+    """The object of `packed_with_tensors`."""
     import torch
 
     return torch.load(io.BytesIO(_opened(data, seal, place)), map_location=map_location, weights_only=False)

@@ -29,21 +29,7 @@ _MOST_BYTES = 2**36  # no fact is that long: a stranger has written the length
 def facts_of_all(
     fact: Any, *, seal: Seal | None, group: dist.ProcessGroup | None = None, objects: bool = False
 ) -> list[Any]:
-    """Tells all ranks of a group a fact; collective over them.
-
-    Args:
-        fact: of kinds that `codec` takes.
-        seal: of this life of the ranks, if they have a secret.
-        group: None for all ranks.
-        objects: objects of the user's own may be in it.
-
-    Returns:
-        What each rank tells, by its rank in the group.
-
-    Raises:
-        ForgedError: a stranger has written in the place of a rank.
-        LaunchError: what a rank tells is no fact.
-    """
+    """Tells all ranks of a group a fact; collective over them."""
     own = _written(fact, seal, dist.get_rank(), objects=objects)
     num_ranks = dist.get_world_size(group)
 
@@ -58,16 +44,7 @@ def facts_of_all(
 
 
 def fact_of(source: int, fact: Any, *, seal: Seal | None) -> Any:
-    """A fact of one rank, on all of them; collective over all ranks.
-
-    Args:
-        source: which rank.
-        fact: on that rank, of kinds that `codec` takes.
-        seal: of this life of the ranks, if they have a secret.
-
-    Raises:
-        as `facts_of_all`.
-    """
+    """A fact of one rank, on all of them; collective over all ranks."""
     is_own = dist.get_rank() == source
     own = _written(fact, seal, source, objects=False) if is_own else b""
 

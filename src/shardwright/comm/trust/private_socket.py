@@ -22,15 +22,8 @@ _LONGEST_PATH = 100  # Linux takes 107 bytes, and there is a name to come
 class PrivateListener:
     """A listening socket in a folder of its own.
 
-    Args:
-        kind: ``socket.SOCK_STREAM`` or ``socket.SOCK_SEQPACKET``.
-
-    Raises:
-        OSError: no folder for it can be made, or this system has no such sockets.
-
     Attributes:
         path: by which others call it.
-        socket: the socket.
     """
 
     def __init__(self, kind: int):
@@ -61,11 +54,7 @@ class PrivateListener:
 
 
 def call(path: str, kind: int, *, timeout_s: float) -> socket.socket:
-    """Connects to a `PrivateListener` of the same user.
-
-    Raises:
-        OSError: nobody is there, or somebody else.
-    """
+    """Connects to a `PrivateListener` of the same user."""
     with _closed_if_it_fails(socket.socket(socket.AF_UNIX, kind)) as caller:
         caller.settimeout(timeout_s)
         caller.connect(path)

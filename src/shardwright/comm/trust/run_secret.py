@@ -37,11 +37,7 @@ def has_secret(environ: Mapping[str, str]) -> bool:
 
 
 def seal_of_run(environ: Mapping[str, str]) -> Seal | None:
-    """The seal under the secret that a launcher has handed on; None where it has handed on none.
-
-    Raises:
-        LaunchError: the secret cannot be read, others can read it, or it is too short.
-    """
+    """The seal under the secret that a launcher has handed on; None where it has handed on none."""
     if not has_secret(environ):
         return None
     text, source = environ.get(SECRET, ""), SECRET

@@ -27,11 +27,7 @@ class ForgedError(LaunchError):
 
 @contextmanager
 def not_from_a_stranger(what: str) -> Iterator[None]:
-    """Reads what stands in a store, which has no code where the ranks have no secret.
-
-    Raises:
-        ForgedError: it cannot be read.
-    """
+    """Reads what stands in a store, which has no code where the ranks have no secret."""
     try:
         yield
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -44,9 +40,6 @@ def not_from_a_stranger(what: str) -> Iterator[None]:
 
 class Seal:
     """Seals messages under one key.
-
-    Args:
-        key: that strangers do not know.
 
     >>> seal = Seal(b"key")
     >>> seal.opened("greeting", seal.sealed("greeting", b"hello"))
@@ -71,11 +64,7 @@ class Seal:
         return self.code(name, message) + message
 
     def opened(self, name: str, data: bytes) -> bytes:
-        """The message of `sealed`.
-
-        Raises:
-            ForgedError: this key has not sealed it, or not for the place of that name.
-        """
+        """The message of `sealed`."""
         code, message = data[:CODE_BYTES], data[CODE_BYTES:]
         if not hmac.compare_digest(code, self.code(name, message)):
             raise ForgedError(

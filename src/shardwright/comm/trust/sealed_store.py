@@ -26,10 +26,6 @@ class SealedStore(Store):
 
     C++ calls these methods as well, and holds on to the part of the object that is its own alone: somebody
     must hold on to the object as long as a `PrefixStore` or a process group uses it (`session.Session` does).
-
-    Args:
-        inner: where values are.
-        seal: of this run.
     """
 
     def __init__(self, inner: Store, seal: Seal):

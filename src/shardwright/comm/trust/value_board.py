@@ -40,14 +40,6 @@ class _Store(Protocol):
 class ValueBoard:
     """The values that ranks post, batch by batch.
 
-    Args:
-        store: of these ranks alone.
-        ranks: their numbers in the world.
-        rank: the place of this one among them; all others are named by their places, too.
-        has_ended: tells whether a rank of the world is known to have failed, or to be at the end of its
-            script.
-        timeout_s: the longest wait.
-
     Attributes:
         waited_s: for values, since the batch began.
     """
@@ -102,21 +94,7 @@ class ValueBoard:
         is_late: bool = False,
         mark: str = "",
     ) -> tuple[str, bytes]:
-        """Waits for one of several values.
-
-        Args:
-            keys: their names.
-            source: the rank that puts one of them up.
-            absent: the error if that rank is through with the batch, and has not put it up.
-            is_late: what is not there now will not come.
-            mark: nor will it when the rank has told this one.
-
-        Returns:
-            Its name, and the value.
-
-        Raises:
-            PeerLostError: the rank has ended, or does not answer.
-        """
+        """Waits for one of several values; returns its name, and the value."""
         begin_s = time.monotonic()
         key = self._first_of(keys, source, absent, is_through=is_late, mark=mark)
         self.waited_s += time.monotonic() - begin_s

@@ -13,17 +13,7 @@ _TIMEOUT_S = 120.0
 def run(
     words: Sequence[str], *, remedy: str, text: str | None = None, environ: Mapping[str, str] | None = None
 ) -> str:
-    """The output of a program.
-
-    Args:
-        words: the command.
-        remedy: what to do where the program is not there.
-        text: for its standard input.
-        environ: its whole environment, if not that of this process.
-
-    Raises:
-        LaunchError: it is not there, does not end, or fails.
-    """
+    """The output of a program."""
     try:
         done = subprocess.run(
             words,

@@ -24,13 +24,5 @@ class Engine(Protocol):
         ...
 
     def start(self, spec: JobSpec, *, waits: bool) -> RunningJob:
-        """Starts a job.
-
-        Args:
-            spec: the job.
-            waits: the caller waits for its end; a job of this machine then ends with this process.
-
-        Raises:
-            LaunchError: it cannot be started.
-        """
+        """Starts a job."""
         ...

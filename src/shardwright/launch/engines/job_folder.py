@@ -23,18 +23,7 @@ _LOCK = ".job.lock"
 
 @contextmanager
 def prepared_run_folder(spec: JobSpec) -> Iterator[int]:
-    """Makes the folder of a job, without leftovers of an earlier job of its name.
-
-    Args:
-        spec: the job.
-
-    Yields:
-        The lock of the folder, a descriptor: held for now, and by processes that inherit it.
-
-    Raises:
-        ConfigError: a job of this name goes on.
-        LaunchError: the folder cannot be made.
-    """
+    """Makes the folder of a job, without leftovers of an earlier job of its name."""
     try:
         spec.logs.mkdir(parents=True, exist_ok=True)
         lock = os.open(spec.run_folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -53,12 +42,7 @@ def prepared_run_folder(spec: JobSpec) -> Iterator[int]:
 
 
 def still_runs(spec: JobSpec, where: str = "") -> ConfigError:
-    """The error for a job whose name a running job has.
-
-    Args:
-        spec: the job.
-        where: what is known of the other one, such as ``scancel 12 stops it``.
-    """
+    """The error for a job whose name a running job has."""
     known = f" ({where})" if where else ""
     return ConfigError(
         f"a training job {spec.name} goes on in {spec.runs_dir}{known}. Wait for its end to continue it, "

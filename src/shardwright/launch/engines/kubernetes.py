@@ -1,28 +1,17 @@
-"""Training jobs on Kubernetes through ``kubectl``, as a Kubeflow Trainer TrainJob or a JobSet.
+"""Manifests of training jobs on Kubernetes, as a Kubeflow Trainer TrainJob or a JobSet.
 
-The script's folder goes with the job (up to about 600 KiB, packed), unless the image has it. Data, and
-results to keep, are on volumes.
+``python job.py | kubectl apply -f -`` starts a job whose script prints `Estimator.manifest`. The script's
+folder goes with the job (up to about 600 KiB, packed), unless the image has it. Data, and results to keep,
+are on volumes.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from shardwright.comm.trust.run_secret import new_secret
-from shardwright.errors import ConfigError
-from shardwright.files import replace_file
-from shardwright.launch.engines.commands import run
-from shardwright.launch.engines.job_folder import prepared_run_folder, still_runs
-from shardwright.launch.engines.kubernetes_job import (
-    KubernetesJob,
-    code_resource,
-    end_of,
-    job_resource,
-    name_in_cluster,
-    secret_resource,
-)
+from shardwright.errors import ConfigError, LaunchError
 from shardwright.launch.engines.manifests import (
     Pods,
     code_map,
@@ -35,17 +24,15 @@ from shardwright.launch.engines.manifests import (
 )
 from shardwright.launch.engines.packed_code import pack
 from shardwright.launch.jobs.job_spec import JobSpec
-from shardwright.launch.jobs.running_job import RunningJob
 
 __all__ = ["Kubernetes"]
 
-_REMEDY = "Install kubectl and give it access to the cluster (kubectl cluster-info), or take another engine."
-_DELETING_S = 100
-_PLACEHOLDER = "made at the start of the job"
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_LONGEST_NAME = 50
 
 
 class Kubernetes:
-    """Applies a manifest for each job, follows its pods' logs, and waits for its end.
+    """Prints the manifests of a job.
 
     Args:
         kind: ``TrainJob`` (Kubeflow Trainer 2) or ``JobSet``.
@@ -63,8 +50,6 @@ class Kubernetes:
         service_account: of the pods.
         labels: of the job, such as Kueue's ``kueue.x-k8s.io/queue-name``.
         python: the interpreter in the image.
-        kubectl: the program.
-        poll_s: how often the state is asked for, in seconds.
 
     Raises:
         ConfigError: the kind is none.
@@ -90,8 +75,6 @@ class Kubernetes:
         service_account: str | None = None,
         labels: Mapping[str, str] | None = None,
         python: str = "python",
-        kubectl: str = "kubectl",
-        poll_s: float = 5.0,
     ) -> None:
         if kind not in ("TrainJob", "JobSet"):
             raise ConfigError(f"kind is {kind!r}, but it must be TrainJob or JobSet.")
@@ -100,8 +83,6 @@ class Kubernetes:
         self.runtime = runtime
         self._patches_runtime = _version(trainer_version) >= (2, 2)
         self._labels = dict(labels or {})
-        self._kubectl = [kubectl, *(("--namespace", namespace) if namespace else ())]
-        self._poll_s = poll_s
         self._pods: dict[str, Any] = {
             "image": image,
             "python": python,
@@ -117,10 +98,7 @@ class Kubernetes:
 
     def manifest(self, spec: JobSpec) -> str:
         """The manifests, as YAML."""
-        return to_yaml(self._documents(spec, secret=_PLACEHOLDER))
-
-    def _documents(self, spec: JobSpec, *, secret: str) -> list[dict[str, Any]]:
-        name = name_in_cluster(spec)
+        name = _name_in_cluster(spec)
         pods = Pods(**{**self._pods, "image": self._pods["image"] or spec.image})
         if pods.image is None and self.kind == "JobSet":
             raise ConfigError(
@@ -154,59 +132,21 @@ class Kubernetes:
             job = job_set(spec, pods, **common)
         else:
             job = train_job(spec, pods, **common, runtime=self.runtime, patches_runtime=self._patches_runtime)
-        return [
-            *([code_map(name, self.namespace, parts)] if parts else []),
-            *([secret_object(name, self.namespace, secret)] if needs_secret(spec) else []),
-            job,
-        ]
-
-    def start(self, spec: JobSpec, *, waits: bool) -> RunningJob:
-        """Writes the manifests into the job's folder, without the secret, and applies them with it."""
-        documents = self._documents(spec, secret=new_secret())
-        has_code = documents[0]["kind"] == "ConfigMap"
-        manifest = to_yaml(documents)
-        has_ended = self._has_ended_before(spec)
-        path = spec.run_folder / "job.yaml"
-        with prepared_run_folder(spec):
-            for left in spec.logs.glob("pod-*.log"):
-                left.unlink()
-            replace_file(path, self.manifest(spec))  # others may read what is in the folder
-            if has_ended:
-                self._delete(spec, has_code=has_code)
-            run([*self._kubectl, "apply", "--filename", "-"], remedy=_REMEDY, text=manifest)
-        job = KubernetesJob(
-            spec,
-            self.kind,
-            kubectl=self._kubectl,
-            poll_s=self._poll_s,
-            is_limited=self.kind == "JobSet" or self._patches_runtime,
+        return to_yaml(
+            [
+                *([code_map(name, self.namespace, parts)] if parts else []),
+                *([secret_object(name, self.namespace, new_secret())] if needs_secret(spec) else []),
+                job,
+            ]
         )
-        job.own([code_resource(spec)] * has_code + [secret_resource(spec)] * needs_secret(spec))
-        return job
 
-    def _has_ended_before(self, spec: JobSpec) -> bool:
-        """Whether the cluster has a job of this name, which has ended: applied once more it would not start.
-
-        Raises:
-            ConfigError: it has one that goes on.
-            LaunchError: it does not answer.
-        """
-        resource = job_resource(self.kind, spec)
-        words = [*self._kubectl, "get", resource, "--ignore-not-found", "--output", "json"]
-        text = run(words, remedy=_REMEDY)
-        if not text.strip():
-            return False
-        job = json.loads(text)
-        if end_of(job) is None and not job["metadata"].get("deletionTimestamp"):
-            raise still_runs(spec, f"kubectl delete {resource} stops it")
-        return True
-
-    def _delete(self, spec: JobSpec, *, has_code: bool) -> None:
-        """Deletes a job that has ended, and returns when nothing of it is left."""
-        # Its script by name: as something that the job owns it goes later, and might take the next one along.
-        resources = [job_resource(self.kind, spec), *([code_resource(spec)] if has_code else [])]
-        options = ["--ignore-not-found", "--cascade=foreground", "--wait", f"--timeout={_DELETING_S}s"]
-        run([*self._kubectl, "delete", *resources, *options], remedy=_REMEDY)
+    def start(self, spec: JobSpec, *, waits: bool) -> NoReturn:
+        """Refuses: manifests are printed, and kubectl applies them."""
+        raise LaunchError(
+            f"jobs on Kubernetes are started by kubectl, and fit() starts none. Print the manifests of job "
+            f"{spec.name} in a script, print(estimator.manifest(inputs, job_name={spec.name!r})), and apply "
+            "them: python script.py | kubectl apply -f -"
+        )
 
     def __repr__(self) -> str:
         return f"Kubernetes(kind={self.kind!r}, namespace={self.namespace!r})"
@@ -217,3 +157,13 @@ def _version(text: str) -> tuple[int, int]:
     if match is None:
         raise ConfigError(f"trainer_version is {text!r}, but it must be such as 2.2.")
     return int(match[1]), int(match[2])
+
+
+def _name_in_cluster(spec: JobSpec) -> str:
+    name = spec.name.lower()
+    if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
+        raise ConfigError(
+            f"the job is called {spec.name}, but on Kubernetes its name must begin with a letter, and have "
+            f"at most {_LONGEST_NAME} letters, digits and '-'. Give another job_name or base_job_name."
+        )
+    return name

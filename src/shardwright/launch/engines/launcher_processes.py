@@ -26,12 +26,7 @@ _END_S = 45.0
 
 @dataclass(frozen=True, slots=True)
 class HostCommand:
-    """The command of one host.
-
-    Attributes:
-        words: the command.
-        environ: all of its environment.
-    """
+    """The command of one host."""
 
     words: Sequence[str]
     environ: Mapping[str, str]
@@ -43,15 +38,7 @@ def launcher_log(spec: JobSpec, host: int) -> Path:
 
 
 class ProcessesJob(RunningJob):
-    """One launcher a host, as children of this process.
-
-    Args:
-        spec: the job.
-        commands: one a host.
-        ends_with_parent: they end when this process ends.
-        lock: of the job's folder, which they hold as long as they run.
-        close: called once they have ended.
-    """
+    """One launcher a host, as children of this process."""
 
     def __init__(
         self,

@@ -46,15 +46,11 @@ class Pods:
 
     Attributes:
         image: of the container; None leaves it to the runtime.
-        python: the interpreter in it.
         code: the folder of the script in it.
         runs_dir: the folder there that holds the run folders.
         is_packed: the script comes with the job.
         gpu_resource: what GPUs are called in the cluster.
-        resources: others, by name.
         volumes: names of claims, by the folders at which they are mounted.
-        node_selector: labels of nodes.
-        service_account: of the pods.
     """
 
     image: str | None = None
@@ -106,13 +102,7 @@ class Pods:
 
 
 def shell_script(spec: JobSpec, pods: Pods, *, num_parts: int, node_rank: str, endpoint: str) -> str:
-    """The script of a container: unpacks the user's script, and becomes its host's launcher.
-
-    Args:
-        num_parts: of the packed script; 0 where it is in the image.
-        node_rank: number of the host, as text for a shell.
-        endpoint: where hosts meet, as text for a shell.
-    """
+    """The script of a container: unpacks the user's script, and becomes its host's launcher."""
     words = spec.words_of_launcher(
         python=pods.python,
         runs_dir=pods.runs_dir,
@@ -166,14 +156,7 @@ def train_job(
     num_parts: int,
     patches_runtime: bool,
 ) -> dict[str, Any]:
-    """A TrainJob of Kubeflow's Trainer.
-
-    Args:
-        runtime: the ClusterTrainingRuntime that it stands on.
-        num_parts: of the packed script.
-        patches_runtime: the Trainer is 2.2 or newer, which has ``runtimePatches``, ``activeDeadlineSeconds``;
-            older ones have ``podTemplateOverrides``.
-    """
+    """A TrainJob of Kubeflow's Trainer."""
     rank, endpoint = '"$PET_NODE_RANK"', '"$PET_MASTER_ADDR:$PET_MASTER_PORT"'
     script = shell_script(spec, pods, num_parts=num_parts, node_rank=rank, endpoint=endpoint)
     trainer: dict[str, Any] = {
@@ -264,11 +247,7 @@ _Dumper.add_representer(str, _text)
 
 
 def to_yaml(documents: list[dict[str, Any]]) -> str:
-    """Manifests as one file.
-
-    Raises:
-        ConfigError: they have text that is not UTF-8.
-    """
+    """Manifests as one file."""
     refuse_half_characters(json.dumps(documents, ensure_ascii=False))
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1_000_000)
 

@@ -21,15 +21,7 @@ _LEFT_OUT = frozenset({"__pycache__", ".git", ".venv", ".mypy_cache", ".ruff_cac
 
 
 def pack(folder: Path, *, without: Path) -> list[str]:
-    """The files of a folder as a compressed archive in base64, in parts; hidden files are left out.
-
-    Args:
-        folder: of the script.
-        without: a folder in it that is left out: that of results.
-
-    Raises:
-        ConfigError: it is too big.
-    """
+    """The files of a folder as a compressed archive in base64, in parts; hidden files are left out."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w:gz") as tar:
         for path in _files(folder, without):

@@ -30,11 +30,7 @@ _GRACE_S = 30.0
 
 
 class Exits:
-    """Collects how ranks ended, as an actor of Ray: workers of other hosts share no file with the driver.
-
-    Args:
-        secret: of the run, for the ranks: what a TorchTrainer is given may stand in logs.
-    """
+    """Collects how ranks ended, as an actor of Ray: workers of other hosts share no file with the driver."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret
@@ -58,14 +54,7 @@ class Exits:
 
 
 def train_on_worker(config: dict[str, Any]) -> None:
-    """Runs the script to its end.
-
-    Args:
-        config: the job, as `shardwright.launch.engines.ray.Ray` describes it, and the actor `Exits`.
-
-    Raises:
-        RuntimeError: the script failed.
-    """
+    """Runs the script to its end."""
     context = ray.train.get_context()
     if context.get_world_rank() == 0:
         ray.get(config["exits"].begin.remote())

@@ -169,13 +169,7 @@ class Slurm:
 
 
 class SlurmJob(RunningJob):
-    """A job that was submitted.
-
-    Args:
-        spec: what it is.
-        number: which number Slurm gave it.
-        poll_s: how often its state is asked for.
-    """
+    """A job that was submitted."""
 
     def __init__(self, spec: JobSpec, number: str, *, poll_s: float) -> None:
         super().__init__(spec, is_limited=True, asks_every_s=poll_s)
@@ -238,11 +232,7 @@ class SlurmJob(RunningJob):
 
 
 def _refuse_a_second(spec: JobSpec) -> None:
-    """Lets no other job into the folder of one that Slurm has still to do with.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Lets no other job into the folder of one that Slurm has still to do with."""
     path = spec.run_folder / _NUMBER
     if not path.exists():
         return
@@ -262,11 +252,7 @@ def spec_log(spec: JobSpec) -> Path:
 
 
 def _directive(name: str, value: str | int | None) -> str:
-    """A line of the batch script; sbatch reads quotes and backslashes in it somewhat as a shell does.
-
-    Raises:
-        ConfigError: no line can hold the value.
-    """
+    """A line of the batch script; sbatch reads quotes and backslashes in it somewhat as a shell does."""
     if value is None:
         return f"#SBATCH --{name}"
     text = str(value)
@@ -281,11 +267,7 @@ def _directive(name: str, value: str | int | None) -> str:
 
 
 def _without_patterns(path: Path) -> str:
-    """A path in which Slurm fills in nothing.
-
-    Raises:
-        ConfigError: Slurm has no way to write it.
-    """
+    """A path in which Slurm fills in nothing."""
     if "\\" in str(path):
         raise ConfigError(
             f"the job's log would be {path}, but Slurm leaves out backslashes there. Set output_path to a "

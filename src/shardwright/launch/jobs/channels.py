@@ -20,16 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+")
 def read_channels(
     inputs: Any, *, s3_to_local: Mapping[str, str | os.PathLike[str]], must_exist: bool = True
 ) -> dict[str, str]:
-    """The folders by the names of their channels, absolute.
-
-    Args:
-        inputs: a folder, or a dictionary of them: paths, ``file://`` addresses, or SageMaker's TrainingInput.
-        s3_to_local: folders that stand for addresses in S3.
-        must_exist: the folders are on this machine; otherwise they are where the ranks will run.
-
-    Raises:
-        ConfigError: something is no folder, or not here.
-    """
+    """The folders by the names of their channels, absolute."""
     if inputs is None:
         return {}
     named = inputs if isinstance(inputs, Mapping) else {_ALONE: inputs}
@@ -46,11 +37,7 @@ def read_channels(
 
 
 def local_path(address: str, *, what: str, s3_to_local: Mapping[str, str | os.PathLike[str]]) -> Path:
-    """The path of an address: a path, a ``file://`` address, or one in S3 for which a folder stands.
-
-    Raises:
-        ConfigError: nothing local stands for it.
-    """
+    """The path of an address: a path, a ``file://`` address, or one in S3 for which a folder stands."""
     if address.startswith("s3://"):
         return _instead_of_s3(address, what, s3_to_local)
     parts = urlparse(address)

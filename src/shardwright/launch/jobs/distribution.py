@@ -56,7 +56,6 @@ class Distribution:
         mpi_options: what was given as ``custom_mpi_options``.
         dataparallel: scripts see that the data parallel library is enabled.
         mp_parameters: of the model parallel library; None without it.
-        settings: Shardwright's own.
         environment: variables that the MPI options export.
         remarks: what a user should know, one sentence each.
     """
@@ -73,11 +72,7 @@ class Distribution:
 
 
 def read_distribution(given: Mapping[str, Any] | None) -> Distribution:
-    """Reads a ``distribution``.
-
-    Raises:
-        ConfigError: it contradicts itself, or has in it what nobody knows.
-    """
+    """Reads a ``distribution``."""
     if not given:
         return Distribution()
     if not isinstance(given, Mapping):

@@ -61,18 +61,7 @@ _OFF: tuple[Any, ...] = (None, False, [], {}, 0)
 
 
 def sort_out(given: Mapping[str, Any], *, known: list[str]) -> list[str]:
-    """Looks through arguments that an estimator has no use for.
-
-    Args:
-        given: by name.
-        known: names of the arguments that have a use.
-
-    Returns:
-        What to warn of, one sentence each.
-
-    Raises:
-        ConfigError: one is refused, or nobody knows it.
-    """
+    """Looks through arguments that an estimator has no use for."""
     remarks = []
     for name, value in given.items():
         if name in _REFUSED and value not in _OFF:

@@ -35,11 +35,8 @@ class JobSpec:
         name: its name, and that of its run folder.
         entry_point: the script, relative to `source_dir`.
         source_dir: the folder in which the script starts, absolute.
-        words: what the script gets.
         hyperparameters: the same by name, those of the model parallel library included.
         channels: folders of data by the names of their channels.
-        num_hosts: hosts.
-        processes_per_host: ranks on each.
         gpus_per_host: GPUs that each host should have; 0 where ranks compute on CPUs.
         instance_type: the kind of machine, as it was asked for.
         device: ``cpu`` runs a script that is written for CUDA on the CPU.
@@ -48,13 +45,9 @@ class JobSpec:
         import_folders: folders to import from, besides that of the script.
         mp_parameters: of the model parallel library.
         framework_params: what ``SM_FRAMEWORK_PARAMS`` says.
-        settings: Shardwright's own settings.
         max_run_s: stops the job after so long; None for no limit.
         max_restarts: how often all ranks start again after a failure.
         image: a container image, for engines that need one.
-
-    Raises:
-        ConfigError: no process can get its words or variables.
     """
 
     name: str
@@ -102,12 +95,7 @@ class JobSpec:
         return self.num_hosts * self.processes_per_host
 
     def variables(self, *, source_dir: str | None = None, run_folder: Path | None = None) -> dict[str, str]:
-        """The variables for the launcher of each host; it works out the rest (training_environment.py).
-
-        Args:
-            source_dir: where the script is, if not where it is here.
-            run_folder: where results go, if not here.
-        """
+        """The variables for the launcher of each host; it works out the rest (training_environment.py)."""
         folders = result_folders(run_folder or self.run_folder)
         chosen = {
             **{f"{CHANNEL_PREFIX}{name.upper()}": path for name, path in self.channels.items()},
@@ -129,14 +117,7 @@ class JobSpec:
     def words_of_launcher(
         self, *, python: str, runs_dir: str | None = None, node_rank: str = "0", endpoint: str = ""
     ) -> list[str]:
-        """The command of one host, run in `source_dir`.
-
-        Args:
-            python: the interpreter.
-            runs_dir: the folder that holds the run folders, if not where it is here.
-            node_rank: number of the host.
-            endpoint: where the hosts meet.
-        """
+        """The command of one host, run in `source_dir`."""
         words = [python, "-P", "-m", "shardwright", "run", "--nproc-per-node", str(self.processes_per_host)]
         if self.num_hosts > 1:
             words += ["--nnodes", str(self.num_hosts), "--node-rank", node_rank, "--rdzv-endpoint", endpoint]
@@ -149,11 +130,7 @@ class JobSpec:
 
 
 def own_environ(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a job's launcher on this machine.
-
-    Args:
-        environ: of this process.
-    """
+    """The environment of a job's launcher on this machine."""
     kept = {
         name: value
         for name, value in environ.items()

@@ -16,7 +16,6 @@ class Placement:
     """Ranks and GPUs of each host.
 
     Attributes:
-        processes_per_host: ranks.
         gpus_per_host: GPUs that a host should have; 0 where ranks compute on CPUs.
         remarks: what a user should know, one sentence each.
     """
@@ -35,19 +34,7 @@ def place_processes(
     device: Literal["auto", "cpu"],
     is_here: bool,
 ) -> Placement:
-    """Works out how many ranks each host has, and checks that it has as many GPUs.
-
-    Args:
-        given: processes on each host, if the caller says it besides `distribution`.
-        distribution: what was asked for.
-        instance_type: the kind of machine.
-        num_hosts: hosts.
-        device: ``cpu`` needs no GPUs.
-        is_here: the job runs on this machine.
-
-    Raises:
-        ConfigError: there are not enough GPUs, or nothing says how many processes there should be.
-    """
+    """Works out how many ranks each host has, and checks that it has as many GPUs."""
     asked = _agreed(given, distribution.processes_per_host)
     of_kind = gpus_of(instance_type)
     here = gpus_here() if is_here and device != "cpu" else 0

@@ -29,12 +29,7 @@ _LAST_LINES = 15
 
 
 class LogTail:
-    """Shows what is added to log files, from several hosts as it comes.
-
-    Args:
-        files: they need not exist yet.
-        show: called with whole lines.
-    """
+    """Shows what is added to log files, from several hosts as it comes."""
 
     def __init__(self, files: Callable[[], Sequence[Path]], show: Callable[[str], None]) -> None:
         self._files = files
@@ -73,13 +68,7 @@ def _ctrl_c_collected() -> Iterator[list[int]]:
 class RunningJob(ABC):
     """A training job that was started. Engines say how to ask for its state and how to end it.
 
-    Args:
-        spec: what it is.
-        is_limited: the engine ends it itself after its `max_run_s`.
-        asks_every_s: how often it is asked whether it has ended; 0 for each time that somebody looks.
-
     Attributes:
-        spec: what it is.
         exit_code: how it ended (see `shardwright.exit_codes`); None while it runs.
         failure: why it failed, if it did.
     """
@@ -147,12 +136,6 @@ class RunningJob(ABC):
         """Waits for the end of the job.
 
         Ctrl-C is passed on to the ranks, which have time to save; a second one is immediate.
-
-        Args:
-            logs: shows what the ranks print.
-
-        Raises:
-            LaunchError: the job failed; the text names the rank that failed first, and why.
         """
         tail = LogTail(self._log_files, self._show if logs else lambda text: None)
         self._is_shown = logs
@@ -242,13 +225,7 @@ def exits_file(spec: JobSpec, host: int | str) -> Path:
 
 
 def outcome_of_exits(spec: JobSpec, *, otherwise: int, log_files: Sequence[Path] = ()) -> Outcome:
-    """The outcome of a job, by the reports of its hosts' launchers.
-
-    Args:
-        spec: the job.
-        otherwise: the exit code, where no rank failed: 0, or that of a launcher.
-        log_files: what the launchers wrote, to show the end of it where no rank says anything.
-    """
+    """The outcome of a job, by the reports of its hosts' launchers."""
     exits: list[WorkerExit] = []
     for path in sorted(spec.logs.glob("exits-host*.jsonl")):
         exits += ExitLog(path).read()

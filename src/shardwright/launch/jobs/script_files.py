@@ -11,15 +11,7 @@ __all__ = ["import_folder", "locate_script"]
 def locate_script(
     entry_point: str | os.PathLike[str], source_dir: str | os.PathLike[str] | None
 ) -> tuple[Path, str]:
-    """The folder in which a script starts, and its path in it.
-
-    Args:
-        entry_point: the script; relative to `source_dir`, if that is given.
-        source_dir: the folder in which it starts; None for its own.
-
-    Raises:
-        ConfigError: there is no such script, or it lies outside of the folder.
-    """
+    """The folder in which a script starts, and its path in it."""
     script = os.fspath(entry_point)
     if source_dir is None:
         path = Path(script).expanduser().absolute()
@@ -52,11 +44,7 @@ def locate_script(
 
 
 def import_folder(path: str | os.PathLike[str]) -> str:
-    """The folder from which a dependency is imported by its name.
-
-    Raises:
-        ConfigError: the dependency is not there.
-    """
+    """The folder from which a dependency is imported by its name."""
     found = Path(path).expanduser().absolute()
     if not found.exists():
         raise ConfigError(f"dependencies have {os.fspath(path)}, but there is no such file or folder.")

@@ -10,11 +10,7 @@ __all__ = ["check_count", "check_processes"]
 
 
 def check_count(name: str, value: Any, *, most: int, least: int = 1) -> int:
-    """A whole number in its range.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """A whole number in its range."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise ConfigError(f"{name} is {shown(value)}, but it must be a whole number from {least} to {most}.")
     return value

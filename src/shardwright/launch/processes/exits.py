@@ -21,18 +21,15 @@ class WorkerExit:
     """The end of one worker.
 
     Attributes:
-        rank: its rank among all.
         local_rank: its rank on this host.
         life: 0 for the first start on this host, 1 after the first restart. The agent's restart count will
             not do: it leaves out restarts that another host caused.
         exit_code: as `subprocess` counts: minus the signal's number where a signal ended it.
         at_s: when (`time.monotonic`, one clock for this host).
-        seconds: how long it ran.
         signal_number: what the supervisor had passed on to it before, if anything.
         was_killed: it did not end in time, so the supervisor killed it.
         patience_s: how much time it was given, from the last signal on.
         error: the last traceback that it wrote, or its last words.
-        log: its log file.
     """
 
     rank: int
@@ -49,11 +46,7 @@ class WorkerExit:
 
 
 class ExitLog:
-    """The file; one line a worker and life.
-
-    Args:
-        path: where; it need not exist.
-    """
+    """The file; one line a worker and life."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)

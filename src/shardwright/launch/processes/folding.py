@@ -34,11 +34,6 @@ def fold(traceback: str, *, to_the_end: bool) -> str:
     PyTorch's frames that call Shardwright, or that it calls, belong to the row: hooks of modules, what
     ``torch._dynamo`` puts around a function. So two lines of the user's have one line between them.
 
-    Args:
-        traceback: as Python prints it, with those that it is chained to.
-        to_the_end: also the last frames, which tell where the error was raised, and causes that lie inside
-            Shardwright whole: not needed where it is an error that is meant for users.
-
     >>> print(fold('Traceback (most recent call last):\\n  File "a.py", line 3\\nValueError: boom',
     ...            to_the_end=True))
     Traceback (most recent call last):

@@ -57,12 +57,7 @@ for name in sys.argv[1:]:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that went over a host's link, with all headers.
-
-    Attributes:
-        sent_bytes: by the host.
-        received_bytes: by the host.
-    """
+    """Bytes that went over a host's link, with all headers."""
 
     sent_bytes: int
     received_bytes: int
@@ -93,15 +88,7 @@ def missing_for_networks() -> str | None:
 class HostsNetwork:
     """Hosts and the links between them, while a ``with`` statement lasts.
 
-    Args:
-        num_hosts: how many.
-        rate_bit_per_s: of each host's link, in either direction; None for no limit.
-
-    Raises:
-        UsageError: the machine lacks something, or a limit cannot be set.
-
     Attributes:
-        num_hosts: how many.
         namespaces: their names, and that of the switch.
     """
 

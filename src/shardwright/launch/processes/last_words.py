@@ -33,13 +33,6 @@ def is_uncaught(line: str) -> bool:
 def last_words(stderr: str) -> str:
     """Finds the cause of a process's end in its stderr.
 
-    Args:
-        stderr: the end of it.
-
-    Returns:
-        The last traceback, with those that it is chained to, without what happens inside Shardwright; or
-        the fault handler's report; or the last lines.
-
     >>> print(last_words("working\\nTraceback (most recent call last):\\n  File 'a'\\nValueError: boom\\n"))
     Traceback (most recent call last):
       File 'a'

@@ -69,15 +69,7 @@ def why_no_name(name: str) -> str | None:
 
 
 def check_variables(given: Mapping[str, str], *, what: str) -> None:
-    """Checks variables that a user has given.
-
-    Args:
-        given: values by name.
-        what: where they were given.
-
-    Raises:
-        ConfigError: a process cannot have one of them.
-    """
+    """Checks variables that a user has given."""
     for name, value in given.items():
         if (reason := why_no_name(name)) is not None:
             raise ConfigError(f"{what} has a variable {shown(name)}, but {reason}. Give it another name.")
@@ -86,11 +78,7 @@ def check_variables(given: Mapping[str, str], *, what: str) -> None:
 
 
 def check_process(words: list[str], variables: Mapping[str, str]) -> None:
-    """Checks all that a process would get, paths included, which need not be UTF-8 on this machine.
-
-    Raises:
-        ConfigError: it cannot get all of it.
-    """
+    """Checks all that a process would get, paths included, which need not be UTF-8 on this machine."""
     entries = [("a word of the script", word, word) for word in words]
     entries += [(name, value, f"{name}={value}") for name, value in variables.items()]
     for what, text, entry in entries:
@@ -105,11 +93,7 @@ def check_process(words: list[str], variables: Mapping[str, str]) -> None:
 
 
 def refuse_half_characters(manifest: str) -> None:
-    """Refuses what a job is submitted as where its folders have names that are not UTF-8.
-
-    Raises:
-        ConfigError: one has.
-    """
+    """Refuses what a job is submitted as where its folders have names that are not UTF-8."""
     if _why_no_utf8(manifest) is not None:
         raise ConfigError(
             "a folder or file of this job has a name that is not UTF-8, so that no manifest can have it. "

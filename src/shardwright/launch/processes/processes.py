@@ -14,11 +14,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Has the kernel kill this process when its parent ends, however it ends (Linux only).
-
-    Args:
-        parent_pid: the process that should be the parent; if it is gone already, this process exits at once.
-    """
+    """Has the kernel kill this process when its parent ends, however it ends (Linux only)."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent may have died between the fork and the call above: then no signal will come.
     if os.getppid() != parent_pid:

@@ -33,13 +33,6 @@ class Tee:
     report shows it, once and in its place. On a terminal, stderr is folded to its width, and what ends with a
     carriage return, as the states of a progress bar, is shown until the next line; elsewhere one such state
     each 10 s is a line, and the last one.
-
-    Args:
-        pipe_fd: where the worker writes to.
-        console_fd: 1 or 2.
-        prefix: what stands before each line.
-        log: the log file, shared by both streams of the worker.
-        holds_back: whether tracebacks are held back.
     """
 
     def __init__(

@@ -58,20 +58,7 @@ class _NoLogs(LogsSpecs):
 
 
 def launch(request: LaunchRequest, *, report: Callable[[str], None], verbose: bool = False) -> int:
-    """Runs the ranks of this host to their end.
-
-    Args:
-        request: what to run.
-        report: called with what the user should read, a text of some lines.
-        verbose: lets torchelastic log what it does.
-
-    Returns:
-        The exit code: 0; that of the first cause where it has a meaning (`verdict.exit_code`), else 5;
-        128 and the number of the signal that ended the launcher.
-
-    Raises:
-        LaunchError: the ranks could not be started.
-    """
+    """Runs the ranks of this host to their end."""
     os.environ.update(request.worker_environ(os.environ))
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     if not verbose:

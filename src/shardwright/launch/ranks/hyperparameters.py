@@ -20,11 +20,7 @@ _NUMBER = re.compile(r"-[\d.]")
 
 
 def with_plain_values(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters as the script will see them: after a way through JSON.
-
-    Raises:
-        ConfigError: JSON cannot express one of them, or a name is no text that a process can get.
-    """
+    """Hyperparameters as the script will see them: after a way through JSON."""
     plain: dict[str, Any] = {}
     for name, value in hyperparameters.items():
         if not isinstance(name, str) or not name:

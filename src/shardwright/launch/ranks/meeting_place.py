@@ -33,19 +33,7 @@ def check_endpoint(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Refuses an endpoint whose host has no address here.
-
-    Args:
-        endpoint: where the hosts meet, as ``host:port``.
-        environ: variables of this process; those of Kubernetes tell that a name may come later.
-        say: takes a line for the user.
-        resolve: raises `OSError` where a name has no address.
-        clock: seconds from any fixed point.
-        sleep: waits for so many seconds.
-
-    Raises:
-        LaunchError: the name does not resolve.
-    """
+    """Refuses an endpoint whose host has no address here."""
     name = _host(endpoint)
     is_pod = "KUBERNETES_SERVICE_HOST" in environ
     begun_s, said = clock(), False
@@ -78,16 +66,6 @@ def wait_until_answered(
     """Waits until something listens at an address.
 
     PyTorch's store waits, too, but neither Ctrl-C nor SIGTERM ends that.
-
-    Args:
-        host: a name or an address.
-        port: of the store.
-        limit_s: how long.
-        clock: seconds from any fixed point.
-        sleep: waits for so many seconds.
-
-    Raises:
-        TimeoutError: nothing has answered.
     """
     end_s = clock() + limit_s
     while True:
@@ -117,13 +95,7 @@ def is_own(host: str) -> bool:
 
 @contextmanager
 def told_if_long(endpoint: str, num_hosts: int, say: Callable[[str], None]) -> Iterator[None]:
-    """Says once what is waited for, if the hosts have not met after 5 s.
-
-    Args:
-        endpoint: where they meet.
-        num_hosts: how many they are.
-        say: takes a line for the user; called from another thread.
-    """
+    """Says once what is waited for, if the hosts have not met after 5 s."""
     timer = threading.Timer(_PATIENCE_S, lambda: say(_waiting(endpoint, num_hosts)))
     timer.daemon = True
     timer.start()

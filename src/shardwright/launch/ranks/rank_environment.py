@@ -28,11 +28,7 @@ def host_names(number: int) -> list[str]:
 
 
 def rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of one rank, those only that `environ` lacks; ``OMPI_*`` in any case.
-
-    Args:
-        environ: what is set already; ``RANK`` and its companions, as torchrun sets them, are among it.
-    """
+    """The variables of one rank, those only that `environ` lacks; ``OMPI_*`` in any case."""
     numbers = {
         "OMPI_COMM_WORLD_RANK": environ["RANK"],
         "OMPI_COMM_WORLD_SIZE": environ["WORLD_SIZE"],

@@ -31,10 +31,6 @@ class LaunchRequest:
 
     Attributes:
         target: a script, or a module's name.
-        is_module: which of the two.
-        arguments: what the script gets.
-        num_ranks: ranks on this host.
-        num_nodes: hosts.
         node_rank: number of this host; None lets the hosts number themselves.
         endpoint: where the hosts meet, as ``host:port``; None on a single host.
         max_restarts: how often all ranks are started again after a failure.
@@ -46,9 +42,6 @@ class LaunchRequest:
         quiet: the ranks show no progress.
         device: ``cpu`` runs a script that is written for CUDA on the CPU; ``auto`` leaves it as it is.
         mp_parameters: of SageMaker's model parallel library, for scripts that use its names.
-
-    Raises:
-        UsageError: the values do not go together.
     """
 
     target: str
@@ -150,11 +143,7 @@ class LaunchRequest:
         return words[1] if words[0] == "-m" and words[1:] else str(Path(words[0]).absolute())
 
     def worker_environ(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """The variables to set for the ranks, besides those of `environ`.
-
-        Args:
-            environ: the launcher's environment; what it has of threads stays.
-        """
+        """The variables to set for the ranks, besides those of `environ`."""
         chosen = {"SHARDWRIGHT_RUN_DIR": str(self.run_folder.absolute())}
         if self.plan is not None:
             chosen["SHARDWRIGHT_PLAN"] = str(self.plan.absolute())

@@ -56,12 +56,6 @@ _DEGREES = (
 def read_smp_parameters(given: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
     """Reads parameters from wherever they are.
 
-    Args:
-        given: a dictionary, JSON text, ``key=value,key=value``, or the path of a JSON file.
-
-    Raises:
-        ConfigError: they cannot be read.
-
     >>> read_smp_parameters("partitions=2,ddp=True,pipeline=simple")
     {'partitions': 2, 'ddp': True, 'pipeline': 'simple'}
     """
@@ -85,9 +79,6 @@ def encode_smp_parameters(parameters: Mapping[str, Any]) -> str:
     """Parameters as ``SM_HP_MP_PARAMETERS`` has them.
 
     ``partitions`` is among them wherever a degree is: by it other libraries know that a model is split.
-
-    Raises:
-        ConfigError: JSON cannot express one of them.
     """
     named = dict(parameters)
     if any(named.get(key) is not None for key in _DEGREES) and named.get("partitions") is None:
@@ -103,16 +94,6 @@ def encode_smp_parameters(parameters: Mapping[str, Any]) -> str:
 
 def check_smp_parameters(parameters: Mapping[str, Any], *, needs_degree: bool = False) -> tuple[str, ...]:
     """Checks parameters, all of them at once.
-
-    Args:
-        parameters: by name, only those that were given; None counts as not given.
-        needs_degree: ``partitions`` or another degree must be among them, as an estimator wants it.
-
-    Returns:
-        What a user should know of parameters that nobody knows, one sentence each.
-
-    Raises:
-        ConfigError: some cannot be used; the text names each with its remedy.
 
     >>> check_smp_parameters({"partitions": 2, "microbatchs": 4})[0][-26:]
     'Did you mean microbatches?'
@@ -138,11 +119,7 @@ def check_smp_parameters(parameters: Mapping[str, Any], *, needs_degree: bool = 
 
 
 def check_world(parameters: Mapping[str, Any], *, num_hosts: int, processes_per_host: int) -> None:
-    """Checks that the ranks can be divided as the degrees say.
-
-    Raises:
-        ConfigError: they cannot; the text has the equation.
-    """
+    """Checks that the ranks can be divided as the degrees say."""
     stages = parameters.get("partitions") or parameters.get("pipeline_parallel_degree") or 1
     tensor = parameters.get("tensor_parallel_degree") or 1
     world = num_hosts * processes_per_host

@@ -38,11 +38,7 @@ def torchrun_command(request: LaunchRequest) -> list[str]:
 
 
 def torchrun_line(request: LaunchRequest, environ: Mapping[str, str]) -> str:
-    """The command line for a shell: makes the run folder, sets the variables, starts torchrun.
-
-    Args:
-        environ: the launcher's environment.
-    """
+    """The command line for a shell: makes the run folder, sets the variables, starts torchrun."""
     variables = [f"{name}={value}" for name, value in request.worker_environ(environ).items()]
     make_folder = shlex.join(["mkdir", "-p", str(request.logs)])
     return f"{make_folder} && {shlex.join(['env', *variables, *torchrun_command(request)])}"

@@ -64,16 +64,7 @@ def result_folders(run_folder: Path) -> dict[str, Path]:
 
 
 def job_variables(request: LaunchRequest, environ: Mapping[str, str], *, num_gpus: int) -> dict[str, str]:
-    """The variables that are the same on all hosts, those only that `environ` lacks.
-
-    Args:
-        request: what is launched.
-        environ: what is set already.
-        num_gpus: of this host.
-
-    Raises:
-        ConfigError: ``--mp_parameters`` among the words of the script cannot be read.
-    """
+    """The variables that are the same on all hosts, those only that `environ` lacks."""
     hyperparameters = from_words(request.arguments)
     if isinstance(words := hyperparameters.get("mp_parameters"), str):
         hyperparameters["mp_parameters"] = read_smp_parameters(words)

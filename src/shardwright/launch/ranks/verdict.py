@@ -100,9 +100,6 @@ def exit_code(exits: Sequence[WorkerExit]) -> int:
     """The launcher's exit code: 0, or that of the first cause where it has a meaning, else 5.
 
     A worker whose Python ends on an error leaves with 1, whichever it is: which one, its last words tell.
-
-    Args:
-        exits: the workers of the last life.
     """
     failed = first_cause_first(exits)
     if not failed:
@@ -150,9 +147,6 @@ def failure_report(exits: Sequence[WorkerExit]) -> str:
     """Tells which worker failed first, how, its traceback and its log; of the others one line each.
 
     Ranks that ended alike, of which there may be hundreds, share a line.
-
-    Args:
-        exits: the workers of one life; at least one has failed.
     """
     first, *others = first_cause_first(exits)
     lines = [f"{_headline(first)} after {format_seconds(first.seconds)}: {_cause(first)}"]

@@ -47,15 +47,7 @@ _DRAIN_S = 0.5
 
 
 class Supervisor:
-    """Runs one script as one rank.
-
-    Args:
-        command: the script, as for `subprocess`.
-        environ: the variables that the agent set.
-        exits: where to note how the script ended.
-        logs: the folder of the logs.
-        grace_s: how long the script may take to end after a signal from outside.
-    """
+    """Runs one script as one rank."""
 
     def __init__(
         self,

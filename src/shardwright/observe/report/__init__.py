@@ -10,7 +10,7 @@
 from shardwright.observe.report.gathered.compared import Compared
 from shardwright.observe.report.gathered.data import Predicted, ReportData, gather
 from shardwright.observe.report.pages.page import render_page
-from shardwright.observe.report.write import check_plotly, write_comparison, write_report
+from shardwright.observe.report.write import check_plotly, write_report
 
 __all__ = [
     "Compared",
@@ -19,6 +19,5 @@ __all__ = [
     "check_plotly",
     "gather",
     "render_page",
-    "write_comparison",
     "write_report",
 ]

@@ -8,13 +8,11 @@ from pathlib import Path
 
 from shardwright.errors import UsageError
 from shardwright.files import replace_file
-from shardwright.observe.report.gathered.comparison import Comparison
 from shardwright.observe.report.gathered.data import gather
-from shardwright.observe.report.pages.comparison_page import render_comparison
 from shardwright.observe.report.pages.page import render_page
 from shardwright.printable import printable
 
-__all__ = ["INSTALL", "check_plotly", "packed_library", "write_comparison", "write_report"]
+__all__ = ["INSTALL", "check_plotly", "packed_library", "write_report"]
 
 INSTALL = "pip install 'shardwright[report]'"
 
@@ -23,11 +21,7 @@ _LEVEL = 6
 
 
 def check_plotly() -> None:
-    """Refuses to go on where plotly is not installed.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """Refuses to go on where plotly is not installed."""
     if find_spec("plotly") is None:
         raise UsageError(
             f"a report needs the package plotly, which is not installed. Run: {INSTALL}. "
@@ -40,9 +34,6 @@ def packed_library() -> str:
     """plotly.js, compressed with gzip, in base64.
 
     It is read from the package and not through ``plotly.offline``, whose import takes longer than the rest.
-
-    Raises:
-        UsageError: plotly is not installed, or the file is not where version 7 has it.
     """
     check_plotly()
     spec = find_spec("plotly")
@@ -58,22 +49,8 @@ def packed_library() -> str:
 
 
 def write_report(path: Path, file: Path) -> Path:
-    """Writes the report of a run folder or a plan file, whole or not at all; returns `file`.
-
-    Raises:
-        UsageError: plotly is not installed, a file is damaged, or the report cannot be written.
-        PlanError: the plan cannot be used.
-    """
+    """Writes the report of a run folder or a plan file, whole or not at all; returns `file`."""
     return _write(render_page(gather(path), library=packed_library()), file)
-
-
-def write_comparison(comparison: Comparison, file: Path) -> Path:
-    """Writes the page of two runs, whole or not at all; returns `file`.
-
-    Raises:
-        UsageError: plotly is not installed, or the page cannot be written.
-    """
-    return _write(render_comparison(comparison, library=packed_library()), file)
 
 
 def _write(page: str, file: Path) -> Path:

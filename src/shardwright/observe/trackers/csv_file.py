@@ -22,11 +22,7 @@ class CsvTracker:
         self._rows: Any = None
 
     def begin(self, run: Run) -> None:
-        """Opens the file, and writes the names of the columns into a new one.
-
-        Raises:
-            ConfigError: the run has no folder.
-        """
+        """Opens the file, and writes the names of the columns into a new one."""
         if run.folder is None:
             raise ConfigError(
                 "metrics.csv needs a folder, and run_dir is off. Set run_dir, or leave csv out."

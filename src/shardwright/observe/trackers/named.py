@@ -23,9 +23,6 @@ def check_installed(names: Iterable[str]) -> None:
     """Refuses trackers whose package is not installed.
 
     Every rank asks, not only the one that writes: if that one failed alone, the others would wait for it.
-
-    Raises:
-        ConfigError: one is not.
     """
     for name in names:
         package = _NAMED[name][2]

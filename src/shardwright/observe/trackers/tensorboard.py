@@ -16,11 +16,7 @@ class TensorBoardTracker:
         self._writer: Any = None
 
     def begin(self, run: Run) -> None:
-        """Opens the files.
-
-        Raises:
-            ConfigError: the run has no folder.
-        """
+        """Opens the files."""
         # Imported when asked for: it is an optional extra, and takes a fifth of a second.
         from tensorboard.summary import Writer
 

@@ -10,12 +10,7 @@ __all__ = ["Tracking"]
 
 
 class Tracking:
-    """Calls trackers.
-
-    Args:
-        run: which they are told of.
-        failed: called with a message where one fails.
-    """
+    """Calls trackers."""
 
     def __init__(self, run: Run, failed: Callable[[str], None]):
         self._run = run

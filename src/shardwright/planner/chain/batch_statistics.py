@@ -26,16 +26,7 @@ _NUM_NAMED = 3
 def count_groups(
     candidates: Mapping[int, tuple[ModelGraph, Profile]], counts: Sequence[int], *, config: Config
 ) -> list[list[int]]:
-    """Numbers of microbatches in the order in which to try them: those with enough samples come first.
-
-    Args:
-        candidates: for each number of microbatches, the graph traced at that size, and its profile.
-        counts: those that the settings allow.
-        config: a number that it fixes is the only one.
-
-    Raises:
-        PlanError: the statistics must be those of the batch, and the settings have it cut.
-    """
+    """Numbers of microbatches in the order in which to try them: those with enough samples come first."""
     layers = _layers(candidates)
     if not layers:
         return [list(counts)]
@@ -53,14 +44,7 @@ def count_groups(
 def statistics_reasons(
     candidates: Mapping[int, tuple[ModelGraph, Profile]], microbatches: int, *, config: Config, group: int
 ) -> tuple[str, ...]:
-    """The plan's remarks on layers with statistics; empty if there are none.
-
-    Args:
-        candidates: as for `count_groups`.
-        microbatches: the number that was chosen.
-        config: the settings.
-        group: which of `count_groups` it is from.
-    """
+    """The plan's remarks on layers with statistics; empty if there are none."""
     layers, samples = _layers(candidates), candidates[microbatches][0].batch_size
     if not layers:
         return ()

@@ -52,12 +52,7 @@ def bonds_of_units(graph: ModelGraph) -> list[Bond]:
 
 
 def bonds_of_groups(graph: ModelGraph, homes: Sequence[int | None]) -> list[Bond]:
-    """The bonds that the groups of the graph demand.
-
-    Args:
-        graph: the traced graph.
-        homes: position of the home of each node in the chain.
-    """
+    """The bonds that the groups of the graph demand."""
     if not graph.together:
         return []
     call = -1

@@ -31,7 +31,6 @@ class Flow:
     Attributes:
         source: position of the call in the chain.
         targets: positions of the calls that read it, ascending, all after `source`.
-        num_bytes: size of the value.
         gradient_bytes: size of the gradient that comes back; 0 if none does.
         gradient_targets: those of `targets` that send a gradient back.
     """
@@ -49,7 +48,6 @@ class SavedValue:
 
     Attributes:
         source: position of the call that is its home.
-        num_bytes: size of the value.
         savers: positions of the calls that keep it.
         glue_savers: for each operation that keeps it, the call at which it is at home.
         readers: positions of the calls that read it, and keep it when they are recomputed.
@@ -77,7 +75,6 @@ class StateBytes(NamedTuple):
     """The memory of parameters on a rank, in bytes.
 
     Attributes:
-        parameters: their values.
         gradients: those of the trained ones.
         optimized: the values that an optimizer keeps state for.
         gathered: rows of other ranks while they are at hand.
@@ -94,12 +91,8 @@ class ParameterUse:
     """A parameter or buffer, and the calls that read it.
 
     Attributes:
-        name: its first name.
-        num_bytes: its size.
         trained: it has a gradient and optimizer state.
         calls: positions of the calls, ascending.
-        num_elements: of the parameter.
-        is_buffer: it is a buffer.
         shared: what it takes on a rank where replicas share it; None where they do not.
         updates: ranks that share the optimizer's state for it, or for their rows of it.
         wide: bytes of a gradient, or of what is updated, for each of its own.
@@ -116,11 +109,7 @@ class ParameterUse:
     wide: int = 1
 
     def state(self, *, may_be_shared: bool = True) -> StateBytes:
-        """The bytes that it takes on a rank.
-
-        Args:
-            may_be_shared: no other stage of the replica has it, too.
-        """
+        """The bytes that it takes on a rank."""
         trained = self.num_bytes if self.trained else 0
         state = StateBytes(self.num_bytes, trained, trained)
         if self.shared is not None and may_be_shared:
@@ -163,9 +152,7 @@ class Chain:
     """Unit calls in execution order.
 
     Attributes:
-        labels: label of each call.
         starts: position of the first call of each atom, then the number of calls.
-        costs: of each call.
         flows: what crosses when the chain is cut.
         parameters: all parameters and buffers that some call reads.
         provenance: ``"measured"`` if all costs are.

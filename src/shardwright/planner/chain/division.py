@@ -32,9 +32,6 @@ class Passage:
         share: of the whole unit's work.
         pace: seconds of that work, measured, over as large a share of those of the whole unit. Smaller
             products take longer than their operations say. 1 where it was not measured.
-        calls: collectives.
-        num_bytes: that the rank sends.
-        operations: on divided tensors.
     """
 
     share: float = 1.0
@@ -44,14 +41,7 @@ class Passage:
     operations: int = 0
 
     def seconds(self, whole_s: float, prices: TensorPrices, size: float, *, operation_s: float) -> float:
-        """Seconds of it.
-
-        Args:
-            whole_s: of the whole unit.
-            prices: of what it exchanges.
-            size: samples of the microbatch, over those for which it was worked out.
-            operation_s: what an operation on divided tensors takes beyond its own time.
-        """
+        """Seconds of it."""
         exchange_s = prices.exchange_s(self.calls, self.num_bytes * size)
         return whole_s * self.share * self.pace + exchange_s + self.operations * operation_s
 
@@ -61,7 +51,6 @@ class DividedUnit:
     """A unit over the ranks of a group.
 
     Attributes:
-        forward, backward: of one microbatch.
         kept_share: of the bytes that the whole unit keeps for its backward.
         settling_calls, settling_bytes: once a step, gradients get the placements of their parameters.
         inside_share: of the tensors between it and the operations behind it that belong to it.
@@ -85,7 +74,6 @@ class Division:
     """How the ranks of a tensor-parallel group share a model.
 
     Attributes:
-        degree: ranks of the group.
         samples: of the microbatch for which bytes were worked out.
         prices: of what ranks exchange and compute.
         decided_by: prices by which they choose the placements of what they compute; None: these.
@@ -157,12 +145,7 @@ class Division:
         )
 
     def between_bytes(self, value: int, spec: TensorSpec) -> int:
-        """Bytes of a tensor between units on the rank with most of it.
-
-        Args:
-            value: its number in the graph.
-            spec: of the whole tensor.
-        """
+        """Bytes of a tensor between units on the rank with most of it."""
         share = self.values.get(value, 1.0) if self.between is None else self.between.share(spec.shape)
         return round(spec.num_bytes * share)
 

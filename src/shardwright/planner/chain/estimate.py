@@ -13,16 +13,15 @@ from shardwright.model_graph import ModelGraph, Node
 from shardwright.profile import Profile, UnitCost
 from shardwright.work import Work
 
-__all__ = ["error_of_estimates", "estimate_profile"]
+__all__ = ["MEASURED_ERROR", "error_of", "estimate_profile"]
+
+MEASURED_ERROR, _ESTIMATED_ERROR = 0.15, 0.5
+"""The worst of ``benchmarks/planner.py`` on one host, and what is common where units were not measured;
+docs/benchmarks.md."""
 
 
 def estimate_profile(graph: ModelGraph, *, device: Device) -> Profile:
-    """Estimates the cost of every class of units and operations.
-
-    Args:
-        graph: the traced model, with what it computes, moves and saves.
-        device: peak rates.
-    """
+    """Estimates the cost of every class of units and operations."""
     rates = _rates(device)
     costs: dict[str, UnitCost] = {}
     for node in graph.nodes:
@@ -31,9 +30,12 @@ def estimate_profile(graph: ModelGraph, *, device: Device) -> Profile:
     return Profile(costs=costs, device=device.name)
 
 
-def error_of_estimates(device: Device) -> float | None:
-    """The relative error of estimates in nine of ten runs; None for an unknown device."""
-    return calibration_of(device.family).error if device.family else None
+def error_of(provenance: str, device: Device) -> float:
+    """The relative error of predictions from measured or estimated units of a device."""
+    if provenance == "measured":
+        return MEASURED_ERROR
+    known = calibration_of(device.family).error if device.family else None
+    return _ESTIMATED_ERROR if known is None else known
 
 
 def _rates(device: Device) -> RankRates:

@@ -29,14 +29,6 @@ def chain_of(graph: ModelGraph, *, name: str, division: Division | None = None) 
 
     Numbers of a sample are those of a microbatch divided by its samples: what does not depend on the batch (a
     mask) is counted a little too often.
-
-    Args:
-        graph: the traced model.
-        name: for display.
-        division: of the model over a tensor-parallel group, of which the chain is one rank's then.
-
-    Raises:
-        UsageError: it calls no unit.
     """
     calls = graph.calls
     if not calls:

@@ -19,16 +19,7 @@ __all__ = ["build_chain"]
 
 
 def build_chain(graph: ModelGraph, profile: Profile, division: Division | None = None) -> Chain:
-    """Makes the chain of a traced model.
-
-    Args:
-        graph: what is called, in order.
-        profile: costs of its units and operations, whole.
-        division: of the model over a tensor-parallel group; None: every rank has all of its stages.
-
-    Raises:
-        PlanError: the model calls no unit, or the profile lacks the cost of one.
-    """
+    """Makes the chain of a traced model."""
     calls = graph.calls
     if not calls:
         raise PlanError(
@@ -134,14 +125,7 @@ def _with_operations(
 
 
 def _call_cost(unit: UnitCost, total: Cost, glue_bytes: int, gradient_bytes: int) -> CallCost:
-    """The cost of a call.
-
-    Args:
-        unit: of the call alone.
-        total: with the operations at home with it.
-        glue_bytes: that these keep.
-        gradient_bytes: most bytes of the gradients around one of them.
-    """
+    """The cost of a call."""
     split_work_bytes = unit.work_bytes if unit.split_work_bytes is None else unit.split_work_bytes
     return CallCost(
         forward_s=total.forward_s,

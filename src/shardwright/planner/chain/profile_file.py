@@ -37,10 +37,7 @@ class MeasuredProfile:
 
     Attributes:
         fingerprint: of the model, as plans have it.
-        costs: by cost class.
-        cluster: the machines.
         num_ranks: that measured at the same time.
-        when: date and time, UTC.
     """
 
     fingerprint: str
@@ -69,11 +66,7 @@ class MeasuredProfile:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "MeasuredProfile":
-        """Reads a file.
-
-        Raises:
-            ConfigError: it cannot be read, or is no profile; all fields that are wrong are named.
-        """
+        """Reads a file."""
         advice = "shardwright profile makes it anew"
         file = UserFile(path, what="profile", error=ConfigError, advice=advice)
         found = file.model(_Document, file.read_json())

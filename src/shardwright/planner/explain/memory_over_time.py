@@ -21,7 +21,6 @@ class RankMemory:
     """Memory of one pipeline rank during a step.
 
     Attributes:
-        rank: pipeline rank.
         lasting_bytes: parameters, gradients, optimizer state and batch.
         moments: (seconds, bytes of activations from then on), in order of time; the first is at 0.
     """
@@ -43,11 +42,6 @@ def memory_over_time(
 
     A forward keeps `saved_bytes` from its start to the end of its backward; of a backward in two parts, ``I``
     leaves `weight_bytes` until ``W`` ends. What is at the host is not there.
-
-    Args:
-        simulation: the timeline.
-        costs: of each stage.
-        memory: of each pipeline rank, as predicted.
     """
     changes: list[list[tuple[float, int]]] = [[] for _ in memory]
     copied = {(copy.action.stage, copy.action.microbatch) for copy in simulation.copied}

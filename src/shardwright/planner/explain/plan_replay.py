@@ -27,7 +27,6 @@ class Setting:
 
     Attributes:
         schedule: the order of work, without transfers.
-        costs: of each stage.
         edges: what flows between stages; None where the plan does not say.
         link: from one pipeline rank to another; None where messages take no time.
         host: from each rank to where it offloads what units keep; None where copies take no time.
@@ -36,10 +35,7 @@ class Setting:
         action_overhead_s: on top of every action.
         forward_overhead_s: on top of that, of every forward.
         crowding: factor on the time of the schedule.
-        sync_s: sums of gradients.
         step_overhead_s: before the first action and after the last one.
-        correction: factor on all of it, as earlier runs on the machines have it.
-        outside_s: code outside of the model, in addition.
     """
 
     schedule: Schedule
@@ -54,8 +50,6 @@ class Setting:
     crowding: float = 1.0
     sync_s: float = 0.0
     step_overhead_s: float = 0.0
-    correction: float = 1.0
-    outside_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +97,6 @@ class Replay:
     """A setting played out.
 
     Attributes:
-        setting: what was played.
         simulation: the timeline of the schedule alone.
         step_s: seconds of the whole step: schedule, crowding, sums of gradients, overhead, correction, and
             code outside of the model.
@@ -124,20 +117,14 @@ _MOST_ACTIONS = 5_000_000
 
 
 def base_setting(plan: Plan) -> Setting:
-    """The conditions that a plan was made with, as far as it tells.
-
-    Raises:
-        PlanError: the plan has no prediction.
-    """
+    """The conditions that a plan was made with, as far as it tells."""
     prediction = _prediction(plan)
     _check_length(len(plan.stages), plan.schedule.microbatches)
     schedule, costs = schedule_of(plan), stage_costs_of(plan)
     assert costs is not None
     conditions = prediction.conditions
     if conditions is None:
-        return Setting(
-            schedule=schedule, costs=costs, sync_s=prediction.sync_s, correction=prediction.correction
-        )
+        return Setting(schedule=schedule, costs=costs, sync_s=prediction.sync_s)
     return Setting(
         schedule=schedule,
         costs=costs,
@@ -151,18 +138,11 @@ def base_setting(plan: Plan) -> Setting:
         crowding=conditions.crowding,
         sync_s=prediction.sync_s,
         step_overhead_s=conditions.step_overhead_s,
-        correction=prediction.correction,
-        outside_s=conditions.outside_s,
     )
 
 
 def change_setting(plan: Plan, change: Change) -> Setting:
-    """The conditions of a plan with something changed.
-
-    Raises:
-        PlanError: the plan has no prediction, or does not say what would have to change.
-        ScheduleError: the schedule cannot be built for these stages.
-    """
+    """The conditions of a plan with something changed."""
     base, conditions = base_setting(plan), _prediction(plan).conditions
     if conditions is None and (change.bandwidth, change.latency) != (1.0, 1.0):
         raise PlanError(
@@ -190,9 +170,7 @@ def change_setting(plan: Plan, change: Change) -> Setting:
             active_microbatches=plan.schedule.active_microbatches,
             costs=tuple(cost.scaled(seconds=share, num_bytes=share) for cost in base.costs),
         ).with_host_copies([number for number, cost in enumerate(base.costs) if cost.offload_bytes])
-    slowest = max(1.0, *change.slow.values()) if change.slow else 1.0
-    outside_s = base.outside_s * slowest / change.compute_rate  # every rank runs it
-    changed = replace(base, schedule=schedule, costs=costs, outside_s=outside_s)
+    changed = replace(base, schedule=schedule, costs=costs)
     if conditions is None:
         return changed
     return replace(
@@ -204,14 +182,7 @@ def change_setting(plan: Plan, change: Change) -> Setting:
 
 
 def _exchange_seconds(plan: Plan, stage: int, *, share: float, change: Change) -> tuple[float, float]:
-    """Seconds by which the exchange of tensor-parallel ranks takes longer: in a forward, and in a backward.
-
-    Args:
-        plan: tells what they exchange for a microbatch of a stage, and what that costs.
-        stage: which.
-        share: of the microbatch that the changed one is.
-        change: of links, and of all seconds of a stage, those of the exchange among them.
-    """
+    """Seconds by which the exchange of tensor-parallel ranks takes longer, in a forward and a backward."""
     predicted = _prediction(plan).stages[stage]
     of_both = (predicted.forward_exchange_s, predicted.backward_exchange_s)
     if plan.tensor is None or sum(of_both) == 0:
@@ -245,11 +216,7 @@ def _check_length(stages: int, microbatches: int) -> None:
 
 
 def play(setting: Setting) -> Replay:
-    """Plays a setting out.
-
-    Raises:
-        ScheduleError: it deadlocks, or a number cannot be used.
-    """
+    """Plays a setting out."""
     simulation = simulate(
         setting.schedule,
         setting.costs,
@@ -262,9 +229,7 @@ def play(setting: Setting) -> Replay:
         forward_overhead_s=setting.forward_overhead_s,
     )
     step_s = simulation.step_s * setting.crowding + setting.sync_s + setting.step_overhead_s
-    return Replay(
-        setting=setting, simulation=simulation, step_s=step_s * setting.correction + setting.outside_s
-    )
+    return Replay(setting=setting, simulation=simulation, step_s=step_s)
 
 
 def _prediction(plan: Plan) -> Prediction:

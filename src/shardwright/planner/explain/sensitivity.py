@@ -14,7 +14,6 @@ class Sensitivity:
     """One change and its gain.
 
     Attributes:
-        name: for display.
         step_s: seconds of the step with it.
         saved_s: seconds less than without it; negative where it costs time.
         assumption: what is taken for granted; empty where nothing is.
@@ -35,9 +34,6 @@ def sensitivities(plan: Plan) -> tuple[Sensitivity, ...]:
     Links are left out where the plan does not say which it was made for. So are microbatches whose number no
     pin has set, and numbers of runners-up: the planner has weighed them by their own costs, which proportion
     would contradict.
-
-    Raises:
-        PlanError: the plan has no prediction.
     """
     base_s = play(base_setting(plan)).step_s
     assert plan.prediction is not None

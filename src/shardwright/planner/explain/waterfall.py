@@ -11,11 +11,9 @@ adds is its part, so the parts add up exactly::
     + cores                       ranks that share them
     + sums of gradients           over stages that share parameters, over replicas
     + before and after            what the runtime does around the schedule
-    + correction                  by what earlier runs on the machines took
-    + outside of the model        as the last run measured it
     = the predicted step
 
-A longer action makes no other action start earlier, so no part is negative except the correction and the
+A longer action makes no other action start earlier, so no part is negative except the
 remainder: the difference between a plan's prediction and its replay, if the plan was edited or lacks its
 conditions.
 """
@@ -32,7 +30,7 @@ from shardwright.schedule import Kind, StageCost
 __all__ = ["Part", "PartKind", "Waterfall", "break_down"]
 
 PartKind = Literal[
-    "compute", "recomputation", "communication", "bubble", "imbalance", "overhead", "outside", "remainder"
+    "compute", "recomputation", "communication", "bubble", "imbalance", "overhead", "remainder"
 ]
 
 _NEGLIGIBLE = 1e-12
@@ -43,10 +41,7 @@ class Part:
     """One part of a step.
 
     Attributes:
-        name: for display.
         kind: what sort of time it is.
-        seconds: of the step.
-        meaning: one sentence.
     """
 
     name: str
@@ -60,7 +55,6 @@ class Waterfall:
     """The parts of a predicted step, in the order of the picture above.
 
     Attributes:
-        parts: those that take time.
         step_s: the prediction of the plan; the sum of the parts.
     """
 
@@ -85,28 +79,11 @@ class _Work(StageCost):
 
 
 def break_down(plan: Plan) -> Waterfall:
-    """The parts of the step that a plan predicts.
-
-    Raises:
-        PlanError: the plan has no prediction.
-    """
+    """The parts of the step that a plan predicts."""
     setting = base_setting(plan)
     assert plan.prediction is not None
     parts = [*_work_parts(plan, setting), *_waiting_parts(setting), *_outer_parts(plan, setting)]
     step_s = plan.prediction.step_s
-    if setting.correction != 1:
-        correction_s = (step_s - setting.outside_s) * (1 - 1 / setting.correction)
-        parts.append(
-            Part("correction", "overhead", correction_s, "By what earlier runs on the machines took.")
-        )
-    parts.append(
-        Part(
-            "outside of the model, measured by the last run",
-            "outside",
-            setting.outside_s,
-            "Code of the step function that rests on no unit: every rank runs it.",
-        )
-    )
     rest_s = step_s - sum(part.seconds for part in parts)
     if abs(rest_s) > 1e-9 * step_s:
         parts.append(_remainder(plan, rest_s))

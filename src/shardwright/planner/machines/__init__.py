@@ -1,1 +1,1 @@
-"""The machines as a pipeline sees them: links, sums over replicas, corrections by earlier runs."""
+"""The machines as a pipeline sees them: links, sums over replicas."""

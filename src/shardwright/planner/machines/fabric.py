@@ -9,7 +9,6 @@ from shardwright.costs.own_runtime import ACTION_S, STEP_S
 from shardwright.mesh import Mesh
 from shardwright.plan import TensorPrices
 from shardwright.planner.machines.overlap import Moments, exposed_after, exposed_before, moments_of
-from shardwright.planner.machines.past_runs import NO_CORRECTION, Correction
 from shardwright.planner.partition.layout import Layout
 
 __all__ = ["NO_SUMS", "Fabric", "ReplicaSeconds"]
@@ -43,17 +42,10 @@ NO_SUMS = ReplicaSeconds(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """A cluster with a mesh laid over it; replica 0 represents all.
-
-    Attributes:
-        cluster: the machines.
-        mesh: which rank does what.
-        correction: what earlier runs on them say about predictions.
-    """
+    """A cluster with a mesh laid over it; replica 0 represents all."""
 
     cluster: Cluster
     mesh: Mesh
-    correction: Correction = NO_CORRECTION
 
     def link(self, source: int, target: int) -> Link:
         """The link between two pipeline ranks of a replica."""
@@ -150,11 +142,6 @@ class Fabric:
         """Seconds of summing `num_bytes` over world ranks, as a ring with a logarithmic latency.
 
         ``2 (n - 1) / n * bytes / bandwidth + 2 latency log2(n)`` over the slowest link.
-
-        Args:
-            num_bytes: of each rank.
-            ranks: of the world.
-            at_once: groups of each host that do so at the same time; they share its link to other hosts.
         """
         members = sorted(ranks)
         n = len(members)
@@ -184,10 +171,6 @@ class Fabric:
         """Seconds of summing the gradients over the replicas, once a step, on the rank that waits longest.
 
         Parameters that replicas share are summed in two hops, and gathered where they are on several hosts.
-
-        Args:
-            layout: what each pipeline rank has.
-            splits: gradients of weights are computed apart, after the others.
         """
         if self.mesh.data == 1:
             return NO_SUMS

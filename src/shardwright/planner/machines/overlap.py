@@ -31,7 +31,6 @@ class Moment:
     Attributes:
         seconds: of the last backward that are left when its gradient is complete, or of the first forward
             before its rows are used.
-        num_bytes: its size.
     """
 
     seconds: float
@@ -71,10 +70,6 @@ def moments_of(layout: Layout, *, splits: bool) -> list[Moments]:
 
     Of several stages of a rank, the lowest has the last backward and the first forward: what others use comes
     long before, and after.
-
-    Args:
-        layout: what is where.
-        splits: gradients of weights are computed apart, after the others.
     """
     chain = layout.chain
     slowness = np.asarray(layout.slowness or [1.0] * layout.num_ranks)
@@ -98,13 +93,7 @@ def moments_of(layout: Layout, *, splits: bool) -> list[Moments]:
 
 
 def exposed_after(moments: Sequence[Moment], total_s: float, *, occupancy: float) -> float:
-    """Seconds by which sums of gradients make a step longer.
-
-    Args:
-        moments: of all gradients.
-        total_s: seconds of all sums.
-        occupancy: share of that time for which a rank cannot compute.
-    """
+    """Seconds by which sums of gradients make a step longer."""
     num_bytes = sum(moment.num_bytes for moment in moments)
     if not num_bytes or total_s <= 0:
         return 0.0
@@ -121,13 +110,7 @@ def exposed_after(moments: Sequence[Moment], total_s: float, *, occupancy: float
 
 
 def exposed_before(moments: Sequence[Moment], total_s: float, *, occupancy: float) -> float:
-    """Seconds by which gathering rows in the order of their use makes a step longer.
-
-    Args:
-        moments: of all rows.
-        total_s: seconds of gathering them.
-        occupancy: share of that time for which a rank cannot compute.
-    """
+    """Seconds by which gathering rows in the order of their use makes a step longer."""
     num_bytes = sum(moment.num_bytes for moment in moments)
     if not num_bytes or total_s <= 0:
         return 0.0

@@ -59,15 +59,6 @@ def choose_keeping(
     """Has units keep less until every rank fits, if possible; otherwise does everything that helps.
 
     What the layout recomputes and offloads already stays so.
-
-    Args:
-        layout: where every call runs.
-        in_flight: microbatches in flight, for each stage.
-        limit_bytes: memory of one rank; 0 means no limit.
-        policy: what may be done.
-        num_microbatches: of a batch; None: any number, so that gradients are there all the time.
-        optimizer_factor: bytes of optimizer state for each byte of a trained parameter.
-        batch_bytes: the tensors of a batch.
     """
     if not limit_bytes or not (policy.recompute or policy.offload):
         return layout
@@ -98,16 +89,7 @@ class _Choice(NamedTuple):
 
 
 class _Need:
-    """Bytes and seconds of one rank, for any choice.
-
-    Args:
-        layout: where every call runs.
-        rank: pipeline rank.
-        in_flight: microbatches in flight, for each stage.
-        fixed: bytes that do not depend on the choice.
-        host: the way to the tier; None where copies take no time.
-        gradients_late: its gradients, which are among `fixed`, come when all its forwards are over.
-    """
+    """Bytes and seconds of one rank, for any choice."""
 
     def __init__(
         self,

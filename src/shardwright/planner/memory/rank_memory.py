@@ -61,7 +61,6 @@ class Above(NamedTuple):
     """What a rank has at its peak, above the most that its stages keep.
 
     Attributes:
-        num_bytes: gradients, temporaries and messages.
         gradients: of them, those of parameters.
     """
 
@@ -106,15 +105,7 @@ def rank_memory(
     batch_bytes: int = 0,
     above: Sequence[Above] | None = None,
 ) -> tuple[MemoryPrediction, ...]:
-    """Peak memory of each rank.
-
-    Args:
-        layout: where every call runs.
-        activation_bytes: of each rank, the peak of what all its microbatches in flight keep.
-        optimizer_factor: bytes of optimizer state for each byte of a trained parameter.
-        batch_bytes: the tensors of a batch.
-        above: what each rank has beside them; None for an upper bound, whatever the schedule.
-    """
+    """Peak memory of each rank."""
     updates = update_bytes(layout, optimizer_factor=optimizer_factor)
     rows = zip(
         layout.state_bytes(), map(int, activation_bytes), above or above_at_most(layout), updates, strict=True
@@ -148,13 +139,7 @@ def work_bytes(layout: Layout) -> list[int]:
 def above_at_most(
     layout: Layout, in_flight: Sequence[int] = (), *, num_microbatches: int | None = None
 ) -> list[Above]:
-    """For each rank, an upper bound of what it has above all that its stages keep.
-
-    Args:
-        layout: where every call runs.
-        in_flight: microbatches in flight, for each stage.
-        num_microbatches: of a batch; None: any number, so that gradients are there all the time.
-    """
+    """For each rank, an upper bound of what it has above all that its stages keep."""
     states = layout.state_bytes()
     found = [
         Above(work + state.gradients, state.gradients)
@@ -205,12 +190,6 @@ def scheduled_above(
 
     That is less than `above_at_most` where large temporaries, messages and gradients come while little is
     kept.
-
-    Args:
-        schedule: the order.
-        layout: where every call runs.
-        costs: of each stage.
-        unread: as in the schedule's `Simulation`; None counts two messages everywhere.
     """
     works = _StageWorks(layout)
     rows = zip(schedule.actions, layout.state_bytes(), messages(layout, unread), strict=True)
@@ -252,11 +231,7 @@ _PARTS = {
 
 
 class _StageWorks:
-    """What the actions of stages take on top of what they keep.
-
-    Args:
-        layout: where every call runs.
-    """
+    """What the actions of stages take on top of what they keep."""
 
     def __init__(self, layout: Layout):
         self._layout = layout
@@ -296,12 +271,6 @@ def _stage_above(
 
     While a call runs, what the calls behind it keep is not there: not yet in the forward, no more in the
     backward, but for what is left for the gradients of weights.
-
-    Args:
-        layout: where every call runs.
-        recompute: count what is recomputed, and what is reduced: it is a backward, or any action.
-        split: the backward leaves the gradients of weights for later.
-        first: it makes the gradients: those of the calls behind are there, and were not before.
     """
     chain = layout.chain
     saved = layout.saved_bytes() - layout.leaving_bytes()
@@ -340,7 +309,6 @@ class Messages:
     Attributes:
         value: the largest that comes in; a receive is posted some actions before its use (`lower`).
         gradient: the largest that comes in; another stays until the backward that starts from it ends.
-        leaving: all rings.
     """
 
     value: int

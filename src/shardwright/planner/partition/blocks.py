@@ -15,10 +15,6 @@ __all__ = ["block_of", "nesting_of", "on_boundaries"]
 def nesting_of(labels: Sequence[str], cut: int) -> int:
     """The number of blocks that a cut before a call runs through.
 
-    Args:
-        labels: of the calls of a chain, such as ``layers.2.mlp`` or ``layers.2.mlp#1``.
-        cut: position of the first call behind it.
-
     >>> labels = ["embed", "layers.0.attention", "layers.0.mlp", "layers.1.attention"]
     >>> [nesting_of(labels, cut) for cut in (1, 2, 3)]
     [0, 1, 0]
@@ -35,11 +31,6 @@ def nesting_of(labels: Sequence[str], cut: int) -> int:
 def block_of(labels: Sequence[str], call: int, *, ends: bool) -> str:
     """What a stage begins or ends with: the outermost block that begins or ends there too, or else the call.
 
-    Args:
-        labels: of the calls of a chain.
-        call: position of the first or last call of the stage.
-        ends: it is the last one.
-
     >>> labels = ["embed", "layers.0.attention", "layers.0.mlp", "layers.1.attention"]
     >>> block_of(labels, 1, ends=False), block_of(labels, 1, ends=True)
     ('layers.0', 'layers.0.attention')
@@ -55,15 +46,6 @@ def on_boundaries(
     cuts: Sequence[int], labels: Sequence[str], seconds: Sequence[float], allowed: Sequence[int]
 ) -> tuple[int, ...] | None:
     """Moves each cut that runs through a block to the nearest boundary, by the seconds between them.
-
-    Args:
-        cuts: positions at which stages begin, with 0 and the number of calls.
-        labels: of the calls.
-        seconds: of the calls.
-        allowed: positions at which the chain may be cut.
-
-    Returns:
-        The moved cuts; None if none moves, or two stages would need the same boundary.
 
     >>> labels = ["embed", "layers.0.attention", "layers.0.mlp", "layers.1.attention", "layers.1.mlp"]
     >>> on_boundaries([0, 2, 5], labels, [1, 4, 3, 4, 3], allowed=range(6))

@@ -22,11 +22,6 @@ def improve(
 ) -> tuple[int, ...]:
     """Moves cuts while the key falls: one at a time, or, of few, up to three neighbours together.
 
-    Args:
-        cuts: where to start.
-        key: what to make small; compared as tuples.
-        max_passes: rounds over all cuts at most.
-
     >>> improve((0, 1, 6), key=lambda cuts: (abs(cuts[1] - 3),))
     (0, 3, 6)
     """
@@ -58,16 +53,6 @@ def _moved(cuts: tuple[int, ...], first: int, after: int, step: int) -> tuple[in
 
 def manual_stages(ranks: Sequence[int], *, num_ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Stages of a placement by hand: runs of consecutive calls on one rank.
-
-    Args:
-        ranks: pipeline rank of each call.
-        num_ranks: pipeline ranks.
-
-    Returns:
-        The cuts, and the rank of each stage.
-
-    Raises:
-        PlanError: a rank does not exist, or gets nothing to do.
 
     >>> manual_stages([0, 0, 1, 0], num_ranks=2)
     ((0, 2, 3, 4), (0, 1, 0))

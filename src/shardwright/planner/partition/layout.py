@@ -21,7 +21,6 @@ class Layout:
     """The stage and the rank of every call.
 
     Attributes:
-        chain: what is cut.
         cuts: position of the first call of each stage, then the number of calls.
         ranks: pipeline rank of each stage.
         recompute: for each call, whether its activations are recomputed in the backward.
@@ -83,13 +82,7 @@ class Layout:
         )
 
     def _with_offload(self, cost: StageCost, sizes: Sequence[float], *, handling_s: float) -> StageCost:
-        """The cost of a stage of which calls offload so many bytes, in order.
-
-        Args:
-            cost: of the stage, with all that it keeps there.
-            sizes: bytes of each call that offloads some.
-            handling_s: seconds of the rank itself, in each direction.
-        """
+        """The cost of a stage of which calls offload so many bytes, in order."""
         moved = int(sum(sizes))
         if not moved:
             return cost

@@ -56,12 +56,7 @@ class Objective:
     _cache: dict[tuple[int, float], Floats] = field(default_factory=dict, init=False, repr=False)
 
     def cost(self, in_flight: int, slowness: float = 1.0) -> Floats:
-        """Cost of every interval as a stage; infinite: impossible.
-
-        Args:
-            in_flight: microbatches that the stage has in flight.
-            slowness: how many times as long its rank takes as the tables say.
-        """
+        """Cost of every interval as a stage; infinite: impossible."""
         if (in_flight, slowness) not in self._cache:
             tables = self.tables
             saved = in_flight * tables.saved_bytes
@@ -232,20 +227,7 @@ def build_objective(
     host: Link | None = None,
     optimizer_factor: float = 2.0,
 ) -> Objective:
-    """Makes the costs of all stages.
-
-    Args:
-        tables: sums over all intervals of the chain.
-        link: connection between neighbouring ranks; None where transfers cost nothing.
-        exposed: share of the transfers that is not hidden behind compute, 0 to 1.
-        memory_weight: share of memory in the cost, 0 to 1.
-        limit_bytes: memory of one rank; 0 means no limit.
-        recompute: whether units are recomputed where memory requires it, never, or all.
-        offload: whether units are offloaded where memory requires it, never, or all.
-        horizon: units ahead of their backward that come back.
-        host: the way to where they are offloaded to; None where copies take no time.
-        optimizer_factor: bytes of optimizer state for each byte of a trained parameter.
-    """
+    """Makes the costs of all stages."""
     seconds = tables.compute_s
     if recompute == "full":
         seconds = seconds + tables.recompute_s

@@ -42,7 +42,6 @@ class Tables:
         parameter_bytes: its parameters and buffers, each once.
         gradient_bytes: gradients of the trained ones.
         optimized_bytes: those that an optimizer keeps state for.
-        receive_bytes: values that it receives.
         send_bytes: values that it sends, each once however many stages read it.
         receive_gradient_bytes: gradients of what it sent.
         send_gradient_bytes: gradients of what it received.
@@ -120,12 +119,7 @@ def _atoms(atom: NDArray[np.int64], calls: Sequence[int], after: int = -1) -> li
 
 
 def _entering(n: int, rows: Sequence[tuple[list[int], float]]) -> Floats:
-    """For each interval, the bytes of what is made before it and read inside.
-
-    Args:
-        n: number of atoms.
-        rows: ([source, *readers], size) of each thing.
-    """
+    """For each interval, the bytes of what is made before it and read inside."""
     corners: list[tuple[int, int, float]] = []
     for at, size in rows:
         for before, reader in pairwise(at):

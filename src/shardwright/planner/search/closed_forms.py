@@ -78,15 +78,6 @@ def expected_seconds(
 
     A grid's best is over the microbatches, schedules and recomputation that the settings leave open. It is
     infinite where memory holds no part of it, or the chain has fewer layers than the grid has stages.
-
-    Args:
-        graph: the traced model, in units as fine as the longest pipeline needs them.
-        grids: pipeline ranks, replicas and shards.
-        cluster: the machines.
-        config: the settings.
-        samples: of a batch of one replica.
-        profile: measured costs of some units of the graph.
-        divisions: of the model, for each tensor degree of the grids but 1.
     """
     pace = 1.0 if profile is None else _pace(graph, profile, cluster)
     found = [inf] * len(grids)
@@ -112,11 +103,6 @@ def expected_in_turn(grids: Sequence[Mesh], expected: Callable[[list[Mesh]], Seq
 
     Finer units serve shorter pipelines, too, but not where ranks share layers: what flows between units is
     whole.
-
-    Args:
-        grids: in any order.
-        expected: gives the seconds of grids without tensor-parallel ranks, or of those of one pipeline with
-            such ranks.
     """
     seconds = [0.0] * len(grids)
     kinds = [mesh.pipeline if mesh.share > 1 else 0 for mesh in grids]
@@ -145,8 +131,6 @@ class _ClosedForms:
 
     Attributes:
         chain: the layers of the model, as one rank of a tensor-parallel group has them.
-        cluster: the machines.
-        config: the settings.
         samples: of a batch of one replica.
         pace: how many times as long layers compute as the rates of the machines say.
         units: calls of them in a step function.

@@ -28,17 +28,7 @@ def with_or_without_sequences(
     tensor: int | None = None,
     previous: Plan | None = None,
 ) -> Plan:
-    """The plan with the shorter predicted step, if the settings leave the choice; else that of the settings.
-
-    Args:
-        config: the settings.
-        plan_with: makes a plan for settings that say it.
-        tensor: ranks that share layers; None: as many as the settings say.
-        previous: the plan of the last run, which has chosen already: its choice stays, as sums depend on it.
-
-    Raises:
-        PlanError: neither can be planned; the error is that of whole sequences.
-    """
+    """The plan with the shorter predicted step, if the settings leave the choice."""
     tensor = config.tensor_parallel_degree if tensor is None else tensor
     if config.sequence_parallel != "auto" or tensor == 1:
         return plan_with(config)

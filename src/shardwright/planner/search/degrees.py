@@ -18,14 +18,6 @@ _NUM_RIVALS = 5
 def meshes(world_size: int, config: Config, *, most_tensor: int = 1) -> list[Mesh]:
     """All grids that the settings leave open: pipeline ranks, replicas, and ranks that share parameters.
 
-    Args:
-        world_size: ranks.
-        config: a degree above 1 is pinned.
-        most_tensor: tensor-parallel ranks that may be proposed: those of a host, where the runtime has them.
-
-    Raises:
-        ConfigError: none multiplies to the number of ranks.
-
     >>> [(mesh.pipeline, mesh.data, mesh.shard) for mesh in meshes(4, Config())]
     [(1, 4, 1), (1, 4, 2), (1, 4, 4), (2, 2, 1), (2, 2, 2), (4, 1, 1)]
     >>> [(mesh.pipeline, mesh.data, mesh.tensor) for mesh in meshes(2, Config(), most_tensor=8)]
@@ -67,16 +59,6 @@ def best_of_meshes(
     """The plan with most samples a second over all grids, of near ties the simplest.
 
     Each replica has a batch of its own, as a training script loads it.
-
-    Args:
-        candidates: grids.
-        make: makes the plan of one.
-        expected: seconds of a step of each, divided by its replicas, by closed forms (see
-            `closed_forms.expected_seconds`): those that are much slower are not planned. None: all are.
-
-    Raises:
-        InfeasiblePlanError: none fits in memory; the message is that of the last.
-        PlanError: no grid can be planned; the message of the last.
     """
     survivors = _survivors(candidates, lambda mesh: (make(mesh),), expected, most=1)
     found = survivors.planned
@@ -95,17 +77,7 @@ def best_plans(
     most: int,
     expected: Sequence[float] | None = None,
 ) -> list[Plan]:
-    """The plans with most samples a second over all grids, the best first.
-
-    Args:
-        candidates: grids.
-        make: makes the plans of one.
-        most: how many are wanted.
-        expected: as of `best_of_meshes`.
-
-    Raises:
-        as `best_of_meshes`.
-    """
+    """The plans with most samples a second over all grids, the best first."""
     found = _survivors(candidates, make, expected, most=most).planned
     ranked = sorted(found, key=lambda each: (each.seconds, _simplicity(each)))
     return [each.plan for each in ranked[:most]]
@@ -118,11 +90,7 @@ def _survivors(
     *,
     most: int,
 ) -> Survivors[Mesh]:
-    """The plans of the grids that may be among the best.
-
-    Raises:
-        PlanError: no grid has one.
-    """
+    """The plans of the grids that may be among the best."""
     survivors = plan_survivors(
         candidates,
         [0.0] * len(candidates) if expected is None else expected,
@@ -138,12 +106,9 @@ def _survivors(
 
 
 def _seconds_of_replica(mesh: Mesh, plan: Plan) -> float:
-    """Seconds of a step, for one of its replicas: each has a batch of its own.
-
-    Not as earlier runs correct them: of some grids there were enough, of others not.
-    """
+    """Seconds of a step, for one of its replicas: each has a batch of its own."""
     assert plan.prediction is not None
-    return plan.prediction.uncorrected_s / mesh.data
+    return plan.prediction.step_s / mesh.data
 
 
 def _simplicity(each: Planned[Mesh]) -> tuple[int, int, int]:

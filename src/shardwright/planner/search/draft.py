@@ -35,8 +35,6 @@ class Draft:
 
     Attributes:
         workload: what it is made from.
-        kind: schedule family.
-        layout: where every call runs.
         in_flight: microbatches in flight, for each stage.
     """
 
@@ -179,19 +177,7 @@ def make_draft(
     heeds_speed: bool = True,
     cuts: tuple[int, ...] | None = None,
 ) -> Draft:
-    """Cuts a chain for one placement of stages on ranks.
-
-    Args:
-        workload: the chain, at one number of microbatches.
-        kind: schedule family.
-        ranks: pipeline rank of each stage.
-        exposed: share of the transfers that is taken as not hidden behind compute.
-        heeds_speed: slower hosts get less; else it is cut as if all were alike.
-        cuts: positions of the calls at which to cut, where the user has said so.
-
-    Raises:
-        PlanError: there are more stages than atoms.
-    """
+    """Cuts a chain for one placement of stages on ranks."""
     chain, demands = workload.chain, workload.demands
     flying = workload.in_flight(kind, ranks)
     if cuts is None:

@@ -28,7 +28,6 @@ class Planned(Generic[Candidate]):
     """A plan of a candidate.
 
     Attributes:
-        candidate: of which it is.
         plan: what chain DP and simulation made of it.
         seconds: what counts of the plan.
         expected_s: the same of the candidate, by closed forms.
@@ -63,15 +62,7 @@ def plan_survivors(
     seconds: Callable[[Candidate, Plan], float],
     most: int = 1,
 ) -> Survivors[Candidate]:
-    """Plans the candidates that may be among the best; all of them where none can be planned.
-
-    Args:
-        candidates: what can be planned.
-        expected: seconds of each by closed forms; infinite: it will not fit.
-        make: makes the plans of one; a `PlanError` says that it has none.
-        seconds: what counts of a plan.
-        most: how many of the best are wanted.
-    """
+    """Plans the candidates that may be among the best; all of them where none can be planned."""
     planned: list[Planned[Candidate]] = []
     failures: dict[int, PlanError] = {}
     order = sorted(range(len(candidates)), key=lambda number: (expected[number], number))

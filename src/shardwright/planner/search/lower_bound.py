@@ -22,15 +22,7 @@ def least_seconds(
     overhead_s: float = 0.0,
     forward_overhead_s: float = 0.0,
 ) -> float:
-    """A lower bound on the simulated seconds of any schedule of a layout, in closed form.
-
-    Args:
-        layout: stages and their ranks.
-        num_microbatches: m.
-        may_split: backwards may be split in two parts, of which the second (W) may wait to the end.
-        overhead_s: seconds that every action takes on top.
-        forward_overhead_s: seconds that every forward takes on top of that.
-    """
+    """A lower bound on the simulated seconds of any schedule of a layout, in closed form."""
     costs, edges, m = layout.stage_costs(), layout.edges(), num_microbatches
     forward = [cost.forward_s + overhead_s + forward_overhead_s for cost in costs]
     backward = [cost.seconds(Kind.BACKWARD) + overhead_s for cost in costs]

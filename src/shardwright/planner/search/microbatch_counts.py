@@ -9,14 +9,6 @@ __all__ = ["microbatch_counts", "too_few_samples"]
 def microbatch_counts(batch_size: int, *, config: Config, pipeline: int) -> tuple[int, ...]:
     """Into how many microbatches a batch could be split: what to trace and profile for `make_plan`.
 
-    Args:
-        batch_size: samples in a batch of one replica.
-        config: a pinned number of microbatches is the only one.
-        pipeline: pipeline ranks.
-
-    Raises:
-        PlanError: there is no sample, or more microbatches are pinned than there are samples.
-
     >>> microbatch_counts(32, config=Config(), pipeline=4)
     (4, 8, 16, 32)
     >>> microbatch_counts(32, config=Config(batch_statistics="batch"), pipeline=4)

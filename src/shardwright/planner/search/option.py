@@ -18,9 +18,7 @@ class Option:
 
     Attributes:
         workload: what it is made from.
-        layout: where every call runs.
         schedule: the order of work, without transfers.
-        simulation: its predicted timeline.
         memory: predicted peak of each pipeline rank.
     """
 

@@ -26,16 +26,7 @@ def plan_of(
     options: Sequence[Option],
     division: Division | None,
 ) -> Plan:
-    """Writes down an option.
-
-    Args:
-        best: the option.
-        graph: that it was made from.
-        config: the settings; those that were pinned are noted.
-        mesh: the grid of ranks.
-        options: all that it was chosen from.
-        division: how ranks along the tensor axis share the model.
-    """
+    """Writes down an option."""
     layout = best.layout
     labels = layout.chain.labels
     offload = [False] * len(labels) if layout.offload is None else layout.offload.tolist()

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from shardwright.cluster import Link
 from shardwright.plan import Prediction, StagePrediction
 from shardwright.plan.conditions import Conditions, FlowConditions, LinkConditions
-from shardwright.planner.chain.estimate import error_of_estimates
+from shardwright.planner.chain.estimate import error_of
 from shardwright.planner.machines.fabric import Fabric
 from shardwright.planner.search.option import Option
 
@@ -17,7 +17,7 @@ _MOVED_BY_ADAM = 7  # numbers for each parameter: four are read, three are writt
 
 def predict(option: Option) -> Prediction:
     """The simulator's prediction, in the form of the plan file."""
-    layout, correction = option.layout, option.workload.fabric.correction
+    layout = option.layout
     sends = [0] * layout.num_stages
     for edge in layout.edges():
         sends[edge.source] += edge.num_bytes
@@ -44,11 +44,8 @@ def predict(option: Option) -> Prediction:
         stages=stages,
         memory=option.memory,
         provenance=layout.chain.provenance,
-        correction=correction.factor,
         update_s=_update_seconds(option),
-        error=correction.error_of(
-            layout.chain.provenance, estimates=error_of_estimates(option.workload.fabric.cluster.device)
-        ),
+        error=error_of(layout.chain.provenance, option.workload.fabric.cluster.device),
         conditions=_conditions(option),
     )
 
@@ -94,7 +91,6 @@ def _conditions(option: Option) -> Conditions:
         hidden_s=option.replica_s.hidden_s,
         window_s=option.replica_s.window_s,
         memory_limit_bytes=option.workload.demands.limit_bytes,
-        outside_s=fabric.correction.outside_s,
     )
 
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan
-from shardwright.planner.chain.estimate import error_of_estimates
-from shardwright.planner.machines.past_runs import NO_CORRECTION
+from shardwright.planner.chain.estimate import MEASURED_ERROR, error_of
 from shardwright.planner.partition.blocks import nesting_of
 from shardwright.planner.search.draft import Draft
 from shardwright.planner.search.option import Option
@@ -28,7 +27,7 @@ _LEAST_ERROR = 0.01
 def error_of_comparison(candidates: Iterable[tuple[ModelGraph, Profile]]) -> float:
     """The share by which two plans may differ by chance: half of the spread of a step's measured seconds.
 
-    It is 1 % at least, and no more than the error of a prediction where no run has told better.
+    It is 1 % at least, and no more than the error of a prediction.
     """
     spread_s = whole_s = 0.0
     for graph, profile in candidates:
@@ -38,7 +37,7 @@ def error_of_comparison(candidates: Iterable[tuple[ModelGraph, Profile]]) -> flo
                 seconds = cost.forward_s + cost.backward_s
                 spread_s, whole_s = spread_s + seconds * cost.spread / 2, whole_s + seconds
     error = spread_s / whole_s if whole_s > 0 else 0.0
-    return min(max(error, _LEAST_ERROR), NO_CORRECTION.error_of("measured"))
+    return min(max(error, _LEAST_ERROR), MEASURED_ERROR)
 
 
 def rank(
@@ -86,9 +85,7 @@ def kept_plan(
     same = [option for option in fitting if is_of(previous, option)]
     if not same:
         return None
-    layout, correction = best.layout, best.workload.fabric.correction
-    estimates = error_of_estimates(best.workload.fabric.cluster.device)
-    error = correction.error_of(layout.chain.provenance, estimates=estimates)
+    error = error_of(best.layout.chain.provenance, best.workload.fabric.cluster.device)
     score = _scores(fitting, memory_weight)
     kept = min(same, key=score)
     return kept if score(kept) <= score(best) * (1.0 + error) else None

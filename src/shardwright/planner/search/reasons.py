@@ -39,7 +39,6 @@ def reasons(best: Option, *, others: Sequence[Option], config: Config) -> tuple[
         pins = ", ".join(f"{key} {value}" for key, value in config.pins.items())
         found.append(f"Fixed by the settings: {pins}.")
     found.append(_times(best))
-    found += _correction(best)
     return tuple(found)
 
 
@@ -51,22 +50,6 @@ def _times(best: Option) -> str:
     return (
         f"The times of the units are estimated from FLOPs and bytes{basis}: expect an error of 25% or more."
     )
-
-
-def _correction(best: Option) -> list[str]:
-    correction = best.workload.fabric.correction
-    found = []
-    if correction.outside_s:
-        found.append(
-            f"Code outside of the model takes {format_seconds(correction.outside_s)} of it on every rank, as "
-            "the last run measured."
-        )
-    if not correction.runs:
-        return found
-    by = f"{correction.factor - 1:+.1%}"
-    text = f"{correction.runs} earlier runs like it on this machine correct the step by {by}"
-    inside = "" if correction.error is None else f"; nine of ten took that within {correction.error:.0%}"
-    return [*found, f"{text}{inside}."]
 
 
 def _slow_hosts(best: Option) -> list[str]:
@@ -132,12 +115,7 @@ def tensor_reasons(best: Option, *, division: Division | None, graph: ModelGraph
 
 
 def _shared(division: Division, elements: Mapping[str, int]) -> str:
-    """What ranks share.
-
-    Args:
-        division: says how.
-        elements: of parameters, by name.
-    """
+    """What ranks share."""
 
     def percent(names: Collection[str]) -> str:
         own = sum(size for name, size in elements.items() if name in names)

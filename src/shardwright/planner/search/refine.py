@@ -23,12 +23,7 @@ Cuts = tuple[int, ...]
 
 
 def refine(option: Option, *, max_actions: int) -> Option:
-    """Moves cuts while the simulated step gets shorter; of a few ways to cut, finds the best of all.
-
-    Args:
-        option: where to start.
-        max_actions: how much may be simulated, in actions; less than once for each cut is not worth it.
-    """
+    """Moves cuts while the simulated step gets shorter; of a few ways to cut, finds the best of all."""
     actions = sum(map(len, option.schedule.actions))
     if 2 * option.layout.num_stages * actions > max_actions:
         return option

@@ -28,7 +28,6 @@ from shardwright.planner.chain.batch_statistics import count_groups, statistics_
 from shardwright.planner.chain.division import Division
 from shardwright.planner.chain.model_chain import build_chain
 from shardwright.planner.machines.fabric import Fabric
-from shardwright.planner.machines.past_runs import NO_CORRECTION, Correction
 from shardwright.planner.partition.blocks import on_boundaries
 from shardwright.planner.partition.objective import OffloadPolicy
 from shardwright.planner.search.draft import Draft, make_draft
@@ -68,34 +67,17 @@ def make_plan(
     mesh: Mesh,
     placement: Mapping[str, int] | None = None,
     optimizer_factor: float = 2.0,
-    correction: Correction = NO_CORRECTION,
     division: Division | None = None,
     previous: Plan | None = None,
 ) -> Plan:
-    """Chooses microbatches, schedule, stages and recomputation.
-
-    Args:
-        candidates: for each number of microbatches, the graph traced at that size and its profile.
-        cluster: the machines.
-        config: what differs from its default is kept.
-        mesh: the grid of ranks.
-        placement: pipeline rank of units that the user placed, by name; heeded where `auto_partition` is off.
-        optimizer_factor: bytes of optimizer state for each byte of a trained parameter; Adam has 2.
-        correction: what earlier runs on the machines say about predictions.
-        division: how ranks along the tensor axis share the model; None where that has one rank.
-        previous: the plan of the last run; it stays unless another is faster by more than predictions err.
-
-    Raises:
-        InfeasiblePlanError: nothing fits in memory; the message says what is missing and what would help.
-        PlanError: the settings cannot be met, for example with more stages than units.
-    """
+    """Chooses microbatches, schedule, stages and recomputation."""
     if division is not None and not division.cuts and mesh.tensor != config.tensor_parallel_degree:
         raise PlanError(
             f"{mesh.tensor} ranks that share layers would each compute all of them: on these machines, what "
             "they would exchange takes longer. Set tensor_parallel_degree to have them all the same."
         )
     chosen = _chosen_counts(candidates, config)
-    fabric = Fabric(cluster=cluster, mesh=mesh, correction=correction)
+    fabric = Fabric(cluster=cluster, mesh=mesh)
     demands = Demands(
         limit_bytes=config.memory_limit or cluster.device.memory_bytes,
         memory_weight=config.balance_weight,

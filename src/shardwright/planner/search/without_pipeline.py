@@ -15,14 +15,7 @@ __all__ = ["seconds_without_pipeline"]
 def seconds_without_pipeline(
     chains: Mapping[int, Chain], mesh: Mesh, *, cluster: Cluster, demands: Demands
 ) -> dict[str, float]:
-    """Seconds of a step, as `Prediction` has them; none for a mesh that is of another kind.
-
-    Args:
-        chains: for each number of microbatches.
-        mesh: whose ranks they would be.
-        cluster: the machines.
-        demands: what a plan must respect.
-    """
+    """Seconds of a step, as `Prediction` has them; none for a mesh that is of another kind."""
     if mesh.pipeline == 1 or mesh.share > 1 or mesh.shard > 1:
         return {}
     meshes = {

@@ -60,14 +60,7 @@ def _flying(kind: str, ranks: tuple[int, ...], num_microbatches: int, active: in
 
 
 class Workload:
-    """A chain at one number of microbatches, on given machines; caches its results.
-
-    Args:
-        chain: the calls of one microbatch.
-        num_microbatches: parts into which a batch is split.
-        fabric: the machines.
-        demands: what every option must respect.
-    """
+    """A chain at one number of microbatches, on given machines; caches its results."""
 
     def __init__(self, chain: Chain, *, num_microbatches: int, fabric: Fabric, demands: Demands):
         self.chain = chain
@@ -119,11 +112,10 @@ class Workload:
         return self._objectives[exposed]
 
     def step_seconds(self, schedule_s: float, sums_s: float, layout: Layout) -> float:
-        """Seconds of a step: schedule, sums of gradients, what is around them, code outside of the model."""
+        """Seconds of a step: schedule, sums of gradients, what is around them."""
         fabric = self.fabric
         sums_s += layout.settling_seconds()
-        step_s = schedule_s * fabric.crowding + sums_s + fabric.tie_seconds(layout) + fabric.step_overhead_s
-        return step_s * fabric.correction.factor + fabric.correction.outside_s
+        return schedule_s * fabric.crowding + sums_s + fabric.tie_seconds(layout) + fabric.step_overhead_s
 
     def forward_overhead_s(self, layout: Layout) -> float:
         """Seconds that a rank takes to run the step function for one forward, beside computing.
@@ -141,17 +133,7 @@ class Workload:
     def cut(
         self, ranks: tuple[int, ...], in_flight: Sequence[int], *, exposed: float, heeds_speed: bool
     ) -> tuple[int, ...]:
-        """The positions of the calls at which the chain is best cut.
-
-        Args:
-            ranks: pipeline rank of each stage.
-            in_flight: microbatches in flight on each stage.
-            exposed: share of the transfers that is taken as not hidden behind compute.
-            heeds_speed: slower hosts get less; else it is cut as if all were alike.
-
-        Raises:
-            PlanError: there are more stages than atoms.
-        """
+        """The positions of the calls at which the chain is best cut."""
         starts = self.chain.starts
         return tuple(starts[cut] for cut in self._cut(ranks, in_flight, exposed, heeds_speed=heeds_speed))
 

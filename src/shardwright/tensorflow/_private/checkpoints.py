@@ -29,11 +29,7 @@ class SavedObject:
 
 
 def saved_graph(path: str) -> Any:
-    """What a file knows of the objects that were saved; None for one of TensorFlow 1, which has names alone.
-
-    Args:
-        path: of the file, as ``restore`` takes it.
-    """
+    """What a file knows of the objects that were saved."""
     reader = tf.train.load_checkpoint(path)
     if not reader.has_tensor(_GRAPH):
         return None
@@ -47,10 +43,6 @@ def saved_objects(checkpoint: Any, graph: Any) -> Iterator[tuple[Any, SavedObjec
 
     TensorFlow matches them by the names of attributes. An object comes several times if it has several
     names, which may lead to different places of the file.
-
-    Args:
-        checkpoint: the objects.
-        graph: of the file.
     """
     view = tf.train.TrackableView(checkpoint)
     seen: set[tuple[int, int]] = set()

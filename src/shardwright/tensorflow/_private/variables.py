@@ -21,15 +21,7 @@ def without_autocast(variable: Any) -> Any:
 
 
 def made_without_value(options: Mapping[str, Any], *, fewest_elements: int = 2) -> Any:
-    """A variable that gets its value later, and no memory until then.
-
-    Args:
-        options: what `tf.variable_creator_scope` is told of the variable.
-        fewest_elements: of such a variable.
-
-    Returns:
-        The variable; None where it has fewer elements, or a value already.
-    """
+    """A variable that gets its value later, and no memory until then."""
     make = options.get("initial_value")
     if not callable(make):
         return None
@@ -55,13 +47,6 @@ def given_up(
     A value without elements takes its place. (`DestroyResourceOp` does nothing while Python has the handle.)
     Reads go through `_read_variable_op`, `sparse_read` and `gather_nd`. Eager operations take ``_handle``
     themselves, or make such a read where that is no tensor.
-
-    Args:
-        variable: TensorFlow's own.
-        is_allowed: whether it may be read and changed now, as in a step function that is being traced.
-        refusal: text of the error of other reads.
-        take: called with a value that it is given; None: all changes are left to the rank that holds it.
-        is_left_out: whether a checkpoint or SavedModel may be written without it now.
     """
     with tf.init_scope():
         empty = tf.zeros([0], variable.dtype)

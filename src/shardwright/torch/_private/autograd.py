@@ -80,12 +80,7 @@ def goes_into_gradients(parameter: torch.Tensor) -> bool:
 
 
 def gradient_is_wanted(node: Any, position: int) -> bool:
-    """Whether the backward in progress has a use for the gradient of an input that is a parameter.
-
-    Args:
-        node: the context of a custom function.
-        position: of the input; all inputs before it are tensors.
-    """
+    """Whether the backward in progress has a use for the gradient of an input that is a parameter."""
     if not node.needs_input_grad[position]:
         return False
     try:

@@ -26,9 +26,6 @@ def put_compiler_stance(stance: Any) -> Any:
     """Tells `torch.compile` what to do with compiled code; gives back what it did before.
 
     `torch.compiler.set_stance` does the same by an object that is put back in the order of a stack only.
-
-    Args:
-        stance: an earlier one; None to run everything as it is written.
     """
     put, as_written = _stances()
     return put(as_written if stance is None else stance)

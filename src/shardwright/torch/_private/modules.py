@@ -63,12 +63,6 @@ def put_parametrization_cache(state: tuple[int, dict[Any, Any]] | None) -> tuple
     """Puts the weights that `parametrize.cached` keeps in force, and how many such blocks are open.
 
     PyTorch has one cache for all, so that a microbatch would find the weights, and the graph, of another.
-
-    Args:
-        state: to be put; by default no weights, and as many blocks as there are.
-
-    Returns:
-        What was in force.
     """
     before = parametrize._cache_enabled, parametrize._cache
     parametrize._cache_enabled, parametrize._cache = state or (before[0], {})

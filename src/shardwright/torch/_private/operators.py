@@ -28,14 +28,7 @@ def is_composite(func: Any) -> bool:
 
 
 def attention_kernel(tensors: Sequence[Any], *, dropout: float, causal: bool, grouped: bool) -> str:
-    """The kernel that `scaled_dot_product_attention` takes; public are only those that it could take.
-
-    Args:
-        tensors: queries, keys, values, and the mask or None.
-        dropout: share of dropped weights.
-        causal: as there.
-        grouped: keys have fewer heads than queries.
-    """
+    """The kernel that `scaled_dot_product_attention` takes; public are only those that it could take."""
     query, key, value, mask = tensors
     number = torch._fused_sdp_choice(query, key, value, mask, dropout, causal, enable_gqa=grouped)
     return {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}.get(number, "PyTorch")

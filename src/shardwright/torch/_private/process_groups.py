@@ -17,13 +17,7 @@ def default_group(
     on_other: Callable[[Any], None] | None = None,
     on_functional: Callable[[Any], None] | None = None,
 ) -> Iterator[None]:
-    """Has another process group be the default one.
-
-    Args:
-        group: the default group inside.
-        on_other: called with another group that is given to a function of torch.distributed.
-        on_functional: called with what a functional collective is given for a group.
-    """
+    """Has another process group be the default one."""
     c10d: Any = torch.distributed.distributed_c10d
     before, is_none_of = c10d._world.default_pg, c10d._rank_not_in_group
     added = group not in c10d._world.pg_map

@@ -92,20 +92,6 @@ def blockwise_attention(
 
     Scores and weights are float32 for types of 16 bits, and have the type of the queries otherwise. The
     weights take the type of the values before these are summed, as in plain attention.
-
-    Args:
-        query: (B, H, Q, D).
-        key: (B, H, K, D).
-        value: (B, H, K, E).
-        scale: factor of the scores.
-        mask: extends to (B, H, Q, K). Booleans: True where a query sees a key. Numbers: added to the scores.
-        seen: which keys a query sees by its position; None for all.
-        dropout: share of weights that are dropped, the rest scaled up. One block after the other draws.
-        hidden_score: added to a score where the mask is False. With a large negative number a query that
-            sees no key attends to all alike; with minus infinity its result is 0.
-
-    Returns:
-        (B, H, Q, E), of the type of the values. It can be differentiated twice.
     """
     if mask is not None:
         mask = mask[(None,) * (4 - mask.dim())]

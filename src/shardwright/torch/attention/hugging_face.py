@@ -108,14 +108,7 @@ def _routed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def additive(mask: Tensor | None, query: Tensor, key: Tensor, *, causal: bool) -> Tensor | None:
-    """A mask as transformers' plain attention adds it to the scores.
-
-    Args:
-        mask: (B, 1, Q, K) of booleans or numbers; None for none.
-        query: (B, H, Q, D).
-        key: (B, G, K, D).
-        causal: hide the keys behind a query, where there is no mask.
-    """
+    """A mask as transformers' plain attention adds it to the scores."""
     if mask is None and causal:
         shape = (query.shape[2], key.shape[2])
         mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]

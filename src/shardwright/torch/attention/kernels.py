@@ -48,7 +48,6 @@ class Choice:
     """A kernel.
 
     Attributes:
-        kernel: its name.
         why_not_fused: what a fused kernel does not take; empty where it is one.
     """
 
@@ -61,7 +60,6 @@ class Attention:
     """What an attention computes, but for its tensors.
 
     Attributes:
-        scale: factor of the scores.
         seen: which keys a query sees by its position.
         dropout: share of weights that are dropped.
         hidden_score: added to a score where a mask of booleans is False.
@@ -98,19 +96,7 @@ def attend(
     *,
     wanted: Choice | None = None,
 ) -> tuple[Tensor, Choice]:
-    """Attends by the best kernel that keeps no scores.
-
-    Args:
-        query: (B, H, Q, D).
-        key: (B, G, K, D).
-        value: (B, G, K, E).
-        mask: extends to (B, H, Q, K), as that of `blockwise_attention`.
-        attention: everything else.
-        wanted: a kernel to take instead.
-
-    Returns:
-        (B, H, Q, E), and what computed it.
-    """
+    """Attends by the best kernel that keeps no scores; returns (B, H, Q, E), and what computed it."""
     query, key, value, mask = _as_autocast(query, key, value, mask)
     attention = replace(attention, seen=attention.seen.simplified(query.shape[2], key.shape[2]))
     choice = wanted or choose(query, key, value, mask, attention)

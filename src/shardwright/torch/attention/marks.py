@@ -62,13 +62,7 @@ def left_alone(module: nn.Module) -> Choice | None:
 
 
 def route_method(owner: Any, name: str, routed: Callable[..., Any]) -> None:
-    """Replaces a method of a class, once.
-
-    Args:
-        owner: a class of modules.
-        name: of the method; one that is inherited is replaced in this class alone.
-        routed: called with the original and its arguments, for marked modules.
-    """
+    """Replaces a method of a class, once."""
     original = getattr(owner, name)
     if _REPLACES in vars(original) and vars(original)[_REPLACES] is owner:
         return

@@ -56,12 +56,7 @@ def model_creation(*, flash_attention: bool | None = True) -> Iterator[None]:
 
 
 def route_attention(model: nn.Module, *, flash_attention: bool) -> None:
-    """Does to a model what `model_creation` would have done.
-
-    Args:
-        model: any module; all modules inside it are routed.
-        flash_attention: as there.
-    """
+    """Does to a model what `model_creation` would have done."""
     creation = _Creation(fused=flash_attention)
     for module in model.modules():
         creation.route(module)

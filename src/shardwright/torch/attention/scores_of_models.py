@@ -34,7 +34,6 @@ class _Scores:
     """How a class computes attention.
 
     Attributes:
-        scale: factor of the scores.
         seen: which of so many keys so many queries see by position, given there is a mask.
     """
 

@@ -11,11 +11,7 @@ __all__ = ["attention_table", "kernels_of"]
 
 
 def kernels_of(model: nn.Module) -> dict[str, Choice]:
-    """What the attention of each layer is computed by, by the name of its module.
-
-    Args:
-        model: created in `model_creation`. Those that it has routed are missing until they run.
-    """
+    """What the attention of each layer is computed by, by the name of its module."""
     found = {name: Choices.of(module) or left_alone(module) for name, module in model.named_modules()}
     return {name: choice for name, choice in found.items() if choice is not None}
 

@@ -116,12 +116,7 @@ def is_marked(module: nn.Module) -> bool:
 
 
 def marked_inside(model: nn.Module, unit_ids: set[int]) -> set[int]:
-    """Units to recompute because a module around them is marked; that module's own mark is taken off.
-
-    Args:
-        model: the whole model.
-        unit_ids: ids of the units.
-    """
+    """Units to recompute because a module around them is marked; that module's own mark is taken off."""
     found: set[int] = set()
     for module in model.modules():
         grouped = isinstance(vars(module).get("forward"), _GroupedForward)
@@ -194,7 +189,6 @@ class _Before:
     """Keeps what a first forward finds in the buffers that it changes, and what it draws from.
 
     Attributes:
-        content: of those buffers.
         generators: of Python and NumPy, whose numbers torch.utils.checkpoint does not draw again; None where
             nothing is drawn.
     """

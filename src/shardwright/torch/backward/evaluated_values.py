@@ -25,11 +25,7 @@ __all__ = ["Shadows", "WatchedEvaluation", "forms_of_batch"]
 
 
 class Shadows:
-    """Repeats the operations of an evaluation on tensors with a history.
-
-    Args:
-        fake: gives the tensor without data for a tensor, and anything else as it is.
-    """
+    """Repeats the operations of an evaluation on tensors with a history."""
 
     def __init__(self, fake: Callable[[Any], Any]):
         self._fake = fake
@@ -43,14 +39,7 @@ class Shadows:
                     self._of[id(item)] = item, self._fake(item).detach().requires_grad_()
 
     def operation(self, func: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
-        """Repeats an operation, if it takes what has a shadow.
-
-        Args:
-            func: a torch function.
-            args: that it was given.
-            kwargs: that it was given.
-            result: that it has returned.
-        """
+        """Repeats an operation, if it takes what has a shadow."""
         given = {id(item): item for item in leaves((args, kwargs)) if isinstance(item, Tensor)}
         if given.keys().isdisjoint(self._of):
             return
@@ -75,15 +64,7 @@ class Shadows:
                 self._of.pop(id(item), None)
 
     def forms(self, result: Any, *, samples: int) -> dict[int, LossForm]:
-        """How the numbers that a step function has returned are reduced over samples.
-
-        Args:
-            result: what it returned.
-            samples: in the microbatch.
-
-        Returns:
-            Place among the leaves -> how; without places of which nothing is known.
-        """
+        """How the numbers that a step function has returned are reduced over samples."""
         found = {}
         for place, item in enumerate(leaves(result)):
             if not isinstance(item, Tensor) or item.numel() != 1:
@@ -124,15 +105,7 @@ class WatchedEvaluation(TorchFunctionMode):
 def forms_of_batch(
     of_parts: Sequence[Mapping[int, LossForm]], stated: str | None
 ) -> tuple[frozenset[int], dict[int, str]]:
-    """What is known of the numbers of a batch.
-
-    Args:
-        of_parts: of each microbatch that was looked at: place in the result -> how it is reduced.
-        stated: what the script says of the losses of this step function.
-
-    Returns:
-        The places of sums, and of what is neither a sum nor a mean, with the reason.
-    """
+    """What is known of the numbers of a batch."""
     if stated == "mean" or not of_parts:
         return frozenset(), {}
     places = set(of_parts[0]).intersection(*of_parts[1:])

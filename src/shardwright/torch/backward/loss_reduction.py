@@ -27,7 +27,6 @@ class LossForm:
     """How a loss is reduced.
 
     Attributes:
-        reduction: over the samples.
         counts: of each term of a weighted mean, gives how much counts in it; the samples for a plain mean.
         reason: why it, or a term of it, is neither or unknown: what the loss does.
         divisor: the number that a sum is divided by.
@@ -50,14 +49,7 @@ def form_of_loss(
     constants: Collection[int] = (),
     is_fixed: Callable[[Tensor], bool] = lambda tensor: False,
 ) -> LossForm:
-    """Reads from autograd's graph how a loss is reduced.
-
-    Args:
-        loss: one number, before its backward.
-        samples: in the microbatch.
-        constants: storages of numbers that every microbatch gets alike (``num_items_in_batch``).
-        is_fixed: tells whether a tensor is the model's own, and none of the batch.
-    """
+    """Reads from autograd's graph how a loss is reduced."""
     walk = LossWalk(loss, samples, constants, is_fixed)
     try:
         found = walk.flow(loss.grad_fn, 0) if loss.grad_fn is not None else Rows.FIXED

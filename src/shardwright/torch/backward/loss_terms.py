@@ -54,10 +54,8 @@ class Term:
 
     Attributes:
         reduction: of what it is made of.
-        shape: of what was summed.
         count: gives how much counts in it; for a weighted mean.
         is_fixed: it is a value of parameters alone, the same in each microbatch.
-        reason: why it is neither.
         divisor: the number that a sum is divided by.
     """
 

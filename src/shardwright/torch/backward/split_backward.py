@@ -80,12 +80,7 @@ def count_uses(uses: dict[int, int] | None) -> None:
 
 @contextmanager
 def put_off_weights(roots: Iterable[Any]) -> Iterator[list[Work]]:
-    """Collects the weight gradients of the backward that runs inside; call each to have it computed.
-
-    Args:
-        roots: nodes of autograd's graph where that backward starts. One that the user's code starts inside
-            of it (a reversible layer) computes its weight gradients at once: the code may look at them.
-    """
+    """Collects the weight gradients of the backward that runs inside; call each to have it computed."""
 
     def begins(_: Any) -> None:
         if _PutOff.backward is None:
@@ -252,14 +247,7 @@ def _is_plain(parameter: Any) -> bool:
 
 
 class _SplitForward:
-    """Replaces the forward of one module.
-
-    Args:
-        module: has a weight, and a bias or None.
-        function: what computes it.
-        how: its last argument.
-        dim: dimensions that an input must have; None for any.
-    """
+    """Replaces the forward of one module."""
 
     def __init__(
         self, module: nn.Module, function: type[torch.autograd.Function], how: Any, dim: int | None = None

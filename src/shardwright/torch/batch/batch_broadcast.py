@@ -28,11 +28,6 @@ class BatchBroadcast:
 
     Tensors and plain values (numbers, text, None, arrays of NumPy) come from the first rank; anything else
     (the model, an optimizer, a namespace of options) is each rank's own object at the same place.
-
-    Args:
-        replica: collectives of the ranks of the replica.
-        source: world rank of the first.
-        device: where tensors go.
     """
 
     def __init__(self, replica: SmallCollectives, *, source: int, device: torch.device):

@@ -19,10 +19,6 @@ __all__ = ["BatchGradients"]
 class BatchGradients:
     """The tensors of one batch that require gradients.
 
-    Args:
-        own: what this rank's script passed to the step function.
-        agreed: the batch of the replica.
-
     Attributes:
         batch: the same one, with leaves in place of the tensors that require gradients.
     """

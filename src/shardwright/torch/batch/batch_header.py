@@ -80,29 +80,14 @@ def _outline_of(structure: Structure) -> Outline | None:
 
 
 def written_header(leaves: Sequence[Leaf], structure: Structure, seal: Seal | None) -> bytes:
-    """The header of a batch.
-
-    Raises:
-        UsageError: it has a value that only pickle can carry, and the ranks have no secret.
-    """
+    """The header of a batch."""
     content = [[_plain_leaf(leaf) for leaf in leaves], _plain_tree(structure, seal)]
     data = encode(content, other=lambda thing: _bytes_of(thing, seal))
     return data if seal is None else seal.sealed(_PLACE, data)
 
 
 def read_header(data: bytes, own: Structure, seal: Seal | None) -> tuple[list[Leaf], Structure]:
-    """The leaves and the structure of the first rank's batch.
-
-    Args:
-        data: of `written_header`.
-        own: the structure of this rank's arguments.
-        seal: of the session.
-
-    Raises:
-        UsageError: the batch has a container of a class that this rank's arguments lack there.
-        ForgedError: a stranger has written it.
-        LaunchError: it is no header.
-    """
+    """The leaves and the structure of the first rank's batch."""
     if seal is not None:
         data = seal.opened(_PLACE, data)
     try:
@@ -161,12 +146,7 @@ def _class_name(container: Any) -> str:
 
 
 def _tree(plain: Any, own: Structure | None) -> Structure:
-    """The structure that is described.
-
-    Args:
-        plain: by `_plain_tree`.
-        own: what this rank's arguments have in its place.
-    """
+    """The structure that is described."""
     if plain == 0:
         return LEAF
     name, keys, children, *rest = plain

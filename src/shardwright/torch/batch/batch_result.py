@@ -89,6 +89,11 @@ class BatchResult:
         values = iter(torch.stack(means).tolist() if means else ())
         return [None if loss is None else next(values) for loss in self.losses or ()]
 
+    @property
+    def pipeline_s(self) -> float:
+        """Seconds from the first action of this rank to its last."""
+        return self.row[-1][2] - self.row[0][1] if self.row else 0.0
+
 
 Figures = Callable[[Row], Sequence[float]]
 """What a rank tells the others at the end of a step, by its row of actions; of one length on all."""

@@ -107,17 +107,6 @@ def gather_outputs(
 
     A result that is None in every microbatch stays None. Dictionaries may have their keys in another order in
     each microbatch.
-
-    Args:
-        results: by microbatch.
-        shares: of the samples, by microbatch.
-        loss_places: where each result has the loss that was trained.
-        of_losses: by what the losses are multiplied, to add up to that of the batch.
-        sums: places of numbers that add up.
-        doubts: places of numbers that follow from no sum and no mean -> what they are.
-
-    Raises:
-        UsageError: the microbatches have other keys, or lists of other lengths.
     """
     structure = flatten(results[0])[1]
     paths = structure.paths()

@@ -21,14 +21,9 @@ class SavedLayout(_Record):
     """The ranks that saved.
 
     Attributes:
-        world_size: how many there were.
-        pipeline: stages of a replica.
-        data: replicas.
         tensor: ranks that shared every layer of a stage.
         context: ranks that shared the sequences of a batch.
         expert: ranks that shared the experts of a stage.
-        shard: replicas that shared parameters.
-        placement: of ranks, see `shardwright.mesh`.
     """
 
     world_size: PositiveInt
@@ -78,17 +73,14 @@ class StateDocument(_Record):
     """Everything but tensors.
 
     Attributes:
-        version: of the format.
         step: how many steps were done.
         calls: of step functions that trained, in all of the run: more than steps where a script accumulates
             gradients; None: as many.
         layout: the ranks that saved; None for a checkpoint that was imported.
         optimizers: in the order in which they were wrapped.
         loss_scale: of ``fp16``; None without.
-        extra_states: of modules, by name.
         states: of schedulers, samplers and the like, by name, where all ranks had the same.
         states_of_ranks: by name and rank, where they had not.
-        random: generators of each rank.
         buffers: of those that a forward has given another shape or type: what they were at first.
     """
 
@@ -122,16 +114,7 @@ class StateDocument(_Record):
         alike: Mapping[str, bool],
         calls: int | None = None,
     ) -> Self:
-        """Joins the documents that ranks have saved, by rank, into one.
-
-        Args:
-            step: how many steps were done.
-            mesh: of the ranks.
-            documents: what they have saved.
-            alike: for each name of a state, whether all ranks have the same.
-            calls: of step functions that trained; not kept where they are as many as the steps, so that
-                versions which do not know them read such checkpoints.
-        """
+        """Joins the documents that ranks have saved, by rank, into one."""
         first = documents[0]
         optimizers = [
             OptimizerDocument(
@@ -167,15 +150,7 @@ class StateDocument(_Record):
 
     @classmethod
     def from_content(cls, found: Any, *, name: str) -> Self:
-        """Reads it.
-
-        Args:
-            found: parsed JSON.
-            name: of the file, for messages.
-
-        Raises:
-            CorruptCheckpointError: it is something else.
-        """
+        """Reads it."""
         try:
             return cls.model_validate(found)
         except ValidationError as error:

@@ -25,31 +25,12 @@ _DEEPEST = 48
 
 
 def encode(value: Any, *, name: str, tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON.
-
-    Args:
-        value: numbers, texts, bytes, tensors, arrays, types and devices of torch, in lists, tuples, sets,
-            dictionaries and deques.
-        name: what it is, for messages and for the names of its tensors.
-        tensors: gets its tensors.
-
-    Raises:
-        CheckpointError: something in it is none of these; the message tells where it is.
-    """
+    """A value as JSON."""
     return _encoded(value, name, tensors, frozenset())
 
 
 def decode(document: Any, *, name: str, tensor: Callable[[str], Tensor]) -> Any:
-    """The value that was encoded.
-
-    Args:
-        document: what `encode` gave.
-        name: what it is, for messages.
-        tensor: gives a tensor by its name.
-
-    Raises:
-        CorruptCheckpointError: `encode` gives no such thing.
-    """
+    """The value that was encoded."""
     if isinstance(document, list):
         return [decode(item, name=f"{name}[{i}]", tensor=tensor) for i, item in enumerate(document)]
     if not isinstance(document, Mapping):

@@ -27,11 +27,7 @@ def own_extra_states(model: DistributedModel) -> dict[str, Any]:
 
 
 def check_extra_states(model: DistributedModel, states: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint in which other modules have saved something than do here.
-
-    Raises:
-        CheckpointError: the message has the names of such modules.
-    """
+    """Refuses a checkpoint in which other modules have saved something than do here."""
     modules = dict(_with_extra_states(model))
     different = sorted(modules.keys() ^ states.keys())
     if different:

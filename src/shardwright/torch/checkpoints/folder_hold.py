@@ -13,11 +13,7 @@ _LOCK = ".lock"
 
 
 def hold_folder(path: Path) -> Path:
-    """Keeps other runs from saving in a folder, and makes it; on the first rank.
-
-    Raises:
-        UsageError: another run saves there, or it can be no folder of checkpoints.
-    """
+    """Keeps other runs from saving in a folder, and makes it; on the first rank."""
     refuse_one_checkpoint(path)
     if (path / "checkpoints" / COMMITTED).exists() and not (path / COMMITTED).exists():
         raise UsageError(

@@ -12,11 +12,7 @@ _T = TypeVar("_T")
 
 
 def on_every_rank(run: Context, make: Callable[[], _T]) -> _T:
-    """Makes something on every rank, or on none if one rank cannot; collective over all ranks.
-
-    Raises:
-        CheckpointError: a rank cannot, the first of them with this reason; on every rank.
-    """
+    """Makes something on every rank, or on none if one rank cannot; collective over all ranks."""
     made: list[_T] = []
     problem = ""
     try:

@@ -41,18 +41,7 @@ def check_fits(
     strict: bool = True,
     remade: Collection[str] = (),
 ) -> None:
-    """Refuses a checkpoint of another model.
-
-    Args:
-        model: any, also one on the meta device.
-        saved: the checkpoint.
-        prefix: of the names of its tensors.
-        strict: the names must be the same; else only the shapes of what has the same name.
-        remade: names of buffers that get the shape that was saved.
-
-    Raises:
-        CheckpointError: the message has the names or shapes that differ.
-    """
+    """Refuses a checkpoint of another model."""
     own = {name: tensor for name, tensor, _ in _saved_tensors(model, saved, prefix)}
     theirs = {
         name.removeprefix(prefix): entry.shape
@@ -85,11 +74,6 @@ def load_model(model: DistributedModel, saved: SavedCheckpoint, *, prefix: str =
     """Fills parameters and persistent buffers; every rank does, between two steps.
 
     What the checkpoint does not have stays: see `check_fits`.
-
-    Args:
-        model: of this rank; one on the meta device has had its first step.
-        saved: the checkpoint.
-        prefix: of the names of its tensors.
     """
     for _, tensor, full in _saved_tensors(model, saved, prefix):
         sharded = sharded_of(model, tensor)
@@ -146,15 +130,7 @@ def load_optimizer_state(
     others: Mapping[str, Mapping[str, Any]],
     prefix: str = "optimizer/",
 ) -> None:
-    """Gives an optimizer the state of the parameters of this rank; options of its groups stay.
-
-    Args:
-        model: whose parameters it updates.
-        optimizer: of this rank.
-        saved: the checkpoint.
-        others: what the state has beside tensors, by name of the parameter and key.
-        prefix: of the names of its tensors.
-    """
+    """Gives an optimizer the state of the parameters of this rank; options of its groups stay."""
     names = {id(parameter): name for name, parameter in model.get_module().named_parameters()}
     keys: dict[str, list[str]] = {}
     for full in saved.index.tensors:
@@ -207,14 +183,7 @@ def _own_value(
 def own_elements(
     model: DistributedModel, parameter: nn.Parameter, *, dtype: torch.dtype, read: Callable[[Box], Tensor]
 ) -> Tensor | None:
-    """This rank's rows, or range, of something with the shape of a parameter; None where it has all.
-
-    Args:
-        model: whose parameter it is.
-        parameter: as this rank has it.
-        dtype: of the elements.
-        read: gives a box of the whole.
-    """
+    """This rank's rows, or range, of something with the shape of a parameter; None where it has all."""
     sharded, spec = sharded_of(model, parameter), shared_spec(model, parameter)
 
     def own(box: Box) -> Tensor:
@@ -236,14 +205,7 @@ def own_elements(
 
 
 def _read_own(target: Tensor, box: Box, read: Callable[[Box], Tensor], spec: Spec | None) -> None:
-    """Fills a tensor with a box of what this rank has of a whole one.
-
-    Args:
-        target: of the shape of the box.
-        box: in this rank's part, or in the whole where it has that.
-        read: gives a box of the whole.
-        spec: how ranks share it; None where they do not.
-    """
+    """Fills a tensor with a box of what this rank has of a whole one."""
     places = [(box, target)] if spec is None else in_whole(box, target, spec)
     with torch.no_grad():
         for place, own in places:
@@ -262,15 +224,6 @@ def refuse_another_kind(
     """Refuses the options of another optimizer: its state would be of no use, and that of this one missing.
 
     Those that a scheduler, or another version of PyTorch, has added are on one side alone.
-
-    Args:
-        path: of the checkpoint.
-        saved: options of a parameter group in it.
-        group: that group of this run.
-        optimizer: that has it.
-
-    Raises:
-        CheckpointError: each has options that the other lacks.
     """
     passing = {"params", "initial_lr", "max_lr", "min_lr"}
     theirs, own = saved.keys() - group.keys() - passing, group.keys() - saved.keys() - passing

@@ -68,12 +68,7 @@ class OwnPart:
 
 
 def model_parts(model: DistributedModel, *, prefix: str = "model/") -> list[OwnPart]:
-    """The parts of the model's parameters and persistent buffers that this rank saves.
-
-    Args:
-        model: between two steps, and with memory.
-        prefix: of the names.
-    """
+    """The parts of the model's parameters and persistent buffers that this rank saves."""
     transient = non_persistent_buffers(model.get_module())
     turns = _Turns()
     parts = []
@@ -92,13 +87,7 @@ def model_parts(model: DistributedModel, *, prefix: str = "model/") -> list[OwnP
 def optimizer_parts(
     model: DistributedModel, optimizer: DistributedOptimizer, *, prefix: str = "optimizer/"
 ) -> list[OwnPart]:
-    """The parts of an optimizer's state that this rank saves: named by parameter, then by key.
-
-    Args:
-        model: whose parameters it updates.
-        optimizer: of this rank.
-        prefix: of the names.
-    """
+    """The parts of an optimizer's state that this rank saves: named by parameter, then by key."""
     turns = _Turns()
     names = {id(parameter): name for name, parameter in model.get_module().named_parameters()}
     parts = []
@@ -117,8 +106,6 @@ class Kept(NamedTuple):
     """A tensor of an optimizer's state, as this rank has it.
 
     Attributes:
-        tensor: its elements.
-        whole: shape of the whole.
         boxes: where they lie in the whole, or in the part of it that this rank has, one behind the other.
         spec: how ranks share the whole; None where they do not.
     """
@@ -167,11 +154,7 @@ def _kept_here(
 
 
 def _name_of(parameter: nn.Parameter, names: Mapping[int, str]) -> str:
-    """Its name in the model.
-
-    Raises:
-        CheckpointError: it is not the model's.
-    """
+    """Its name in the model."""
     if id(parameter) not in names:
         raise CheckpointError(
             f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the wrapped "
@@ -207,13 +190,7 @@ class _Turns:
         self._loads: dict[tuple[_Have, int], list[int]] = {}
 
     def is_mine(self, numel: int, have: _Have, spec: Spec | None) -> bool:
-        """Takes a turn; all ranks that have the same elements take the same ones.
-
-        Args:
-            numel: elements to save.
-            have: which replicas have them.
-            spec: how ranks share a batch and a parameter, and have different ones; None where they do not.
-        """
+        """Takes a turn; all ranks that have the same elements take the same ones."""
         mine, count = self._replicas[have]
         num_parts = 1 if spec is None else spec.group.num_ranks
         place, num_places = self._copy_of(num_parts)
@@ -244,12 +221,6 @@ def has_rows(
 
     Shapes alone do not tell: what Adafactor keeps of the columns of a whole parameter may have that of the
     rows of a rank.
-
-    Args:
-        optimizer: whose state it is.
-        sharded: the parameter; None where nothing of it is shared.
-        key: in the state of the parameter.
-        value: the tensor.
     """
     if sharded is None:
         return False
@@ -274,15 +245,7 @@ def shared_spec(model: DistributedModel, tensor: Tensor) -> Spec | None:
 def _placed(
     name: str, tensor: Tensor, whole: tuple[int, ...], boxes: tuple[Box, ...], spec: Spec | None
 ) -> list[OwnPart]:
-    """Elements of a tensor with their places in the whole.
-
-    Args:
-        name: of the tensor.
-        tensor: the elements.
-        whole: shape of the whole.
-        boxes: where they lie in what this rank has of it, one behind the other.
-        spec: how ranks share it; None where this rank has all of it.
-    """
+    """Elements of a tensor with their places in the whole."""
     if spec is None:
         return [OwnPart(name=name, tensor=tensor, whole=whole, boxes=boxes)]
     return [

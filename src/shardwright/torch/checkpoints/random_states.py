@@ -19,11 +19,7 @@ __all__ = ["further_generators", "generator_states", "set_generators"]
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
-    """State of all generators of this process.
-
-    Args:
-        device: where the rank computes.
-    """
+    """State of all generators of this process."""
     on_device = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
     return {
         "torch": torch.random.get_rng_state(),
@@ -34,15 +30,7 @@ def generator_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_generators(states: Any, device: torch.device) -> None:
-    """Has all generators go on from what `generator_states` gave.
-
-    Args:
-        states: what it gave. Where the rank that saved had no GPU, that of this rank stays.
-        device: where the rank computes.
-
-    Raises:
-        CorruptCheckpointError: it gives no such thing.
-    """
+    """Has all generators go on from what `generator_states` gave."""
     try:
         torch.random.set_rng_state(states["torch"])
         random.setstate(states["python"])
@@ -54,12 +42,7 @@ def set_generators(states: Any, device: torch.device) -> None:
 
 
 def further_generators(states: Any, replica: int) -> None:
-    """Seeds all generators for a replica that the run which saved did not have.
-
-    Args:
-        states: those of a replica that it had.
-        replica: number of the new one.
-    """
+    """Seeds all generators for a replica that the run which saved did not have."""
     saved = states["torch"] if isinstance(states, dict) and "torch" in states else torch.empty(0)
     content = saved.numpy().tobytes() if isinstance(saved, Tensor) else b""
     seed = int.from_bytes(sha256(content + replica.to_bytes(8, "little")).digest()[:4], "little")

@@ -15,11 +15,7 @@ __all__ = ["remade_buffers", "remake"]
 
 
 def remade_buffers(model: DistributedModel) -> dict[str, list[Any] | None]:
-    """The first form of this rank's buffers that were replaced since, as JSON; None for new ones.
-
-    Args:
-        model: the wrapped model, between two steps.
-    """
+    """The first form of this rank's buffers that were replaced since, as JSON; None for new ones."""
     transient = non_persistent_buffers(model.get_module())
     found: dict[str, list[Any] | None] = {}
     for name, buffer in model.get_module().named_buffers():
@@ -31,12 +27,7 @@ def remade_buffers(model: DistributedModel) -> dict[str, list[Any] | None]:
 
 
 def remake(model: DistributedModel, kinds: Mapping[str, BufferKind]) -> None:
-    """Gives buffers of this rank other shapes and types, without values; makes those that are not there.
-
-    Args:
-        model: the wrapped model.
-        kinds: what they are to be, by name.
-    """
+    """Gives buffers of this rank other shapes and types, without values; makes those that are not there."""
     modules = dict(model.get_module().named_modules(remove_duplicate=False))
     for name, module, key in _places(kinds, modules):
         kind, buffer = kinds[name], module._buffers.get(key)

@@ -45,22 +45,7 @@ log = logging.getLogger(__name__)
 def open_verified(
     context: ScriptRun, folder: CheckpointFolder, name: str | None, *, allow_older: bool
 ) -> SavedCheckpoint | None:
-    """Opens a checkpoint, and compares all checksums; collective over all ranks, which share that work.
-
-    Args:
-        context: the run.
-        folder: of checkpoints.
-        name: of the checkpoint; None for the newest.
-        allow_older: where it is damaged, take the one before it that is not.
-
-    Returns:
-        The checkpoint; None where there is none at all.
-
-    Raises:
-        CheckpointError: there is none of that name, or a rank cannot read one for a reason of its own: then
-            no older one is taken.
-        CorruptCheckpointError: it is damaged, or all that were allowed are.
-    """
+    """Opens a checkpoint, and compares all checksums; collective over all ranks, which share that work."""
     commits = context.from_first_rank(lambda: _candidates(folder, name))
     problems: list[str] = []
     for commit in reversed(commits):
@@ -102,12 +87,7 @@ def _candidates(folder: CheckpointFolder, name: str | None) -> tuple[Commit, ...
 
 
 def _opened(context: ScriptRun, folder: CheckpointFolder, commit: Commit) -> SavedCheckpoint:
-    """The checkpoint.
-
-    Raises:
-        CheckpointError: a rank cannot read it, for a reason of its own; on every rank.
-        CorruptCheckpointError: it is damaged; on every rank.
-    """
+    """The checkpoint."""
     share = (context.rank, context.mesh.world_size)
     saved: list[SavedCheckpoint] = []
 
@@ -127,12 +107,7 @@ def _opened(context: ScriptRun, folder: CheckpointFolder, commit: Commit) -> Sav
 
 
 def problem_of(look: Callable[[], None], *, rank: int) -> CheckpointError | None:
-    """Describes the failure of a rank's look at a checkpoint, whatever it raises: the others wait for it.
-
-    Args:
-        look: at the part of this rank.
-        rank: this one.
-    """
+    """Describes the failure of a rank's look at a checkpoint, whatever it raises: the others wait for it."""
     try:
         look()
     except CheckpointError as error:
@@ -150,12 +125,6 @@ def problem_of(look: Callable[[], None], *, rank: int) -> CheckpointError | None
 
 class Resumed:
     """A run resumed from a checkpoint.
-
-    Args:
-        context: the run.
-        model: the wrapped model.
-        saved: the checkpoint, verified.
-        strict: the names of the model's tensors must be those of the checkpoint.
 
     Attributes:
         step: how many steps were done.
@@ -176,11 +145,7 @@ class Resumed:
         self.waits = False
 
     def check(self, states: Mapping[str, Any]) -> None:
-        """Refuses a checkpoint of another model, or of a run with other optimizers or states.
-
-        Raises:
-            CheckpointError: the message has what differs.
-        """
+        """Refuses a checkpoint of another model, or of a run with other optimizers or states."""
         check_fits(self._model, self._saved, strict=self._strict, remade=self._remade)
         document, optimizers = self._document, self._context.optimizers
         if document.layout is None:  # imported: a model and nothing else
@@ -219,11 +184,7 @@ class Resumed:
             )
 
     def load(self, states: Mapping[str, Any]) -> None:
-        """Gives everything to this rank that it has of the run; what it does not know yet, in the first step.
-
-        Args:
-            states: schedulers, samplers and the like, by name.
-        """
+        """Gives everything to this rank that it has of the run."""
         remake(self._model, self._remade)
         self._adopt_plan()
         model, document = self._model, self._document
@@ -261,11 +222,7 @@ class Resumed:
         self._saved.forget_files()
 
     def _places_of_groups(self, saved: OptimizerDocument, optimizer: DistributedOptimizer) -> list[int]:
-        """Matches groups with saved ones, by the parameters in them.
-
-        Raises:
-            CheckpointError: groups have other parameters than those that were saved.
-        """
+        """Matches groups with saved ones, by the parameters in them."""
         names = {id(parameter): name for name, parameter in self._model.module.named_parameters()}
         left, places = list(range(len(saved.groups))), []
         for number, group in enumerate(optimizer.param_groups):

@@ -20,13 +20,6 @@ class SaveSignals:
     A second Ctrl-C ends the process as ever. Children that the process forks (workers of a data loader) pass
     over SIGINT and SIGUSR1, which a terminal or a launcher sends to all: the process still needs them.
 
-    Args:
-        names: of the signals.
-        says: this rank answers Ctrl-C, which all ranks get, with a line.
-
-    Raises:
-        UsageError: there is no such signal, or none that can be caught.
-
     Attributes:
         came: number of the first that came; 0 as long as none has.
     """

@@ -36,16 +36,7 @@ _TICK_S = 0.5
 class Saves:
     """The saves of a run, one after the other, each written in the background.
 
-    Args:
-        run: the run of the script, with a wrapped model.
-        states: what the script saves beside.
-        folder: of checkpoints, the same on all ranks.
-        keep: how many checkpoints stay; None for all.
-        warns: where one fails, warn instead of keeping the failure for `raise_failure`.
-        signals: those that end the run, which ranks agree on with whether a save has ended.
-
     Attributes:
-        folder: where.
         last_step: of what was saved last, or resumed from; None as long as there is nothing.
     """
 
@@ -75,15 +66,7 @@ class Saves:
         self._failure = ""
 
     def begin(self, step: int, *, copies: bool) -> None:
-        """Takes the snapshot and starts to write it; collective.
-
-        Args:
-            step: how many steps were done.
-            copies: training goes on meanwhile.
-
-        Raises:
-            CheckpointError: it cannot be taken, or there is no room for it.
-        """
+        """Takes the snapshot and starts to write it; collective."""
         current = self._context
         meet("checkpoints.save()")
         self._model.step_end.numbers.compare(step=step)
@@ -117,14 +100,7 @@ class Saves:
             self.look(wait=True)
 
     def look(self, *, wait: bool) -> int:
-        """Agrees with all ranks on signals, and on whether a save has ended.
-
-        Args:
-            wait: for some time, if it has not.
-
-        Returns:
-            The number of a signal that came on some rank; 0 where none has.
-        """
+        """Agrees with all ranks on signals, and on whether a save has ended."""
         under_way, current = self._under_way, self._context
         if under_way is not None and wait:
             under_way.wait(_TICK_S)
@@ -142,11 +118,7 @@ class Saves:
         return next((int(number) for number in signals if number), 0)
 
     def raise_failure(self) -> None:
-        """Raises that a save has failed, once.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
+        """Raises that a save has failed, once."""
         failure = self.take_failure()
         if failure:
             raise CheckpointError(failure)

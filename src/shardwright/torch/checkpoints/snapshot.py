@@ -36,7 +36,6 @@ class RankDocument:
     """The JSON that a rank saves beside its parts of tensors.
 
     Attributes:
-        random: its generators.
         extra_states: of the modules that it stands for, by name.
         optimizers: for each: ``groups``, a list of their options; ``members``, names of their parameters on
             this rank; ``others``, by parameter and key, what its
@@ -59,8 +58,6 @@ class Snapshot:
     """A rank's part of a checkpoint.
 
     Attributes:
-        parts: of tensors.
-        document: the rest.
         parameters: full names of the tensors that are parameters of the model.
     """
 
@@ -82,18 +79,7 @@ def take_snapshot(
     alike: Mapping[str, bool],
     copies: bool,
 ) -> Snapshot:
-    """Takes what this rank has of the run.
-
-    Args:
-        context: the run.
-        model: between two steps.
-        states: of schedulers and the like, from their ``state_dict()``; those that this rank saves.
-        alike: for each of their names, whether all ranks have the same.
-        copies: tensors are copied, so that they may change before they are written.
-
-    Raises:
-        CheckpointError: something in a state cannot be saved.
-    """
+    """Takes what this rank has of the run."""
     own: list[OwnPart] = [*model_parts(model)]
     for number, optimizer in enumerate(context.optimizers):
         own += optimizer_parts(model, optimizer, prefix=optimizer_prefix(number))

@@ -27,18 +27,7 @@ def export_state_dict(
     disk: Disk | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Exported:
-    """Writes ``model.pt``, a plain dictionary of tensors, all of which are in memory at the same time.
-
-    Args:
-        model: the tensors.
-        folder: a new one, or an empty one; it appears when all is written.
-        config: what ``config.json`` gets; None for no such file.
-        disk: how it is written.
-        tell: gets the name of the file before it is written.
-
-    Raises:
-        CheckpointError: the folder has files already, or cannot be written.
-    """
+    """Writes ``model.pt``, a plain dictionary of tensors, all of which are in memory at the same time."""
     disk = disk or Disk()
     files = [_FILE]
     with fresh_folder(folder, disk=disk) as draft:

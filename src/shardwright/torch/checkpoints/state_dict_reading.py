@@ -58,16 +58,7 @@ _MOST_MORE_BYTES = 256 * 2**20
 
 
 def read_state_dict(path: Path, *, key: str | None = None) -> ModelFile:
-    """Reads a file of PyTorch; of the newer format, nothing of the tensors yet.
-
-    Args:
-        path: the file.
-        key: under which the state of the model is in it; None where it is nothing else.
-
-    Raises:
-        CheckpointError: there is something else in it than tensors; nothing was executed.
-        CorruptCheckpointError: it is no regular file.
-    """
+    """Reads a file of PyTorch; of the newer format, nothing of the tensors yet."""
     try:
         with open_regular(path) as file:
             size = size_of(file)

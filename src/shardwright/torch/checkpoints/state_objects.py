@@ -19,17 +19,7 @@ __all__ = ["StateObjects"]
 
 
 class StateObjects:
-    """The objects that a script has named for saving.
-
-    Args:
-        objects: by name.
-
-    Attributes:
-        objects: the same.
-
-    Raises:
-        UsageError: one has no state that can be saved, or is saved anyway.
-    """
+    """The objects that a script has named for saving."""
 
     def __init__(self, objects: Mapping[str, Any]):
         self.objects = dict(objects)
@@ -41,11 +31,7 @@ class StateObjects:
         return {name: all_elements(each.state_dict()) for name, each in self.objects.items()}
 
     def digest(self, name: str, state: Any) -> str:
-        """Equal for states that are the same.
-
-        Raises:
-            CheckpointError: something in it cannot be saved.
-        """
+        """Equal for states that are the same."""
         tensors: dict[str, Tensor] = {}
         document = encode(state, name=f"state/{name}", tensors=tensors)
         made = sha256(json.dumps(document, sort_keys=True).encode())

@@ -36,11 +36,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a type in safetensors.
-
-    Raises:
-        CheckpointError: it has no name for it.
-    """
+    """The name of a type in safetensors."""
     if dtype not in _NAMES:
         raise CheckpointError(
             f"tensors of {dtype} cannot be saved: files have {', '.join(map(str, _NAMES))}."
@@ -49,22 +45,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The type that safetensors calls so.
-
-    Raises:
-        CorruptCheckpointError: there is none.
-    """
+    """The type that safetensors calls so."""
     if name not in _DTYPES:
         raise CorruptCheckpointError(f"a tensor has the type {name}, which this version does not know.")
     return _DTYPES[name]
 
 
 def stored(tensor: Tensor) -> StoredTensor:
-    """The elements of a tensor on the CPU, in row-major order; shares its memory where it is contiguous.
-
-    Raises:
-        CheckpointError: its type cannot be saved.
-    """
+    """The elements of a tensor on the CPU, in row-major order; shares its memory where it is contiguous."""
     dtype = dtype_name(tensor.dtype)
     if tensor.layout is not torch.strided:
         raise CheckpointError(
@@ -84,16 +72,7 @@ def tensor_of(part: StoredTensor) -> Tensor:
 
 
 def read_part(saved: SavedCheckpoint, name: str, box: Box | None = None) -> Tensor:
-    """A part of a tensor of a checkpoint, on the CPU.
-
-    Args:
-        saved: the checkpoint.
-        name: full name of the tensor.
-        box: which part; None for all of it.
-
-    Raises:
-        CorruptCheckpointError: it is not there.
-    """
+    """A part of a tensor of a checkpoint, on the CPU."""
     entry = saved.entry(name)
     dtype = dtype_of(entry.dtype)
     wanted = Box.whole(entry.shape) if box is None else box
@@ -103,17 +82,7 @@ def read_part(saved: SavedCheckpoint, name: str, box: Box | None = None) -> Tens
 
 
 def read_into(target: Tensor, saved: SavedCheckpoint, name: str, boxes: Iterable[Box] | None = None) -> None:
-    """Fills a tensor, of any type and on any device, with a tensor of a checkpoint or a part of one.
-
-    Args:
-        target: what is filled.
-        saved: the checkpoint.
-        name: full name of the tensor.
-        boxes: which parts; `target` is flat and has them one behind the other. None for the whole.
-
-    Raises:
-        CorruptCheckpointError: it is not there.
-    """
+    """Fills a tensor, of any type and on any device, with a tensor of a checkpoint or a part of one."""
     with torch.no_grad():
         if boxes is None:
             _fill(target, saved, name, Box.whole(saved.entry(name).shape))

@@ -54,9 +54,6 @@ class _Said:
     """The report of a rank on the files that it has written.
 
     Attributes:
-        file: its file of tensors.
-        tensors: what is in it.
-        document: what it saves beside.
         not_finite: weights in it that have infinities or NaN.
     """
 
@@ -71,7 +68,6 @@ class CheckpointDraft:
     """A checkpoint that is going to be written, the same on every rank.
 
     Attributes:
-        path: its folder.
         step: how many steps were done.
         key: under which ranks speak of it in the store; new for each.
         alike: for each name of a state, whether all ranks have the same.
@@ -94,16 +90,6 @@ declare(CheckpointDraft)
 
 class SaveUnderWay:
     """A rank's part in writing a checkpoint. Starts at once.
-
-    Args:
-        draft: what is written.
-        snapshot: what this rank has of it.
-        mesh: of the ranks.
-        rank: this one.
-        store: of the job; None for a single rank.
-        folder: of checkpoints.
-        disk: how files are written.
-        timeout_s: after so many seconds a rank that gives no sign counts as lost.
 
     Attributes:
         step: how many steps were done.

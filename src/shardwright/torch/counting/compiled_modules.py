@@ -29,11 +29,7 @@ _PREFIX = "_orig_mod."
 
 
 def without_compilers(module: nn.Module) -> nn.Module:
-    """Takes the wrappers of `torch.compile` off a model and the modules inside it; returns the model.
-
-    Raises:
-        UsageError: such a wrapper has hooks of its own.
-    """
+    """Takes the wrappers of `torch.compile` off a model and the modules inside it; returns the model."""
     whole = _unwrapped(module, "the model")
     for name, outer in list(whole.named_modules()):
         for key, inner in outer._modules.items():
@@ -85,12 +81,7 @@ def _is_compiled_function(item: Any) -> bool:
 
 
 def compile_units(model: nn.Module, names: Iterable[str]) -> None:
-    """Compiles those units that are inside of a compiled module, as that is compiled.
-
-    Args:
-        model: the whole model.
-        names: of the units.
-    """
+    """Compiles those units that are inside of a compiled module, as that is compiled."""
     for name in names:
         unit = model.get_submodule(name)
         parts = name.split(".")
@@ -113,12 +104,7 @@ def compile_as(twin: nn.Module, module: nn.Module) -> None:
 
 
 class _CompiledCall:
-    """Calls the compiled form of a module.
-
-    Args:
-        module: the module.
-        function: compiled; takes it as the first argument.
-    """
+    """Calls the compiled form of a module."""
 
     def __init__(self, module: nn.Module, function: Callable[..., Any]):
         self._module = module
@@ -135,13 +121,7 @@ def _set_call(module: nn.Module, function: Callable[..., Any]) -> None:
 
 
 def _new_call(compiler: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """A compiled function that calls a module.
-
-    Args:
-        compiler: compiles it.
-        kind: of the module (`class_key`). Code is compiled for eight kinds at most, so that each kind gets a
-            code object of its own, where PyTorch would compile that of `torch.nn.Module` for all.
-    """
+    """A compiled function that calls a module."""
 
     def call(module: Any, *args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)

@@ -32,7 +32,6 @@ class Counts(NamedTuple):
     """Counts of a stretch of operations.
 
     Attributes:
-        flops: floating-point operations.
         draws: operations that took random numbers.
         reads: operations that looked at values.
     """
@@ -63,11 +62,6 @@ class Watch(Protocol):
 
 class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while it is active; enter it inside the fake mode, so that it sees operations first.
-
-    Args:
-        names: id of a parameter or buffer -> its name.
-        watch: is shown every operation, too.
-        row: tells which random numbers are drawn in the row of a plain loop; all, unless given.
 
     Attributes:
         flops: floating-point operations; a multiply-add counts as two.
@@ -352,13 +346,7 @@ def _in_order(constant: object) -> str:
 
 
 def cost_class(func: Any, kind: str, fakes: list[Any]) -> str:
-    """Key of calls that cost the same: same work, same shapes of inputs.
-
-    Args:
-        func: the unit or torch function.
-        kind: `class_key` of the unit, or the name of the function.
-        fakes: leaves of the arguments; tensors count with shape and type, other things with their text.
-    """
+    """Key of calls that cost the same: same work, same shapes of inputs."""
     inputs = [_describe(item) for item in fakes]
     digest = hashlib.sha256(repr((kind, inputs)).encode()).hexdigest()[:12]
     name = type(func).__name__ if isinstance(func, nn.Module) else kind.split()[0]

@@ -72,15 +72,7 @@ class HookEffects:
                 self._collecting[module] = own
 
     def unseen(self, func: Any, call: Callable[[], T]) -> T:
-        """Calls something with hooks that only look on put aside, or with those that its forward needs.
-
-        Args:
-            func: whose hooks are meant: a unit; for anything else it is just called.
-            call: may run or copy the unit.
-
-        Raises:
-            Exception: whatever the call raises.
-        """
+        """Calls something with hooks that only look on put aside, or with those that its forward needs."""
         if not isinstance(func, nn.Module):
             return call()
         try:
@@ -150,13 +142,7 @@ def _tensors_of(module: nn.Module) -> dict[str, int]:
 def _hooks_alone(
     unit: nn.Module, stays: Callable[[Any], bool], collecting: Mapping[nn.Module, Sequence[Any]]
 ) -> Iterator[None]:
-    """Inside, a unit has hooks of libraries, and modules inside it forward hooks that stay; no others.
-
-    Args:
-        unit: which is run.
-        stays: tells which.
-        collecting: hooks behind forwards that modules inside have in any case.
-    """
+    """Inside, a unit has hooks of libraries, and modules inside it forward hooks that stay; no others."""
     with ExitStack() as put_back:
         for registry in hooks_of_every_module():
             put_back.callback(registry.update, dict(registry))

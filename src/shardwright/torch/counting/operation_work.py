@@ -59,14 +59,7 @@ def _attention_packets() -> list[Any]:
 
 
 def work_of(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, flops: int) -> Work:
-    """Counts what one operation computes and moves; nothing for views.
-
-    Args:
-        func: the operation.
-        args, kwargs: what it is given.
-        result: what it gives.
-        flops: its floating-point operations.
-    """
+    """Counts what one operation computes and moves; nothing for views."""
     written = list(tensors_in((result,)))
     if getattr(func, "is_view", False) or func.overloadpacket in _MOVE_NOTHING or not written:
         return Work()

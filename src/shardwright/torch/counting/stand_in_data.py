@@ -45,10 +45,6 @@ def copy_of_object(item: Any, replace: Callable[[Tensor], Tensor] = lambda tenso
 
     `deepcopy` alone refuses tensors that were computed. What cannot be copied (a lock, a file) is given back
     itself.
-
-    Args:
-        item: any object.
-        replace: gives the tensor for the copy; by default the same one.
     """
     try:
         with _Replacing(replace):
@@ -65,15 +61,7 @@ def copy_of_module(
     shared: Iterable[Any] = (),
     stands_for: Callable[[Tensor, Tensor], None] = lambda own, tensor: None,
 ) -> nn.Module:
-    """A copy with weights of its own: random where the module has none.
-
-    Args:
-        module: any module.
-        device: where the copy goes.
-        originals: id of a stand-in among its parameters and buffers -> the tensor that it stands for.
-        shared: objects that the copy has in common with the module.
-        stands_for: called with what the copy has in place of a tensor that a forward left in it, and that.
-    """
+    """A copy with weights of its own: random where the module has none."""
     memo: dict[int, Any] = {id(item): item for item in shared}
     for identifier, tensor in (originals or {}).items():
         memo[identifier] = _own(tensor, device)

@@ -22,11 +22,6 @@ class LentTensors:
     All modules get them in place of their parameters, and units in place of their buffers: they need no
     memory, and nothing can change the real ones. Buffers outside of units stay, because free operations
     compute with them, and get their content back at the end; zeros stand for those without data.
-
-    Args:
-        unit_map: the model and its units.
-        lend: makes a fake tensor for a parameter or buffer.
-        device: where free operations compute.
     """
 
     def __init__(self, unit_map: UnitMap, lend: Callable[[Tensor], Tensor], *, device: torch.device):

@@ -35,10 +35,6 @@ _FIRST_SEED = 0x5EED_0000_0000
 class TracedDraws:
     """Follows the generators through a trace.
 
-    Args:
-        device: where units compute.
-        line: tells where in the user's code we are.
-
     Attributes:
         set_at: line where the step function draws, or ends, with generators that were set, so that ranks
             would draw other numbers than a plain loop; empty if it does not.
@@ -136,12 +132,7 @@ class TracedDraws:
         self._others_left[generator_key(own)] = _content(own.get_state()), self._node
 
     def before_step(self, num_nodes: int, *, free: bool = False) -> None:
-        """To be called before every step.
-
-        Args:
-            num_nodes: of the graph so far.
-            free: every rank executes it.
-        """
+        """To be called before every step."""
         self._node = None if free else num_nodes
         if self.in_row:
             self._nodes_when_set = None
@@ -149,13 +140,7 @@ class TracedDraws:
             self._nodes_when_set = num_nodes
 
     def after_step(self, num_nodes: int, *, draws: bool, free: bool) -> None:
-        """To be called after every step.
-
-        Args:
-            num_nodes: of the graph before it.
-            draws: it has taken random numbers.
-            free: every rank executes it.
-        """
+        """To be called after every step."""
         since = self._nodes_when_set
         elsewhere = since is not None and draws and not (free and num_nodes == since)
         sets = since is None and not free and not self.in_row
@@ -163,11 +148,7 @@ class TracedDraws:
             self.set_at = self.set_at or self._line()
 
     def at_end(self, *, draws: bool) -> None:
-        """To be called when the step function has returned.
-
-        Args:
-            draws: something was drawn in the row, so that every rank runs the generators ahead.
-        """
+        """To be called when the step function has returned."""
         moved = any(_content(self._own[key][0].get_state()) != self._own_left[key] for key in self._own_drawn)
         if moved or (draws and not self.in_row):
             self.set_at = self.set_at or "at the end of the step function"

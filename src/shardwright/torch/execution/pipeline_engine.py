@@ -27,7 +27,6 @@ from shardwright.torch.execution.model_placement import ModelPlacement
 from shardwright.torch.execution.placed_model import PlacedModel
 from shardwright.torch.execution.program_maker import KnownTrace, ProgramMaker
 from shardwright.torch.execution.rank_batch import Batches, RankBatch, number_of_parts
-from shardwright.torch.execution.read_costs import ReadCosts
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.backward_calls import backward_intercepted
 from shardwright.torch.interception.checkpoint_generators import generators_saved_in_turn
@@ -103,7 +102,6 @@ class PipelineEngine:
         self._known: dict[tuple[int, ...], Batches] = {}
         self._failure = ""
         self._board: ValueBoard | None = None
-        self._reads = ReadCosts(context)
         self._number = next(_ENGINES)
         self._told_of_losses: set[str] = set()
 
@@ -164,8 +162,6 @@ class PipelineEngine:
                 part.take_changes(own)
         results, of_microbatches, loss_places = outputs.exchange(told.small)
         assert self._board is not None
-        if common.ends:
-            self._reads.tell(function, programs, self._board)
         self._board.clear()
         stated = getattr(function, "loss_reduction", None)
         evaluated = [] if train else [program.trace.evaluated for program in programs]

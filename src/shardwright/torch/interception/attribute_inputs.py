@@ -42,12 +42,7 @@ FoundPlace = tuple[str, dict[str, Any], str]
 
 
 def found_in(unit: nn.Module, is_value: Callable[[Any], bool]) -> dict[str, Tensor]:
-    """The tensors in attributes of a unit's modules that are values of the graph, by path.
-
-    Args:
-        unit: the unit.
-        is_value: tells whether a tensor is a value of the graph.
-    """
+    """The tensors in attributes of a unit's modules that are values of the graph, by path."""
     return {
         f"{name}.{key}" if name else key: item
         for name, module in unit.named_modules()
@@ -109,11 +104,7 @@ def call_copy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def refuse_replaced(units: Mapping[str, nn.Module], is_value: Callable[[Any], bool]) -> None:
-    """Refuses that parameters and buffers of units are computed tensors when the step function ends.
-
-    Raises:
-        UsageError: one is.
-    """
+    """Refuses that parameters and buffers of units are computed tensors when the step function ends."""
     for path, unit in units.items():
         for name, module in unit.named_modules(prefix=path):
             for kind, holder in (("parameter", module._parameters), ("buffer", module._buffers)):

@@ -34,11 +34,7 @@ class _Graph:
 
 
 class BackwardWatch:
-    """Tells when a backward outside of steps comes to a parameter of a model, whose gradient it would change.
-
-    Args:
-        reached: called then, for each parameter, before its gradient is changed.
-    """
+    """Tells when a backward outside of steps comes to a parameter of a model."""
 
     def __init__(self, reached: Callable[[], None]):
         self._reached = reached
@@ -46,12 +42,7 @@ class BackwardWatch:
         self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
 
     def watch(self, module: nn.Module, tensors: Any = ()) -> None:
-        """Watches the parameters that a module has now, after it was called outside of steps.
-
-        Args:
-            module: all of the model.
-            tensors: what it was given and returned; graphs of reentrant checkpoints may have these alone.
-        """
+        """Watches the parameters that a module has now, after it was called outside of steps."""
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         for parameter in trained:
             known = self._watched.get(id(parameter))
@@ -84,11 +75,7 @@ class BackwardWatch:
 
 
 def refuse_backward_outside() -> None:
-    """Refuses a backward outside of steps.
-
-    Raises:
-        UsageError: always.
-    """
+    """Refuses a backward outside of steps."""
     raise UsageError(
         f"{user_line()}: loss.backward() is outside of a step, where replicas do not sum their gradients and "
         "would come apart. Call the model and model.backward(loss) inside a function decorated with @sw.step."

@@ -30,11 +30,7 @@ COLLECTED = "_shardwright_collected"
 
 
 class _Known:
-    """What traces and the beginnings of batches have seen of hooks.
-
-    Attributes:
-        any_collects: one of them collects.
-    """
+    """What traces and the beginnings of batches have seen of hooks."""
 
     any_collects = False
 
@@ -52,12 +48,7 @@ class Collected(NamedTuple):
 
     @classmethod
     def of(cls, unit: nn.Module, *, is_trace: bool) -> "Collected | None":
-        """None where no hook inside the unit has a list to append to, as the code around it has left it.
-
-        Args:
-            unit: that is called.
-            is_trace: hooks may be there that nobody has looked at.
-        """
+        """None where no hook inside the unit has a list to append to, as the code around it has left it."""
         if not (is_trace or _Known.any_collects):
             return None
         given: dict[str, dict[Any, Any]] = {}

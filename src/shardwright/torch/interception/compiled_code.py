@@ -33,8 +33,6 @@ class _Compiler:
     """The way in which the process runs compiled code just now.
 
     Attributes:
-        between: calls are intercepted.
-        traces: something is traced.
         is_used: something is compiled, or will be.
         is_off: the compiler has been told to stand back.
         before: what it had been told by the script.

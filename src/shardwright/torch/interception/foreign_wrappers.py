@@ -26,15 +26,7 @@ _SCRIPTED = (
 
 
 def refuse_wrappers(module: nn.Module, *, alone: bool) -> None:
-    """Refuses a model that is wrapped already, or has such a module inside.
-
-    Args:
-        module: the model.
-        alone: it is not to be spread over stages.
-
-    Raises:
-        UsageError: it is, or has.
-    """
+    """Refuses a model that is wrapped already, or has such a module inside."""
     for name, inner in module.named_modules():
         problem = _replicated(inner)
         if inner is module and not alone and isinstance(module, torch.jit.ScriptModule):
@@ -45,11 +37,7 @@ def refuse_wrappers(module: nn.Module, *, alone: bool) -> None:
 
 
 def refuse_wrapped_model(arguments: Iterable[Any], model: nn.Module) -> None:
-    """Refuses a wrapper around the distributed model among the arguments of a step function.
-
-    Raises:
-        UsageError: there is one.
-    """
+    """Refuses a wrapper around the distributed model among the arguments of a step function."""
     for argument in arguments:
         if argument is model or not isinstance(argument, nn.Module):
             continue

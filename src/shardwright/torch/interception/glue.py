@@ -126,15 +126,7 @@ def batch_is_running() -> bool:
 
 
 def refuse_inside_step(what: str, remedy: str) -> None:
-    """Refuses what belongs to a whole batch where a microbatch is computed.
-
-    Args:
-        what: has happened, with its verb.
-        remedy: a sentence.
-
-    Raises:
-        UsageError: a step function is running.
-    """
+    """Refuses what belongs to a whole batch where a microbatch is computed."""
     if active_handler() is not None or _Active.batch_runs:
         raise UsageError(
             f"{user_line()}: {what} inside a step function, which runs once for each microbatch: the "
@@ -143,11 +135,7 @@ def refuse_inside_step(what: str, remedy: str) -> None:
 
 
 def refuse_gradient_inside_step() -> None:
-    """Refuses that a step function uses the gradient of a parameter behind its backward.
-
-    Raises:
-        UsageError: a step function is running.
-    """
+    """Refuses that a step function uses the gradient of a parameter behind its backward."""
     clips = called_from("torch.nn.utils.clip_grad")
     refuse_inside_step(
         "gradients are clipped" if clips else "the gradient of a parameter is used",
@@ -161,9 +149,6 @@ class Realised(TorchFunctionMode):
 
     A step function that recomputes (``torch.utils.checkpoint``) calls units and operations a second time,
     with the arguments of the first: on this rank, stand-ins for tensors that have come in meanwhile.
-
-    Args:
-        realise: gives the real tensor for a deferred one, and anything else back as it is.
     """
 
     def __init__(self, realise: Callable[[Any], Any]):
@@ -185,12 +170,7 @@ class Realised(TorchFunctionMode):
 
 
 class GlueMode(TorchFunctionMode):
-    """Hands every torch function to a handler, except questions about shape, type and place.
-
-    Args:
-        handler: what gets them.
-        asked: is told of functions that are not handed on, and of what they are asked about.
-    """
+    """Hands every torch function to a handler, except questions about shape, type and place."""
 
     def __init__(self, handler: Handler, asked: Callable[[Any, Any], None] | None = None):
         super().__init__()

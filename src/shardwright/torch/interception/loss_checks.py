@@ -19,15 +19,7 @@ __all__ = [
 
 
 def refuse_gradient_of(func: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Refuses to look behind a backward at the gradient that it gave to a tensor that is no parameter.
-
-    Args:
-        func: a torch function.
-        args: its arguments.
-
-    Raises:
-        UsageError: it does.
-    """
+    """Refuses to look behind a backward at the gradient that it gave to a tensor that is no parameter."""
     if func in OF_GRADIENT and isinstance(args[0], Tensor) and args[0].requires_grad:
         raise UsageError(
             f"{user_line()}: the gradient of a tensor is used behind backward(), in a step function or "
@@ -38,11 +30,7 @@ def refuse_gradient_of(func: Callable[..., Any], args: Sequence[Any]) -> None:
 
 
 def refuse_no_tensor(loss: Any) -> None:
-    """Refuses a loss that is no tensor, such as a number read from it.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """Refuses a loss that is no tensor, such as a number read from it."""
     if isinstance(loss, Tensor):
         return
     is_number = isinstance(loss, int | float)
@@ -58,14 +46,7 @@ def refuse_no_tensor(loss: Any) -> None:
 
 
 def refuse_second_backward(already: bool) -> None:
-    """Refuses a second backward in one step function.
-
-    Args:
-        already: there was one.
-
-    Raises:
-        UsageError: there was.
-    """
+    """Refuses a second backward in one step function."""
     if already:
         raise UsageError(
             f"{user_line()}: backward is called a second time in one step function. Add the losses and call "
@@ -74,14 +55,7 @@ def refuse_second_backward(already: bool) -> None:
 
 
 def refuse_untrained(trained: bool) -> None:
-    """Refuses a loss without a gradient.
-
-    Args:
-        trained: it has one.
-
-    Raises:
-        TraceError: it has none.
-    """
+    """Refuses a loss without a gradient."""
     if not trained:
         raise TraceError(
             f"{user_line()}: the loss does not depend on any trained parameter of the model, so there is "
@@ -92,11 +66,7 @@ def refuse_untrained(trained: bool) -> None:
 
 
 def refuse_several_numbers(loss: Tensor, gradient: Tensor | None) -> None:
-    """Refuses a loss of several numbers whose gradient is not given.
-
-    Raises:
-        UsageError: it is one.
-    """
+    """Refuses a loss of several numbers whose gradient is not given."""
     if gradient is None and loss.numel() != 1:
         raise UsageError(
             f"{user_line()}: the loss has shape {tuple(loss.shape)}. Reduce it to one number, for example "

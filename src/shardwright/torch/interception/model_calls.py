@@ -25,12 +25,7 @@ __all__ = ["model_calls_marked"]
 
 @contextmanager
 def model_calls_marked(model: nn.Module, *, but_its_own: bool = False) -> Iterator[None]:
-    """Tells the active handler when a `ReadingStep` calls a module of the model, and what it gave.
-
-    Args:
-        model: the user's own.
-        but_its_own: the forward of the model itself counts as code of the step function.
-    """
+    """Tells the active handler when a `ReadingStep` calls a module of the model, and what it gave."""
     original = nn.Module.__call__
     own: set[int] = set()
 

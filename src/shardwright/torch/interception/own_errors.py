@@ -19,23 +19,12 @@ def is_own(on_fake_data: Exception, on_random_data: Exception) -> bool:
 
 
 def point_out(error: Exception, module: nn.Module, name: str = "") -> None:
-    """Adds the line and the layer to an error of the user's own code, once.
-
-    Args:
-        error: as it was caught.
-        module: in which the layer is looked for.
-        name: of the module in the model.
-    """
+    """Adds the line and the layer to an error of the user's own code, once."""
     _add_note(error, f"{_SAID}, seen when the step was traced", module, name)
 
 
 def point_out_in_run(error: Exception, module: nn.Module) -> None:
-    """The same for an error of a step that runs; one that our own code raised is none of the user's.
-
-    Args:
-        error: as it was caught.
-        module: the model, unwrapped.
-    """
+    """The same for an error of a step that runs; one that our own code raised is none of the user's."""
     modules = {id(sub) for sub in module.modules()}
     for traceback in reversed(list(_tracebacks(error))):
         frame = traceback.tb_frame

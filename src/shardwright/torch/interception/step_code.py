@@ -55,10 +55,6 @@ class TraceEnds(BaseException):
 class ReadingStep:
     """A step function whose own code may read tensor values, wherever the tensors are.
 
-    Args:
-        function: the step function.
-        loss_reduction: what the script says of its loss; None where it says nothing.
-
     Attributes:
         may_read: whether its code has a call that reads, maybe one that not every step and rank makes.
         weighs_labels: its loss is a mean over labels; None as long as nobody knows.

@@ -14,22 +14,14 @@ __all__ = ["EarlierGradients", "GradientScaling"]
 
 
 class EarlierGradients:
-    """Puts aside the gradients of earlier batches, while those of another one change.
-
-    Args:
-        parameters: gives those of this rank.
-    """
+    """Puts aside the gradients of earlier batches, while those of another one change."""
 
     def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]]):
         self._parameters = parameters
         self._earlier: dict[int, Tensor] = {}
 
     def begin(self, but: Collection[int] = ()) -> None:
-        """Takes them out.
-
-        Args:
-            but: ids of parameters whose gradients stay.
-        """
+        """Takes them out."""
         self._earlier.clear()
         for parameter in self._parameters():
             if parameter.grad is not None and id(parameter) not in but:
@@ -45,13 +37,7 @@ class EarlierGradients:
 
 
 class GradientScaling:
-    """Unscales the gradients of batches with a scaled loss.
-
-    Args:
-        scaler: has the scale.
-        parameters: gives those of this rank.
-        device: where this rank computes.
-    """
+    """Unscales the gradients of batches with a scaled loss."""
 
     def __init__(
         self, scaler: LossScaler, parameters: Callable[[], Iterable[nn.Parameter]], device: torch.device
@@ -62,22 +48,13 @@ class GradientScaling:
         self._earlier = EarlierGradients(parameters)
 
     def begin(self, reduced: Collection[int]) -> None:
-        """Puts aside the gradients of earlier batches, which have no scale any more.
-
-        Args:
-            reduced: ids of parameters for whose gradients the reducer does so.
-        """
+        """Puts aside the gradients of earlier batches, which have no scale any more."""
         self._earlier.begin(reduced)
 
     def finish(self, reduced: Collection[int], sums: Iterable[Tensor], *, trained: bool) -> None:
         """Divides by the scale, and tells the scaler whether any gradient of the job has overflowed.
 
         Collective over all ranks, if the batch trained.
-
-        Args:
-            reduced: ids of parameters for whose gradients the reducer has done so.
-            sums: gradients that are elsewhere yet: those of rows.
-            trained: the batch was no evaluation.
         """
         if not trained:
             self.leave()

@@ -20,7 +20,6 @@ class LossScaler:
 
     Attributes:
         scale: what the loss is multiplied by now.
-        dynamic: it changes.
         scale_factor: by which it falls and grows.
         scale_window: updates without overflow after which it grows.
         min_scale: where it stops to fall.
@@ -56,11 +55,7 @@ class LossScaler:
                 setattr(self, name, saved[name])
 
     def gradients_came(self, *, overflow: bool) -> None:
-        """Records the gradients of a step.
-
-        Args:
-            overflow: some are infinite or no numbers, on any rank of the job.
-        """
+        """Records the gradients of a step."""
         self.overflow = overflow or (self.overflow and not self._is_judged)
         self._is_judged = False
 
@@ -91,11 +86,7 @@ class LossScaler:
 def scaler_of(
     static: float | None, dynamic: bool | None, arguments: Mapping[str, Any] | None
 ) -> LossScaler | None:
-    """The scaler that `DistributedOptimizer` is asked for; None for the default.
-
-    Raises:
-        UsageError: `arguments` has something else than ``init_scale`` and the attributes of `LossScaler`.
-    """
+    """The scaler that `DistributedOptimizer` is asked for; None for the default."""
     if static is None and dynamic is None and not arguments:
         return None
     wanted = dict(arguments or {})

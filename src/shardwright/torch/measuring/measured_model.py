@@ -22,10 +22,6 @@ from shardwright.mesh import Mesh
 from shardwright.plan import Plan, TensorPrices
 from shardwright.planner import (
     Candidates,
-    Correction,
-    PastRun,
-    RunKind,
-    correction_of,
     count_groups,
     estimate_profile,
     make_plan,
@@ -39,7 +35,6 @@ from shardwright.profile import Profile, UnitCost
 from shardwright.torch.batch.batch import Arguments, Batch
 from shardwright.torch.measuring.host_costs import with_host_costs
 from shardwright.torch.measuring.profiler import Profiler, ToProfile
-from shardwright.torch.measuring.run_history import history_of
 from shardwright.torch.offload.tier_rate import with_tier
 from shardwright.torch.run.context import context
 from shardwright.torch.run.machine import present_cluster
@@ -61,7 +56,6 @@ class MeasuredModel:
             ranks, by such settings.
         costs: what was measured, by cost class.
         cluster: the present machines.
-        past_runs: on them, by which predictions are corrected.
         samples: of a step of one replica.
     """
 
@@ -69,7 +63,6 @@ class MeasuredModel:
     divide: Callable[[Mesh, int, Config], Division]
     costs: Mapping[str, UnitCost]
     cluster: Cluster
-    past_runs: Sequence[PastRun] = ()
     samples: int = 0
 
     def plans(self, mesh: Mesh, config: Config) -> list[Plan]:
@@ -110,25 +103,20 @@ class MeasuredModel:
         self, mesh: Mesh, config: Config, counts: Sequence[int], failures: list[PlanError]
     ) -> Iterator[Plan]:
         """The best plan for each of these numbers of microbatches that has one."""
-        kind = RunKind.of(mesh, ranks_per_node=self.cluster.ranks_per_node)
         for number in counts:
             one = {number: self.candidates[_units_of(mesh)][number]}
-            correction = correction_of(
-                self.past_runs, kind, model=one[number][0].model_fingerprint, samples=self.samples
-            )
             try:
-                plan_with = partial(self._plan, one, mesh, correction)
+                plan_with = partial(self._plan, one, mesh)
                 yield with_or_without_sequences(config, plan_with, tensor=mesh.tensor)
             except PlanError as error:
                 failures.append(error)
 
-    def _plan(self, candidates: Candidates, mesh: Mesh, correction: Correction, config: Config) -> Plan:
+    def _plan(self, candidates: Candidates, mesh: Mesh, config: Config) -> Plan:
         return make_plan(
             candidates,
             cluster=self.cluster,
             config=config,
             mesh=mesh,
-            correction=correction,
             division=self.divide(mesh, mesh.pipeline, config) if mesh.share > 1 else None,
         )
 
@@ -175,13 +163,11 @@ def measure_model(
         # Each way to cut the model into units has classes of its own.
         budget_s = run.config.measure_s * len(kinds)
         costs = Profiler(run).measure(sizes, budget_s=budget_s, phase=phase)
-    history = history_of(run)
     return MeasuredModel(
         candidates={kind: _candidates(traces[kind], costs, cluster) for kind in kinds},
         divide=_Divisions(model, traces, cluster),
         costs=costs,
         cluster=cluster,
-        past_runs=() if history is None else history.read(),
         samples=batch.num_samples or 0,
     )
 

@@ -11,7 +11,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,16 +29,9 @@ from shardwright.errors import PlanError
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan, TensorPrices
 from shardwright.planner import (
-    NO_CORRECTION,
-    Candidates,
-    Correction,
-    RunKind,
-    corrected_profile,
-    correction_of,
     estimate_profile,
     make_plan,
     microbatch_counts,
-    seconds_of_units,
 )
 from shardwright.planner.chain.division import Division
 from shardwright.planner.machines.fabric import Fabric
@@ -51,9 +44,7 @@ from shardwright.torch.measuring.last_plan import LastPlan
 from shardwright.torch.measuring.memory_cache import MemoryCache
 from shardwright.torch.measuring.part_timer import TimesParts
 from shardwright.torch.measuring.plan_of_first_rank import plan_of_first_rank
-from shardwright.torch.measuring.plan_review import PlanReview
 from shardwright.torch.measuring.profiler import Profiler, ToProfile, shares_cores
-from shardwright.torch.measuring.run_history import history_of
 from shardwright.torch.measuring.tensor_prices import measured_operation_s, measured_prices
 from shardwright.torch.offload.tier_rate import with_tier
 from shardwright.torch.parameters.manual_partition import rank_of
@@ -112,22 +103,15 @@ class Planner:
         cluster = with_host_costs(context, with_tier(context, present_cluster(context)))
         context.cluster = cluster
         with torch.set_grad_enabled(gradients):
-            timed = self._profiles(traces, cluster, again=previous is not None)
-        timed_s = {m: seconds_of_units(traces[m].graph, profile) for m, profile in timed.items()}
-        factors = context.from_first_rank(lambda: last.read_factors(timed_s[counts[0]]))
-        profiles = {m: corrected_profile(profile, traces[m].graph, factors) for m, profile in timed.items()}
+            profiles = self._profiles(traces, cluster, again=previous is not None)
         prices, operation_s = self._prices(cluster), self._operation_s()
         candidates = {m: (trace.graph, profiles[m]) for m, trace in traces.items()}
-        correction = NO_CORRECTION
-        if context.rank == 0:
-            correction = _correction(context, traces[counts[0]].graph, samples=batch.num_samples or 0)
         plan_with = partial(
             make_plan,
             cluster=cluster,
             mesh=context.mesh,
             placement=self._placement(traces[counts[0]].graph),
             optimizer_factor=_optimizer_factor(context),
-            correction=correction,
         )
         with (
             context.reporter.phase("planning"),
@@ -152,9 +136,6 @@ class Planner:
             self._remember(parts)
         if context.rank == 0:
             last.write(plan)
-            keep = partial(last.write_factors, timed_s=timed_s[plan.schedule.microbatches])
-            if last.is_kept:
-                self._review(plan, candidates, factors, plan_with, keep)
         as_it_runs = gradients == torch.is_grad_enabled()
         return plan, traces[plan.schedule.microbatches] if as_it_runs else None
 
@@ -299,39 +280,6 @@ class Planner:
             cache = CostCache(self._context)
             cache.add(parts.found, to=cache.read())
 
-    def _review(
-        self,
-        plan: Plan,
-        candidates: Candidates,
-        factors: Mapping[str, float],
-        plan_with: Callable[..., Plan],
-        keep: Callable[[Mapping[str, float]], None],
-    ) -> None:
-        """Has recorded steps compared with the plan, where they tell what units take; on the first rank.
-
-        The times of actions on GPUs are those at which the host issued work. Those of ranks that take turns
-        on cores, exchange parts of layers or run on several hosts are not those of their units alone.
-        """
-        context = self._context
-        one_host = context.local_size == context.mesh.world_size
-        alone = context.device.type == "cpu" and not shares_cores(context) and context.mesh.share == 1
-        if not (one_host and alone and len(plan.stages) > 1):
-            return
-        graph, profile = candidates[plan.schedule.microbatches]
-        assert context.reporter is not None
-        context.reporter.reviewed_by(
-            PlanReview(
-                graph=graph,
-                profile=profile,
-                plan=plan,
-                before=factors,
-                plan_with=lambda corrected: plan_with(
-                    {plan.schedule.microbatches: (graph, corrected)}, config=context.config, previous=plan
-                ),
-                keep=keep,
-            )
-        )
-
     def _placement(self, graph: ModelGraph) -> dict[str, int]:
         """Pipeline rank of each unit that the user placed, by name."""
         placement = {}
@@ -368,15 +316,6 @@ def _said_of_what_has_no_stage(trace: Trace) -> Iterator[None]:
 
 def _first_of_all_ranks(place: float) -> float:
     return float(min(tell_all(place)))
-
-
-def _correction(context: Context, graph: ModelGraph, *, samples: int) -> Correction:
-    """The correction by earlier runs of the model on this machine; none if units are not measured."""
-    history = history_of(context)
-    if history is None or context.config.profile == "estimated":
-        return NO_CORRECTION
-    kind = RunKind.of(context.mesh, ranks_per_node=context.local_size)
-    return correction_of(history.read(), kind, model=graph.model_fingerprint, samples=samples)
 
 
 def _optimizer_factor(context: Context) -> float:

@@ -31,12 +31,10 @@ from shardwright.observe.timeline import idle_share
 from shardwright.observe.trackers import Tracker
 from shardwright.plan import Plan
 from shardwright.torch.batch.batch_result import BatchResult
-from shardwright.torch.measuring.run_history import RunRecorder, history_of
 from shardwright.torch.measuring.step_recording import StepRecording
 from shardwright.torch.run.context import Context
 from shardwright.torch.run.launch_settings import settings_from
 from shardwright.torch.run.machine import memory_of_rank
-from shardwright.torch.run.roles import ReviewsPlan
 
 __all__ = ["Reporter"]
 
@@ -59,11 +57,9 @@ class Reporter:
     def __init__(self, context: Context):
         self._context = context
         self._observer: Observer | None = None
-        self._recorder: RunRecorder | None = None
         self._begun: BegunRun | None = None
         self._trackers: list[Tracker] = []
         self._recording = StepRecording(context)
-        self._review: ReviewsPlan | None = None
         self._run_as = ""
         self._model_is_unknown = True
         self.num_steps = 0
@@ -99,10 +95,6 @@ class Reporter:
         """The plan is in force; collective."""
         self.observer.plan_made(plan)
 
-    def reviewed_by(self, review: ReviewsPlan) -> None:
-        """Recorded steps are compared with the plan; on the first rank."""
-        self._review = review
-
     def attention_known(self, table: str) -> None:
         """The first training step has shown what computes the attention of each layer; collective."""
         if table:
@@ -119,8 +111,6 @@ class Reporter:
         records_next: bool,
         loss_scale: float = 1.0,
         skipped: int = 0,
-        gradient_error: float | None = None,
-        parameter_error: float | None = None,
     ) -> None:
         """A training step ended; collective.
 
@@ -133,8 +123,6 @@ class Reporter:
             records_next: the first rank asks to have the next step recorded.
             loss_scale: by which the script has multiplied its losses before their backward.
             skipped: how many updates were left out so far.
-            gradient_error: what packing gradients has lost, relative to what was packed; None without.
-            parameter_error: the same of parameters.
         """
         context = self._context
         self.num_steps += 1
@@ -162,8 +150,6 @@ class Reporter:
                 outside_s=step.outside_s or None,
                 update_s=_update_seconds(context),
                 skipped_updates=skipped or None,
-                gradient_error=gradient_error,
-                parameter_error=parameter_error,
             )
         )
         if self._model_is_unknown and context.model is not None:
@@ -172,10 +158,7 @@ class Reporter:
         if step.run_as != self._run_as:
             self._run_as = step.run_as
             observer.event("microbatches_run", microbatches=step.run_as, step=number)
-        self._write_down(seconds, memory, step)
-        events = self._recording.step_done(step, number=number, seconds=seconds, observer=observer)
-        if self._review is not None and events:
-            self._review.step_recorded(events, outside_s=step.outside_s)
+        self._recording.step_done(step, number=number, seconds=seconds, observer=observer)
         self._recording.asked_after(number, records_next)
 
     def close(self) -> None:
@@ -185,12 +168,7 @@ class Reporter:
         if state == "finished" and not self.calls_steps and self._context.rank == 0:
             self._point_out_no_steps()
         if self._observer is not None:
-            review = self._review if state != "failed" and self._review and self._review.is_done else None
-            self._observer.close(
-                ended={"finished": "done", "saved": "stopped"}.get(state, state),
-                next_plan=None if review is None else review.next_plan(),
-                reviewed=review is not None,
-            )
+            self._observer.close(ended={"finished": "done", "saved": "stopped"}.get(state, state))
             self._write_end(state)
 
     @property
@@ -210,24 +188,6 @@ class Reporter:
             log.warning(
                 "the script ends, and has called no step function: its loop had no batch (an empty loader, "
                 "or one that drops its only batch as too small), or all its steps were done before."
-            )
-
-    def _write_down(self, seconds: float, memory: Sequence[int], step: BatchResult) -> None:
-        """Keeps what the run takes for later predictions, if its own was made from measured costs here."""
-        context = self._context
-        prediction = context.plan.prediction if context.plan is not None else None
-        if context.rank or context.cluster is None or prediction is None:
-            return
-        if prediction.provenance == "measured":
-            assert context.plan is not None
-            if self._recorder is None:
-                self._recorder = RunRecorder(history_of(context), context.local_size)
-            self._recorder.step_done(
-                seconds,
-                context.plan,
-                samples=step.samples,
-                memory_bytes=max(memory, default=0),
-                outside_s=step.outside_s,
             )
 
     def _start(self) -> Observer:

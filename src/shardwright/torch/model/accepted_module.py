@@ -21,11 +21,7 @@ __all__ = ["accepted"]
 
 
 def accepted(module: nn.Module, current: Context) -> nn.Module:
-    """A module of the script, without wrappers of compilers; collective over all ranks.
-
-    Raises:
-        UsageError: it cannot be wrapped, or is another one than on other ranks.
-    """
+    """A module of the script, without wrappers of compilers; collective over all ranks."""
     if not isinstance(module, nn.Module):
         raise UsageError(
             f"DistributedModel wraps an nn.Module, not a {type(module).__name__}.{_instead(module)}"

@@ -235,24 +235,12 @@ class DistributedModel(SpreadModule):
             )
         return nullcontext()
 
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> AbstractContextManager[None]:
-        """Around a training loop: where the data of one rank ends, the loop ends on all ranks.
-
-        So all make as many steps, and batches that other ranks have left are not used. (With
-        `DistributedDataParallel` those go on alone.) Each step asks the others first, which takes a small
-        message.
-
-        Args:
-            divide_by_initial_world_size: no difference here, where no rank goes on alone.
-            enable: false: change nothing.
-            throw_on_early_termination: end with an error instead, on all ranks.
-        """
-        return self._steps.together.joined(throws=throw_on_early_termination) if enable else nullcontext()
+    def join(self, *_: Any, **__: Any) -> AbstractContextManager[None]:
+        """Of `DistributedDataParallel`; refused here, with what to do instead."""
+        raise UsageError(
+            "model.join() is not there: a step is made by all ranks together. Give all ranks as many batches "
+            "(sw.data_loader does), or end the loop on all of them after the batches of the shortest."
+        )
 
     # ---- its state ----
 

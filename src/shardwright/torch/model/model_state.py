@@ -22,13 +22,7 @@ __all__ = ["ModelState"]
 
 
 class ModelState:
-    """Gathers the state of a model over stages and shards, and loads it.
-
-    Args:
-        module: the user's own.
-        replicas: what they share of its parameters.
-        materialiser: gives memory to a model on the meta device.
-    """
+    """Gathers the state of a model over stages and shards, and loads it."""
 
     def __init__(self, module: nn.Module, replicas: Replicas, materialiser: Materialiser):
         self._module = module

@@ -23,10 +23,6 @@ __all__ = ["SpreadModule"]
 class SpreadModule(nn.Module):
     """Tells which ranks hold the parts of a module.
 
-    Args:
-        module: the script's own.
-        replicas: what they share of its parameters.
-
     Attributes:
         tree: the modules and parameters of the module.
     """
@@ -115,12 +111,6 @@ class SpreadModule(nn.Module):
         meanwhile: pass few of them at a time. Parameters of which replicas share the rows stay in rows on the
         ranks that hold them, and behave like ordinary tensors (`ShardedTensor`).
 
-        Args:
-            parts: modules, parameters or buffers of the model; all of it if there are none.
-
-        Raises:
-            UsageError: a part is not of the model.
-
         Example, a teacher that follows the model (BYOL, DINO, MoCo), wherever its layers are::
 
             pairs = zip(net.student.parameters(), net.teacher.parameters(), strict=True)
@@ -166,11 +156,7 @@ class SpreadModule(nn.Module):
         return min(stages, default=0) if stages else 0
 
     def runs_here(self, module_name: str) -> bool:
-        """Whether this rank of the replica runs a module, or represents the ranks that do.
-
-        Args:
-            module_name: of a module inside the user's, such as ``"layers.0"``.
-        """
+        """Whether this rank of the replica runs a module, or represents the ranks that do."""
         rank = None if self._residency is None else rank_that_runs(f"{module_name}.", self._residency)
         return context().pipeline_rank == (rank or 0)
 

@@ -20,7 +20,6 @@ from shardwright.comm.joining.process_group import groups_in_doubt
 from shardwright.errors import PeerLostError
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_result import BatchResult, Figures, StepEngine
-from shardwright.torch.execution.kept_gradients import KeptGradients
 from shardwright.torch.execution.loss_weights import WeighedGradients
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.backward_outside import BackwardWatch, refuse_backward_outside
@@ -33,7 +32,7 @@ from shardwright.torch.run.context import Context
 from shardwright.torch.run.cores import OwnCores
 from shardwright.torch.run.failure import first_cause_named
 from shardwright.torch.run.joint_calls import call_together, ranks_with_the_model
-from shardwright.torch.run.uneven_data import STEP, TogetherUntil, out_of_data
+from shardwright.torch.run.uneven_data import STEP, out_of_data
 from shardwright.torch.step_end.step_end import StepEnd
 
 __all__ = ["Steps"]
@@ -42,17 +41,9 @@ __all__ = ["Steps"]
 class Steps:
     """The steps of a model.
 
-    Args:
-        context: the run.
-        model: the wrapped model.
-        engine: runs its batches.
-        step_end: what ranks tell each other after each.
-        gives_back: memory that was freed before the first step goes back to the system.
-
     Attributes:
         called_to_train: the step function has called the model in training mode, with gradients.
         outside: watches backwards outside of steps.
-        together: ends ranks together whose data ends at other steps.
     """
 
     def __init__(
@@ -73,15 +64,12 @@ class Steps:
         self._trained_by: WeakSet[Callable[..., Any]] = WeakSet()  # step functions that have called backward
         self._run_before: WeakSet[Callable[..., Any]] = WeakSet()
         self._pointed_out = False
-        self._kept_gradients = KeptGradients()
         self._weighed = WeighedGradients(model)
         self.called_to_train = False
         self.outside = BackwardWatch(refuse_backward_outside)
-        self.together = TogetherUntil(context)
 
     def run(self, function: Callable[..., Any], batch: Batch) -> BatchResult:
         """Runs a step function on a batch."""
-        self.together.begin_step()
         try:
             return self._run(function, batch)
         except PeerLostError as error:
@@ -113,12 +101,8 @@ class Steps:
             self._gives_back = False
             give_back_freed_memory()
         with first_cause_named(current), own_cores, together:
-            if torch.is_grad_enabled():
-                parameters = self._model.get_module().parameters()
-                self._kept_gradients.look(parameters, self._context.plan, self._context.pipeline_rank)
-                self._step_end.updates.begin()
-                if current.mesh.data > 1 and not self._model.labels_a_sample:
-                    self._model.labels_a_sample = self._labels_a_sample(batch)
+            if torch.is_grad_enabled() and current.mesh.data > 1 and not self._model.labels_a_sample:
+                self._model.labels_a_sample = self._labels_a_sample(batch)
             with self._weighed.around(function):
                 try:
                     result = self._run_batch(function, batch, self._step_end.figures_of(batch))

@@ -100,12 +100,7 @@ class _DiskCopy:
 
 
 class DiskTier:
-    """See `Tier`.
-
-    Args:
-        folder: on a local disk.
-        cores: on which the thread may run; None: where the thread that starts it may.
-    """
+    """See `Tier`."""
 
     def __init__(self, folder: Path, *, cores: set[int] | None = None):
         self._folder = folder

@@ -15,12 +15,7 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 
 def disk_folder(config: Config, *, warns: bool) -> Path:
-    """The folder that the settings name, or that of temporary files, or of runs if only that is on a disk.
-
-    Args:
-        config: the settings.
-        warns: say where the folder is in memory, so that nothing is won.
-    """
+    """The folder that the settings name, or that of temporary files, or of runs if only that is on a disk."""
     choices = [Path(tempfile.gettempdir())]
     if config.run_dir != "off":
         choices.append(Path(config.run_dir))

@@ -26,13 +26,7 @@ LEAST_BYTES = 16 * 1024
 
 
 class Offloading:
-    """The offload of one rank.
-
-    Args:
-        make_tier: makes the tier, when something is offloaded for the first time.
-        horizon: units ahead of their backward that are brought back.
-        least_bytes: storages with fewer stay.
-    """
+    """The offload of one rank."""
 
     def __init__(self, make_tier: Callable[[], Tier], *, horizon: int, least_bytes: int):
         self._make_tier = make_tier
@@ -48,11 +42,7 @@ class Offloading:
         return sum(stage.waited_s for stage in self._stages.values())
 
     def reserve(self, num_bytes: int) -> None:
-        """Makes sure of room for what all microbatches in flight offload.
-
-        Raises:
-            UsageError: the tier has none; the message says how much was asked for, and what to do.
-        """
+        """Makes sure of room for what all microbatches in flight offload."""
         if num_bytes:
             self._ready_tier().reserve(num_bytes)
 
@@ -62,13 +52,7 @@ class Offloading:
         self._stages.clear()
 
     def stage(self, stage: int, microbatch: int, needed: Callable[[], Collection[int]]) -> StageOffload:
-        """Offloads what a stage keeps for a microbatch of this batch.
-
-        Args:
-            stage: which stage.
-            microbatch: which microbatch.
-            needed: gives the storages (`storage_key`) that are kept anyway.
-        """
+        """Offloads what a stage keeps for a microbatch of this batch."""
         made = StageOffload(
             self._ready_tier(),
             self._leaving,
@@ -125,12 +109,7 @@ def offloading_of(context: Context) -> Offloading:
 
 
 def tier_for(context: Context, cores: set[int] | None = None) -> Tier:
-    """A tier of a rank: nothing is taken before it is used.
-
-    Args:
-        context: the run.
-        cores: on which a thread that copies may run; None: where the thread may that starts it.
-    """
+    """A tier of a rank: nothing is taken before it is used."""
     if context.device.type != "cpu":
         return PinnedTier(context.device)
     return DiskTier(disk_folder(context.config, warns=context.rank == 0), cores=cores)

@@ -68,13 +68,7 @@ class _Clock:
 
 
 class PinnedTier:
-    """See `Tier`.
-
-    Args:
-        device: the accelerator.
-        cuda: `torch.cuda`, or a stand-in for tests.
-        pins: take memory that the device can reach by itself.
-    """
+    """See `Tier`."""
 
     def __init__(self, device: torch.device, *, cuda: Any = torch.cuda, pins: bool = True):
         self._device = device

@@ -41,13 +41,7 @@ class _Layout(NamedTuple):
 class SavedStorage:
     """One storage.
 
-    Args:
-        tensor: one that lies in it.
-        first: number of the first unit that keeps it, in the order of the forward.
-
     Attributes:
-        first: the same.
-        num_bytes: its size.
         key: tells it from others that exist (`storage_key`).
         views: tensors that autograd keeps in it.
     """
@@ -87,11 +81,7 @@ class SavedStorage:
         return ghost is not None and ghost._version == version == tensor._version
 
     def write(self, tier: Tier) -> None:
-        """Starts to copy it to the tier.
-
-        Raises:
-            UsageError: the tier has no room.
-        """
+        """Starts to copy it to the tier."""
         assert self._memory is not None
         self._tier = tier
         self._place, self._write = tier.write(self._memory)
@@ -170,11 +160,7 @@ class SavedStorage:
 
 
 class SavedView:
-    """A tensor in a `SavedStorage`, as autograd keeps it.
-
-    Attributes:
-        storage: where it lies.
-    """
+    """A tensor in a `SavedStorage`, as autograd keeps it."""
 
     __slots__ = ("_ghost", "_layout", "_version", "storage")
 
@@ -185,11 +171,7 @@ class SavedView:
         self._version = version
 
     def check(self) -> None:
-        """Refuses a tensor that was changed in place since.
-
-        Raises:
-            RuntimeError: in the words of PyTorch.
-        """
+        """Refuses a tensor that was changed in place since."""
         outermost = next(iter(self._layout.specs), self._layout)
         refuse_changed(self._ghost, self._version, shape=outermost.shape)
 

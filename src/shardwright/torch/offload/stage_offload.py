@@ -60,9 +60,6 @@ class _Unsettled:
 
     So what leaves is known when the forward of the unit is over: the whole tensor, as a rule. Until then the
     tensor itself is held, which is a cycle where an operation saves its own result.
-
-    Args:
-        tensor: what autograd saves.
     """
 
     __slots__ = ("_packed", "_tensor", "_version")
@@ -91,11 +88,7 @@ class _Unsettled:
 
 
 class Leaving:
-    """The units of a rank that are on their way to the tier, in order.
-
-    Args:
-        most: as many may be; a forward waits for the first of more.
-    """
+    """The units of a rank that are on their way to the tier, in order."""
 
     def __init__(self, most: int):
         self._most = most
@@ -120,15 +113,7 @@ class Leaving:
 class StageOffload:
     """One stage of a microbatch.
 
-    Args:
-        tier: where it is offloaded to.
-        leaving: the units of the rank that are on their way there.
-        horizon: units ahead of their backward that are brought back.
-        least_bytes: storages with fewer stay.
-        needed: gives the storages (`storage_key`) that are kept anyway.
-
     Attributes:
-        least_bytes: storages with fewer stay.
         waited_s: seconds for which forwards and backwards have waited for copies.
         moved: the copies to the tier and back.
     """
@@ -243,14 +228,7 @@ class StageOffload:
 class _Unit:
     """One call of a unit.
 
-    Args:
-        module: the unit.
-        stage: to which it belongs.
-        number: in the order of the forward.
-        outer: the hooks in force around ours.
-
     Attributes:
-        storages: that it keeps.
         is_handed_over: whether they are being copied.
     """
 

@@ -12,19 +12,11 @@ class Copy(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether the bytes are where they go; it does not wait.
-
-        Raises:
-            UsageError: the copy has failed.
-        """
+        """Whether the bytes are where they go; it does not wait."""
         ...
 
     def wait(self) -> None:
-        """Has what computes from now on find the copy done.
-
-        Raises:
-            UsageError: the copy has failed.
-        """
+        """Has what computes from now on find the copy done."""
         ...
 
     def skip(self) -> bool:
@@ -40,20 +32,13 @@ class Tier(Protocol):
     """Takes the bytes of storages and gives them back. Copies are made in the order of the calls."""
 
     def reserve(self, num_bytes: int) -> None:
-        """Takes room for so many bytes at once, where that can be told before anything is written.
-
-        Raises:
-            UsageError: the tier has no room.
-        """
+        """Takes room for so many bytes at once, where that can be told before anything is written."""
         ...
 
     def write(self, memory: Tensor) -> tuple[Any, Copy]:
         """Starts to copy bytes (a tensor of ``uint8``) to the tier; gives their place, and the copy.
 
         Nobody may change them, or let go of them, before the copy is done.
-
-        Raises:
-            UsageError: the tier has no room.
         """
         ...
 

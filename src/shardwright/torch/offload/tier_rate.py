@@ -32,9 +32,6 @@ def with_tier(context: Context, cluster: Cluster) -> Cluster:
     """The machines with the way to where units may offload what they keep; collective.
 
     Where it is left to the planner whether they do, a tier that cannot be used is said once, and left out.
-
-    Raises:
-        UsageError: the settings ask for it, and the tier cannot be used, or has no room.
     """
     wanted = context.config.offload_activations
     if wanted is False:

@@ -15,7 +15,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,11 +30,10 @@ from shardwright.errors import ShardwrightError
 from shardwright.mesh import Mesh
 from shardwright.observe.console import Console, Phase
 from shardwright.plan import Plan, Trial
-from shardwright.planner import PastRun, RunKind, best_plans, meshes
+from shardwright.planner import best_plans, meshes
 from shardwright.quantities import format_seconds
 from shardwright.torch.batch.batch import Arguments
 from shardwright.torch.measuring.measured_model import MeasuredModel, measure_model
-from shardwright.torch.measuring.run_history import history_of, past_run
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.run.context import context
 from shardwright.torch.run.joint_refusal import require_all_refuse
@@ -70,20 +69,6 @@ def plan_here(training: Training, *, config: Config, most: int, steps: int) -> P
     """Finds the fastest plan on the present machines; collective over all ranks, without a run.
 
     Each replica has a batch of its own, as a training script loads it: what counts are samples a second.
-
-    Args:
-        training: what is trained.
-        config: settings; degrees that it leaves open are chosen.
-        most: of the plans that are predicted to be fastest, so many are tried.
-        steps: that each takes, after two that warm up; those that are close to the fastest take them twice.
-
-    Returns:
-        The plan, the same on every rank, with its trials.
-
-    Raises:
-        PlanError: the settings cannot be met, or nothing fits.
-        TraceError: the model cannot be traced; the line is named.
-        ShardwrightError: none of the plans runs; why the first does not. Or a trial fails on some ranks only.
     """
     with _run_of_one_pipeline(config):
         measured = _measured(training, config)
@@ -93,7 +78,6 @@ def plan_here(training: Training, *, config: Config, most: int, steps: int) -> P
         finalists = run.from_first_rank(
             lambda: best_plans(grids, make, most=most, expected=measured.expected_seconds(grids, config))
         )
-        history = history_of(run) if run.rank == 0 else None
     plans: list[Plan] = []
     seconds: list[float] = []
     refusals: list[tuple[Plan, ShardwrightError]] = []
@@ -113,29 +97,9 @@ def plan_here(training: Training, *, config: Config, most: int, steps: int) -> P
         title = f"trying plan {number + 1} again"
         again_s = try_plan(training, plans[number], config=config, steps=steps, title=title)
         seconds[number] = min(seconds[number], again_s)
-    if history is not None:
-        per_node = measured.cluster.ranks_per_node
-        for found in _runs_worth_keeping(plans, seconds, measured.samples, steps, per_node):
-            history.append(found)
     best = _verdict(plans, seconds, steps)
     told = tuple(f"Could not be tried: {title_of(plan)}: {error}" for plan, error in refusals)
     return best.model_copy(update={"why": (*best.why, *told)})
-
-
-def _runs_worth_keeping(
-    plans: Sequence[Plan], seconds: Sequence[float], samples: int, steps: int, ranks_per_node: int
-) -> Iterable[PastRun]:
-    """Of each kind of run the fastest: one busy moment of the machine counts once, like one run."""
-    order = sorted(range(len(plans)), key=lambda number: seconds[number])
-    kept: dict[RunKind, PastRun] = {}
-    for number in order:
-        plan = plans[number]
-        if plan.prediction is not None and plan.prediction.provenance == "measured":
-            found = past_run(
-                plan, seconds[number], steps=steps, samples=samples, ranks_per_node=ranks_per_node
-            )
-            kept.setdefault(found.kind, found)
-    return kept.values()
 
 
 def _close(plans: Sequence[Plan], seconds: Sequence[float]) -> list[int]:
@@ -146,11 +110,7 @@ def _close(plans: Sequence[Plan], seconds: Sequence[float]) -> list[int]:
 
 
 def measure_here(training: Training, *, config: Config) -> MeasuredModel:
-    """Times the model of a training on the present machines; collective over all ranks, without a run.
-
-    Raises:
-        as `plan_here`.
-    """
+    """Times the model of a training on the present machines; collective over all ranks, without a run."""
     with _run_of_one_pipeline(config):
         return _measured(training, config)
 
@@ -191,18 +151,7 @@ def _traceless(config: Config) -> Config:
 
 
 def try_plan(training: Training, plan: Plan, *, config: Config, steps: int, title: str) -> float:
-    """Runs a plan for some steps; collective over all ranks, without a run.
-
-    Args:
-        training: what is trained.
-        plan: how.
-        config: settings.
-        steps: that are timed, after two that warm up.
-        title: of the line that tells how far it is.
-
-    Returns:
-        Seconds of a step: the median, of the slowest rank.
-    """
+    """Runs a plan for some steps; collective over all ranks, without a run."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     console = Console(prints=is_first)
     with console.phase(f"{title}: {title_of(plan)}") as phase, _silence():

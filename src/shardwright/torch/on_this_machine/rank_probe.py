@@ -51,12 +51,8 @@ class _Host:
     """One rank's report on its host and device; ranks of one kind differ in rates alone.
 
     Attributes:
-        device: its name.
         is_cpu: ranks compute on cores of the host.
-        ranks: of the host.
-        cores: of the host.
         memory_bytes: of the device, or this rank's part of the host's.
-        number: of the host.
     """
 
     device: str

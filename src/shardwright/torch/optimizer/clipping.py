@@ -18,7 +18,6 @@ from shardwright.errors import UsageError
 from shardwright.torch._private import parameters_to_clip, replace_total_norm
 from shardwright.torch.interception.glue import refuse_inside_step
 from shardwright.torch.model.distributed_model import wrapped_model
-from shardwright.torch.optimizer.joint_update import is_running
 from shardwright.torch.parameters.sharded_tensor import own_part
 from shardwright.torch.run.context import context, is_initialized
 from shardwright.torch.run.failure import first_cause_named
@@ -58,15 +57,7 @@ def clip_grad_norm_(
 
 
 def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm of gradients over all stages, which stay as they are; collective over the replica.
-
-    Args:
-        parameters: those of this rank; those of other ranks are passed over.
-        norm_type: which p-norm; ``inf`` for the largest entry.
-
-    Returns:
-        A 0-dim float64 tensor, equal on all ranks.
-    """
+    """The norm of gradients over all stages, which stay as they are; collective over the replica."""
     chosen = list(parameters)
     gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
     return _norm(gradients, norm_type, asked=chosen)
@@ -82,7 +73,7 @@ def _instead_of(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
         gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if is_running() or not _are_of_stages(gradients):
+        if not _are_of_stages(gradients):
             return original(gradients, norm_type, error_if_nonfinite, foreach)
         refuse_inside_step("gradients are clipped", _REMEDY)
         norm = _norm(gradients, float(norm_type), asked=parameters_to_clip(sys._getframe(1)))
@@ -111,13 +102,7 @@ def _are_of_stages(gradients: list[Tensor]) -> bool:
 
 @torch.no_grad()
 def _norm(gradients: list[Tensor], norm_type: float, *, asked: Sequence[Tensor]) -> Tensor:
-    """The norm over all stages; collective over the replica.
-
-    Args:
-        gradients: of this rank.
-        norm_type: which p-norm.
-        asked: the parameters whose gradients they are, with those of other ranks; empty where nobody knows.
-    """
+    """The norm over all stages; collective over the replica."""
     current, model = context(), wrapped_model()
     counted = gradients
     if model is not None and model.partitioned:

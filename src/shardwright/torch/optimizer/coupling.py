@@ -3,11 +3,11 @@
 Each rank of a pipeline has some of the parameters. An optimizer that updates every parameter by itself is
 unaffected. One that takes a norm or a step size over all parameters (Prodigy, D-Adaptation, LAMB with
 clipping, SAM) would make a different update on each rank, none of them that of the whole model. Such an
-optimizer runs over the parameters of all stages (`joint_update`), which takes longer.
+optimizer is refused over stages; over replicas and shards it trains.
 
 An optimizer that declares ``sums_over_stages = True`` sums over the ranks itself (`gradient_norm`), and is
 right. Any other unknown optimizer is tried before its first update (`optimizer_trial`). If no copy of it can
-make a step, a warning says so, and a wrapped optimizer runs over all stages, which is right for both kinds.
+make a step, a wrapped optimizer is refused, too, and a warning says so of an unwrapped one.
 
 An optimizer may also distribute its parameters over all ranks and gather the updates (Muon). Inside the
 `step` of a wrapped optimizer, it does so over the replicas of a stage (`replica_collectives`).
@@ -59,16 +59,7 @@ def is_coupled(
     arguments: Arguments = ((), {}),
     if_unknown: bool = False,
 ) -> bool:
-    """Whether an optimizer's updates need all parameters, where this rank has some; tried once.
-
-    Args:
-        optimizer: the script's own.
-        method: by which it changes parameters.
-        groups: the parameters of its groups on all ranks, so that all find the same; None for those it has.
-        arguments: of the method.
-        if_unknown: what is to be said of `step` where it cannot be tried. Another method is taken for
-            what those are that could be tried.
-    """
+    """Whether an optimizer's updates need all parameters, where this rank has some; tried once."""
     if not is_initialized() or context().mesh.pipeline == 1:
         return False
     if getattr(optimizer, "sums_over_stages", False) or _is_known(optimizer):
@@ -80,22 +71,15 @@ def is_coupled(
         return any(other.couples for other in _tried[optimizer].values())
     if optimizer not in _untried:
         _untried.add(optimizer)
-        if context().rank == 0:
+        if context().rank == 0 and not if_unknown:
             log.warning(
-                "%s could not be tried on small parameters (%s), and %s.",
+                "%s could not be tried on small parameters (%s), and is taken for an optimizer that treats "
+                "each parameter by itself. If it needs all of them, for a norm or a step size, it is wrong "
+                "over the stages of a pipeline: train by replicas alone then (pipeline_parallel_degree 1).",
                 type(optimizer).__name__,
                 found.problem,
-                _RUN_OVER_ALL if if_unknown else _TAKEN_FOR_HARMLESS,
             )
     return if_unknown
-
-
-_RUN_OVER_ALL = "is run over the parameters of all stages: that is right for any, and takes longer"
-_TAKEN_FOR_HARMLESS = (
-    "is taken for an optimizer that treats each parameter by itself. If it needs all of them, for a norm or "
-    "a step size, it is wrong over the stages of a pipeline: train by replicas alone then "
-    "(pipeline_parallel_degree 1)"
-)
 
 
 def _trial_of(
@@ -112,12 +96,7 @@ def _trial_of(
 
 
 def coupled_around(optimizer: Optimizer, frame: FrameType | None) -> Optimizer | None:
-    """Another optimizer in whose methods this one steps, if its updates need all parameters.
-
-    Args:
-        optimizer: steps, for the first time, and is not wrapped.
-        frame: of what calls it.
-    """
+    """Another optimizer in whose methods this one steps, if its updates need all parameters."""
     while frame is not None:
         names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
         caller = frame.f_locals.get(names[0]) if names else None
@@ -128,35 +107,27 @@ def coupled_around(optimizer: Optimizer, frame: FrameType | None) -> Optimizer |
     return None
 
 
-def refuse_coupling(optimizer: Optimizer, because: str, remedy: str) -> NoReturn:
-    """Refuses an optimizer that `is_coupled` over stages.
-
-    Args:
-        optimizer: the script's own.
-        because: why this cannot be done here, as a sentence.
-        remedy: another.
-
-    Raises:
-        UsageError: always, on all ranks alike.
-    """
+def refuse_coupling(optimizer: Optimizer, remedy: str = "") -> NoReturn:
+    """Refuses an optimizer that `is_coupled` over stages; on all ranks alike."""
+    name = type(optimizer).__name__
+    tried = _tried.get(optimizer, {}).get("step")
+    what = f"{name} updates each parameter by what it knows of all (or draws random numbers for each in turn)"
+    if tried is not None and tried.problem:
+        what = f"{name} could not be tried on small parameters ({tried.problem}), and may need all of them"
     raise UsageError(
-        f"{type(optimizer).__name__} updates each parameter by what it knows of all (or draws random "
-        "numbers for one after the other), and each rank of a pipeline has those of its own stages: it would "
-        "make other updates than for the whole model. "
-        f"{because} {remedy}"
+        f"{what}, and each rank of a pipeline has those of its own stages: it would make other updates than "
+        "for the whole model. "
+        + (
+            remedy
+            or "Train by replicas, by sharded_data_parallel_degree or by tensor_parallel_degree, without "
+            "stages (pipeline_parallel_degree 1), or with an optimizer that treats each parameter by itself; "
+            f"if this one does, or sums over the ranks, say so: set sums_over_stages = True on {name}."
+        )
     )
 
 
 def refuse_parts_of_the_world(optimizer: Optimizer, *, wrapped: bool) -> None:
-    """Refuses an optimizer that deals its work out to all ranks, where these have other parameters.
-
-    Args:
-        optimizer: the script's own.
-        wrapped: its collectives go over the ranks with the same parameters.
-
-    Raises:
-        UsageError: it would get the parameters of other stages, or parts of them.
-    """
+    """Refuses an optimizer that deals its work out to all ranks, where these have other parameters."""
     mesh = context().mesh if is_initialized() else None
     if mesh is None or max(mesh.pipeline, mesh.shard, mesh.share) == 1:
         return

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -118,7 +118,7 @@ class DistributedOptimizer(Optimizer):
             raise AttributeError(name)
         found = getattr(self.optimizer, name)
         if inspect.ismethod(found) and not hasattr(Optimizer, name) and has_stages():
-            return self._over_stages.method(name, found)  # first_step() of SAM changes parameters
+            return self._over_stages.method(name, found)
         return found
 
     def __repr__(self) -> str:
@@ -136,10 +136,9 @@ class DistributedOptimizer(Optimizer):
         refuse_inside_step("optimizer.step() is called", _REMEDY)
         if leaves_update_out():
             return None
-        over_stages: AbstractContextManager[None] = nullcontext()
         if not self.sees_rows:
             refuse_parts_of_the_world(self.optimizer, wrapped=True)
-            over_stages = self._over_stages.around_step()
+            self._over_stages.refuse_coupled_step()
         scaler = self._scaler
         if scaler is not None and not scaler.begin_update():
             return None
@@ -151,7 +150,6 @@ class DistributedOptimizer(Optimizer):
             self._lent_to_scaler(),
             self._own_rows(),
             self._own_parts(),
-            over_stages,
             stepping(),
             nullcontext() if self.sees_rows else over_replicas(sends=True, axes="dp_replicate"),
         ):
@@ -202,11 +200,7 @@ class DistributedOptimizer(Optimizer):
 
     @contextmanager
     def _own_parts(self) -> Iterator[None]:
-        """Shows the wrapped optimizer the parts that it updates on this rank, where replicas share its work.
-
-        Raises:
-            UsageError: it must see whole parameters.
-        """
+        """Shows the wrapped optimizer the parts that it updates on this rank."""
         model = wrapped_model()
         parts = None if model is None else model.replicas.updated_parts
         if model is None or parts is None:

@@ -11,15 +11,7 @@ __all__ = ["refuse_foreign_parameters"]
 
 
 def refuse_foreign_parameters(own: Sequence[nn.Parameter], parameters: Iterable[nn.Parameter]) -> None:
-    """Refuses an optimizer of another model, or of a copy; on several ranks, of more than the model.
-
-    Args:
-        own: the optimizer's.
-        parameters: those of the model that was wrapped, before any rank has given up its part.
-
-    Raises:
-        UsageError: none of these is in the optimizer, or others are, which no rank could train alone.
-    """
+    """Refuses an optimizer of another model, or of a copy; on several ranks, of more than the model."""
     of_model = {id(parameter) for parameter in parameters}
     others = [parameter for parameter in own if id(parameter) not in of_model]
     if own and len(others) == len(own):

@@ -17,14 +17,6 @@ def state_by_name(
     >>> groups = [{"lr": 0.1, "params": [0, 1]}]
     >>> state_by_name({"state": {0: "of a", 1: "of b"}, "param_groups": groups}, ["a", "b"], [["b"]])
     {'state': {0: 'of b'}, 'param_groups': [{'lr': 0.1, 'params': [0]}]}
-
-    Args:
-        saved: from the ``state_dict`` of an optimizer.
-        theirs: names of the parameters in it, in order.
-        mine: for each group here the names of its parameters.
-
-    Returns:
-        None where one of them is not in it, or in another group.
     """
     groups: list[dict[str, Any]] = saved["param_groups"]
     numbers = [(place, number) for place, group in enumerate(groups) for number in group["params"]]

@@ -133,16 +133,7 @@ def _steps_of_copy(
     *,
     others: float,
 ) -> tuple[list[dict[str, Any]], bool]:
-    """The first parameter and the numbers of each group, after steps of a copy; and whether that draws.
-
-    Args:
-        optimizer: of which a copy is made.
-        method: called in each step.
-        firsts: the first parameter of each group.
-        dtype: of the parameters.
-        arguments: of the method; None for a closure that computes gradients.
-        others: how far the gradients of the other parameters keep to a direction, in every step.
-    """
+    """The first parameter and the numbers of each group, after steps of a copy; and whether that draws."""
     torch.manual_seed(0)
     groups = [
         _small_group(group, like, dtype) for group, like in zip(optimizer.param_groups, firsts, strict=True)
@@ -194,10 +185,6 @@ def _small_copy(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Any:
 
     What cannot be copied it lacks, and what has parameters of the model, but for lists of them, so that
     nothing it does reaches the script's own.
-
-    Args:
-        optimizer: the script's own.
-        groups: with small parameters.
     """
     places = {id(p): place for place, group in enumerate(optimizer.param_groups) for p in group["params"]}
     made = object.__new__(type(optimizer))
@@ -229,13 +216,7 @@ def _small_copy(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Any:
 def _groups_of_inner(
     inner: Optimizer, outer: Optimizer, groups: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Groups with small parameters for an optimizer inside of another one, which may share them.
-
-    Args:
-        inner: the script's own.
-        outer: has it in an attribute.
-        groups: small ones of `outer`.
-    """
+    """Groups with small parameters for an optimizer inside of another one, which may share them."""
     found = []
     for group in inner.param_groups:
         own = {id(parameter) for parameter in group["params"]}

@@ -29,14 +29,7 @@ def part_of_state() -> dict[str, int]:
 
 
 def refuse_other_part(theirs: dict[str, int] | None) -> None:
-    """Refuses a state that another rank has saved.
-
-    Args:
-        theirs: what `part_of_state` was there.
-
-    Raises:
-        UsageError: it is another part than this rank's.
-    """
+    """Refuses a state that another rank has saved."""
     mine = part_of_state()
     if theirs and mine and theirs != mine:
         raise UsageError(

@@ -35,11 +35,7 @@ class _Part(NamedTuple):
 
 
 def as_parts(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state with this rank's parts in the place of tensors that ranks share.
-
-    Args:
-        state: in PyTorch's format.
-    """
+    """A state with this rank's parts in the place of tensors that ranks share."""
     found: dict[Any, Any] = {}
     cuts: dict[Any, dict[Any, str]] = {}
     num_ranks: dict[Any, int] = {}
@@ -59,12 +55,7 @@ def as_parts(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parts_entry(cuts: Mapping[Any, Any], num_ranks: Mapping[Any, int] | None = None) -> dict[str, Any]:
-    """What a state with parts says of them, under `PARTS`: whose they are, and how ranks share the wholes.
-
-    Args:
-        cuts: as texts, by the names or numbers of what is cut.
-        num_ranks: that share each; None: all those with other parts of this stage.
-    """
+    """What a state with parts says of them, under `PARTS`: whose they are, and how ranks share the wholes."""
     run = context()
     found = {"rank": run.part_rank, "ranks": run.num_parts, "cuts": cuts}
     fewer = {number: each for number, each in (num_ranks or {}).items() if each != run.num_parts}
@@ -72,15 +63,7 @@ def parts_entry(cuts: Mapping[Any, Any], num_ranks: Mapping[Any, int] | None = N
 
 
 def with_cuts(state: Mapping[str, Any], parts: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The same state, whose parts know how they are cut.
-
-    Args:
-        state: from `as_parts`, without the entry `PARTS`.
-        parts: that entry; None for a state of whole tensors.
-
-    Raises:
-        UsageError: it is of another rank, or of other numbers of ranks.
-    """
+    """The same state, whose parts know how they are cut."""
     if not parts:
         return dict(state)
     here = (context().part_rank, context().num_parts) if is_initialized() else (0, 1)
@@ -103,12 +86,7 @@ def with_cuts(state: Mapping[str, Any], parts: Mapping[str, Any] | None) -> dict
 
 
 def placed(state: Mapping[str, Any], parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
-    """The same state, shared like the parameters; collective over the ranks that share some.
-
-    Args:
-        state: from `with_cuts`.
-        parameters: in the order of its groups.
-    """
+    """The same state, shared like the parameters; collective over the ranks that share some."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     found = dict(state["state"])
     for number, parameter in zip(numbers, parameters, strict=False):

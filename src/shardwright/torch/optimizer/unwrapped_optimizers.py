@@ -94,7 +94,6 @@ def _look_at(optimizer: Optimizer) -> None:
     own = {id(parameter) for parameter in model.get_module().parameters()}
     found = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own]
     if not found:
-        model.step_end.updates.note_other(optimizer)
         return
     is_first = model.step_end.note(optimizer)
     if type(optimizer) not in ELEMENTWISE:
@@ -102,13 +101,7 @@ def _look_at(optimizer: Optimizer) -> None:
     is_joint = type(optimizer) not in ELEMENTWISE and is_coupled(optimizer)
     needs_all = optimizer if is_joint else coupled_around(optimizer, sys._getframe(1)) if is_first else None
     if needs_all is not None:
-        refuse_coupling(
-            needs_all,
-            "It is not wrapped.",
-            ADVICE_FOR_CLOSURES
-            if needs_closure(needs_all)
-            else "Wrap it: optimizer = sw.DistributedOptimizer(optimizer). Then it runs over all stages.",
-        )
+        refuse_coupling(needs_all, ADVICE_FOR_CLOSURES if needs_closure(needs_all) else "")
     if leaves_update_out():
         for parameter in found:
             parameter.grad = None  # which leaves it as it is

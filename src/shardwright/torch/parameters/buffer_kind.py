@@ -20,12 +20,7 @@ __all__ = ["BufferKind", "first_kinds"]
 
 @dataclass(frozen=True, slots=True)
 class BufferKind:
-    """The form of a buffer.
-
-    Attributes:
-        shape: of the tensor.
-        dtype: of the tensor.
-    """
+    """The form of a buffer."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

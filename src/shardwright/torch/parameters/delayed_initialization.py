@@ -100,11 +100,7 @@ def copy_recorded(tensor: Tensor) -> Tensor | None:
 
 
 def refuse_half_built(module: nn.Module) -> None:
-    """Refuses a model inside of the ``with`` statement in which it is built.
-
-    Raises:
-        UsageError: it is wrapped there.
-    """
+    """Refuses a model inside of the ``with`` statement in which it is built."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DelayedTensor):
             raise UsageError(

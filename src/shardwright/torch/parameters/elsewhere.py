@@ -27,11 +27,7 @@ __all__ = ["Elsewhere"]
 
 
 class Elsewhere:
-    """The tensors of other ranks that a module finds in its parts.
-
-    Args:
-        device: where other ranks have them.
-    """
+    """The tensors of other ranks that a module finds in its parts."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -51,12 +47,7 @@ class Elsewhere:
 
 
 class _Memory:
-    """The memory of a stand-in and of its views: there from when it is filled until another one is.
-
-    Args:
-        place: all of them.
-        device: of the memory.
-    """
+    """The memory of a stand-in and of its views: there from when it is filled until another one is."""
 
     def __init__(self, place: Elsewhere, device: torch.device):
         self.content: Tensor | None = None  # all of it, in one dimension

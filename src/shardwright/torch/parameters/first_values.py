@@ -18,13 +18,7 @@ Initialise = Callable[[nn.Module], Any]
 
 
 def initialise(module: nn.Module, above: Sequence[nn.Module], extra: Initialise | None = None) -> None:
-    """Has a module fill the parameters and buffers that are registered on it.
-
-    Args:
-        module: what holds them.
-        above: the modules that it is in, itself included, innermost first.
-        extra: a function of the user's, called last.
-    """
+    """Has a module fill the parameters and buffers that are registered on it."""
     for name in ("reset_parameters", "_reset_parameters"):
         method = getattr(module, name, None)
         if callable(method):

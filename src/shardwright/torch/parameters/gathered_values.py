@@ -31,15 +31,6 @@ def gathered_values(
 
         rank 0 holds q     q            q, k      k.lerp_(q, 0.1)      q
         rank 1 holds k     k            q, k      k.lerp_(q, 0.1)      k, as it is now
-
-    Args:
-        module: the user's module.
-        residency: who holds what.
-        context: the run.
-        parts: modules, parameters or buffers; all of the model if there are none.
-
-    Raises:
-        UsageError: one of them is not in the model.
     """
     named = dict((*module.named_parameters(), *module.named_buffers()))
     wanted = _wanted(parts, {id(tensor): name for name, tensor in named.items()}) if parts else named.keys()

@@ -23,11 +23,7 @@ _SMALL = 2**14
 
 
 class _Place:
-    """A tensor, as a part of some memory.
-
-    Args:
-        tensor: on the meta device.
-    """
+    """A tensor, as a part of some memory."""
 
     __slots__ = ("dtype", "offset", "size", "storage", "stride")
 
@@ -90,7 +86,6 @@ class _Operation:
     """Something that was done.
 
     Attributes:
-        function: what.
         arguments: (args, kwargs), with places of recorded tensors.
         results: what it gave that is recorded: (position among the results, its place).
         touched: memories that it reads or writes.

@@ -63,11 +63,7 @@ def set_partition(module: nn.Module, rank: int) -> None:
 
 
 def rank_of(module: nn.Module) -> int | None:
-    """The pipeline rank on which the user placed this very module, if so.
-
-    Raises:
-        UsageError: there is no such pipeline rank: it was placed for a run with more.
-    """
+    """The pipeline rank on which the user placed this very module, if so."""
     rank: int | None = vars(module).get(_PIN)
     if rank is not None:
         _check(rank)

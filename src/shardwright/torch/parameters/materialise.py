@@ -51,11 +51,6 @@ class Materialiser:
     """Turns tensors of a model from the meta device into real ones, where they are needed.
 
     Tensors keep their identity: optimizers, ties and variables of the script refer to the real ones then.
-
-    Args:
-        model: any module; nothing happens to what is not on the meta device.
-        device: where memory is taken.
-        initialize: called with each module that gets values, after its own methods.
     """
 
     def __init__(self, model: nn.Module, *, device: torch.device, initialize: Initialise | None = None):
@@ -77,33 +72,18 @@ class Materialiser:
         return any(tensor.is_meta for tensor in _tensors(self._model))
 
     def check(self) -> None:
-        """Refuses modules for which nobody knows first values, before memory is taken.
-
-        Raises:
-            UsageError: one or more modules; the message says what to do.
-        """
+        """Refuses modules for which nobody knows first values, before memory is taken."""
         if self._initialize is None:
             _refuse(unknown_values(self._model))
 
     def everything(self, *, but: Collection[str] = ()) -> None:
-        """Gives memory and values to the whole model.
-
-        Args:
-            but: first names of parameters that wait.
-        """
+        """Gives memory and values to the whole model."""
         waiting = {id(p) for name, p in self._model.named_parameters() if name in but}
         wanted = {id(tensor) for tensor in _tensors(self._model)}
         self._materialise(wanted - waiting, whole_modules=True)
 
     def named(self, names: Collection[str], unit_map: UnitMap, *, then: Then = _NOTHING) -> None:
-        """Gives memory and values to parameters and buffers.
-
-        Args:
-            names: their first names.
-            unit_map: of the model.
-            then: what to call with parameters as soon as they have values, by their identity: it leaves this
-                rank a part.
-        """
+        """Gives memory and values to parameters and buffers."""
         wanted = set(names)
         self._materialise(
             {i for i, name in unit_map.parameters.items() if name in wanted}, whole_modules=True, then=then

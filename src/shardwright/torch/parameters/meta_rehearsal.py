@@ -24,8 +24,6 @@ class Unknown:
 
     Attributes:
         name: where it is in the model.
-        class_name: of the module.
-        missing: names of the tensors.
     """
 
     name: str

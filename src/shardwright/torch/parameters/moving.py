@@ -14,10 +14,6 @@ def move_to(model: nn.Module, device: torch.device) -> None:
     """Moves the parameters and buffers whose values this rank has; the script's references to them hold.
 
     `nn.Module.to` would touch those of other ranks, and make new buffers.
-
-    Args:
-        model: the whole model; tensors on the meta device, and those of other ranks, stay as they are.
-        device: where this rank computes.
     """
     moved = set()
     for tensor in itertools.chain(model.parameters(), model.buffers()):

@@ -17,13 +17,7 @@ Arrive = Callable[[Any], None]
 
 
 class _WatchedParameters(dict[str, Any]):
-    """The parameters of a module, of which some may be still to come.
-
-    Args:
-        plain: the parameters.
-        to_come: id of a parameter -> what `arrive` is to be called with; empty most of the time.
-        arrive: waits for it.
-    """
+    """The parameters of a module, of which some may be still to come."""
 
     def __init__(self, plain: MutableMapping[str, Any], to_come: dict[int, Any], arrive: Arrive):
         super().__init__(plain)
@@ -58,12 +52,6 @@ class _WatchedParameters(dict[str, Any]):
 
 
 def watch_parameters(module: nn.Module, to_come: dict[int, Any], arrive: Arrive) -> None:
-    """Has a module wait for its parameters.
-
-    Args:
-        module: the module, without those inside.
-        to_come: id of a parameter -> what `arrive` is to be called with.
-        arrive: waits for it, and takes it out of `to_come`.
-    """
+    """Has a module wait for its parameters."""
     if module._parameters:
         module.__dict__["_parameters"] = _WatchedParameters(module._parameters, to_come, arrive)

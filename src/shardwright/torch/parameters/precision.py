@@ -39,11 +39,7 @@ def low_precision(config: Config) -> torch.dtype | None:
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts parameters and buffers, which stay the same objects, and has gradients come in float32.
-
-    Raises:
-        UsageError: some are complex, and would lose their imaginary parts.
-    """
+    """Casts parameters and buffers, which stay the same objects, and has gradients come in float32."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_complex():
             raise UsageError(

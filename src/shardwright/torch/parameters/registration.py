@@ -97,13 +97,6 @@ def agree_on_registration(model: nn.Module, context: Context) -> None:
 
     Where that is another one, first values were drawn in another order, too: ranks of a pipeline take those
     of the first one.
-
-    Args:
-        model: before anything of it is exchanged.
-        context: the run.
-
-    Raises:
-        UsageError: the model has other parts on another rank; on all ranks.
     """
     if context.links.world is None:
         return

@@ -14,7 +14,7 @@ import copy
 import functools
 import sys
 from collections.abc import Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -43,12 +43,10 @@ class RemoteTensor(torch.Tensor):
     Attributes:
         first_name: of the parameter or buffer.
         holders: the ranks of this replica that have its values, ascending.
-        told_device: what a script is told that asks where it is; None for the truth, the meta device.
     """
 
     first_name: str
     holders: tuple[int, ...]
-    told_device: ClassVar[torch.device | None] = None
 
     # What is asked in every iteration (`grad`, `requires_grad`) is answered without a detour through Python.
     __torch_function__ = disabled_torch_function
@@ -91,12 +89,6 @@ class RemoteTensor(torch.Tensor):
         return vars(self).get(RELEASED) or torch.device("cpu")
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """The device that it claims to be on."""
-        device: torch.device = self.told_device or Tensor.device.__get__(self)
-        return device
-
-    @property
     def is_meta(self) -> bool:  # type: ignore[override]
         """Whether it is without values.
 
@@ -107,22 +99,6 @@ class RemoteTensor(torch.Tensor):
             return False
         is_meta: bool = Tensor.is_meta.__get__(self)  # type: ignore[attr-defined]
         return is_meta
-
-    @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
-        """Whether that is a GPU of CUDA."""
-        return self.device.type == "cuda"
-
-    def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-        """Another type, or the name of this one."""
-        if dtype is None:
-            return torch.empty(0, dtype=self.dtype, device=self.device).type()
-        return super().type(dtype, non_blocking, **kwargs)
-
-    def __format__(self, format_spec: str) -> str:
-        if self.dim() == 0 and self.told_device is not None:  # its holder reads it, too
-            return format(self.item(), format_spec)
-        return object.__format__(self, format_spec)
 
     def __mul__(self, other: Any) -> Any:
         if other is None:  # p * p.grad, as AdaLoRA and pruning have it
@@ -159,11 +135,7 @@ class RemoteTensor(torch.Tensor):
         )
 
     def refuse(self) -> NoReturn:
-        """Refuses what cannot be done without values.
-
-        Raises:
-            UsageError: always.
-        """
+        """Refuses what cannot be done without values."""
         raise UsageError(
             f"{user_line()}: this needs the values of {self.first_name}, which are on rank {self._where} and "
             "not here, because the model is spread over stages. For an average of the weights (EMA, SWA), a "
@@ -195,14 +167,7 @@ class RemoteTensor(torch.Tensor):
 
 
 def make_remote(tensor: Tensor, first_name: str, holders: Sequence[int], *, device: torch.device) -> None:
-    """Makes a parameter or buffer remote: the same object without values; frees its memory.
-
-    Args:
-        tensor: has values, or is on the meta device.
-        first_name: its name.
-        holders: the ranks of this replica that keep it.
-        device: on which it would be here.
-    """
+    """Makes a parameter or buffer remote: the same object without values; frees its memory."""
     remote = RemoteTensor(_as_meta(tensor), first_name, holders).requires_grad_(tensor.requires_grad)
     attributes = vars(remote)
     if isinstance(tensor, nn.Parameter):
@@ -220,18 +185,7 @@ def _as_meta(tensor: Tensor) -> Tensor:
 def without_values(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str, holders: Sequence[int]
 ) -> Any:
-    """The result of an operation without values: stand-ins; changed tensors stay as they are.
-
-    Args:
-        func: the operator.
-        args: tensors with values are taken for ones without.
-        kwargs: likewise.
-        name: of the parameter or buffer from which the results come.
-        holders: the ranks that have its values.
-
-    Raises:
-        NotImplementedError: it needs values.
-    """
+    """The result of an operation without values: stand-ins; changed tensors stay as they are."""
     changed = _changed(func, args, kwargs)
     if changed:
         return changed[0] if func._schema.returns else None

@@ -75,14 +75,6 @@ def release_remote(
     """Leaves every parameter and buffer that this rank does not hold without values, and frees its memory.
 
     They stay the same objects, also in lists and optimizers of the script, and so do its views of them.
-
-    Args:
-        model: the whole model.
-        residency: who holds what.
-        names: id of a parameter or buffer -> first name.
-        rank: this pipeline rank.
-        world_ranks: ranks of this replica, by pipeline rank.
-        device: where this rank computes.
     """
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     given_up = {key: names[key] for key in tensors if rank not in residency.ranks[names[key]]}
@@ -103,11 +95,7 @@ def _views_of_script(memories: Collection[int]) -> list[Tensor]:
 
 
 def refuse_released(model: nn.Module) -> None:
-    """Refuses a model of which an earlier run has left a part on each rank.
-
-    Raises:
-        UsageError: it would get first values where other ranks have trained ones.
-    """
+    """Refuses a model of which an earlier run has left a part on each rank."""
     released = [
         name
         for name, tensor in (*model.named_parameters(), *model.named_buffers())

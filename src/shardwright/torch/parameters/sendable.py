@@ -26,15 +26,7 @@ _OF_GLOO = frozenset(
 
 
 def refuse_unsendable(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Refuses a model with a type that the replicas' process group cannot send.
-
-    Args:
-        module: the model.
-        group: of the replicas; None for a single one.
-
-    Raises:
-        UsageError: gloo lacks the type of a parameter or buffer; Shardwright's collectives have all.
-    """
+    """Refuses a model with a type that the replicas' process group cannot send."""
     if group is None or dist.get_backend(group) != "gloo":
         return
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):

@@ -7,12 +7,7 @@ __all__ = ["can_be_sharded"]
 
 
 def can_be_sharded(parameter: Tensor, *, threshold: int) -> bool:
-    """Whether a parameter is cut, or left whole on every rank.
-
-    Args:
-        parameter: of the model.
-        threshold: elements below which it is left whole.
-    """
+    """Whether a parameter is cut, or left whole on every rank."""
     return (
         parameter.dim() > 0
         and parameter.numel() >= max(threshold, 1)

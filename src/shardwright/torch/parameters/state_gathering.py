@@ -22,18 +22,6 @@ def gather_state(
 
     Parameters and buffers come from the rank that holds them. Anything else, such as a module's extra state
     or what was registered after the first step, comes from the rank that runs the module around it.
-
-    Args:
-        state: the `state_dict` of this rank.
-        module: the user's module.
-        residency: who holds what.
-        context: the run.
-
-    Returns:
-        A copy: training on does not change it.
-
-    Raises:
-        UsageError: it has parameters or buffers of other ranks under names that these do not know.
     """
     sources = _Sources(state, module, residency, context)
     full: dict[str, Any] = type(state)()
@@ -62,12 +50,6 @@ def gather_state(
 
 class _Sources:
     """The rank, shape and type of each tensor's source: a forward may have given a buffer others.
-
-    Args:
-        state: the `state_dict` of this rank.
-        module: the user's module.
-        residency: who holds what.
-        context: the run.
 
     Attributes:
         order: all names, as a plain model has them.

@@ -24,12 +24,7 @@ __all__ = ["SynchronisedNorms"]
 
 
 class SynchronisedNorms:
-    """The synchronised batch norms of a model.
-
-    Args:
-        context: the run.
-        model: the whole one, the same on every rank.
-    """
+    """The synchronised batch norms of a model."""
 
     def __init__(self, context: Context, model: nn.Module):
         self._context = context

@@ -19,7 +19,6 @@ class UnitMap:
     """Units and parameters of a model by identity, with their names.
 
     Attributes:
-        model: the whole model.
         units: id of the module -> name of the unit.
         modules: name of the unit -> module.
         parameters: id of a parameter or buffer -> its first name.
@@ -34,11 +33,7 @@ class UnitMap:
 
     @classmethod
     def of(cls, model: nn.Module, unit_names: Sequence[str]) -> "UnitMap":
-        """Looks units up by name.
-
-        Raises:
-            TraceError: a parameter or buffer is sparse.
-        """
+        """Looks units up by name."""
         return cls._with(model, {name: model.get_submodule(name) for name in unit_names})
 
     def with_new_tensors(self) -> "UnitMap":
@@ -82,11 +77,7 @@ class UnitMap:
 
 
 def refuse_unknown_units(model: nn.Module, names: Sequence[str]) -> None:
-    """Refuses a plan with units that are no modules of this model; `Plan.check` compares the others.
-
-    Raises:
-        StalePlanError: it has some.
-    """
+    """Refuses a plan with units that are no modules of this model; `Plan.check` compares the others."""
     known = dict(model.named_modules(remove_duplicate=False))
     missing = [name for name in names if name not in known]
     if missing:

@@ -49,7 +49,6 @@ class KeptOtherwise:
     """The calls of units whose activations are not kept as they are, by label.
 
     Attributes:
-        recompute: those that are recomputed.
         offload: those that offload what they keep.
     """
 
@@ -64,7 +63,6 @@ class Instruction:
     Attributes:
         step: of the trace: what is called, and what other ranks return for it.
         place: on this rank, on another, or on all.
-        stage: home of the node.
         flow: where its tensors come from, and which are kept.
         recompute: drop its activations, and compute them again in the backward.
         divided: ranks share parameters that it uses, or tensors between units; what it gives others is placed
@@ -112,18 +110,7 @@ def instructions_of(
     cuts_between: bool,
     tails: Mapping[int, DividedTail],
 ) -> list[Instruction]:
-    """Makes the instructions, one for each step of a trace.
-
-    Args:
-        trace: the traced step function.
-        dataflow: what becomes of its values.
-        assignment: where its nodes run.
-        rank: this pipeline rank.
-        kept: calls whose activations are not kept as they are.
-        divided: names of the parameters of which this rank has a part.
-        cuts_between: tensors between units may be cut.
-        tails: operations that compute on parts of what units give, by the nodes of these.
-    """
+    """Makes the instructions, one for each step of a trace."""
     divided_nodes, staying = _divided(trace, divided, tails)
     if cuts_between:
         divided_nodes = set(range(len(trace.graph.nodes)))

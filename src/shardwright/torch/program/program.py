@@ -56,8 +56,6 @@ class Program:
         instructions: one for each step of the trace.
         rank: the pipeline rank of this program.
         stages: the stages of this rank, ascending.
-        stage_ranks: stage -> pipeline rank.
-        home_of: value -> home stage.
         crossings: (source, target) -> values, for all ranks.
         gradients: (target, source) -> values whose gradients go back.
         flops: of the forward, all stages together.
@@ -133,16 +131,7 @@ def build_program(
     divided: frozenset[str] = frozenset(),
     boundary: Boundary | None = None,
 ) -> Program:
-    """Makes the program: what a rank computes, sends and receives.
-
-    Args:
-        trace: the traced step function.
-        assignment: where each of its nodes runs.
-        rank: this pipeline rank.
-        kept: calls whose activations are not kept as they are.
-        divided: names of the parameters of which this rank has a part.
-        boundary: places what ranks share; None where they share nothing.
-    """
+    """Makes the program: what a rank computes, sends and receives."""
     graph = trace.graph
     homes, stage_ranks = assignment.homes, assignment.stage_ranks
     home_of = tuple(homes[value.producer] for value in graph.values)

@@ -35,12 +35,7 @@ _BY_VALUE = frozenset(
 
 
 def signature_of(part: Batch, *, but_numbers: bool = False) -> Hashable:
-    """Equal for microbatches that differ in the values of their tensors alone.
-
-    Args:
-        part: a microbatch.
-        but_numbers: equal also for those that differ in their numbers, but not in the types of these.
-    """
+    """Equal for microbatches that differ in the values of their tensors alone."""
     items, structure = part.leaves, part.structure
     if but_numbers:
         numbers = numbers_among(items, structure)
@@ -133,9 +128,6 @@ class ProgramCache:
 
     A program holds for its path alone, even if another one has the same graph: values that Python read may
     be in it, as the place of a view, the size of a random draw, or a number that a unit passes on.
-
-    Args:
-        warns: this rank tells of what takes time.
     """
 
     def __init__(self, *, warns: bool = True) -> None:
@@ -147,12 +139,7 @@ class ProgramCache:
         self._warned_of_numbers = False
 
     def find(self, part: Batch, circumstances: Hashable) -> Program | None:
-        """The program of a microbatch; None if it must be traced.
-
-        Args:
-            part: its arguments.
-            circumstances: what else a program depends on: the step function, settings, attributes.
-        """
+        """The program of a microbatch; None if it must be traced."""
         found = _find(self._entries, (signature_of(part), circumstances), part)
         if found is None and self._general:
             general = signature_of(part, but_numbers=True), circumstances
@@ -183,17 +170,7 @@ class ProgramCache:
         numbers: NumberPath | None = None,
         where: str = "",
     ) -> None:
-        """Keeps the program of a trace for all microbatches that take its path.
-
-        Args:
-            part: arguments of the microbatch.
-            circumstances: see `find`.
-            trace: the trace.
-            program: made of it.
-            watched: it was tried with watched numbers.
-            numbers: for which numbers it holds; None for those of this microbatch alone.
-            where: the line of the step function, for messages.
-        """
+        """Keeps the program of a trace for all microbatches that take its path."""
         if trace.path is None:
             if self._warns and not self._warned:
                 log.warning(

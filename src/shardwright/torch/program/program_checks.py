@@ -13,17 +13,7 @@ __all__ = ["check_trace", "pauses_of"]
 def check_trace(
     trace: Trace, homes: Sequence[int], home_of: Sequence[int], stage_ranks: Sequence[int]
 ) -> None:
-    """Refuses a step function that stages would compute otherwise than one process.
-
-    Args:
-        trace: of the step function.
-        homes: home stage of each node.
-        home_of: home stage of each value.
-        stage_ranks: pipeline rank of each stage.
-
-    Raises:
-        TraceError: it is one; the line and the remedy are named.
-    """
+    """Refuses a step function that stages would compute otherwise than one process."""
     _check_after_backward(trace, homes, home_of)
     if len(stage_ranks) > 1:
         _check_lasting_tensors(trace)
@@ -118,11 +108,7 @@ def _check_attributes(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[
 
 
 def _check_python_draws(trace: Trace, homes: Sequence[int], stage_ranks: Sequence[int]) -> None:
-    """Refuses draws of Python and NumPy that ranks would not make in the same order.
-
-    Raises:
-        TraceError: between them some rank leaves a microbatch for others, or units draw as well.
-    """
+    """Refuses draws of Python and NumPy that ranks would not make in the same order."""
     places = {
         (rank, sum(pause < place for pause in pauses_of(trace, homes, stage_ranks, rank)))
         for rank in set(stage_ranks)

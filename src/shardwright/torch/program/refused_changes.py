@@ -19,15 +19,7 @@ __all__ = ["refusing_changes"]
 def refusing_changes(
     call: Callable[..., Any], unit: nn.Module, allowed: frozenset[int], *, line: str, microbatch: int
 ) -> Callable[..., Any]:
-    """Has a call of a unit raise where it changes other arguments than those allowed.
-
-    Args:
-        call: calls the unit.
-        unit: the unit.
-        allowed: positions of the arguments that it may change.
-        line: where it is called.
-        microbatch: which one.
-    """
+    """Has a call of a unit raise where it changes other arguments than those allowed."""
 
     def refusal() -> TraceMismatchError:
         return TraceMismatchError(

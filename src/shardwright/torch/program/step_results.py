@@ -34,17 +34,7 @@ def leave_stand_ins(unit: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any
 def given_back(
     result: StepResult, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_free: Callable[[Any], bool]
 ) -> dict[int, Any]:
-    """The arguments that a step gives back as they are, but for tensors of this rank.
-
-    Args:
-        result: of the step, in the trace.
-        args: what it is given.
-        kwargs: what it is given by name.
-        is_free: tells whether every rank has an item.
-
-    Returns:
-        Position in the result -> free item, or stand-in for a tensor of another stage.
-    """
+    """The arguments that a step gives back as they are, but for tensors of this rank."""
     if not result.passed:
         return {}
     items = flatten((args, kwargs))[0]

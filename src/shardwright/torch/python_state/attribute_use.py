@@ -65,9 +65,7 @@ class AttributeUse:
 
     Attributes:
         module: whose attribute it is; also an object or a dictionary that a module holds.
-        key: its name.
         name: how an error calls it.
-        accesses: in order.
         carries_tensor: it holds a tensor of the graph when the microbatch ends.
         read_late: it is used behind ``backward``.
         in_place: it holds tensors whose values change.
@@ -95,13 +93,7 @@ class AttributeUse:
 
 
 class AttributeUses:
-    """Sees how some attributes are used.
-
-    Args:
-        places: which.
-        position: tells where the trace is.
-        rehearses: tells whether a call runs that the step function does not make.
-    """
+    """Sees how some attributes are used."""
 
     def __init__(
         self, places: Sequence[Slot], position: Callable[[], float], *, rehearses: Callable[[], bool]
@@ -118,21 +110,12 @@ class AttributeUses:
                     self._tensors.setdefault(id(item), []).append((seen, key))
 
     def look(self, *, inside: bool = False) -> None:
-        """Looks what has changed since the last time; before every step.
-
-        Args:
-            inside: a unit has just ended, and may have changed it.
-        """
+        """Looks what has changed since the last time; before every step."""
         for seen in self._slots.values():
             seen.look(self._position(), inside=inside)
 
     def used(self, items: Iterable[Any], *, inside: bool = False) -> None:
-        """Records what an operation is given.
-
-        Args:
-            items: leaves of its arguments.
-            inside: it runs inside of a unit; else between units, or it is a unit.
-        """
+        """Records what an operation is given."""
         for item in items if self._tensors else ():
             for seen, key in self._tensors.get(id(item), ()):
                 seen.from_glue = seen.from_glue or not inside
@@ -179,12 +162,7 @@ class AttributeUses:
         seen.accesses.append((Access(self._position() + 0.5 * inside, writes, user_line()), is_lookup))
 
     def uses(self, model: nn.Module, is_value: Callable[[Any], bool]) -> tuple[AttributeUse, ...]:
-        """The uses of attributes by code between units; before these are put back.
-
-        Args:
-            model: the whole model.
-            is_value: tells whether a tensor is a value of the traced graph.
-        """
+        """The uses of attributes by code between units; before these are put back."""
         self.look()
         names = {id(module): name for name, module in model.named_modules()}
         found = []
@@ -241,12 +219,7 @@ class _Seen:
         return self.accesses[-1][0].line if self.accesses else user_line()
 
     def look(self, position: float, *, inside: bool) -> None:
-        """Takes note of what has changed since the last look.
-
-        Args:
-            position: where the trace is.
-            inside: a unit has just ended, and may have changed it.
-        """
+        """Takes note of what has changed since the last look."""
         before, told, self.told = self.now, self.told, False
         if type(before.value) in PLAIN and namespace_of(self.holder).get(self.key) is before.value:
             return

@@ -43,11 +43,7 @@ class AttributeWatch:
         self._digests: dict[Hashable, dict[str, Mapping[_Place, Any]]] = {}
 
     def step_begins(self, modules: Sequence[nn.Module]) -> Hashable:
-        """The attributes that the script has set since the first step, with their values.
-
-        Args:
-            modules: of the model, all of them, as they are now.
-        """
+        """The attributes that the script has set since the first step, with their values."""
         if self._after_step is None:
             self._modules = modules
             return ()
@@ -71,12 +67,7 @@ class AttributeWatch:
             self._seen = _Identities(self._modules)
 
     def traced(self, signature: Hashable, digest: str) -> None:
-        """Finds out which attributes make no difference.
-
-        Args:
-            signature: of a microbatch, without attributes.
-            digest: of its program.
-        """
+        """Finds out which attributes make no difference."""
         known = self._digests.setdefault(signature, {})
         before = known.get(digest)
         last = next(reversed(known.values()), None)

@@ -42,12 +42,7 @@ class _Contained(NamedTuple):
 
 
 class Containers:
-    """The lists, dictionaries and dataclasses among the arguments of a call, numbered from the outermost.
-
-    Args:
-        args: by position.
-        kwargs: by name.
-    """
+    """The lists, dictionaries and dataclasses among the arguments of a call, numbered from the outermost."""
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]):
         self._items = [item for given in (*args, *kwargs.values()) for item in _containers_in(given)]
@@ -89,14 +84,6 @@ class Containers:
 def fill(result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Puts what a call has filled into the step function's own containers.
 
-    Args:
-        result: of the call.
-        args: its arguments by position, as the step function has them.
-        kwargs: those by name.
-
-    Returns:
-        What the unit returned.
-
     >>> losses = [1.0]
     >>> fill(Filled("y", {0: {0: 1.0, 1: 0.5}}), (losses,), {})
     'y'
@@ -123,13 +110,7 @@ def filled_copy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 def returning_contents(
     call: Callable[..., Any], numbers: Sequence[int], refuse: Callable[[], NoReturn]
 ) -> Callable[..., Any]:
-    """A call that fills copies of containers and returns their contents; so it can be made again.
-
-    Args:
-        call: of a unit.
-        numbers: of the containers that it changes.
-        refuse: called where it changes others.
-    """
+    """A call that fills copies of containers and returns their contents; so it can be made again."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         if numbers:

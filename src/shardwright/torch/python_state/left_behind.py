@@ -47,11 +47,6 @@ _LruCache: Any = type(functools.lru_cache(lambda: None))
 class NothingLeftBehind:
     """Puts back, at its end, what the model holds, and takes stand-ins out of what the script holds.
 
-    Args:
-        model: the whole model.
-        functions: the step function, and hooks of modules: what their variables hold.
-        objects: others that may be given stand-ins, such as arguments.
-
     Attributes:
         of_model: what modules held at the start, and what they held there.
         generators: of random numbers, that were there at the start.
@@ -158,12 +153,7 @@ class NothingLeftBehind:
             raise too_large
 
     def _look_at_value(self, item: Any, *, owned: bool) -> None:
-        """Takes note of a tensor, an array, a generator or a cache.
-
-        Args:
-            item: or anything else.
-            owned: the model holds it.
-        """
+        """Takes note of a tensor, an array, a generator or a cache."""
         kind = type(item)
         if issubclass(kind, Tensor):
             if has_content(item):
@@ -200,12 +190,7 @@ def _put_array(array: Any, content: Any) -> None:
 
 
 def _variables_of(function: Any, steps: int = _STEPS) -> Iterator[Any]:
-    """The holders of a function's variables: cells of those around it, its file, its object, defaults.
-
-    Args:
-        function: also a partial or a wrapped one.
-        steps: from it to functions in those cells; of these, only what is around them counts.
-    """
+    """The holders of a function's variables: cells of those around it, its file, its object, defaults."""
     if isinstance(function, functools.partial):
         yield from (*function.args, *function.keywords.values())
         yield from _variables_of(function.func, steps)

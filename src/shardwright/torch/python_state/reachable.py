@@ -38,18 +38,7 @@ def walk(
     skips: Callable[[Any], bool] = lambda item: False,
     enters: Callable[[type], bool] = lambda kind: False,
 ) -> Iterator[tuple[Any, dict[Any, Any] | None]]:
-    """Goes through objects and what they hold, near ones first, each once.
-
-    Args:
-        roots: an object, and how many steps to go on from it.
-        most: entries in all.
-        longest: entries of a container or a tuple; what is longer is data, and not looked into.
-        skips: tells what is not looked at.
-        enters: tells which classes are looked into.
-
-    Yields:
-        Each object, and its entries; None for what has nothing inside, or too much.
-    """
+    """Goes through objects and what they hold, near ones first, each once."""
     rest, seen = deque(roots), set[int]()
     while rest:
         item, steps = rest.popleft()

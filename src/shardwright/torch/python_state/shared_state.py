@@ -38,15 +38,7 @@ _Entries = dict[Any, Any]
 
 
 class SharedState:
-    """Sees which slots a call of a unit changes, and who reads them later.
-
-    Args:
-        on_read: called when somebody else reads a slot than who changed it last: with the node that did, and
-            the key. Code between units is seen to read attributes only.
-        on_left: called with a tensor that is left in a list or a set.
-        is_everywhere: tells of what is put there whether every rank has the same, or makes it for itself.
-        as_fake: gives a fake tensor for one that a call on random data has made.
-    """
+    """Sees which slots a call of a unit changes, and who reads them later."""
 
     def __init__(
         self,
@@ -74,13 +66,7 @@ class SharedState:
     # ---- calls of units ----
 
     def enter(self, node: int, unit: nn.Module, arguments: Iterable[Any]) -> None:
-        """A call begins.
-
-        Args:
-            node: its index.
-            unit: the unit.
-            arguments: leaves of its arguments.
-        """
+        """A call begins."""
         self._node, self._units[node] = node, unit
         self._before = list(_holders([unit, *arguments]))
         for holder, entries in self._before:

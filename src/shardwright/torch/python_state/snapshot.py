@@ -37,7 +37,6 @@ class SlotContent:
     Attributes:
         holder: the module, object or dictionary.
         key: the name of the attribute, or the key.
-        value: what it holds.
         inside: the entries of that, if it is a container.
         versions: how often tensors there have been changed in place.
     """
@@ -145,9 +144,6 @@ class Snapshot:
 
         A dictionary, an object or a class gets single slots back, a list, deque or set all that was in it:
         ``rows.append(loss); sizes.append(1)`` stay as long as each other.
-
-        Args:
-            is_meant: tells of an item that was not there whether it is of this kind.
         """
         for holder, before in self._before:
             known = set(map(id, before.values()))

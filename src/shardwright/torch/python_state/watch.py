@@ -18,12 +18,7 @@ OnRead = Callable[[Any, Any], None]
 
 
 class ClassWatch:
-    """Puts methods into classes that tell of reads and writes, and takes them out again.
-
-    Args:
-        on_read: called with an object and the name of its attribute, before that is read.
-        on_write: called with an object, the name of its attribute, and what writes it.
-    """
+    """Puts methods into classes that tell of reads and writes, and takes them out again."""
 
     def __init__(self, on_read: OnRead, on_write: Callable[[Any, str, Callable[[], None]], None]):
         self._on_read = on_read
@@ -31,12 +26,7 @@ class ClassWatch:
         self._own: dict[type, tuple[Any, ...]] = {}  # methods that a class itself had
 
     def watch(self, kind: Any, *, reads: bool = True) -> bool:
-        """Watches objects of a class and its children; False for a class that cannot be written to.
-
-        Args:
-            kind: the class.
-            reads: or else writes alone.
-        """
+        """Watches objects of a class and its children; False for a class that cannot be written to."""
         if kind in self._own:
             return True
         plain_read, plain_write = kind.__getattribute__, kind.__setattr__
@@ -74,13 +64,7 @@ class ClassWatch:
 
 
 class WatchedDict(dict[Any, Any]):
-    """A dictionary that stands in for another one, and tells when entries of that are read.
-
-    Args:
-        original: the dictionary that it stands for.
-        on_read: called with that and a key, or `ALL`; not for entries that were written meanwhile.
-        items: what is in it.
-    """
+    """A dictionary that stands in for another one, and tells when entries of that are read."""
 
     def __init__(self, original: dict[Any, Any], on_read: OnRead, items: dict[Any, Any]):
         super().__init__(items)

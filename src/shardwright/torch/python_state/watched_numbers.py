@@ -65,11 +65,7 @@ class NumberPath:
         return not self.bound
 
     def taken_by(self, items: Sequence[Any]) -> bool:
-        """Whether other arguments give the same answers.
-
-        Args:
-            items: leaves of the arguments, with numbers of the same types at the same places.
-        """
+        """Whether other arguments give the same answers."""
         found = [items[position] for position in self.positions]
         try:
             for function, operands, expected in self.steps:
@@ -100,12 +96,7 @@ class NumberReads:
         self._has_ended = False
 
     def watched(self, items: Sequence[Any], structure: Structure) -> list[Any]:
-        """Puts watched numbers in place of numbers that may be watched.
-
-        Args:
-            items: leaves of the arguments.
-            structure: theirs.
-        """
+        """Puts watched numbers in place of numbers that may be watched."""
         may_be = numbers_among(items, structure)
         self._positions = [position for position, found in enumerate(may_be) if found]
         watched = list(items)

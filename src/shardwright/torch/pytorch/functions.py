@@ -173,11 +173,7 @@ def _copy_data(tensor: Tensor, data: Tensor) -> None:
 def gradient_of_backward(
     gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
 ) -> Any:
-    """The gradient among the arguments of ``loss.backward(...)``; no other changes what is computed.
-
-    Raises:
-        UsageError: `create_graph` or `inputs` is given.
-    """
+    """The gradient among the arguments of ``loss.backward(...)``; no other changes what is computed."""
     for name, given in (("create_graph", create_graph), ("inputs", inputs)):
         if given is not None and given is not False:
             raise UsageError(

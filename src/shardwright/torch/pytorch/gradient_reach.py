@@ -37,11 +37,6 @@ def base_nodes(items: Sequence[Any]) -> Nodes:
 def unreached(arguments: Nodes, results: Iterable[Any], bases: Nodes | None = None) -> frozenset[int]:
     """Positions of the arguments that require gradients, and get none from any of the results.
 
-    Args:
-        arguments: from `gradient_nodes`, before the call: it may change them in place.
-        results: what it made and changed.
-        bases: from `base_nodes`, of the arguments that it has changed.
-
     >>> x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     >>> unreached(gradient_nodes([x, y]), [x * 2 + y.detach()])
     frozenset({1})

@@ -45,9 +45,6 @@ def large_blocks_given_back(*, then_kept: bool) -> Iterator[None]:
 
     For many large tensors of which parts stay: a small block that is put into the gap of one makes it useless
     for the next, and the heap grows for each.
-
-    Args:
-        then_kept: the heap keeps them again from then on, see `keep_freed_memory`.
     """
     mallopt = _function("mallopt")
     if mallopt is None:

@@ -7,12 +7,7 @@ __all__ = ["KeptTensor", "refuse_changed", "version_of"]
 
 
 class KeptTensor:
-    """A saved tensor as it is. It must not be changed in place before the backward, as without hooks.
-
-    Args:
-        tensor: what autograd saves.
-        version: of the moment when it did so, by default now.
-    """
+    """A saved tensor as it is. It must not be changed in place before the backward, as without hooks."""
 
     __slots__ = ("_tensor", "_version")
 
@@ -22,11 +17,7 @@ class KeptTensor:
         self._version = version_of(tensor) if version is None else version
 
     def get(self) -> Tensor:
-        """The tensor, for the backward.
-
-        Raises:
-            RuntimeError: it was changed in place, in the words of PyTorch.
-        """
+        """The tensor, for the backward."""
         refuse_changed(self._tensor, self._version, shape=self._tensor.shape)
         return self._tensor
 
@@ -37,16 +28,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def refuse_changed(tensor: Tensor, version: int, *, shape: torch.Size) -> None:
-    """Refuses a saved tensor that has changed since, as PyTorch does without hooks.
-
-    Args:
-        tensor: it, or another one with the same count of changes.
-        version: of the moment when it was saved.
-        shape: of the saved tensor.
-
-    Raises:
-        RuntimeError: in the words of PyTorch.
-    """
+    """Refuses a saved tensor that has changed since, as PyTorch does without hooks."""
     now = version_of(tensor)
     if now != version:
         raise RuntimeError(

@@ -12,11 +12,7 @@ _Setting = TypeVar("_Setting")
 
 
 class CreationWatch(Generic[_Setting]):
-    """Tells of each module whose constructor begins inside of a ``with`` statement; the innermost one counts.
-
-    Args:
-        begins: called with the module, on which nothing is registered yet, and the setting.
-    """
+    """Tells of each module whose constructor begins inside of a ``with`` statement."""
 
     def __init__(self, begins: Callable[[nn.Module, _Setting], None]):
         self._begins = begins

@@ -10,9 +10,5 @@ __all__ = ["range_named"]
 
 
 def range_named(name: object) -> AbstractContextManager[object]:
-    """A range ``shardwright NAME`` in the profile, if one is being recorded.
-
-    Args:
-        name: an action, such as ``1F0``, or another word.
-    """
+    """A range ``shardwright NAME`` in the profile, if one is being recorded."""
     return record_function(f"shardwright {name}") if is_profiled() else nullcontext()

@@ -20,20 +20,12 @@ _OURS = ("shardwright.", "smdistributed.")
 
 
 def is_script_file(path: str) -> bool:
-    """Whether a file of code is the script's own, or one that it brings along.
-
-    Args:
-        path: as code objects name it.
-    """
+    """Whether a file of code is the script's own, or one that it brings along."""
     return not path.startswith(_NOT_THE_SCRIPTS)
 
 
 def is_script_class(kind: type) -> bool:
-    """Whether a class is of such a file, or of none: of a notebook, or of a module in C.
-
-    Args:
-        kind: the class.
-    """
+    """Whether a class is of such a file, or of none: of a notebook, or of a module in C."""
     if f"{kind.__module__}.".startswith(_OURS) or kind.__module__ == "builtins":
         return False
     path = getattr(sys.modules.get(kind.__module__), "__file__", None)

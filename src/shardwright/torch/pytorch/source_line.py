@@ -24,11 +24,7 @@ _NOT_THE_USERS = ("torch.", "shardwright.", "smdistributed.", "contextlib")
 
 
 def user_line(inside: FrameType | None = None) -> str:
-    """``file:line`` of the innermost frame that is neither torch's nor ours.
-
-    Args:
-        inside: where to begin; the caller's frame, or one around it.
-    """
+    """``file:line`` of the innermost frame that is neither torch's nor ours."""
     frame = sys._getframe(1) if inside is None else inside
     fallback = ""
     while frame is not None:

@@ -20,11 +20,7 @@ def has_content(tensor: Tensor) -> bool:
 
 
 class TensorContents:
-    """Copies the memory of tensors, once for those that share it.
-
-    Args:
-        most_bytes: of all copies together; what is larger is only watched.
-    """
+    """Copies the memory of tensors, once for those that share it."""
 
     def __init__(self, most_bytes: float = _MOST_BYTES) -> None:
         self._bytes_left = most_bytes

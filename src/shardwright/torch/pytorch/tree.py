@@ -24,12 +24,6 @@ class Structure:
 
     A container is rebuilt from a shallow copy of the one that was flattened, so subclasses keep their class
     and their other attributes.
-
-    Args:
-        kind: of container: "leaf", "sequence", "dict", "namedtuple", ...
-        template: the container that is copied.
-        keys: names of the children, where they have some.
-        children: what is in it.
     """
 
     __slots__ = ("_key", "children", "keys", "kind", "template")
@@ -104,13 +98,6 @@ LEAF = Structure("leaf", None, (), ())
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
     """Lists the leaves of a tree, depth first, and its structure.
-
-    Args:
-        tree: anything.
-        is_leaf: which containers are leaves themselves; None for none.
-
-    Raises:
-        UsageError: a container is inside itself.
 
     >>> items, structure = flatten({"a": [1, 2], "b": (3,)})
     >>> items

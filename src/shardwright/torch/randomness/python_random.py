@@ -57,9 +57,6 @@ def kept_state(item: Any) -> Callable[[], Any] | None:
 class DrawsOfPython:
     """Notices draws during a trace.
 
-    Args:
-        position: tells where the trace is.
-
     Attributes:
         places: how many steps had run when numbers were drawn between units.
         in_units: some unit has drawn too.

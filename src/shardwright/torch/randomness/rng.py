@@ -70,9 +70,7 @@ class Draw:
     """One operation that takes numbers from the generator.
 
     Attributes:
-        func: the aten operation.
         items: leaves of its arguments, with shapes in place of tensors.
-        structure: their structure.
     """
 
     func: Any
@@ -115,14 +113,7 @@ def skip(draws: Sequence[Draw]) -> None:
 
 
 def draw_as_elsewhere(func: Any, args: Any, kwargs: Any, device: torch.device) -> None:
-    """Moves the generator on as it moves on a rank that runs an operation.
-
-    Args:
-        func: the aten operation; nothing happens if it draws nothing.
-        args: tensors that have no values here, on the meta device, and others.
-        kwargs: likewise.
-        device: where the other rank has the values.
-    """
+    """Moves the generator on as it moves on a rank that runs an operation."""
 
     def there(item: Any) -> Any:
         if isinstance(item, _Shape) and item.device.type == "meta":
@@ -141,12 +132,7 @@ def own_generators(draws: Iterable[Draw]) -> tuple[torch.Generator, ...]:
 
 
 def get_state(device: torch.device, own: Sequence[torch.Generator] = ()) -> GeneratorState:
-    """State of the generators that a rank on this device uses.
-
-    Args:
-        device: where the rank computes.
-        own: generators of the script's own.
-    """
+    """State of the generators that a rank on this device uses."""
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return torch.random.get_rng_state(), on_device, *(generator.get_state() for generator in own)
 
@@ -175,17 +161,7 @@ def run_ahead(
     device: torch.device,
     generators: Sequence[torch.Generator] = (),
 ) -> tuple[list[dict[int, Turn]], GeneratorState]:
-    """Goes through all draws of a batch in the order of the plain loop.
-
-    Args:
-        microbatches: for each microbatch and each of its steps, the draws and whether this rank runs the
-            step.
-        device: where this rank computes.
-        generators: of the script's own, that are drawn from.
-
-    Returns:
-        For each microbatch, the steps of this rank that draw; and the state after the batch.
-    """
+    """Goes through all draws of a batch in the order of the plain loop."""
     kept: list[dict[int, Turn]] = []
     for steps in microbatches:
         turns: dict[int, Turn] = {}

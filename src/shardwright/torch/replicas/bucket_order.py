@@ -19,7 +19,6 @@ class Turn:
     """A bucket in its turn.
 
     Attributes:
-        bucket: the bucket.
         late: gradients come from elsewhere, too: it never starts by itself.
     """
 
@@ -28,12 +27,7 @@ class Turn:
 
 
 class BucketOrder:
-    """Starts buckets in one order, each as soon as it has all its gradients.
-
-    Args:
-        turns: the buckets, in the order in which a backward fills them.
-        is_last: nothing more comes in the batch when they have started.
-    """
+    """Starts buckets in one order, each as soon as it has all its gradients."""
 
     def __init__(self, turns: Sequence[Turn], *, is_last: bool = True):
         self._turns = turns

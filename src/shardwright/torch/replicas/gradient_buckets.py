@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.errors import UsageError
 from shardwright.shard_layout import ShardLayout
 from shardwright.torch.parameters.precision import gradient_dtype
@@ -38,7 +37,6 @@ class Reduced:
     """A parameter whose gradient is reduced over several ranks.
 
     Attributes:
-        parameter: the parameter.
         stages: stages of this rank that use it.
         group: the ranks that hold the same elements of it, in all replicas; None where only this one does,
             and others of its tensor-parallel group have other elements, or summands.
@@ -92,19 +90,12 @@ class Bucket(Protocol):
 
     A parameter that a replica did not use has no gradient there; each bucket carries one flag a parameter, so
     that what nobody used keeps no gradient at all.
-
-    Attributes:
-        members: whose gradients.
     """
 
     members: Sequence[Reduced]
 
     def start(self, *, is_last: bool = True) -> None:
-        """Starts to reduce them.
-
-        Args:
-            is_last: nothing more comes in this batch.
-        """
+        """Starts to reduce them."""
         ...
 
     def let_go(self) -> None:
@@ -121,12 +112,7 @@ class Bucket(Protocol):
 
 
 class SummedBucket:
-    """Every rank gets the sum of the whole gradients.
-
-    Args:
-        members: whose gradients, of one type.
-        group: the ranks that have them.
-    """
+    """Every rank gets the sum of the whole gradients."""
 
     def __init__(self, members: Sequence[Reduced], group: dist.ProcessGroup):
         self.members = members
@@ -171,12 +157,7 @@ class SummedBucket:
 
 
 class SettledBucket:
-    """Adds up what is pending over a tensor-parallel group before replicas add theirs.
-
-    Args:
-        members: whose gradients.
-        over_replicas: reduces them further; None where no other rank has the same elements.
-    """
+    """Adds up what is pending over a tensor-parallel group before replicas add theirs."""
 
     def __init__(self, members: Sequence[Reduced], over_replicas: Bucket | None):
         self.members = members
@@ -212,12 +193,6 @@ class ShardedBucket:
     """Every rank gets the sum of the rows that it keeps.
 
     Where gradients are reduced in every backward, replicas of the rows sum them once, in the last.
-
-    Args:
-        members: whose gradients, of one type, all sharded.
-        shard_group: the ranks that share them.
-        replica_group: the ranks that keep the same rows; None where there is only this one.
-        quantiser: packs what goes between hosts into 8 bits; None where it goes as it is.
     """
 
     def __init__(
@@ -225,14 +200,12 @@ class ShardedBucket:
         members: Sequence[Reduced],
         shard_group: dist.ProcessGroup,
         replica_group: dist.ProcessGroup | None,
-        quantiser: BlockQuantiser | None = None,
     ):
         self.members = members
         self._groups = shard_group, replica_group
         self._rank = dist.get_rank(shard_group)
         shapes = tuple(_part_shape(member) for member in members)
         self._layout = ShardLayout(shapes, dist.get_world_size(shard_group))
-        self._quantiser = quantiser
         self._divided_by = 1
         self._work: list[TwoHopSum] = []
         self._total: Tensor | None = None  # of what was started before, and summed
@@ -243,11 +216,8 @@ class ShardedBucket:
             self._total = self._settled()
         layout, first = self._layout, self.members[0].holder
         flags = torch.tensor(flags_of(self.members), dtype=gradient_dtype(first), device=first.device)
-        # A flag among large gradients would be lost in 8 bits.
-        apart = self._quantiser is not None
-        size = layout.shard_size + (0 if apart else len(flags))
-        data = flags.new_empty(layout.num_shards, size)
-        data[:, layout.shard_size :] = flags[: size - layout.shard_size]
+        data = flags.new_empty(layout.num_shards, layout.shard_size + len(flags))
+        data[:, layout.shard_size :] = flags
         for index, member in enumerate(self.members):
             start, stop = layout.starts[index], layout.starts[index] + layout.piece_sizes[index]
             _cut(gradient_of(member), data[:, start:stop])
@@ -255,23 +225,20 @@ class ShardedBucket:
         self._divided_by = _divided_before(data.dtype, *self._groups)
         if self._divided_by != 1:
             data.div_(self._divided_by)
-        self._work = [self._sum(data, 0, is_last, self._quantiser)]
-        if apart:
-            self._work.append(self._sum(flags.expand(layout.num_shards, -1), size, is_last, None))
+        self._work = [self._sum(data, is_last)]
         self._total = None  # it is theirs, until they have added it
 
-    def _sum(self, data: Tensor, place: int, is_last: bool, quantiser: BlockQuantiser | None) -> "TwoHopSum":
-        """Starts to sum what has a place in the total: (shards, n)."""
+    def _sum(self, data: Tensor, is_last: bool) -> "TwoHopSum":
+        """Starts to sum (shards, n)."""
         # Here, because few runs need it: it brings all collectives of hosts and devices along.
         from shardwright.comm.backend.two_hop_sum import TwoHopSum
 
         shard_group, replica_group = self._groups
         return TwoHopSum(
             data.reshape(-1),
-            earlier=None if self._total is None else self._total[place : place + data.shape[1]],
+            earlier=self._total,
             shard_group=shard_group,
             replica_group=replica_group if is_last else None,
-            quantiser=quantiser,
         )
 
     def let_go(self) -> None:
@@ -353,13 +320,7 @@ def _cut(gradient: Tensor, pieces: Tensor) -> None:
 
 
 def hand_out(totals: Tensor, members: Sequence[Reduced], flags: Sequence[float]) -> None:
-    """Puts sums into the gradients.
-
-    Args:
-        totals: one behind the other; more may follow.
-        members: whose.
-        flags: for each, whether any rank has a gradient for it.
-    """
+    """Puts sums into the gradients."""
     offset = 0
     for member, flag in zip(members, flags, strict=True):
         parameter, own = member.parameter, local_of(member.parameter)

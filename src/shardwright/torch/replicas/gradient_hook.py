@@ -26,7 +26,6 @@ class GradientHook:
     """A hook function, and its state.
 
     Attributes:
-        state: its first argument.
         function: ``function(state, bucket)`` gives a future of a tensor, or of a list with one.
     """
 
@@ -35,14 +34,7 @@ class GradientHook:
 
 
 class GradientsOfBucket:
-    """A hook's view of a bucket: the methods of `torch.distributed.GradBucket`.
-
-    Args:
-        buffer: the gradients, one behind the other.
-        parameters: whose they are.
-        index: number of the bucket in this batch.
-        is_last: none comes after it.
-    """
+    """A hook's view of a bucket: the methods of `torch.distributed.GradBucket`."""
 
     def __init__(self, buffer: Tensor, parameters: Sequence[nn.Parameter], *, index: int, is_last: bool):
         self._buffer = buffer
@@ -77,15 +69,7 @@ class GradientsOfBucket:
 
 
 class HookedBucket:
-    """A bucket that a hook reduces.
-
-    Args:
-        members: whose gradients, of one type.
-        group: the replicas, which find out who has gradients at all.
-        hook: reduces them.
-        index: number of the bucket.
-        is_last: none comes after it.
-    """
+    """A bucket that a hook reduces."""
 
     def __init__(
         self,
@@ -129,11 +113,7 @@ class HookedBucket:
         self._flags = self._work = self._future = None
 
     def finish(self, divisor: float) -> None:
-        """Waits, and writes the hook's result into the gradients.
-
-        Args:
-            divisor: gradients are divided by it; the hook has taken care of the number of replicas.
-        """
+        """Waits, and writes the hook's result into the gradients."""
         assert self._flags is not None
         assert self._work is not None
         flags, work, future = self._flags, self._work, self._future

@@ -30,12 +30,7 @@ class SharingGroups:
         self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
     def ranks(self, pipeline_ranks: Sequence[int], *, tensor_rank: int | None = None) -> tuple[int, ...]:
-        """World ranks at these pipeline ranks, in all replicas, at one place along the tensor axis.
-
-        Args:
-            pipeline_ranks: in ascending order.
-            tensor_rank: the place; None for that of this rank.
-        """
+        """World ranks at these pipeline ranks, in all replicas, at one place along the tensor axis."""
         mesh, place = self._mesh, self._context.tensor_rank if tensor_rank is None else tensor_rank
         found = (mesh.rank_of(pp=p, rdp=d, share=place) for p in pipeline_ranks for d in range(mesh.data))
         return tuple(sorted(found))
@@ -72,17 +67,7 @@ def reduced_parameters(
     rank: int,
     settles: bool,
 ) -> list[Reduced]:
-    """The parameters of this rank whose gradients other ranks also contribute to, or may do so later.
-
-    Args:
-        residency: who holds what.
-        parameters: of this rank, by name.
-        aliased: names of those with several names.
-        groups: of the ranks that hold them.
-        stage_ranks: pipeline rank of each stage.
-        rank: this pipeline rank.
-        settles: any gradient may be pending over a tensor-parallel group.
-    """
+    """The parameters of this rank whose gradients other ranks also contribute to, or may do so later."""
     found = []
     for name, parameter in parameters.items():
         ranks, stages = residency.ranks[name], residency.stages[name]
@@ -100,11 +85,7 @@ def reduced_parameters(
 def synchronise(
     residency: Residency, tensors: Mapping[str, Tensor], groups: SharingGroups, *, rank: int
 ) -> bool:
-    """Gives all holders of a parameter or buffer the values of the first of them.
-
-    Returns:
-        Whether this rank had other values in a small one, which Python code may have looked at.
-    """
+    """Gives all holders of a parameter or buffer the values of the first of them."""
     changed = False
     for name, tensor in tensors.items():
         ranks = tuple(residency.ranks[name])
@@ -115,11 +96,7 @@ def synchronise(
 
 
 def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup) -> bool:
-    """Gives all ranks of a group the values that one of them has.
-
-    Returns:
-        Whether this rank had others in a small tensor, which Python code may have looked at.
-    """
+    """Gives all ranks of a group the values that one of them has."""
     if tensor.is_meta or not tensor.numel():
         return False
     own = local_of(tensor).detach()

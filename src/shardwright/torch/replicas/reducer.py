@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.bucket_size import size_of_buckets
-from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.errors import UsageError
 from shardwright.torch.backward.split_backward import notify_gradients
 from shardwright.torch.pytorch.module_tree import all_parameters
@@ -41,19 +40,6 @@ __all__ = ["GradientReducer", "refuse_accumulation_hooks", "refuse_gradient_hook
 class GradientReducer:
     """Reduces the gradients of one batch.
 
-    Args:
-        members: what is reduced while it is trained, in order of registration.
-        divisor: gradients are divided by this: the number of replicas.
-        bucket_bytes: most bytes in a bucket.
-        sharded_bucket_bytes: most bytes in a bucket of sharded parameters.
-        replica_group: the ranks that keep the same rows of those; None where there is only this one.
-        quantiser: packs gradients of those into 8 bits between hosts; None where they go as they are.
-        in_every_backward: reduce the gradients of sharded parameters in every backward, so that no rank keeps
-            whole ones; else in the last, which takes fewer messages.
-        overlap: reduce during the last backward; else after it.
-        hook: reduces gradients of parameters that one stage has, and replicas do not share; None for none.
-        settles: gradients may be pending over a tensor-parallel group, and are settled first.
-
     Attributes:
         digest: of which members it has reduced in the last batch, and which were frozen.
     """
@@ -66,7 +52,6 @@ class GradientReducer:
         bucket_bytes: int = 25 * 2**20,
         sharded_bucket_bytes: int = 25 * 2**20,
         replica_group: dist.ProcessGroup | None = None,
-        quantiser: BlockQuantiser | None = None,
         in_every_backward: bool = False,
         overlap: bool = True,
         hook: GradientHook | None = None,
@@ -79,7 +64,6 @@ class GradientReducer:
         self._bucket_bytes = bucket_bytes
         self._sharded_bucket_bytes = sharded_bucket_bytes
         self._replica_group = replica_group
-        self._quantiser = quantiser
         self._wants_overlap = self._overlap = overlap
         self._signatures: list[tuple[bool, torch.dtype]] | None = None
         self.digest = 0
@@ -94,11 +78,7 @@ class GradientReducer:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def begin(self, *, overlap: bool = True) -> None:
-        """Prepares for a batch: puts aside what earlier ones left in the gradients, which is summed already.
-
-        Args:
-            overlap: parameters are used by the stages that were named; else all wait for the end.
-        """
+        """Prepares for a batch: puts aside what earlier ones left in the gradients."""
         self._overlap = self._wants_overlap and overlap
         signatures = [member.signature for member in self._members]
         if signatures != self._signatures:
@@ -152,14 +132,7 @@ class GradientReducer:
             self._orders_of_stages[stage] = BucketOrder(own, is_last=False)
 
     def on_backward(self, stage: int, *, begins: bool, last: bool, whole: bool = True) -> None:
-        """Called when a backward of a stage begins, and when it has ended.
-
-        Args:
-            stage: which one.
-            begins: it begins.
-            last: it is the last one of the batch that adds to the gradients of this stage.
-            whole: it computes all gradients, and not those of some weights alone.
-        """
+        """Called when a backward of a stage begins, and when it has ended."""
         if last:
             self._on_last_backward(stage, begins=begins)
         elif order := self._orders_of_stages.get(stage):
@@ -195,11 +168,7 @@ class GradientReducer:
         self._hooks.append(register(lambda _: order.is_there(member.parameter)))
 
     def finish(self, *, loss_scale: float = 1.0) -> bool:
-        """Reduces the rest, writes the sums into the gradients, and tells whether there were any.
-
-        Args:
-            loss_scale: gradients are divided by it, too.
-        """
+        """Reduces the rest, writes the sums into the gradients, and tells whether there were any."""
         self._order.start_rest()
         spare = self._pack(self._used_spare())
         for turn in spare:
@@ -273,7 +242,7 @@ class GradientReducer:
             return HookedBucket(members, members[0].group, self._hook, index=number, is_last=is_last)
         if members[0].sharded is None:
             return SummedBucket(members, members[0].group)
-        return ShardedBucket(members, members[0].group, self._replica_group, self._quantiser)
+        return ShardedBucket(members, members[0].group, self._replica_group)
 
     def _add_earlier(self, parameter: nn.Parameter) -> None:
         earlier = self._earlier.pop(id(parameter), None)
@@ -287,14 +256,7 @@ def _is_sharded_in(turn: Turn, stage: int) -> bool:
 
 
 def refuse_gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuses hooks that would see parts of a gradient, whose sum is known after the last backward alone.
-
-    Args:
-        parameters: those that several stages use, by name.
-
-    Raises:
-        UsageError: one of them is trained, and has a hook.
-    """
+    """Refuses hooks that would see parts of a gradient, whose sum is known after the last backward alone."""
     for name, parameter in parameters.items():
         hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
         if parameter.requires_grad and hooks:
@@ -310,9 +272,6 @@ def refuse_accumulation_hooks(module: nn.Module) -> None:
     """Refuses hooks that would see the gradient that one replica has accumulated, of several.
 
     A hook for the gradient itself stays: it may mask rows of it, which is the same on parts.
-
-    Raises:
-        UsageError: a trained parameter has such a hook.
     """
     for parameter in all_parameters(module):
         if getattr(parameter, "_post_accumulate_grad_hooks", None) and parameter.requires_grad:

@@ -48,15 +48,7 @@ class _Seen:
 
 
 class ReplicaBuffers:
-    """Makes replicas agree; their buffers are equal now.
-
-    Args:
-        module: the whole model; what is on the meta device belongs to other stages.
-        group: the ranks that hold the same stages.
-        ranks: world ranks of them, the source of all buffers first.
-        rank: world rank of this one.
-        device: where the ranks of the group exchange numbers.
-    """
+    """Makes replicas agree; their buffers are equal now."""
 
     def __init__(
         self,
@@ -77,17 +69,7 @@ class ReplicaBuffers:
         self._warned = False
 
     def agree(self, *, other_parameters: bool = False) -> bool:
-        """Gives all replicas the buffers of the first that any of them has changed; collective.
-
-        Args:
-            other_parameters: this replica has other parameters than in the last step.
-
-        Returns:
-            Whether any replica has.
-
-        Raises:
-            UsageError: replicas have other buffers than the first; on all of them.
-        """
+        """Gives all replicas the buffers of the first that any of them has changed; collective."""
         # Not without buffers in an evaluation, which one replica alone may make.
         if not self._seen and not torch.is_grad_enabled():
             return False

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.errors import UsageError
 from shardwright.quantities import format_bytes
 from shardwright.torch.parameters.delayed_initialization import is_recorded
@@ -34,19 +33,10 @@ log = logging.getLogger(__name__)
 class Replicas:
     """This rank's part in data parallelism.
 
-    Args:
-        context: the run.
-        module: the user's model.
-        bucket_bytes: most bytes of gradients reduced in one message, of parameters that are not shared.
-        overlap: reduce during the last backward; else after it.
-
     Attributes:
         buffers: that replicas agree on; None without replicas, and before the first step.
         sharding: the shared parameters; None where none are, or as long as they are not.
         updated_parts: what optimizers update in the place of parameters; None where they update these.
-        gradient_quantiser: packs gradients of shared parameters for other hosts; None where they go as
-            they are.
-        parameter_quantiser: the same, of their rows.
     """
 
     def __init__(self, context: Context, module: nn.Module, *, bucket_bytes: int, overlap: bool):
@@ -59,24 +49,16 @@ class Replicas:
         self.buffers: ReplicaBuffers | None = None
         self.sharding: Sharding | None = None
         self.updated_parts = _updated_parts(context)
-        config = context.config
-        self.gradient_quantiser = BlockQuantiser() if config.sdp_quantized_gradients else None
-        self.parameter_quantiser = BlockQuantiser() if config.sdp_quantized_parameters else None
 
     def shard(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Leaves this rank its rows of large parameters, where replicas share them; collective over these.
-
-        Args:
-            parameters: of the stages of this rank, by name, the same on all replicas; those of another rank
-                or of several stages are not among them.
-        """
+        """Leaves this rank its rows of large parameters, where replicas share them; collective over these."""
         if self._context.groups.shard is None:
             return
         from shardwright.torch.sharding.sharding import Sharding  # DTensor takes long to import
 
         chosen = {name: parameter for name, parameter in parameters.items() if self._is_shared(parameter)}
         with torch.inference_mode(False):  # the first step may be an evaluation
-            self.sharding = Sharding(self._module, chosen, self._context, self.parameter_quantiser)
+            self.sharding = Sharding(self._module, chosen, self._context)
 
     def begin_with_buffers(self) -> None:
         """The buffers are those of the first replica, in all of them."""
@@ -91,22 +73,14 @@ class Replicas:
             )
 
     def filled_when_shared(self, parameters: Mapping[str, nn.Parameter]) -> set[str]:
-        """Names of parameters that take no memory before they are shared.
-
-        Args:
-            parameters: some that one stage alone has, by name.
-        """
+        """Names of parameters that take no memory before they are shared."""
         if self._context.groups.shard is None or self._context.mesh.share > 1:
             return set()
         return {name for name, p in parameters.items() if self._is_shared(p) and is_recorded(p)}
 
     @contextmanager
     def all_rows(self, *, written: bool = False) -> Iterator[None]:
-        """Has all rows of shared parameters at hand; collective over the ranks that share them.
-
-        Args:
-            written: all ranks give the parameters the same values meanwhile.
-        """
+        """Has all rows of shared parameters at hand; collective over the ranks that share them."""
         with self._begun(None if self.sharding is None else self.sharding.whole(written=written)):
             yield
 
@@ -158,7 +132,6 @@ class Replicas:
             bucket_bytes=self._bucket_bytes,
             sharded_bucket_bytes=4 * context.config.sdp_reduce_bucket_size,
             replica_group=context.groups.replica,
-            quantiser=self.gradient_quantiser,
             in_every_backward=self._reduces_in_every_backward(members),
             overlap=self._overlap,
             hook=self._hook,
@@ -177,11 +150,7 @@ class Replicas:
         return self.sharding is None and self._hook is None
 
     def reduce_by(self, hook: GradientHook) -> None:
-        """Has a function of the script reduce gradients over replicas; before the first step.
-
-        Raises:
-            UsageError: replicas share parameters, or have reduced gradients already.
-        """
+        """Has a function of the script reduce gradients over replicas; before the first step."""
         if self._context.groups.shard is not None:
             raise UsageError(
                 "a communication hook reduces whole gradients, and sharded_data_parallel_degree is "

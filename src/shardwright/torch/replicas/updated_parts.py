@@ -31,12 +31,7 @@ _MESSAGE = 4 * 2**20
 
 
 class UpdatedParts:
-    """The parts of parameters that this rank updates.
-
-    Args:
-        group: ranks with the same rows of the same parameters, which share the work; None where none do.
-        in_float32: parameters in 16 bits are updated in float32.
-    """
+    """The parts of parameters that this rank updates."""
 
     def __init__(self, group: dist.ProcessGroup | None, *, in_float32: bool):
         self._in_float32 = in_float32
@@ -63,12 +58,7 @@ class UpdatedParts:
         return self._masters.get(id(parameter))
 
     def set_master(self, parameter: Tensor, master: Tensor) -> None:
-        """Restores a float32 copy from its saved one.
-
-        Args:
-            parameter: in 16 bits.
-            master: of what this rank updates of it.
-        """
+        """Restores a float32 copy from its saved one."""
         self._masters[id(parameter)] = master
 
     def forget_masters(self) -> None:
@@ -87,10 +77,6 @@ class UpdatedParts:
         """Shows parameters as the parts that this rank updates; afterwards all ranks have all updates.
 
         Collective over the group.
-
-        Args:
-            parameters: what an optimizer has, the same on all ranks of the group.
-            state: of the optimizer; what it has of whole parameters is cut.
         """
         shown: list[tuple[nn.Parameter, nn.Parameter, Tensor]] = []
         cut = []

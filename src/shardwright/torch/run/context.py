@@ -31,21 +31,10 @@ class Context:
     """Everything that belongs to one run.
 
     Attributes:
-        config: the settings.
-        mesh: the grid of ranks.
-        rank: this world rank.
-        local_rank: rank on this host.
-        local_size: ranks on this host.
-        device: where this rank computes.
-        groups: process groups.
-        links: ways for messages.
         watch: over ranks that fail, or do not come.
         plan: the plan in force; None until the first step, unless one was given.
         cluster: the present machines, once they were measured.
         reporter: tells the observer what happens.
-        model: the wrapped model.
-        optimizers: the wrapped optimizers.
-        cleanup: what `shutdown` takes back.
     """
 
     config: Config
@@ -94,12 +83,7 @@ class Context:
         return "share" if self.mesh.expert > 1 else "tp"
 
     def copy_of(self, num_parts: int) -> tuple[int, int]:
-        """Which copy this rank has of its part of a parameter, from 0, and how many there are in a replica.
-
-        Args:
-            num_parts: ranks that have different parts of the parameter: those that share layers, or experts;
-                1 where each has all of it.
-        """
+        """Which copy this rank has of its part of a parameter, from 0."""
         num_copies = self.mesh.share // num_parts
         axes: Axes = "share" if num_parts == 1 else self.mesh.outer
         return (0 if num_copies == 1 else self.mesh.group_rank(axes, self.rank)), num_copies
@@ -148,20 +132,13 @@ class Context:
         return made[self.mesh.group(axes, self.rank)]
 
     def from_all_ranks(self, fact: _T) -> list[_T]:
-        """Tells all ranks a fact, of kinds that `codec` takes; collective over them.
-
-        Returns:
-            What each rank tells, by its rank.
-        """
+        """Tells all ranks a fact, of kinds that `codec` takes; collective over them."""
         return tell_all(fact) if self.mesh.world_size > 1 else [fact]
 
     def from_first_rank(self, make: Callable[[], _T]) -> _T:
         """Broadcasts the first rank's result, of kinds that `codec` takes; collective over all ranks.
 
         The ranks fail together.
-
-        Raises:
-            ShardwrightError: what `make` raised on the first rank, or that it raised something else there.
         """
         made: list[Any] = [None]
         unexpected: Exception | None = None
@@ -188,11 +165,7 @@ class _Current:
 
 
 def context() -> Context:
-    """The current run.
-
-    Raises:
-        UsageError: `init` was not called.
-    """
+    """The current run."""
     if _Current.context is None:
         raise UsageError(
             "shardwright is not initialised. Call shardwright.torch.init() first, once on every rank."

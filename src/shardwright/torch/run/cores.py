@@ -20,11 +20,7 @@ __all__ = ["OwnCores"]
 
 
 class OwnCores:
-    """Cores that no other rank of this host computes on, if there are enough.
-
-    Args:
-        context: the run.
-    """
+    """Cores that no other rank of this host computes on, if there are enough."""
 
     def __init__(self, context: Context):
         self._all = _allowed()

@@ -160,11 +160,7 @@ class ReplicaLoader:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The parts of global batches that belong to this replica, made one after another.
-
-    Attributes:
-        batches: what `remaining_batches` makes.
-    """
+    """The parts of global batches that belong to this replica, made one after another."""
 
     batches: Callable[[], Iterator[tuple[int, list[int]]]]
 
@@ -173,12 +169,7 @@ class _Parts:
 
 
 def order_of_epoch(num_samples: int, seeds: tuple[int, int] | None) -> Sequence[int]:
-    """The numbers of all samples, in the order of an epoch; 8 bytes for each, if they are shuffled.
-
-    Args:
-        num_samples: how many there are.
-        seeds: of the run and of the epoch; None: not shuffled.
-    """
+    """The numbers of all samples, in the order of an epoch; 8 bytes for each, if they are shuffled."""
     if seeds is None:
         return range(num_samples)
     (seed,) = numpy.random.SeedSequence(seeds).generate_state(1)
@@ -191,16 +182,6 @@ def remaining_batches(
     order: Sequence[int], position: int, batch_size: int, *, replica: tuple[int, int], drop_last: bool
 ) -> Iterator[tuple[int, list[int]]]:
     """The batches of a replica from a position on.
-
-    Args:
-        order: numbers of samples.
-        position: samples that are over, of all replicas together.
-        batch_size: of a global batch.
-        replica: ``(i, n)``: the i-th of n.
-        drop_last: leave out a last batch that is smaller.
-
-    Yields:
-        The position behind the global batch, and this replica's part of it.
 
     >>> list(remaining_batches(range(6), 2, 2, replica=(1, 2), drop_last=True))
     [(4, [3]), (6, [5])]
@@ -221,7 +202,6 @@ class _SeededInWorkers(Dataset[Any]):
     Without workers they draw from the generators of the rank, which are saved with it.
 
     Attributes:
-        dataset: the script's.
         seeds: further numbers that the seed is made of.
     """
 

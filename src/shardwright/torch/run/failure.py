@@ -14,11 +14,7 @@ __all__ = ["first_cause_named"]
 
 @contextmanager
 def first_cause_named(context: Context) -> Iterator[None]:
-    """Tells the other ranks when this one fails; when it loses a peer, finds who failed first.
-
-    Raises:
-        PeerLostError: a peer was lost; the message names the rank where it began.
-    """
+    """Tells the other ranks when this one fails; when it loses a peer, finds who failed first."""
     blame = context.watch.blame
     if blame is None:
         yield

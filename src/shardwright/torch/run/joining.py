@@ -71,16 +71,7 @@ def _refuse_spawned_children() -> None:
 
 
 def joined(config: Config, plan: Plan | None, *, kind: type[_ContextT]) -> _ContextT:
-    """Finds the ranks, joins them, and lays them out.
-
-    Args:
-        config: the settings.
-        plan: to follow; None to make one in the first step.
-        kind: of the run.
-
-    Raises:
-        UsageError: a child of this rank, or a command that wants the model, imports the script.
-    """
+    """Finds the ranks, joins them, and lays them out."""
     _refuse_imports()
     _refuse_spawned_children()
     environment = detect(os.environ)
@@ -174,7 +165,7 @@ def _meet_stages(made: Context) -> None:
 def _meet_replicas(made: Context) -> None:
     """The ranks with the same stages, one in each replica."""
     group: Callable[..., dist.ProcessGroup]
-    group = partial(made.further_group, backend=_backend_of_replicas(made.config, made.device))
+    group = partial(made.further_group, backend=_own_backend(made.config, made.device))
     made.groups.data = group("rdp", use="sums over replicas")
     if made.mesh.shard > 1:
         made.groups.shard = group("dp_shard", use="shards")
@@ -208,11 +199,7 @@ _OF_RECORDED_STEPS = frozenset({"steps", "trace", "log_interval"})
 
 
 def _refuse_mixed_settings(mesh: Mesh, config: Config) -> None:
-    """Refuses ranks that lay each other out in different ways, or plan by others; collective over all ranks.
-
-    Raises:
-        ConfigError: they do; on all of them.
-    """
+    """Refuses ranks that lay each other out in different ways, or plan by others."""
     degrees = f"{mesh.title}, shard {mesh.shard}, placement {mesh.placement}"
     compared = (_OF_ALL_RANKS | _OF_RECORDED_STEPS) if mesh.pipeline > 1 else _OF_ALL_RANKS
     given = {name: value for name, value in config.pins.items() if name not in _OF_A_RANK}
@@ -246,25 +233,6 @@ def _own_backend(config: Config, device: torch.device) -> str | None:
     """Shardwright's collectives on CPUs, unless gloo is asked for; None for the backend of the run."""
     on_cpu = device.type == "cpu" and config.ddp_dist_backend == "auto" and config.shared_memory
     return BACKEND if on_cpu else None
-
-
-def _backend_of_replicas(config: Config, device: torch.device) -> str | None:
-    """The backend of sums over replicas; None for that of the run.
-
-    Raises:
-        ConfigError: the settings need what the other backend lacks.
-    """
-    if own := _own_backend(config, device):
-        return own
-    for key in ("sdp_quantized_gradients", "sdp_quantized_parameters"):
-        if getattr(config, key):
-            raise ConfigError(
-                f"{key} needs Shardwright's own collectives, but replicas use {dist.get_backend()} here: the "
-                f"device is {device.type}, ddp_dist_backend is {config.ddp_dist_backend}, shared_memory is "
-                f"{config.shared_memory}. On CPUs, set ddp_dist_backend auto and shared_memory true; on "
-                f"GPUs, set {key} false."
-            )
-    return None
 
 
 def _announce(environment: LaunchEnvironment) -> None:

@@ -61,38 +61,18 @@ def _confess(made: Context, error: BaseException) -> None:
 
 
 def script_ended(error: BaseException | None) -> None:
-    """Says that the script of this rank has ended, where the interpreter's end does not.
-
-    Args:
-        error: with which it ends.
-    """
+    """Says that the script of this rank has ended, where the interpreter's end does not."""
     if is_initialized() and (whereabouts := context().watch.whereabouts) is not None:
         whereabouts.script_ended(error)
 
 
 def meet(where: str, ranks: Sequence[int] | None = None) -> None:
-    """Returns when all ranks have come to a call; does nothing where there is one rank.
-
-    Args:
-        where: the call as a script writes it, such as ``model.state_dict()``.
-        ranks: world ranks that are to make it; None for all.
-
-    Raises:
-        UsageError: some are elsewhere, and will not come; the message names them and their places.
-        PeerLostError: one of them has ended, or has not come within the setting ``timeout_s``.
-    """
+    """Returns when all ranks have come to a call; does nothing where there is one rank."""
     meet_each([Call(where, tuple(range(context().mesh.world_size) if ranks is None else ranks))])
 
 
 def meet_each(calls: Sequence[Call]) -> None:
-    """Returns when all ranks have come to all of these calls; none of them waits for another one.
-
-    Args:
-        calls: of different ranks, this one among them.
-
-    Raises:
-        UsageError: as for `meet`, and so does PeerLostError.
-    """
+    """Returns when all ranks have come to all of these calls; none of them waits for another one."""
     current = context()
     if current.watch.roll_call is None:
         return
@@ -108,13 +88,7 @@ def meet_each(calls: Sequence[Call]) -> None:
 
 
 def call_together(where: str, ranks: Sequence[int], *, hint: str = "") -> AbstractContextManager[Any]:
-    """A context for a call that several ranks make together, and in which they wait for each other anyway.
-
-    Args:
-        where: the call, for the messages of ranks that wait elsewhere.
-        ranks: world ranks that make it.
-        hint: what to try, for those messages.
-    """
+    """A context for a call that several ranks make together, and in which they wait for each other anyway."""
     whereabouts = context().watch.whereabouts
     if whereabouts is None or len(ranks) < 2:
         return nullcontext()

@@ -19,14 +19,6 @@ def require_all_refuse(
     """Returns once all ranks have refused the same attempt; to be called by each that does.
 
     A rank that fails alone must not go on: the others wait for it inside of the attempt.
-
-    Args:
-        error: why this rank refuses.
-        attempt: a name, the same on all ranks, of what is tried; never used twice.
-        patience: how long the others may take.
-
-    Raises:
-        ShardwrightError: `error`, where a rank was lost, or not all ranks refuse.
     """
     if isinstance(error, PeerLostError):
         raise error

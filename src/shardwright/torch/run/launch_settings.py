@@ -21,12 +21,7 @@ __all__ = ["following", "given_settings", "settings_from"]
 def given_settings(
     config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | None",
 ) -> tuple[Config, Plan | None]:
-    """What a script passes to ``init``, with what the launcher was told; and the plan to follow.
-
-    Raises:
-        ConfigError: a setting is unknown, out of range or contradicts another.
-        PlanError: the plan file cannot be used.
-    """
+    """What a script passes to ``init``, with what the launcher was told; and the plan to follow."""
     plan: Plan | None = None
     given: Mapping[str, Any] | Config | None = None
     if isinstance(config, Plan):
@@ -56,9 +51,6 @@ def settings_from(environ: Mapping[str, str]) -> list[Mapping[str, Any]]:
 
     ``SHARDWRIGHT_CONFIG`` names a JSON or YAML file, ``SHARDWRIGHT_SET`` is a JSON object,
     ``SHARDWRIGHT_PLAN`` names a plan file. (``SHARDWRIGHT_RUN_DIR`` is for `RunFolder.create`.)
-
-    Raises:
-        ConfigError: a file or a variable cannot be read, or ``SHARDWRIGHT_DEVICE`` names no device.
     """
     if (chosen := environ.get(DEVICE_VARIABLE) or "auto") not in ("auto", "cpu"):
         raise ConfigError(f"{DEVICE_VARIABLE} is {shown(chosen)}, but it must be auto or cpu.")

@@ -12,12 +12,7 @@ __all__ = ["replica_board"]
 
 
 def replica_board(context: Context, number: int) -> ValueBoard:
-    """The board of this rank's replica, at this rank's place along the tensor axis.
-
-    Args:
-        context: the run.
-        number: tells the runs of a process apart, the same on all ranks.
-    """
+    """The board of this rank's replica, at this rank's place along the tensor axis."""
 
     def has_ended(rank: int) -> bool:
         local = context.links.local_peers

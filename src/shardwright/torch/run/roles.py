@@ -3,7 +3,7 @@
 The classes behind these roles depend on the run; the run knows only the methods that it calls.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -11,12 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwright.observe import Observer, Phase, RunFolder
-from shardwright.observe.next_plan import NextPlan
-from shardwright.observe.timeline import MeasuredEvent
 from shardwright.plan import Plan
 from shardwright.torch.run.update_clock import UpdateClock
 
-__all__ = ["Reports", "ReviewsPlan", "WrappedModel", "WrappedOptimizer"]
+__all__ = ["Reports", "WrappedModel", "WrappedOptimizer"]
 
 
 class WrappedModel(Protocol):
@@ -51,20 +49,6 @@ class WrappedOptimizer(Protocol):
         """Loads a state that has waited for the names of parameters."""
 
 
-class ReviewsPlan(Protocol):
-    """Compares the plan of a run with its recorded steps: see `PlanReview`."""
-
-    def step_recorded(self, events: Sequence[MeasuredEvent], *, outside_s: float) -> None:
-        """A step was recorded, with the actions of all pipeline ranks, and their seconds outside of units."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether enough steps were recorded to say anything."""
-
-    def next_plan(self) -> NextPlan | None:
-        """The plan of the next run, if it is another one."""
-
-
 class Reports(Protocol):
     """Reports to the observer: see `Reporter`."""
 
@@ -88,9 +72,6 @@ class Reports(Protocol):
 
     def plan_made(self, plan: Plan) -> None:
         """The plan is in force; collective."""
-
-    def reviewed_by(self, review: ReviewsPlan) -> None:
-        """Recorded steps are compared with the plan; on the first rank."""
 
     def close(self) -> None:
         """The run is over."""

@@ -96,11 +96,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class _Done:
-    """The handle of an asynchronous call that has happened already.
-
-    Args:
-        outputs: what it has changed.
-    """
+    """The handle of an asynchronous call that has happened already."""
 
     def __init__(self, outputs: list[Tensor]):
         self._outputs = outputs
@@ -164,12 +160,7 @@ class _Replicas(_ProcessGroup):  # type: ignore[misc]
     # ---- calls ----
 
     def run(self, method: str, args: Sequence[Any]) -> None:
-        """Makes a call, or what it leaves in a trace.
-
-        Args:
-            method: of a process group.
-            args: its arguments.
-        """
+        """Makes a call, or what it leaves in a trace."""
         self.num_calls += 1
         args = map_tree(_own_rows, list(args))
         outputs = _outputs(method, args)
@@ -255,12 +246,7 @@ COLLECTIVES = frozenset(_OPERATIONS.values())
 
 @contextmanager
 def over_replicas(*, sends: bool, axes: Axes = _HOLDERS) -> Iterator[None]:
-    """Inside, collectives of the default process group go over the ranks that hold the same unit.
-
-    Args:
-        sends: make them; else, as in a trace, only what they change is taken note of.
-        axes: of the mesh, along which these ranks differ.
-    """
+    """Inside, collectives of the default process group go over the ranks that hold the same unit."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     before = _REPLICAS.sends, _REPLICAS.axes
     _REPLICAS.sends, _REPLICAS.axes = sends, axes

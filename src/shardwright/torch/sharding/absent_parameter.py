@@ -107,13 +107,7 @@ def _parameter_of(item: Any) -> Any:
 
 
 def becomes_absent(parameter: Tensor, sharded: Shown, bring: Bring) -> None:
-    """Has a parameter bring its rows when they are needed.
-
-    Args:
-        parameter: a `ShardedTensor`: the parameter, or what has its place while it is another tensor.
-        sharded: what shows it in its forms.
-        bring: is given all tensors of the function that is called.
-    """
+    """Has a parameter bring its rows when they are needed."""
     vars(parameter)[_PLACE] = sharded, bring
     parameter.__class__ = AbsentParameter
 

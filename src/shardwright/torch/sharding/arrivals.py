@@ -45,17 +45,10 @@ class Arrivals(Protocol):
 
 
 class AllAtOnce:
-    """Gathers all rows at the start of a step, in the order of use, and keeps them.
+    """Gathers all rows at the start of a step, in the order of use, and keeps them."""
 
-    Args:
-        parcels: all of them.
-        to_come: see `Arrivals`.
-        exact: see `ShardMemory.gather`.
-    """
-
-    def __init__(self, parcels: Sequence[Parcel], to_come: dict[int, int], *, exact: bool = False):
+    def __init__(self, parcels: Sequence[Parcel], to_come: dict[int, int]):
         self._parcels = parcels
-        self._exact = exact
         self._gathers = any(parcel.memory.gathers for parcel in parcels)
         self.to_come = to_come
 
@@ -63,7 +56,7 @@ class AllAtOnce:
         """Starts to gather."""
         for number, parcel in enumerate(self._parcels):
             if not parcel.is_here:
-                parcel.gather(exact=self._exact)
+                parcel.gather()
                 self.to_come.update((id(each.parameter), number) for each in parcel.parameters)
 
     def use(self, *numbers: int) -> None:
@@ -90,15 +83,6 @@ class InTurns:
     """Gathers rows at their use or shortly before, and releases them when room is short.
 
     Ranks of a group gather together, so all of them must use the same parameters in the same order.
-
-    Args:
-        parcels: all of them.
-        to_come: see `Arrivals`.
-        most: elements at hand at once; more where one function needs more.
-        bring: has parameters at hand.
-
-    Attributes:
-        window: decides.
     """
 
     def __init__(self, parcels: Sequence[Parcel], to_come: dict[int, int], *, most: int, bring: Bring):

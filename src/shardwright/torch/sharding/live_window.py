@@ -23,7 +23,6 @@ class Move:
     """The next move.
 
     Attributes:
-        item: with which thing.
         comes: start to bring it; else let it go.
     """
 
@@ -33,11 +32,6 @@ class Move:
 
 class LiveWindow:
     """Decides which things to fetch and which to release; equal uses give equal decisions.
-
-    Args:
-        sizes: of the things.
-        capacity: what those at hand, or on their way, are together at most; what is needed at once comes
-            whatever its size.
 
     Attributes:
         most: the largest sum of sizes so far.
@@ -64,11 +58,7 @@ class LiveWindow:
         return list(self._ahead(()))
 
     def use(self, items: Collection[int]) -> list[Move]:
-        """Things are used, together.
-
-        Returns:
-            What is to be done before, in order; all of them are at hand then, or on their way.
-        """
+        """Things are used, together."""
         for item in items:
             if self._used[-1:] == [item]:
                 continue
@@ -133,11 +123,7 @@ class LiveWindow:
 
 
 class _Forecast:
-    """The uses of the batch before.
-
-    Args:
-        uses: in order.
-    """
+    """The uses of the batch before."""
 
     def __init__(self, uses: Sequence[int]):
         self._uses = uses

@@ -15,17 +15,7 @@ _SIZE = 2**20
 
 
 class Parcel:
-    """Parameters whose rows are gathered together.
-
-    Args:
-        parameters: the parameters, in the order of their memory.
-        memory: theirs.
-
-    Attributes:
-        parameters: the parameters.
-        memory: theirs.
-        size: elements of all rows.
-    """
+    """Parameters whose rows are gathered together."""
 
     def __init__(self, parameters: Sequence[ShardedParameter], memory: ShardMemory):
         self.parameters = parameters
@@ -45,9 +35,9 @@ class Parcel:
         for each in self.parameters:
             each.begin(None if self._are_here else bring)
 
-    def gather(self, *, exact: bool = False) -> None:
+    def gather(self) -> None:
         """Starts to bring all rows together; see `ShardMemory.gather`."""
-        self._wait = self.memory.gather(exact=exact)
+        self._wait = self.memory.gather()
 
     def arrive(self) -> None:
         """Waits until all rows are there."""
@@ -86,12 +76,7 @@ class Parcel:
 
 
 def parcels_of(parameters: Mapping[str, nn.Parameter], *, most: int) -> list[list[str]]:
-    """Names of parameters of one type that follow one another.
-
-    Args:
-        parameters: by name, in the order in which they are used.
-        most: elements of several parameters together.
-    """
+    """Names of parameters of one type that follow one another."""
     found: list[list[str]] = []
     size, dtype = 0, None
     for name, parameter in parameters.items():

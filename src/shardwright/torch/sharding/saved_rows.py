@@ -35,10 +35,6 @@ class _Place:
 class SavedRows:
     """Replaces gathered rows in what autograd saves.
 
-    Args:
-        bring: has the rows with this number at hand, and returns their memory.
-        bring_all: has the rows of parameters at hand.
-
     Attributes:
         keeps_tensors: all other tensors are kept as they are (`KeptTensor`): see `StageOffload`.
     """

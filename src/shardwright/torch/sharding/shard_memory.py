@@ -17,7 +17,6 @@ from torch import Tensor
 
 from shardwright.comm._private import all_gather_single
 from shardwright.comm.backend.shardwright_process_group import ShardwrightProcessGroup
-from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.comm.collectives.communicator import Communicator
 from shardwright.errors import TraceMismatchError
 from shardwright.shard_layout import ShardLayout
@@ -35,7 +34,6 @@ class ShardMemory(Protocol):
     """Memory for some parameters of one type.
 
     Attributes:
-        layout: of the parameters.
         gathers: rows have to be brought together.
     """
 
@@ -50,12 +48,8 @@ class ShardMemory(Protocol):
         """The rows of this rank."""
         ...
 
-    def gather(self, *, exact: bool) -> Wait:
-        """Starts to bring all rows together.
-
-        Args:
-            exact: as they are, even where they are packed in steps.
-        """
+    def gather(self) -> Wait:
+        """Starts to bring all rows together."""
         ...
 
     def gathered(self) -> Tensor:
@@ -68,13 +62,7 @@ class ShardMemory(Protocol):
 
 
 class HostMemory:
-    """Memory that the ranks of a host share; each writes to its own rows.
-
-    Args:
-        layout: of the parameters.
-        dtype: of the parameters.
-        communicator: of the shard group, on one host.
-    """
+    """Memory that the ranks of a host share; each writes to its own rows."""
 
     gathers = False
 
@@ -94,7 +82,7 @@ class HostMemory:
         rows = self.layout.rows(index, self._rank)
         return self.whole(index)[rows.start : rows.stop]
 
-    def gather(self, *, exact: bool) -> Wait:
+    def gather(self) -> Wait:
         """They are there, as soon as all ranks have met."""
         return lambda: None
 
@@ -107,15 +95,7 @@ class HostMemory:
 
 
 class HostsMemory:
-    """Each rank has its rows; all rows are gathered into memory that the ranks of a host share.
-
-    Args:
-        layout: of the parameters.
-        dtype: of the parameters.
-        communicator: of the shard group.
-        number: of the parameters among others: ranks compare it.
-        quantiser: packs what goes between hosts into 8 bits; None where it goes as it is.
-    """
+    """Each rank has its rows; all rows are gathered into memory that the ranks of a host share."""
 
     gathers = True
 
@@ -125,11 +105,9 @@ class HostsMemory:
         dtype: torch.dtype,
         communicator: Communicator,
         number: int,
-        quantiser: BlockQuantiser | None = None,
     ):
         self.layout = layout
         self._communicator = communicator
-        self._quantiser = quantiser if dtype.is_floating_point else None
         self._rows = _numbered_rows(layout, dtype, number)
         self._pieces = (*layout.piece_sizes, self._rows.numel() - layout.shard_size)
         self._memory: Tensor | None = None
@@ -142,10 +120,9 @@ class HostsMemory:
         """The rows of this rank."""
         return _rows(self._rows, self.layout, index, self._communicator.rank)
 
-    def gather(self, *, exact: bool) -> Wait:
+    def gather(self) -> Wait:
         """Starts to bring all rows together, in the thread of the shard group."""
         communicator, present = self._communicator, self._memory
-        quantiser = None if exact else self._quantiser
         num_bytes = self._rows.nbytes * self.layout.num_shards
 
         def task() -> Tensor:
@@ -153,7 +130,7 @@ class HostsMemory:
             if memory is None:
                 with torch.inference_mode(False):  # others shall be able to train with it
                     memory = communicator.share_memory(num_bytes).view(self._rows.dtype)
-            communicator.gather_to_nodes(memory, self._rows, self._pieces, quantiser)
+            communicator.gather_to_nodes(memory, self._rows, self._pieces)
             return memory
 
         done = communicator.thread.submit(task)
@@ -176,15 +153,7 @@ class HostsMemory:
 
 
 class DeviceMemory:
-    """Every rank has its rows, and memory for all rows.
-
-    Args:
-        layout: of the parameters.
-        dtype: of the parameters.
-        group: the shard group.
-        device: where this rank computes.
-        number: of the parameters among others: ranks compare it where that takes no time.
-    """
+    """Every rank has its rows, and memory for all rows."""
 
     gathers = True
 
@@ -210,7 +179,7 @@ class DeviceMemory:
         """The rows of this rank."""
         return _rows(self._rows, self.layout, index, self._rank)
 
-    def gather(self, *, exact: bool) -> Wait:
+    def gather(self) -> Wait:
         """Starts to bring all rows together."""
         layout, own = self.layout, self._rows
         if self._memory is None:
@@ -247,7 +216,6 @@ def memory_for(
     device: torch.device,
     *,
     number: int,
-    quantiser: BlockQuantiser | None = None,
 ) -> ShardMemory:
     """Takes memory for parameters; collective over their shard group.
 
@@ -257,7 +225,6 @@ def memory_for(
         group: the shard group.
         device: where this rank computes.
         number: counts the calls: ranks compare it when they gather.
-        quantiser: packs what goes between hosts into 8 bits, with a group of the backend ``shardwright``.
     """
     layout = ShardLayout(tuple(shapes), dist.get_world_size(group))
     if not isinstance(group, ShardwrightProcessGroup):
@@ -265,7 +232,7 @@ def memory_for(
     communicator = group.communicator
     if len(communicator.topology.nodes) == 1:
         return HostMemory(layout, dtype, communicator)
-    return HostsMemory(layout, dtype, communicator, number, quantiser)
+    return HostsMemory(layout, dtype, communicator, number)
 
 
 def _numbered_rows(layout: ShardLayout, dtype: torch.dtype, number: int) -> Tensor:
@@ -277,12 +244,7 @@ def _numbered_rows(layout: ShardLayout, dtype: torch.dtype, number: int) -> Tens
 
 
 def _compare_numbers(found: Tensor, own: Tensor) -> None:
-    """Refuses rows of other parameters, which other ranks may have sent.
-
-    Args:
-        found: (ranks * n,), the numbers of all ranks.
-        own: (n,), that of this rank.
-    """
+    """Refuses rows of other parameters, which other ranks may have sent."""
     theirs, ours = found.view(torch.uint8).view(-1, own.nbytes), own.view(torch.uint8)
     if not torch.equal(theirs, ours.expand_as(theirs)):
         ranks = (theirs != ours).any(1).nonzero().flatten().tolist()

@@ -43,23 +43,9 @@ class ShardedParameter:
 
     It begins in the form `Form.WHOLE`.
 
-    Args:
-        name: its first name.
-        parameter: the model's own, which may be on the meta device.
-        whole: memory of the shape of the parameter, or of this rank's part of a divided one, for all rows;
-            has their values. None where rows are not at hand.
-        own_rows: which rows this rank keeps.
-        rows: memory for these; it may be a part of `whole`; has their values.
-        mesh: of the ranks that share it.
-        placements: how it is cut over the axes of the mesh.
-
     Attributes:
-        name: its first name.
-        parameter: the model's own.
         own_rows: which rows this rank keeps.
-        rows: these, in memory.
         spec: how ranks share the parameter, whose part has these rows; None where they do not.
-        part_shape: of all rows.
         gradient: of these, what the batch that runs has added; None where that is nothing.
     """
 
@@ -116,14 +102,7 @@ class ShardedParameter:
         return self.parameter if self._form is Form.WHOLE else self._others[Form.WHOLE]
 
     def begin(self, bring: Bring | None) -> None:
-        """At the beginning of a step.
-
-        Args:
-            bring: has all rows come, when they are needed, and calls `come`; None where they are at hand.
-
-        Raises:
-            UsageError: it has another type since the last one.
-        """
+        """At the beginning of a step."""
         if self.parameter.dtype != self._dtype:
             raise UsageError(
                 f"{self.name} was {self._dtype} when it was spread over the ranks that share it, and is "
@@ -138,11 +117,7 @@ class ShardedParameter:
             becomes_absent(self.parameter, self, bring)
 
     def come(self, whole: Tensor | None = None) -> None:
-        """All rows have arrived.
-
-        Args:
-            whole: where; None for where they were the last time.
-        """
+        """All rows have arrived."""
         if whole is not None:
             self._compute_with(whole)
         becomes_present(self.parameter)
@@ -161,14 +136,7 @@ class ShardedParameter:
         becomes_absent(self.parameter, self, bring)
 
     def to_sharded(self, *, written: bool = False) -> None:
-        """At the end of a step; the gradient is that of the rows of this rank.
-
-        Args:
-            written: all ranks have given it the same values.
-
-        Raises:
-            UsageError: the step has changed the parameter itself.
-        """
+        """At the end of a step; the gradient is that of the rows of this rank."""
         holder = self.holder
         changed = holder._version != self._version and not written
         if written and self.rows.data_ptr() != self.rows_of(self.parameter).data_ptr():

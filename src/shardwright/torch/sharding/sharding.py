@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.errors import UsageError
 from shardwright.torch._private import outside_of_functions
 from shardwright.torch.interception.glue import refuse_inside_step
@@ -42,13 +41,6 @@ __all__ = ["Sharding"]
 class Sharding:
     """The sharded parameters of this rank.
 
-    Args:
-        model: whose they are.
-        parameters: those to cut, by their first names, in the order in which they are used. All replicas have
-            the same values, or none yet: then what fills them is recorded.
-        context: the run.
-        quantiser: packs rows that go between hosts into 8 bits; None where they go as they are.
-
     Attributes:
         parameters: by id of the model's parameter.
         is_whole: all rows of all parameters are there, or on their way.
@@ -59,7 +51,6 @@ class Sharding:
         model: nn.Module,
         parameters: Mapping[str, nn.Parameter],
         context: Context,
-        quantiser: BlockQuantiser | None = None,
     ):
         assert context.groups.shard is not None
         assert context.groups.data is not None
@@ -69,7 +60,6 @@ class Sharding:
         self._token = torch.zeros(1, device=context.device)
         self._mesh, self._placements = _mesh_of(context)
         self._device = context.device
-        self._quantiser = quantiser
         most = context.config.sdp_max_live_parameters
         size = sum(map(_elements_of_a_rank, parameters.values()))
         names = parcels_of(parameters, most=max(1, most // 4) if size > most else size)
@@ -79,7 +69,7 @@ class Sharding:
             id(s.parameter): number for number, parcel in enumerate(self._parcels) for s in parcel.parameters
         }
         to_come: dict[int, int] = {}
-        self._at_once = AllAtOnce(self._parcels, to_come, exact=True)
+        self._at_once = AllAtOnce(self._parcels, to_come)
         self._as_used: Arrivals = AllAtOnce(self._parcels, to_come)
         if any(parcel.memory.gathers for parcel in self._parcels):
             if size > most:
@@ -96,9 +86,7 @@ class Sharding:
     def _pack(self, number: int, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> Parcel:
         chosen = [parameters[name] for name in names]
         shapes = [tuple(local_of(parameter).shape) for parameter in chosen]
-        memory = memory_for(
-            shapes, chosen[0].dtype, self._group, self._device, number=number, quantiser=self._quantiser
-        )
+        memory = memory_for(shapes, chosen[0].dtype, self._group, self._device, number=number)
         packed = []
         for index, (name, parameter) in enumerate(zip(names, chosen, strict=True)):
             own_rows, rows = memory.layout.rows(index, dist.get_rank(self._group)), memory.rows(index)
@@ -133,14 +121,7 @@ class Sharding:
 
     @contextmanager
     def whole(self, *, written: bool = False) -> Iterator[None]:
-        """All rows are there; collective over the shard group.
-
-        Args:
-            written: all ranks give the parameters the same values meanwhile.
-
-        Raises:
-            UsageError: a step is running.
-        """
+        """All rows are there; collective over the shard group."""
         refuse_inside_step("all rows of shared parameters are asked for", "Do it between two steps.")
         self._begin(self._at_once)
         self._at_once.use_all()
@@ -237,12 +218,7 @@ class Sharding:
     def for_optimizer(
         self, parameters: Sequence[nn.Parameter], state: Mapping[Any, dict[str, Any]]
     ) -> Iterator[None]:
-        """Shows parameters as the rows of this rank.
-
-        Args:
-            parameters: what an optimizer has.
-            state: of the optimizer; what it has of whole parameters is cut.
-        """
+        """Shows parameters as the rows of this rank."""
         self._cut_state(state)
         chosen = [self.parameters[id(p)] for p in parameters if id(p) in self.parameters]
         for each in chosen:
@@ -270,11 +246,7 @@ class Sharding:
 
 
 class _RefusesGradients:
-    """A hook of the user's model that refuses calls with gradients between steps; copies lose it.
-
-    Args:
-        sharding: of the model.
-    """
+    """A hook of the user's model that refuses calls with gradients between steps; copies lose it."""
 
     def __init__(self, sharding: Sharding):
         self._sharding = sharding
@@ -303,11 +275,7 @@ def _nothing(*_: Any) -> None:
 
 
 def _refuse_parts_in_turns(parameters: Mapping[str, nn.Parameter], size: int, most: int) -> None:
-    """Refuses to release rows of divided parameters: what autograd saves of these holds all rows.
-
-    Raises:
-        UsageError: some are divided.
-    """
+    """Refuses to release rows of divided parameters: what autograd saves of these holds all rows."""
     if any(isinstance(parameter, DividedTensor) for parameter in parameters.values()):
         raise UsageError(
             f"sdp_max_live_parameters is {most}, this rank computes with {size} elements of shared "

@@ -41,10 +41,6 @@ class Finiteness:
     With the library's loss scale, overflow is its business as long as the scale can fall; with a `GradScaler`
     of PyTorch, always: it leaves the update out by itself.
 
-    Args:
-        context: the run; its setting ``on_nonfinite`` says what happens where they are not.
-        model: the wrapped model.
-
     Attributes:
         leaves_out: the gradients of the last step are not finite, and no optimizer is to use them.
         num_skipped: how many steps had such gradients.
@@ -74,16 +70,7 @@ class Finiteness:
     def judge(
         self, sums: Iterable[Sequence[float]], losses: Sequence[Tensor | None], *, step: int
     ) -> NonFiniteError | None:
-        """Says what becomes of the update; collective over all ranks where something is not finite.
-
-        Args:
-            sums: those of all ranks.
-            losses: of the microbatches of this replica.
-            step: number of the step.
-
-        Returns:
-            The error with which the run is to end; None where it goes on.
-        """
+        """Says what becomes of the update; collective over all ranks where something is not finite."""
         self.leaves_out = False
         found = self._scale_is_lowest or not all(math.isfinite(each) for row in sums for each in row)
         findings = self._told(losses) if found else ""

@@ -21,14 +21,7 @@ __all__ = ["frozen_otherwise"]
 def frozen_otherwise(
     context: Context, module: nn.Module, digests: Sequence[float], *, step: int
 ) -> UsageError | None:
-    """Says which parameter only some replicas have trained; collective over all ranks where there is one.
-
-    Args:
-        context: the run.
-        module: the whole model.
-        digests: `Replicas.digest_of_trained` of all ranks.
-        step: number of the step.
-    """
+    """Says which parameter only some replicas have trained; collective over all ranks where there is one."""
     if len(set(digests)) == 1:
         return None
     groups = context.mesh.groups("dp")

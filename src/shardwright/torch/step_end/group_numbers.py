@@ -43,9 +43,6 @@ _NONE = 0.7297352569e-2  # in a digest; nobody sets that
 class GroupNumbers:
     """The numbers of all optimizers of a run, on this rank.
 
-    Args:
-        context: the run.
-
     Attributes:
         compares_updates: ranks make equally many; else it is told on all of them.
     """
@@ -60,11 +57,7 @@ class GroupNumbers:
         self._incomplete: set[_Key] = set()  # not there on all ranks
 
     def note(self, optimizer: Optimizer) -> bool:
-        """An optimizer updates parameters of the model; the script's own, also where it is wrapped.
-
-        Returns:
-            Whether it does so for the first time.
-        """
+        """An optimizer updates parameters of the model; the script's own, also where it is wrapped."""
         is_first = optimizer not in self._updates
         if is_first:
             self._updates[optimizer] = 0
@@ -100,23 +93,14 @@ class GroupNumbers:
         )
 
     def judge(self, digests: Sequence[Sequence[float]], *, step: int) -> UsageError | None:
-        """Reports differences of the numbers; collective over all ranks where they differ.
-
-        Args:
-            digests: of all ranks: (ranks, 4), in the order of `digests`.
-            step: number of the step.
-        """
+        """Reports differences of the numbers; collective over all ranks where they differ."""
         known, self._num_known = self._num_known, len(list(self._optimizers()))
         if self._alike(digests):
             return None
         return self._difference([_Written(told) for told in tell_all(self._written())], known, step)
 
     def compare(self, *, step: int) -> None:
-        """Compares them now; collective over all ranks.
-
-        Raises:
-            UsageError: they are not alike on ranks that must make the same updates.
-        """
+        """Compares them now; collective over all ranks."""
         if self._context.links.world is None:
             return
         row = row_of(self.digests(), self._context.device)

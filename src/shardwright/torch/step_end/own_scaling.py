@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from shardwright.torch.step_end.update_watch import own_part_of
+from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
 __all__ = ["OwnScaling"]
 
@@ -27,10 +27,6 @@ _TOLERANCE = 0.02  # float16 rounds by less
 
 class OwnScaling:
     """Looks at gradients before and behind what a script does to them, for the first updates.
-
-    Args:
-        num_ranks: of the run; one alone has all gradients.
-        warns: whether this is the rank that warns.
 
     Attributes:
         factor: of all this rank's gradients before the last update; 0 where that is no one number.
@@ -91,6 +87,7 @@ def _gradient(parameter: Tensor) -> Tensor | None:
     gradient = parameter.grad
     if gradient is None or gradient.is_meta or gradient.layout is not torch.strided:
         return None
-    own = own_part_of(gradient).detach()
+    own = local_of(gradient)
+    own = getattr(own, "local", own).detach()
     own = (torch.view_as_real(own.resolve_conj()) if own.is_complex() else own).flatten()
     return own if own.numel() and own.isfinite().all() else None

@@ -47,11 +47,7 @@ def streams_noted() -> Iterator[None]:
 
 
 class SameSamples:
-    """Looks at the batches of the first training steps.
-
-    Args:
-        context: the run.
-    """
+    """Looks at the batches of the first training steps."""
 
     def __init__(self, context: Context):
         self._context = context
@@ -66,15 +62,7 @@ class SameSamples:
         return -abs(digest) if _Streams.read else abs(digest)
 
     def look(self, digests: Sequence[float], *, step: int) -> UsageError | None:
-        """Takes the digests of one step; warns at the last of the first steps, on rank 0.
-
-        Args:
-            digests: of all ranks.
-            step: how many training steps there were.
-
-        Returns:
-            Why the run must stop: a stream gives all replicas the same.
-        """
+        """Takes the digests of one step; warns at the last of the first steps, on rank 0."""
         if not self._left:
             return None
         mesh = self._context.mesh

@@ -10,7 +10,6 @@ Where gradients are done with the microbatches, the rows have come with what ran
 same rows, so they report, continue or stop alike, before any of them updates.
 """
 
-import math
 import time
 from collections.abc import Sequence
 from enum import IntEnum
@@ -18,7 +17,6 @@ from enum import IntEnum
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwright.comm.collectives.block_quantiser import BlockQuantiser
 from shardwright.comm.identity.purpose import Purpose
 from shardwright.errors import ShardwrightError
 from shardwright.observe.timeline import Row
@@ -35,7 +33,6 @@ from shardwright.torch.step_end.frozen_alike import frozen_otherwise
 from shardwright.torch.step_end.group_numbers import GroupNumbers, row_of
 from shardwright.torch.step_end.own_scaling import OwnScaling
 from shardwright.torch.step_end.same_samples import SameSamples
-from shardwright.torch.step_end.update_watch import UpdateWatch
 
 __all__ = ["Column", "StepEnd"]
 
@@ -69,14 +66,9 @@ class Column(IntEnum):
 class StepEnd:
     """The end of every training step of a model.
 
-    Args:
-        context: the run.
-        model: the wrapped model.
-
     Attributes:
         finiteness: whether the update is left out.
         numbers: what optimizers update with.
-        updates: whether the loop makes them.
     """
 
     def __init__(self, context: Context, model: TrainedModel):
@@ -84,32 +76,16 @@ class StepEnd:
         self._model = model
         self.finiteness = Finiteness(context, model)
         self.numbers = GroupNumbers(context)
-        self.updates = UpdateWatch(warns=context.rank == 0)
         self._samples = SameSamples(context)
         self._scaling = OwnScaling(num_ranks=context.mesh.world_size, warns=context.rank == 0)
 
     def note(self, optimizer: Optimizer) -> bool:
         """An optimizer updates parameters of the model; returns whether it does so for the first time."""
-        self.updates.note(optimizer)
         self._scaling.note()
         return self.numbers.note(optimizer)
 
     def come(self, run: BatchResult, batch: Batch, *, begun_s: float) -> float:
-        """A training step has ended on this rank; collective over all ranks.
-
-        Args:
-            run: the step.
-            batch: as this rank was given it.
-            begun_s: when it began, on `time.perf_counter`.
-
-        Returns:
-            What gradients are to be divided by: see `LossWeights.total`, as a mean over the replicas.
-
-        Raises:
-            NonFiniteError: a loss or a gradient is not finite, and the run is to stop then.
-            UsageError: replicas have frozen other parameters than each other, or read one stream, or
-                optimizers of ranks that must make the same updates have other numbers.
-        """
+        """A training step has ended on this rank; collective over all ranks."""
         reporter = self._context.reporter
         assert isinstance(reporter, Reporter)
         seconds = time.perf_counter() - begun_s
@@ -128,7 +104,6 @@ class StepEnd:
         problem = problem or same
         self._scaling.look(columns[Column.SCALED])
         scale = scale_of_losses()
-        self.updates.end(self._model.get_module().parameters(), scaled=scale != 1)
         reporter.step_done(
             run,
             seconds=seconds,
@@ -138,8 +113,6 @@ class StepEnd:
             records_next=bool(rows[0][Column.RECORDS]),
             loss_scale=scale,
             skipped=self.finiteness.num_skipped,
-            gradient_error=_lost_in(self._model.replicas.gradient_quantiser),
-            parameter_error=_lost_in(self._model.replicas.parameter_quantiser),
         )
         if self._context.watch.whereabouts is not None:
             self._context.watch.whereabouts.steps = reporter.num_steps
@@ -184,12 +157,3 @@ class StepEnd:
         gathered = row[None] if world is None else world.gather(row, Purpose.FIGURES)
         rows: list[list[float]] = gathered.tolist()
         return rows
-
-
-def _lost_in(quantiser: BlockQuantiser | None) -> float | None:
-    """The relative loss by packing since the last step; None if it overflowed."""
-    if quantiser is None:
-        return None
-    lost = quantiser.relative_error
-    quantiser.reset()
-    return lost if math.isfinite(lost) else None

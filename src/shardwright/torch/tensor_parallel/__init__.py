@@ -35,7 +35,6 @@ The way of an operation, file by file:
     `reshaped_in_place.py` Operations that change a tensor's own shape.
     `nesting.py`           Ranks in a grid: a part of a tensor that other ranks share in turn.
     `spec.py`, `group.py`  What is known of a tensor; the ranks, their traffic and their decisions.
-    `verification.py`      Runs each operation twice, and names the first that differs.
     `divide.py`            Divides a module's parameters, and settles their gradients once a step.
     `search/`              Finds how to divide them, by the same rules, without running anything.
     ====================== ================================================================================

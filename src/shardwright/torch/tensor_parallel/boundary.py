@@ -65,10 +65,6 @@ class Boundary:
     """Places tensors between the units of one microbatch.
 
     All ranks of the group call its methods alike.
-
-    Args:
-        group: the ranks that share them.
-        between: says where they are.
     """
 
     def __init__(self, group: TensorGroup, between: BetweenUnits | None = None):
@@ -93,10 +89,6 @@ class Boundary:
 
         All ranks of the group have their parts cut, or none has. Parts may differ in length: those of
         ``logits[:, :-1]`` do where those of the logits do not.
-
-        Args:
-            target: where the tensor is.
-            shape: of it.
         """
         inside = self._inside
         if isinstance(target, Whole) or inside.dim is None:
@@ -115,14 +107,7 @@ class Boundary:
         return self.placed_at(tensor, self.placement(tensor))
 
     def placed_at(self, tensor: Tensor, target: Whole | Cut, *, inside: Whole | Cut | None = None) -> Tensor:
-        """A tensor with this placement.
-
-        Args:
-            tensor: any.
-            target: the placement.
-            inside: where this rank's part is among the ranks that share it in turn; by default as between
-                units.
-        """
+        """A tensor with this placement."""
         inside = self.placement_inside(target, tensor.shape) if inside is None else inside
         if self.group.inner is not None:
             if _is_placed_twice(tensor, target, inside, 0, self.group):
@@ -144,14 +129,7 @@ class Boundary:
         keeps_cuts: bool = False,
         stays: Collection[int] = (),
     ) -> Any:
-        """A tree of results with all divided tensors placed; the tree itself where they are.
-
-        Args:
-            results: of an operation, or of a module.
-            made: id of a tensor that was placed -> what was made of it; added to.
-            keeps_cuts: what is cut stays as it is, however it is cut.
-            stays: places of the leaves that stay as they are in any case.
-        """
+        """A tree of results with all divided tensors placed; the tree itself where they are."""
         if results.__class__ is not DividedTensor and isinstance(results, Tensor):
             return results
         items, structure = flatten(results)
@@ -181,14 +159,7 @@ class Boundary:
         attributes: Sequence[tuple[nn.Module, str]] = (),
         stays: Collection[int] = (),
     ) -> Callable[..., Any]:
-        """Runs a unit so that code outside sees its tensors as they are between units.
-
-        Args:
-            unit: whose tensors ranks share.
-            call: calls it.
-            attributes: in which it leaves tensors for code outside: of modules, by name.
-            stays: places of the results that operations take as they are.
-        """
+        """Runs a unit so that code outside sees its tensors as they are between units."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled():
@@ -212,11 +183,7 @@ class Boundary:
         return run
 
     def watch_gradients(self, arguments: Any) -> None:
-        """Has the gradients of arguments placed like these.
-
-        Args:
-            arguments: of a unit, or of an operation between units.
-        """
+        """Has the gradients of arguments placed like these."""
         for item in leaves(arguments):
             # The gradient of a parameter is settled once a step.
             if isinstance(item, Tensor) and item.requires_grad and not isinstance(item, nn.Parameter):
@@ -262,13 +229,7 @@ class Boundary:
         return local_of(_placed_twice(tensor, target, inside, 0, self.group))
 
     def joined(self, part: Tensor, shape: Sequence[int], order: Order | None = None) -> Tensor:
-        """The tensor of which this rank has a part.
-
-        Args:
-            part: see `part`.
-            shape: of the tensor.
-            order: of its dims in memory, where that is not their own.
-        """
+        """The tensor of which this rank has a part."""
         target = self._between.placement(shape)
         if isinstance(target, Whole):
             return part
@@ -319,11 +280,7 @@ def _is_placed_twice(
 def _placed_twice(
     tensor: Tensor, target: Whole | Cut, inside: Whole | Cut, apart: int, group: TensorGroup
 ) -> Tensor:
-    """A tensor cut over a group, each part over its inner group; without history.
-
-    Args:
-        apart: stands for how each rank of the group has its part cut: see `Spec`.
-    """
+    """A tensor cut over a group, each part over its inner group; without history."""
     assert group.inner is not None
     if isinstance(target, Whole):
         return whole(tensor).detach()

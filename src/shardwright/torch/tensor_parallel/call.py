@@ -28,8 +28,6 @@ class Input:
 
     Attributes:
         index: its place among the tensors of the call.
-        shape, strides, dtype: of the whole tensor.
-        placement: where its elements are.
         is_known: all elements are at hand: its sum was taken already, or it was gathered just now.
         lasts: it is a part of a parameter, or a view of one.
         inside: where the elements of a rank's part are among the ranks of an inner group.
@@ -75,7 +73,6 @@ class Call:
     """An operation of PyTorch with its arguments.
 
     Attributes:
-        func: the operator overload.
         name: the operator's name, without namespace and overload.
         group: the ranks that share its tensors.
         inputs: its tensor arguments in order, those in lists included.

@@ -35,9 +35,7 @@ class CopiedView:
     """The copy that stands for a view of a divided tensor.
 
     Attributes:
-        base: the tensor viewed.
         local: what this rank has of the copy.
-        spec: of the copy.
     """
 
     def __init__(self, base: DividedTensor, replay: Callable[[Tensor], Tensor], local: Tensor, spec: Spec):
@@ -91,13 +89,7 @@ def _placed(view: Tensor, spec: Spec) -> Tensor:
 
 
 def overwrite(tensor: Tensor, values: Tensor, group: TensorGroup) -> None:
-    """Gives a tensor new values, which every rank has, in the memory and the placement that it has.
-
-    Args:
-        tensor: of the group; any other one, all ranks of the group have.
-        values: of the same shape.
-        group: the ranks.
-    """
+    """Gives a tensor new values, which every rank has, in the memory and the placement that it has."""
     local = part_in(tensor, group)
     if isinstance(tensor, DividedTensor) and tensor._spec.group is group:
         spec = tensor._spec

@@ -33,8 +33,6 @@ class Decision:
     """How an operation runs for certain shapes, placements and scalars.
 
     Attributes:
-        func, name: the operation.
-        candidate: the way chosen.
         fast: does the same with less work, once the decision has run; None where more is needed.
     """
 

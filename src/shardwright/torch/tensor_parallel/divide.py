@@ -44,12 +44,7 @@ _OWN = tuple(DividedTensor.__annotations__)
 def tensor_group(
     ranks: dist.ProcessGroup | Collectives | None = None, *, prices: Prices | None = None
 ) -> TensorGroup:
-    """The ranks that share tensors.
-
-    Args:
-        ranks: a process group, by default that of all ranks; or collectives of another kind.
-        prices: for the choice of placements; the same on all ranks.
-    """
+    """The ranks that share tensors."""
     if ranks is None or isinstance(ranks, dist.ProcessGroup):
         ranks = ProcessGroupCollectives(ranks)
     # Here, because few runs divide layers: it brings the rules of all operations along.
@@ -64,15 +59,6 @@ def divide(module: nn.Module, placements: Mapping[str, Placement], group: Tensor
 
     The module's code stays as it is. Parameters become tensors of the same shape that hold one rank's part.
     Tied parameters stay tied; each of their names may have the placement, or one of them.
-
-    Args:
-        module: with the same values on all ranks.
-        placements: by names of parameters and buffers; those without one stay whole.
-        group: the ranks.
-
-    Raises:
-        UsageError: a name that the module does not have; a cut that does not fit; two placements of one
-            parameter.
     """
     places = _places(module)
     if unknown := sorted(set(placements) - set(places)):
@@ -102,13 +88,7 @@ def divide(module: nn.Module, placements: Mapping[str, Placement], group: Tensor
 
 
 def divide_parameter(parameter: nn.Parameter, placement: Cut, group: TensorGroup) -> None:
-    """Leaves this rank its part of a parameter, which stays the same object: also in optimizers and lists.
-
-    Args:
-        parameter: with the same values on all ranks.
-        placement: of its elements.
-        group: the ranks.
-    """
+    """Leaves this rank its part of a parameter, which stays the same object: also in optimizers and lists."""
     of_gradient = getattr(parameter, "grad_dtype", None)
     put_divided_in_place(parameter, _divided(parameter, placement, group))
     vars(parameter)["_is_param"] = True  # what `isinstance` looks for, of classes beside nn.Parameter
@@ -129,9 +109,6 @@ def shown_whole(tensor: DividedTensor) -> DividedTensor:
     """Has a cut tensor be an ordinary one with all elements, for everybody who has it.
 
     All ranks of its group call it. The gradient stays.
-
-    Returns:
-        What `shown_in_parts` takes.
     """
     full, gradient = whole(tensor), tensor.grad
     values = nn.Parameter(full, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full
@@ -141,12 +118,7 @@ def shown_whole(tensor: DividedTensor) -> DividedTensor:
 
 
 def shown_in_parts(tensor: Tensor, kept: DividedTensor) -> None:
-    """Has it be cut again; each rank keeps its part of what the elements are now.
-
-    Args:
-        tensor: an ordinary one for the moment.
-        kept: what `shown_whole` gave for it.
-    """
+    """Has it be cut again; each rank keeps its part of what the elements are now."""
     gradient = tensor.grad
     with torch.no_grad():
         for box, own in pieces(kept):
@@ -156,24 +128,14 @@ def shown_in_parts(tensor: Tensor, kept: DividedTensor) -> None:
 
 
 def divided_alike(part: Tensor, like: DividedTensor | Spec) -> DividedTensor:
-    """A tensor of which this rank has a part, placed as another one.
-
-    Args:
-        part: of the shape of this rank's part of the other.
-        like: the other, or its description.
-    """
+    """A tensor of which this rank has a part, placed as another one."""
     spec = like if isinstance(like, Spec) else like._spec
     own = spec_of(spec.group, spec.placement, part, shape=spec.shape, strides=spec.strides)
     return wrap(part, own)
 
 
 def part_as(tensor: Tensor, like: Spec) -> Tensor:
-    """This rank's part of a tensor, if it is placed as another one; collective if it is placed otherwise.
-
-    Args:
-        tensor: with the shape of the other; an ordinary one has the same values on all ranks.
-        like: of the other.
-    """
+    """This rank's part of a tensor, if it is placed as another one; collective if it is placed otherwise."""
     if not isinstance(tensor, DividedTensor):
         return divided(tensor, like.placement, like.group)._local
     if tensor._spec.placement != like.placement:
@@ -185,12 +147,6 @@ def placed_again(part: Tensor, cut: Cut, like: Tensor, group: TensorGroup) -> Te
     """A tensor whose parts ranks have kept, placed as another one; whole where its shape is another.
 
     All ranks of the group call it.
-
-    Args:
-        part: this rank's.
-        cut: of all parts.
-        like: a parameter.
-        group: the ranks.
     """
     shape = torch.Size((*part.shape[: cut.dim], cut.size, *part.shape[cut.dim + 1 :]))
     alike = shape == like.shape

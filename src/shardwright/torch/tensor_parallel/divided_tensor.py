@@ -97,8 +97,6 @@ class DividedTensor(torch.Tensor):
         decision = group.decisions.get(tuple(key))
         if decision is None:
             decision = group.decide(func, args, kwargs, tuple(key))
-        if group.verification is not None:
-            return group.verification.run(decision, func, args, kwargs)
         fast = decision.fast
         return decision.run(args, kwargs) if fast is None else fast.run(args, kwargs)
 
@@ -285,13 +283,7 @@ def wrap(local: Tensor, spec: Spec) -> DividedTensor:
 
 
 def divided(data: Tensor, placement: Placement, group: TensorGroup) -> DividedTensor:
-    """Divides a tensor that every rank has. Each keeps a copy of its part.
-
-    Args:
-        data: the same on all ranks.
-        placement: of the result.
-        group: the ranks that share it.
-    """
+    """Divides a tensor that every rank has. Each keeps a copy of its part."""
     shape, strides = data.shape, data.stride()
     part = replaced(group, data, shape=shape, strides=strides, source=WHOLE, target=placement)
     part = part.clone() if part.numel() == 0 or part.stride() == strides else part.contiguous()

@@ -37,7 +37,6 @@ class Candidate:
         arguments: scalars that differ for a rank's part, by name: ``arguments(rank)``.
         compute: runs in place of the operation.
         share: of the operation's work that one rank does.
-        preferred: wins among equals.
         exchange_s: seconds of what `compute` exchanges, at least.
         copies: the result of a view has memory of its own (`copied_view.py`).
     """
@@ -57,8 +56,6 @@ class Form:
     """The letters of an operation.
 
     Attributes:
-        inputs: of each tensor argument.
-        outputs: of each result.
         uncut: letters that every rank needs whole (the dimension of a softmax).
         sums: for each result the letters that it is a sum over. A cut letter that is in neither a result nor
             its sums leaves that result whole.

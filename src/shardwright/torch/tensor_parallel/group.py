@@ -41,13 +41,6 @@ class Collectives(Protocol):
         """Sends so many elements to each rank, in order, and receives so many of each, in order."""
 
 
-class Verifies(Protocol):
-    """Runs operations in place of their decisions, and checks what they give."""
-
-    def run(self, decision: Any, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs one operation."""
-
-
 class ProcessGroupCollectives:
     """Collectives of a group of `torch.distributed`."""
 
@@ -75,8 +68,6 @@ class Prices:
     """What the choice between placements is made with; the same on all ranks.
 
     Attributes:
-        latency_s: of a collective.
-        bandwidth_Bps: of one rank's connection.
         flops_per_s: of a rank's matrix products.
         memory_Bps: at which a rank reads and writes elements.
         sums_wait: what is left as a partial sum is most likely the gradient of a whole parameter, whose sum
@@ -92,12 +83,7 @@ class Prices:
 
 @dataclass(slots=True)
 class Traffic:
-    """What this rank has sent.
-
-    Attributes:
-        calls: collectives of each kind.
-        sent_bytes: by each kind.
-    """
+    """What this rank has sent."""
 
     calls: Counter[str] = field(default_factory=Counter)
     sent_bytes: Counter[str] = field(default_factory=Counter)
@@ -117,7 +103,6 @@ class TensorGroup:
 
     Attributes:
         rank: of this process in the group.
-        num_ranks: of the group.
         collectives: how the ranks reach each other.
         prices: by which an operation's placements are chosen.
         traffic: what this rank has sent.
@@ -127,12 +112,10 @@ class TensorGroup:
         specs: every description of a divided tensor, once.
         cuts: of embedding tables, by their rows, and of tensors that were sliced, by shape and dimension.
             Their gradients come out cut alike.
-        verification: checks each operation against the whole one, if set.
         sums: that were taken of partial sums.
         between: where tensors between units are; None where all are whole. Where they are cut, parameters are
             gathered as a last resort, and sums go to where tensors are cut.
         gathers: the last ones, where tensors between units are cut; None: nothing is kept.
-        lasting: memories of parameters' parts.
         is_alone: the other ranks are not there: a search, or a dry run.
         routes_tokens: some module of theirs calls experts of a list; see `lasting_sums.py`.
         writes: of memory that copied views stand for: how many views, how many writes (`copied_view.py`).
@@ -156,7 +139,6 @@ class TensorGroup:
         self.decisions: dict[tuple[Any, ...], Any] = {}
         self.specs: dict[tuple[Any, ...], Any] = {}
         self.cuts: MutableMapping[tuple[Any, ...], Cut] = {}
-        self.verification: Verifies | None = None
         self.writes: dict[int, list[int]] = {}
         self.sums = PendingSums()
         self.between: BetweenUnits | None = None
@@ -175,12 +157,7 @@ class TensorGroup:
         self.inner, inner.is_inner = inner, True
 
     def share_experts(self, experts: "TensorGroup", column: Sequence[int]) -> None:
-        """Has all ranks of the grid share experts.
-
-        Args:
-            experts: all of them.
-            column: see the attributes.
-        """
+        """Has all ranks of the grid share experts."""
         self.experts, experts.grid, experts.column = experts, self, column
 
     def of_parameter(self, *, is_of_expert: bool) -> "TensorGroup":

@@ -49,16 +49,6 @@ def moved_parts(
 ) -> MovedParts | None:
     """What a change of an outer placement is for the elements of one rank.
 
-    Args:
-        inner: placement of the part.
-        source, target: of the tensor.
-        rank: this rank in the inner group.
-        num_ranks: of the outer group.
-
-    Returns:
-        None where ranks of the outer group would have parts that are placed in different ways: the part has
-        to be whole first.
-
     >>> heads, positions = Cut.even(1, 8, num_ranks=2), Cut.even(2, 6, num_ranks=2)
     >>> move = moved_parts(heads, positions, Cut.in_segments(1, [4, 4], num_ranks=2), rank=0, num_ranks=2)
     >>> print(move.target, move.after)
@@ -90,12 +80,7 @@ def moved_parts(
 
 
 def agreed_placement(inner: Placement, outer: Placement) -> str:
-    """What the ranks of an outer group must have in common of the placements of their parts.
-
-    Args:
-        inner: of this rank's part.
-        outer: of the tensor.
-    """
+    """What the ranks of an outer group must have in common of the placements of their parts."""
     return f"cut {inner.dim}" if isinstance(inner, Cut) and _cuts_again(inner, outer) else str(inner)
 
 

@@ -39,13 +39,7 @@ def pieces(tensor: DividedTensor) -> Iterator[tuple[Box, Tensor]]:
 
 
 def in_whole(box: Box, elements: Tensor, spec: Spec) -> Iterator[tuple[Box, Tensor]]:
-    """The pieces of a box of this rank's part of a cut tensor: where each lies in the whole, and a view.
-
-    Args:
-        box: in the part.
-        elements: of the shape of the box.
-        spec: of the tensor.
-    """
+    """The pieces of a box of this rank's part of a cut tensor: where each lies in the whole, and a view."""
     cut, start = spec.placement, 0
     assert isinstance(cut, Cut)
     dim = cut.dim
@@ -68,12 +62,7 @@ def all_elements(state: Any) -> Any:
 
 
 def joined(parts: Sequence[Tensor], cut: Cut) -> Tensor:
-    """The whole tensor.
-
-    Args:
-        parts: what the ranks have of it, by rank.
-        cut: how they share it.
-    """
+    """The whole tensor."""
     taken = [0] * len(parts)
     pieces = []
     for rank, length in cut.runs:
@@ -83,12 +72,7 @@ def joined(parts: Sequence[Tensor], cut: Cut) -> Tensor:
 
 
 def placed_like(whole: Tensor, other: Tensor) -> Tensor:
-    """A whole tensor, of which each rank keeps what it has of another of the same shape.
-
-    Args:
-        whole: the same on all ranks.
-        other: a divided tensor; for any other the whole stays.
-    """
+    """A whole tensor, of which each rank keeps what it has of another of the same shape."""
     if isinstance(whole, DividedTensor) or not isinstance(other, DividedTensor) or whole.shape != other.shape:
         return whole
     spec = other._spec

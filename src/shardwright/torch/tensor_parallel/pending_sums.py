@@ -35,12 +35,7 @@ class PendingSums:
         return _as(self._kept[memory_of(local)][1], local) if self.knows(local) else None
 
     def total(self, local: Tensor, summed: Callable[[Tensor], Tensor]) -> Tensor:
-        """The sum over the ranks of a partial sum.
-
-        Args:
-            local: this rank's summand.
-            summed: adds up a summand over the ranks.
-        """
+        """The sum over the ranks of a partial sum."""
         storage = local.untyped_storage()
         if local.numel() * local.element_size() != storage.nbytes() or not local.numel():
             return summed(local)

@@ -50,13 +50,7 @@ class Pin:
 
 
 def pin(module: nn.Module, name: str, where: Pin) -> None:
-    """Pins a parameter of a module.
-
-    Args:
-        module: what holds the parameter.
-        name: of the parameter in the module.
-        where: its place.
-    """
+    """Pins a parameter of a module."""
     # No class of ours, so that a pickled module needs no shardwright.
     vars(module).setdefault(_MARK, {})[name] = astuple(where)
 
@@ -72,13 +66,6 @@ def pinned_placements(model: nn.Module, *, num_ranks: int) -> dict[str, Placemen
     """The placements of all pinned parameters; a tied one is there under each of its names.
 
     Where only one of its names is pinned to a cut, that counts.
-
-    Args:
-        model: any module.
-        num_ranks: of the tensor-parallel group.
-
-    Raises:
-        UsageError: a pin does not fit its parameter, or a tied parameter has two different cuts.
     """
     chosen: dict[int, tuple[str, Placement]] = {}
     for prefix, module in model.named_modules():

@@ -24,13 +24,7 @@ __all__ = ["cut_alike", "cut_inside", "part_like", "placed"]
 
 
 def placed(tensor: Tensor, cut: Cut, group: TensorGroup) -> DividedTensor:
-    """A tensor cut so, without history. All ranks of its group call it.
-
-    Args:
-        tensor: an ordinary one has the same elements on all ranks.
-        cut: of the result.
-        group: the ranks that share it.
-    """
+    """A tensor cut so, without history. All ranks of its group call it."""
     if not is_in(tensor, group):
         return divided(tensor.detach(), cut, group)
     assert isinstance(tensor, DividedTensor)
@@ -60,13 +54,7 @@ def part_like(tensor: Tensor, spec: Spec | None) -> Tensor:
 
 
 def cut_alike(part: Tensor, spec: Spec, shape: Sequence[int]) -> DividedTensor:
-    """A tensor of which this rank has a part, cut as another one is.
-
-    Args:
-        part: dense, in the order of its dimensions.
-        spec: of the other.
-        shape: of the tensor.
-    """
+    """A tensor of which this rank has a part, cut as another one is."""
     size = torch.Size(shape)
     strides = tuple(dense_strides(size, torch.empty(size, device="meta").stride()))
     return wrap(part, spec_of(spec.group, spec.placement, part, shape=size, strides=strides))

@@ -28,23 +28,12 @@ class RecentGathers:
         return len(self._kept)
 
     def knows(self, local: Tensor, spec: Any) -> bool:
-        """Whether a tensor is at hand, or its transpose.
-
-        Args:
-            local: this rank's part.
-            spec: of the tensor.
-        """
+        """Whether a tensor is at hand, or its transpose."""
         kept = self._kept.get(_key(local, spec))
         return kept is not None and not kept[0].expired()  # type: ignore[no-untyped-call]
 
     def whole(self, local: Tensor, spec: Any, gather: Callable[[], Tensor]) -> Tensor:
-        """All elements of a tensor.
-
-        Args:
-            local: this rank's part.
-            spec: of the tensor.
-            gather: gathers it.
-        """
+        """All elements of a tensor."""
         key, order = _key(local, spec), order_of(spec.shape, spec.strides)
         if not self.knows(local, spec):
             made = gather().permute(order)

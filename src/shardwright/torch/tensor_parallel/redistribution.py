@@ -27,18 +27,7 @@ def replaced(
     source: Placement,
     target: Placement,
 ) -> Tensor:
-    """What this rank has of a tensor in another placement. All ranks of the group call it.
-
-    Args:
-        group: the ranks that share the tensor.
-        data: what this rank has of it.
-        shape, strides: of the tensor.
-        source: its placement.
-        target: the placement asked for.
-
-    Returns:
-        Data in the tensor's order of memory. It may share the memory of `data`.
-    """
+    """What this rank has of a tensor in another placement. All ranks of the group call it."""
     if source == target:
         return data
     if getattr(data, "_spec", None) is not None:  # a part that other ranks share

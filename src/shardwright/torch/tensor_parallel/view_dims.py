@@ -17,16 +17,7 @@ _MAX_RUNS = 4096
 
 
 def cut_after_reshape(shape: Sequence[int], new_shape: Sequence[int], cut: Cut) -> Cut | None:
-    """How a reshaped tensor is cut if each rank reshapes its part.
-
-    Args:
-        shape: of the tensor, which is not empty.
-        new_shape: with as many elements.
-        cut: of the tensor.
-
-    Returns:
-        None if the parts are no slices along one dimension of the new shape.
-    """
+    """How a reshaped tensor is cut if each rank reshapes its part."""
     for dims, new_dims in matching_dims(shape, new_shape):
         if cut.dim in dims:
             flat = _flattened([shape[dim] for dim in dims], dims.index(cut.dim), cut)

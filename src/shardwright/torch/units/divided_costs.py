@@ -29,11 +29,9 @@ class UnitPart:
     """What one rank has of a unit.
 
     Attributes:
-        unit: a call.
         cuts: of its parameters, by name.
         experts: those of them that all ranks of a grid share.
         rank, num_ranks: who has it, of all that share a batch.
-        prices: of the ranks.
         between: where tensors between units are.
     """
 
@@ -50,12 +48,7 @@ class PartTimer(Protocol):
     """Says what a part takes, measured."""
 
     def __call__(self, part: UnitPart, forward: Phase, backward: Phase) -> WorkShares | None:
-        """Seconds of a part's own operations, over those of the whole unit; None where they cannot be told.
-
-        Args:
-            part: what to time.
-            forward, backward: how many operations on divided tensors there are, whose time is not counted.
-        """
+        """Seconds of a part's own operations, over those of the whole unit."""
 
 
 def divided_units(
@@ -68,18 +61,7 @@ def divided_units(
     between: BetweenUnits,
     time_part: PartTimer | None = None,
 ) -> dict[str, DividedUnit]:
-    """What units cost the busiest rank; of each kind one is run.
-
-    Args:
-        units: by name.
-        kind_of: their kinds.
-        shares: of the work of a kind.
-        of_tensor: cuts of parameters, by `id`.
-        of_experts: those of them that all ranks of a grid share, by `id`.
-        prices: of the ranks.
-        between: where tensors between units are.
-        time_part: measures what parts take; None: their shares of the work say it.
-    """
+    """What units cost the busiest rank; of each kind one is run."""
     of_kind: dict[tuple[str, frozenset[int]], DividedUnit] = {}
     divided: dict[str, DividedUnit] = {}
     for name, unit in units.items():
@@ -191,14 +173,7 @@ def divided_operations(
 def _operation(
     sample: Sample, cuts: Mapping[int, CutTensor], prices: Prices, between: BetweenUnits
 ) -> tuple[DividedUnit, list[CutTensor | None]]:
-    """What one operation costs, and where its results are.
-
-    Args:
-        sample: a call of it.
-        cuts: of its arguments, by their places among the leaves.
-        prices: by which it is decided.
-        between: where sums are put.
-    """
+    """What one operation costs, and where its results are."""
     if not cuts:
         return DividedUnit(), []
     last = between.num_ranks - 1
@@ -231,14 +206,7 @@ def _operation(
 
 
 def _passage(phase: Phase, of_sender: Phase, share: float, timed: float | None = None) -> Passage:
-    """The passage of the busiest rank.
-
-    Args:
-        phase: of that rank.
-        of_sender: of the rank that sends most.
-        share: of the work.
-        timed: the share of the seconds; by default that of the work.
-    """
+    """The passage of the busiest rank."""
     return Passage(
         share=share,
         pace=1.0 if timed is None or not share else min(max(timed / share, 1 / _MOST_PACE), _MOST_PACE),

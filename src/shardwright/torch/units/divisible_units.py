@@ -38,13 +38,7 @@ log = logging.getLogger(__name__)
 def divisible_units(
     model: nn.Module, trace: Trace, tails: Mapping[int, DividedTail]
 ) -> Iterator[tuple[str, Unit]]:
-    """The units that may be divided, each with the arguments of a call of its cost class.
-
-    Args:
-        model: that was traced.
-        trace: of a microbatch.
-        tails: operations that belong to units, by the nodes of these.
-    """
+    """The units that may be divided, each with the arguments of a call of its cost class."""
     seen: set[str] = set()
     whole: dict[str, list[str]] = {}
     for number, node in enumerate(trace.graph.nodes):
@@ -93,13 +87,7 @@ def observers_aside(trace: Trace, units: Iterable[Unit]) -> Callable[[], Abstrac
 
 
 def shared_arguments(trace: Trace, model: nn.Module, divided: AbstractSet[int]) -> dict[str, frozenset[int]]:
-    """Places of arguments that an earlier unit has taken, too: gradients are added up, and placed once.
-
-    Args:
-        trace: of a microbatch.
-        model: that was traced.
-        divided: ids of the parameters that are cut; other units place nothing.
-    """
+    """Places of arguments that an earlier unit has taken, too: gradients are added up, and placed once."""
     found: dict[str, frozenset[int]] = {}
     taken: set[int] = set()
     for step in trace.steps:

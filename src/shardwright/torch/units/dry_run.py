@@ -110,25 +110,7 @@ def plan_model(
     search_degrees: bool = False,
     **kwargs: Any,
 ) -> Plan:
-    """Plans a training run from earlier measurements, or from FLOPs, bytes and rates.
-
-    Args:
-        model: any module; under ``torch.device("meta")`` it takes no memory.
-        *args: one batch of one replica; tensors may be on the meta device.
-        config: the settings of the run.
-        world_size: ranks of the run.
-        cluster: its machines.
-        measured: what units of the model cost; of others, and without it, that is estimated.
-        loss: as for `trace_model`.
-        search_degrees: choose the degrees that the settings leave open, too.
-        **kwargs: one batch of one replica.
-
-    Raises:
-        ConfigError: the degrees do not multiply to the number of ranks.
-        PlanError: the settings cannot be met, or nothing fits.
-        StalePlanError: another model was measured.
-        TraceError: the model cannot be traced; the line is named.
-    """
+    """Plans a training run from earlier measurements, or from FLOPs, bytes and rates."""
     low, arguments = low_precision(config), with_data((args, kwargs), "cpu")
     if low is not None:
         model, arguments = in_precision(model, low), cast_inputs(arguments, low)
@@ -143,12 +125,7 @@ _ADAM = 2.0  # numbers of state for each number that is updated; in 16 bits, a c
 
 
 def in_precision(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of a model as it trains in 16 bits; its parameters have no data, and take no memory.
-
-    Args:
-        model: stays as it is.
-        dtype: of 16 bits.
-    """
+    """A copy of a model as it trains in 16 bits; its parameters have no data, and take no memory."""
     without_data: dict[int, Any] = {
         id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
         for parameter in model.parameters()
@@ -157,16 +134,7 @@ def in_precision(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class OfflinePlanner:
-    """Plans grids of ranks for one model; traces it once for each number of pipeline ranks.
-
-    Args:
-        model: any module, in the precision in which it trains.
-        arguments: one batch of one replica, with data.
-        config: the settings of the run.
-        cluster: its machines.
-        measured: what units of the model cost; of others, and without it, that is estimated.
-        loss: as for `trace_model`.
-    """
+    """Plans grids of ranks for one model; traces it once for each number of pipeline ranks."""
 
     def __init__(
         self,
@@ -333,11 +301,7 @@ def loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
 
 
 def with_samples(arguments: Arguments, number: int) -> Arguments:
-    """A batch of so many samples: those that there are, again and again.
-
-    Raises:
-        PlanError: no tensor of the batch can be cut into samples.
-    """
+    """A batch of so many samples: those that there are, again and again."""
     size = Batch(with_data(arguments, "cpu")).num_samples
     if size is None:
         raise PlanError("the batch holds no tensor that can be cut into microbatches.")

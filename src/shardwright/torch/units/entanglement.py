@@ -63,11 +63,7 @@ class Entanglement:
             self.whole.update(self._written[place] - {""})
 
     def enter(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """A module is called.
-
-        Raises:
-            TraceError: the step function itself calls it under `torch.func`.
-        """
+        """A module is called."""
         if module not in self._names:
             # The first call; or that of a copy, after an attempt that failed inside of it.
             del self._open[1:]

@@ -30,14 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def most_stages(config: Config, *, pipeline: int, divides: bool) -> int:
-    """The stages that a plan may have, which says how fine units need to be.
-
-    Args:
-        config: may pin the stages of a rank; else a schedule may have two.
-        pipeline: pipeline ranks.
-        divides: ranks share the parameters of each unit. What flows between units is whole then, so that
-            finer ones than stages ask for cost more than they are good for.
-    """
+    """The stages that a plan may have, which says how fine units need to be."""
     return pipeline * (config.virtual_stages or (1 if divides and pipeline == 1 else 2))
 
 
@@ -55,27 +48,7 @@ def trace_parts(
     agree_on_end: Callable[[float], float] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[int, Trace]:
-    """Traces every microbatch size with the same units; modules that cannot be split are kept whole.
-
-    Args:
-        model: the whole model.
-        function: the step function.
-        parts: for each number of microbatches, one of them. The first must be traced;
-            others with which the model cannot be called are left out.
-        device: where the model computes.
-        num_stages: how many stages are thought of, which says how fine the units need to be.
-        divides: ranks share the parameters of each unit.
-        units: those that an earlier run of the same code has chosen.
-        prepare: called with the units before a trace is tried.
-        memory: cost class -> what calls need for a moment, as far as it is known; what is counted is added.
-            None: that is not worked out.
-        agree_on_end: see `trace_step`.
-        progress: told from time to time how many calls of modules have been traced, and of how many, if each
-            is called once.
-
-    Raises:
-        TraceError: the step function cannot be traced; the line is named.
-    """
+    """Traces every microbatch size with the same units; modules that cannot be split are kept whole."""
     hooks = HookEffects()
     count = None if progress is None else _Count(progress, total=len(list(model.modules())))
     trace = partial(

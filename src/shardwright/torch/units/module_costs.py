@@ -35,19 +35,7 @@ def discover(
     hooks: HookEffects | None = None,
     on_module: Callable[[], None] | None = None,
 ) -> dict[str, ModuleCost]:
-    """Costs of every module in one microbatch, by name of the module.
-
-    Args:
-        model: the whole model.
-        function: the step function.
-        arguments: (args, kwargs) of one microbatch.
-        device: where the model computes.
-        hooks: is shown what the hooks of modules do.
-        on_module: called with each call of a module.
-
-    Raises:
-        TraceError: the model's own forward does to modules what stands in the way of any split.
-    """
+    """Costs of every module in one microbatch, by name of the module."""
     watch = _Watch(on_module)
     _watched_run(model, function, arguments, device, HookEffects() if hooks is None else hooks, watch)
     _refuse_unsplittable(model, watch)
@@ -175,9 +163,6 @@ _COUNTED = "_shardwright_counted"
 
 class _Watch:
     """Counts what modules do while they are called.
-
-    Args:
-        on_module: called with each call.
 
     Attributes:
         costs: name of a module -> what it has done.

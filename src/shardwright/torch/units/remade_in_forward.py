@@ -26,13 +26,7 @@ class RemadeInForward:
         self._known: dict[str, Any] = {}
 
     def enter(self, name: str, module: nn.Module, *, around: str | None) -> None:
-        """A module is called.
-
-        Args:
-            name: of the module.
-            module: or a copy of it.
-            around: name of the module that calls it; None where the step function does.
-        """
+        """A module is called."""
         now = _kinds_inside(name, module)
         if around is not None and any(self._known.get(place, kind) != kind for place, kind in now.items()):
             self.writers.add(around)

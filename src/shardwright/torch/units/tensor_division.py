@@ -55,22 +55,7 @@ def division_of(
     microbatches: int = 1,
     time_part: PartTimer | None = None,
 ) -> Division:
-    """How ranks that share a batch compute the units of a trace, and what that costs them.
-
-    Args:
-        model: that was traced; with data or without.
-        trace: of one microbatch.
-        config: says along which dimension they share it, and what the search is for.
-        mesh: says how many they are.
-        prices: of what they exchange and compute.
-        decided_by: prices by which an earlier run chose placements, which are then chosen again; by default
-            those of today.
-        microbatches: of a step.
-        time_part: measures what parts of units take; None: their shares of the work say it.
-
-    Raises:
-        PlanError: they are to share sequences, and no tensor between units has any.
-    """
+    """How ranks that share a batch compute the units of a trace, and what that costs them."""
     graph = trace.graph
     between, searched = _between(trace, config, mesh)
     experts: dict[str, Cut] = {}
@@ -153,15 +138,7 @@ def _outside_of_units(
     prices: Prices,
     between: BetweenUnits,
 ) -> tuple[dict[int, DividedUnit], dict[int, float]]:
-    """What code between units costs each rank, by operation; and shares of values that are divided there.
-
-    Args:
-        trace: of one microbatch.
-        tails: operations on what a unit leaves divided, by the node of the unit.
-        divided: what units cost each rank, by name.
-        prices: of what ranks exchange and compute.
-        between: where tensors between units are.
-    """
+    """What code between units costs each rank, by operation; and shares of values that are divided there."""
     operations = dict(divided_operations(trace, prices, between)) if between.cuts else {}
     values: dict[int, float] = {}
     for node, tail in tails.items():
@@ -215,14 +192,7 @@ def _shares_of_work(
 def _of_a_part(
     shares: Mapping[str, WorkShares], units: Mapping[str, Unit], prices: Prices, between: BetweenUnits
 ) -> dict[str, WorkShares]:
-    """Shares of the work of units, for the context rank with most of it.
-
-    Args:
-        shares: of a tensor rank with whole sequences, by the first unit of each kind.
-        units: by name.
-        prices: of the ranks.
-        between: says who has which part of a sequence.
-    """
+    """Shares of the work of units, for the context rank with most of it."""
     names = (
         f"{unit}.{name}" if unit else name
         for unit, each in units.items()

@@ -108,19 +108,7 @@ def choose_units(
     divides: bool = False,
     device: str = "cpu",
 ) -> list[str]:
-    """The names of the units, in order of registration.
-
-    Args:
-        model: the whole model.
-        costs: name of a module -> what it does in one forward.
-        num_stages: number of stages, which says how fine the pieces need to be.
-        forced: ids of modules that must be kept whole: their inside cannot be traced.
-        preferred: ids of modules that are kept whole unless they are more than a stage: their inside is
-            recomputed as a whole, they have hooks for the gradients of all of it, or their own code calls
-            compiled functions.
-        divides: ranks share the parameters of each unit.
-        device: its type.
-    """
+    """The names of the units, in order of registration."""
     # A step may call parts of the model in the place of the model (a GAN's generator, its discriminator).
     total = float(sum(cost.flops for name, cost in costs.items() if not _is_called_inside(name, costs)))
     called = frozenset(id(model.get_submodule(name)) for name, cost in costs.items() if cost.calls)

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from shardwright.mesh import Mesh
 from shardwright.torch.step_end.same_samples import SameSamples

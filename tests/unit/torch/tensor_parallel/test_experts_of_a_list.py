@@ -1,7 +1,6 @@
 """Experts of a list: which of them ranks share, and what code around them may do with what they give."""
 
 import copy
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from shardwright.torch.tensor_parallel.boundary import Boundary
 from shardwright.torch.tensor_parallel.divide import divide, settle_gradients
 from shardwright.torch.tensor_parallel.divided_tensor import divided, whole
 from shardwright.torch.tensor_parallel.experts import cuts_of_experts, reasons_to_stay, run_own_experts
-from shardwright.torch.tensor_parallel.verification import verified
 
 WIDTH, EXPERTS, TOKENS = 6, 3, 10
 
@@ -88,7 +86,7 @@ class Loop(nn.Module):
 WAYS = ["adds_at_indices", "adds_in_place", "puts_at_masks", "sorts", "normalises", "all_tokens"]
 
 
-def shared(model, x, num_ranks, *, checks=False):
+def shared(model, x, num_ranks):
     """Checks a model whose experts ranks share against one process; gives what each rank sent."""
     model = model.double()
     copies = [copy.deepcopy(model) for _ in range(num_ranks)]
@@ -102,12 +100,10 @@ def shared(model, x, num_ranks, *, checks=False):
         divide(own, cuts_of_experts(own, num_ranks=num_ranks, units=[""]), group)
         run_own_experts(own)
         given = divided(x.detach(), Cut.even(0, TOKENS, num_ranks=num_ranks), group).requires_grad_()
-        with verified(group) if checks else nullcontext():
-            found = boundary.around(own, own)(given)
+        found = boundary.around(own, own)(given)
         assert isinstance(found._spec.placement, Cut)
         calls = dict(group.traffic.calls)
-        with verified(group) if checks else nullcontext():
-            found.square().sum().backward()
+        found.square().sum().backward()
         settle_gradients(own.parameters())
         torch.testing.assert_close(whole(found), wanted.detach(), rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(whole(given.grad), x.grad, rtol=1e-10, atol=1e-10)
@@ -135,7 +131,7 @@ def test_any_loop_is_exact(way, num_ranks):
 def test_each_operation_is_that_on_whole_tensors():
     torch.manual_seed(0)
     for way in ("adds_at_indices", "adds_in_place", "puts_at_masks"):
-        shared(Loop(way), torch.randn(TOKENS, WIDTH), 2, checks=True)
+        shared(Loop(way), torch.randn(TOKENS, WIDTH), 2)
 
 
 @pytest.mark.parametrize("way", ["adds_at_indices", "adds_in_place", "puts_at_masks"])

@@ -10,7 +10,7 @@ from shardwright.observe.report.gathered.data import ReportData
 from shardwright.observe.report.gathered.measured import MeasuredTimeline
 from shardwright.observe.report.gathered.parts import StepPart
 
-__all__ = ["Figure", "charts", "line_chart", "measured_half", "parts_chart"]
+__all__ = ["Figure", "charts"]
 
 _MOST_POINTS = 2000
 _LINE_PX = 260
@@ -62,12 +62,7 @@ def _timeline(data: ReportData, timeline: MeasuredTimeline | None) -> Figure:
 
 
 def parts_chart(parts: Sequence[StepPart], names: tuple[str, str] = ("predicted", "measured")) -> Figure:
-    """A waterfall: each part begins where the one before ends, once in each of two rows.
-
-    Args:
-        parts: of a step.
-        names: of what is hatched, and of what is solid.
-    """
+    """A waterfall: each part begins where the one before ends, once in each of two rows."""
     sums = [
         sum(value for part in parts if (value := getattr(part, attribute)) is not None)
         for attribute in ("predicted", "measured")
@@ -125,12 +120,7 @@ def _step_times(numbers: Sequence[int], values: Sequence[float | None], predicte
 
 
 def line_chart(curves: Sequence[tuple[str, Sequence[int], Sequence[float | None]]], title: str) -> Figure:
-    """Curves over steps. Of two, the first is dashed, as it is hatched elsewhere on the page.
-
-    Args:
-        curves: name, steps and values of each.
-        title: of the vertical axis.
-    """
+    """Curves over steps. Of two, the first is dashed, as it is hatched elsewhere on the page."""
     traces = []
     dashes = ("solid",) if len(curves) == 1 else ("dash", "solid")
     for (name, numbers, values), dash in zip(curves, dashes, strict=True):

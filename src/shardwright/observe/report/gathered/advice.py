@@ -39,7 +39,6 @@ _REMEDIES = {
     "recomputation": "a higher memory_limit if there is room, or shards (sharded_data_parallel_degree)",
     "communication": "stages on one host (placement_strategy), fewer stages, or larger microbatches",
     "overhead": "fewer ranks: the units are small",
-    "outside": "make it (a teacher?) a part of the wrapped model, so that ranks share it",
 }
 
 
@@ -51,25 +50,8 @@ def next_step(
     *,
     slower: float | None,
     outside_s: float = 0.0,
-    next_plan: Plan | None = None,
 ) -> str:
-    """The sentence.
-
-    Args:
-        plan: that the run followed.
-        parts: of the step, predicted beside measured.
-        waterfall: the finer parts of the prediction.
-        stages: (stage, measured / predicted seconds of its work), where both are known.
-        slower: measured / predicted - 1 of the step.
-        outside_s: measured seconds of the step in operations that rest on no unit of the model, beyond those
-            that the plan counts.
-        next_plan: that a new run will get, if it is another one.
-    """
-    if next_plan is not None and next_plan.prediction is not None:
-        return (
-            "begin a new run: at the seconds that stages took in this one, the planner takes the plan in "
-            f"next_plan.json, predicted at {format_seconds(next_plan.prediction.step_s)} a step"
-        )
+    """The sentence."""
     if plan is None or plan.prediction is None or waterfall is None:
         return "set plan_one_stage to have runs of one stage predicted, too, and see what limits them"
     if slower is not None and slower > _PARTED:

@@ -20,10 +20,6 @@ class Beside(Protocol):
 def worst_of(rows: Iterable[Beside], *, least: float = 0.0) -> int | None:
     """The number of the row that is furthest above its prediction; None where none is above it.
 
-    Args:
-        rows: all of them.
-        least: a difference of this size or less is none.
-
     >>> worst_of([Compared("a (s)", 1.0, 1.5), Compared("b (s)", 3.0, 3.6), Compared("c (s)", None, 9.0)])
     1
     """
@@ -41,9 +37,7 @@ class Compared:
     """A figure as predicted and as measured; None where it is not known.
 
     Attributes:
-        name: what it is.
         predicted: in the unit that the name ends with.
-        measured: in the same.
         remark: why the two are not to be compared; empty where they are.
     """
 

@@ -18,14 +18,7 @@ __all__ = ["compare_figures", "compare_spent", "on_cpus", "peaks_by_rank"]
 def compare_figures(
     plan: Plan | None, steps: Sequence[StepMetrics], peaks: Sequence[float], rows: Sequence[MemoryRow]
 ) -> tuple[Compared, ...]:
-    """Step time, the optimizer's update and peak memory.
-
-    Args:
-        plan: that the run followed.
-        steps: metrics of all steps.
-        peaks: measured peak of each pipeline rank.
-        rows: predicted beside measured, of the recorded steps.
-    """
+    """Step time, the optimizer's update and peak memory."""
     prediction = plan.prediction if plan is not None else None
     updates = [step.update_s for step in steps if step.update_s is not None]
     return (
@@ -69,8 +62,6 @@ def compare_spent(
 ) -> tuple[Compared, ...]:
     """Forward with code outside of the model, backward, and the rest of the schedule, in which ranks wait."""
     forward_s, *others = _means(() if replay is None else simulated_spans(replay.simulation), num_ranks)
-    if replay is not None and forward_s is not None:
-        forward_s += replay.setting.outside_s
     measured = _means(() if timeline is None else timeline.spans, num_ranks)
     names = ("forward (s)", "backward (s)", "waiting and idle (s)")
     return tuple(map(Compared, names, (forward_s, *others), measured))

@@ -26,10 +26,7 @@ class ComparedRow:
     """One figure of both runs; None where it is not known.
 
     Attributes:
-        name: what it is.
         unit: of the figures; a share is from 0 to 1.
-        first: of the first run.
-        second: of the second run.
     """
 
     name: str
@@ -84,8 +81,6 @@ class Comparison:
 
     Attributes:
         names: of the runs; told apart by a number where they are the same.
-        data: of both.
-        rows: their figures.
         parts: of their recorded steps: the first run in the place of the prediction.
         differences: of command, machine, versions, commit, settings and plan.
     """

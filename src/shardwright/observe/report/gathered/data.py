@@ -47,7 +47,6 @@ class Predicted:
     """The part of a report that needs a plan with a prediction.
 
     Attributes:
-        waterfall: parts of the step.
         update_s: seconds of the optimizer's update, which is not a part of it; 0: not known.
         step_s: seconds of the replayed schedule alone, for the timeline.
         idle_s: for each pipeline rank, the seconds of it without work.
@@ -75,7 +74,6 @@ class ReportData:
         name: of the run or of the plan file.
         plan: the plan; None for runs without one.
         ranks: the pipeline ranks that are shown one by one.
-        num_ranks: all pipeline ranks.
         compared: step time, the optimizer's update, and peak memory, predicted beside measured.
         stage_seconds: measured forward and backward of one microbatch, by stage; empty without a timeline.
         spent: what ranks spend a step on, mean of them, predicted beside measured.
@@ -86,7 +84,6 @@ class ReportData:
         memory: peak memory of each pipeline rank, predicted beside measured; empty where nobody looked.
         verdict: what the run came to, and what to do next; None where nothing is known.
         facts: what the run was; None for a plan.
-        steps: metrics of all steps.
         peak_by_rank: measured peak of each pipeline rank, the largest of its replicas, bytes.
         notes: what is not there, and how to get it.
         trace_file: name of the Chrome trace beside the report; None where there is none.
@@ -159,12 +156,7 @@ class ReportData:
 
 
 def gather(path: Path) -> ReportData:
-    """The data of a run folder or of a plan file.
-
-    Raises:
-        UsageError: there is no such run or plan, or a file of it is damaged.
-        PlanError: the plan file cannot be used.
-    """
+    """The data of a run folder or of a plan file."""
     if not path.exists():
         raise UsageError(
             f"there is no {printable(str(path))}. Name a run folder or a plan file; runs: shardwright runs"
@@ -193,7 +185,6 @@ def gather(path: Path) -> ReportData:
         trace_file=folder.trace_file.name if folder.trace_file.exists() else None,
         facts=read_facts(folder),
         left_out=records.left_out,
-        next_plan=Plan.read(folder.next_plan_file) if folder.next_plan_file.exists() else None,
     )
 
 
@@ -206,7 +197,6 @@ def _put_together(
     trace_file: str | None,
     facts: RunFacts | None,
     left_out: str = "",
-    next_plan: Plan | None = None,
 ) -> ReportData:
     step_s = typical_step_s(steps)
     timeline = _most_typical(recorded, step_s)
@@ -236,7 +226,7 @@ def _put_together(
         recorded=tuple(_thinned(each, ranks) for each in recorded),
         parts=parts,
         memory=memory,
-        verdict=judge(plan, steps, parts, waterfall, stages, step_s=step_s, next_plan=next_plan),
+        verdict=judge(plan, steps, parts, waterfall, stages, step_s=step_s),
         facts=facts,
         steps=steps,
         peak_by_rank=peaks,

@@ -23,14 +23,9 @@ class RunFacts:
     """What a run was; empty where it is not known.
 
     Attributes:
-        model: class of the model.
-        command: that began it.
-        state: how it ended.
         microbatches: how they were run at its end.
         begun: when it began or went on last, in UTC.
         machine: host, device, cores, system; by name.
-        versions: of packages, by name.
-        commit: of the script's repository.
         settings: those that are not the defaults, by name.
     """
 

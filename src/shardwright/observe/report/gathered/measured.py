@@ -61,14 +61,11 @@ class StepMetrics:
     """One line of ``metrics.jsonl``; None where a figure is not known.
 
     Attributes:
-        step: number of the step.
         loss: mean over the batch; None also where it is no number.
         step_s: seconds that the step took.
         update_s: seconds of the optimizer's update before it.
         peak_bytes: peak memory of each world rank so far.
         limit_bytes: memory that a rank may use.
-        tokens_per_s: of all ranks together.
-        samples_per_s: the same.
         work_s: seconds that the ranks of a replica worked, added up.
         bubble: idle share of the ranks' time, 0 to 1.
         outside_s: seconds of operations that rest on no unit, and that every rank of a pipeline runs.
@@ -88,15 +85,7 @@ class StepMetrics:
 
 
 def read_metrics(records: Iterable[Mapping[str, Any]], path: Path) -> tuple[StepMetrics, ...]:
-    """All steps, in order.
-
-    Args:
-        records: of ``metrics.jsonl``.
-        path: of the file, for messages.
-
-    Raises:
-        UsageError: a line holds something that is no metric; the message names line and field.
-    """
+    """All steps, in order."""
     found: dict[int, StepMetrics] = {}
     for number, record in enumerate(records, start=1):
         where = f"{printable(str(path))}, record {number}"
@@ -127,11 +116,7 @@ def read_metrics(records: Iterable[Mapping[str, Any]], path: Path) -> tuple[Step
 
 
 def read_recorded(folder: RunFolder) -> tuple[MeasuredTimeline, ...]:
-    """The steps that a run has recorded; of a run that has none, the one of its trace.
-
-    Raises:
-        UsageError: a file is damaged; the message names the field.
-    """
+    """The steps that a run has recorded; of a run that has none, the one of its trace."""
     found = [_timeline(step) for step in read_recorded_steps(folder) if step.events]
     if found:
         return tuple(found)
@@ -155,11 +140,7 @@ def _timeline(step: RecordedStep) -> MeasuredTimeline:
 
 
 def read_timeline(path: Path) -> MeasuredTimeline | None:
-    """The measured timeline of a ``trace.json``; None where the file is not there or holds none.
-
-    Raises:
-        UsageError: the file is damaged or of something else; the message names the field.
-    """
+    """The measured timeline of a ``trace.json``; None where the file is not there or holds none."""
     if not path.exists():
         return None
     file = UserFile(path, what="", error=UsageError, advice=FOREIGN.removesuffix("."), most_bytes=_MOST_BYTES)

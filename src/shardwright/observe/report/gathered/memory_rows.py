@@ -24,7 +24,6 @@ class MemoryRow:
     """The peak of one pipeline rank, in bytes; None where it is not known.
 
     Attributes:
-        rank: which one.
         predicted: parameters, gradients, optimizer state and activations.
         measured: the same, at the end of the action where it was most.
     """
@@ -44,13 +43,7 @@ class MemoryRow:
 def memory_rows(
     stack: Sequence[MemoryPrediction], timelines: Sequence[MeasuredTimeline], *, num_ranks: int
 ) -> tuple[MemoryRow, ...]:
-    """The peak of every rank, in the recorded step where it was most.
-
-    Args:
-        stack: predicted memory of each rank; may be empty.
-        timelines: the recorded steps.
-        num_ranks: pipeline ranks.
-    """
+    """The peak of every rank, in the recorded step where it was most."""
     measured: dict[int, float] = {}
     for timeline in timelines:
         for rank, other_bytes in timeline.other_bytes.items():

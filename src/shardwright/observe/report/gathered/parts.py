@@ -35,7 +35,6 @@ _MEANINGS: dict[MeasuredPartKind, str] = {
 }
 _BELONGS: dict[str, MeasuredPartKind] = {
     "forward": "forward",
-    "outside of the model, measured by the last run": "forward",
     "backward": "backward",
     "recomputation": "backward",
     "imbalance": "imbalance",
@@ -60,9 +59,6 @@ class StepPart:
     """One part of a step, in seconds; None where it is not known.
 
     Attributes:
-        kind: which one.
-        predicted: by the plan.
-        measured: in a recorded step.
         finer: the parts that the prediction has in its place.
     """
 
@@ -85,8 +81,8 @@ class StepPart:
 
 
 def predicted_factor(replay: Replay) -> float:
-    """By how much the plan expects actions to take longer than alone: crowded hosts, earlier runs."""
-    return replay.setting.crowding * replay.setting.correction
+    """By how much the plan expects actions to take longer than alone: crowded hosts."""
+    return replay.setting.crowding
 
 
 def step_parts(
@@ -97,22 +93,12 @@ def step_parts(
     *,
     num_ranks: int,
 ) -> tuple[StepPart, ...]:
-    """The parts of a step; none where nothing was predicted and nothing recorded.
-
-    Args:
-        plan: that the run followed.
-        replay: of it; None where it predicts nothing.
-        waterfall: the finer parts of its prediction.
-        timeline: a recorded step, with all spans.
-        num_ranks: pipeline ranks.
-    """
+    """The parts of a step; none where nothing was predicted and nothing recorded."""
     predicted = measured = None
     if plan is not None and replay is not None and plan.prediction is not None:
         spans = scaled(simulated_spans(replay.simulation), predicted_factor(replay))
         schedule_s = replay.simulation.step_s * predicted_factor(replay)
-        outside_s = replay.setting.outside_s  # where it is measured: inside of the forwards
-        predicted = _seconds(spans, num_ranks, schedule_s, plan.prediction.step_s - outside_s)
-        predicted["forward"] += outside_s
+        predicted = _seconds(spans, num_ranks, schedule_s, plan.prediction.step_s)
     if timeline is not None and timeline.schedule_s:
         step_s = timeline.seconds
         measured = _seconds(timeline.spans, num_ranks, timeline.schedule_s, step_s)

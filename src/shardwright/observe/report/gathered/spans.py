@@ -42,10 +42,8 @@ class Span:
     """One bar of a timeline.
 
     Attributes:
-        rank: pipeline rank.
         kind: forward, backward, input, weight, send, wait, offload or load.
         start_s: seconds from the start of the first work.
-        end_s: the same.
         name: such as 0F3.
     """
 

@@ -33,7 +33,6 @@ class Verdict:
         step_s: median seconds of a step; of a plan that has not run, as predicted.
         measured: whether the run has done a step.
         rate: tokens or samples a second, all ranks together.
-        rate_unit: which of the two.
         speed_up: times one process, which would do the work of the ranks one after the other.
         idle: idle share of the ranks' time, 0 to 1.
         slower: measured / predicted - 1; negative where the run was faster.
@@ -87,19 +86,8 @@ def judge(
     stages: Sequence[tuple[int, float]],
     *,
     step_s: float | None,
-    next_plan: Plan | None = None,
 ) -> Verdict | None:
-    """The verdict on a run or plan; None where neither was anything measured nor predicted.
-
-    Args:
-        plan: that the run followed.
-        steps: metrics of all steps.
-        parts: of the step, predicted beside measured.
-        waterfall: the finer parts of the prediction.
-        stages: (stage, measured / predicted seconds of its work), where both are known.
-        step_s: measured seconds of a step; None where none was done.
-        next_plan: that a new run will get, if it is another one.
-    """
+    """The verdict on a run or plan; None where neither was anything measured nor predicted."""
     prediction = None if plan is None else plan.prediction
     predicted_s = None if prediction is None else prediction.step_s
     found_s = step_s if step_s is not None else predicted_s
@@ -127,8 +115,7 @@ def judge(
             waterfall,
             stages,
             slower=slower,
-            outside_s=outside_s - (0.0 if prediction is None else prediction.outside_s),
-            next_plan=next_plan,
+            outside_s=outside_s,
         ),
     )
 

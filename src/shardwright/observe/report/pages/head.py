@@ -69,12 +69,7 @@ def _loss(data: ReportData) -> str:
 
 
 def sparkline(values: Sequence[float], label: str) -> str:
-    """A small curve without axes, as SVG; of many values, the mean of each stretch.
-
-    Args:
-        values: in order; at least one.
-        label: what it shows, for those who do not see it.
-    """
+    """A small curve without axes, as SVG; of many values, the mean of each stretch."""
     width = -(-len(values) // _MOST_POINTS)
     means = [
         sum(each) / len(each) for each in (values[at : at + width] for at in range(0, len(values), width))

@@ -22,12 +22,7 @@ __all__ = ["page_of", "render_page"]
 
 
 def render_page(data: ReportData, *, library: str) -> str:
-    """The page of a run or plan.
-
-    Args:
-        data: what it shows.
-        library: plotly.js, compressed with gzip, in base64.
-    """
+    """The page of a run or plan."""
     plots = charts(data)
     sections = (
         head(data),
@@ -45,14 +40,7 @@ def render_page(data: ReportData, *, library: str) -> str:
 
 
 def page_of(title: str, sections: Sequence[str], plots: Mapping[str, Figure], *, library: str) -> str:
-    """A page of sections that are HTML.
-
-    Args:
-        title: of the page.
-        sections: empty ones are left out.
-        plots: by name; a section has an element ``plot-NAME`` for each.
-        library: plotly.js, compressed with gzip, in base64.
-    """
+    """A page of sections that are HTML."""
     figures = json.dumps(plots, allow_nan=False).replace("<", "\\u003c")
     nonce = hashlib.sha256(figures.encode()).hexdigest()[:32]
     policy = (

@@ -91,12 +91,7 @@ def _measured_in(data: ReportData) -> str:
 
 
 def parts_table(rows: Sequence[StepPart], names: tuple[str, str] = ("predicted", "measured")) -> str:
-    """The parts with their sum, the one furthest above its prediction marked.
-
-    Args:
-        rows: the parts.
-        names: of the two columns.
-    """
+    """The parts with their sum, the one furthest above its prediction marked."""
     cells: list[list[str]] = []
     finer: list[int] = []
     marked: dict[int, int] = {}

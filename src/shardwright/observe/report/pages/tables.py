@@ -16,16 +16,7 @@ def table(
     text: Collection[int] = (0,),
     wide: bool = False,
 ) -> str:
-    """A table of cells that are HTML.
-
-    Args:
-        header: names of the columns.
-        rows: their cells.
-        worst: number of the row that is marked as the worst; None marks none.
-        finer: numbers of rows that are details of the ones above.
-        text: numbers of the columns with text; the others are figures.
-        wide: a phone shows each row as a block, as it does where there are more than four columns.
-    """
+    """A table of cells that are HTML."""
     kinds = ["text" if column in text else "figure" for column in range(len(header))]
     head = "".join(f'<th class="{kind}">{cell}</th>' for kind, cell in zip(kinds, header, strict=True))
     body = []

@@ -22,13 +22,7 @@ __all__ = ["cuts_of_experts", "reasons_to_stay", "run_own_experts"]
 
 
 def cuts_of_experts(model: nn.Module, *, num_ranks: int, units: Iterable[str]) -> dict[str, Cut]:
-    """How ranks share the experts of a model: the cuts of parameters, by name.
-
-    Args:
-        model: any module.
-        num_ranks: that share them.
-        units: names of the modules that are placed whole.
-    """
+    """How ranks share the experts of a model: the cuts of parameters, by name."""
     stacked = cuts_of_stacked_experts(model, num_ranks=num_ranks)
     return stacked | cuts_of_listed_experts(model, num_ranks=num_ranks, units=units)
 

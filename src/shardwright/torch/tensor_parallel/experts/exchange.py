@@ -38,11 +38,6 @@ MOST_SHARE = 0.7
 def share_of_tokens(num_routes: int, experts: Cut, rank: int) -> float:
     """The share of all tokens that have an expert of a rank, if each expert is as likely as any other.
 
-    Args:
-        num_routes: of a token, to different experts.
-        experts: which ranks have which.
-        rank: the rank.
-
     >>> share_of_tokens(1, Cut.even(0, 8, num_ranks=4), 0), share_of_tokens(2, Cut.even(0, 4, num_ranks=2), 0)
     (0.25, 0.8333333333333334)
     """
@@ -57,15 +52,7 @@ def exchange_pays(num_routes: int, experts: Cut, num_ranks: int) -> bool:
 
 
 class Exchange:
-    """Who sends which of its tokens to whom; all ranks of the group make one together.
-
-    Args:
-        index: the experts of own tokens, (T, K).
-        experts: which ranks have which.
-        column: the numbers in `experts` of the group's ranks.
-        tokens: which ranks of the group have which of all tokens.
-        group: the ranks.
-    """
+    """Who sends which of its tokens to whom; all ranks of the group make one together."""
 
     def __init__(self, index: Tensor, experts: Cut, column: Sequence[int], tokens: Cut, group: TensorGroup):
         self.group, self.num_own = group, len(index)
@@ -91,12 +78,7 @@ class Exchange:
         self.received = of_all.view(group.num_ranks, group.num_ranks)[:, group.rank].tolist()
 
     def sent(self, *own: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Of own tensors (T, X), what this rank gets of all tokens that have an expert here, (M, X).
-
-        Returns:
-            The tensors, and a zero. Whoever adds it to what is made of them takes part in the backward, also
-            where nothing is made of them.
-        """
+        """Of own tensors (T, X), what this rank gets of all tokens that have an expert here, (M, X)."""
         *found, zero = _There.apply(self, *own)  # type: ignore[no-untyped-call]
         return found, zero
 

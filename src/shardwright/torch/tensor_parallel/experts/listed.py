@@ -49,13 +49,7 @@ class _List:
 
 
 def cuts_of_listed_experts(model: nn.Module, *, num_ranks: int, units: Iterable[str]) -> dict[str, Cut]:
-    """Which rank has which expert: the cuts of parameters, by name.
-
-    Args:
-        model: any module.
-        num_ranks: that share them.
-        units: names of the modules that are placed whole.
-    """
+    """Which rank has which expert: the cuts of parameters, by name."""
     found: dict[str, Cut] = {}
     stay = reasons_to_stay(model, num_ranks=num_ranks, units=units)
     for each in _lists(model):
@@ -70,13 +64,7 @@ def cuts_of_listed_experts(model: nn.Module, *, num_ranks: int, units: Iterable[
 
 
 def reasons_to_stay(model: nn.Module, *, num_ranks: int, units: Iterable[str]) -> dict[str, str]:
-    """Why each rank has all experts of a list, by the name of the list; not of lists that ranks share.
-
-    Args:
-        model: any module.
-        num_ranks: that would share them.
-        units: names of the modules that are placed whole.
-    """
+    """Why each rank has all experts of a list, by the name of the list; not of lists that ranks share."""
     units = frozenset(units)
     times: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
@@ -202,13 +190,7 @@ def _slots_of(expert: nn.Module) -> list[Slot]:
 
 
 def _summed(found: Any, inside: Entered, spec: Spec) -> Any:
-    """Sums over the ranks, to which the one that has the expert adds what that gives.
-
-    Args:
-        found: what it gives; without data on all other ranks, which add nothing.
-        inside: what it was called with.
-        spec: of one of its parameters.
-    """
+    """Sums over the ranks, to which the one that has the expert adds what that gives."""
     items, structure = flatten(found)
     places = _places_of_tensors(items)
     own = [items[each] for each in places]

@@ -52,7 +52,6 @@ class Entered(NamedTuple):
 
     Attributes:
         items: those given, with ordinary tensors that have all elements.
-        parts: of parameters, ordinary tensors.
         zero: without dimensions; belongs to what comes out, see above.
     """
 
@@ -62,12 +61,7 @@ class Entered(NamedTuple):
 
 
 def entered(items: Sequence[Any], parameters: Sequence[DividedTensor]) -> Entered:
-    """Gathers tensors, and takes this rank's parts of parameters. All ranks of the group call it.
-
-    Args:
-        items: tensors and others.
-        parameters: one at least.
-    """
+    """Gathers tensors, and takes this rank's parts of parameters. All ranks of the group call it."""
     group = parameters[0]._spec.group
     places = [place for place, each in enumerate(items) if _has_gradient(each)]
     found = _Entered.apply(group, len(places), *(items[each] for each in places), *parameters)  # type: ignore[no-untyped-call]
@@ -78,13 +72,7 @@ def entered(items: Sequence[Any], parameters: Sequence[DividedTensor]) -> Entere
 
 
 def summed(tensors: Sequence[Tensor], entered: Entered, group: TensorGroup) -> list[Tensor]:
-    """The sums over the ranks to which this one adds tensors. All ranks of the group call it.
-
-    Args:
-        tensors: floating-point ones, made of what has entered.
-        entered: see there.
-        group: the ranks.
-    """
+    """The sums over the ranks to which this one adds tensors. All ranks of the group call it."""
     if not tensors:
         return []
     connected = [each + entered.zero.to(each.dtype) for each in tensors]
@@ -92,12 +80,7 @@ def summed(tensors: Sequence[Tensor], entered: Entered, group: TensorGroup) -> l
 
 
 def summand(data: Tensor, group: TensorGroup) -> DividedTensor:
-    """A sum over the ranks, to which this one has so much to add.
-
-    Args:
-        data: of the shape of the sum; nobody else writes to it.
-        group: the ranks; where they form a grid, they add up along one axis of it, and then along the other.
-    """
+    """A sum over the ranks, to which this one has so much to add."""
     if group.grid is not None:
         assert group.grid.inner is not None
         data, group = summand(data, group.grid.inner), group.grid

@@ -34,13 +34,7 @@ class _OwnExperts(nn.Module):
     """The class of a module of experts has it as its first base: see `run_stacked_experts`."""
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """What the experts make of tokens.
-
-        Args:
-            hidden: tokens, (T, H).
-            index: the experts of each token, (T, K).
-            weights: of their results, (T, K).
-        """
+        """What the experts make of tokens."""
         all_own = self._parameters.items()
         # Those of an inner group share each expert, as any other layer.
         shared: dict[str, Any] = {
@@ -104,10 +98,6 @@ class _Own:
     """The experts that this rank has.
 
     Attributes:
-        cut: which ranks have which.
-        group: the ranks.
-        names: of the weights.
-        first, number: of this rank's experts.
         tokens_group: the ranks that have different tokens.
     """
 
@@ -129,12 +119,7 @@ def _are_cut_alike(group: TensorGroup, *tensors: Tensor) -> bool:
 
 
 def cuts_of_stacked_experts(model: nn.Module, *, num_ranks: int) -> dict[str, Cut]:
-    """How ranks share the experts of a model: the cuts of parameters, by name.
-
-    Args:
-        model: any module.
-        num_ranks: that share them.
-    """
+    """How ranks share the experts of a model: the cuts of parameters, by name."""
     return {
         f"{prefix}.{name}" if prefix else name: Cut.even(0, parameter.shape[0], num_ranks=num_ranks)
         for prefix, module in model.named_modules()

@@ -38,17 +38,7 @@ def in_slots(slots: Sequence[Slot], tensors: Sequence[Tensor]) -> Iterator[None]
 def results_without_data(
     forward: Callable[..., Any], given: Sequence[Any], structure: Structure, slots: Sequence[Slot]
 ) -> Any:
-    """What an expert gives, without data. The random numbers that it draws are drawn.
-
-    Args:
-        forward: calls it.
-        given: leaves of its arguments.
-        structure: of these.
-        slots: of its parameters, of which this rank has nothing.
-
-    Raises:
-        UsageError: it looks at values.
-    """
+    """What an expert gives, without data. The random numbers that it draws are drawn."""
     device, is_alone = slots[0].parameter.device, slots[0].parameter._spec.group.is_alone
     # Types depend on autocast, which goes by the device, and so does which kernel draws.
     goes_by_device = torch.is_autocast_enabled(device.type) or device.type != "cpu"

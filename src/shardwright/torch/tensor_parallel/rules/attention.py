@@ -104,13 +104,7 @@ def _by_heads(call: Call, groups: int) -> Candidate | None:
 
 
 def _with_results(call: Call, inner: Candidate, wanted: Sequence[Cut | None]) -> Candidate:
-    """A candidate that exchanges its results within the operation, once for all that use them.
-
-    Args:
-        call: the operation.
-        inner: the candidate.
-        wanted: placements of the first results; None, and for a result that is whole: as they are.
-    """
+    """A candidate that exchanges its results within the operation, once for all that use them."""
     outputs = [
         placement if target is None or isinstance(placement, Whole) else target
         for placement, target in zip(inner.outputs, chain(wanted, [None] * len(inner.outputs)), strict=False)

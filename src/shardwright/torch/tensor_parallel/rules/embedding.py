@@ -15,11 +15,7 @@ __all__ = ["own_rows"]
 
 
 def own_rows(index: Tensor, cut: Cut, rank: int) -> tuple[Tensor, Tensor]:
-    """Where the rows with these numbers are in a rank's part of them.
-
-    Returns:
-        Numbers of rows within the part, 0 for those of other ranks; and which are this rank's.
-    """
+    """Where the rows with these numbers are in a rank's part of them."""
     rows = torch.zeros_like(index)
     is_own = torch.zeros_like(index, dtype=torch.bool)
     start = 0

@@ -47,13 +47,7 @@ _POSITIONS = 2
 def ring(
     call: Call, of_queries: Cut, of_keys: Cut, *, like_queries: Sequence[str], like_keys: Sequence[str]
 ) -> Candidate | None:
-    """Attention in a ring, forward or backward; None where it cannot be.
-
-    Args:
-        call: a kernel without dropout.
-        of_queries, of_keys: how positions are cut.
-        like_queries, like_keys: names of the arguments that are cut so.
-    """
+    """Attention in a ring, forward or backward; None where it cannot be."""
     causal, num_ranks = bool(call["is_causal"]), call.num_ranks
     if call.get("attn_mask") is not None or not (
         of_queries.reaches(num_ranks) and of_keys.reaches(num_ranks)
@@ -177,15 +171,7 @@ def _exchanged(
     source: int,
     shapes: Sequence[Sequence[int]] | None = None,
 ) -> list[Tensor]:
-    """Sends tensors of one type to a rank, and receives some from another.
-
-    Args:
-        group: the ranks.
-        sent: what goes.
-        like: where an inner group shares one of these, it shares what is sent and what comes in the same way.
-        to, source: the ranks.
-        shapes: of what comes; by default those of `like`.
-    """
+    """Sends tensors of one type to a rank, and receives some from another."""
     shapes = [each.shape for each in like] if shapes is None else shapes
     specs = [cut_inside(each) for each in like]
     parts = [part_like(each, spec) for each, spec in zip(sent, specs, strict=True)]

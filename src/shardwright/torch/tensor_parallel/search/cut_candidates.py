@@ -33,14 +33,7 @@ _SPLITS = frozenset(["split", "split_with_sizes", "unsafe_split", "unsafe_split_
 
 
 def cut_candidates(flow: Flow, name: str, dim: int, num_ranks: int) -> list[Cut]:
-    """Cuts of one dimension of a parameter, those that the step suggests before the plain one.
-
-    Args:
-        flow: of the step.
-        name: of the parameter.
-        dim: which is cut.
-        num_ranks: to cut for.
-    """
+    """Cuts of one dimension of a parameter, those that the step suggests before the plain one."""
     size = flow.recording.tensors[flow.recording.parameters[name]].shape[dim]
     plain = Cut.even(dim, size, num_ranks=num_ranks)
     structures: dict[_Structure, None] = {((size,), 1): None}

@@ -43,7 +43,6 @@ class Phase:
     """A part of a step on one rank.
 
     Attributes:
-        traffic: what the rank sends.
         num_divided: operations on divided tensors, which take Python's time.
     """
 
@@ -56,7 +55,6 @@ class DryRun:
     """A step of one rank.
 
     Attributes:
-        forward, backward: of one microbatch.
         settling: once a step, gradients get the placements of their parameters.
         kept_bytes: of tensors that the rank keeps from the forward to the backward, parameters apart.
         computed_whole: how often an operation had no rule for its divided inputs, by name.
@@ -90,11 +88,7 @@ class CutTensor:
 
 
 class DividedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations on divided tensors.
-
-    Attributes:
-        number: how many there were.
-    """
+    """Counts the operations on divided tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -148,16 +142,7 @@ def dry_run(
     prices: Prices | None = None,
     between: BetweenUnits | None = None,
 ) -> DryRun:
-    """Runs a forward and a backward, and settles the gradients, as a rank would.
-
-    Args:
-        unit: a call.
-        placements: of its parameters, by name.
-        experts: names of those that all ranks of a grid share.
-        rank, num_ranks: who runs it, of all that share a batch.
-        prices: by which operations are decided.
-        between: where the tensors are that enter and leave it; None: all are whole.
-    """
+    """Runs a forward and a backward, and settles the gradients, as a rank would."""
     prices = prices or Prices()
     group = groups_without_ranks(rank, num_ranks, prices, between)
     try:
@@ -226,20 +211,7 @@ def dry_run_of_operation(
     prices: Prices,
     between: BetweenUnits,
 ) -> tuple[DryRun, list[CutTensor | None]]:
-    """Runs an operation between units, forward and backward, as a rank would.
-
-    Args:
-        func: the operation.
-        args, kwargs: of a call.
-        cuts: of arguments, by their places among the leaves; the others are whole.
-        rank, num_ranks: who runs it.
-        prices: by which it is decided.
-        between: where sums are put.
-
-    Returns:
-        What it sends, and where the leaves of its result are, None for those that are whole; nothing where it
-        cannot run so.
-    """
+    """Runs an operation between units, forward and backward, as a rank would."""
     group = groups_without_ranks(rank, num_ranks, prices, between)
     boundary, material, found, count = Boundary(group, between), Material(), DryRun(), DividedOperations()
     items, structure = flatten((args, dict(kwargs)))
@@ -268,14 +240,7 @@ def dry_run_of_operation(
 def divide_all(
     module: nn.Module, placements: Mapping[str, Placement], experts: Set[str], group: TensorGroup
 ) -> None:
-    """Divides the parameters of a module.
-
-    Args:
-        module: the parameters are changed.
-        placements: of parameters, by name.
-        experts: those of them that all ranks of a grid share.
-        group: of the ranks that share a batch.
-    """
+    """Divides the parameters of a module."""
     for is_of_expert in (False, True):
         own = {name: each for name, each in placements.items() if (name in experts) is is_of_expert}
         divide(module, own, group.of_parameter(is_of_expert=is_of_expert))

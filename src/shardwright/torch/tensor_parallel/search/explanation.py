@@ -15,9 +15,7 @@ class Attempt:
     """A placement that was tried.
 
     Attributes:
-        start: of the search.
         role: of the parameters, by its index.
-        placement: what they got.
         total_s: of the units concerned, with that and with all that followed.
     """
 
@@ -32,7 +30,6 @@ class PartSearched:
     """Units that were searched together, because they are alike or share parameters.
 
     Attributes:
-        units: their names.
         roles: of their parameters, by index.
         whole: what they cost with all parameters whole.
         starts: what the best plan from each start costs.
@@ -51,9 +48,6 @@ class Explanation:
     """What was tried, and what it would cost.
 
     Attributes:
-        roles: parameters with one placement.
-        placements: found, of each role.
-        attempts: in order.
         parts: units searched together.
         kept_whole: modules of which no step can be recorded, by name, and why.
     """

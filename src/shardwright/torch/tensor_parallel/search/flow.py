@@ -26,7 +26,6 @@ class Passed:
     Attributes:
         work_s: of the busiest rank, operation by operation.
         forward_work_s: the part of it in the forward.
-        exchange_s: to change placements.
         settle_s: to give gradients the placements of their parameters, once a step.
         wants: cuts in which whole parameters were used, or got their gradients, by name.
     """
@@ -80,14 +79,7 @@ class Flow:
         watch: Callable[[Operation, list[Placement]], None] | None = None,
         all_whole: bool = False,
     ) -> Passed:
-        """Follows a plan.
-
-        Args:
-            plan: placements of parameters by name; the others are whole.
-            watch: called, in the forward only, with each operation that has a cut input, and the placements
-                of all tensors by number. The backward is left out then, and what enters the unit is whole.
-            all_whole: what enters the unit is whole in any case.
-        """
+        """Follows a plan."""
         recording = self.recording
         state = self._begin(plan, enters=watch is None and not all_whole)
         passed = Passed()
@@ -121,12 +113,7 @@ class Flow:
         return passed
 
     def _begin(self, plan: Mapping[str, Placement], *, enters: bool) -> _Pass:
-        """The state before the first operation.
-
-        Args:
-            plan: placements of parameters by name.
-            enters: what enters the unit may be cut.
-        """
+        """The state before the first operation."""
         recording = self.recording
         placed: list[Placement] = [WHOLE] * len(recording.tensors)
         touched: set[int] = set()

@@ -32,13 +32,7 @@ class _NoRanks:
 def groups_without_ranks(
     rank: int, num_ranks: int, prices: Prices, between: BetweenUnits | None
 ) -> TensorGroup:
-    """The same for the ranks that share a batch: where they share it in two ways, both groups.
-
-    Args:
-        rank, num_ranks: who it is, of all that share a batch.
-        prices: by which they decide.
-        between: says which of them share each part of what they cut; None: nothing is cut.
-    """
+    """The same for the ranks that share a batch: where they share it in two ways, both groups."""
     if between is None or between.inner_ranks == 1:
         return group_without_ranks(rank, num_ranks, prices)
     place, own = divmod(rank, between.inner_ranks)

@@ -46,10 +46,8 @@ class Operation:
         index: its place in the step.
         func: the operator; None where all inputs are placed as between units: they leave the unit, or one
             within it.
-        args, kwargs: with the recorded tensors.
         inputs: numbers of its tensor arguments, in order.
         outputs: its results; None where a result is no tensor.
-        output_numbers: of the results.
     """
 
     index: int
@@ -71,14 +69,10 @@ class Recording:
     """A step.
 
     Attributes:
-        operations: in order.
-        tensors: by number.
         memories: of each tensor, the number of its memory.
         parameters: number of each parameter, by name.
         gradients: number of the gradient of each parameter that has one, by name.
-        num_forward: operations before the backward.
         entering: numbers of the tensors with which the forward and the backward begin.
-        material: of the tensors.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -139,17 +133,7 @@ def step_of(
     entering: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None,
     shared: Container[int] = (),
 ) -> None:
-    """One forward and backward of a unit's module.
-
-    Args:
-        results_of_call: says which results matter.
-        call: calls a copy of its module.
-        args, kwargs: of the call, without data.
-        boundary: told of what leaves the unit.
-        at_backward: called between forward and backward.
-        entering: called with the gradients of the results; gives them as they enter.
-        shared: places of arguments whose gradients leave as they are.
-    """
+    """One forward and backward of a unit's module."""
     items = [item for place, item in enumerate(leaves((args, kwargs))) if place not in shared]
     inputs = [each for each in items if isinstance(each, Tensor) and each.requires_grad]
     results = list(results_of_call(call(*args, **kwargs)))
@@ -189,11 +173,7 @@ class _Underway:
 
 
 def record(unit: Unit, material: Material | None = None) -> Recording:
-    """Records one step of a unit.
-
-    Raises:
-        Exception: what the module raises on tensors of this material; by default, they have no data.
-    """
+    """Records one step of a unit."""
     return _record(unit, material or Material(), [])
 
 
@@ -225,11 +205,7 @@ def _record(unit: Unit, material: Material, underway: list[_Underway]) -> Record
 
 
 def recorded(unit: Unit) -> tuple[Unit, Recording]:
-    """Records one step of a unit, without modules that cannot be recorded.
-
-    Returns:
-        The unit with all that is kept whole, and its step; that is empty where the unit itself is kept whole.
-    """
+    """Records one step of a unit, without modules that cannot be recorded."""
     while True:
         underway: list[_Underway] = []
         try:

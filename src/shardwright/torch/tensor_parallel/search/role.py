@@ -17,12 +17,10 @@ class Role:
     """Parameters with one placement.
 
     Attributes:
-        shape: of each of them.
         num_elements: of all of them, tied ones counted once.
         itemsize: bytes of an element.
         members: kinds of units, by index, and the names within a unit.
         full_names: of all parameters, in the model.
-        cuts: worth a try.
         pinned: the one that they have in any case; None where it is searched.
     """
 
@@ -44,12 +42,7 @@ class Role:
 def roles_of(
     kinds: Sequence[Sequence[tuple[str, Unit]]], pinned: Mapping[str, Placement] | None = None
 ) -> list[Role]:
-    """The roles of all parameters.
-
-    Args:
-        kinds: for each kind its units, with their names in the model.
-        pinned: placements by full name that are no matter of a search.
-    """
+    """The roles of all parameters."""
     pinned = pinned or {}
     role_of: dict[tuple[object, ...], Role] = {}
     role_of_tensor: dict[int, Role] = {}

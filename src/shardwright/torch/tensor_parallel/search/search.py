@@ -61,17 +61,7 @@ def find_placements(
     pinned: Mapping[str, Placement] | None = None,
     between: BetweenUnits | None = None,
 ) -> FoundPlacements:
-    """Finds placements of all parameters; on all ranks the same.
-
-    Args:
-        units: one, or several by name (see `units_of`). Those of a kind are searched once.
-        num_ranks: of the tensor-parallel group.
-        prices: of its collectives, and of the ranks' own work.
-        optimize: ``"memory"`` counts the parameters that a rank holds more.
-        num_microbatches: forwards and backwards in a step, between two settlements of the gradients.
-        pinned: placements of parameters, by their names in the model, that are taken as they are.
-        between: where tensors between units are; None: all are whole.
-    """
+    """Finds placements of all parameters; on all ranks the same."""
     found = {"": units} if isinstance(units, Unit) else dict(units)
     given = prices or Prices(), optimize, num_microbatches, pinned or {}, between
     return _Search(found, num_ranks, *given).best()

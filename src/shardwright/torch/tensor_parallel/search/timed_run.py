@@ -20,17 +20,7 @@ __all__ = ["TimedRun"]
 
 
 class TimedRun:
-    """Runs steps of a copy of a unit on random numbers. What other ranks would send is made up, at once.
-
-    Args:
-        unit: a call.
-        placements: of its parameters, by name; none: the whole unit, as a rank without others has it.
-        rank, num_ranks: who runs it, of all that share a batch.
-        prices: by which operations are decided.
-        experts: parameters that all ranks of a grid share, by name.
-        between: where the tensors are that enter and leave it; None: all are whole.
-        autocast: in force where it is called.
-    """
+    """Runs steps of a copy of a unit on random numbers. What other ranks would send is made up, at once."""
 
     def __init__(
         self,
@@ -52,11 +42,7 @@ class TimedRun:
         divide_all(self._module, placements, experts, group)
 
     def step(self, now: Callable[[], float]) -> tuple[float, float]:
-        """Seconds of a forward, and of a backward, by a clock.
-
-        Raises:
-            Exception: what the module raises on random numbers.
-        """
+        """Seconds of a forward, and of a backward, by a clock."""
         args, kwargs = own_call(self._unit, self._material)
         following = None if self._unit.following is None else self._unit.following(self._material)
         times: list[float] = []

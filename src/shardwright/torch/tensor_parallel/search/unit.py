@@ -181,16 +181,7 @@ def is_small(module: nn.Module) -> bool:
 
 
 def results_of(module: nn.Module, args: Any, kwargs: Any, *, run: Run = _plain_run) -> Any:
-    """What a module gives, on random numbers where it fails without data; as tensors without data.
-
-    Args:
-        module: of which a copy is called.
-        args, kwargs: of the call.
-        run: calls it.
-
-    Raises:
-        Exception: what it raises without data, if it is large, and else what it raises with data.
-    """
+    """What a module gives, on random numbers where it fails without data; as tensors without data."""
     without_data = Material()
     try:
         return _results(module, args, kwargs, without_data, run)
@@ -259,20 +250,7 @@ def units_of(
     units: Sequence[str],
     results: Callable[[Any], Sequence[Tensor]] = tensors_in,
 ) -> dict[str, Unit]:
-    """Takes a model apart into units and the rest, by one call without data.
-
-    Args:
-        model: any module.
-        args, kwargs: of a call.
-        units: names of modules within it, each called once a step and none within another.
-        results: of the model, as of a `Unit`.
-
-    Returns:
-        By name; the rest has the name ``""``.
-
-    Raises:
-        UsageError: a unit is called twice in a step, or not at all.
-    """
+    """Takes a model apart into units and the rest, by one call without data."""
     material = Material()
     calls: dict[str, Any] = {}
     outputs: dict[Any, Any] = {}

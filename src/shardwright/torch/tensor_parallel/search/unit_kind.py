@@ -22,8 +22,6 @@ class UnitKind:
     """Units that are alike.
 
     Attributes:
-        units: with their names.
-        flow: through one of them.
         kept_whole: modules within one of them, and why.
         roles: of its parameters: index of the role by name.
         priced: what plans cost, by the placements of its roles.
@@ -47,12 +45,7 @@ class UnitKind:
     def price(
         self, plan: Sequence[Placement], *, num_microbatches: int
     ) -> tuple[PlanPrice, dict[int, list[Cut]]]:
-        """What a plan costs one of them, and cuts in which whole parameters would be used, by role.
-
-        Args:
-            plan: the placement of each role.
-            num_microbatches: forwards and backwards in a step.
-        """
+        """What a plan costs one of them, and cuts in which whole parameters would be used, by role."""
         own = {name: plan[index] for name, index in self.roles.items()}
         key = tuple(own.values())
         found = self.priced.get(key)

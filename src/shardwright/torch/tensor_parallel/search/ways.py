@@ -31,7 +31,6 @@ class Way:
     """How an operation runs with certain placements.
 
     Attributes:
-        work_s, exchange_s: as of `Passed`.
         sums: inputs whose pending sum is taken for all that see it, and the seconds of it.
         scatters: inputs whose pending sum goes to where they are cut, the seconds of it, and the cut.
         gathers: inputs that are gathered, and kept for others that come soon, and the seconds of it.
@@ -77,13 +76,7 @@ class _RecordedCall(Call):
 
 
 class Ways:
-    """The ways in which the operations of one recording run.
-
-    Args:
-        recording: of a step.
-        group: ranks, with prices.
-        between: where tensors between units are.
-    """
+    """The ways in which the operations of one recording run."""
 
     def __init__(self, recording: Recording, group: TensorGroup, between: BetweenUnits):
         self._recording = recording
@@ -111,13 +104,7 @@ class Ways:
     def of(
         self, operation: Operation, placements: tuple[Placement, ...], at_hand: tuple[bool, ...] | None
     ) -> Way:
-        """The way of an operation.
-
-        Args:
-            operation: which.
-            placements: of its inputs, each from `one`.
-            at_hand: of each input, whether ranks have exchanged what makes it whole; None for nowhere.
-        """
+        """The way of an operation."""
         key: tuple[Any, ...] = (operation.index, *map(id, placements))
         if at_hand is not None:
             key = (*key, at_hand)
