@@ -95,8 +95,8 @@ class BatchResult:
         return self.row[-1][2] - self.row[0][1] if self.row else 0.0
 
 
-Figures = Callable[[Row], Sequence[float]]
-"""What a rank tells the others at the end of a step, by its row of actions; of one length on all."""
+Figures = Callable[[Row | None], Sequence[float]]
+"""What a rank tells the others at a step's end, by its row of actions; None: it trains nothing."""
 
 
 class StepEngine(Protocol):

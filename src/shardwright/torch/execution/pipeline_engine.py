@@ -183,7 +183,7 @@ class PipelineEngine:
             host_copies=placed.executor.row.host_copies,
             schedule=common.schedule,
             edges=common.edges,
-            figures=told.figures if outputs.has_all_losses else None,
+            figures=told.figures if common.trains and outputs.has_all_losses else None,
         )
 
     # ---- before the microbatches ----
@@ -278,7 +278,9 @@ class PipelineEngine:
         returned = self._compute(placed.executor, batch)
         outputs = Outputs(context, returned, batch.programs)
         with_figures = figures is not None and placed.sums_nothing and self._model.scaling is None
-        own = figures(placed.executor.row.events) if figures is not None and with_figures else ()
+        own: Sequence[float] = ()
+        if figures is not None and with_figures:
+            own = figures(placed.executor.row.events if batch.common.trains else None)
         told = outputs.refuse_other_paths(batch.losses, own)
         train = any(each.trains for each in returned)
         if batch.buffers is not None:

@@ -128,7 +128,14 @@ class StepEnd:
         Args:
             batch: as this rank was given it.
         """
-        return lambda row: row_of(self._told(row, batch), self._context.device).tolist()
+
+        def of(row: Row | None) -> list[float]:
+            if row is None:
+                return [0.0] * len(Column)
+            figures: list[float] = row_of(self._told(row, batch), self._context.device).tolist()
+            return figures
+
+        return of
 
     def _told(self, row: Row, batch: Batch) -> list[float | Tensor]:
         """By columns; the weight and the losses come later."""
