@@ -46,7 +46,6 @@ def describe(findings: Iterable[Mapping[str, Any]], *, root: str, known: Iterabl
 
 @cache
 def field_names(model: type[BaseModel]) -> tuple[str, ...]:
-    """Names of the fields of a model, and of the models in it."""
     found = dict.fromkeys(each.alias or name for name, each in model.model_fields.items())
     for field in model.model_fields.values():
         for inside in _models(field.annotation):

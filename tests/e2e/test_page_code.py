@@ -115,7 +115,6 @@ ROWS: dict[str, Runs | str] = {
     "collectives.md-0": Runs(NAMES, "dist.all_reduce(torch.ones(2))"),
     "collectives.md-1": Runs(GROUP),
     "collectives.md-2": "the choices for GPUs: tests/one_gpu.py",
-    "collectives.md-3": Runs(GROUP),
     "commands.md-0": Runs("import torch\ndef GPT(layers): return layers", "assert build()[0] == 48", ranks=1),
     "context_parallelism.md-2": "a part of a forward",
     "estimator.md-0": "starts a job of two hosts: tests/unit/launch/test_estimator.py",
@@ -134,12 +133,11 @@ ROWS: dict[str, Runs | str] = {
     "script.md-4": Runs(
         f"{WRAPPED}\n{_SPREADS}; model.eval(); data = dataset", "assert outputs.shape == (32, 3)"
     ),
-    "script.md-5": Runs(WRAPPED),
-    "script.md-6": Runs(f"{WRAPPED}\n{_SPREADS}; optimizer.step()", "average(); exchange(); exchange()"),
-    "script.md-7": Runs(WRAPPED.replace("sw.init()", f"{TEACHER}\nsw.init()"), f"{_SPREADS}; follow()"),
+    "script.md-5": Runs(f"{WRAPPED}\n{_SPREADS}; optimizer.step()", "average(); exchange(); exchange()"),
+    "script.md-6": Runs(WRAPPED.replace("sw.init()", f"{TEACHER}\nsw.init()"), f"{_SPREADS}; follow()"),
+    "script.md-7": Runs(f"{WRAPPED}\n{_SPREADS}"),
     "script.md-8": Runs(f"{WRAPPED}\n{_SPREADS}"),
-    "script.md-9": Runs(f"{WRAPPED}\n{_SPREADS}"),
-    "script.md-10": Runs(
+    "script.md-9": Runs(
         f"{LANGUAGE}\nsw.init()\nconfig = GPTJConfig(**sizes, rotary_dim=4)",
         "assert model.module.config is config",
     ),

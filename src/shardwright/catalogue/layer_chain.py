@@ -59,7 +59,6 @@ class LayerChain:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of all layers."""
         return sum(layer.parameters for layer in self.layers)
 
     @property

@@ -103,7 +103,6 @@ class Transformer:
 
     @property
     def head_width(self) -> int:
-        """Width of a head."""
         return self.head_size or self.hidden // self.heads
 
     @property

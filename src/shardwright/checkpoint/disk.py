@@ -53,7 +53,6 @@ class NewFile:
         return self._digest.hexdigest()
 
     def write(self, part: bytes | memoryview) -> int:
-        """Writes all of it."""
         view = memoryview(part).cast("B")
         for start in range(0, len(view), _CHUNK):
             chunk = view[start : start + _CHUNK]
@@ -140,7 +139,6 @@ class Disk:
             os.close(descriptor)
 
     def remove_file(self, path: Path) -> None:
-        """Removes a file."""
         self._before("remove", path)
         path.unlink()
 

@@ -65,7 +65,6 @@ class ModelFile:
 
     @property
     def names(self) -> set[str]:
-        """All names."""
         return {*self.tensors, *self.same}
 
 

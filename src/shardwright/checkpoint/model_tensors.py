@@ -49,7 +49,6 @@ class ModelTensors:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all of them."""
         return sum(source.num_bytes for source in self.sources.values())
 
     def _source(self, name: str, full: str, dtype: str | None) -> TensorSource:

@@ -59,7 +59,6 @@ class SavedCheckpoint:
 
     @cached_property
     def index(self) -> TensorIndex:
-        """All tensors."""
         content = read_regular(self._listed(INDEX), most_bytes=LARGEST_TEXT)
         return TensorIndex.from_bytes(content, name=str(self.path / INDEX))
 

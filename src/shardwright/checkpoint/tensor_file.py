@@ -155,7 +155,6 @@ class TensorFile:
         return self._entries[name][0]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
         return self._entries[name][1]
 
     def __getitem__(self, name: str) -> StoredTensor:

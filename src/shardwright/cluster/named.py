@@ -73,7 +73,6 @@ def parse_inventory(text: str) -> Inventory:
 
 
 def kind_called(name: str) -> NodeKind:
-    """The kind of nodes of a name."""
     kinds = node_kinds()
     plain = name.lower()
     if plain in kinds:

@@ -21,7 +21,6 @@ __all__ = ["gather_to_nodes"]
 
 
 def gather_to_nodes(topology: Topology, rank: int, *, pieces: Sequence[int]) -> tuple[Step, ...]:
-    """The steps of one rank."""
     view = NodeView(topology, rank, width=max(pieces, default=0), size=lambda tensor, _: pieces[tensor])
     row = Row(rank, view.here)
     starts = list(accumulate(pieces, initial=0))

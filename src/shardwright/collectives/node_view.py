@@ -32,7 +32,6 @@ class NodeView:
         self.others = tuple((self.node + step) % num_nodes for step in range(1, num_nodes))
 
     def ranks_of(self, node: int) -> tuple[int, ...]:
-        """The ranks of a node."""
         return self.topology.nodes[node]
 
     def lane(self, handler: int, node: int, chunk: int) -> Iterator[tuple[int, int, int]]:

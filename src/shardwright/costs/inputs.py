@@ -136,7 +136,6 @@ class Options(Columns):
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """The names of all options."""
         return tuple(field.name for field in fields(cls))
 
     @property

@@ -168,7 +168,6 @@ class Shape(Columns):
 
     @property
     def mlp_parameters(self) -> Numbers:
-        """Parameters of one MLP."""
         return self._mlp(self.ffn)
 
     @property

@@ -69,7 +69,6 @@ class StepSeconds:
 
     @property
     def total(self) -> Numbers:
-        """Seconds of the step."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 

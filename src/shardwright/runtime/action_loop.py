@@ -74,7 +74,6 @@ def run_actions(
     bytes_in_use: Callable[[], int] | None = None,
     named: Callable[[Action], AbstractContextManager[object]] | None = None,
 ) -> MeasuredRow:
-    """Runs all actions of one rank."""
     row = MeasuredRow()
     weights_left = dict.fromkeys(stages, schedule.num_microbatches)
     for action in schedule.actions[rank]:

@@ -22,7 +22,6 @@ class BatchSchedules:
         self._made: dict[_Key, Schedule] = {}
 
     def of_batch(self, programs: Sequence[RankProgram], *, trains: bool) -> Schedule:
-        """The schedule of a batch."""
         stage_ranks = programs[0].stage_ranks
         sent = frozenset(pair for program in programs for pair in program.crossings)
         sent_back = frozenset(pair for program in programs for pair in program.gradients)

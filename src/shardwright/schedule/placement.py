@@ -68,7 +68,6 @@ def check_kind(kind: str) -> None:
 
 
 def check_placement(stage_ranks: Sequence[int]) -> tuple[int, ...]:
-    """The placement as a tuple."""
     ranks = tuple(stage_ranks)
     if not ranks:
         raise ScheduleError("stage_ranks is empty. Give the pipeline rank of each stage, for example (0, 1).")

@@ -106,7 +106,6 @@ class Splitter:
     def of(
         cls, function: Callable[..., Any], *, non_split: Sequence[str], signature: Sequence[Any] | None
     ) -> "Splitter":
-        """For a function."""
         parameters = inspect.signature(function).parameters
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         for name in non_split:
@@ -117,7 +116,6 @@ class Splitter:
         return cls(function, frozenset(non_split), signature, parameters)
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-        """The arguments of a call."""
         args = self._converted(args)
         trees = [*zip(self._names(len(args)), args, strict=True), *kwargs.items()]
         tensors: list[Any] = []

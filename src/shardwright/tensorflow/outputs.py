@@ -62,7 +62,6 @@ class Outputs:
         holder: Callable[[int], int],
         rows: Mapping[int, tuple[Rows, ...]],
     ) -> "Outputs":
-        """Of a trace."""
         names, leaves = trace.outputs, []
         holders: dict[int, int] = {}
         position = 0

@@ -117,7 +117,6 @@ class Planning:
             )
 
     def program(self, plan: Plan, trace: Trace, *, given: Sequence[str] = ()) -> Program:
-        """The program of a trace, by the plan."""
         units = self._units(trace)
         graph = trace.step_graph(units, is_of_model=self.is_of_model)
         graph = replace(graph, arguments=(*graph.arguments, *given))

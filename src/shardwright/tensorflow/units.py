@@ -59,7 +59,6 @@ def layer_names(model: Any) -> dict[int, str]:
 
 
 def choose_units(calls: Sequence[LayerCall], names: Mapping[int, str], *, wanted: int) -> UnitCalls:
-    """Chooses the units."""
     opened: set[int] = set()
     while True:
         found = _unit_calls(calls, names, opened)

@@ -31,7 +31,6 @@ class Gate:
 
     @property
     def rank_ends(self) -> tuple[int, int]:
-        """The ends of the gate for a rank."""
         return self._arrivals_write_fd, self._release_read_fd
 
     @property

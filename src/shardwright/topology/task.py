@@ -154,7 +154,6 @@ class Task:
 
     @property
     def tokens_of_sample(self) -> int:
-        """1 where samples have no tokens."""
         return 1 if isinstance(self.model, LayerChain) else int(self.shape.sequence)
 
     @property

@@ -41,7 +41,6 @@ class CollectiveWork(_Work):  # type: ignore[misc]
         return None
 
     def result(self) -> list[Tensor]:
-        """Its tensors."""
         return self._future.wait()
 
     def get_future(self) -> "Future[list[Tensor]]":

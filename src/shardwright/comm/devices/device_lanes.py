@@ -160,7 +160,6 @@ class StreamWork(_Work):  # type: ignore[misc]
         """None: errors of NCCL are raised when it is issued, or end the process."""
 
     def result(self) -> list[Tensor]:
-        """Its tensors."""
         return self._tensors
 
     def get_future(self) -> "Future[list[Tensor]]":

@@ -96,7 +96,6 @@ class HopsOverNodes:
         return Hops([Hop("inside", scatter), Hop("across", across), Hop("inside", gather)], len(columns))
 
     def broadcast(self, data: Tensor, node: int, place: int, chunk: int) -> Hops:
-        """Hops of a broadcast."""
         columns = spans(data.numel(), chunk)
 
         def across(number: int) -> None:

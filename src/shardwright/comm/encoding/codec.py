@@ -96,7 +96,6 @@ def _classes_in(hint: Any) -> list[type]:
 
 
 def encode(value: Any, *, other: Other | None = None) -> bytes:
-    """A value as bytes."""
     pieces: list[bytes] = []
     try:
         text = json.dumps(_plain(value, pieces, other), separators=(",", ":")).encode()

@@ -352,7 +352,6 @@ def _by_names(
 def _local(
     variables: Variables, rank_name: str, size_name: str, rank: int, world_size: int, master_addr: str
 ) -> tuple[int, int]:
-    """Local rank and local world size."""
     on_one_host = world_size == 1 or master_addr in _LOOPBACK
     local_rank, local_world_size = variables.number(rank_name), variables.number(size_name, "LOCAL_SIZE")
     if local_rank is None and local_world_size is None:

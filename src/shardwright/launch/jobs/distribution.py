@@ -72,7 +72,6 @@ class Distribution:
 
 
 def read_distribution(given: Mapping[str, Any] | None) -> Distribution:
-    """Reads a ``distribution``."""
     if not given:
         return Distribution()
     if not isinstance(given, Mapping):

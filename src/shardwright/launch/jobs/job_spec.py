@@ -91,7 +91,6 @@ class JobSpec:
 
     @property
     def num_ranks(self) -> int:
-        """All ranks."""
         return self.num_hosts * self.processes_per_host
 
     def variables(self, *, source_dir: str | None = None, run_folder: Path | None = None) -> dict[str, str]:

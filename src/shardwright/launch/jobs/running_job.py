@@ -90,7 +90,6 @@ class RunningJob(ABC):
 
     @property
     def name(self) -> str:
-        """The name of the job."""
         return self.spec.name
 
     job_name = name

@@ -73,7 +73,6 @@ class ExitLog:
         return [found for line in text.splitlines() if (found := _read(line)) is not None]
 
     def of_life(self, life: int) -> list[WorkerExit]:
-        """Those of one life."""
         return [worker_exit for worker_exit in self.read() if worker_exit.life == life]
 
     def next_life(self, local_rank: int) -> int:

@@ -139,7 +139,6 @@ class HostsNetwork:
                 )
 
     def address(self, host: int) -> str:
-        """The address of a host."""
         return f"{_SUBNET}.{host + 1}"
 
     @property

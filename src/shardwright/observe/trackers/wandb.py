@@ -21,7 +21,6 @@ class WandbTracker:
         self._is_ours = False
 
     def begin(self, run: Run) -> None:
-        """Begins a run there."""
         import wandb
 
         self._is_ours = wandb.run is None

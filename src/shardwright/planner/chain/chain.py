@@ -202,7 +202,6 @@ class Chain:
 
     @property
     def atom_of_call(self) -> NDArray[np.int64]:
-        """The atom of each call."""
         sizes = np.diff(np.asarray(self.starts))
         return np.repeat(np.arange(self.num_atoms), sizes)
 

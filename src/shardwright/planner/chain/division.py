@@ -41,7 +41,6 @@ class Passage:
     operations: int = 0
 
     def seconds(self, whole_s: float, prices: TensorPrices, size: float, *, operation_s: float) -> float:
-        """Seconds of it."""
         exchange_s = prices.exchange_s(self.calls, self.num_bytes * size)
         return whole_s * self.share * self.pace + exchange_s + self.operations * operation_s
 

@@ -125,7 +125,6 @@ def _with_operations(
 
 
 def _call_cost(unit: UnitCost, total: Cost, glue_bytes: int, gradient_bytes: int) -> CallCost:
-    """The cost of a call."""
     split_work_bytes = unit.work_bytes if unit.split_work_bytes is None else unit.split_work_bytes
     return CallCost(
         forward_s=total.forward_s,

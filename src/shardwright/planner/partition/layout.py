@@ -49,7 +49,6 @@ class Layout:
 
     @property
     def stage_of_call(self) -> NDArray[np.int64]:
-        """The stage of each call."""
         return np.repeat(np.arange(self.num_stages), np.diff(np.asarray(self.cuts)))
 
     def calls(self, stage: int) -> range:

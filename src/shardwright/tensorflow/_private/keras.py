@@ -32,7 +32,6 @@ def uses_keras_3() -> bool:
 
 
 def keras_model_class() -> Any:
-    """The class of Keras models."""
     return tf.keras.Model
 
 

@@ -126,7 +126,6 @@ def slots_of(optimizer: Any, variable: Any) -> dict[str, Any]:
 
 
 def is_slot(optimizer: Any, variable: Any) -> bool:
-    """Whether a variable of an optimizer is a slot."""
     optimizer = scaled_optimizer(optimizer)
     if hasattr(optimizer, "get_slot_names"):
         return any(variable is slot for slots in optimizer._slots.values() for slot in slots.values())

@@ -87,7 +87,6 @@ def _candidates(folder: CheckpointFolder, name: str | None) -> tuple[Commit, ...
 
 
 def _opened(context: ScriptRun, folder: CheckpointFolder, commit: Commit) -> SavedCheckpoint:
-    """The checkpoint."""
     share = (context.rank, context.mesh.world_size)
     saved: list[SavedCheckpoint] = []
 

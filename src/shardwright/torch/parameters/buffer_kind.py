@@ -35,7 +35,6 @@ class BufferKind:
         return tensor.dtype is self.dtype and tensor.shape == self.shape
 
     def to_json(self) -> list[Any]:
-        """A list of JSON."""
         return [str(self.dtype).removeprefix("torch."), *self.shape]
 
     @classmethod

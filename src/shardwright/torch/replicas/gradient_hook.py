@@ -56,7 +56,6 @@ class GradientsOfBucket:
         return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of the gradients."""
         return self._parameters
 
     def index(self) -> int:
@@ -90,7 +89,6 @@ class HookedBucket:
         self._future: Any = None
 
     def start(self, *, is_last: bool = True) -> None:
-        """Has the hook start."""
         buffer = torch.cat([gradient_of(member).reshape(-1) for member in self.members])
         self._flags = torch.tensor(flags_of(self.members), device=buffer.device)
         for member in self.members:

@@ -34,7 +34,6 @@ def time_axis(longest_s: float) -> tuple[float, str]:
 
 
 def timeline_chart(halves: Sequence[Half], ranks: Sequence[int]) -> Figure:
-    """The figure."""
     scale, unit = time_axis(max((end_s for _, _, end_s in halves), default=0.0))
     half_px = _LANE_PX * len(ranks) + _TITLE_PX
     height = half_px * len(halves) + _AROUND_PX

@@ -104,7 +104,6 @@ class Ways:
     def of(
         self, operation: Operation, placements: tuple[Placement, ...], at_hand: tuple[bool, ...] | None
     ) -> Way:
-        """The way of an operation."""
         key: tuple[Any, ...] = (operation.index, *map(id, placements))
         if at_hand is not None:
             key = (*key, at_hand)
