@@ -27,6 +27,7 @@ from shardwright.config import Config
 from shardwright.costs.own_runtime import DIVIDED_OPERATION_S
 from shardwright.errors import PlanError
 from shardwright.model_graph import ModelGraph
+from shardwright.observe.console import Phase
 from shardwright.plan import Plan, TensorPrices
 from shardwright.planner import (
     estimate_profile,
@@ -94,8 +95,8 @@ class Planner:
         if previous is not None and previous.schedule.microbatches in counts:
             counts = (previous.schedule.microbatches,)
         assert context.reporter is not None
-        with context.reporter.phase("tracing the model"), collector_paused():
-            trace_all = partial(self._trace, function, batch, counts, previous if units else None)
+        with context.reporter.phase("tracing the model") as phase, collector_paused():
+            trace_all = partial(self._trace, function, batch, counts, previous if units else None, phase)
             traces = self._as_in_training(trace_all)
             gradients = torch.is_grad_enabled() or traces is not None
             if traces is None:
@@ -167,7 +168,12 @@ class Planner:
                 module.training = mode
 
     def _trace(
-        self, function: Callable[..., Any], batch: Batch, counts: tuple[int, ...], same: Plan | None
+        self,
+        function: Callable[..., Any],
+        batch: Batch,
+        counts: tuple[int, ...],
+        same: Plan | None,
+        phase: Phase,
     ) -> dict[int, Trace]:
         """Traces each number of microbatches; in the units of a plan that is of the same code."""
         context = self._context
@@ -185,6 +191,7 @@ class Planner:
             units=None if same is None else same.unit_names,
             prepare=self._materialiser.buffers_outside,
             memory=memory,
+            progress=lambda done, total: phase.update(done, total=total),
             agree_on_end=_first_of_all_ranks if context.mesh.world_size > 1 else None,
         )
         if context.rank == 0 and len(memory) > known:

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +81,8 @@ def release_remote(
     given_up = {key: names[key] for key in tensors if rank not in residency.ranks[names[key]]}
     held = {storage_key(tensor) for key, tensor in tensors.items() if key not in given_up}
     by_memory = {storage_key(tensors[key]): name for key, name in given_up.items()}
-    for tensor in _views_of_script(by_memory.keys() - held):
+    remote = by_memory.keys() - held
+    for tensor in _views_of_script(remote) if remote else ():  # it looks at all objects of the process
         given_up.setdefault(id(tensor), by_memory[storage_key(tensor)])
         tensors.setdefault(id(tensor), tensor)
     for key, name in given_up.items():
@@ -90,7 +92,8 @@ def release_remote(
 
 def _views_of_script(memories: Collection[int]) -> list[Tensor]:
     """Tensors in some memory, whoever has them: ``[p.data for p in model.parameters()]``."""
-    tensors = (item for item in gc.get_objects() if type(item) in (Tensor, nn.Parameter))
+    objects = gc.get_objects()
+    tensors = compress(objects, map({Tensor, nn.Parameter}.__contains__, map(type, objects)))
     return [tensor for tensor in tensors if has_storage(tensor) and storage_key(tensor) in memories]
 
 

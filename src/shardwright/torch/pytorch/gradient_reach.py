@@ -43,16 +43,18 @@ def unreached(arguments: Nodes, results: Iterable[Any], bases: Nodes | None = No
     """
     if not arguments:
         return frozenset()
-    pending = list(gradient_nodes(list(results)).values())
-    seen: set[torch.autograd.graph.Node] = set()
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        # What lies behind an argument was there before the call.
-        pending += [following for following, _ in node.next_functions if following is not None]
     changed = bases or {}
+    own, given = list(gradient_nodes(list(results)).values()), {*arguments.values(), *changed.values()}
+    behind: list[torch.autograd.graph.Node] = []
+    seen: set[torch.autograd.graph.Node] = set()
+    for pending in (own, behind):
+        # What lies behind an argument was there before the call: all of the model, which is seldom needed.
+        while pending and not (pending is behind and seen.issuperset(arguments.values())):
+            node = pending.pop()
+            if node not in seen:
+                seen.add(node)
+                further = behind if node in given else pending
+                further += [following for following, _ in node.next_functions if following is not None]
     return frozenset(
         position
         for position, node in arguments.items()

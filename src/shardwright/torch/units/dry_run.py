@@ -108,13 +108,22 @@ def plan_model(
     measured: MeasuredProfile | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     search_degrees: bool = False,
+    progress: Callable[[int, int], None] | None = None,
     **kwargs: Any,
 ) -> Plan:
     """Plans a training run from earlier measurements, or from FLOPs, bytes and rates."""
     low, arguments = low_precision(config), with_data((args, kwargs), "cpu")
     if low is not None:
         model, arguments = in_precision(model, low), cast_inputs(arguments, low)
-    planner = OfflinePlanner(model, arguments, config=config, cluster=cluster, measured=measured, loss=loss)
+    planner = OfflinePlanner(
+        model,
+        arguments,
+        config=config,
+        cluster=cluster,
+        measured=measured,
+        loss=loss,
+        progress=progress,
+    )
     if not search_degrees:
         return planner.plan(config.resolve_world(world_size))
     grids = meshes(world_size, config, most_tensor=cluster.ranks_per_node)
@@ -145,6 +154,7 @@ class OfflinePlanner:
         cluster: Cluster,
         measured: MeasuredProfile | None = None,
         loss: Callable[[Any], Tensor] | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ):
         self._model = model
         self._batch = Batch(arguments)
@@ -152,6 +162,7 @@ class OfflinePlanner:
         self._cluster = cluster
         self._measured = measured
         self._loss = loss
+        self._progress = progress
         self._candidates: dict[tuple[int, bool], Candidates] = {}
         self._traces: dict[tuple[int, bool], Trace] = {}
         self._divisions: dict[tuple[int, int, int, TensorPrices, object], Division] = {}
@@ -253,6 +264,7 @@ class OfflinePlanner:
                 device=torch.device("cpu"),
                 num_stages=most_stages(self._config, pipeline=pipeline, divides=divides),
                 divides=divides,
+                progress=self._progress,
             )
         self._traces.setdefault((pipeline, divides), next(iter(traces.values())))
         return {m: trace.graph for m, trace in traces.items()}

@@ -253,7 +253,7 @@ def _plan(
     console = Console()
     with console.phase(f"building {factory}"):
         sample = build(factory, device=build_on)
-    with console.phase(f"tracing and planning for {world} ranks"), advice_on_meta(build_on):
+    with console.phase(f"tracing and planning for {world} ranks") as phase, advice_on_meta(build_on):
         return plan_model(
             sample.model,
             *sample.args,
@@ -263,6 +263,7 @@ def _plan(
             measured=measured,
             loss=sample.loss,
             search_degrees=search_degrees,
+            progress=lambda done, total: phase.update(done, total=total),
             **sample.kwargs,
         )
 
