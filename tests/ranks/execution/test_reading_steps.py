@@ -237,7 +237,7 @@ def decides(model: Any, x: Tensor, y: Tensor) -> Any:
     if loss > 16:
         loss = loss / loss.detach()
     elif loss.item() > 14.5:
-        loss = (loss - 1).clamp(min=0) * 2
+        loss = (loss - 1) * 2
     model.backward(loss)
     return loss, "large" if loss.item() > 1 else "small"
 

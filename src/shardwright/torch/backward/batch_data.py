@@ -68,7 +68,7 @@ class BatchData:
         if len(given) == 1 and self._goes_over_samples(name, args, kwargs):
             if name in _COUNTS:
                 self._counts.update({id(item): item for item in made})
-            elif name in _OVER_ROWS and given[0].is_floating_point():
+            elif given[0].is_floating_point():
                 marks.append(f"{name}() over the samples of its data ({user_line()})")
         elif not marks and any(id(item) in self._counts for item in given):
             if self._joins_rows(given):  # weights / weights.sum()
@@ -88,7 +88,7 @@ class BatchData:
 
     def _goes_over_samples(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether an operation joins the samples of the tensor that it is given first."""
-        if not args or not isinstance(args[0], Tensor):
+        if name not in _OVER_ROWS | _COUNTS or not args or not isinstance(args[0], Tensor):
             return False
         of = args[0]
         if not of.dim() or of.shape[0] % self._samples:
@@ -99,7 +99,7 @@ class BatchData:
         dims = kwargs.get("dim", kwargs.get("axis", args[at] if len(args) > at else None))
         if dims is None or isinstance(dims, bool):
             return name != "normalize"
-        dims = (dims,) if isinstance(dims, int) else dims
+        dims = (dims,) if not isinstance(dims, tuple | list) else dims
         return any(isinstance(dim, int) and dim % of.dim() == 0 for dim in dims)
 
 

@@ -227,9 +227,8 @@ class Tracer:
                 constants=self._constants,
                 is_fixed=lambda tensor: bool(self._values.lent_in([storage_key(tensor)])),
             )
-            self._loss = replace(
-                form, counts=(), of_data=self._data.found
-            )  # they would hold on to all that was computed
+            # Counts would hold on to all that was computed.
+            self._loss = replace(form, counts=(), of_data=self._data.found)
         self._recorder.pass_backward(value)
 
     def assume_loss(self) -> None:

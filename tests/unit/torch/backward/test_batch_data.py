@@ -38,6 +38,7 @@ OTHERS: dict[str, Loss] = {
     "distributions": lambda z, w, mask: (z.log_softmax(2) * mask.softmax(1)[..., None]).mean(),
     "weights of classes": lambda z, w, mask: (z * (CLASSES.detach()[:5] / CLASSES.detach().mean())).mean(),
     "an accuracy beside": lambda z, w, mask: z.square().mean() + 0 * (z.argmax(2) == 1).float().mean().item(),
+    "numbers": lambda z, w, mask: (z * 2.0 - mask.mul(0.5)[..., None]).norm(2.0, 2).mean() + z.std(2).mean(),
     "a loss told": lambda z, w, mask: [z.mean(), z.mean().detach() / w.mean()][0],
 }
 
