@@ -128,7 +128,7 @@ class DistributedModel(SpreadModule):
             self._take_memory(current)
         self._engine: StepEngine = self._new_engine(current)
         self.step_end = StepEnd(current, self)
-        self._outside = CallOutside(self.forward)
+        self._call_outside = CallOutside(self.forward)
         self._steps = Steps(current, self, self._engine, self.step_end, gives_back=gives_back)
         current.model = self
         for optimizer in current.optimizers:
@@ -159,7 +159,7 @@ class DistributedModel(SpreadModule):
         """Calls the module; outside of step functions, a spread model only without gradients."""
         if active_handler() is None and context().mesh.spreads_model:
             refuse_call(trains=torch.is_grad_enabled(), has_parts=self.partitioned)
-            return self._outside.run(self.run_step, args, kwargs)
+            return self._call_outside.run(self.run_step, args, kwargs)
         if not isinstance(active_handler(), Tracer):  # an evaluation is traced with gradients, too
             self._steps.called_to_train |= torch.is_grad_enabled() and self.get_module().training
         if self._low_precision is not None:
