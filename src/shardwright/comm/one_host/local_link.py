@@ -115,7 +115,8 @@ class LocalLink:
             offset = self._place(num_bytes)
         assert offset is not None
         assert self._own_segment is not None
-        self._own_segment.at(offset, tensor).copy_(tensor)
+        view = self._own_segment.at(offset, tensor)
+        view.copy_(tensor.detach())  # it is kept, and must have no history
         self._say(_MESSAGE, num_bytes, offset, purpose=purpose)
         return True
 

@@ -41,7 +41,7 @@ class Segment:
         view = self._views.get(key)
         if view is None:
             if len(self._views) == _MOST_VIEWS:
-                self._views.clear()
+                del self._views[next(iter(self._views))]
             num_bytes = like.numel() * like.element_size()
             with torch.inference_mode(False):  # it is written to outside of it, too
                 view = self._bytes[offset : offset + num_bytes].view(like.dtype).view(like.shape)

@@ -22,12 +22,8 @@ __all__ = [
     "is_number",
     "labels_of",
     "name_of_node",
-    "names_behind",
     "number_in",
 ]
-
-
-_NAMES = 24  # behind a loss, more than lead to its mean
 
 
 class Reduction(IntEnum):
@@ -95,16 +91,6 @@ def name_of_node(node: Any) -> str:
 @functools.lru_cache(maxsize=512)
 def _name_in(name: str) -> str:
     return name.rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
-
-
-def names_behind(loss: Tensor) -> tuple[str, ...]:
-    """Of the operations that lead to a loss, the last ones first: the same for losses of one line of code."""
-    nodes: list[Any] = [loss.grad_fn]
-    for node in nodes:
-        if len(nodes) > _NAMES:
-            break
-        nodes += [child for child, _ in node.next_functions if child is not None] if node is not None else ()
-    return tuple(node.name() for node in nodes[:_NAMES] if node is not None)
 
 
 def dims_of(dims: Sequence[int], num_dims: int) -> set[int]:

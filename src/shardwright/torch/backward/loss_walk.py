@@ -126,6 +126,8 @@ class LossWalk:
         if name in _POINTWISE:
             return self._bent(self._children(node, depth), name)
         if name in _ALONG and self._samples > 1 and self._goes_over_samples(node):
+            if all(flow is Rows.FIXED for flow in self._children(node, depth)):
+                return Rows.FIXED
             raise Neither("it compares samples with one another")
         return self._other(node, name, depth)
 

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 def is_batch_tensor(item: Any) -> bool:
     """Whether a leaf of the arguments is data: a tensor, and not a parameter."""
-    return isinstance(item, Tensor) and not isinstance(item, nn.Parameter)
+    return type(item) is Tensor or (isinstance(item, Tensor) and not isinstance(item, nn.Parameter))
 
 
 class Argument(NamedTuple):
@@ -53,7 +53,7 @@ class Splitter:
     names: Sequence[str] = ()
     further: str = ""
     non_split: frozenset[str] = frozenset()
-    axes: Mapping[str, int] = frozenset()  # type: ignore[assignment]
+    axes: Mapping[str, int] = field(default_factory=dict)
     lists: frozenset[str] = frozenset()
     in_one: bool = False
     pointed_out: set[str] = field(default_factory=set, compare=False, repr=False)
@@ -124,7 +124,7 @@ class Splitter:
         return self.further or f"argument {position}"
 
     def _axis(self, name: str) -> int:
-        return self.axes.get(name, 0) if isinstance(self.axes, Mapping) else 0
+        return self.axes.get(name, 0)
 
     def _cut_tensors(self, arguments: Sequence[Argument]) -> list[tuple[str, Tensor, int]]:
         return [
@@ -199,7 +199,10 @@ class Splitter:
             else:
                 columns.append([item] * num_microbatches)
         rows = [list(row) for row in zip(*columns, strict=True)] if columns else [[]] * num_microbatches
-        return [Argument(name, structure.rebuild(row), row, structure) for row in rows]
+        parts = [Argument(name, structure.rebuild(row), row, structure) for row in rows]
+        if not any(map(cuts_itself, leaves)):
+            return parts
+        return [Argument(name, part.tree, *flatten(part.tree, cuts_itself)) for part in parts]
 
 
 def _remedy(name: str, size: int, batch: int) -> str:

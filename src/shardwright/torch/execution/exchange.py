@@ -72,7 +72,6 @@ class Outputs:
     def __init__(self, context: Context, returned: Sequence[Returned], programs: Sequence[Program]):
         self._context = context
         self._programs = programs
-        self._given = returned
         self._returned = [_with_loss(each, program) for each, program in zip(returned, programs, strict=True)]
         self._flat = [flatten(each.result) for each in self._returned]
         self._of_owner: list[list[tuple[int, int, int]]] = [[] for _ in range(context.mesh.pipeline)]
@@ -96,8 +95,8 @@ class Outputs:
         context = self._context
         assert context.links.replica is not None
         paths = [
-            (program.trace.graph.fingerprint, each.behind_end, each.trains, each.values)
-            for program, each in zip(self._programs, self._given, strict=True)
+            (program.trace.graph.fingerprint, each.behind_end, each.trains, each.values, each.loss_at)
+            for program, each in zip(self._programs, self._returned, strict=True)
         ]
         weights = losses.row
         told = [float(crc32(repr(paths).encode())), *weights, *figures]

@@ -28,7 +28,6 @@ from shardwright.errors import UsageError
 from shardwright.torch._private import storage_key
 from shardwright.torch.backward.batch_data import BatchData
 from shardwright.torch.backward.loss_reduction import LossForm, Reduction, form_of_loss
-from shardwright.torch.backward.loss_terms import names_behind
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_result import Weights
 from shardwright.torch.execution.trained_model import TrainedModel
@@ -43,7 +42,6 @@ __all__ = ["LossWeights"]
 log = logging.getLogger(__name__)
 
 _NO_LOSS = -1.0
-_PLAIN = LossForm(Reduction.MEAN)
 
 
 class LossWeights:
@@ -90,7 +88,6 @@ class LossWeights:
         self.weights: list[float] = [_NO_LOSS] * num
         self._samples = total or num
         self._first_counts: list[float] = []
-        self._plain: tuple[int | None, tuple[str, ...]] | None = None  # how a plain mean of this batch looks
         self._divisor = 0.0
         self._per_sample = 0.0
         self._own: set[int] = set()  # memory of the model's parameters and buffers
@@ -196,9 +193,6 @@ class LossWeights:
         if given or (len(self._parts) == 1 and self._replicas == 1):
             return Reduction.MEAN
         is_guess = form is not None and not form.is_certain
-        looks = self._parts[index].num_samples, names_behind(loss) if form is None else ()
-        if form is None and looks == self._plain:
-            return Reduction.MEAN
         if form is None or is_guess or form.reduction is Reduction.WEIGHTED:
             here = self._form_here(loss, self._parts[index])
             if is_guess and here.reduction is not Reduction.UNKNOWN:
@@ -212,8 +206,6 @@ class LossWeights:
                     here = LossForm(Reduction.NEITHER, reason=reason)
             if form is None:
                 self.check([here])
-                if here == _PLAIN:
-                    self._plain = looks
             if here.counts:
                 self._count = self._alike([count() for count in here.counts])
             elif form is not None and not is_guess:

@@ -26,7 +26,7 @@ from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.execution.model_placement import ModelPlacement
 from shardwright.torch.execution.placed_model import PlacedModel
 from shardwright.torch.execution.program_maker import KnownTrace, ProgramMaker
-from shardwright.torch.execution.rank_batch import Batches, RankBatch, number_of_parts
+from shardwright.torch.execution.rank_batch import BatchKind, RankBatch, number_of_parts
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.backward_calls import backward_intercepted
 from shardwright.torch.interception.checkpoint_generators import generators_saved_in_turn
@@ -46,6 +46,7 @@ from shardwright.torch.python_state.attribute_watch import AttributeWatch
 from shardwright.torch.randomness.python_random import python_random_kept
 from shardwright.torch.replicas.reducer import (
     refuse_accumulation_hooks,
+    refuse_gradient_hooks,
 )
 from shardwright.torch.run.context import Context
 from shardwright.torch.run.replica_board import replica_board
@@ -60,7 +61,7 @@ __all__ = ["PipelineEngine"]
 
 
 _ENGINES = itertools.count()
-_KINDS_KEPT = 64
+_KINDS_KEPT = 16
 
 
 class PipelineEngine:
@@ -99,7 +100,8 @@ class PipelineEngine:
             offloading=offloading_of(context),
         )
         self._placed: PlacedModel | None = None
-        self._known: dict[tuple[int, ...], Batches] = {}
+        self._kinds: dict[tuple[int, ...], BatchKind] = {}
+        self._unchanged: Sequence[nn.Module] = ()
         self._failure = ""
         self._board: ValueBoard | None = None
         self._number = next(_ENGINES)
@@ -136,7 +138,7 @@ class PipelineEngine:
         parts = batch.split(number_of_parts(context, self._model, batch, context.plan.schedule.microbatches))
         path, attributes = (function, hooks, *settings.values()), self._attributes.step_begins(modules)
         programs = self._programs.of_batch(function, parts, path, attributes, known)
-        common = self._common(programs, placed)
+        common = self._kind(programs, placed)
         losses = LossWeights(
             self._model,
             function,
@@ -197,7 +199,10 @@ class PipelineEngine:
                 f"The failure was {self._failure}"
             )
         if self._placed is not None:
-            self._placed.refuse_changes(modules, rank=self._context.rank)
+            refuse_gradient_hooks(self._placed.several_stages)
+            if modules is not self._unchanged:
+                self._placed.refuse_changes(modules, rank=self._context.rank)
+                self._unchanged = modules
         if self._context.mesh.data > 1:
             refuse_accumulation_hooks(modules[0])
 
@@ -224,17 +229,19 @@ class PipelineEngine:
             is_as_traced = self._model.placed(self._placed.residency)
         return self._placed, known if is_as_traced else None
 
-    def _common(self, programs: Sequence[Program], placed: PlacedModel) -> Batches:
+    def _kind(self, programs: Sequence[Program], placed: PlacedModel) -> BatchKind:
         """What is known of batches with these programs, which live as long as it is kept."""
         key = tuple(map(id, programs))
-        common = self._known.get(key)
-        if common is None:
-            if len(self._known) == _KINDS_KEPT:
-                self._known.clear()
-            common = self._known[key] = Batches(programs, placed.schedules)
-        return common
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = BatchKind(programs, placed.schedules)
+            if all(program.trace.path is not None for program in programs):  # else they are never run again
+                if len(self._kinds) == _KINDS_KEPT:
+                    del self._kinds[next(iter(self._kinds))]
+                self._kinds[key] = kind
+        return kind
 
-    def _agree_on_random_numbers(self, common: Batches) -> None:
+    def _agree_on_random_numbers(self, common: BatchKind) -> None:
         if common.draws:
             self._agreement.on_random_numbers(generators_of(common.programs))
         if common.python_draws:
@@ -244,7 +251,7 @@ class PipelineEngine:
 
     def _rank_batch(
         self,
-        common: Batches,
+        common: BatchKind,
         function: Callable[..., Any],
         parts: Sequence[Batch],
         losses: LossWeights,

@@ -9,13 +9,13 @@ from shardwright.errors import UsageError
 from shardwright.runtime.batch_schedules import BatchSchedules
 from shardwright.torch.execution.executor import Executor
 from shardwright.torch.parameters.residency import Residency
-from shardwright.torch.replicas.reducer import GradientReducer, refuse_gradient_hooks
+from shardwright.torch.replicas.reducer import GradientReducer
 from shardwright.torch.tensor_parallel.group import TensorGroup
 
 __all__ = ["PlacedModel", "parameter_ids"]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedModel:
     """A model whose units have been placed on the ranks of a pipeline.
 
@@ -29,7 +29,6 @@ class PlacedModel:
         parameters: ids of all parameters; None for a single rank.
         sums_nothing: no rank of the run has a trained parameter, or a part of it, that another has: gradients
             are done when the microbatches are.
-        unchanged: the modules that were looked at last, with the same parameters.
     """
 
     residency: Residency
@@ -40,7 +39,6 @@ class PlacedModel:
     several_stages: Mapping[str, nn.Parameter]
     parameters: frozenset[int] | None
     sums_nothing: bool
-    unchanged: Sequence[nn.Module] = ()
 
     def refuse_changes(self, modules: Sequence[nn.Module], *, rank: int) -> None:
         """Refuses a model that the script has changed since in a way that other ranks cannot follow.
@@ -50,11 +48,8 @@ class PlacedModel:
             rank: this world rank.
 
         Raises:
-            UsageError: a shared parameter has a gradient hook, or parameters were added or replaced.
+            UsageError: parameters were added or replaced.
         """
-        refuse_gradient_hooks(self.several_stages)
-        if modules is self.unchanged:
-            return
         if self.parameters is not None and parameter_ids(modules) != self.parameters:
             known = self.parameters
             found = next((n for n, p in modules[0].named_parameters() if id(p) not in known), "one is gone")
@@ -63,7 +58,6 @@ class PlacedModel:
                 f"replicas, which know nothing of them: {found}, on rank {rank}. Change the "
                 "model before the first step."
             )
-        self.unchanged = modules
 
 
 def parameter_ids(modules: Sequence[nn.Module]) -> frozenset[int]:

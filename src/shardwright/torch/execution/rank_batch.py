@@ -14,7 +14,7 @@ from shardwright.torch.program.program import Program
 from shardwright.torch.run.context import Context
 from shardwright.torch.tracing.glue_buffers import GlueBuffers
 
-__all__ = ["Batches", "RankBatch", "number_of_parts"]
+__all__ = ["BatchKind", "RankBatch", "number_of_parts"]
 
 
 def number_of_parts(context: Context, model: TrainedModel, batch: Batch, wanted: int) -> int:
@@ -31,7 +31,7 @@ def number_of_parts(context: Context, model: TrainedModel, batch: Batch, wanted:
     return min(wanted, samples)
 
 
-class Batches:
+class BatchKind:
     """What all batches have in common whose microbatches are run by the same programs: worked out once.
 
     Args:
@@ -89,7 +89,7 @@ class RankBatch:
     """
 
     rank: int
-    common: Batches
+    common: BatchKind
     function: Callable[..., Any]
     parts: Sequence[Batch]
     board: ValueBoard

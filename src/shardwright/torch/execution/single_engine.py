@@ -74,8 +74,8 @@ class SingleEngine:
         self._was_cut = False
         self._told_of_losses: set[str] = set()
         self._looked_at: WeakSet[Callable[..., Any]] = WeakSet()
+        self._data_looked_at: WeakSet[Callable[..., Any]] = WeakSet()
         # Of an evaluation: place in the result -> how it is reduced over samples.
-        self._watched: WeakSet[Callable[..., Any]] = WeakSet()
         self._evaluated: WeakKeyDictionary[Callable[..., Any], dict[int, LossForm]] = WeakKeyDictionary()
         self._norms = SynchronisedNorms(context, model.get_module())
         self._statistics = BatchStatistics(context.config, prints=context.rank == 0)
@@ -230,9 +230,9 @@ class SingleEngine:
 
     def _watched_data(self, function: Callable[..., Any], part: Batch) -> WatchedData | None:
         """Follows the first microbatch of a step function that trains."""
-        if function in self._watched:
+        if function in self._data_looked_at:
             return None
-        self._watched.add(function)
+        self._data_looked_at.add(function)
         return WatchedData(part.num_samples or 1)
 
     def _of_batch(self, function: Callable[..., Any]) -> tuple[frozenset[int], dict[int, str]]:

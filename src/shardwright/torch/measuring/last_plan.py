@@ -11,16 +11,19 @@ import json
 import logging
 import os
 import sys
+import sysconfig
 from pathlib import Path
 
 from torch import nn
 
+from shardwright import __version__
 from shardwright.cluster.host_memory import host_memory_bytes
 from shardwright.errors import ShardwrightError
 from shardwright.files import replace_file
 from shardwright.plan import Plan
 from shardwright.torch.counting.cost_counter import class_key
 from shardwright.torch.measuring.cost_cache import cache_folder, machine_key
+from shardwright.torch.python_state.attribute_watch import plain_attributes
 from shardwright.torch.run.context import Context
 
 __all__ = ["LastPlan"]
@@ -91,10 +94,24 @@ class LastPlan:
 
 
 def _code_of(model: nn.Module) -> str:
-    """A digest of the script, and of the classes and attributes of the model."""
-    main = getattr(sys.modules["__main__"], "__file__", None)
-    script = Path(main).read_bytes() if main and Path(main).is_file() else b""
-    return hashlib.sha256(script + class_key(model).encode()).hexdigest()[:16]
+    """A digest of what the model does: its classes and attributes, the script with its arguments and modules.
+
+    Packages that are installed count by the classes of the model alone.
+    """
+    installed = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    own = sorted(file for file in files if file and not file.startswith(installed))
+    stats = [(file, found.st_size, found.st_mtime_ns) for file in own if (found := _stat(file)) is not None]
+    attributes = sorted(map(repr, plain_attributes(list(model.modules())).items()))
+    described = [stats, __version__, sys.argv[1:], class_key(model), attributes]
+    return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
+
+
+def _stat(file: str) -> os.stat_result | None:
+    try:
+        return Path(file).stat()
+    except OSError:
+        return None
 
 
 def _keep(file: Path, text: str) -> None:

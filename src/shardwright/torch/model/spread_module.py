@@ -30,7 +30,7 @@ class SpreadModule(nn.Module):
     def __init__(self, module: nn.Module, replicas: Replicas):
         super().__init__()
         self.module = module
-        self.tree = ModelTree(module)
+        self.tree = ModelTree(self.get_module)
         self.replicas = replicas
         self._residency: Residency | None = None
 

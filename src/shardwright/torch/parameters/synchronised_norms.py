@@ -67,7 +67,8 @@ class SynchronisedNorms:
             self._synchronises = False
 
     def _forward(self, norm: nn.SyncBatchNorm, x: Tensor) -> Tensor:
-        if norm.training and self._group is not None and function_mode_depth():
+        is_spread = self._context.mesh.spreads_model  # else nothing is between units
+        if norm.training and self._group is not None and is_spread and function_mode_depth():
             raise UsageError(
                 "a SyncBatchNorm without parameters (affine=False) is called between the units of the model, "
                 "where replicas cannot sum its statistics. Let it have parameters."

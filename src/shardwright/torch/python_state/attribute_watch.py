@@ -18,7 +18,7 @@ from shardwright.torch.python_state.reachable import is_plain_object
 from shardwright.torch.pytorch.module_tree import OF_EVERY_MODULE
 from shardwright.torch.pytorch.slots import ABSENT, PLAIN
 
-__all__ = ["AttributeWatch"]
+__all__ = ["AttributeWatch", "plain_attributes"]
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class AttributeWatch:
         if self._seen.are_same(modules) and not self._without_effect:
             return ()
         self._modules = modules
-        now = _attributes(modules)
+        now = plain_attributes(modules)
         before = self._after_step
         for place in now.keys() | before.keys():
             one, other = now.get(place, ABSENT), before.get(place, ABSENT)
@@ -63,7 +63,7 @@ class AttributeWatch:
     def step_ends(self) -> None:
         """Takes note of what is there now."""
         if self._after_step is None or not self._seen.are_same(self._modules):
-            self._after_step = _attributes(self._modules)
+            self._after_step = plain_attributes(self._modules)
             self._seen = _Identities(self._modules)
 
     def traced(self, signature: Hashable, digest: str) -> None:
@@ -99,13 +99,14 @@ class _Identities:
         self._held = self._now()
 
     def _add(self, holder: dict[str, Any], *, objects: bool) -> None:
-        names = [name for name in holder if name not in OF_EVERY_MODULE]
+        own = OF_EVERY_MODULE if objects else frozenset()  # of the module itself
+        names = [name for name in holder if name not in own]
         self._holders.append(holder)
         # Of two names at least, so that it gives a tuple.
         self._values.append(itemgetter(*names, names[0]) if names else lambda _: ())
         for name, value in holder.items():
             kind = type(value)
-            if kind in _AS_IT_IS or kind in _NEVER_PLAIN or name in OF_EVERY_MODULE:
+            if kind in _AS_IT_IS or kind in _NEVER_PLAIN or name in own:
                 continue
             if kind is list:
                 self._lists.append(value)
@@ -137,7 +138,8 @@ def _differs(one: Any, other: Any) -> bool:
     return type(one) is not type(other) or bool(one != other)
 
 
-def _attributes(modules: Sequence[nn.Module]) -> dict[_Place, Any]:
+def plain_attributes(modules: Sequence[nn.Module]) -> dict[_Place, Any]:
+    """Those of modules, and of plain objects in them: (place of the module, name, name inside) -> value."""
     found: dict[_Place, Any] = {}
     seen: set[int] = set()
     for number, module in enumerate(modules):

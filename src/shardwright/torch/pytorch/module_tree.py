@@ -3,7 +3,7 @@
 It also knows the attributes that every module has, whatever its class.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
 
@@ -50,13 +50,12 @@ class ModelTree:
     """The modules and parameters of a model, walked anew only where a module was given others.
 
     Args:
-        model: the model.
+        model: gives it, as it is now.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: Callable[[], nn.Module]):
         self._model = model
-        self._held: list[Any] = [None]
-        self._holders: list[Any] = []
+        self._held: list[Any] = []
         self._modules: list[nn.Module] = []
         self._parameters: list[nn.Parameter] = []
 
@@ -76,14 +75,16 @@ class ModelTree:
         now = self._now()
         if len(now) == len(self._held) and all(map(is_, now, self._held)):
             return
-        self._modules = all_modules(self._model)
+        self._modules = all_modules(self._model())
         self._parameters = _parameters_of(self._modules)
-        self._holders = [each for module in self._modules for each in (module._modules, module._parameters)]
         self._held = self._now()
 
     def _now(self) -> list[Any]:
-        now: list[Any] = []
-        for held in self._holders:
-            if held:
-                now += held.values()
+        now: list[Any] = [self._model()]
+        for module in self._modules:
+            children, parameters = module._modules, module._parameters
+            if children:
+                now += children.values()
+            if parameters:
+                now += parameters.values()
         return now

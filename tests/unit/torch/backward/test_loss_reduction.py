@@ -68,6 +68,8 @@ MEANS: dict[str, Loss] = {
     ),
     "a group lasso": lambda z, y, mask: z.square().mean() + HEAD.norm(dim=1).sum(),
     "along the positions": lambda z, y, mask: (z.cumsum(1) * z.flip(1)).square().mean() + z.var(1).mean(),
+    "running sums of weights": lambda z, y, mask: (z[:, 0] * HEAD.cumsum(0)[0]).square().mean(),
+    "weights reversed": lambda z, y, mask: (z[:, 0] * HEAD.flip(0)[0]).square().mean(),
     "a loss that balances, beside": lambda z, y, mask: z.square().mean() + 0.0 * z.mean(0).square().sum(),
 }
 SUMS: dict[str, Loss] = {

@@ -9,6 +9,7 @@ from shardwright.errors import UsageError
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.splitter import Splitter
 from shardwright.torch.batch.step_output import StepOutput, gather_outputs
+from shardwright.torch.pytorch.tree import flatten
 
 
 def split(splitter, arguments, num_microbatches):
@@ -60,6 +61,19 @@ def test_objects_slice_themselves():
 
     parts = split(Splitter(), ((torch.ones(2), Sliced()), {}), 2)
     assert [args[1] for args, _ in parts] == [(2, 0, 0), (2, 1, 0)]
+
+
+def test_parts_of_objects_that_slice_themselves_have_leaves():
+    class Sliced:
+        def smp_slice(self, num_microbatches, microbatch, axis):
+            return {"rows": torch.ones(2), "number": microbatch}
+
+    batch = Batch(((torch.ones(4), Sliced()), {}), Splitter())
+    for number, part in enumerate(batch.split(2)):
+        items, structure = flatten(part.arguments)
+        assert [type(leaf) for leaf in part.leaves] == [type(item) for item in items]
+        assert part.leaves[-1] == number
+        assert part.structure.key == structure.key
 
 
 def test_rows_that_do_not_match_are_named():

@@ -1,5 +1,7 @@
 """Which attributes that a script sets make it trace again."""
 
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 
@@ -43,6 +45,15 @@ def test_equal_numbers_of_other_types_are_other_values():
     del model.flag
     keys.add(watch.step_begins(all_modules(model)))
     assert len(keys) == 9
+
+
+def test_plain_objects_may_have_names_of_modules_attributes():
+    model = nn.Linear(2, 2)
+    model.options = SimpleNamespace(training=True)
+    watch = watched(model)
+    assert watch.step_begins(all_modules(model)) == ()
+    model.options.training = False
+    assert watch.step_begins(all_modules(model)) != ()
 
 
 def test_tensors_and_containers_of_modules_are_not_watched():

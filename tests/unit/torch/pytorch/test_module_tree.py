@@ -12,7 +12,7 @@ def model() -> nn.Sequential:
 
 def test_the_lists_stay_as_long_as_nothing_changes():
     net = model()
-    tree = ModelTree(net)
+    tree = ModelTree(lambda: net)
     modules, parameters = tree.modules, tree.parameters
     net.train(mode=False)
     net[0].weight.data.zero_()
@@ -52,7 +52,7 @@ def delete_a_module(net: nn.Sequential) -> None:
 )
 def test_changes_are_seen(change):
     net = model()
-    tree = ModelTree(net)
+    tree = ModelTree(lambda: net)
     before = tree.modules
     change(net)
     assert tree.modules is not before
