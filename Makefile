@@ -66,7 +66,7 @@ test-library: check
 	$(PYTEST) $(EVERY_RUN) $(call BUDGET,1900) --doctest-modules --ignore src/shardwright/tensorflow $(LIBRARY) src tests
 
 test-thorough: test-thorough-tensorflow $(STAMP)
-	$(PYTEST) $(THOROUGH) $(call BUDGET,1200) $(LIBRARY) tests
+	$(PYTEST) $(THOROUGH) $(call BUDGET,1350) $(LIBRARY) tests
 
 test-all: test test-thorough test-jobs test-compat test-trainer
 
