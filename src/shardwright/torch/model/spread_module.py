@@ -135,11 +135,6 @@ class SpreadModule(nn.Module):
             if holders and holders[0] != context().pipeline_rank:
                 yield parameter
 
-    def ranks_with(self, name: str) -> tuple[int, ...]:
-        """The world ranks of this replica that hold a parameter of a placed model."""
-        assert self._residency is not None
-        return tuple(context().pipeline_ranks[rank] for rank in self._residency.ranks[name])
-
     def counts_here(self, name: str) -> bool:
         """Whether this rank of the replica is the one that counts a parameter or buffer, or saves it."""
         residency = self._residency
