@@ -27,9 +27,9 @@ from zoo import ZOO
 
 import shardwright.torch as sw
 from shardwright.cluster import Cluster, Device, Link
+from shardwright.run.context import context
 from shardwright.testing import preload, run_ranks
 from shardwright.torch.measuring import planning
-from shardwright.torch.run.context import context
 
 ESTIMATED = {"microbatches": 4, "profile": "estimated"}
 TENSOR = {**ESTIMATED, "tensor_parallel_degree": 2}
@@ -81,7 +81,7 @@ def settled(value: Any) -> Any:
 def trained(recipe: Recipe, config: dict[str, Any], folder: str) -> dict[str, Any]:
     """Two steps of one model on this rank."""
     warnings.simplefilter("ignore")
-    planning.present_cluster = lambda _: MACHINE  # type: ignore[assignment]
+    planning.present_cluster = lambda *_: MACHINE  # type: ignore[assignment]
     planning.with_host_costs = lambda _, cluster: cluster  # type: ignore[assignment]
     sw.init({"run_dir": f"{folder}/run", **config})
     try:

@@ -133,7 +133,7 @@ def _peer_evaluates() -> float:
 def _ours_evaluates() -> float:
     task, model, batch = _small()
     worst = train_ours(model, _loss_of(task), batch)
-    from shardwright.torch.run.context import context
+    from shardwright.run.context import context
 
     @sw.step
     def evaluate(model: sw.DistributedModel, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import sys
 import torch
 
 import shardwright
-from shardwright.torch.run.machine import cores_of_host, device_name
+from shardwright.run.machine import cores_of_host, device_name
 
 __all__ = ["circumstances"]
 

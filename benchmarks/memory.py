@@ -27,8 +27,8 @@ from torch import Tensor
 from check import Check
 from live_bytes import LiveBytes
 from models import Task, conv_net, gpt
+from shardwright.run.context import context
 from shardwright.testing import run_ranks
-from shardwright.torch.run.context import context
 from shardwright_side import STAGES_PER_RANK, Ours
 
 __all__ = ["Footprint", "measure_memory", "memory_check", "memory_table"]

@@ -159,7 +159,7 @@ def waiting_at_the_store(num_ranks: int, scenario: str) -> dict[str, float | str
 def _steps_by_turns(rounds: int, steps: int) -> tuple[list[float], list[float]]:
     """Milliseconds of a step, by turns with the thread that leaves notes and without any of it."""
     import shardwright.torch as sw
-    from shardwright.torch.run.context import context
+    from shardwright.run.context import context
 
     sw.init({"run_dir": "off", "profile": "estimated", "microbatches": 2, "pipeline_parallel_degree": 2})
     torch.manual_seed(0)

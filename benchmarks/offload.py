@@ -34,8 +34,8 @@ from models import gpt
 from sections import parser_for
 from shardwright.errors import InfeasiblePlanError
 from shardwright.quantities import format_bytes, format_seconds
+from shardwright.run.context import context
 from shardwright.testing import run_ranks
-from shardwright.torch.run.context import context
 from shardwright_side import Ours
 
 _STEPS = 7

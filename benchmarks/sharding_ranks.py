@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwright.torch as sw
-from shardwright.torch.run.context import context, set_context
+from shardwright.run.context import context, set_context
 
 __all__ = ["GPT", "contender_of", "race", "tokens_of"]
 

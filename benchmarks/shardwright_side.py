@@ -17,8 +17,8 @@ from shardwright.planner.machines.fabric import Fabric
 from shardwright.planner.search.draft import make_draft
 from shardwright.planner.search.prediction import predict
 from shardwright.planner.search.workload import Demands, Workload
+from shardwright.run.context import context, set_context
 from shardwright.schedule import place_stages
-from shardwright.torch.run.context import context, set_context
 
 __all__ = ["STAGES_PER_RANK", "Ours"]
 

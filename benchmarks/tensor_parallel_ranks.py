@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwright.torch as sw
-from shardwright.torch.run.context import context, set_context
+from shardwright.run.context import context, set_context
 from shardwright.torch.tensor_parallel.divide import divide, settle_gradients, tensor_group
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of
 from shardwright.torch.tensor_parallel.group import Prices, TensorGroup, Traffic

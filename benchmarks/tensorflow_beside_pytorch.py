@@ -108,7 +108,7 @@ def torch_in_one_process(size: Size, microbatches: int) -> tuple[float, float, l
 def torch_over_ranks(size: Size, microbatches: int) -> tuple[float, float, list[float], float]:
     """The same over the ranks of a pipeline; with the seconds that the plan predicts."""
     import shardwright.torch as sw
-    from shardwright.torch.run.context import context
+    from shardwright.run.context import context
 
     sw.init(
         {"pipeline_parallel_degree": RANKS, "microbatches": microbatches, "run_dir": "off", "report": False}

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import shardwright.torch as sw
-from shardwright.torch.run import machine
-from shardwright.torch.run.context import context
+from shardwright.run import machine
+from shardwright.run.context import context
 
 
 def main() -> None:

@@ -105,7 +105,7 @@ def test_the_partition_is_that_of_the_checkpoint(tmp_path: Path) -> None:
     moved["prediction"] = None
 
     def job() -> Any:
-        from shardwright.torch.run.context import context
+        from shardwright.run.context import context
 
         script = Script(TWO_STAGES)
         script.smp.resume_from_checkpoint(str(tmp_path))

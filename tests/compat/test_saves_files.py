@@ -174,7 +174,7 @@ def test_a_partition_is_stored_and_holds_for_a_later_run(tmp_path: Path) -> None
     assert plan.mesh.pipeline == 2
 
     def loads() -> Any:
-        from shardwright.torch.run.context import context
+        from shardwright.run.context import context
 
         script = Script({**TWO_STAGES, "load_partition": True, "partition_file": str(file)})
         losses = script.train(2)

@@ -41,7 +41,7 @@ def _by_hand(folder):
 
     import shardwright.tensorflow as sw
     from shardwright.plan import Plan
-    from shardwright.torch.run.context import context
+    from shardwright.run.context import context
 
     L = tf.keras.layers
     placed = []

@@ -27,9 +27,9 @@ from shardwright.errors import UsageError
 from shardwright.integrations.batch_share import backward_of_share, batch_size
 from shardwright.integrations.lightning_logs import log_of_microbatch, options_of_logs
 from shardwright.integrations.own_loss import own_loss
+from shardwright.run.context import context
 from shardwright.torch.batch.step_output import StepOutput
 from shardwright.torch.pytorch.tree import map_tree
-from shardwright.torch.run.context import context
 from shardwright.torch.script_run import script_run
 
 __all__ = ["ShardwrightStrategy"]

@@ -8,15 +8,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 from shardwright.comm.backend.registration import register_backend
-from shardwright.tensorflow.checkpoints import CheckpointManager
-from shardwright.tensorflow.delayed import delayed_initialization
-from shardwright.tensorflow.model import DistributedModel
-from shardwright.tensorflow.partition import partition
-from shardwright.tensorflow.startup import init, shutdown
-from shardwright.tensorflow.step import step
-from shardwright.tensorflow.step_output import StepOutput
-from shardwright.torch.run.context import is_initialized
-from shardwright.torch.run.ranks import (
+from shardwright.run.context import is_initialized
+from shardwright.run.ranks import (
     barrier,
     dp_rank,
     dp_size,
@@ -31,6 +24,14 @@ from shardwright.torch.run.ranks import (
     rank,
     size,
 )
+from shardwright.run.startup import shutdown
+from shardwright.tensorflow.checkpoints import CheckpointManager
+from shardwright.tensorflow.delayed import delayed_initialization
+from shardwright.tensorflow.model import DistributedModel
+from shardwright.tensorflow.partition import partition
+from shardwright.tensorflow.startup import init
+from shardwright.tensorflow.step import step
+from shardwright.tensorflow.step_output import StepOutput
 
 __all__ = [
     "CheckpointManager",

@@ -1,15 +1,14 @@
 """Gives all ranks of a replica the batch of its first rank."""
 
 from dataclasses import replace
-from typing import Any
 
 import tensorflow as tf
 
 from shardwright.errors import UsageError
+from shardwright.run.batch_broadcast import TensorBroadcast
+from shardwright.run.context import Context
 from shardwright.tensorflow.batch import Arguments
 from shardwright.tensorflow.channels import to_tensorflow, to_torch
-from shardwright.torch.batch.batch_broadcast import BatchBroadcast
-from shardwright.torch.run.context import Context
 
 __all__ = ["Agreement"]
 
@@ -18,9 +17,9 @@ class Agreement:
     """Compares and shares what ranks of a replica must have in common."""
 
     def __init__(self, context: Context):
-        self._broadcast: BatchBroadcast | None = None
+        self._broadcast: TensorBroadcast | None = None
         if context.links.replica is not None:
-            self._broadcast = BatchBroadcast(
+            self._broadcast = TensorBroadcast(
                 context.links.replica, source=context.pipeline_ranks[0], device=context.device
             )
 
@@ -32,8 +31,8 @@ class Agreement:
         if self._broadcast is None:
             return arguments
         self.refuse_text(arguments)
-        mine: Any = tuple(to_torch(tensor) for tensor in arguments.tensors)
-        (tensors,), _ = self._broadcast(((mine,), {}))
+        mine = [to_torch(tensor) for tensor in arguments.tensors]
+        tensors = self._broadcast(mine)
         if tensors is mine:
             return arguments
         return replace(arguments, tensors=[to_tensorflow(tensor) for tensor in tensors])

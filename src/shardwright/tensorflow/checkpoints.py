@@ -22,11 +22,11 @@ from shardwright.checkpoint.saved import SavedCheckpoint, shortened
 from shardwright.checkpoint.tensor_file import StoredTensor
 from shardwright.checkpoint.tensor_index import INDEX, TensorIndex
 from shardwright.errors import CheckpointError, UsageError
+from shardwright.run.failure import first_cause_named
+from shardwright.run.joint_calls import meet
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.keras_run import keras_run
 from shardwright.tensorflow.variables import tf_variable, variables_by_name
-from shardwright.torch.run.failure import first_cause_named
-from shardwright.torch.run.joint_calls import meet
 
 __all__ = ["CheckpointManager"]
 

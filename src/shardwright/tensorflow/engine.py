@@ -11,6 +11,11 @@ import tensorflow as tf
 
 from shardwright.errors import UsageError
 from shardwright.planner import stage_costs_of
+from shardwright.run.context import Context
+from shardwright.run.cores import OwnCores
+from shardwright.run.failure import first_cause_named
+from shardwright.run.joint_calls import call_together
+from shardwright.run.memory import keep_freed_memory
 from shardwright.runtime.action_loop import MeasuredRow
 from shardwright.runtime.batch_schedules import BatchSchedules
 from shardwright.schedule import Schedule
@@ -32,11 +37,6 @@ from shardwright.tensorflow.row_gradients import Rows, dense, rows_of
 from shardwright.tensorflow.step_end import StepEnd
 from shardwright.tensorflow.trace import Trace, trace_step
 from shardwright.tensorflow.variables import Variables, tf_variable
-from shardwright.torch.pytorch.heap import keep_freed_memory
-from shardwright.torch.run.context import Context
-from shardwright.torch.run.cores import OwnCores
-from shardwright.torch.run.failure import first_cause_named
-from shardwright.torch.run.joint_calls import call_together
 
 __all__ = ["Engine"]
 
@@ -263,7 +263,6 @@ class Engine:
             planning.check(context.plan, trace(size), size)
         assert context.reporter is not None
         context.reporter.plan_made(context.plan)
-        context.reporter.observer.event("model_known", model=type(self._model).__name__)
         self._schedules = BatchSchedules(context.plan.schedule, stage_costs_of(context.plan))
         if context.mesh.pipeline > 1:
             assert context.links.transport is not None

@@ -10,12 +10,12 @@ import torch
 from shardwright.comm.encoding.tensor_bytes import bytes_of
 from shardwright.comm.identity.purpose import Purpose
 from shardwright.model_graph import TensorSpec
+from shardwright.run.context import Context
 from shardwright.tensorflow.channels import to_tensorflow, to_torch
 from shardwright.tensorflow.outputs import Outputs
 from shardwright.tensorflow.program import Program
 from shardwright.tensorflow.results import Results
 from shardwright.tensorflow.trace import spec_of
-from shardwright.torch.run.context import Context
 
 __all__ = ["broadcast_tensors", "exchange_results", "share_variables"]
 

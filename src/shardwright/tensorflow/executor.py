@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardwright.comm.messages.transport import Transport
+from shardwright.run.memory import memory_in_use
 from shardwright.runtime.action_loop import MeasuredRow, run_actions
 from shardwright.runtime.messages import Messages
 from shardwright.schedule import Kind, Schedule
@@ -17,7 +18,6 @@ from shardwright.tensorflow.program import Program
 from shardwright.tensorflow.results import Results, positions_of
 from shardwright.tensorflow.routes import Part
 from shardwright.tensorflow.stage import PieceStage, Store
-from shardwright.torch.pytorch.memory_in_use import memory_in_use
 
 __all__ = ["Executor"]
 

@@ -5,13 +5,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardwright.errors import UsageError
+from shardwright.run.context import Context, context
+from shardwright.run.failure import first_cause_named
+from shardwright.run.joint_calls import call_together
 from shardwright.tensorflow.engine import Engine
 from shardwright.tensorflow.replicas import Replicas
 from shardwright.tensorflow.shared_updates import SharedUpdates
 from shardwright.tensorflow.variables import Variables
-from shardwright.torch.run.context import Context, context
-from shardwright.torch.run.failure import first_cause_named
-from shardwright.torch.run.joint_calls import call_together
 
 __all__ = ["KerasRun", "keras_run"]
 

@@ -11,13 +11,13 @@ from typing import Any
 import tensorflow as tf
 
 from shardwright.errors import UsageError
+from shardwright.run.context import is_initialized
 from shardwright.tensorflow import _private, fit
 from shardwright.tensorflow.callbacks import joined_by_all
 from shardwright.tensorflow.keras_run import keras_run
 from shardwright.tensorflow.variables import tf_variable
 from shardwright.tensorflow.whole_model import whole_model
 from shardwright.tensorflow.whole_optimizer import optimizer_from_file, whole_optimizer
-from shardwright.torch.run.context import is_initialized
 
 __all__ = ["DistributedModel"]
 

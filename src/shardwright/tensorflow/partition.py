@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardwright.errors import UsageError
+from shardwright.run.context import context
 from shardwright.tensorflow import _private
-from shardwright.torch.run.context import context
 
 __all__ = ["partition", "rank_of"]
 

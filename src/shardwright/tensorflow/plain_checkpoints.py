@@ -26,10 +26,10 @@ from shardwright.comm.identity.purpose import Purpose
 from shardwright.comm.identity.rank_set import listed
 from shardwright.comm.messages.roll_call import Call
 from shardwright.errors import CheckpointError, UsageError
+from shardwright.run.joint_calls import meet_each
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.keras_run import KerasRun
 from shardwright.tensorflow.variables import tf_variable, variables_by_name
-from shardwright.torch.run.joint_calls import meet_each
 
 __all__ = ["plain_checkpoints_over_ranks"]
 

@@ -14,6 +14,9 @@ from shardwright.model_graph import ModelGraph, TensorSpec
 from shardwright.plan import Plan, stage_of_label
 from shardwright.planner import estimate_profile, make_plan, microbatch_counts
 from shardwright.profile import Profile
+from shardwright.run.context import Context
+from shardwright.run.machine import present_cluster
+from shardwright.run.profiler import Profiler, ToProfile
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.batch import Arguments, microbatch_sizes
 from shardwright.tensorflow.cost import ModelVariable, model_graph
@@ -27,10 +30,6 @@ from shardwright.tensorflow.trace import Trace
 from shardwright.tensorflow.unit_timing import TimedStep
 from shardwright.tensorflow.units import UnitCalls, choose_units, layer_names
 from shardwright.tensorflow.variables import tf_variable, variables_by_name
-from shardwright.torch.measuring.cost_cache import CostCache
-from shardwright.torch.measuring.profiler import Profiler, ToProfile
-from shardwright.torch.run.context import Context
-from shardwright.torch.run.machine import present_cluster
 
 __all__ = ["Planning"]
 
@@ -96,7 +95,7 @@ class Planning:
         profiler = Profiler(
             context,
             time_class=TimedStep.timing,
-            cache=CostCache(context, framework=f"tensorflow {tf.__version__}"),
+            framework=f"tensorflow {tf.__version__}",
             units_alone=True,
         )
         with context.reporter.phase("measuring units") as phase:

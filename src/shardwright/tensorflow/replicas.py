@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from shardwright.comm.messages.bucketed_sums import sums_over
+from shardwright.run.context import Context
 from shardwright.tensorflow.channels import to_tensorflow, to_torch
 from shardwright.tensorflow.results import Results
 from shardwright.tensorflow.variables import tf_variable
-from shardwright.torch.run.context import Context
 
 __all__ = ["Replicas"]
 

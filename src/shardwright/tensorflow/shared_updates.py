@@ -16,10 +16,10 @@ import tensorflow as tf
 import torch
 import torch.distributed as dist
 
+from shardwright.run.context import Context
 from shardwright.tensorflow.channels import to_tensorflow, to_torch
 from shardwright.tensorflow.turns import call_in_turn
 from shardwright.tensorflow.variables import tf_variable
-from shardwright.torch.run.context import Context
 
 __all__ = ["SharedUpdates"]
 

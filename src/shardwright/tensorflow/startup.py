@@ -1,4 +1,4 @@
-"""Starts and ends a run."""
+"""Starts a run."""
 
 import os
 import warnings
@@ -9,23 +9,19 @@ import tensorflow as tf
 import torch
 
 from shardwright.config import Config
-from shardwright.config.misplaced import refuse_misplaced
 from shardwright.errors import UsageError
 from shardwright.plan import Plan
+from shardwright.run.context import set_context
+from shardwright.run.reporting import Facts
+from shardwright.run.startup import begun, settings_of_call
 from shardwright.tensorflow.callbacks import callbacks_over_ranks
 from shardwright.tensorflow.keras_run import KerasRun
 from shardwright.tensorflow.loss_scales import loss_scales_over_stages
 from shardwright.tensorflow.optimizer import optimizers_over_stages
 from shardwright.tensorflow.parts import parts_over_ranks
 from shardwright.tensorflow.plain_checkpoints import plain_checkpoints_over_ranks
-from shardwright.torch.measuring.reporting import Reporter
-from shardwright.torch.run.context import is_initialized, set_context
-from shardwright.torch.run.joining import joined
-from shardwright.torch.run.joint_calls import prepare
-from shardwright.torch.run.launch_settings import given_settings
-from shardwright.torch.startup import shutdown
 
-__all__ = ["init", "shutdown"]
+__all__ = ["init"]
 
 # A step inside of a tf.function waits in one of these threads for pieces that need another.
 _FEWEST_THREADS = 2
@@ -47,15 +43,9 @@ def init(
         ConfigError: a setting is unknown, out of range or contradicts another.
         PlanError: the plan file cannot be used.
     """
-    refuse_misplaced("sw.init", others, takes=("config",))
-    if is_initialized():
-        raise UsageError("init was called before. Call it once; shutdown() ends a run.")
-    settings, plan = given_settings(config)
+    settings, plan = settings_of_call(config, others)
     _set_threads()
-    made = joined(settings, plan, kind=KerasRun)
-    refuse_what_is_missing(made)
-    prepare(made)
-    made.reporter = Reporter(made)
+    made = begun(settings, plan, kind=KerasRun, facts=_facts, check=refuse_what_is_missing)
     made.cleanup.enter_context(optimizers_over_stages(made))
     made.cleanup.enter_context(loss_scales_over_stages(made))
     made.cleanup.enter_context(callbacks_over_ranks(made))
@@ -64,6 +54,10 @@ def init(
     set_context(made)
     if settings.seed is not None:
         tf.keras.utils.set_random_seed(settings.seed)
+
+
+def _facts(run: KerasRun) -> Facts:
+    return Facts(model=lambda: type(run.keras_model).__name__)
 
 
 def _set_threads() -> None:

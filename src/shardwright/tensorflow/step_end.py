@@ -4,21 +4,21 @@ As in PyTorch, a row of figures a rank goes to all ranks after each step. The ti
 kept in ``steps.json``, are gathered for a few steps alone: see `shardwright.observe.recorded_steps`.
 """
 
+import statistics
 import time
 from collections.abc import Sequence
 
 import torch
 
 from shardwright.comm.identity.purpose import Purpose
+from shardwright.run.context import Context
+from shardwright.run.reporting import Reporter
+from shardwright.run.step_recording import BatchRecord
 from shardwright.runtime.action_loop import MeasuredRow
 from shardwright.runtime.batch_programs import merged_edges
 from shardwright.schedule import Schedule
 from shardwright.tensorflow.batch import Arguments
 from shardwright.tensorflow.program import Program
-from shardwright.torch.batch.batch_result import BatchResult
-from shardwright.torch.measuring.reporting import Reporter
-from shardwright.torch.pytorch.memory_in_use import peak_memory
-from shardwright.torch.run.context import Context
 
 __all__ = ["StepEnd"]
 
@@ -46,9 +46,7 @@ class StepEnd:
     ) -> None:
         """A training step has ended on this rank; collective over all ranks."""
         reporter, world = self._reporter, self._context.links.world
-        result = BatchResult(
-            results=[],
-            losses=[torch.tensor(losses)] if losses else [],
+        record = BatchRecord(
             samples=arguments.num_samples or 0,
             tokens=arguments.num_tokens,
             row=row.events,
@@ -57,21 +55,11 @@ class StepEnd:
             edges=merged_edges(programs) if self.watches_memory and schedule is not None else (),
         )
         seconds = time.perf_counter() - begun_s
-        busy_s = sum(end - start - waited for _, start, end, waited in result.row)
-        told = [busy_s, result.pipeline_s, peak_memory(), reporter.asks_to_record]
-        own = torch.tensor(told, dtype=torch.float64, device=self._context.device)
+        figures = reporter.figures_of(record.row)
+        own = torch.tensor(figures, dtype=torch.float64, device=self._context.device)
         rows = own[None] if world is None else world.gather(own, Purpose.FIGURES)
-        busy, pipeline, memory, asks = rows.T.tolist()
-        reporter.step_done(
-            result,
-            seconds=seconds,
-            busy_s=busy,
-            pipeline_s=pipeline,
-            memory=[int(num_bytes) for num_bytes in memory],
-            records_next=bool(asks[0]),
-        )
-        if self._context.watch.whereabouts is not None:
-            self._context.watch.whereabouts.steps = reporter.num_steps
+        loss = statistics.fmean(losses) if losses else None
+        reporter.step_done(record, rows.tolist(), seconds=seconds, loss=loss)
 
     @property
     def _reporter(self) -> Reporter:

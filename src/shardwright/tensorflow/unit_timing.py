@@ -10,29 +10,25 @@ A piece is what a rank will run, only smaller. Variables have the values that th
 back.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tensorflow as tf
 
 from shardwright.errors import TraceError
 from shardwright.model_graph import ModelGraph, TensorSpec
+from shardwright.run.timing import Timing, repetitions
 from shardwright.tensorflow.gradient_sums import GradientSums
 from shardwright.tensorflow.pieces import BuiltPiece, Pieces
 from shardwright.tensorflow.placement import place
 from shardwright.tensorflow.routes import Part, routes_of
 from shardwright.tensorflow.step_graph import StepGraph
 from shardwright.tensorflow.trace import Trace
-from shardwright.torch.measuring.measure import Timing
 
 __all__ = ["TimedStep"]
-
-_BUDGET_S = 0.05
-_MIN_RUNS, _MAX_RUNS = 3, 15
 
 
 @dataclass(slots=True)
@@ -67,19 +63,14 @@ class TimedStep:
         keys: list[tuple[Part, int]] = [("forward", call), ("backward", call)]
         summed = self._pieces.summed(keys)
         now = time.thread_time if share_cores and _runs_in_this_thread() else time.perf_counter
-        runs: list[tuple[float, float]] = []
         with self._variables_kept(), self.lent(self._variables_of(keys)):
             self._pieces.sums.begin(summed, self._pieces.specs)
             given = {name: self._random(name) for name in (forward.feeds if forward else ())}
-            started_s = 0.0
-            for run in range(_MAX_RUNS + 1):
-                runs.append(self._run_once(forward, backward, given, now))
-                if run == 0:
-                    started_s = time.perf_counter()  # the first run warms up
-                elif run >= _MIN_RUNS and time.perf_counter() - started_s > _BUDGET_S:
-                    break
+            runs = [self._run_once(forward, backward, given, now) for _ in repetitions()]
             self._pieces.sums.taken(summed, self._pieces.specs)
-        return _medians(runs[1:], has_weights=bool(summed))
+        timing = Timing.of_runs(runs[1:])  # the first warms up
+        # Of a backward with weights, half is taken to be theirs.
+        return replace(timing, weight_s=timing.backward_s / 2) if summed else timing
 
     def _variables_of(self, keys: Iterable[tuple[Part, int]]) -> list[Any]:
         """What these pieces read, as TensorFlow's variables."""
@@ -154,17 +145,3 @@ class TimedStep:
 
 def _runs_in_this_thread() -> bool:
     return int(tf.config.threading.get_intra_op_parallelism_threads()) == 1
-
-
-def _medians(runs: Sequence[tuple[float, float]], *, has_weights: bool) -> Timing:
-    """The medians; of a backward with weights, half is taken to be theirs."""
-    forward_s, backward_s = (statistics.median(column) for column in zip(*runs, strict=True))
-    totals = [sum(seconds) for seconds in runs]
-    middle = statistics.median(totals)
-    quartiles = statistics.quantiles(totals, n=4) if len(totals) > 1 else [middle] * 3
-    return Timing(
-        forward_s=forward_s,
-        backward_s=backward_s,
-        weight_s=backward_s / 2 if has_weights else 0.0,
-        spread=(quartiles[2] - quartiles[0]) / middle if middle else 0.0,
-    )

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from shardwright.run.failure import first_cause_named
+from shardwright.run.joint_calls import meet
 from shardwright.tensorflow.exchange import broadcast_tensors
 from shardwright.tensorflow.keras_run import KerasRun
 from shardwright.tensorflow.trace import spec_of
 from shardwright.tensorflow.variables import tf_variable
-from shardwright.torch.run.failure import first_cause_named
-from shardwright.torch.run.joint_calls import meet
 
 __all__ = ["whole_model"]
 

@@ -105,7 +105,7 @@ def _run(job: Job, rank: int, *, start: Gate) -> Any:
 
 def _tell_others(error: BaseException | None) -> None:
     """Says to ranks that wait for this one that its function has ended, as the interpreter's end would."""
-    roll_call = sys.modules.get("shardwright.torch.run.joint_calls")
+    roll_call = sys.modules.get("shardwright.run.joint_calls")
     if roll_call is not None:
         roll_call.script_ended(error)
 

@@ -12,22 +12,8 @@ from shardwright.collector import collector_paused
 from shardwright.comm.backend.registration import register_backend
 
 if TYPE_CHECKING:
-    from shardwright.torch.attention.model_creation import model_creation
-    from shardwright.torch.backward.activation_checkpointing import set_activation_checkpointing
-    from shardwright.torch.batch.step_output import StepOutput
-    from shardwright.torch.checkpoints.checkpoints import Checkpoints
-    from shardwright.torch.interception.trace_marker import is_tracing
-    from shardwright.torch.loss_scale.grad_scaler import GradScaler
-    from shardwright.torch.model.distributed_model import DistributedModel
-    from shardwright.torch.notebook import notebook_launcher
-    from shardwright.torch.optimizer.clipping import clip_grad_norm_
-    from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
-    from shardwright.torch.parameters.delayed_initialization import delay_param_initialization
-    from shardwright.torch.parameters.manual_partition import partition, set_partition
-    from shardwright.torch.run.context import is_initialized
-    from shardwright.torch.run.data import distributed_sampler, seed_everything
-    from shardwright.torch.run.data_loader import ReplicaLoader, data_loader
-    from shardwright.torch.run.ranks import (
+    from shardwright.run.context import is_initialized
+    from shardwright.run.ranks import (
         barrier,
         device,
         dp_rank,
@@ -48,7 +34,21 @@ if TYPE_CHECKING:
         tp_rank,
         tp_size,
     )
-    from shardwright.torch.startup import add_tracker, init, shutdown
+    from shardwright.run.startup import shutdown
+    from shardwright.torch.attention.model_creation import model_creation
+    from shardwright.torch.backward.activation_checkpointing import set_activation_checkpointing
+    from shardwright.torch.batch.step_output import StepOutput
+    from shardwright.torch.checkpoints.checkpoints import Checkpoints
+    from shardwright.torch.data import ReplicaLoader, data_loader, distributed_sampler, seed_everything
+    from shardwright.torch.interception.trace_marker import is_tracing
+    from shardwright.torch.loss_scale.grad_scaler import GradScaler
+    from shardwright.torch.model.distributed_model import DistributedModel
+    from shardwright.torch.notebook import notebook_launcher
+    from shardwright.torch.optimizer.clipping import clip_grad_norm_
+    from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
+    from shardwright.torch.parameters.delayed_initialization import delay_param_initialization
+    from shardwright.torch.parameters.manual_partition import partition, set_partition
+    from shardwright.torch.startup import add_tracker, init
     from shardwright.torch.step_function import step
     from shardwright.torch.units.dry_run import trace_model
 
@@ -98,28 +98,28 @@ __all__ = [
 ]
 
 _MODULES = {
-    "attention.model_creation": "model_creation",
-    "backward.activation_checkpointing": "set_activation_checkpointing",
-    "batch.step_output": "StepOutput",
-    "checkpoints.checkpoints": "Checkpoints",
-    "interception.trace_marker": "is_tracing",
-    "loss_scale.grad_scaler": "GradScaler",
-    "model.distributed_model": "DistributedModel",
-    "notebook": "notebook_launcher",
-    "optimizer.clipping": "clip_grad_norm_",
-    "optimizer.distributed_optimizer": "DistributedOptimizer",
-    "parameters.delayed_initialization": "delay_param_initialization",
-    "parameters.manual_partition": "partition set_partition",
     "run.context": "is_initialized",
-    "run.data": "distributed_sampler seed_everything",
-    "run.data_loader": "ReplicaLoader data_loader",
     "run.ranks": (
         "barrier device dp_rank dp_size get_dp_group get_dp_process_group get_mp_group local_rank local_size "
         "mp_rank mp_size pp_rank pp_size rank rdp_rank rdp_size size tp_rank tp_size"
     ),
-    "startup": "add_tracker init shutdown",
-    "step_function": "step",
-    "units.dry_run": "trace_model",
+    "run.startup": "shutdown",
+    "torch.attention.model_creation": "model_creation",
+    "torch.backward.activation_checkpointing": "set_activation_checkpointing",
+    "torch.batch.step_output": "StepOutput",
+    "torch.checkpoints.checkpoints": "Checkpoints",
+    "torch.data": "ReplicaLoader data_loader distributed_sampler seed_everything",
+    "torch.interception.trace_marker": "is_tracing",
+    "torch.loss_scale.grad_scaler": "GradScaler",
+    "torch.model.distributed_model": "DistributedModel",
+    "torch.notebook": "notebook_launcher",
+    "torch.optimizer.clipping": "clip_grad_norm_",
+    "torch.optimizer.distributed_optimizer": "DistributedOptimizer",
+    "torch.parameters.delayed_initialization": "delay_param_initialization",
+    "torch.parameters.manual_partition": "partition set_partition",
+    "torch.startup": "add_tracker init",
+    "torch.step_function": "step",
+    "torch.units.dry_run": "trace_model",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
@@ -128,7 +128,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with collector_paused():
-        module = import_module(f"{__name__}.{_MODULE_OF[name]}")
+        module = import_module(f"shardwright.{_MODULE_OF[name]}")
     found = globals()[name] = getattr(module, name)
     return found
 

@@ -20,8 +20,8 @@ from torch.multiprocessing.spawn import start_processes
 
 from shardwright.comm.encoding.codec import decode, encode
 from shardwright.errors import ConfigError, UsageError
-from shardwright.torch.run.context import is_initialized
-from shardwright.torch.startup import shutdown
+from shardwright.run.context import is_initialized
+from shardwright.run.startup import shutdown
 
 __all__ = ["notebook_launcher"]
 

@@ -1,21 +1,21 @@
 """The run of a script: its model, optimizers and reporter."""
 
 from shardwright.errors import UsageError
-from shardwright.torch.measuring.reporting import Reporter
+from shardwright.run.context import Context, context
+from shardwright.run.reporting import Reporter
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
-from shardwright.torch.run.context import Context, context
 
 __all__ = ["ScriptRun", "script_run"]
 
 
 class ScriptRun(Context):
-    """A run, with the classes that play the roles of `shardwright.torch.run.roles`."""
+    """A run, with the classes of this front end."""
 
     __slots__ = ()
 
     model: DistributedModel | None
-    optimizers: list[DistributedOptimizer]  # type: ignore[assignment]
+    optimizers: list[DistributedOptimizer]
     reporter: Reporter | None
 
 

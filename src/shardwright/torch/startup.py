@@ -1,31 +1,29 @@
-"""Starts and ends a run."""
+"""Starts a run."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from shardwright.config import Config
-from shardwright.config.misplaced import refuse_misplaced
-from shardwright.errors import ShardwrightError, UsageError
 from shardwright.observe.trackers import Tracker
 from shardwright.plan import Plan
+from shardwright.run.context import context, set_context
+from shardwright.run.reporting import Facts, Reporter
+from shardwright.run.startup import begun, settings_of_call
+from shardwright.torch.data import samplers_checked, seed_everything
 from shardwright.torch.interception.backward_outside import backward_of_results_refused
 from shardwright.torch.interception.update_calls import refuse_updates_inside_steps
 from shardwright.torch.loss_scale.grad_scaler import scalers_agree, scaling_noted
-from shardwright.torch.measuring.reporting import Reporter
 from shardwright.torch.optimizer.clipping import norm_over_stages
 from shardwright.torch.optimizer.unwrapped_optimizers import refuse_optimizers_inside_steps
-from shardwright.torch.run.brief_errors import be_brief
-from shardwright.torch.run.context import context, is_initialized, set_context
-from shardwright.torch.run.data import samplers_checked, seed_everything
-from shardwright.torch.run.joining import joined
-from shardwright.torch.run.joint_calls import prepare
-from shardwright.torch.run.launch_settings import given_settings
 from shardwright.torch.script_collectives.sums_over_ranks import metrics_over_replicas
 from shardwright.torch.script_run import ScriptRun
 from shardwright.torch.step_end.same_samples import streams_noted
+from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
-__all__ = ["add_tracker", "begin", "init", "shutdown"]
+__all__ = ["add_tracker", "begin", "init"]
 
 
 def init(
@@ -44,19 +42,12 @@ def init(
         ConfigError: a setting is unknown, out of range or contradicts another.
         PlanError: the plan file cannot be used.
     """
-    refuse_misplaced("sw.init", others, takes=("config",))
-    if is_initialized():
-        raise UsageError("init was called before. Call it once; shutdown() ends a run.")
-    be_brief()
-    settings, plan = given_settings(config)
-    begin(settings, plan)
+    begin(*settings_of_call(config, others))
 
 
 def begin(settings: Config, plan: Plan | None) -> None:
     """Starts a run with settings that are known, and a plan to follow if there is one."""
-    made = joined(settings, plan, kind=ScriptRun)
-    prepare(made)
-    made.reporter = Reporter(made)
+    made = begun(settings, plan, kind=ScriptRun, facts=_facts)
     made.cleanup.callback(refuse_optimizers_inside_steps().remove)
     refuse_updates_inside_steps(made.cleanup)
     made.cleanup.enter_context(backward_of_results_refused())
@@ -111,15 +102,43 @@ def add_tracker(tracker: Tracker) -> None:
     reporter.track(tracker)
 
 
-def shutdown() -> None:
-    """Ends a run: a new one can be started with `init`. Process groups stay, for that one too."""
-    if is_initialized():
-        current = context()
-        if current.watch.whereabouts is not None:
-            current.watch.whereabouts.close(f"has called {ShardwrightError.library}.shutdown()")
-        if current.reporter is not None:
-            current.reporter.close()
-        current.cleanup.close()  # a save under way is waited for, with messages between ranks
-        if current.links.local_peers is not None:
-            current.links.local_peers.close()
-    set_context(None)
+def _facts(run: ScriptRun) -> Facts:
+    """What reports tell of the script's model and optimizers."""
+
+    def learning_rate() -> float | None:
+        # None where the optimizer finds one by itself, as Adafactor of transformers does.
+        groups = (group for optimizer in run.optimizers for group in optimizer.param_groups)
+        rate = next(groups, {}).get("lr")
+        return None if rate is None else float(rate)
+
+    def update_s() -> float | None:
+        taken = [optimizer.clock.taken() for optimizer in run.optimizers]
+        known = [seconds for seconds in taken if seconds is not None]
+        return sum(known) if known else None
+
+    def state_bytes() -> int | None:
+        storages: dict[int, int] = {}
+        try:
+            for tensor in _state(run):
+                if isinstance(tensor, Tensor) and tensor.device == run.device:
+                    storage = local_of(tensor).untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+        except (RuntimeError, ValueError):  # a tensor without memory of its own: of a subclass, or a lazy one
+            return None
+        return sum(storages.values())
+
+    def model() -> str:
+        assert run.model is not None
+        return type(run.model.get_module()).__name__
+
+    return Facts(model=model, learning_rate=learning_rate, update_s=update_s, state_bytes=state_bytes)
+
+
+def _state(run: ScriptRun) -> Iterator[object]:
+    """Parameters, gradients, and what optimizers keep."""
+    assert run.model is not None
+    for parameter in run.model.get_module().parameters():
+        yield from (parameter, parameter.grad)
+    for wrapped in run.optimizers:
+        for state in wrapped.optimizer.state.values():
+            yield from state.values() if isinstance(state, dict) else ()

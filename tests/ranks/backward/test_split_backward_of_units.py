@@ -13,10 +13,10 @@ from zoo_modules import WIDTH, Stack
 
 import shardwright.torch as sw
 from choices import in_every_run, in_sweep
+from shardwright.run.context import context
 from shardwright.schedule import Kind
 from shardwright.testing import run_ranks
 from shardwright.torch.backward import split_backward
-from shardwright.torch.run.context import context
 
 
 class Linears(nn.Module):

@@ -386,8 +386,8 @@ def test_a_rank_that_cannot_read_is_no_reason_to_take_an_older_one(
     """Bug: with too many files open on one rank, allow_older went on from the checkpoint before."""
 
     def run() -> str:
+        from shardwright.run.context import context
         from shardwright.torch.checkpoints.resuming import open_verified
-        from shardwright.torch.run.context import context
 
         _, checkpoints, _ = _started(tmp_path)
         for step in (1, 2):

@@ -63,7 +63,7 @@ def test_nccl_without_gpus(has_group):
 
 def test_another_backend_than_the_scripts_own_group(monkeypatch):
     from shardwright.errors import ConfigError
-    from shardwright.torch.run.joining import _check_backend
+    from shardwright.run.joining import _check_backend
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")

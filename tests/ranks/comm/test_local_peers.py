@@ -186,7 +186,7 @@ def test_small_collectives(num_ranks, shared_memory):
 def test_a_run_after_another_has_memory_of_its_own():
     def twice():
         import shardwright.torch as sw
-        from shardwright.torch.run.context import context
+        from shardwright.run.context import context
 
         losses, num_fds = [], []
         for _ in range(3):

@@ -192,7 +192,7 @@ def test_runs_of_one_process_share_their_groups():
 
     def groups_of_runs():
         import shardwright.torch as sw
-        from shardwright.torch.run.context import context
+        from shardwright.run.context import context
 
         groups, threads = [], []
         for timeout_s in (60, 60, 60, 61):
@@ -225,7 +225,7 @@ def test_a_run_after_a_failed_step_makes_its_groups_anew():
 
     def fails_in_the_middle():
         import shardwright.torch as sw
-        from shardwright.torch.run.context import context
+        from shardwright.run.context import context
 
         sums = []
         for fails in (True, False):

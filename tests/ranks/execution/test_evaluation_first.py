@@ -9,8 +9,8 @@ from stacks import Stack, batches, start
 from torch import Tensor, nn
 
 from choices import in_sweep
+from shardwright.run.context import context
 from shardwright.testing import run_ranks
-from shardwright.torch.run.context import context
 
 CONFIG = {"pipeline_parallel_degree": 2}
 AROUND: dict[str, Any] = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}

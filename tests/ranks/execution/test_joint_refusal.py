@@ -10,7 +10,7 @@ from shardwright.testing import run_ranks
 def refuse(refusing):
     """What comes of it when some ranks refuse: on each rank, the error that it may not go past."""
     from shardwright.errors import PlanError
-    from shardwright.torch.run.joint_refusal import require_all_refuse
+    from shardwright.run.joint_calls import require_all_refuse
 
     found = None
     if dist.get_rank() in refusing:
@@ -34,7 +34,7 @@ def test_what_one_rank_refuses_is_an_error_of_it():
 
 def lose():
     from shardwright.errors import PeerLostError
-    from shardwright.torch.run.joint_refusal import require_all_refuse
+    from shardwright.run.joint_calls import require_all_refuse
 
     try:
         require_all_refuse(PeerLostError("rank 1 left"), attempt="one")

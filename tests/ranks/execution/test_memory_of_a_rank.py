@@ -52,7 +52,7 @@ def microbatches_alive(kind, num_microbatches):
     """The most microbatches with a living activation on this rank, and what the schedule says."""
     import shardwright.torch as sw
     from shardwright.planner.memory.rank_memory import in_flight
-    from shardwright.torch.run.context import context
+    from shardwright.run.context import context
 
     sw.init({**QUIET, "pipeline": kind, "microbatches": num_microbatches})
     model = sw.DistributedModel(nn.Sequential(*(Marked() for _ in range(32))))
@@ -110,7 +110,7 @@ class Wide(nn.Module):
 def peak_of_a_step(settings):
     """The plan's peak and the measured one, and how many units are recomputed and offloaded, on this rank."""
     import shardwright.torch as sw
-    from shardwright.torch.run.context import context
+    from shardwright.run.context import context
 
     sw.init({**QUIET, "pipeline": "1f1b", "microbatches": 4, **settings})
     with torch.profiler.profile(

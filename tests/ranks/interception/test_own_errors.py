@@ -108,7 +108,7 @@ def train_with_a_layer_that_fails_in_the_run() -> None:
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardwright.torch.measuring.profiler").addHandler(handler)
+    logging.getLogger("shardwright.run.profiler").addHandler(handler)
     sw.init({**QUIET, "microbatches": 2, "profile": "measured"})
     model = sw.DistributedModel(nn.Sequential(OfAnotherType(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)))
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import shardwright.torch as sw
+from shardwright.run.context import context
 from shardwright.testing import run_ranks
-from shardwright.torch.run.context import context
 
 SETTINGS = {"run_dir": "off", "microbatches": 2, "measure_s": 0.1, "pipeline": "1f1b"}
 

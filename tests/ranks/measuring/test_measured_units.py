@@ -51,7 +51,7 @@ class Said(logging.Handler):
 
 def train(recipe: Recipe, cases: dict[str, Case]) -> tuple[dict[str, str], list[str]]:
     said = Said()
-    logging.getLogger("shardwright.torch.measuring.profiler").addHandler(said)
+    logging.getLogger("shardwright.run.profiler").addHandler(said)
     return differences_by_case(recipe, cases), said.lines
 
 

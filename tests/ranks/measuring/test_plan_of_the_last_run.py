@@ -11,7 +11,7 @@ from shardwright.testing import run_ranks
 def planned(width=16, **settings):
     """The number of microbatches of a run of one step, and how many numbers its plan has compared."""
     import shardwright.torch as sw
-    from shardwright.torch.run.context import context
+    from shardwright.run.context import context
 
     sw.init({"run_dir": "off", "profile": "estimated", **settings})
     torch.manual_seed(0)
@@ -62,7 +62,7 @@ class Scaled(nn.Linear):
 def units_of(scale=1.0, hook=False):
     """The units of a plan, and how often the model ran as a whole to find them."""
     import shardwright.torch as sw
-    from shardwright.torch.run.context import context
+    from shardwright.run.context import context
     from shardwright.torch.units import model_traces
 
     runs, discover = [], model_traces.discover

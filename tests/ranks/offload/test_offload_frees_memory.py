@@ -18,7 +18,7 @@ class Seen:
 
 
 def look():
-    from shardwright.torch.pytorch.memory_in_use import memory_in_use
+    from shardwright.run.memory import memory_in_use
 
     Seen.bytes.append(memory_in_use(torch.device("cpu")))
 

@@ -35,7 +35,7 @@ class Network(nn.Module):
 def compare(config, prepare=None, steps=2):
     """Largest difference of gradients and of the state after some steps, and the ranks of the stages."""
     import shardwright.torch as sw
-    from shardwright.torch.run.context import context
+    from shardwright.run.context import context
 
     sw.init({**QUIET, "microbatches": 4, **config})
     torch.manual_seed(0)
@@ -180,7 +180,7 @@ def test_marks_survive_a_copy_of_the_module():
 
     def job(strategy):
         import shardwright.torch as sw
-        from shardwright.torch.run.context import context
+        from shardwright.run.context import context
 
         sw.init({**QUIET, "microbatches": 2, "auto_partition": False, "default_partition": 0})
         module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))

@@ -96,7 +96,7 @@ def train_some(model, optimizer=None, *, config=None, steps=1, initialize=None, 
 @pytest.mark.parametrize("schedule", [in_sweep("1f1b"), "zb_v"])
 def test_a_rank_takes_memory_for_its_own_stages_alone(schedule):
     def run():
-        from shardwright.torch.run.context import context
+        from shardwright.run.context import context
 
         model = on_meta()
         model, _ = train_some(model, config={"pipeline": schedule})

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import shardwright.torch as sw
 from choices import in_sweep
 from shardwright.errors import UsageError
+from shardwright.run.context import context
 from shardwright.testing import run_ranks, run_ranks_outcomes
-from shardwright.torch.run.context import context
 
 NAMES = ["audio", "depth", "pose", "text", "video"]
 QUIET = {"profile": "estimated", "run_dir": "off", "microbatches": 2, "timeout_s": 30}

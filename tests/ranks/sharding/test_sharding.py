@@ -345,7 +345,7 @@ def test_an_optimizer_that_looks_at_whole_parameters_shares_no_state():
 def state_bytes(settings, ranks_per_host):
     """Bytes of parameters, gradients and optimizer state that a rank keeps, and what is predicted."""
     sw, _, model, train = start({**QUIET, **settings}, ranks_per_host=ranks_per_host)
-    from shardwright.torch.run.context import context
+    from shardwright.run.context import context
 
     updates = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
     train(model, *tokens_of(1)[0])

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import shardwright.torch as sw
 from shardwright.plan import TensorPrices
 from shardwright.planner.machines.fabric import Fabric
+from shardwright.run.context import context
 from shardwright.testing import run_ranks
-from shardwright.torch.run.context import context
 from shardwright.torch.tensor_parallel.divide import settle_gradients
 from shardwright.torch.tensor_parallel.divided_tensor import whole
 from shardwright.torch.tensor_parallel.group import Traffic

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 import shardwright.torch as sw
+from shardwright.run.context import context
 from shardwright.testing import run_ranks
 from shardwright.torch.measuring import planning
 from shardwright.torch.measuring.tensor_prices import measured_operation_s
-from shardwright.torch.run.context import context
 
 
 def measured() -> float:

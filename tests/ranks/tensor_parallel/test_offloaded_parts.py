@@ -153,7 +153,7 @@ def freed_in_this_thread() -> Iterator[None]:
 def peaks(settings: dict[str, Any]) -> tuple[int, int, list[float]]:
     """The plan's peak of a rank, the measured one of a step with AdamW, and losses."""
     import shardwright.torch as sw
-    from shardwright.torch.run.context import context
+    from shardwright.run.context import context
 
     sw.init({"run_dir": "off", "profile": "estimated", "microbatches": 2, **settings})
     activities = [torch.profiler.ProfilerActivity.CPU]

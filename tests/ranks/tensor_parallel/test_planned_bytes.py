@@ -12,8 +12,8 @@ from searching import model_of
 
 import shardwright.torch as sw
 from choices import combinations_of, in_every_run, in_sweep, thorough
+from shardwright.run.context import context
 from shardwright.testing import run_ranks
-from shardwright.torch.run.context import context
 from shardwright.torch.tensor_parallel.divide import settle_gradients
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 from shardwright.torch.tensor_parallel.group import ProcessGroupCollectives, TensorGroup, Traffic

@@ -160,7 +160,7 @@ def test_a_plan_with_cuts_is_followed_from_its_file(tmp_path):
     def on_rank(path, plan):
         from pathlib import Path
 
-        from shardwright.torch.run.context import context
+        from shardwright.run.context import context
         from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 
         recipe = language(layers=4)

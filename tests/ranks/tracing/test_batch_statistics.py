@@ -13,8 +13,8 @@ import shardwright.torch as sw
 from shardwright.cluster import Cluster, Device, Link
 from shardwright.config import Config
 from shardwright.errors import UsageError
+from shardwright.run.context import context
 from shardwright.testing import run_ranks
-from shardwright.torch.run.context import context
 from shardwright.torch.units.dry_run import plan_model
 
 LINK = Link(latency_s=1e-6, bandwidth_Bps=1e9)

@@ -14,9 +14,9 @@ from zoo_modules import WIDTH, Block, Stack
 import shardwright.torch as sw
 from choices import in_sweep
 from shardwright.plan import Plan
+from shardwright.run.context import context
 from shardwright.testing import RanksFailedError, run_ranks
 from shardwright.torch.pytorch.tree import flatten
-from shardwright.torch.run.context import context
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
 

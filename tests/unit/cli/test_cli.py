@@ -24,7 +24,7 @@ from shardwright.errors import (
     ScheduleError,
 )
 from shardwright.exit_codes import exit_code_of
-from shardwright.torch.run.launch_settings import given_settings
+from shardwright.run.launch_settings import given_settings
 
 
 def test_the_version(capsys):

@@ -11,7 +11,7 @@ from shardwright.errors import ConfigError, LaunchError, ShardwrightError
 from shardwright.launch import Estimator
 from shardwright.launch.processes.exits import ExitLog, WorkerExit
 from shardwright.observe.run_folder import RunFolder
-from shardwright.torch.run.launch_settings import settings_from
+from shardwright.run.launch_settings import settings_from
 
 BIG, DEEP = 10**5000, "[" * 100_000
 ENDLESS: list[object] = []

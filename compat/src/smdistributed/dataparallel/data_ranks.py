@@ -18,7 +18,7 @@ from shardwright.comm.identity.environment import detect
 from shardwright.comm.joining.process_group import tell_all
 from shardwright.comm.messages.bucketed_sums import sums_over
 from shardwright.errors import UsageError
-from shardwright.torch.run.context import context, is_initialized
+from shardwright.run.context import context, is_initialized
 
 __all__ = [
     "DataRanks",

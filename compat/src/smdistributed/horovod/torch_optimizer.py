@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwright.errors import UsageError
-from shardwright.torch.run.context import is_initialized
+from shardwright.run.context import is_initialized
 from smdistributed.dataparallel.data_ranks import data_ranks
 
 __all__ = ["averaging_optimizer"]

@@ -21,8 +21,8 @@ from shardwright.comm.joining.process_group import seal_of_session
 from shardwright.comm.messages.roll_call import Call
 from shardwright.comm.trust.authenticated_objects import packed_with_tensors, unpacked_with_tensors
 from shardwright.errors import LaunchError, UsageError
-from shardwright.torch.run.failure import first_cause_named
-from shardwright.torch.run.joint_calls import meet, meet_each
+from shardwright.run.failure import first_cause_named
+from shardwright.run.joint_calls import meet, meet_each
 from smdistributed.modelparallel.groups import CommGroup, RankType, kind_of, members
 from smdistributed.modelparallel.ranks_of_run import present_run, ranks_of_run
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardwright.comm.identity.environment import detect
 from shardwright.comm.joining.process_group import group_of, init_process_group
 from shardwright.errors import UsageError
-from shardwright.torch.run.context import Context, context, is_initialized
+from shardwright.run.context import Context, context, is_initialized
 from smdistributed.modelparallel.backend.exceptions import NotInitializedError
 from smdistributed.modelparallel.configuration import Configuration
 from smdistributed.modelparallel.launcher_parameters import contradictions

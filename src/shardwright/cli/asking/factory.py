@@ -28,7 +28,7 @@ from torch import nn
 
 from shardwright.cli.asking.factory_name import check_factory, split_factory
 from shardwright.errors import ShardwrightError, TraceError, UsageError
-from shardwright.torch.run.joining import IMPORTED_FOR_MODEL
+from shardwright.run.joining import IMPORTED_FOR_MODEL
 
 __all__ = ["Sample", "advice_on_meta", "build"]
 

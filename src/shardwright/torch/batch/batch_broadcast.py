@@ -1,17 +1,15 @@
 """Broadcasts the arguments of a replica's first rank to its other ranks."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from shardwright.comm.identity.purpose import Purpose
-from shardwright.comm.joining.process_group import seal_of_session
 from shardwright.comm.messages.small_collectives import SmallCollectives
 from shardwright.errors import UsageError
+from shardwright.run.batch_broadcast import Room, TensorBroadcast
 from shardwright.torch.batch.batch import Arguments, Batch, is_batch_tensor
 from shardwright.torch.batch.batch_header import Leaf, Outline, outline, read_header, written_header
 from shardwright.torch.batch.splitter import refuse_packed
@@ -31,22 +29,18 @@ class BatchBroadcast:
     """
 
     def __init__(self, replica: SmallCollectives, *, source: int, device: torch.device):
-        self._replica = replica
-        self._source = source
-        self._device = device
-        self._header = b""
+        self._tensors = TensorBroadcast(replica, source=source, device=device)
         self._outline: Outline | None = None
         self._leaves: list[Leaf] = []
         self._structure = LEAF
-        self._seal = seal_of_session()
 
     def __call__(self, arguments: Arguments) -> Arguments:
         """Collective over the replica."""
         items, structure = flatten(arguments)
-        if dist.get_rank() == self._source:
+        if self._tensors.is_source:
             self._send(items, structure)
             return arguments
-        tensors = iter(self._receive(structure))
+        tensors = iter(self._tensors.receive(partial(self._read, structure)))
         described, common = self._leaves, self._structure
         taken: list[Any] = []
         for position, leaf in enumerate(described):
@@ -66,58 +60,28 @@ class BatchBroadcast:
         args, kwargs = common.rebuild(taken)
         return args, kwargs
 
-    # One broadcast while batches look alike; three where the description changes:
-    #
-    #     [ 0 | tensors ]                           described as before
-    #     [ n | ignored ]  [ n bytes ]  [ tensors ] described anew
-
     def _send(self, items: Sequence[Any], structure: Structure) -> None:
         described = [_describe(item) for item in items]
         now = outline(described, structure)
-        is_as_before = now is not None and now == self._outline
-        if not is_as_before:
+        header = None
+        if now is None or now != self._outline:
             refuse_packed(structure)
-        header = self._header if is_as_before else written_header(described, structure, self._seal)
+            header, self._outline = written_header(described, structure, self._tensors.seal), now
+        device = self._tensors.device
         tensors = [
-            in_memory_order(item.detach().to(self._device), leaf.order)
+            in_memory_order(item.detach().to(device), leaf.order)
             for item, leaf in zip(items, described, strict=True)
             if leaf.kind == "tensor"
         ]
-        if header != self._header:
-            self._broadcast([self._number(len(header)), *self._room()])
-            self._broadcast([torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self._device)])
-            self._header, self._leaves, self._outline = header, described, now
-            self._broadcast(tensors)
-        else:
-            self._broadcast([self._number(0), *tensors])
+        self._tensors.send(tensors, header)
 
-    def _receive(self, own: Structure) -> list[Tensor]:
-        number, tensors = self._number(0), self._room()
-        self._broadcast([number, *tensors])
-        header_bytes = int(number.item())
-        if not header_bytes:
-            return tensors
-        header = torch.empty(header_bytes, dtype=torch.uint8, device=self._device)
-        self._broadcast([header])
-        data = header.cpu().numpy().tobytes()
-        self._leaves, self._structure = read_header(data, own, self._seal)
-        tensors = self._room()
-        self._broadcast(tensors)
-        return tensors
-
-    def _room(self) -> list[Tensor]:
-        """Tensors as described last."""
+    def _read(self, own: Structure, header: bytes) -> Room:
+        self._leaves, self._structure = read_header(header, own, self._tensors.seal)
         return [
-            torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device)
+            (leaf.shape, leaf.dtype)
             for leaf in self._leaves
-            if leaf.kind == "tensor"
+            if leaf.kind == "tensor" and leaf.dtype is not None
         ]
-
-    def _number(self, number: int) -> Tensor:
-        return torch.tensor(number, dtype=torch.int64, device=self._device)
-
-    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
-        self._replica.broadcast(tensors, self._source, Purpose.BATCH)
 
 
 def _describe(item: Any) -> Leaf:

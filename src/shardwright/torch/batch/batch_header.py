@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
-from shardwright.comm.encoding.tensor_codec import DecodeError, decode, encode
+from shardwright.comm.encoding.tensor_codec import decode, encode
 from shardwright.comm.trust.authenticated_objects import packed, unpacked
 from shardwright.comm.trust.seal import Seal
-from shardwright.errors import LaunchError, UsageError
+from shardwright.errors import UsageError
+from shardwright.run.batch_broadcast import PLACE, header_read
 from shardwright.torch.pytorch.layout import Order
 from shardwright.torch.pytorch.tree import LEAF, Structure
 
 __all__ = ["Leaf", "Outline", "outline", "read_header", "written_header"]
 
-_PLACE = "the batch"
 _PLAIN_KINDS: dict[type, str] = {
     tuple: "tuple",
     list: "list",
@@ -83,21 +83,16 @@ def written_header(leaves: Sequence[Leaf], structure: Structure, seal: Seal | No
     """The header of a batch."""
     content = [[_plain_leaf(leaf) for leaf in leaves], _plain_tree(structure, seal)]
     data = encode(content, other=lambda thing: _bytes_of(thing, seal))
-    return data if seal is None else seal.sealed(_PLACE, data)
+    return data if seal is None else seal.sealed(PLACE, data)
 
 
 def read_header(data: bytes, own: Structure, seal: Seal | None) -> tuple[list[Leaf], Structure]:
     """The leaves and the structure of the first rank's batch."""
     if seal is not None:
-        data = seal.opened(_PLACE, data)
-    try:
-        leaves, tree = decode(data, other=lambda piece: unpacked(piece, seal, _PLACE))
+        data = seal.opened(PLACE, data)
+    with header_read():
+        leaves, tree = decode(data, other=lambda piece: unpacked(piece, seal, PLACE))
         return [_leaf(plain) for plain in leaves], _tree(tree, own)
-    except (DecodeError, ValueError, TypeError, LookupError) as error:
-        raise LaunchError(
-            f"what the first rank of the replica says of its batch cannot be read: {error}. A stranger "
-            "writes in its place."
-        ) from error
 
 
 def _plain_leaf(leaf: Leaf) -> list[Any]:
@@ -126,7 +121,7 @@ class _Own:
 
 
 def _bytes_of(thing: Any, seal: Seal | None) -> bytes:
-    return packed(thing.container if type(thing) is _Own else thing, seal, _PLACE)
+    return packed(thing.container if type(thing) is _Own else thing, seal, PLACE)
 
 
 def _plain_tree(structure: Structure, seal: Seal | None) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwright.observe.timeline import Row
-from shardwright.schedule import Action, Edge, Schedule
+from shardwright.run.step_recording import BatchRecord
 from shardwright.torch._private import storage_key
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.pytorch.tree import flatten
@@ -38,24 +38,13 @@ class Weights(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchResult:
+class BatchResult(BatchRecord):
     """One batch.
 
     Attributes:
         results: what the step function returned, by microbatch.
         losses: what was given to ``backward``, by microbatch; None for an evaluation, and in it for a
             microbatch without a loss.
-        samples: in the batch of this replica.
-        tokens: in the batch of this replica; None if it is not made of tokens.
-        flops: of the model's forward for the batch; 0 where they were not counted.
-        row: what this rank did, action by action.
-        outside_s: seconds of operations that rest on no unit, and that every rank of a pipeline runs; part of
-            `row`, in no profile, and predicted as the last run measured them.
-        memory: bytes in use at the end of each of them; empty where nobody asked.
-        host_copies: (action, start, end) of copies of what units keep to the host and back.
-        schedule: the order of work; None where it is none that has a name.
-        edges: transfers between stages, with bytes.
-        run_as: whether microbatches are run from a list of calls, or why not; empty where that is not asked.
         loss_places: among the leaves of each result, where it has the loss.
         weights: how much each loss counts, and each microbatch; None where all count alike.
         sums: of an evaluation, places of the numbers that are sums over samples.
@@ -65,16 +54,6 @@ class BatchResult:
 
     results: list[Any]
     losses: Sequence[Tensor | None] | None
-    samples: int
-    tokens: int | None
-    flops: float = 0.0
-    row: Row = ()
-    outside_s: float = 0.0
-    memory: Sequence[int] = ()
-    host_copies: Sequence[tuple[Action, float, float]] = ()
-    schedule: Schedule | None = None
-    edges: Sequence[Edge] = ()
-    run_as: str = ""
     loss_places: Sequence[tuple[int, ...]] = ()
     weights: Weights | None = None
     sums: frozenset[int] = frozenset()
@@ -90,9 +69,14 @@ class BatchResult:
         return [None if loss is None else next(values) for loss in self.losses or ()]
 
     @property
-    def pipeline_s(self) -> float:
-        """Seconds from the first action of this rank to its last."""
-        return self.row[-1][2] - self.row[0][1] if self.row else 0.0
+    def loss(self) -> float | None:
+        """That of the batch: those of microbatches, each by how much it counts; None without any."""
+        losses = self.loss_values
+        equal = [1 / max(len(losses) - losses.count(None), 1)] * len(losses)
+        weights = equal if self.weights is None else self.weights.of_values
+        # None for microbatches that the step function has left out.
+        known = [loss * weight for loss, weight in zip(losses, weights, strict=True) if loss is not None]
+        return sum(known) if known else None
 
 
 Figures = Callable[[Row | None], Sequence[float]]

@@ -16,6 +16,8 @@ from shardwright.checkpoint.saved import SavedCheckpoint, shortened
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.exit_codes import SAVED
 from shardwright.observe.run_folder import show_path
+from shardwright.run.failure import first_cause_named
+from shardwright.run.joint_calls import meet
 from shardwright.torch.checkpoints.folder_hold import hold_folder, release_folder
 from shardwright.torch.checkpoints.on_every_rank import on_every_rank
 from shardwright.torch.checkpoints.resuming import Resumed, open_verified
@@ -24,8 +26,6 @@ from shardwright.torch.checkpoints.saves import Saves
 from shardwright.torch.checkpoints.state_objects import StateObjects
 from shardwright.torch.interception.glue import refuse_inside_step
 from shardwright.torch.model.distributed_model import DistributedModel
-from shardwright.torch.run.failure import first_cause_named
-from shardwright.torch.run.joint_calls import meet
 from shardwright.torch.script_run import script_run
 
 __all__ = ["Checkpoints"]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from shardwright.errors import CheckpointError
-from shardwright.torch.run.context import Context
+from shardwright.run.context import Context
 
 __all__ = ["on_every_rank"]
 

@@ -15,6 +15,7 @@ from shardwright.comm.encoding.codec import declare
 from shardwright.errors import CheckpointError, CorruptCheckpointError, PlanError
 from shardwright.plan import Plan
 from shardwright.planner import overruled_settings
+from shardwright.run.launch_settings import following
 from shardwright.torch.checkpoints.documents import OptimizerDocument, StateDocument
 from shardwright.torch.checkpoints.encoded import decode
 from shardwright.torch.checkpoints.extra_states import check_extra_states, set_extra_states
@@ -32,7 +33,6 @@ from shardwright.torch.checkpoints.writer import PLAN, STATE
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from shardwright.torch.parameters.buffer_kind import BufferKind
-from shardwright.torch.run.launch_settings import following
 from shardwright.torch.script_run import ScriptRun
 
 __all__ = ["Resumed", "open_verified", "problem_of"]

@@ -15,6 +15,8 @@ from shardwright.comm.identity.purpose import Purpose
 from shardwright.comm.joining.process_group import default_store
 from shardwright.errors import CheckpointError
 from shardwright.observe.run_folder import show_path
+from shardwright.run.failure import first_cause_named
+from shardwright.run.joint_calls import meet
 from shardwright.torch.checkpoints.folder_hold import hold_folder
 from shardwright.torch.checkpoints.on_every_rank import on_every_rank
 from shardwright.torch.checkpoints.run_documents import documents_of_run
@@ -23,8 +25,6 @@ from shardwright.torch.checkpoints.snapshot import take_snapshot
 from shardwright.torch.checkpoints.state_objects import StateObjects
 from shardwright.torch.checkpoints.writer import CheckpointDraft, SaveUnderWay
 from shardwright.torch.model.distributed_model import DistributedModel
-from shardwright.torch.run.failure import first_cause_named
-from shardwright.torch.run.joint_calls import meet
 from shardwright.torch.script_run import ScriptRun
 
 __all__ = ["Saves"]

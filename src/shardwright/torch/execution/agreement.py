@@ -12,13 +12,13 @@ from shardwright.comm.identity.purpose import Purpose
 from shardwright.comm.joining.process_group import tell_all
 from shardwright.comm.messages.small_collectives import SmallCollectives
 from shardwright.errors import TraceMismatchError, UsageError
+from shardwright.run.context import Context
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_broadcast import BatchBroadcast, loaded_another
 from shardwright.torch.interception.collected_outputs import collects
 from shardwright.torch.pytorch.autocast import autocast_state
 from shardwright.torch.randomness.python_random import state_as_tensor, state_from_tensor
 from shardwright.torch.randomness.rng import get_state, set_state
-from shardwright.torch.run.context import Context
 from shardwright.torch.tracing.trace_data import Trace
 
 __all__ = ["Agreement", "early_settings", "hooks_between_steps", "path_settings"]

@@ -16,11 +16,11 @@ from shardwright.comm.encoding.tensor_bytes import bytes_of
 from shardwright.comm.identity.purpose import Purpose
 from shardwright.errors import TraceMismatchError
 from shardwright.model_graph import TensorSpec
+from shardwright.run.context import Context
 from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.program.program import Program
 from shardwright.torch.pytorch.tree import flatten
-from shardwright.torch.run.context import Context
 
 __all__ = ["Outputs", "Returned", "Told"]
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from shardwright.comm.messages.transport import Transport
+from shardwright.run.memory import memory_in_use
 from shardwright.runtime.action_loop import MeasuredRow, run_actions
 from shardwright.runtime.messages import Messages
 from shardwright.schedule import Kind
@@ -24,7 +25,6 @@ from shardwright.torch.execution.tensor_channels import TensorChannels
 from shardwright.torch.offload.offloading import Offloading, lasting_storages, storages_of
 from shardwright.torch.program.instructions import Place
 from shardwright.torch.program.program import Program, generators_of
-from shardwright.torch.pytorch.memory_in_use import memory_in_use
 from shardwright.torch.pytorch.profiled import range_named
 from shardwright.torch.randomness.rng import GeneratorState, run_ahead, set_state
 from shardwright.torch.tracing.recomputed_statistics import RecomputedStatistics

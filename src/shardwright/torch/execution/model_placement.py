@@ -12,6 +12,8 @@ from shardwright.errors import UsageError
 from shardwright.placement import Cut
 from shardwright.plan import MeshPlan, Plan, TensorPlan
 from shardwright.planner import offloaded_bytes, stage_costs_of
+from shardwright.run.context import Context
+from shardwright.run.memory import large_blocks_given_back
 from shardwright.runtime.assignment import assign
 from shardwright.runtime.batch_schedules import BatchSchedules
 from shardwright.schedule import splits_backward
@@ -30,7 +32,6 @@ from shardwright.torch.parameters.registration import agree_on_registration
 from shardwright.torch.parameters.residency import Residency, release_remote
 from shardwright.torch.parameters.unit_map import refuse_unknown_units
 from shardwright.torch.program.instructions import KeptOtherwise
-from shardwright.torch.pytorch.heap import large_blocks_given_back
 from shardwright.torch.pytorch.module_tree import all_modules
 from shardwright.torch.replicas.plan_in_effect import (
     SharingGroups,
@@ -39,7 +40,6 @@ from shardwright.torch.replicas.plan_in_effect import (
     synchronise,
 )
 from shardwright.torch.replicas.reducer import GradientReducer
-from shardwright.torch.run.context import Context
 from shardwright.torch.tensor_parallel.divide import divide_parameter, tensor_group
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 from shardwright.torch.tensor_parallel.experts import run_own_experts

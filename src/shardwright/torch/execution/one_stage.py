@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from shardwright.plan import Plan
+from shardwright.run.context import Context
 from shardwright.torch.backward.activation_checkpointing import mark_recomputed, marked_inside
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.interception.glue import intercept_calls, restore_calls
 from shardwright.torch.parameters.unit_map import UnitMap, refuse_unknown_units
-from shardwright.torch.run.context import Context
 from shardwright.torch.tracing.trace import trace_step
 from shardwright.torch.units.model_traces import trace_parts
 

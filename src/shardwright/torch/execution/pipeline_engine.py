@@ -10,6 +10,7 @@ from torch import nn
 
 from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.errors import UsageError
+from shardwright.run.context import Context, replica_board
 from shardwright.torch.backward.evaluated_values import forms_of_batch
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_gradients import BatchGradients
@@ -48,8 +49,6 @@ from shardwright.torch.replicas.reducer import (
     refuse_accumulation_hooks,
     refuse_gradient_hooks,
 )
-from shardwright.torch.run.context import Context
-from shardwright.torch.run.replica_board import replica_board
 from shardwright.torch.script_collectives.replica_collectives import over_replicas
 from shardwright.torch.tracing.batch_statistics import BatchStatistics
 from shardwright.torch.tracing.glue_buffers import GlueBuffers

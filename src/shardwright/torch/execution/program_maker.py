@@ -7,6 +7,7 @@ from typing import Any
 from shardwright.model_graph import ModelGraph
 from shardwright.placement import BetweenUnits
 from shardwright.plan import Plan
+from shardwright.run.context import Context
 from shardwright.runtime.assignment import Assignment, assign
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.counting.compiled_modules import compile_units
@@ -22,7 +23,6 @@ from shardwright.torch.program.program_cache import Circumstances, ProgramCache,
 from shardwright.torch.python_state.attribute_watch import AttributeWatch
 from shardwright.torch.python_state.watched_numbers import NumberMatters, NumberPath, NumberReads
 from shardwright.torch.pytorch.source_line import line_of
-from shardwright.torch.run.context import Context
 from shardwright.torch.tensor_parallel.boundary import Boundary
 from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tracing.recomputed_statistics import (

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwright.comm.trust.value_board import ValueBoard
+from shardwright.run.context import Context
 from shardwright.runtime.batch_programs import check_one_order, homes_of_buffers, merged_edges
 from shardwright.runtime.batch_schedules import BatchSchedules
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.program.program import Program
-from shardwright.torch.run.context import Context
 from shardwright.torch.tracing.glue_buffers import GlueBuffers
 
 __all__ = ["BatchKind", "RankBatch", "number_of_parts"]

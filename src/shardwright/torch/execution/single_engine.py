@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from shardwright.config import Config
 from shardwright.planner import offloaded_bytes
 from shardwright.quantities import format_bytes
+from shardwright.run.context import Context
+from shardwright.run.memory import memory_in_use
 from shardwright.schedule import Action, Kind, Schedule, build_schedule
 from shardwright.torch.backward.batch_data import WatchedData
 from shardwright.torch.backward.evaluated_values import Shadows, WatchedEvaluation, forms_of_batch
@@ -37,11 +39,9 @@ from shardwright.torch.interception.model_calls import model_calls_marked
 from shardwright.torch.offload.offloading import lasting_storages, offloading_of
 from shardwright.torch.parameters.registration import agree_on_registration
 from shardwright.torch.parameters.synchronised_norms import SynchronisedNorms
-from shardwright.torch.pytorch.memory_in_use import memory_in_use
 from shardwright.torch.pytorch.profiled import range_named
 from shardwright.torch.replicas.gradient_buckets import Reduced
 from shardwright.torch.replicas.reducer import GradientReducer, refuse_accumulation_hooks
-from shardwright.torch.run.context import Context
 from shardwright.torch.tracing.batch_statistics import BatchStatistics
 from shardwright.torch.tracing.step_parameters import point_out_foreign_behind
 

@@ -9,12 +9,11 @@ from shardwright.torch.loss_scale.gradient_scaling import GradientScaling
 from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.pytorch.module_tree import ModelTree
 from shardwright.torch.replicas.replicas import Replicas
-from shardwright.torch.run.roles import WrappedModel
 
 __all__ = ["TrainedModel"]
 
 
-class TrainedModel(WrappedModel, Protocol):
+class TrainedModel(Protocol):
     """The wrapped model: see `DistributedModel`.
 
     Attributes:
@@ -31,6 +30,13 @@ class TrainedModel(WrappedModel, Protocol):
     replicas: Replicas
     scaling: GradientScaling | None
     labels_a_sample: float
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether ranks have taken their parts."""
+
+    def get_module(self) -> nn.Module:
+        """The script's own module."""
 
     @property
     def loss_scale(self) -> float:

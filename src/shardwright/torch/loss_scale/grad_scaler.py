@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.torch.run.context import context, is_initialized
+from shardwright.run.context import context, is_initialized
 
 __all__ = [
     "GradScaler",

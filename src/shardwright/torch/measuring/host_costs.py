@@ -35,14 +35,13 @@ from shardwright.files import UserFile, replace_file
 from shardwright.mesh import Mesh
 from shardwright.model_graph import model_fingerprint
 from shardwright.plan import MeshPlan, ModelIdentity, Plan, SchedulePlan, StagePlan
+from shardwright.run.context import Context, Reports, context, set_context
+from shardwright.run.cost_cache import cache_folder, machine_key
+from shardwright.run.rank_ties import Links, ProcessGroups, RankWatch
 from shardwright.torch.batch.batch import Batch
-from shardwright.torch.measuring.cost_cache import cache_folder, machine_key
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.randomness.python_random import python_random_kept
 from shardwright.torch.randomness.rng import get_state, set_state
-from shardwright.torch.run.context import Context, context, set_context
-from shardwright.torch.run.rank_ties import Links, ProcessGroups, RankWatch
-from shardwright.torch.run.roles import Reports
 
 __all__ = ["Toy", "fitted", "with_host_costs"]
 

@@ -21,10 +21,10 @@ from shardwright.cluster.host_memory import host_memory_bytes
 from shardwright.errors import ShardwrightError
 from shardwright.files import replace_file
 from shardwright.plan import Plan
+from shardwright.run.context import Context
+from shardwright.run.cost_cache import cache_folder, machine_key
 from shardwright.torch.counting.cost_counter import class_key
-from shardwright.torch.measuring.cost_cache import cache_folder, machine_key
 from shardwright.torch.python_state.attribute_watch import plain_attributes
-from shardwright.torch.run.context import Context
 
 __all__ = ["LastPlan"]
 

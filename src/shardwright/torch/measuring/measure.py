@@ -10,14 +10,15 @@ turns.
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwright.model_graph import ModelGraph, Node
-from shardwright.profile import Cost, UnitCost
+from shardwright.model_graph import ModelGraph
+from shardwright.run.context import Context
+from shardwright.run.timing import Timing, repetitions
 from shardwright.torch.backward.split_backward import allow_split, put_off_weights, split_modules, unsplit
 from shardwright.torch.counting.compiled_modules import compile_as
 from shardwright.torch.counting.stand_in_data import copy_of_module, random_like
@@ -25,41 +26,17 @@ from shardwright.torch.interception.trace_marker import tracing
 from shardwright.torch.python_state.filled_containers import filled_copy
 from shardwright.torch.pytorch.autocast import autocast_as
 from shardwright.torch.pytorch.tree import leaves
+from shardwright.torch.randomness.python_random import python_random_kept
+from shardwright.torch.randomness.rng import get_state, set_state
 from shardwright.torch.script_collectives.replica_collectives import over_replicas
 from shardwright.torch.tracing.trace_data import Sample
 
-__all__ = ["Clock", "Timing", "measure_class", "unit_cost"]
+__all__ = ["Clock", "measure_class", "on_copies"]
 
-_BUDGET_S = 0.05
-_MIN_RUNS, _MAX_RUNS = 3, 15
 _MOST_OTHERS_BYTES = 16 * 2**20
-# What the runtime takes for one more call in a forward: `benchmarks/pipeline.py --only E` with 1 to 32 units.
-_INTERCEPTION_S = 5e-6
 
 _Seconds = tuple[float, float, float]
 """Of the forward; of the backward, or of the gradients of inputs; of those of weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timing(Cost):
-    """Median seconds of one call: of the forward with autograd recording, and of the backward.
-
-    Attributes:
-        spread: interquartile range of forward + backward, relative to its median.
-        inferred: it was not timed, but follows from those of other sizes of microbatches.
-    """
-
-    spread: float = 0.0
-    inferred: bool = False
-
-    @property
-    def whole_s(self) -> float:
-        """Forward and backward."""
-        return self.forward_s + self.backward_s
-
-    def slower(self, factor: float) -> "Timing":
-        """The same on a machine that takes so many times as long."""
-        return self.scaled(seconds=factor, num_bytes=1.0)
 
 
 class Clock:
@@ -82,6 +59,31 @@ class Clock:
         if self._share_cores:
             return time.thread_time()
         return time.perf_counter()
+
+
+def on_copies(context: Context) -> Callable[[Any, str, bool], Timing]:
+    """What times a class of a trace, given its key, for `Profiler`; random numbers stay what they are."""
+
+    def time_class(trace: Any, key: str, share_cores: bool) -> Timing:
+        generators = get_state(context.device)
+        try:
+            with python_random_kept():
+                return measure_class(
+                    trace.samples[key],
+                    device=context.device,
+                    share_cores=share_cores,
+                    others_bytes=_bytes_of(trace.graph),
+                )
+        finally:
+            set_state(generators, context.device)
+
+    return time_class
+
+
+def _bytes_of(graph: ModelGraph) -> int:
+    """What a microbatch uses: parameters with their gradients, and all values between units."""
+    values = sum(value.spec.num_bytes for value in graph.values)
+    return 2 * sum(parameter.spec.num_bytes for parameter in graph.parameters.values()) + values
 
 
 @tracing()
@@ -132,18 +134,13 @@ def _measured(
     others = torch.zeros(
         min(others_bytes, _MOST_OTHERS_BYTES) if device.type == "cpu" else 0, dtype=torch.uint8
     )
-    started = time.perf_counter()
     try:
-        for run in range(_MAX_RUNS + 1):
+        for _ in repetitions():
             for split, found in ((False, wholes), (True, parts)):
                 if split <= can_be_split:
                     others.add_(1)
                     allow_split(split)
                     found.append(_run_once(func, sample, clock, train=train, split=split))
-            if run == 0:
-                started = time.perf_counter()  # the first run warms up
-            elif run >= _MIN_RUNS and time.perf_counter() - started > _BUDGET_S:
-                break
     finally:
         allow_split(True)
         if isinstance(func, nn.Module):  # a split one refers to itself: its weights would stay for a while
@@ -153,42 +150,15 @@ def _measured(
 
 def _timing(wholes: Sequence[_Seconds], parts: Sequence[_Seconds]) -> Timing:
     """The medians of several runs with a backward in one, and of as many with one in two parts."""
-    forward_s, backward_s, _ = (statistics.median(column) for column in zip(*wholes, strict=True))
-    input_s, weight_s = None, 0.0
-    if parts:
-        forward_in_parts_s, gradients_s, weight_s = (
-            statistics.median(column) for column in zip(*parts, strict=True)
-        )
-        # A schedule has one price for a forward, so what allowing for two parts takes there goes here.
-        input_s = max(0.0, gradients_s + forward_in_parts_s - forward_s)
-    totals = [sum(seconds) for seconds in wholes]
-    middle = statistics.median(totals)
-    quartiles = statistics.quantiles(totals, n=4) if len(totals) > 1 else [middle] * 3
-    return Timing(
-        forward_s=forward_s,
-        backward_s=backward_s,
-        input_s=input_s,
-        weight_s=weight_s,
-        spread=(quartiles[2] - quartiles[0]) / middle if middle else 0.0,
+    timing = Timing.of_runs(wholes)
+    if not parts:
+        return timing
+    forward_in_parts_s, gradients_s, weight_s = (
+        statistics.median(column) for column in zip(*parts, strict=True)
     )
-
-
-def unit_cost(node: Node, graph: ModelGraph, timing: Timing) -> UnitCost:
-    """The cost of a call, with measured seconds."""
-    return UnitCost(
-        forward_s=timing.forward_s + _INTERCEPTION_S,
-        backward_s=timing.backward_s,
-        input_s=timing.input_s,
-        weight_s=timing.weight_s,
-        saved_bytes=node.saved_bytes,
-        work_bytes=node.work_bytes,
-        weight_bytes=node.weight_bytes,
-        split_work_bytes=node.split_work_bytes,
-        input_bytes=sum(graph.values[value].spec.num_bytes for value in node.inputs),
-        flops=node.flops,
-        provenance="measured",
-        spread=timing.spread,
-    )
+    # A schedule has one price for a forward, so what allowing for two parts takes there goes here.
+    input_s = max(0.0, gradients_s + forward_in_parts_s - timing.forward_s)
+    return replace(timing, input_s=input_s, weight_s=weight_s)
 
 
 def _run_once(

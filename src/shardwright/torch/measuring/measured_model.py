@@ -32,12 +32,14 @@ from shardwright.planner.machines.fabric import Fabric
 from shardwright.planner.search.closed_forms import expected_in_turn, expected_seconds
 from shardwright.planner.search.cut_sequences import with_or_without_sequences
 from shardwright.profile import Profile, UnitCost
+from shardwright.run.context import context
+from shardwright.run.machine import present_cluster
+from shardwright.run.profiler import Profiler, ToProfile
 from shardwright.torch.batch.batch import Arguments, Batch
 from shardwright.torch.measuring.host_costs import with_host_costs
-from shardwright.torch.measuring.profiler import Profiler, ToProfile
+from shardwright.torch.measuring.measure import on_copies
+from shardwright.torch.measuring.update_rate import update_rate
 from shardwright.torch.offload.tier_rate import with_tier
-from shardwright.torch.run.context import context
-from shardwright.torch.run.machine import present_cluster
 from shardwright.torch.tracing.trace_data import Trace
 from shardwright.torch.units.dry_run import step_of, with_data
 from shardwright.torch.units.model_traces import most_stages, trace_parts
@@ -153,7 +155,7 @@ def measure_model(
     kinds = sorted({_units_of(mesh) for mesh in grids})
     with run.reporter.phase("tracing the model"):
         traces = {kind: _traces(model, batch, loss, config, kind, run.device) for kind in kinds}
-    cluster = with_host_costs(run, with_tier(run, present_cluster(run)))
+    cluster = with_host_costs(run, with_tier(run, present_cluster(run, update_rate)))
     with run.reporter.phase("measuring units") as phase:
         sizes = [
             ToProfile(m, trace, estimate_profile(trace.graph, device=cluster.device))
@@ -162,7 +164,7 @@ def measure_model(
         ]
         # Each way to cut the model into units has classes of its own.
         budget_s = run.config.measure_s * len(kinds)
-        costs = Profiler(run).measure(sizes, budget_s=budget_s, phase=phase)
+        costs = Profiler(run, time_class=on_copies(run)).measure(sizes, budget_s=budget_s, phase=phase)
     return MeasuredModel(
         candidates={kind: _candidates(traces[kind], costs, cluster) for kind in kinds},
         divide=_Divisions(model, traces, cluster),

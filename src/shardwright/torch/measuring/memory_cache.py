@@ -16,8 +16,8 @@ import torch
 from shardwright import __version__
 from shardwright.errors import UsageError
 from shardwright.files import UserFile, replace_file
-from shardwright.torch.measuring.cost_cache import cache_folder
-from shardwright.torch.run.context import Context
+from shardwright.run.context import Context
+from shardwright.run.cost_cache import cache_folder
 from shardwright.torch.tracing.calls.working_memory import WorkingMemory
 
 __all__ = ["MemoryCache"]

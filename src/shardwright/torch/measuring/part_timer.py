@@ -15,8 +15,9 @@ from math import inf
 
 import torch
 
+from shardwright.run.timing import Timing
 from shardwright.torch.interception.trace_marker import tracing
-from shardwright.torch.measuring.measure import Clock, Timing
+from shardwright.torch.measuring.measure import Clock
 from shardwright.torch.randomness.python_random import python_random_kept
 from shardwright.torch.randomness.rng import get_state, set_state
 from shardwright.torch.script_collectives.replica_collectives import over_replicas

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from shardwright.plan import Plan
-from shardwright.torch.run.context import Context
+from shardwright.run.context import Context
 
 __all__ = ["plan_of_first_rank"]
 

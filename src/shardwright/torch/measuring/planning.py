@@ -38,24 +38,26 @@ from shardwright.planner.chain.division import Division
 from shardwright.planner.machines.fabric import Fabric
 from shardwright.planner.search.cut_sequences import with_or_without_sequences
 from shardwright.profile import Profile, UnitCost
+from shardwright.run.context import Context
+from shardwright.run.cores import OwnCores
+from shardwright.run.cost_cache import CostCache
+from shardwright.run.machine import present_cluster
+from shardwright.run.profiler import Profiler, ToProfile, shares_cores
 from shardwright.torch.batch.batch import Batch
-from shardwright.torch.measuring.cost_cache import CostCache
 from shardwright.torch.measuring.host_costs import with_host_costs
 from shardwright.torch.measuring.last_plan import LastPlan
+from shardwright.torch.measuring.measure import on_copies
 from shardwright.torch.measuring.memory_cache import MemoryCache
 from shardwright.torch.measuring.part_timer import TimesParts
 from shardwright.torch.measuring.plan_of_first_rank import plan_of_first_rank
-from shardwright.torch.measuring.profiler import Profiler, ToProfile, shares_cores
 from shardwright.torch.measuring.tensor_prices import measured_operation_s, measured_prices
+from shardwright.torch.measuring.update_rate import update_rate
 from shardwright.torch.offload.tier_rate import with_tier
 from shardwright.torch.parameters.manual_partition import rank_of
 from shardwright.torch.parameters.materialise import Materialiser
 from shardwright.torch.parameters.precision import low_precision
 from shardwright.torch.randomness.python_random import SKIPS_BY_PYTHON
 from shardwright.torch.randomness.rng import own_generators
-from shardwright.torch.run.context import Context
-from shardwright.torch.run.cores import OwnCores
-from shardwright.torch.run.machine import present_cluster
 from shardwright.torch.tracing.trace_data import Trace
 from shardwright.torch.units.model_traces import most_stages, trace_parts
 from shardwright.torch.units.tensor_division import division_of
@@ -101,7 +103,7 @@ class Planner:
             gradients = torch.is_grad_enabled() or traces is not None
             if traces is None:
                 traces = trace_all()
-        cluster = with_host_costs(context, with_tier(context, present_cluster(context)))
+        cluster = with_host_costs(context, with_tier(context, present_cluster(context, update_rate)))
         context.cluster = cluster
         with torch.set_grad_enabled(gradients):
             profiles = self._profiles(traces, cluster, again=previous is not None)
@@ -208,7 +210,9 @@ class Planner:
             sizes = [ToProfile(m, trace, estimated[m]) for m, trace in traces.items()]
             whole = 1.0 if context.mesh.share == 1 else 1.0 - _OF_PARTS
             budget_s, begun_s = context.config.measure_s * whole, time.perf_counter()
-            measured = Profiler(context).measure(sizes, budget_s=budget_s, phase=phase, again=again)
+            measured = Profiler(context, time_class=on_copies(context)).measure(
+                sizes, budget_s=budget_s, phase=phase, again=again
+            )
             self._measured_s = time.perf_counter() - begun_s
         profiles = {}
         for m, profile in estimated.items():

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from shardwright.comm.joining.process_group import tell_all
 from shardwright.placement import WHOLE, Cut, PartialSum
 from shardwright.plan import TensorPrices
-from shardwright.torch.run.context import Context
-from shardwright.torch.run.machine import seconds_of_products
+from shardwright.run.context import Context
+from shardwright.run.machine import seconds_of_products
 from shardwright.torch.tensor_parallel.divide import tensor_group
 from shardwright.torch.tensor_parallel.divided_tensor import divided
 from shardwright.torch.tensor_parallel.group import Prices

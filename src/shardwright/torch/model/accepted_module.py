@@ -6,6 +6,9 @@ from typing import Any
 from torch import nn
 
 from shardwright.errors import UsageError
+from shardwright.run.context import Context
+from shardwright.run.failure import first_cause_named
+from shardwright.run.joint_calls import call_together
 from shardwright.torch.counting.compiled_modules import without_compilers
 from shardwright.torch.interception.foreign_wrappers import refuse_wrappers
 from shardwright.torch.interception.scripted_code import without_scripted
@@ -13,9 +16,6 @@ from shardwright.torch.parameters.delayed_initialization import refuse_half_buil
 from shardwright.torch.parameters.registration import agree_on_registration
 from shardwright.torch.parameters.residency import refuse_released
 from shardwright.torch.parameters.sendable import refuse_unsendable
-from shardwright.torch.run.context import Context
-from shardwright.torch.run.failure import first_cause_named
-from shardwright.torch.run.joint_calls import call_together
 
 __all__ = ["accepted"]
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from shardwright.config.misplaced import refuse_misplaced
 from shardwright.errors import UsageError
+from shardwright.run.context import Context, context, is_initialized
+from shardwright.run.memory import keep_freed_memory
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_result import BatchResult, StepEngine
 from shardwright.torch.counting.compiled_modules import without_prefixes
@@ -30,12 +32,10 @@ from shardwright.torch.parameters.first_values import Initialise
 from shardwright.torch.parameters.materialise import Materialiser
 from shardwright.torch.parameters.moving import move_to
 from shardwright.torch.parameters.precision import cast_inputs, cast_model, cast_outputs, low_precision
+from shardwright.torch.parameters.registration import WrappedOptimizer
 from shardwright.torch.parameters.residency import Residency
-from shardwright.torch.pytorch.heap import keep_freed_memory
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.replicas.replicas import Replicas
-from shardwright.torch.run.context import Context, context, is_initialized
-from shardwright.torch.run.roles import WrappedOptimizer
 from shardwright.torch.step_end.step_end import StepEnd
 from shardwright.torch.tracing.tracer import Tracer
 

@@ -18,6 +18,11 @@ import torch
 from shardwright.comm.identity.purpose import Purpose
 from shardwright.comm.joining.process_group import groups_in_doubt
 from shardwright.errors import PeerLostError
+from shardwright.run.context import Context
+from shardwright.run.cores import OwnCores
+from shardwright.run.failure import STEP, first_cause_named, out_of_data
+from shardwright.run.joint_calls import call_together, ranks_with_the_model
+from shardwright.run.memory import give_back_freed_memory
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_result import BatchResult, Figures, StepEngine
 from shardwright.torch.execution.loss_weights import WeighedGradients
@@ -26,13 +31,7 @@ from shardwright.torch.interception.backward_outside import BackwardWatch, refus
 from shardwright.torch.interception.own_errors import point_out_in_run
 from shardwright.torch.interception.update_calls import refuse_updates_inside_steps
 from shardwright.torch.loss_scale.grad_scaler import scaling_begins
-from shardwright.torch.pytorch.heap import give_back_freed_memory
 from shardwright.torch.pytorch.source_line import stacklevel_of_user
-from shardwright.torch.run.context import Context
-from shardwright.torch.run.cores import OwnCores
-from shardwright.torch.run.failure import first_cause_named
-from shardwright.torch.run.joint_calls import call_together, ranks_with_the_model
-from shardwright.torch.run.uneven_data import STEP, out_of_data
 from shardwright.torch.step_end.step_end import StepEnd
 
 __all__ = ["Steps"]

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwright.run.context import Context
 from shardwright.schedule import Action
 from shardwright.torch._private import storage_key
 from shardwright.torch.offload.disk import DiskTier
@@ -16,7 +17,6 @@ from shardwright.torch.offload.pinned import PinnedTier
 from shardwright.torch.offload.stage_offload import Leaving, StageOffload
 from shardwright.torch.offload.tier import Tier
 from shardwright.torch.pytorch.tree import leaves
-from shardwright.torch.run.context import Context
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
 __all__ = ["LEAST_BYTES", "Offloading", "lasting_storages", "offloading_of", "storages_of", "tier_for"]

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from shardwright.cluster import Cluster, Link
 from shardwright.errors import UsageError
+from shardwright.run.context import Context
 from shardwright.torch.offload.offloading import tier_for
 from shardwright.torch.offload.tier import Tier
-from shardwright.torch.run.context import Context
 
 __all__ = ["with_tier"]
 

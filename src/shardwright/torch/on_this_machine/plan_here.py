@@ -32,12 +32,13 @@ from shardwright.observe.console import Console, Phase
 from shardwright.plan import Plan, Trial
 from shardwright.planner import best_plans, meshes
 from shardwright.quantities import format_seconds
+from shardwright.run.context import context
+from shardwright.run.joint_calls import require_all_refuse
+from shardwright.run.startup import shutdown
 from shardwright.torch.batch.batch import Arguments
 from shardwright.torch.measuring.measured_model import MeasuredModel, measure_model
 from shardwright.torch.model.distributed_model import DistributedModel
-from shardwright.torch.run.context import context
-from shardwright.torch.run.joint_refusal import require_all_refuse
-from shardwright.torch.startup import begin, shutdown
+from shardwright.torch.startup import begin
 from shardwright.torch.step_function import step
 from shardwright.torch.units.dry_run import loss_of, with_data
 

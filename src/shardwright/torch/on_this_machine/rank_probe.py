@@ -32,9 +32,11 @@ from shardwright.comm.probing.rate_probe import DTYPES, MemoryRates, measure_mem
 from shardwright.config import Config
 from shardwright.observe.console import Console
 from shardwright.quantities import counted
-from shardwright.torch.run.context import Context, context
-from shardwright.torch.run.machine import cores_of_host, device_name, present_cluster
-from shardwright.torch.startup import begin, shutdown
+from shardwright.run.context import Context, context
+from shardwright.run.machine import cores_of_host, device_name, present_cluster
+from shardwright.run.startup import shutdown
+from shardwright.torch.measuring.update_rate import update_rate
+from shardwright.torch.startup import begin
 
 __all__ = ["main"]
 
@@ -81,7 +83,7 @@ def main() -> None:
     with console.phase("probing memory"):
         memory = measure_memory_rates(run.device)
     with console.phase("probing links"):
-        cluster = present_cluster(run)
+        cluster = present_cluster(run, update_rate)
     with console.phase("probing collectives"):
         group, prices = _collectives(run)
     hosts = run.from_all_ranks(_host(run, cluster))

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from shardwright.comm.identity.purpose import Purpose
 from shardwright.errors import UsageError
+from shardwright.run.context import context, is_initialized
+from shardwright.run.failure import first_cause_named
 from shardwright.torch._private import parameters_to_clip, replace_total_norm
 from shardwright.torch.interception.glue import refuse_inside_step
 from shardwright.torch.model.distributed_model import wrapped_model
 from shardwright.torch.parameters.sharded_tensor import own_part
-from shardwright.torch.run.context import context, is_initialized
-from shardwright.torch.run.failure import first_cause_named
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of
 
 __all__ = ["clip_grad_norm_", "gradient_norm", "norm_over_stages"]

@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwright.errors import UsageError
+from shardwright.run.context import context, is_initialized
 from shardwright.torch.optimizer.optimizer_trial import Arguments, Trial, trial
-from shardwright.torch.run.context import context, is_initialized
 
 __all__ = ["ELEMENTWISE", "coupled_around", "is_coupled", "refuse_coupling", "refuse_parts_of_the_world"]
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from shardwright.config.misplaced import refuse_misplaced
 from shardwright.errors import UsageError
+from shardwright.run.context import context, is_initialized
 from shardwright.torch.interception.glue import refuse_inside_step
 from shardwright.torch.loss_scale.loss_scaler import LossScaler, scaler_of
 from shardwright.torch.model.distributed_model import wrapped_model
@@ -27,10 +28,9 @@ from shardwright.torch.optimizer.unwrapped_optimizers import (
     needs_closure,
     stepping,
 )
+from shardwright.torch.optimizer.update_clock import UpdateClock
 from shardwright.torch.optimizer.updates_over_stages import UpdatesOverStages, has_stages
 from shardwright.torch.parameters.registration import in_order
-from shardwright.torch.run.context import context, is_initialized
-from shardwright.torch.run.update_clock import UpdateClock
 from shardwright.torch.script_collectives.replica_collectives import over_replicas
 
 __all__ = ["DistributedOptimizer"]

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from shardwright.errors import UsageError
-from shardwright.torch.run.context import context
+from shardwright.run.context import context
 
 __all__ = ["refuse_foreign_parameters"]
 

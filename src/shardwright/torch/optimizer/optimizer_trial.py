@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwright.run.context import context, is_initialized
 from shardwright.torch.interception.glue import plain_torch
 from shardwright.torch.pytorch.tree import leaves, map_tree
 from shardwright.torch.randomness.python_random import python_random_kept
 from shardwright.torch.randomness.rng import get_state, same_state
-from shardwright.torch.run.context import context, is_initialized
 from shardwright.torch.script_collectives.replica_collectives import num_collectives, over_replicas
 
 __all__ = ["Arguments", "Trial", "inner_optimizers", "is_trying", "trial"]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwright.errors import UsageError
-from shardwright.torch.run.context import context, is_initialized
+from shardwright.run.context import context, is_initialized
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 from shardwright.torch.tensor_parallel.parts import placed_like
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import UsageError
 from shardwright.placement import Cut
-from shardwright.torch.run.context import context, is_initialized
+from shardwright.run.context import context, is_initialized
 from shardwright.torch.tensor_parallel.divide import placed_again, tensor_group
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, whole
 from shardwright.torch.tensor_parallel.parts import cut_of, placed_like

@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwright.comm.identity.purpose import Purpose
+from shardwright.run.context import Context, context, is_initialized
 from shardwright.torch.model.distributed_model import wrapped_model
 from shardwright.torch.optimizer.coupling import is_coupled, refuse_coupling
-from shardwright.torch.run.context import Context, context, is_initialized
 
 __all__ = ["UpdatesOverStages", "has_stages"]
 

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
+from shardwright.run.context import context, is_initialized
+from shardwright.run.memory import large_blocks_given_back
 from shardwright.torch._private import storage_key
 from shardwright.torch.parameters.initialization_recording import DelayedTensor, InitializationRecording
-from shardwright.torch.pytorch.heap import large_blocks_given_back
-from shardwright.torch.run.context import context, is_initialized
 
 __all__ = [
     "cast_recorded",

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
+from shardwright.run.context import Context
 from shardwright.torch._private import put_in_place
 from shardwright.torch.parameters.remote import make_remote
 from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.parameters.sharded_tensor import ShardedTensor
 from shardwright.torch.pytorch.functions import RELEASED
-from shardwright.torch.run.context import Context
 from shardwright.torch.tensor_parallel.divide import shown_in_parts, shown_whole
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 

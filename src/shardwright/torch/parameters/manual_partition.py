@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from torch import nn
 
 from shardwright.errors import UsageError
+from shardwright.run.context import context
 from shardwright.torch.pytorch.module_creation import CreationWatch
-from shardwright.torch.run.context import context
 
 __all__ = ["partition", "place_alike", "rank_of", "set_partition"]
 

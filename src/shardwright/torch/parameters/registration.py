@@ -14,27 +14,47 @@ tensors under a name, the ranks do not have the same model.
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardwright.comm.identity.purpose import Purpose
 from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import UsageError
+from shardwright.run.context import Context
 from shardwright.torch._private import non_persistent_buffers_of
 from shardwright.torch.parameters.delayed_initialization import is_recorded
-from shardwright.torch.run.context import Context
-from shardwright.torch.run.roles import WrappedOptimizer
 
-__all__ = ["agree_on_registration", "in_order"]
+__all__ = ["WrappedOptimizer", "agree_on_registration", "in_order"]
 
 log = logging.getLogger(__name__)
 
 _IN_ORDER = (nn.Sequential, nn.ModuleList)
 """Modules whose order is what they compute."""
+
+
+class WrappedOptimizer(Protocol):
+    """An optimizer of the script, with the parameters of this rank: see `DistributedOptimizer`."""
+
+    optimizer: Optimizer
+    scaler_wanted: Any
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Its groups, of parameters of this rank."""
+
+    def check(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Refuses to optimize other parameters than these."""
+
+    def keep(self, identifiers: set[int]) -> None:
+        """Drops the parameters whose ids are not among these."""
+
+    def match_names(self) -> None:
+        """Loads a state that has waited for the names of parameters."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import UsageError
+from shardwright.run.context import Context
 from shardwright.torch.parameters.residency import Residency
-from shardwright.torch.run.context import Context
 from shardwright.torch.tensor_parallel.divided_tensor import whole
 
 __all__ = ["gather_state", "rank_that_runs"]

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from shardwright.comm.backend.batch_norm import normalised_over_ranks
 from shardwright.errors import UsageError
+from shardwright.run.context import Context
 from shardwright.torch._private import PlainBatchNorm, function_mode_depth
 from shardwright.torch.pytorch.module_tree import all_modules
-from shardwright.torch.run.context import Context
 
 __all__ = ["SynchronisedNorms"]
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from shardwright.comm.joining.process_group import group_of
 from shardwright.mesh import Mesh
+from shardwright.run.context import Context
 from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.replicas.gradient_buckets import Reduced
-from shardwright.torch.run.context import Context
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
 __all__ = ["SharingGroups", "broadcast", "reduced_parameters", "synchronise"]

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from shardwright.errors import UsageError
 from shardwright.quantities import format_bytes
+from shardwright.run.context import Context
+from shardwright.run.failure import first_cause_named
 from shardwright.torch.parameters.delayed_initialization import is_recorded
 from shardwright.torch.parameters.precision import gradient_dtype, low_precision
 from shardwright.torch.parameters.shardable import can_be_sharded
@@ -19,8 +21,6 @@ from shardwright.torch.replicas.gradient_hook import GradientHook
 from shardwright.torch.replicas.reducer import GradientReducer
 from shardwright.torch.replicas.replica_buffers import ReplicaBuffers
 from shardwright.torch.replicas.updated_parts import UpdatedParts
-from shardwright.torch.run.context import Context
-from shardwright.torch.run.failure import first_cause_named
 
 if TYPE_CHECKING:
     from shardwright.torch.sharding.sharding import Sharding

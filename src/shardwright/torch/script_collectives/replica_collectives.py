@@ -36,12 +36,12 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from shardwright.comm.joining.process_group import default_store
 from shardwright.errors import PeerLostError, UsageError
 from shardwright.mesh import Axes
+from shardwright.run.context import Context, context, is_initialized
 from shardwright.torch._private import default_group
 from shardwright.torch.interception.glue import active_handler, plain_torch
 from shardwright.torch.parameters.sharded_tensor import ShardedTensor
 from shardwright.torch.pytorch.source_line import called_from, user_line
 from shardwright.torch.pytorch.tree import leaves, map_tree
-from shardwright.torch.run.context import Context, context, is_initialized
 from shardwright.torch.script_collectives import sums_over_ranks
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 

@@ -16,8 +16,8 @@ import functools
 from typing import Any
 
 from shardwright.after_import import after_import
-from shardwright.torch.run.context import context, is_initialized
-from shardwright.torch.run.ranks import get_dp_process_group
+from shardwright.run.context import context, is_initialized
+from shardwright.run.ranks import get_dp_process_group
 
 __all__ = ["metrics_over_replicas"]
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from shardwright.errors import UsageError
+from shardwright.run.context import Context
 from shardwright.torch._private import outside_of_functions
 from shardwright.torch.interception.glue import refuse_inside_step
 from shardwright.torch.parameters.delayed_initialization import recorded_values
@@ -28,7 +29,6 @@ from shardwright.torch.parameters.parameter_watch import watch_parameters
 from shardwright.torch.parameters.sharded_tensor import ShardedTensor
 from shardwright.torch.pytorch.module_tree import all_modules
 from shardwright.torch.pytorch.source_line import user_line
-from shardwright.torch.run.context import Context
 from shardwright.torch.sharding.arrivals import AllAtOnce, Arrivals, InTurns
 from shardwright.torch.sharding.parcel import Parcel, parcels_of
 from shardwright.torch.sharding.shard_memory import memory_for

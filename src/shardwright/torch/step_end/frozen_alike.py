@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import UsageError
-from shardwright.torch.run.context import Context
+from shardwright.run.context import Context
 
 __all__ = ["frozen_otherwise"]
 

@@ -27,7 +27,7 @@ from shardwright.comm.identity.purpose import Purpose
 from shardwright.comm.identity.rank_set import listed
 from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import UsageError
-from shardwright.torch.run.context import Context
+from shardwright.run.context import Context
 
 __all__ = ["GroupNumbers", "row_of"]
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from shardwright.errors import UsageError
+from shardwright.run.context import Context
 from shardwright.torch.batch.batch import Batch, is_batch_tensor
-from shardwright.torch.run.context import Context
 
 __all__ = ["SameSamples", "streams_noted"]
 

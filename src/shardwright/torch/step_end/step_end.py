@@ -20,14 +20,13 @@ from torch.optim import Optimizer
 from shardwright.comm.identity.purpose import Purpose
 from shardwright.errors import ShardwrightError
 from shardwright.observe.timeline import Row
+from shardwright.run.context import Context
+from shardwright.run.reporting import Reporter
 from shardwright.torch.attention.table import attention_table
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_result import BatchResult, Figures
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.loss_scale.grad_scaler import scale_of_losses
-from shardwright.torch.measuring.reporting import Reporter
-from shardwright.torch.pytorch.memory_in_use import peak_memory
-from shardwright.torch.run.context import Context
 from shardwright.torch.step_end.finiteness import Finiteness
 from shardwright.torch.step_end.frozen_alike import frozen_otherwise
 from shardwright.torch.step_end.group_numbers import GroupNumbers, row_of
@@ -103,19 +102,13 @@ class StepEnd:
         same = self._samples.look(columns[Column.SAMPLES], step=step)
         problem = problem or same
         self._scaling.look(columns[Column.SCALED])
-        scale = scale_of_losses()
         reporter.step_done(
             run,
+            rows,
             seconds=seconds,
-            busy_s=columns[Column.BUSY_S],
-            pipeline_s=columns[Column.PIPELINE_S],
-            memory=[int(num_bytes) for num_bytes in columns[Column.MEMORY]],
-            records_next=bool(rows[0][Column.RECORDS]),
-            loss_scale=scale,
+            loss=None if run.loss is None else run.loss / scale_of_losses(),
             skipped=self.finiteness.num_skipped,
         )
-        if self._context.watch.whereabouts is not None:
-            self._context.watch.whereabouts.steps = reporter.num_steps
         if problem is not None:
             raise problem
         self._scaling.end(self._model.get_module().parameters())
@@ -141,10 +134,8 @@ class StepEnd:
         """By columns; the weight and the losses come later."""
         reporter = self._context.reporter
         assert isinstance(reporter, Reporter)
-        busy = sum(end - start - waited for _, start, end, waited in row)
-        pipeline_s = row[-1][2] - row[0][1] if row else 0.0
         return [
-            *(busy, pipeline_s, peak_memory(), reporter.asks_to_record),
+            *reporter.figures_of(row),
             *(self._model.replicas.digest_of_trained, self._samples.digest(batch), 1.0),
             *(self._scaling.factor, *self.numbers.digests(), 0.0, self.finiteness.of_gradients()),
         ]

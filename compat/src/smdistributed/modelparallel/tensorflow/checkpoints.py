@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from shardwright.errors import CheckpointError
-from shardwright.torch.run.joint_calls import meet
+from shardwright.run.joint_calls import meet
 from smdistributed.modelparallel.comm import allgather
 from smdistributed.modelparallel.groups import CommGroup
 from smdistributed.modelparallel.ranks_of_run import present_run

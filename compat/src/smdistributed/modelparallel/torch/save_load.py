@@ -19,7 +19,7 @@ from typing import Any
 
 from shardwright.checkpoint.disk import Disk
 from shardwright.errors import CheckpointError, UsageError
-from shardwright.torch.run.joint_calls import meet
+from shardwright.run.joint_calls import meet
 from shardwright.torch.script_run import ScriptRun
 from smdistributed.modelparallel.torch.pickles.files import load_file, saves
 from smdistributed.modelparallel.torch.state_mod import current_run

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.manifest import FileEntry
 from shardwright.errors import CheckpointError, UsageError
-from shardwright.torch.run.joint_calls import meet
+from shardwright.run.joint_calls import meet
 from shardwright.torch.script_run import ScriptRun
 from smdistributed.modelparallel.comm import allgather
 from smdistributed.modelparallel.groups import CommGroup

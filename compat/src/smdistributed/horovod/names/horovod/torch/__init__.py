@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import UsageError
-from shardwright.torch.run.context import is_initialized as _beside_a_run
+from shardwright.run.context import is_initialized as _beside_a_run
 from smdistributed.dataparallel.data_ranks import data_ranks as _data_ranks
 from smdistributed.horovod import process as _process
 from smdistributed.horovod.not_here import names_not_here as _names_not_here

@@ -34,9 +34,9 @@ from shardwright.errors import ConfigError, UsageError
 from shardwright.mesh import Mesh
 from shardwright.observe.console import Console
 from shardwright.plan import Plan
-from shardwright.torch.run.context import Context
-from shardwright.torch.run.launch_settings import following
-from shardwright.torch.run.rank_ties import RankWatch
+from shardwright.run.context import Context
+from shardwright.run.launch_settings import following
+from shardwright.run.rank_ties import RankWatch
 
 __all__ = ["IMPORTED_FOR_MODEL", "joined"]
 

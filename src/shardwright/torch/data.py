@@ -1,4 +1,4 @@
-"""A data loader with a position that can be saved, in samples, for any number of ranks.
+"""Data for replicas: samplers, seeds, and a loader with a position that any number of ranks resumes.
 
 ::
 
@@ -16,19 +16,29 @@ import os
 import random
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 from shardwright.errors import CheckpointError, UsageError
-from shardwright.torch.run.context import context
+from shardwright.run.context import context, is_initialized
 
-__all__ = ["ReplicaLoader", "data_loader", "order_of_epoch", "remaining_batches"]
+__all__ = [
+    "ReplicaLoader",
+    "data_loader",
+    "distributed_sampler",
+    "order_of_epoch",
+    "remaining_batches",
+    "samplers_checked",
+    "seed_everything",
+]
 
 
 def data_loader(
@@ -270,3 +280,69 @@ def _check(dataset: Any, batch_size: int, *, replicas: int, options: dict[str, A
         raise UsageError(
             f"the data set has {len(dataset)} samples, fewer than a global batch of {batch_size}."
         )
+
+
+def distributed_sampler(
+    dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+) -> "DistributedSampler[int]":
+    """A sampler that gives each replica its own part of a data set; ranks of one replica get the same part.
+
+    Call ``sampler.set_epoch(epoch)`` before each epoch, so that it shuffles anew.
+
+    Args:
+        dataset: anything with a length.
+        shuffle: in another order every epoch.
+        seed: of the shuffling; the same on every rank.
+        drop_last: leave out samples that do not fill all replicas; else some are given twice.
+    """
+    current = context()
+    return DistributedSampler(
+        dataset,  # type: ignore[arg-type]
+        num_replicas=current.mesh.data,
+        rank=current.data_rank,
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
+    )
+
+
+@contextmanager
+def samplers_checked() -> Iterator[None]:
+    """Warns of samplers that give every rank its own part, although ranks share the batch of a replica."""
+    original = DistributedSampler.__iter__
+
+    def iterate(self: "DistributedSampler[int]") -> Iterator[int]:
+        _check_sampler(self)
+        return original(self)
+
+    DistributedSampler.__iter__ = iterate  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        DistributedSampler.__iter__ = original  # type: ignore[method-assign]
+
+
+def _check_sampler(sampler: "DistributedSampler[int]") -> None:
+    if not is_initialized():
+        return
+    current = context()
+    mesh = current.mesh
+    if current.rank == 0 and sampler.num_replicas == mesh.world_size and mesh.data < mesh.world_size:
+        warnings.warn(
+            f"a DistributedSampler cuts the data set in {sampler.num_replicas} parts, one for each rank, but "
+            f"only {mesh.data} of them are trained on: ranks of a pipeline share the batch of their first. "
+            "Use sw.distributed_sampler(dataset), which counts replicas.",
+            stacklevel=3,
+        )
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds Python, NumPy and PyTorch: the same in a replica, another in each replica.
+
+    Args:
+        seed: any number from 0; replica r uses seed + r.
+    """
+    own = seed + context().data_rank
+    random.seed(own)
+    numpy.random.seed(own % 2**32)
+    torch.manual_seed(own)

@@ -13,8 +13,8 @@ from shardwright.comm.identity.launch_environment import LaunchEnvironment
 from shardwright.config import Config
 from shardwright.errors import ConfigError, UsageError
 from shardwright.mesh import Mesh
-from shardwright.torch.run import joining as joining_module
-from shardwright.torch.run.context import context
+from shardwright.run import joining as joining_module
+from shardwright.run.context import context
 
 
 @pytest.fixture(autouse=True)

@@ -17,15 +17,13 @@ from shardwright.model_graph import ModelGraph
 from shardwright.observe.console import Phase
 from shardwright.profile import Profile, UnitCost
 from shardwright.quantities import format_seconds
-from shardwright.torch.measuring.cost_cache import CostCache
-from shardwright.torch.measuring.measure import Timing, measure_class, unit_cost
-from shardwright.torch.measuring.turns import Share, Turns
-from shardwright.torch.pytorch.heap import give_back_freed_memory
-from shardwright.torch.randomness.python_random import python_random_kept
-from shardwright.torch.randomness.rng import get_state, set_state
-from shardwright.torch.run.context import Context
-from shardwright.torch.run.cores import OwnCores
-from shardwright.torch.run.machine import cores_of_host
+from shardwright.run.context import Context
+from shardwright.run.cores import OwnCores
+from shardwright.run.cost_cache import CostCache
+from shardwright.run.machine import cores_of_host
+from shardwright.run.memory import give_back_freed_memory
+from shardwright.run.timing import Timing, unit_cost
+from shardwright.run.turns import Share, Turns
 
 __all__ = ["Profiler", "ToProfile", "Traced", "shares_cores", "typical"]
 
@@ -72,9 +70,8 @@ class Profiler:
 
     Args:
         context: the run.
-        time_class: times a class of a trace, given its key, and whether ranks take turns on the cores; None:
-            as PyTorch runs it.
-        cache: of what earlier runs have measured; None: PyTorch's.
+        time_class: times a class of a trace, given its key, and whether ranks take turns on the cores.
+        framework: as for `machine_key`.
         units_alone: classes of operations between units are left to the estimates.
     """
 
@@ -82,15 +79,15 @@ class Profiler:
         self,
         context: Context,
         *,
-        time_class: Callable[[Any, str, bool], Timing] | None = None,
-        cache: CostCache | None = None,
+        time_class: Callable[[Any, str, bool], Timing],
+        framework: str = "",
         units_alone: bool = False,
     ):
         self._context = context
         self._cores = OwnCores(context)
-        self._cache = CostCache(context) if cache is None else cache
+        self._cache = CostCache(context, framework=framework)
         self._units_alone = units_alone
-        self._time_class = self._time_on_copies if time_class is None else time_class
+        self._time_class = time_class
 
     def measure(
         self, sizes: Sequence[ToProfile], *, budget_s: float, phase: Phase, again: bool = False
@@ -128,14 +125,6 @@ class Profiler:
         if (fresh or inferred) and self._context.rank == 0:
             self._cache.add({**{key: _as_timing(cost) for key, cost in inferred.items()}, **fresh}, to=known)
         return {**costs, **inferred}
-
-    def _time_on_copies(self, trace: Any, key: str, share_cores: bool) -> Timing:
-        return measure_class(
-            trace.samples[key],
-            device=self._context.device,
-            share_cores=share_cores,
-            others_bytes=_bytes_of(trace.graph),
-        )
 
     def _known(
         self, classes: Mapping[str, Traced], *, again: bool = False
@@ -185,14 +174,11 @@ class Profiler:
         failure = ""
         if context.mesh.world_size > 1:
             dist.barrier()
-        generators = get_state(context.device)
         try:
-            with self._cores.in_force(), python_random_kept():
+            with self._cores.in_force():
                 mine = self._time_class(trace, key, share_cores)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
-        finally:
-            set_state(generators, context.device)
         found = _mean(self._context.from_all_ranks(mine))
         if found is None and context.rank == 0:
             node = next(node for node in trace.graph.nodes if node.cost_class == key)
@@ -217,12 +203,6 @@ def _classes_worth_timing(traces: Sequence[Traced], *, units_alone: bool) -> dic
             if node.kind == "unit" or is_large:
                 found.setdefault(node.cost_class, trace)
     return found
-
-
-def _bytes_of(graph: ModelGraph) -> int:
-    """What a microbatch uses: parameters with their gradients, and all values between units."""
-    values = sum(value.spec.num_bytes for value in graph.values)
-    return 2 * sum(parameter.spec.num_bytes for parameter in graph.parameters.values()) + values
 
 
 def _shares(sizes: Sequence[ToProfile], classes: Mapping[str, Traced]) -> dict[str, Share]:

@@ -1,29 +1,59 @@
 """The state of a run: settings, ranks, process groups, the wrapped model. `init` makes the one object."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from shardwright.cluster import Cluster
 from shardwright.comm.encoding.codec import declare
-from shardwright.comm.joining.process_group import group_of, tell_all, tell_from
+from shardwright.comm.joining.process_group import default_store, group_of, tell_all, tell_from
+from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.config import Config
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.mesh import Axes, Mesh
+from shardwright.observe import Observer, Phase, RunFolder
 from shardwright.plan import Plan
-from shardwright.torch.run.rank_ties import Links, ProcessGroups, RankWatch
-from shardwright.torch.run.roles import Reports, WrappedModel, WrappedOptimizer
+from shardwright.run.rank_ties import Links, ProcessGroups, RankWatch
 
-__all__ = ["Context", "context", "is_initialized", "set_context"]
+__all__ = ["Context", "Reports", "context", "is_initialized", "replica_board", "set_context"]
 
 declare(Plan)
 
 _T = TypeVar("_T")
+
+
+class Reports(Protocol):
+    """Reports to the observer: see `Reporter`."""
+
+    num_steps: int
+    calls_steps: bool
+
+    @property
+    def observer(self) -> Observer:
+        """Writes it down."""
+
+    @property
+    def folder(self) -> RunFolder | None:
+        """Of the run; None where nothing is written."""
+
+    @property
+    def draws_next_step(self) -> bool:
+        """Whether the timeline of the next step will be asked for."""
+
+    def phase(self, text: str) -> AbstractContextManager[Phase]:
+        """Around a part of the first step that takes long."""
+
+    def plan_made(self, plan: Plan) -> None:
+        """The plan is in force; collective."""
+
+    def close(self) -> None:
+        """The run is over."""
 
 
 @dataclass(slots=True)
@@ -35,6 +65,8 @@ class Context:
         plan: the plan in force; None until the first step, unless one was given.
         cluster: the present machines, once they were measured.
         reporter: tells the observer what happens.
+        model: of the script, wrapped by its front end; None before that.
+        optimizers: those of the script that the front end has wrapped.
     """
 
     config: Config
@@ -49,8 +81,8 @@ class Context:
     plan: Plan | None = None
     cluster: Cluster | None = None
     reporter: Reports | None = None
-    model: WrappedModel | None = None
-    optimizers: list[WrappedOptimizer] = field(default_factory=list)
+    model: Any = None
+    optimizers: list[Any] = field(default_factory=list)
     cleanup: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -181,3 +213,27 @@ def is_initialized() -> bool:
 def set_context(value: Context | None) -> None:
     """Installs a run, or removes it."""
     _Current.context = value
+
+
+def replica_board(context: Context, number: int) -> ValueBoard:
+    """The board of this rank's replica, at this rank's place along the tensor axis."""
+
+    def has_ended(rank: int) -> bool:
+        local = context.links.local_peers
+        if local is not None and rank in local and local.has_ended(rank):
+            return True
+        return context.watch.blame is not None and context.watch.blame.has_failed(rank)
+
+    store: Any = default_store()  # whose type, as PyTorch declares it, lacks clone()
+    name = f"values of replica {context.data_rank}, part {context.tensor_rank}, in run {number}"
+    store = PrefixStore(name, store.clone())  # who waits at one keeps others from it
+    board = ValueBoard(
+        store,
+        context.pipeline_ranks,
+        rank=context.pipeline_rank,
+        has_ended=has_ended,
+        timeout_s=context.config.timeout_s,
+    )
+    assert context.watch.whereabouts is not None
+    context.watch.whereabouts.also_tell.append(board.tell)
+    return board

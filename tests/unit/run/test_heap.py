@@ -7,12 +7,12 @@ import textwrap
 
 import pytest
 
-from shardwright.torch.pytorch.heap import keep_freed_memory
+from shardwright.run.memory import keep_freed_memory
 
 STEP = """
     import resource
     import torch
-    from shardwright.torch.pytorch.heap import keep_freed_memory
+    from shardwright.run.memory import keep_freed_memory
 
     def faults():
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

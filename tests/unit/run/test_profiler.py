@@ -7,9 +7,9 @@ import torch
 
 from shardwright.config import Config
 from shardwright.profile import Profile, UnitCost
-from shardwright.torch.measuring.measure import Timing
-from shardwright.torch.measuring.profiler import Profiler, ToProfile, _inferred, typical
-from shardwright.torch.measuring.turns import Share
+from shardwright.run.profiler import Profiler, ToProfile, _inferred, typical
+from shardwright.run.timing import Timing
+from shardwright.run.turns import Share
 
 
 def timing(forward_s, backward_s):
@@ -45,7 +45,7 @@ class Scripted(Profiler):
             from_all_ranks=lambda fact: [fact],
             config=Config(),
         )
-        super().__init__(context)
+        super().__init__(context, time_class=None)
         self.found = [None if s is None else timing(s / 3, 2 * s / 3) for s in whole_s]
 
     def _measure_together(self, trace, key):

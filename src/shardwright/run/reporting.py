@@ -5,8 +5,9 @@ import logging
 import os
 import sys
 from collections import ChainMap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -27,20 +28,45 @@ from shardwright.observe.run_record import (
     saved_step,
 )
 from shardwright.observe.surroundings import surroundings
-from shardwright.observe.timeline import idle_share
+from shardwright.observe.timeline import Row, idle_share
 from shardwright.observe.trackers import Tracker
 from shardwright.plan import Plan
-from shardwright.torch.batch.batch_result import BatchResult
-from shardwright.torch.measuring.step_recording import StepRecording
-from shardwright.torch.run.context import Context
-from shardwright.torch.run.launch_settings import settings_from
-from shardwright.torch.run.machine import memory_of_rank
+from shardwright.run.context import Context
+from shardwright.run.launch_settings import settings_from
+from shardwright.run.machine import memory_of_rank
+from shardwright.run.memory import peak_memory
+from shardwright.run.step_recording import BatchRecord, StepRecording
 
-__all__ = ["Reporter"]
+__all__ = ["FIGURES", "Facts", "Reporter"]
 
 NO_FOLDER = "off"
 
 log = logging.getLogger(__name__)
+
+FIGURES = ("busy_s", "pipeline_s", "memory_bytes", "records_next")
+"""What a rank tells the others of each step: seconds of work, and from the first action to the last; its peak
+of memory; whether it would have the next step recorded, of which the first rank's word counts."""
+
+
+def _unknown() -> None:
+    """Of a fact that a front end does not know."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a front end knows of a script, asked for when steps end.
+
+    Attributes:
+        model: the class of its model.
+        learning_rate: of the first group of parameters.
+        update_s: seconds of updates since the last step.
+        state_bytes: of parameters, gradients, and what optimizers keep, on this rank.
+    """
+
+    model: Callable[[], str]
+    learning_rate: Callable[[], float | None] = _unknown
+    update_s: Callable[[], float | None] = _unknown
+    state_bytes: Callable[[], int | None] = _unknown
 
 
 class Reporter:
@@ -54,12 +80,13 @@ class Reporter:
         ends_saved: a signal came, and the run has saved and ends.
     """
 
-    def __init__(self, context: Context):
+    def __init__(self, context: Context, facts: Facts):
         self._context = context
+        self._facts = facts
         self._observer: Observer | None = None
         self._begun: BegunRun | None = None
         self._trackers: list[Tracker] = []
-        self._recording = StepRecording(context)
+        self._recording = StepRecording(context, state_bytes=facts.state_bytes)
         self._run_as = ""
         self._model_is_unknown = True
         self.num_steps = 0
@@ -102,26 +129,20 @@ class Reporter:
 
     def step_done(
         self,
-        step: BatchResult,
+        step: BatchRecord,
+        figures: Sequence[Sequence[float]],
         *,
         seconds: float,
-        busy_s: Sequence[float],
-        pipeline_s: Sequence[float],
-        memory: Sequence[int],
-        records_next: bool,
-        loss_scale: float = 1.0,
+        loss: float | None,
         skipped: int = 0,
     ) -> None:
         """A training step ended; collective.
 
         Args:
             step: what this rank did.
+            figures: of each rank, `FIGURES` and perhaps others behind.
             seconds: how long it took.
-            busy_s: how long each rank has worked.
-            pipeline_s: on each rank, from the first action to the last.
-            memory: peak bytes of each rank.
-            records_next: the first rank asks to have the next step recorded.
-            loss_scale: by which the script has multiplied its losses before their backward.
+            loss: of the batch of this replica.
             skipped: how many updates were left out so far.
         """
         context = self._context
@@ -129,37 +150,38 @@ class Reporter:
         number = self.num_steps
         observer = self.observer
         prediction = context.plan.prediction if context.plan else None
-        # None for microbatches that the step function has left out; many numbers where it gave gradients.
-        losses = list(_weighed(step))
+        busy_s, pipeline_s, memory, records_next = list(zip(*figures, strict=True))[: len(FIGURES)]
         num_replicas = context.mesh.data
         observer.step_done(
             StepRecord(
                 step=number,
                 seconds=seconds,
-                loss=sum(losses) / loss_scale if losses else None,
+                loss=loss,
                 samples=step.samples * num_replicas,
                 tokens=None if step.tokens is None else step.tokens * num_replicas,
                 flops=3.0 * step.flops * num_replicas or None,
                 bubble_measured=self._idle_share(busy_s, pipeline_s),
                 bubble_predicted=prediction.bubble if prediction else None,
                 step_predicted_s=prediction.step_s if prediction else None,
-                memory_bytes=tuple(memory),
+                memory_bytes=tuple(map(int, memory)),
                 memory_limit_bytes=context.config.memory_limit or self._device_memory,
-                learning_rate=_learning_rate(context),
+                learning_rate=self._facts.learning_rate(),
                 work_s=sum(busy_s[rank] for rank in context.pipeline_ranks) or None,
                 outside_s=step.outside_s or None,
-                update_s=_update_seconds(context),
+                update_s=self._facts.update_s(),
                 skipped_updates=skipped or None,
             )
         )
-        if self._model_is_unknown and context.model is not None:
+        if self._model_is_unknown:
             self._model_is_unknown = False
-            observer.event("model_known", model=type(context.model.get_module()).__name__)
+            observer.event("model_known", model=self._facts.model())
         if step.run_as != self._run_as:
             self._run_as = step.run_as
             observer.event("microbatches_run", microbatches=step.run_as, step=number)
         self._recording.step_done(step, number=number, seconds=seconds, observer=observer)
-        self._recording.asked_after(number, records_next)
+        self._recording.asked_after(number, bool(records_next[0]))
+        if context.watch.whereabouts is not None:
+            context.watch.whereabouts.steps = number
 
     def close(self) -> None:
         """The run is over."""
@@ -176,10 +198,11 @@ class Reporter:
         """Whether the timeline of the step that comes next, or is going on, will be asked for."""
         return self._context.config.run_dir != NO_FOLDER and self._recording.wants(self.num_steps + 1)
 
-    @property
-    def asks_to_record(self) -> bool:
-        """Whether this rank would have the step after the one that ends recorded; the first rank's counts."""
-        return self._recording.asks_after(self.num_steps + 1)
+    def figures_of(self, row: Row) -> list[float]:
+        """This rank's `FIGURES` of the step that ends."""
+        busy_s = sum(end_s - start_s - waited_s for _, start_s, end_s, waited_s in row)
+        pipeline_s = row[-1][2] - row[0][1] if row else 0.0
+        return [busy_s, pipeline_s, peak_memory(), self._recording.asks_after(self.num_steps + 1)]
 
     # ---- inside ----
 
@@ -283,27 +306,3 @@ class Reporter:
 def _device_name(context: Context) -> str:
     """Of a GPU; empty where ranks compute on the processor."""
     return torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else ""
-
-
-def _update_seconds(context: Context) -> float | None:
-    """Of all optimizers, since the last step."""
-    taken = [optimizer.clock.taken() for optimizer in context.optimizers]
-    known = [seconds for seconds in taken if seconds is not None]
-    return sum(known) if known else None
-
-
-def _learning_rate(context: Context) -> float | None:
-    """Of the first group; None where its optimizer finds one by itself, as Adafactor of transformers does."""
-    groups = (group for optimizer in context.optimizers for group in optimizer.param_groups)
-    rate = next(groups, {}).get("lr")
-    return None if rate is None else float(rate)
-
-
-def _weighed(step: BatchResult) -> Iterator[float]:
-    """The losses of the microbatches, each by how much it counts."""
-    losses = step.loss_values
-    equal = [1 / max(len(losses) - losses.count(None), 1)] * len(losses)
-    weights = equal if step.weights is None else step.weights.of_values
-    for loss, weight in zip(losses, weights, strict=True):
-        if loss is not None:
-            yield loss * weight

@@ -1,4 +1,4 @@
-"""Keeps the C heap's memory of one microbatch for the next.
+"""Memory of this process: what it uses, and the C heap's, which is kept from one microbatch for the next.
 
 A microbatch's activations are freed as soon as its backward ends, and the next microbatch allocates as much
 again. By default glibc returns memory at the end of its heap to the system each time, and the system clears
@@ -7,12 +7,23 @@ caching allocator for this.
 """
 
 import ctypes
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["give_back_freed_memory", "keep_freed_memory", "large_blocks_given_back"]
+import torch
+
+from shardwright.comm.identity.devices_in_use import uses_gpus
+
+__all__ = [
+    "give_back_freed_memory",
+    "keep_freed_memory",
+    "large_blocks_given_back",
+    "memory_in_use",
+    "peak_memory",
+]
 
 # From malloc.h. A threshold that is set no longer adapts itself, so both are needed.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -60,8 +71,55 @@ def large_blocks_given_back(*, then_kept: bool) -> Iterator[None]:
         )
 
 
+class _Mallinfo(ctypes.Structure):
+    """The result of glibc's ``mallinfo2``, in bytes, as malloc.h declares it."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes of the tensors on a GPU; on a CPU, of all that is taken from the C library's heap; 0: not known.
+
+    The resident set would not do: the heap keeps what is freed.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    mallinfo = _mallinfo2()
+    if mallinfo is None:
+        return 0
+    info = mallinfo()
+    return int(info.uordblks) + int(info.hblkhd)
+
+
+def peak_memory() -> int:
+    """The most bytes so far: of the GPU where there is one, else of the resident set; 0: not known."""
+    if uses_gpus():
+        return torch.cuda.max_memory_allocated()
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+@functools.cache
+def _mallinfo2() -> Callable[[], _Mallinfo] | None:
+    """The function of glibc, since 2.33; None elsewhere."""
+    function: Callable[[], _Mallinfo] | None = _function("mallinfo2")
+    if function is not None:
+        function.restype = _Mallinfo  # type: ignore[attr-defined]
+    return function
+
+
 def _function(name: str) -> Any:
-    """A function of glibc; None where there is another C library."""
+    """A function of glibc; None where there is another C library, or an older one."""
     if not sys.platform.startswith("linux"):
         return None
     try:

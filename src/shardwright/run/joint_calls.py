@@ -1,5 +1,6 @@
 """Calls that several ranks make together: waits for all ranks, and names the missing."""
 
+import datetime
 import itertools
 import sys
 import warnings
@@ -8,19 +9,30 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
 from shardwright.comm.absence.peer_loss import names_a_lost_peer
 from shardwright.comm.absence.stalls import Stalls
 from shardwright.comm.absence.whereabouts import Whereabouts
 from shardwright.comm.joining.process_group import default_store, groups_in_doubt
 from shardwright.comm.messages.roll_call import Call, RollCall
-from shardwright.errors import PeerLostError, UsageError
-from shardwright.torch.run.context import Context, context, is_initialized
-from shardwright.torch.run.failure import first_cause_named
-from shardwright.torch.run.uneven_data import out_of_data
+from shardwright.errors import PeerLostError, ShardwrightError, UsageError
+from shardwright.run.context import Context, context, is_initialized
+from shardwright.run.failure import first_cause_named, out_of_data
 
-__all__ = ["call_together", "meet", "meet_each", "prepare", "ranks_with_the_model", "script_ended"]
+__all__ = [
+    "call_together",
+    "meet",
+    "meet_each",
+    "prepare",
+    "ranks_with_the_model",
+    "require_all_refuse",
+    "script_ended",
+]
 
 _RUNS = itertools.count()
+_PATIENCE = datetime.timedelta(seconds=20)
 
 
 def prepare(made: Context) -> None:
@@ -99,3 +111,25 @@ def ranks_with_the_model() -> tuple[int, ...]:
     """World ranks that together have all elements of the model once, with this one among them."""
     current = context()
     return current.mesh.group(("pp", "dp_shard", "cp", "ep", "tp"), current.rank)
+
+
+def require_all_refuse(
+    error: ShardwrightError, *, attempt: str, patience: datetime.timedelta = _PATIENCE
+) -> None:
+    """Returns once all ranks have refused the same attempt; to be called by each that does.
+
+    A rank that fails alone must not go on: the others wait for it inside of the attempt.
+    """
+    if isinstance(error, PeerLostError):
+        raise error
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    store = PrefixStore(f"refusals of {attempt}", default_store())
+    store.set(str(dist.get_rank()), "")
+    try:
+        store.wait([str(rank) for rank in range(dist.get_world_size())], patience)
+        for rank in range(dist.get_world_size()):
+            store.get(str(rank))  # a stranger may have written it
+    except RuntimeError as timeout:  # DistStoreError, or what else a store raises that is gone
+        error.add_note(f"This rank alone refuses: others did not within {patience.total_seconds():.0f} s.")
+        raise error from timeout

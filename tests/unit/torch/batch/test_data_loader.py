@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import shardwright.torch as sw
 from shardwright.errors import CheckpointError, UsageError
-from shardwright.torch.run.data_loader import order_of_epoch, remaining_batches
+from shardwright.torch.data import order_of_epoch, remaining_batches
 
 
 @pytest.fixture(autouse=True)

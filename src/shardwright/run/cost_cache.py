@@ -13,9 +13,9 @@ import torch
 
 from shardwright.errors import UsageError
 from shardwright.files import UserFile, replace_file
-from shardwright.torch.measuring.measure import Timing
-from shardwright.torch.run.context import Context
-from shardwright.torch.run.machine import cores_of_host, device_name
+from shardwright.run.context import Context
+from shardwright.run.machine import cores_of_host, device_name
+from shardwright.run.timing import Timing
 
 __all__ = ["CostCache", "cache_folder", "machine_key"]
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardwright.torch.measuring.measure import Timing
-from shardwright.torch.measuring.turns import Share, Turns
+from shardwright.run.timing import Timing
+from shardwright.run.turns import Share, Turns
 
 
 def timing(seconds=1.0, spread=0.0):

@@ -5,8 +5,8 @@ import platform
 import pytest
 import torch
 
-from shardwright.torch.pytorch import memory_in_use
-from shardwright.torch.pytorch.memory_in_use import memory_in_use as in_use
+from shardwright.run import memory
+from shardwright.run.memory import memory_in_use as in_use
 
 MIB = 2**20
 needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's mallinfo2")
@@ -24,5 +24,5 @@ def test_a_tensor_counts_as_long_as_it_lives():
 
 
 def test_where_it_cannot_be_told_it_is_not_known(monkeypatch):
-    monkeypatch.setattr(memory_in_use, "_mallinfo2", lambda: None)
+    monkeypatch.setattr(memory, "_mallinfo2", lambda: None)
     assert in_use(torch.device("cpu")) == 0

@@ -1,26 +1,22 @@
 """Gathers the measured actions of the ranks of a replica, for ``steps.json`` and timelines."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
 
 from shardwright.comm.encoding.codec import declare
 from shardwright.comm.joining.process_group import tell_all
 from shardwright.observe.observer import Observer
 from shardwright.observe.recorded_steps import ChosenSteps, RankMemoryAfter, RecordedStep
-from shardwright.observe.timeline import MeasuredEvent, measured_events
+from shardwright.observe.timeline import MeasuredEvent, Row, measured_events
 from shardwright.planner import stage_costs_of
 from shardwright.planner.machines.fabric import Fabric
-from shardwright.schedule import Action, Simulation, simulate
-from shardwright.torch.batch.batch_result import BatchResult
-from shardwright.torch.pytorch.memory_in_use import memory_in_use
-from shardwright.torch.run.context import Context
-from shardwright.torch.run.roles import WrappedModel
-from shardwright.torch.tensor_parallel.divided_tensor import local_of
+from shardwright.run.context import Context
+from shardwright.run.memory import memory_in_use
+from shardwright.schedule import Action, Edge, Schedule, Simulation, simulate
 
-__all__ = ["StepRecording"]
+__all__ = ["BatchRecord", "StepRecording"]
 
 declare(Action)
 
@@ -28,15 +24,47 @@ _TRACED_EVERY = 10
 """Steps between two timelines where no interval is set."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchRecord:
+    """What a rank did in one batch.
+
+    Attributes:
+        samples: in the batch of this replica.
+        tokens: in the batch of this replica; None if it is not made of tokens.
+        flops: of the model's forward for the batch; 0 where they were not counted.
+        row: what this rank did, action by action.
+        outside_s: seconds of operations that rest on no unit, and that every rank of a pipeline runs; part of
+            `row`, in no profile, and predicted as the last run measured them.
+        memory: bytes in use at the end of each of them; empty where nobody asked.
+        host_copies: (action, start, end) of copies of what units keep to the host and back.
+        schedule: the order of work; None where it is none that has a name.
+        edges: transfers between stages, with bytes.
+        run_as: whether microbatches are run from a list of calls, or why not; empty where that is not asked.
+    """
+
+    samples: int
+    tokens: int | None
+    flops: float = 0.0
+    row: Row = ()
+    outside_s: float = 0.0
+    memory: Sequence[int] = ()
+    host_copies: Sequence[tuple[Action, float, float]] = ()
+    schedule: Schedule | None = None
+    edges: Sequence[Edge] = ()
+    run_as: str = ""
+
+
 class StepRecording:
     """Records some steps of a run, the same ones on all ranks.
 
     Args:
         context: the run.
+        state_bytes: of parameters, gradients, and what optimizers keep, on this rank; None: not known.
     """
 
-    def __init__(self, context: Context):
+    def __init__(self, context: Context, *, state_bytes: Callable[[], int | None]):
         self._context = context
+        self._state_bytes = state_bytes
         self._chosen = ChosenSteps(context.config.steps)
 
     def wants(self, number: int) -> bool:
@@ -44,7 +72,7 @@ class StepRecording:
         return self._chosen.wants(number) or self._draws(number)
 
     def step_done(
-        self, step: BatchResult, *, number: int, seconds: float, observer: Observer
+        self, step: BatchRecord, *, number: int, seconds: float, observer: Observer
     ) -> Sequence[MeasuredEvent]:
         """A training step ended; collective over the ranks of a replica.
 
@@ -80,7 +108,7 @@ class StepRecording:
         config = self._context.config
         return config.trace and (number == 3 or number % (config.log_interval or _TRACED_EVERY) == 0)
 
-    def _gathered(self, step: BatchResult) -> tuple[list[MeasuredEvent], list[RankMemoryAfter]]:
+    def _gathered(self, step: BatchRecord) -> tuple[list[MeasuredEvent], list[RankMemoryAfter]]:
         context = self._context
         after = self._memory_after() if step.memory else RankMemoryAfter()
         own = (step.row, step.memory, tuple(step.host_copies), tuple(after))
@@ -96,7 +124,7 @@ class StepRecording:
         events += measured_events([[(*copy, 0.0) for copy in row] for row in copies], step_starts=zeros)
         return events, [RankMemoryAfter(*end) for end in ends]
 
-    def _simulated(self, step: BatchResult) -> Simulation | None:
+    def _simulated(self, step: BatchRecord) -> Simulation | None:
         context = self._context
         assert step.schedule is not None
         costs = stage_costs_of(context.plan) if context.plan else None
@@ -123,22 +151,9 @@ class StepRecording:
         Nothing is said where replicas share tensors: the rows of this rank are not those of its parameters.
         """
         context = self._context
-        if context.model is None or context.mesh.shard > 1 or context.config.shard_optimizer_state:
+        if context.mesh.shard > 1 or context.config.shard_optimizer_state:
             return RankMemoryAfter()
-        storages: dict[int, int] = {}
-        try:
-            for tensor in self._state(context.model):
-                if isinstance(tensor, Tensor) and tensor.device == context.device:
-                    storage = local_of(tensor).untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
-        except (RuntimeError, ValueError):  # a tensor without memory of its own: of a subclass, or a lazy one
+        state_bytes = self._state_bytes()
+        if state_bytes is None:
             return RankMemoryAfter()
-        return RankMemoryAfter(sum(storages.values()), memory_in_use(context.device))
-
-    def _state(self, model: WrappedModel) -> Iterator[object]:
-        """Parameters, gradients, and what optimizers keep."""
-        for parameter in model.get_module().parameters():
-            yield from (parameter, parameter.grad)
-        for wrapped in self._context.optimizers:
-            for state in wrapped.optimizer.state.values():
-                yield from state.values() if isinstance(state, dict) else ()
+        return RankMemoryAfter(state_bytes, memory_in_use(context.device))

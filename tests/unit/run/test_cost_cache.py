@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardwright.torch.measuring.cost_cache import CostCache
-from shardwright.torch.measuring.measure import Timing
+from shardwright.run.cost_cache import CostCache
+from shardwright.run.timing import Timing
 
 HERE = SimpleNamespace(device=torch.device("cpu"), local_size=2)
 ONE, OTHER = (Timing(forward_s=s, backward_s=2 * s, input_s=None, weight_s=0.0, spread=0.1) for s in (1, 2))

@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from shardwright.torch.run.context import context
-from shardwright.torch.run.joint_calls import meet
+from shardwright.run.context import context
+from shardwright.run.joint_calls import meet
 
 __all__ = [
     "barrier",

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from shardwright.torch.run.context import Context
+from shardwright.run.context import Context
 
 __all__ = ["update_rate"]
 

@@ -4,6 +4,7 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,9 +17,8 @@ from shardwright.cluster.host_memory import host_memory_bytes
 from shardwright.comm.joining.process_group import tell_all, tell_from
 from shardwright.comm.messages.transport import Transport
 from shardwright.comm.one_host.local_peers import LocalPeers
-from shardwright.torch.pytorch.heap import give_back_freed_memory
-from shardwright.torch.run.context import Context
-from shardwright.torch.run.update_rate import update_rate
+from shardwright.run.context import Context
+from shardwright.run.memory import give_back_freed_memory
 
 __all__ = ["cores_of_host", "device_name", "memory_of_rank", "present_cluster", "seconds_of_products"]
 
@@ -35,11 +35,15 @@ _UNLIKE = 1.2
 _Number = TypeVar("_Number", int, float)
 
 
-def present_cluster(context: Context) -> Cluster:
+def present_cluster(context: Context, update_rate: Callable[[Context], float] | None = None) -> Cluster:
     """Describes the machines of this job; collective over all ranks.
 
     Links are timed with a few messages between the first two ranks of a host, and between the first two
     hosts.
+
+    Args:
+        context: the run.
+        update_rate: measures how many bytes of parameters its optimizers update a second; None: not known.
     """
     estimates = context.config.profile == "estimated"
     cores = cores_of_host() // max(1, torch.get_num_threads()) if context.device.type == "cpu" else 0
@@ -57,7 +61,7 @@ def present_cluster(context: Context) -> Cluster:
         device=Device(
             name=device_name(context.device),
             memory_bytes=_least(context, memory_of_rank(context)),
-            update_Bps=0.0 if estimates else _least(context, update_rate(context)),
+            update_Bps=0.0 if estimates or update_rate is None else _least(context, update_rate(context)),
         ),
         ranks_per_node=per_node,
         cores_per_node=max(1, cores) if context.device.type == "cpu" else 0,

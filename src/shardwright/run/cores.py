@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from shardwright.torch.run.context import Context
+from shardwright.run.context import Context
 
 __all__ = ["OwnCores"]
 

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shardwright.torch.measuring.measure import Timing
+from shardwright.run.timing import Timing
 
 __all__ = ["Share", "Turns"]
 

@@ -1,1 +1,0 @@
-"""The run: settings, ranks, groups, machine, data, and joint calls of the ranks."""
