@@ -214,7 +214,7 @@ def _choices(options: argparse.Namespace) -> _Section:
             target=0.03,
             percent=True,
         )
-        for key, what in (("chosen", "plan by prediction"), ("verified", "plan make --verify 3"))
+        for key, what in (("chosen", "plan by prediction"), ("verified", "plan --verify 3"))
     ]
     return found, rows, checks if found else []
 

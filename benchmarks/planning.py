@@ -88,7 +88,7 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help="the small cases, once after a warm-up")
     parser.add_argument("--check", action="store_true", help="print targets only; fail if one is missed")
-    parser.add_argument("--degrees", action="store_true", help="time plan make --search-degrees, once each")
+    parser.add_argument("--degrees", action="store_true", help="time plan --search-degrees, once each")
     parser.add_argument("--json", type=Path, help="file for all raw figures")
     options = parser.parse_args()
     where = circumstances()

@@ -65,7 +65,7 @@ NOT_RUN = {
 """Why a command is not run, by its first words."""
 
 CODES = {
-    "shardwright plan diff gpt.json other.json": 1,  # they differ
+    "shardwright compare gpt.json other.json": 1,  # they differ
     "shardwright ckpt recover runs/NAME": 2,  # nothing is to be recovered
 }
 """Exit codes other than 0."""
@@ -92,7 +92,7 @@ def folder(tmp_path_factory):
     for name in ("NAME", "demo-2026-11-20_15-28-12", "2026-11-20_12-58-37"):
         shutil.copytree(path / "runs/train", path / "runs" / name)
     shutil.copytree(path / "gpt2", path / "SOURCE")
-    make = [sys.executable, "-m", "shardwright", "plan", "make", "examples/train_gpt.py:build", "-n", "2"]
+    make = [sys.executable, "-m", "shardwright", "plan", "examples/train_gpt.py:build", "-n", "2"]
     subprocess.run([*make, "--set", "pipeline=1f1b", "-o", "other.json"], cwd=path, check=True, timeout=120)
     return path
 

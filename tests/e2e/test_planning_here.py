@@ -1,4 +1,4 @@
-"""`shardwright profile` and `plan make --verify` with real ranks: results, mistakes, exit codes."""
+"""`shardwright profile` and `plan --verify` with real ranks: results, mistakes, exit codes."""
 
 import json
 import os
@@ -105,24 +105,24 @@ def test_a_plan_from_a_profile(shardwright, here, refused):
     found = shardwright("profile", "model.py:build", "-n", "2", "-o", "profile.json")
     assert found.returncode == 0, found.stderr
     assert "Linear" in found.stdout or "Sequential" in found.stdout
-    assert "plan make model.py:build -n 2 --profile profile.json" in found.stderr
+    assert "plan model.py:build -n 2 --profile profile.json" in found.stderr
     assert too_wide(found.stdout, folds=True) == []
     words = ("--world", "2", "--profile", "profile.json", "--search-degrees")
-    code, out, err = here("plan", "make", "model.py:build", *words)
+    code, out, err = here("plan", "model.py:build", *words)
     assert code == 0, err
     assert "The times of the units were measured." in out
     words = ("-n", "2", "--profile", "profile.json")
-    stale = refused("plan", "make", "model.py:build_another", *words)
+    stale = refused("plan", "model.py:build_another", *words)
     assert "the profile is of a model with fingerprint" in stale
     text = (shardwright.folder / "profile.json").read_text()
     (shardwright.folder / "profile.json").write_text(text.replace('"latency_s": ', '"latency_s": -'))
-    damaged = refused("plan", "make", "model.py:build", *words)
+    damaged = refused("plan", "model.py:build", *words)
     assert "cluster.intra_node.latency_s is -" in damaged
 
 
 @pytest.mark.sweep
 def test_the_best_of_the_plans_that_were_tried(shardwright):
-    words = ("plan", "make", "model.py:build", "-n", "2", "--verify", "2", "--trial-steps", "2")
+    words = ("plan", "model.py:build", "-n", "2", "--verify", "2", "--trial-steps", "2")
     found = shardwright(*words, "-o", "plan.json")
     assert found.returncode == 0, found.stderr
     assert "trying plan 2 of 2" in found.stderr
@@ -133,18 +133,18 @@ def test_the_best_of_the_plans_that_were_tried(shardwright):
 
 
 def test_what_cannot_be_tried_is_said_once(shardwright, refused):
-    failing = shardwright("plan", "make", "model.py:build_that_fails", "-n", "2", "--verify", "2")
+    failing = shardwright("plan", "model.py:build_that_fails", "-n", "2", "--verify", "2")
     assert failing.returncode == 2
     assert failing.stderr.count("RuntimeError: the data are not there") == 1
-    both = refused("plan", "make", "model.py:build", "-n", "2", "--verify", "2", "--profile", "p.json")
+    both = refused("plan", "model.py:build", "-n", "2", "--verify", "2", "--profile", "p.json")
     assert "--profile p.json has no use" in both
-    odd = refused("plan", "make", "model.py:build", "-n", "3", "--verify", "2", "--nnodes", "2")
+    odd = refused("plan", "model.py:build", "-n", "3", "--verify", "2", "--nnodes", "2")
     assert "--num-ranks 3 on --nnodes 2" in odd
 
 
 @pytest.mark.sweep  # tests/e2e/test_launch.py has it for a run
 def test_nothing_that_fits_ends_with_three(shardwright):
-    words = ("plan", "make", "model.py:build", "-n", "2", "--verify", "2", "--set", "memory_limit=1KiB")
+    words = ("plan", "model.py:build", "-n", "2", "--verify", "2", "--set", "memory_limit=1KiB")
     found = shardwright(*words)
     assert found.returncode == 3, found.stderr
     assert "1.0 KiB" in found.stderr or "1 KiB" in found.stderr

@@ -1,6 +1,6 @@
 """The command line: ``shardwright COMMAND``.
 
-A command is a function in its own file in ``commands/`` (``why-not`` in ``why_not.py``), and a line in
+A command is a function in its own file in ``commands/`` (``run`` in ``run.py``), and a line in
 `COMMANDS`; a group of commands is an application in its own file, or a folder. Only the requested command is
 imported, so that ``shardwright --help`` answers at once.
 """
@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from shardwright import __version__
-from shardwright.cli.asking.application import new_application, say, show_text, taking_other_names
-from shardwright.cli.asking.misuse import CommandLineError, reworded
+from shardwright.cli.asking.application import new_application, say, show_text
+from shardwright.cli.asking.misuse import CommandLineError, refuse_former, reworded
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.exit_codes import FAILED, OK, USAGE, exit_code_of
 from shardwright.printable import control_in, shown
@@ -25,14 +25,7 @@ __all__ = ["COMMANDS", "Command", "main"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command: the function ``name`` of the module `shardwright.cli.commands.<name>`.
-
-    Attributes:
-        name: as it is typed.
-        summary: one line for ``shardwright --help``.
-        is_group: it has commands of its own, in the ``application`` of its module.
-        settings: what click calls context settings.
-    """
+    """A command: the function ``name`` of `shardwright.cli.commands.<name>`, or a group of commands."""
 
     name: str
     summary: str
@@ -41,10 +34,8 @@ class Command:
 
     def load(self) -> Any:
         """Imports the function, or the application of a group."""
-        plain = self.name.replace("-", "_")
-        return getattr(
-            import_module(f"shardwright.cli.commands.{plain}"), "application" if self.is_group else plain
-        )
+        module = import_module(f"shardwright.cli.commands.{self.name}")
+        return getattr(module, "application" if self.is_group else self.name)
 
 
 COMMANDS = (
@@ -54,44 +45,31 @@ COMMANDS = (
         # What follows the script belongs to it, also where it looks like an option of ours.
         settings={"allow_interspersed_args": False},
     ),
-    Command(name="plan", summary="Make a plan without running it, show one, compare two.", is_group=True),
-    Command(name="diff", summary="Compare two plans: which units moved, which degrees and settings changed."),
+    Command(name="plan", summary="Make a plan without running it, or after trials of the best."),
     Command(name="search", summary="Find the best way to train a model on machines that need not be there."),
-    Command(name="why-not", summary="Say why the best way is not the one that you have in mind."),
-    Command(
-        name="what-if",
-        summary="Show what other machines, faster links or longer samples would change.",
-        settings=taking_other_names({"machines": "other-machines"}),
-    ),
-    Command(name="cheapest", summary="Find the cheapest number of machines that trains in time."),
-    Command(name="catalogue", summary="List the models and machines that are known by name."),
-    Command(name="schedule", summary="Draw a pipeline schedule, with its bubble.", is_group=True),
-    Command(name="profile", summary="Measure what the units of a model cost on this machine."),
-    Command(name="trace", summary="Show what a model consists of: units, FLOPs, bytes, ties."),
-    Command(name="cluster", summary="Show what machines have, by name or from a file; write such a file."),
-    Command(name="probe", summary="Measure the present machines: devices, memory, links, collectives."),
-    Command(name="doctor", summary="Show what this machine has: a block to paste into an issue."),
+    Command(name="explain", summary="Say what a step is spent on, what limits it, and what would help."),
+    Command(name="show", summary="Show what a run came to, beside what was predicted; or a plan."),
+    Command(name="compare", summary="Compare two runs, or two plans: figures, and what is different."),
+    Command(name="report", summary="Write what a run or a plan comes to as one HTML file."),
     Command(name="runs", summary="List the runs of a folder."),
-    Command(name="show", summary="Show what a run came to, beside what was predicted."),
     Command(
         name="ckpt", summary="List, verify, recover, export, import and clear checkpoints.", is_group=True
     ),
-    Command(name="explain", summary="Say what a step is spent on, what limits it, and what would help."),
-    Command(name="simulate", summary="Play a plan out with a slow rank, other links or microbatches."),
-    Command(name="report", summary="Write what a run or a plan comes to as one HTML file."),
-    Command(name="compare", summary="Compare two runs: their figures, and what was different."),
+    Command(name="catalogue", summary="List models and machines by name; show machines, write their file."),
+    Command(name="schedule", summary="Draw a pipeline schedule, with its bubble."),
+    Command(name="profile", summary="Measure what the units of a model cost on this machine."),
+    Command(name="trace", summary="Show what a model consists of: units, FLOPs, bytes, ties."),
+    Command(name="probe", summary="Measure the present machines: devices, memory, links, collectives."),
+    Command(name="doctor", summary="Show what this machine has: a block to paste into an issue."),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line and exits with one of the codes of `shardwright.exit_codes`.
-
-    Args:
-        arguments: the words after ``shardwright``; by default those of this process.
-    """
+    """Runs the command line and exits with one of the codes of `shardwright.exit_codes`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         _refuse_control_characters(words)
+        refuse_former(words)
         code = _run(words)
     except ShardwrightError as error:
         say(f"{type(error).__name__}: {error}")

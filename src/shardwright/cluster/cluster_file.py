@@ -58,8 +58,7 @@ def read_inventory(path: str | os.PathLike[str]) -> Inventory:
     version = document.get("cluster_version")
     if version != CLUSTER_VERSION:
         raise ConfigError(
-            f"{file} has cluster_version {shown(version)}, but this version reads {CLUSTER_VERSION}. "
-            "Other files of machines are for plan make --machine."
+            f"{file} has cluster_version {shown(version)}, but this version reads {CLUSTER_VERSION}."
         )
     try:
         return _File.model_validate(document).inventory()

@@ -13,7 +13,6 @@ from planned import planned
 from cli.calling import call
 from shardwright import __version__
 from shardwright.cli import COMMANDS
-from shardwright.cli.commands.plan.application import function_of
 from shardwright.errors import (
     ConfigError,
     InfeasiblePlanError,
@@ -196,7 +195,7 @@ def test_help_is_quick_and_loads_no_torch():
     assert min(seconds) < 1.0  # 0.06 s when nothing else runs; the promise is 0.2 s
 
 
-@pytest.mark.parametrize("command", ["plan", "search", "why-not", "doctor", "catalogue"])
+@pytest.mark.parametrize("command", ["plan", "search", "doctor", "catalogue"])
 def test_help_of_a_command_loads_what_it_shows(command):
     """It took three times as long as --help: pydantic came with files, the planner with its group."""
     found = subprocess.run(
@@ -219,7 +218,7 @@ for line in sys.argv[1:]:
 
 def test_what_needs_no_torch_loads_none():
     lines = [f"{command.name} --help" for command in COMMANDS]
-    lines += ["plan make --help", "schedule show 1f1b -n 2", "run missing.py"]
+    lines += ["schedule 1f1b -n 2", "run missing.py"]
     command = [sys.executable, "-c", ONE_AFTER_THE_OTHER, *lines]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
@@ -264,10 +263,7 @@ def _with_own_commands():
         else:
             for inner in command.load().registered_commands:
                 name = inner.name or inner.callback.__name__
-                yield (
-                    f"{command.name} {name}",
-                    function_of(name) if command.name == "plan" else inner.callback,
-                )
+                yield f"{command.name} {name}", inner.callback
 
 
 def _options(function):
@@ -279,7 +275,7 @@ def _options(function):
                 yield name, {str(information.default), *declared}
 
 
-RANKS = {"run", "plan make", "schedule show", "profile", "probe"}
+RANKS = {"run", "plan", "schedule", "profile", "probe"}
 
 
 def test_one_name_for_the_number_of_ranks():
@@ -302,27 +298,8 @@ def test_a_letter_means_the_same_in_all_commands_and_so_does_a_result_file():
                 assert (letter in declared) == (name in declared), command
 
 
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [
-        ("schedule show 1f1b --ranks 3", "1f1b: 3 ranks"),
-        ("what-if gpt2-1.5b dgx-h100 --batch 8 --machines dgx-h200 --dtype bf16", "times as many tokens"),
-    ],
-)
-def test_former_names_of_options_still_work_and_no_help_shows_them(capsys, words, wanted):
-    code, out, err = call(capsys, *words.split())
-    assert (code, err) == (0, "")
-    assert wanted in out
-    command = words.split()[:2] if words.startswith("schedule") else words.split()[:1]
-    _, help_text, _ = call(capsys, *command, "--help")
-    assert "--ranks" not in help_text
-    assert "--machines" not in help_text
-
-
-@pytest.mark.parametrize(
-    "words", ["plan --world 2 nosuch.py:build", "ckpt export nosuch --to x --dtype bfloat16"]
-)
-def test_former_names_of_options_of_other_groups(capsys, words):
+@pytest.mark.parametrize("words", ["ckpt export nosuch --to x --dtype bfloat16"])
+def test_former_names_of_options_still_work(capsys, words):
     code, _, err = call(capsys, *words.split())
     assert code == 2
     assert "there is no f" in err
@@ -338,7 +315,7 @@ def test_a_reader_that_has_left_does_not_change_the_exit_code(tmp_path):
     paths = (tmp_path / "one.json", tmp_path / "other.json")
     for path, microbatches in zip(paths, (4, 8), strict=True):
         planned(microbatches=microbatches).write(path)
-    shell = 'set -o pipefail; "$0" -m shardwright plan diff "$1" "$2" --json | true'
+    shell = 'set -o pipefail; "$0" -m shardwright compare "$1" "$2" --json | true'
     found = subprocess.run(
         ["bash", "-c", shell, sys.executable, *paths], capture_output=True, text=True, check=False
     )

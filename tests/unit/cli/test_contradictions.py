@@ -37,28 +37,20 @@ def profile(tmp_path):
     ],
 )
 def test_options_without_use_are_refused(capsys, words, message):
-    code, _, err = call(capsys, "plan", "make", "m.py:build", "-n", "2", *words)
+    code, _, err = call(capsys, "plan", "m.py:build", "-n", "2", *words)
     assert code == 2
     assert message in err
 
 
 def test_costs_measured_here_are_not_mixed_with_other_machines(capsys, profile):
     code, _, err = call(
-        capsys, "plan", "make", "m.py:build", "-n", "2", "--profile", profile, "--cluster", "p4d.24xlarge"
+        capsys, "plan", "m.py:build", "-n", "2", "--profile", profile, "--cluster", "p4d.24xlarge"
     )
     assert code == 2
     assert "--cluster and --profile each say what the machines are" in err
 
 
-def test_diff_is_plan_diff(capsys, tmp_path):
-    planned().write(tmp_path / "a.json")
-    planned(microbatches=8).write(tmp_path / "b.json")
-    words = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
-    assert call(capsys, "diff", *words) == call(capsys, "plan", "diff", *words)
-    assert call(capsys, "diff", words[0], words[0])[0] == 0
-
-
-@pytest.mark.parametrize("words", ["simulate {plan} --microbatches 90000", "explain {long}"])
+@pytest.mark.parametrize("words", ["explain {plan} --what-if microbatches=90000", "explain {long}"])
 def test_schedules_that_would_take_hours_are_refused(capsys, tmp_path, words):
     plan, long = tmp_path / "plan.json", tmp_path / "long.json"
     planned(ranks=40).write(plan)

@@ -98,7 +98,7 @@ except SystemExit as ended:
 
 @pytest.mark.parametrize(
     "words",
-    [["plan", "make", "nosuch.py:build", "-n", "2"], ["trace", "nosuch.py:build"], ["profile", "nosuch"]],
+    [["plan", "nosuch.py:build", "-n", "2"], ["trace", "nosuch.py:build"], ["profile", "nosuch"]],
 )
 def test_a_file_that_is_not_there_is_told_before_torch_is_imported(words, tmp_path):
     command = [sys.executable, "-c", NO_TORCH, *words]
@@ -113,7 +113,7 @@ def test_a_script_sees_no_word_of_ours(tmp_path, monkeypatch):
         "import argparse, sys\nargparse.ArgumentParser().parse_args()\n"
         "from cli.models import build\nassert sys.argv[0].endswith('parses.py')\n"
     )
-    monkeypatch.setattr(sys, "argv", ["shardwright", "plan", "make", "--world", "2"])
+    monkeypatch.setattr(sys, "argv", ["shardwright", "plan", "--world", "2"])
     assert build(f"{tmp_path / 'parses.py'}:build", device="meta").args
     assert sys.argv[0] == "shardwright"
     (tmp_path / "wants.py").write_text(

@@ -41,8 +41,17 @@ def refused(monkeypatch, capsys):
         ("run --gpus 2 train.py", "run has no option --gpus. Write -n NUMBER"),
         ("run --nproc 2 train.py", "Write -n NUMBER"),
         (f"search {TASK} --seq 128", "search has no option --seq. Write --sequence NUMBER"),
-        ("plan make model.py:build -n 2 --seq 128", "the batch says that model.py:build returns."),
+        ("plan model.py:build -n 2 --seq 128", "the batch says that model.py:build returns."),
         ("export runs/train", "shardwright ckpt export RUN"),
+        (
+            "plan make model.py:build -n 2",
+            "plan has no command make. plan itself makes one:",
+        ),
+        ("plan show runs/train", "To see one: shardwright show PLAN_OR_RUN"),
+        ("diff a.json b.json", "shardwright compare PLAN OTHER_PLAN"),
+        ("why_not llama3-8b dgx-h100 tensor=8", "--why-not tensor=8,pipeline=4"),
+        ("simulate plan.json --slow 1=2", "shardwright explain PLAN --what-if slow1=1.5"),
+        ("schedule 1f1b --ranks 3", "schedule has no option --ranks. Write -n NUMBER"),
         ("-n 2 train.py", "-n stands before a command. Put it behind: shardwright run -n 2 train.py"),
         ("run --microbatches 4 train.py", "Write --set microbatches=VALUE, for it is a setting."),
         ("run --tensor-parallel-degree=2 train.py", "Write --set tensor_parallel_degree=VALUE, for"),
@@ -71,7 +80,6 @@ def refused(monkeypatch, capsys):
         ("ckpt list a", "ckpt has no command list. Did you mean ls? All of them: shardwright ckpt --help"),
         ("search gpt2-1.5b", "search needs MACHINES: such as p4d.24xlarge*4, or"),
         ("search gpt2-1.5b p4d.24xlarge", "search needs --batch: samples of a step, over all"),
-        (f"why-not {TASK}", "no way is named that you have in mind. Add one: tensor=8 pipeline=4"),
     ],
 )
 def test_a_command_line_is_refused_in_our_words(refused, words, message):
@@ -104,14 +112,14 @@ def test_underscores_are_dashes(capsys, tmp_path):
     code, out, _ = call(capsys, "run", "--dry_run", "--nproc_per_node", "2", "--name", "one", script)
     assert code == 0
     assert "--nproc-per-node=2" in out
-    assert call(capsys, "what_if", "--help") == call(capsys, "what-if", "--help")
+    assert call(capsys, "search", "--what_if", "a") == call(capsys, "search", "--what-if", "a")
 
 
 def test_a_pin_has_one_name_in_all_commands(capsys):
-    task = ("why-not", "gpt-neox-20b", "p4d.24xlarge*4", "-b", "512")
-    words = call(capsys, *task, "pipeline=4", "tensor=8")
+    task = ("search", "gpt-neox-20b", "p4d.24xlarge*4", "-b", "512", "--why-not")
+    words = call(capsys, *task, "pipeline=4,tensor=8")
     assert words[0] == 0
-    assert call(capsys, *task, "pp=4", "--pin", "tensor_parallel_degree=8") == words
+    assert call(capsys, *task, "pp=4,tensor_parallel_degree=8") == words
 
 
 @pytest.mark.parametrize(
@@ -144,7 +152,7 @@ def test_a_folder_of_a_run_in_the_place_of_its_plan(refused, tmp_path, monkeypat
 def test_machines_in_the_place_of_a_plan(refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").touch()
-    assert "Machines: shardwright cluster FILE" in refused("explain", "mine.yaml")
+    assert "Machines: shardwright catalogue FILE" in refused("explain", "mine.yaml")
 
 
 def test_settings_that_name_the_run_folder_are_obeyed(tmp_path):

@@ -95,7 +95,6 @@ def test_a_run_as_json(capsys, folder):
     ("path", "message"),
     [
         ("runs/frist", "there is no run folder runs/frist. List them: shardwright runs runs"),
-        ("runs/first/plan.json", "plan.json is a file. Give the run folder: shardwright show runs/first"),
         ("runs/second", "no step"),
     ],
 )

@@ -9,7 +9,7 @@ from shardwright.schedule import KINDS
 
 
 def test_the_picture_is_the_one_of_the_papers(capsys):
-    code, out, err = call(capsys, "schedule", "show", "1f1b", "-n", 2, "--microbatches", 3)
+    code, out, err = call(capsys, "schedule", "1f1b", "-n", 2, "--microbatches", 3)
     assert (code, err) == (0, "")
     assert "rank 0 | F0 F1 .  .  B0=== F2 B1=== .  B2===\n" in out
     assert "rank 1 | .  F0 B0=== F1 B1=== F2 B2===\n" in out
@@ -20,7 +20,7 @@ def test_the_picture_is_the_one_of_the_papers(capsys):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_simulated_bubble_and_memory_are_those_of_the_closed_form(capsys, kind):
-    _, out, _ = call(capsys, "schedule", "show", kind, "-n", 3, "-m", 9, "--json")
+    _, out, _ = call(capsys, "schedule", kind, "-n", 3, "-m", 9, "--json")
     found = json.loads(out)
     assert found["bubble_s"] == pytest.approx(found["bubble_closed_form_s"])
     assert found["peak_activations"] == found["peak_activations_closed_form"]
@@ -38,22 +38,20 @@ def test_the_simulated_bubble_and_memory_are_those_of_the_closed_form(capsys, ki
     ],
 )
 def test_where_simulation_and_formula_differ_the_reason_is_given(capsys, words, reason):
-    _, out, _ = call(capsys, "schedule", "show", *words)
+    _, out, _ = call(capsys, "schedule", *words)
     line = next(line for line in out.splitlines() if "closed form" in line)
     assert "which is for" in line
     assert reason in line
 
 
 def test_durations_that_nothing_divides_are_rounded_to_columns(capsys):
-    _, out, _ = call(capsys, "schedule", "show", "1f1b", "-n", 2, "-m", 2, "--forward", 1, "--backward", 1.37)
+    _, out, _ = call(capsys, "schedule", "1f1b", "-n", 2, "-m", 2, "--forward", 1, "--backward", 1.37)
     assert "one column is 1.00 s, times are rounded to it" in out
     assert "rank 1 | .  F0 B0 F1 B1" in out
 
 
 def test_halves_of_a_unit_are_drawn_exactly(capsys):
-    _, out, _ = call(
-        capsys, "schedule", "show", "gpipe", "-n", 1, "-m", 1, "--forward", 0.5, "--backward", 0.75
-    )
+    _, out, _ = call(capsys, "schedule", "gpipe", "-n", 1, "-m", 1, "--forward", 0.5, "--backward", 0.75)
     assert "one column is 250 ms\n" in out
     assert "rank 0 | F0=== B0======" in out
 
@@ -61,7 +59,7 @@ def test_halves_of_a_unit_are_drawn_exactly(capsys):
 def test_a_picture_wider_than_the_terminal_is_cut(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    _, out, _ = call(capsys, "schedule", "show", "1f1b", "-n", 2, "-m", 64)
+    _, out, _ = call(capsys, "schedule", "1f1b", "-n", 2, "-m", 64)
     rows = [line for line in out.splitlines() if line.startswith("rank 0 |")]
     assert len(rows[0]) == 40
     assert rows[0].endswith("…")
@@ -78,14 +76,14 @@ def test_a_picture_wider_than_the_terminal_is_cut(capsys, monkeypatch):
         (("1f1b", "--backward", "nan"), "--backward is nan"),
         (("zb_h1", "--weight", "2"), "less than 2"),
         (("1f1b", "--send", "-1"), "--send is -1"),
-        (("1f1b", "--ranks", "0"), "--num-ranks"),
+        (("1f1b", "-n", "0"), "--num-ranks"),
     ],
 )
 def test_what_cannot_be_drawn_is_a_usage_error(capsys, words, message):
-    code, out, err = call(capsys, "schedule", "show", *words)
+    code, out, err = call(capsys, "schedule", *words)
     assert (code, out) == (2, "")
     assert message in err
 
 
 def test_a_dash_in_the_kind_is_an_underscore(capsys):
-    assert call(capsys, "schedule", "show", "zb-h1")[0] == 0
+    assert call(capsys, "schedule", "zb-h1")[0] == 0

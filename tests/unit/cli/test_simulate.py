@@ -1,4 +1,4 @@
-"""``shardwright simulate``."""
+"""``shardwright explain --what-if``."""
 
 import json
 
@@ -20,20 +20,20 @@ def plan(tmp_path):
 
 
 def simulated(capsys, *words):
-    code, out, err = call(capsys, "simulate", *words, "--json")
+    code, out, err = call(capsys, "explain", *words, "--json")
     assert (code, err) == (0, "")
     return json.loads(out)
 
 
 def test_nothing_changed(capsys, plan):
-    found = simulated(capsys, plan)
+    found = simulated(capsys, plan, "--what-if", "latency=1")
     assert found["planned"] == found["changed"]
     assert found["planned"]["step_s"] == pytest.approx(1.5 + 0.054)
-    assert simulated(capsys, plan.parent) == found
+    assert simulated(capsys, plan.parent, "--what-if", "latency=1") == found
 
 
 def test_a_slow_rank(capsys, plan):
-    found = simulated(capsys, plan, "--slow", "1=2")
+    found = simulated(capsys, plan, "--what-if", "slow1=2")
     # Rank 1 works 4 times 0.6 s and waits for the first forward; rank 0 follows its last backward.
     assert found["changed"]["schedule_s"] == pytest.approx(4 * 0.6 + 0.3)
     assert found["changed"]["idle_s"] == pytest.approx([1.5, 0.3])
@@ -41,7 +41,7 @@ def test_a_slow_rank(capsys, plan):
 
 
 def test_as_text(capsys, plan):
-    code, out, _ = call(capsys, "simulate", plan, "--slow", "1=2", "--microbatches", "8")
+    code, out, _ = call(capsys, "explain", plan, "--what-if", "slow1=2", "--what-if", "microbatches=8")
     assert code == 0
     lines = [line.split() for line in out.splitlines()]
     assert lines[2] == ["step", "1.55", "s", "2.60", "s", "+67.6%"]
@@ -51,7 +51,7 @@ def test_as_text(capsys, plan):
 
 
 def test_another_schedule_keeps_more(capsys, plan):
-    found = simulated(capsys, plan, "--schedule", "GPipe")
+    found = simulated(capsys, plan, "--what-if", "schedule=GPipe")
     assert found["changed"]["schedule"] == "gpipe"
     assert found["changed"]["peak_activation_bytes"] == [400, 400]
     assert found["planned"]["peak_activation_bytes"] == [200, 100]
@@ -59,7 +59,7 @@ def test_another_schedule_keeps_more(capsys, plan):
 
 def test_slower_links(capsys, tmp_path):
     planned(slow_stage=2.0).write(tmp_path / "plan.json")
-    found = simulated(capsys, tmp_path / "plan.json", "--bandwidth", "0.5", "--latency", "3")
+    found = simulated(capsys, tmp_path / "plan.json", "--what-if", "bandwidth=0.5", "--what-if", "latency=3")
     # 2 messages of 1 ms latency and 1 ms bytes; sums of 10 ms latency and 40 ms bytes.
     change_s = found["changed"]["step_s"] - found["planned"]["step_s"]
     assert change_s == pytest.approx(2 * (2e-3 + 1e-3) + 2 * 10e-3 + 40e-3)
@@ -67,20 +67,20 @@ def test_slower_links(capsys, tmp_path):
 
 def test_the_timeline_is_written(capsys, plan, tmp_path):
     file = tmp_path / "slow.json"
-    code, _, err = call(capsys, "simulate", plan, "--slow", "1=2", "--trace", file)
+    code, _, err = call(capsys, "explain", plan, "--what-if", "slow1=2", "--trace", file)
     assert code == 0
     assert f"wrote {file}" in err
     events = json.loads(file.read_text())["traceEvents"]
     assert max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") == 2_700_000
     assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"simulated"}
-    code, _, err = call(capsys, "simulate", plan, "--trace", tmp_path / "nowhere" / "slow.json")
+    code, _, err = call(capsys, "explain", plan, "--trace", tmp_path / "nowhere" / "slow.json")
     assert code == 2
     assert "cannot be written" in err
 
 
 def test_many_ranks_are_summed_up(capsys, tmp_path):
     planned(ranks=64, microbatches=2).write(tmp_path / "plan.json")
-    _, out, _ = call(capsys, "simulate", tmp_path / "plan.json", "--slow", "7=3")
+    _, out, _ = call(capsys, "explain", tmp_path / "plan.json", "--what-if", "slow7=3")
     assert "32 ranks between the idlest and the busiest: --json has all" in out
     assert any(line.startswith("7 ") for line in out.splitlines())
 
@@ -88,25 +88,26 @@ def test_many_ranks_are_summed_up(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--slow", "1"), "--slow 1: it must be a pipeline rank and a factor, for example --slow 1=1.5"),
-        (("--slow", "one=2"), "--slow one=2: it must be"),
-        (("--slow", "5=2"), "rank 5 was to be slow, but the plan has the pipeline ranks 0 to 1"),
-        (("--bandwidth", "0"), "the factor of bandwidth is 0"),
-        (("--schedule", "2f2b"), "there is no schedule '2f2b'. Choose one of gpipe"),
-        (("--microbatches", "0"), "microbatches"),
+        (("--what-if", "slow=2"), "slow must end with the number of a pipeline rank: slow1=1.5"),
+        (("--what-if", "slow1=a"), "slow1 is a, but it must be a number"),
+        (("--what-if", "slowone=2"), "--what-if slowone=2: write NAME=VALUE"),
+        (("--what-if", "slow5=2"), "rank 5 was to be slow, but the plan has the pipeline ranks 0 to 1"),
+        (("--what-if", "bandwidth=0"), "the factor of bandwidth is 0"),
+        (("--what-if", "schedule=2f2b"), "there is no schedule '2f2b'. Choose one of gpipe"),
+        (("--what-if", "microbatches=0"), "microbatches"),
     ],
 )
 def test_what_makes_no_sense_is_refused(capsys, plan, words, message):
-    code, out, err = call(capsys, "simulate", plan, *words)
+    code, out, err = call(capsys, "explain", plan, *words)
     assert (code, out) == (2, "")
     assert message in err
 
 
 def test_plans_that_cannot_be_played_out(capsys, tmp_path):
     planned().model_copy(update={"prediction": None}).write(tmp_path / "plan.json")
-    code, _, err = call(capsys, "simulate", tmp_path / "plan.json")
+    code, _, err = call(capsys, "explain", tmp_path / "plan.json", "--what-if", "latency=2")
     assert code == 2
     assert "the plan has no prediction" in err
-    code, _, err = call(capsys, "simulate", tmp_path / "elsewhere.json")
+    code, _, err = call(capsys, "explain", tmp_path / "elsewhere.json", "--what-if", "latency=2")
     assert code == 2
     assert "cannot be read" in err

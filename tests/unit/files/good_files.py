@@ -9,11 +9,10 @@ from typing import Any
 from observe.run_folders import run_folder
 from planned import planned
 
+from shardwright.cli.asking.model import model_of
 from shardwright.cli.asking.settings import read_settings
-from shardwright.cli.asking.topology_task import _model
 from shardwright.cluster import Cluster, Device, Link, find_machines
 from shardwright.cluster.cluster_file import read_inventory, write_inventory
-from shardwright.cluster.machine_file import read_cluster
 from shardwright.collectives.prices import Curve, Line, Prices
 from shardwright.collectives.prices_file import read_prices, write_prices
 from shardwright.collectives.topology import Topology
@@ -47,15 +46,6 @@ class Reader:
 
     def path(self, folder: Path) -> Path:
         return folder / self.name
-
-
-def _machine(folder: Path) -> None:
-    (folder / "machine.yaml").write_text(
-        "device: {name: gpu, memory: 40GiB, flops_per_s: 312e12, memory_Bps: 1.5e12, overhead_s: 2e-5}\n"
-        "ranks_per_node: 8\n"
-        "intra_node: {latency_s: 5e-6, bandwidth_Bps: 250e9}\n"
-        "inter_node: {latency_s: 2e-5, bandwidth_Bps: 12.5e9}\n"
-    )
 
 
 def _profile(folder: Path) -> None:
@@ -107,10 +97,11 @@ READERS = (
         lambda f: write_inventory(f / "cluster.yaml", find_machines("p4d.24xlarge*2")),
         lambda f: read_inventory(f / "cluster.yaml"),
     ),
-    Reader("machine.yaml", _machine, lambda f: read_cluster(f / "machine.yaml")),
     Reader("profile.json", _profile, lambda f: MeasuredProfile.read(f / "profile.json")),
     Reader("prices.json", _prices, lambda f: read_prices(f / "prices.json")),
-    Reader("config.json", _hugging_face, lambda f: _model(str(f / "config.json"), "", on_accelerators=True)),
+    Reader(
+        "config.json", _hugging_face, lambda f: model_of(str(f / "config.json"), "", on_accelerators=True)
+    ),
     Reader(
         "settings.yaml",
         lambda f: (f / "settings.yaml").write_text("microbatches: 4\npipeline: 1f1b\nrun_name: first\n"),

@@ -21,10 +21,10 @@ from .devices import device
 
 
 def test_a_device_stays_a_device(tmp_path):
-    """`shardwright cluster X -o /dev/full`, as root, made a file of the device."""
+    """`shardwright catalogue X -o /dev/full`, as root, made a file of the device."""
     place = tmp_path / "device"
     device(place)
-    words = [sys.executable, "-m", "shardwright", "cluster", "p4d.24xlarge", "-o", str(place)]
+    words = [sys.executable, "-m", "shardwright", "catalogue", "p4d.24xlarge", "-o", str(place)]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
     assert ended.stderr == (
@@ -176,7 +176,7 @@ def test_what_a_run_appends_to_is_a_file(tmp_path):
 def test_timelines_go_through_the_same_door(tmp_path, capsys):
     planned().write(tmp_path / "plan.json")
     os.mkfifo(tmp_path / "pipe")
-    words = ("simulate", tmp_path / "plan.json", "--trace")
+    words = ("explain", tmp_path / "plan.json", "--trace")
     code, _, err = call(capsys, *words, tmp_path / "pipe")
     assert code == 2
     assert "it is a pipe, and only a file is replaced" in err

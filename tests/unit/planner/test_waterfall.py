@@ -75,5 +75,5 @@ def test_one_rank_has_neither_bubble_nor_messages() -> None:
 
 def test_a_plan_without_a_prediction_is_refused() -> None:
     plan = planned().model_copy(update={"prediction": None})
-    with pytest.raises(PlanError, match=r"no prediction.*shardwright plan make"):
+    with pytest.raises(PlanError, match=r"no prediction.*shardwright plan"):
         break_down(plan)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from shardwright.cli.asking.misuse import Group
+from shardwright.limits import MOST_NODES
 from shardwright.printable import printable
 from shardwright.text_folding import folded
 
@@ -17,12 +18,14 @@ __all__ = [
     "NUM_RANKS",
     "AsJson",
     "BuildOn",
+    "Endpoint",
     "Factory",
+    "NodeRank",
+    "NumNodes",
     "new_application",
     "print_json",
     "say",
     "show_text",
-    "taking_other_names",
 ]
 
 NUM_RANKS = ("--num-ranks", "-n")
@@ -40,55 +43,40 @@ BuildOn = Annotated[
     str, typer.Option("--build-on", metavar="DEVICE", help="Where FACTORY runs; meta takes no memory.")
 ]
 
+NumNodes = Annotated[int, typer.Option("--nnodes", min=1, max=MOST_NODES, help="Hosts.")]
+NodeRank = Annotated[
+    int | None, typer.Option("--node-rank", min=0, max=MOST_NODES, help="Number of this host, from 0.")
+]
+Endpoint = Annotated[
+    str | None, typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="Where the hosts meet.")
+]
 
-def new_application(
-    *,
-    group: type[Group] = Group,
-    text: str | None = None,
-    other_names: Mapping[str, str] | None = None,
-) -> typer.Typer:
-    """An application without commands, quick to start.
 
-    Args:
-        group: class of the group of its commands.
-        text: what ``--help`` says.
-        other_names: see `taking_other_names`.
+def new_application(*, text: str | None = None, other_names: Mapping[str, str] | None = None) -> typer.Typer:
+    """An application without commands, quick to start; `_` is `-` in all names.
+
+    `other_names` of options and choices are understood, and no help shows them: ``{"to": "output"}``.
     """
+
+    def name_of(typed: str) -> str:
+        return (other_names or {}).get(typed, typed).replace("_", "-")
+
+    settings: dict[str, Any] = {"help_option_names": ["-h", "--help"], "token_normalize_func": name_of}
     return typer.Typer(
-        cls=group,
+        cls=Group,
         help=text,
         add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # importing rich would take half of the time that --help may take
-        context_settings={"help_option_names": ["-h", "--help"], **taking_other_names(other_names or {})},
+        context_settings=settings,
     )
-
-
-def taking_other_names(names: Mapping[str, str]) -> dict[str, Any]:
-    """Settings of commands that understand other names of options and choices, which no help shows.
-
-    ``_`` is ``-`` in all names.
-
-    Args:
-        names: for each other name, without dashes, the name of the present: ``{"world": "num-ranks"}``.
-    """
-
-    def name_of(typed: str) -> str:
-        return names.get(typed, typed).replace("_", "-")
-
-    return {"token_normalize_func": name_of}
 
 
 def show_text(text: object = "", *, end: str = "\n", folds: bool = True) -> None:
     """Prints a result: names in it, from files and folders, reach the terminal escaped.
 
     Where the reader has left (``| head -1``), it prints nothing: the command ends with its own exit code.
-
-    Args:
-        text: of any number of lines.
-        end: printed behind it.
-        folds: on a terminal, long lines continue where a reader looks for it.
     """
     try:
         # Here alone: all else would not escape. Flushed, so that the reader's end shows here.

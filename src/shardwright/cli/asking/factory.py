@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.cli.asking.factory_name import check_factory, split_factory
+from shardwright.cli.asking.model import check_factory, split_factory
 from shardwright.errors import ShardwrightError, TraceError, UsageError
 from shardwright.run.joining import IMPORTED_FOR_MODEL
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwright.cli.asking.factory_name import check_factory
+from shardwright.cli.asking.model import check_factory
 
 __all__ = ["RANKS", "Order", "refuse_broken"]
 

@@ -1,4 +1,4 @@
-"""The rank process of ``shardwright profile`` and ``shardwright plan make --verify``."""
+"""The rank process of ``shardwright profile`` and ``shardwright plan --verify``."""
 
 import datetime
 import os

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from shardwright.errors import ConfigError, UsageError
 from shardwright.printable import printable
 
-__all__ = ["CommandLineError", "Group", "reworded"]
+__all__ = ["CommandLineError", "Group", "refuse_former", "reworded"]
 
 # Of the copy of click in typer, or of click itself: that depends on the version of typer.
 _click = sys.modules[typer.BadParameter.__module__]
@@ -26,20 +26,35 @@ CommandLineError: type[Exception] = _click.UsageError
 _MOST_LETTERS = 60
 _EXAMPLE = re.compile(r"For example:\s+(shardwright .*?)(?:\n\n|$)", re.DOTALL)
 _LEFT_OVER = re.compile(r"unexpected extra arguments?(?:\(s\))? \((.*)\)$", re.DOTALL)
-_OF_OTHERS = {
+_TASK = "shardwright search MODEL MACHINES -b N"
+_INSTEAD = {
+    "plan make": "plan itself makes one: shardwright plan model.py:build -n 2",
+    "plan show": "To see one: shardwright show PLAN_OR_RUN",
+    "plan diff": "To compare two: shardwright compare PLAN OTHER_PLAN; exit code 1 where they differ",
+    "diff": "To compare two plans: shardwright compare PLAN OTHER_PLAN; exit code 1 where they differ",
+    "schedule show": "schedule itself draws one: shardwright schedule 1f1b -n 4",
+    "schedule export": "To see one: shardwright schedule KIND; build_schedule returns its actions",
+    "schedule check": "To check one: shardwright.schedule.validate raises what is wrong",
+    "why-not": f"To compare what you have in mind with the best: {_TASK} --why-not tensor=8,pipeline=4",
+    "what-if": f"To compare with other machines: {_TASK} --what-if network=4",
+    "cheapest": f"To choose the number of machines: {_TASK} --tokens 300e9 --days 10",
+    "simulate": "To play a plan out otherwise: shardwright explain PLAN --what-if slow1=1.5",
+    "cluster": "To see machines, or write their file: shardwright catalogue MACHINES -o FILE",
     "resume": "To continue a run: shardwright run --resume train.py",
     "watch": "A run prints its progress; its steps, as they come: tail -f runs/NAME/metrics.jsonl",
-    "schedule export": "To see one: shardwright schedule show KIND; build_schedule returns its actions",
-    "schedule check": "To check one: shardwright.schedule.validate raises what is wrong",
     "export": "To write a model from checkpoints: shardwright ckpt export RUN -o FOLDER",
     **dict.fromkeys(("launch", "start", "train"), "To start ranks: shardwright run -n 2 train.py"),
 }
 """Commands that are not there, or not any more, by what does it."""
 
-_OPTIONS_THAT_WERE = dict.fromkeys(
-    ("compare -o", "compare --output", "compare --open"),
-    "Two pages side by side: shardwright report RUN --open, for each run; --json has the figures of both.",
-)
+_OPTIONS_THAT_WERE = {
+    **dict.fromkeys(
+        ("compare -o", "compare --output", "compare --open"),
+        "Two pages side by side: shardwright report RUN --open, for each run; the figures: --json.",
+    ),
+    "plan --machine": "Name the machines, or their file, by --cluster; to write one that you can edit: "
+    "shardwright catalogue p4d.24xlarge -o mine.yaml",
+}
 """Options that are not there any more, behind their command, by what does it."""
 
 _OF_TORCHRUN = frozenset(
@@ -47,11 +62,22 @@ _OF_TORCHRUN = frozenset(
     "--rdzv-conf --rdzv-id --redirects --role --standalone --start-method --tee".split()
 )
 _IN_OTHER_WORDS = {
-    "-n": frozenset("--gpus --ngpus --nproc --nprocs --num-gpus --num-processes --world-size".split()),
+    "-n": frozenset(
+        "--gpus --ngpus --nproc --nprocs --num-gpus --num-processes --ranks --world --world-size".split()
+    ),
     "--sequence": frozenset("--seq --seq-len --seq-length --sequence-length --length --context".split()),
 }
 """Options of ours, and what others call them."""
 _FIRST_LETTER = re.compile(r"^[A-Z](?=[a-z ])")
+
+
+def refuse_former(words: Sequence[str]) -> None:
+    """Answers a command of before, or of another tool, with the one that does it."""
+    names = [word.replace("_", "-") for word in words[:2] if not word.startswith("-")]
+    for number in range(len(names), 0, -1):
+        if (instead := _INSTEAD.get(" ".join(names[:number]))) is not None:
+            of_group = f"{names[0]} has" if number == 2 else "there is"
+            raise UsageError(f"{of_group} no command {names[number - 1]}. {instead}")
 
 
 class Group(TyperGroup):
@@ -69,17 +95,11 @@ class Group(TyperGroup):
         said = f"{of_group} no command {_short(name)}."
         if name.endswith(".py"):
             return f"{said} To run a script: shardwright run -n 2 {_short(name)}"
-        if (instead := _OF_OTHERS.get(f"{_command(context)} {name}".strip())) is not None:
-            return f"{said} {instead}"
         return f"{said} {_near(name, self.commands)}All of them: {context.command_path} --help"
 
 
 def reworded(error: Any) -> UsageError | None:
-    """What click complains about, as our own error; None for a group without a command, which shows its help.
-
-    Args:
-        error: a `CommandLineError`.
-    """
+    """What click complains about, as our own error; None where a group without a command shows its help."""
     if isinstance(error, getattr(_click, "NoArgsIsHelpError", ())):  # click 8.1 has none
         return None
     if isinstance(error, _click.NoSuchOption):

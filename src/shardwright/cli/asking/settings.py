@@ -1,17 +1,15 @@
-"""Parses settings from the command line."""
+"""Parses settings, and other NAME=VALUE words, from the command line."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from shardwright.config import Config
 from shardwright.errors import ConfigError, UsageError
-from shardwright.files import DocumentError, UserFile, parse_json
 from shardwright.printable import printable
 
-__all__ = ["ConfigFile", "Settings", "parse_settings", "read_settings"]
+__all__ = ["ConfigFile", "Settings", "named_values", "number_of", "parse_settings", "read_settings"]
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings, YAML or JSON.")]
 Settings = Annotated[
@@ -41,6 +39,9 @@ def read_settings(path: Path | None) -> dict[str, Any]:
     """Reads the file of ``--config``; nothing without one."""
     if path is None:
         return {}
+    from shardwright.config import Config  # it imports pydantic: --help answers before
+    from shardwright.files import UserFile
+
     file = UserFile(path, what="--config", error=ConfigError)
     found = file.read_yaml()
     if isinstance(found, dict) and "plan_version" in found:
@@ -50,9 +51,37 @@ def read_settings(path: Path | None) -> dict[str, Any]:
 
 
 def _value(word: str, value: str) -> Any:
+    from shardwright.files import DocumentError, parse_json
+
     try:
         return parse_json(value)
     except DocumentError as error:
         if not error.is_other_text:
             raise UsageError(f"--set {printable(word[:200])}: {error}.") from None
         return value
+
+
+def named_values(words: Sequence[str], *, option: str, names: Collection[str]) -> dict[str, str]:
+    """Reads ``name=value`` words whose names are known, up to digits behind them.
+
+    >>> named_values(["slow1=2", "latency=3"], option="--what-if", names=["slow", "latency"])
+    {'slow1': '2', 'latency': '3'}
+    """
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, value = (part.strip() for part in word.partition("="))
+        if not equals or not value or name.rstrip("0123456789") not in names:
+            raise UsageError(
+                f"{option} {printable(word[:80])}: write NAME=VALUE, with one of {', '.join(names)}."
+            )
+        found[name] = value
+    return found
+
+
+def number_of(name: str, text: str, kind: type[int] | type[float] = float) -> Any:
+    """The number in a text."""
+    try:
+        return kind(text[:40])
+    except ValueError:
+        what = "a whole number" if kind is int else "a number"
+        raise UsageError(f"{name} is {printable(text[:40])}, but it must be {what}.") from None

@@ -1,15 +1,18 @@
-"""``shardwright compare``: two runs side by side."""
+"""``shardwright compare``: two runs side by side, or two plans."""
 
 import textwrap
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from shardwright.cli.asking.application import AsJson, print_json, show_text
-from shardwright.cli.asking.run_path import run_path
+from shardwright.cli.asking.run_path import is_plan, read_plan, run_path
+from shardwright.exit_codes import FAILED
 from shardwright.observe.report import gather
 from shardwright.observe.report.gathered.comparison import compare as compare_runs
+from shardwright.plan.diff import diff_plans
 from shardwright.text_table import align
 
 __all__ = ["compare"]
@@ -21,15 +24,26 @@ First = Annotated[
     Path, typer.Argument(metavar="RUN", callback=run_path, help="A run, by name or folder, or a plan file.")
 ]
 Second = Annotated[
-    Path, typer.Argument(metavar="OTHER_RUN", callback=run_path, help="The run to compare it with.")
+    Path, typer.Argument(metavar="OTHER_RUN", callback=run_path, help="What to compare it with.")
 ]
 
 
 def compare(first: First, second: Second, as_json: AsJson = False) -> None:
-    """Compare two runs: their figures, and what was different.
+    """Compare two runs: their figures, and what was different; or two plans: which units, degrees, settings.
+
+    Of two plans, exit code 0: they decide alike (predictions may differ). 1: they differ.
 
     For example: shardwright compare runs/train runs/train-2
     """
+    if is_plan(first) and is_plan(second):
+        found = diff_plans(read_plan(first), read_plan(second))
+        if as_json:
+            print_json({"alike": not found.decision, **asdict(found)})
+        else:
+            show_text(found)
+        if found.decision:
+            raise typer.Exit(FAILED)
+        return
     comparison = compare_runs(gather(first), gather(second))
     if as_json:
         print_json(comparison.to_dict())

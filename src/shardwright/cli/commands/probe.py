@@ -5,9 +5,16 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.asking.application import NUM_RANKS, AsJson, print_json, show_text
+from shardwright.cli.asking.application import (
+    NUM_RANKS,
+    AsJson,
+    Endpoint,
+    NodeRank,
+    NumNodes,
+    print_json,
+    show_text,
+)
 from shardwright.cli.asking.on_ranks import run_for_files
-from shardwright.cli.commands.run import Endpoint, NodeRank, NumNodes
 from shardwright.cli.showing.machines_text import format_machines
 from shardwright.cluster.cluster_file import read_inventory
 from shardwright.collectives.choice_table import choice_rows, choices_by_size, crossovers
@@ -40,7 +47,7 @@ def probe(
     """Measure the present machines: devices, memory, links, collectives; and show what follows.
 
     Products of matrices by size and type, alone and with all ranks busy, memory, links and collectives go
-    into a cluster file, which plan make --cluster and search take. What collectives are made of goes into
+    into a cluster file, which plan --cluster and search take. What collectives are made of goes into
     FILE: runs that find it in SHARDWRIGHT_PRICES choose their algorithms by it. For example:
 
     shardwright probe -n 4 prices.json
@@ -72,7 +79,7 @@ def probe(
     if not alone:
         show_text(choices_text(out))
     if not show:
-        show_text(f"\nwrote {cluster}: for plan make --cluster {cluster}, and search MODEL {cluster}")
+        show_text(f"\nwrote {cluster}: for plan --cluster {cluster}, and search MODEL {cluster}")
         if not alone:
             show_text(f"for runs that are to choose by it:\nexport {PRICES_VARIABLE}={out.absolute()}")
 

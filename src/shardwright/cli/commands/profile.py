@@ -6,11 +6,20 @@ from typing import Annotated
 
 import typer
 
-from shardwright.cli.asking.application import NUM_RANKS, AsJson, Factory, print_json, say, show_text
+from shardwright.cli.asking.application import (
+    NUM_RANKS,
+    AsJson,
+    Endpoint,
+    Factory,
+    NodeRank,
+    NumNodes,
+    print_json,
+    say,
+    show_text,
+)
 from shardwright.cli.asking.measuring_order import RANKS, Order, refuse_broken
 from shardwright.cli.asking.on_ranks import refuse_unwritable, run_for_files
 from shardwright.cli.asking.settings import ConfigFile, Settings, parse_settings, read_settings
-from shardwright.cli.commands.run import Endpoint, NodeRank, NumNodes
 from shardwright.cluster import Link
 from shardwright.config import Config
 from shardwright.limits import MOST_RANKS_OF_HOST
@@ -59,7 +68,7 @@ def profile(
 
     shardwright profile model.py:build -n 2 -o profile.json
 
-    shardwright plan make model.py:build -n 8 --profile profile.json
+    shardwright plan model.py:build -n 8 --profile profile.json
     """
     resolved = Config.merge(read_settings(config), parse_settings(settings or ()))
     resolved.resolve_world(num_ranks * num_nodes)
@@ -82,7 +91,7 @@ def profile(
         print_json({"file": str(output), "profile": found.to_dict()})
     else:
         show_text(_text(found))
-        say(f"wrote {output}: shardwright plan make {factory} -n {num_ranks} --profile {output}")
+        say(f"wrote {output}: shardwright plan {factory} -n {num_ranks} --profile {output}")
 
 
 def _text(profile: MeasuredProfile) -> str:

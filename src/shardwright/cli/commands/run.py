@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwright.cli.asking.application import say, show_text
+from shardwright.cli.asking.application import Endpoint, NodeRank, NumNodes, say, show_text
 from shardwright.cli.asking.settings import ConfigFile, Settings, parse_settings, read_settings
 from shardwright.comm.trust.run_secret import SECRET, has_secret
 from shardwright.config import Config
@@ -23,7 +23,7 @@ from shardwright.launch.ranks.meeting_place import check_endpoint
 from shardwright.launch.ranks.request import LaunchRequest
 from shardwright.launch.ranks.smp_parameters import check_smp_parameters, read_smp_parameters
 from shardwright.launch.ranks.torchrun import torchrun_command, torchrun_line
-from shardwright.limits import MOST_NODES, MOST_RANKS_OF_HOST, MOST_RESTARTS, MOST_SECONDS
+from shardwright.limits import MOST_RANKS_OF_HOST, MOST_RESTARTS, MOST_SECONDS
 from shardwright.observe.run_choice import Again, BegunRun, begin_run, choose_run
 from shardwright.observe.run_folder import check_name, free_name
 from shardwright.observe.run_record import RunRecord, go_on, going_further
@@ -56,13 +56,6 @@ NumRanks = Annotated[
     typer.Option(
         *_NUM_RANKS, min=1, max=MOST_RANKS_OF_HOST, help="Ranks on this host; default: its GPUs, or 1."
     ),
-]
-NumNodes = Annotated[int, typer.Option("--nnodes", min=1, max=MOST_NODES, help="Hosts.")]
-NodeRank = Annotated[
-    int | None, typer.Option("--node-rank", min=0, max=MOST_NODES, help="Number of this host, from 0.")
-]
-Endpoint = Annotated[
-    str | None, typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="Where the hosts meet.")
 ]
 MaxRestarts = Annotated[
     int,

@@ -9,7 +9,6 @@ import typer
 from shardwright.cli.asking.application import (
     NUM_RANKS,
     AsJson,
-    new_application,
     print_json,
     show_text,
 )
@@ -24,13 +23,9 @@ from shardwright.schedule import (
     place_stages,
 )
 
-__all__ = ["application"]
+__all__ = ["schedule"]
 
 _MOST_ACTIONS = 200_000
-
-application = new_application(
-    text="Draw a pipeline schedule, with its bubble.", other_names={"ranks": "num-ranks"}
-)
 
 Kind = Annotated[str, typer.Argument(metavar="KIND", help=f"One of {', '.join(KINDS)}.")]
 NumRanks = Annotated[int, typer.Option(*NUM_RANKS, min=1, max=MOST_RANKS, help="Pipeline ranks.")]
@@ -68,8 +63,7 @@ Weight = Annotated[
 Send = Annotated[float, typer.Option("--send", metavar="SECONDS", help="One message between two ranks.")]
 
 
-@application.command("show", short_help="Draw a schedule, with its bubble.")
-def show(
+def schedule(
     kind: Kind,
     num_ranks: NumRanks = 4,
     microbatches: Microbatches = 8,
@@ -81,15 +75,15 @@ def show(
     send_s: Send = 0.0,
     as_json: AsJson = False,
 ) -> None:
-    """Draw a schedule: who works when, the bubble, what each rank keeps.
+    """Draw a pipeline schedule: who works when, the bubble, what each rank keeps.
 
-    For example: shardwright schedule show zb_h1 -n 4 --microbatches 8
+    For example: shardwright schedule zb_h1 -n 4 --microbatches 8
     """
     cost = _cost(forward_s, backward_s, weight_s)
     if not 0 <= send_s <= MOST_SECONDS:
         raise UsageError(f"--send is {send_s:g}, but a message takes 0 to {MOST_SECONDS:g} seconds.")
-    schedule = _build(kind, num_ranks, microbatches, stages_per_rank, active, cost)
-    picture = SchedulePicture(schedule, cost, send_s=send_s, active=active)
+    built = _build(kind, num_ranks, microbatches, stages_per_rank, active, cost)
+    picture = SchedulePicture(built, cost, send_s=send_s, active=active)
     if as_json:
         print_json(picture.to_dict())
     else:

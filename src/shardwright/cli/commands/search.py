@@ -1,16 +1,24 @@
-"""``shardwright search``: finds the best way to train a model on machines that need not exist."""
+"""``shardwright search``: the best way to train a model on machines, and three questions about it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwright.cli.asking.application import AsJson, print_json, say, show_text
-from shardwright.cli.asking.plan_output import Output, check_output, write_plan
-from shardwright.cli.asking.topology_task import Asked, on_task
+from shardwright.cli.asking.application import AsJson, BuildOn, print_json, say, show_text
+from shardwright.cli.asking.model import (
+    DTYPE_HELP,
+    Machines,
+    Output,
+    check_output,
+    full_name,
+    model_of,
+    write_plan,
+)
+from shardwright.cli.asking.settings import named_values, number_of
 from shardwright.errors import ConfigError, InfeasiblePlanError, UsageError
-from shardwright.quantities import format_parameters, format_seconds
+from shardwright.quantities import format_bytes, format_parameters, format_seconds
 from shardwright.text_table import align
 
 if TYPE_CHECKING:
@@ -20,17 +28,61 @@ if TYPE_CHECKING:
 
 __all__ = ["search"]
 
-ObjectiveOption = Annotated[
-    str, typer.Option("--objective", help="What counts: speed, memory, or the largest batch.")
-]
 _OBJECTIVES = ("speed", "memory", "batch")
+_CHANGES = ("machines", "batch", "sequence", "network", "links", "memory")
+_MOST_TIMES = 1000.0
+_DAY_S, _MOST_DAYS = 86400.0, 1e6
+_LEGEND = "m: microbatches of a step; mbs: samples of each; apart: how much slower than the first"
 
 
-@on_task()
 def search(
-    asked: Asked,
-    objective: ObjectiveOption = "speed",
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A name (see: catalogue), a config.json of Hugging Face, or a factory: model.py:build.",
+        ),
+    ],
+    machines: Machines,
+    batch: Annotated[int, typer.Option("--batch", "-b", help="Samples of a step, over all replicas.")],
+    sequence: Annotated[int | None, typer.Option("--sequence", "-s", help="Tokens of a sample.")] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help=DTYPE_HELP)] = "bfloat16",
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--pin",
+            metavar="NAME=VALUE",
+            help="An option that is given: tensor=8, recompute=full; expert counts ranks of a sequence, too.",
+        ),
+    ] = None,
+    objective: Annotated[
+        str, typer.Option("--objective", help="What counts: speed, memory, or the largest batch.")
+    ] = "speed",
+    why_not: Annotated[
+        list[str] | None,
+        typer.Option("--why-not", metavar="NAME=VALUE", help="Compare the best with the best that has this."),
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if",
+            metavar="NAME=VALUE",
+            help="Compare with other machines, batch or sequence; network, links or memory so many times.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        float | None,
+        typer.Option("--tokens", help="Of a whole training, such as 300e9: how many of MACHINES to take."),
+    ] = None,
+    days: Annotated[float | None, typer.Option("--days", help="In which that must end.")] = None,
+    runtime: Annotated[
+        str, typer.Option("--runtime", help="Whose efficiencies count: shardwright, megatron, fsdp, smp, ...")
+    ] = "shardwright",
+    only_what_runs: Annotated[
+        bool, typer.Option("--only-what-runs", help="Leave out what this version's runtime does not have.")
+    ] = False,
     output: Output = None,
+    build_on: BuildOn = "meta",
     as_json: AsJson = False,
 ) -> None:
     """Find the best way to train a model on machines that need not be there, and say why.
@@ -41,9 +93,52 @@ def search(
 
     shardwright search model.py:build "p4d.24xlarge*4" --batch 512 --only-what-runs -o plan.json
     """
+    asked = [
+        name
+        for name, value in (("--why-not", why_not), ("--what-if", what_if), ("--tokens", tokens is not None))
+        if value
+    ]
+    with_plan = [
+        name for name, value in (("--objective", objective != "speed"), ("--output", output)) if value
+    ]
+    if len(asked) > 1 or (asked and with_plan):
+        raise UsageError(
+            f"{' and '.join([*asked, *with_plan])} are questions of their own. Ask one at a time."
+        )
     if objective not in _OBJECTIVES:
         raise UsageError(f"--objective is {objective!r}, but it must be one of {', '.join(_OBJECTIVES)}.")
-    task, sample = asked.task, asked.sample
+    if days is not None and tokens is None:
+        raise UsageError(f"--days is {days:g}, but --tokens, of the whole training, is not given. Add it.")
+    if days is not None and not 0 < days <= _MOST_DAYS:
+        raise UsageError(f"--days is {days:g}, but it must be more than 0, and at most {_MOST_DAYS:g}.")
+    # Here, because they import numpy: --help answers before.
+    from shardwright.cluster import find_machines
+    from shardwright.topology import Task
+    from shardwright.topology.pins import parse_pins
+
+    found = find_machines(machines)
+    sample, priced = model_of(model, build_on, on_accelerators=not any(kind.cores for kind, _ in found.nodes))
+    task = Task(
+        model=priced,
+        machines=found,
+        batch=batch,
+        sequence=sequence,
+        dtype=full_name(dtype),
+        runtime=runtime,
+        only_what_runs=only_what_runs,
+        pins=parse_pins([*(pin or ()), *(why_not or ())]),
+    )
+    if why_not:
+        _tell_why_not(task, as_json=as_json)
+    elif what_if:
+        _tell_what_if(task, what_if, as_json=as_json)
+    elif tokens is not None:
+        _tell_how_many(task, tokens, days, as_json=as_json)
+    else:
+        _tell_best(task, sample, objective, output, as_json=as_json)
+
+
+def _tell_best(task: "Task", sample: "Sample | None", objective: str, output: Any, *, as_json: bool) -> None:
     if output is not None:
         if sample is None:
             raise UsageError(
@@ -54,7 +149,7 @@ def search(
     answer, ideal = _answers(task, objective)
     plan = None
     if output is not None and sample is not None:
-        plan = plan_of(answer, sample)
+        plan = _plan_of(answer, sample)
         write_plan(plan, output)
     if as_json:
         ways = [way.to_dict() for way in answer.alternatives]
@@ -67,9 +162,8 @@ def search(
     if plan is not None:
         from shardwright.observe.plan_text import title_of
 
-        ranks = plan.mesh.world_size
         say(f"{title_of(plan)} (degrees from the ways above, the schedule from a simulation)")
-        say(f"wrote {output}; run it: shardwright run -n {ranks} --plan {output} train.py")
+        say(f"wrote {output}; run it: shardwright run -n {plan.mesh.world_size} --plan {output} train.py")
 
 
 def _answers(task: "Task", objective: str) -> "tuple[Answer, Way | None]":
@@ -94,12 +188,8 @@ def _answers(task: "Task", objective: str) -> "tuple[Answer, Way | None]":
         return of_all, None
 
 
-def plan_of(answer: "Answer", sample: "Sample") -> "Plan":
-    """The best plan of the ways that a search has found for a model that is at hand.
-
-    Raises:
-        PlanError: this version runs none of them, or none can be planned.
-    """
+def _plan_of(answer: "Answer", sample: "Sample") -> "Plan":
+    """The best plan of the ways that a search has found for a model that is at hand."""
     from shardwright.cli.asking.factory import advice_on_meta
     from shardwright.config import Config
     from shardwright.costs.run_cluster import cluster_of
@@ -124,9 +214,6 @@ def plan_of(answer: "Answer", sample: "Sample") -> "Plan":
 
     with Console().phase("planning what runs") as phase, advice_on_meta("meta"):
         return best_plan(answer, make, progress=lambda done, total: phase.update(done, total=total))
-
-
-_LEGEND = "m: microbatches of a step; mbs: samples of each; apart: how much slower than the first"
 
 
 def _text(answer: "Answer", ideal: "Way | None") -> str:
@@ -161,3 +248,90 @@ def _text(answer: "Answer", ideal: "Way | None") -> str:
     if not best.not_run_yet:
         parts.append(f"settings: {{{settings}}}")
     return "\n\n".join(parts)
+
+
+def _tell_why_not(task: "Task", *, as_json: bool) -> None:
+    from shardwright.topology.explain import why_not
+
+    found = why_not(task, dict(task.pins))
+    if as_json:
+        ways = {"best": found.best.to_dict(), "wanted": found.wanted.to_dict(), "fits": found.fits}
+        print_json(ways | {"sentences": found.sentences})
+    else:
+        show_text("\n".join(found.sentences))
+
+
+def _tell_what_if(task: "Task", words: Sequence[str], *, as_json: bool) -> None:
+    from shardwright.topology import search as search_all
+
+    now, then = (search_all(each).best for each in (task, _changed(task, words)))
+    ratio = then.tokens_per_s / now.tokens_per_s
+    if as_json:
+        print_json({"now": now.to_dict(), "then": then.to_dict(), "times_the_tokens_per_s": ratio})
+        return
+    rows = [["", "step", f"{task.unit}/s", "memory", "way"]]
+    for name, best in (("now", now), ("then", then)):
+        rate = f"{best.tokens_per_s:,.0f}"
+        rows.append([name, format_seconds(best.step_s), rate, format_bytes(best.peak_bytes), best.title])
+    show_text(f"{align(rows)}\n\n{ratio:.2f} times as many {task.unit} a second.")
+
+
+def _changed(task: "Task", words: Sequence[str]) -> "Task":
+    from shardwright.cluster import find_machines
+
+    given = named_values(words, option="--what-if", names=_CHANGES)
+    times = {name: number_of(name, given.get(name, "1")) for name in ("network", "links", "memory")}
+    for name, factor in times.items():
+        if not 1 / _MOST_TIMES <= factor <= _MOST_TIMES:
+            raise UsageError(
+                f"{name} is {factor:g}, but it must be from {1 / _MOST_TIMES:g} to {_MOST_TIMES:g}."
+            )
+    found = find_machines(given["machines"]) if "machines" in given else task.machines
+
+    def faster(kind: Any) -> Any:
+        memory = int(kind.accelerator.memory_bytes * times["memory"])
+        return replace(
+            kind,
+            network_Bps=kind.network_Bps * times["network"],
+            link_Bps=kind.link_Bps * times["links"],
+            accelerator=replace(kind.accelerator, memory_bytes=memory),
+        )
+
+    between = found.between_kinds_Bps
+    return replace(
+        task,
+        machines=replace(
+            found,
+            nodes=tuple((faster(kind), number) for kind, number in found.nodes),
+            between_kinds_Bps=None if between is None else between * times["network"],
+        ),
+        **{name: number_of(name, given[name], int) for name in ("batch", "sequence") if name in given},
+    )
+
+
+def _tell_how_many(task: "Task", tokens: float, days: float | None, *, as_json: bool) -> None:
+    from shardwright.topology.cheapest import cheapest, offers
+
+    deadline_s = None if days is None else days * _DAY_S
+    found = offers(task, tokens=tokens, deadline_s=deadline_s)
+    best = cheapest(found, deadline_s=deadline_s)
+    if as_json:
+        rows = [
+            {
+                "nodes": offer.num_nodes,
+                "ranks": offer.num_ranks,
+                "days": offer.seconds / _DAY_S,
+                "dollars": offer.dollars,
+                "way": offer.way.to_dict(),
+            }
+            for offer in found
+        ]
+        print_json({"nodes": best.num_nodes, "offers": rows})
+        return
+    table = [["", "nodes", "ranks", "days", "dollars", "way"]]
+    for offer in found:
+        dollars = "" if offer.dollars is None else f"{offer.dollars:,.0f}"
+        mark = "->" if offer is best else ""
+        row = [mark, str(offer.num_nodes), str(offer.num_ranks), f"{offer.seconds / _DAY_S:.2f}", dollars]
+        table.append([*row, offer.way.title])
+    show_text(align(table))

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from shardwright.cli.asking.application import AsJson, BuildOn, Factory, print_json, show_text
-from shardwright.cli.asking.factory_name import check_factory
+from shardwright.cli.asking.model import check_factory
 from shardwright.cli.showing.graph_text import format_graph
 from shardwright.limits import MOST_STAGES_OF_RANK
 from shardwright.observe.console import Console

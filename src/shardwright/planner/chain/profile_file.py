@@ -1,4 +1,4 @@
-"""A measured model as a file: ``shardwright profile`` writes it, ``plan make --profile`` reads it.
+"""A measured model as a file: ``shardwright profile`` writes it, ``plan --profile`` reads it.
 
 It holds the costs of units, by cost class, and the machines of the measurement; the model is traced anew. So
 one file serves every number of ranks and every grid, as long as microbatches have measured sizes; the costs

@@ -147,7 +147,7 @@ def change_setting(plan: Plan, change: Change) -> Setting:
     if conditions is None and (change.bandwidth, change.latency) != (1.0, 1.0):
         raise PlanError(
             "other links were asked for, but this plan does not say which links it was made for: an older "
-            "version wrote it. Make it anew: shardwright plan make, or run the script again."
+            "version wrote it. Make it anew: shardwright plan, or run the script again."
         )
     _check_ranks(plan, change)
     microbatches = change.num_microbatches or plan.schedule.microbatches
@@ -236,7 +236,7 @@ def _prediction(plan: Plan) -> Prediction:
     if plan.prediction is None:
         raise PlanError(
             "the plan has no prediction, so it says nothing about seconds and bytes: it was written by hand, "
-            "or the field was removed. Make a plan with one: shardwright plan make model.py:build -n N"
+            "or the field was removed. Make a plan with one: shardwright plan model.py:build -n N"
         )
     return plan.prediction
 

@@ -123,7 +123,7 @@ class Normed(nn.Module):
 
 
 def test_sequences_are_cut_or_not_as_the_run_would_choose():
-    """`plan make` took "auto" for false."""
+    """`plan` took "auto" for false."""
     with torch.device("meta"):
         model = nn.Sequential(*(Normed() for _ in range(4)))
         x = torch.empty(8, 128, 64)

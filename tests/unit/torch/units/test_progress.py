@@ -26,7 +26,7 @@ def test_every_call_is_told_and_the_last_one_is_the_end():
 
 
 def test_a_plan_tells_how_far_its_traces_are():
-    """`plan make` said nothing while it traced 80 layers at four sizes of microbatches."""
+    """`plan` said nothing while it traced 80 layers at four sizes of microbatches."""
     told = []
     plan_model(
         nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))),

@@ -17,7 +17,7 @@ from shardwright.checkpoint.recovery import Order
 from shardwright.checkpoint.saved import shortened
 from shardwright.cli.asking.application import AsJson, new_application, print_json, say, show_text
 from shardwright.cli.asking.ckpt_folder import checkpoint_folder, named_checkpoint
-from shardwright.cli.asking.dtype import SETTINGS_NAMES
+from shardwright.cli.asking.model import DTYPES
 from shardwright.cli.commands.ckpt.export import export
 from shardwright.cli.commands.ckpt.import_ import import_
 from shardwright.errors import CheckpointError, CorruptCheckpointError, NonFiniteError, UsageError
@@ -29,7 +29,7 @@ __all__ = ["application"]
 
 application = new_application(
     text="List, verify, recover, export, import and clear checkpoints.",
-    other_names={"to": "output", **SETTINGS_NAMES},
+    other_names={"to": "output", **DTYPES},
 )
 
 Folder = Annotated[

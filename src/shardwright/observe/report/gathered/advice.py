@@ -146,5 +146,5 @@ def _what_limits(plan: Plan, waterfall: Waterfall) -> str:
     compute = waterfall.seconds("compute") / step_s if step_s else 0.0
     return (
         f"forward and backward are {compute * 100:.0f}% of the step, so only faster units or other machines "
-        "help: torch.profiler shows our actions by name, shardwright what-if tries machines"
+        "help: torch.profiler shows our actions by name, shardwright search tries machines"
     )

@@ -163,8 +163,8 @@ def gather(path: Path) -> ReportData:
         )
     if path.suffix in (".yaml", ".yml"):
         raise UsageError(
-            f"{printable(str(path))} is YAML, and plans are JSON. Machines: shardwright cluster FILE; a plan "
-            "for them: shardwright search MODEL FILE"
+            f"{printable(str(path))} is YAML, and plans are JSON. Machines: shardwright catalogue FILE; a "
+            "plan for them: shardwright search MODEL FILE"
         )
     if not path.is_dir():
         return _put_together(path.stem, Plan.read(path), steps=(), recorded=(), trace_file=None, facts=None)

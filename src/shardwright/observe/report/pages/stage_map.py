@@ -44,7 +44,7 @@ def stage_map(plan: Plan | None) -> str:
     ]
     if len(plan.stages) > _MOST_STAGES:
         more = len(plan.stages) - _MOST_STAGES
-        rows.append(f'<p class="soft">{more} more stages: shardwright plan show has all.</p>')
+        rows.append(f'<p class="soft">{more} more stages: shardwright show has all.</p>')
     lines = [
         "<h2>Stages and their layers</h2>",
         '<p class="soft">In the order of the model; the bar is the share of the predicted work.</p>',

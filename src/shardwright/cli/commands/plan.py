@@ -1,48 +1,48 @@
-"""``shardwright plan make``: makes a plan without running anything."""
+"""``shardwright plan``: makes a plan without running anything, or after trials of the best."""
 
+import dataclasses
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwright.cli.asking.application import NUM_RANKS, AsJson, Factory, say, show_text
-from shardwright.cli.asking.dtype import DTYPE_HELP, full_name
-from shardwright.cli.asking.factory_name import check_factory
-from shardwright.cli.asking.measuring_order import Order
-from shardwright.cli.asking.plan_output import Output, check_output, write_plan
+from shardwright.cli.asking.application import (
+    NUM_RANKS,
+    AsJson,
+    Endpoint,
+    Factory,
+    NodeRank,
+    NumNodes,
+    say,
+    show_text,
+)
+from shardwright.cli.asking.measuring_order import RANKS, Order, refuse_broken
+from shardwright.cli.asking.model import (
+    DTYPE_HELP,
+    DTYPES,
+    Output,
+    check_factory,
+    check_output,
+    full_name,
+    write_plan,
+)
 from shardwright.cli.asking.settings import ConfigFile, Settings, parse_settings, read_settings
-from shardwright.cli.commands.plan.verify import verified_plan
-from shardwright.cli.commands.run import Endpoint, NodeRank, NumNodes
-from shardwright.cluster import Cluster, Device, Link, find_machines
-from shardwright.cluster.machine_file import read_cluster
-from shardwright.config import Config
-from shardwright.costs.run_cluster import cluster_of
 from shardwright.errors import UsageError
 from shardwright.limits import MOST_RANKS
-from shardwright.observe.console import Console
-from shardwright.observe.plan_text import format_plan_in_full
-from shardwright.plan import Plan
-from shardwright.planner.chain.profile_file import MeasuredProfile
-from shardwright.quantities import format_bandwidth, format_flops, format_seconds
 
-__all__ = ["make"]
+if TYPE_CHECKING:
+    from shardwright.cluster import Cluster
+    from shardwright.config import Config
+    from shardwright.plan import Plan
+    from shardwright.planner.chain.profile_file import MeasuredProfile
 
-_ASSUMED = Cluster(
-    device=Device(name="assumed", flops_per_s=50e9, memory_Bps=10e9),
-    ranks_per_node=8,
-    intra_node=Link(latency_s=2e-5, bandwidth_Bps=5e9),
-    inter_node=Link(latency_s=1e-4, bandwidth_Bps=1e9),
-    host=Link(latency_s=1e-4, bandwidth_Bps=1e9),
-)
+__all__ = ["plan"]
 
 _MOST_TRIAL_STEPS = 10_000
 
 NumRanks = Annotated[int, typer.Option(*NUM_RANKS, min=1, max=MOST_RANKS, help="Ranks of the run.")]
-Machine = Annotated[
-    Path | None,
-    typer.Option("--machine", metavar="FILE", help="The machines, YAML or JSON; see docs/commands.md."),
-]
 Machines = Annotated[
     str | None,
     typer.Option(
@@ -89,12 +89,11 @@ BuildOnSomething = Annotated[
 ]
 
 
-def make(
+def plan(
     factory: Factory,
     num_ranks: NumRanks,
     settings: Settings = None,
     config: ConfigFile = None,
-    machine: Machine = None,
     machines: Machines = None,
     dtype: Dtype = None,
     output: Output = None,
@@ -112,12 +111,16 @@ def make(
 
     Times are estimated from FLOPs, bytes and the rates of the machines, taken from a profile, or measured:
 
-    shardwright plan make model.py:build -n 512 --cluster p4d.24xlarge*64 --dtype bfloat16
+    shardwright plan model.py:build -n 512 --cluster p4d.24xlarge*64 --dtype bfloat16
 
-    shardwright plan make model.py:build -n 8 --profile profile.json --search-degrees
+    shardwright plan model.py:build -n 8 --profile profile.json --search-degrees
 
-    shardwright plan make model.py:build -n 2 --verify 3
+    shardwright plan model.py:build -n 2 --verify 3
     """
+    # Here, because they import pydantic: --help answers before.
+    from shardwright.config import Config
+    from shardwright.planner.chain.profile_file import MeasuredProfile
+
     dtype = None if dtype is None else full_name(dtype)
     resolved = _with_dtype(Config.merge(read_settings(config), parse_settings(settings or ())), dtype)
     _check(resolved, num_ranks)
@@ -126,7 +129,6 @@ def make(
     if verify:
         _refuse_with_verify(
             {
-                "--machine": machine,
                 "--cluster": machines,
                 "--profile": profile,
                 "--dtype": dtype,
@@ -140,9 +142,7 @@ def make(
             most_trials=verify,
             steps=trial_steps or _TRIAL_STEPS,
         )
-        plan = verified_plan(
-            order, world=num_ranks, num_nodes=num_nodes, node_rank=node_rank, endpoint=endpoint
-        )
+        found = _verified(order, world=num_ranks, num_nodes=num_nodes, node_rank=node_rank, endpoint=endpoint)
     else:
         _refuse_without_verify(
             {
@@ -153,9 +153,9 @@ def make(
             }
         )
         measured = None if profile is None else MeasuredProfile.read(profile)
-        cluster = _cluster(machine, machines, dtype, measured, config=resolved, world=num_ranks)
+        cluster = _cluster(machines, dtype, measured, config=resolved, world=num_ranks)
         check_factory(factory)  # before torch is imported for it
-        plan = _plan(
+        found = _planned(
             factory,
             build_on or "meta",
             config=resolved,
@@ -164,24 +164,16 @@ def make(
             measured=measured,
             search_degrees=search_degrees,
         )
-    if plan is not None:
-        _hand_out(plan, output=output, world=num_ranks, as_json=as_json)
+    if found is not None:
+        _hand_out(found, output=output, world=num_ranks, as_json=as_json)
 
 
-_LOW = {"bfloat16": "bf16", "float16": "fp16"}
+_LOW = {dtype: setting for dtype, setting in DTYPES.items() if dtype != "float32"}
 """The setting that has a model train in a type of 16 bits."""
 
 
-def _dtype_of(config: Config) -> str:
-    return next((dtype for dtype, setting in _LOW.items() if getattr(config, setting)), "float32")
-
-
-def _with_dtype(config: Config, dtype: str | None) -> Config:
-    """The settings of a model that is stored and computes in a type.
-
-    Raises:
-        UsageError: there is no such type, or the settings say another one.
-    """
+def _with_dtype(config: "Config", dtype: str | None) -> "Config":
+    """The settings of a model that is stored and computes in a type."""
     if dtype is None:
         return config
     if dtype != "float32" and dtype not in _LOW:
@@ -191,63 +183,86 @@ def _with_dtype(config: Config, dtype: str | None) -> Config:
     )
     if other is not None:
         raise UsageError(f"--dtype is {dtype}, but the settings have {other}. Drop one of the two.")
-    return config if dtype == "float32" else Config.merge(config, {_LOW[dtype]: True})
+    return config if dtype == "float32" else config.merge(config, {_LOW[dtype]: True})
 
 
 def _cluster(
-    machine: Path | None,
     machines: str | None,
     dtype: str | None,
-    measured: MeasuredProfile | None,
+    measured: "MeasuredProfile | None",
     *,
-    config: Config,
+    config: "Config",
     world: int,
-) -> Cluster:
-    given = {"--machine": machine, "--cluster": machines, "--profile": measured}
-    saying = [name for name, value in given.items() if value is not None]
-    if len(saying) > 1:
+) -> "Cluster":
+    from shardwright.cluster import find_machines
+    from shardwright.costs.run_cluster import cluster_of
+
+    if machines is not None and measured is not None:
         raise UsageError(
-            f"{' and '.join(saying)} each say what the machines are, and costs of units hold where they were "
-            f"measured alone. Drop {'all but one' if len(saying) > 2 else 'one of the two'}."
+            "--cluster and --profile each say what the machines are, and costs of units hold where they were "
+            "measured alone. Drop one of the two."
         )
     if dtype is not None and machines is None:
         raise UsageError(f"--dtype is {dtype}, but only --cluster has rates by dtype. Drop it, or add that.")
-    if machine is not None:
-        return read_cluster(machine)
-    if machines is not None:
-        found = find_machines(machines)
-        if world > found.num_ranks:
-            raise UsageError(
-                f"--num-ranks is {world}, but {found.name} has {found.num_ranks} ranks. Take more nodes, or "
-                "fewer ranks."
-            )
-        return cluster_of(found, dtype=_dtype_of(config))
     if measured is not None:
         return measured.cluster
-    Console().status(_assumption())
-    return _ASSUMED
+    if machines is None:
+        return _assumed()
+    found = find_machines(machines)
+    if world > found.num_ranks:
+        raise UsageError(
+            f"--num-ranks is {world}, but {found.name} has {found.num_ranks} ranks. Take more nodes, or "
+            "fewer ranks."
+        )
+    own = next((dtype for dtype, setting in _LOW.items() if getattr(config, setting)), "float32")
+    return cluster_of(found, dtype=own)
 
 
-def _hand_out(plan: Plan, *, output: Path | None, world: int, as_json: bool) -> None:
+def _assumed() -> "Cluster":
+    """Machines where none are named, which is said."""
+    from shardwright.cluster import Cluster, Device, Link
+    from shardwright.observe.console import Console
+    from shardwright.quantities import format_bandwidth, format_flops, format_seconds
+
+    device = Device(name="assumed", flops_per_s=50e9, memory_Bps=10e9)
+    near, far = (
+        Link(latency_s=2e-5, bandwidth_Bps=5e9),
+        Link(latency_s=1e-4, bandwidth_Bps=1e9),
+    )
+    links = [
+        f"{format_bandwidth(each.bandwidth_Bps)} and {format_seconds(each.latency_s)}" for each in (near, far)
+    ]
+    Console().status(
+        f"no --cluster and no --profile: assuming 8 ranks a host, each with "
+        f"{format_flops(device.flops_per_s)}/s, {format_bandwidth(device.memory_Bps)} and unlimited memory; "
+        f"links in a host {links[0]}, between hosts {links[1]}"
+    )
+    return Cluster(device=device, ranks_per_node=8, intra_node=near, inter_node=far, host=far)
+
+
+def _hand_out(plan: "Plan", *, output: Path | None, world: int, as_json: bool) -> None:
     if output is not None:
         write_plan(plan, output)
+    from shardwright.observe.plan_text import format_plan_in_full
+
     show_text(plan.to_json() if as_json else format_plan_in_full(plan) + "\n", end="")
     if output is not None:
         say(f"wrote {output}; run it: shardwright run -n {world} --plan {output} train.py")
 
 
-def _plan(
+def _planned(
     factory: str,
     build_on: str,
     *,
-    config: Config,
+    config: "Config",
     world: int,
-    cluster: Cluster,
-    measured: MeasuredProfile | None,
+    cluster: "Cluster",
+    measured: "MeasuredProfile | None",
     search_degrees: bool,
-) -> Plan:
+) -> "Plan":
     # Here, because they import torch: the checks above answer before.
     from shardwright.cli.asking.factory import advice_on_meta, build
+    from shardwright.observe.console import Console
     from shardwright.torch.units.dry_run import plan_model
 
     console = Console()
@@ -286,10 +301,11 @@ def _refuse_without_verify(given: Mapping[str, object]) -> None:
             )
 
 
-def _check(config: Config, world: int) -> None:
+def _check(config: "Config", world: int) -> None:
     if config.plan is not None:
         raise UsageError(
-            f"plan is {config.plan!r}, but a plan is to be made. Remove it, or: plan show {config.plan}"
+            f"plan is {config.plan!r}, but a plan is to be made. Remove it, or: shardwright show "
+            f"{config.plan}"
         )
     if not config.auto_partition:
         raise UsageError(
@@ -299,14 +315,28 @@ def _check(config: Config, world: int) -> None:
     config.resolve_world(world)
 
 
-def _assumption() -> str:
-    device, near, far = _ASSUMED.device, _ASSUMED.intra_node, _ASSUMED.inter_node
-    return (
-        f"no --cluster and no --profile: assuming {_ASSUMED.ranks_per_node} ranks a host, each with "
-        f"{format_flops(device.flops_per_s)}/s, {format_bandwidth(device.memory_Bps)} and unlimited memory; "
-        f"links in a host {_describe(near)}, between hosts {_describe(far)}"
-    )
+def _verified(
+    order: Order, *, world: int, num_nodes: int, node_rank: int | None, endpoint: str | None
+) -> "Plan | None":
+    """The plan that was fastest of those that were tried; None on hosts that have not got it."""
+    from shardwright.cli.asking.on_ranks import run_for_files
+    from shardwright.plan import Plan
 
-
-def _describe(link: Link) -> str:
-    return f"{format_bandwidth(link.bandwidth_Bps)} and {format_seconds(link.latency_s)}"
+    if world % num_nodes:
+        raise UsageError(
+            f"--num-ranks {world} on --nnodes {num_nodes} hosts is not a whole number of ranks each. "
+            f"Take a multiple of {num_nodes}."
+        )
+    refuse_broken(order.factory, build_on=order.build_on)
+    with tempfile.TemporaryDirectory(prefix="shardwright-plan-") as folder:
+        out = Path(folder, "plan.json")
+        is_here = run_for_files(
+            RANKS,
+            lambda paths: [dataclasses.replace(order, out=str(paths[0])).to_json()],
+            outputs=[out],
+            num_ranks=world // num_nodes,
+            num_nodes=num_nodes,
+            node_rank=node_rank,
+            endpoint=endpoint,
+        )
+        return Plan.read(out) if is_here else None
