@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from shardwright.costs.block import kept_bytes
 from shardwright.costs.inputs import Options, Recompute, ScheduleKind
-from shardwright.costs.kept import kept_bytes
 from shardwright.costs.memory import BF16, in_flight, state_bytes
 from shardwright.costs.shape import Shape
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from shardwright.costs.fit import MeasuredRun
 from shardwright.costs.inputs import Options, Rates, Recompute, ScheduleKind, Sharded
-from shardwright.costs.runs import MeasuredRun
 from shardwright.costs.shape import Shape
 
 __all__ = ["family", "measured_run", "runtime", "why_not"]

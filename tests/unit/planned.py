@@ -15,7 +15,7 @@ from shardwright.plan import (
     StagePlan,
     StagePrediction,
 )
-from shardwright.plan.conditions import Conditions, FlowConditions, LinkConditions
+from shardwright.plan.prediction import Conditions, FlowConditions, LinkConditions
 from shardwright.planner.explain.plan_replay import base_setting, play
 from shardwright.schedule import place_stages
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.config import Config, words_elsewhere
+from shardwright.config import Config, names
 from shardwright.errors import ConfigError
 from shardwright.printable import control_in
 
@@ -329,6 +329,6 @@ def test_words_of_other_libraries_name_what_is_meant(word: str, advice: str) -> 
 
 
 def test_advice_on_words_of_other_libraries_names_settings_that_exist() -> None:
-    advised = {*words_elsewhere._DEGREES, *words_elsewhere._SETTINGS}
+    advised = {*names._DEGREES, *names._SETTINGS}
     assert advised <= set(Config.model_fields)
-    assert not set(words_elsewhere._WORDS) & set(Config.model_fields), "a setting is advised against itself"
+    assert not set(names._WORDS) & set(Config.model_fields), "a setting is advised against itself"

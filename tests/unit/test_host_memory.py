@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from shardwright.cluster.host_memory import host_memory_bytes
+from shardwright.cluster.named import host_memory_bytes
 
 WHOLE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwright.config.misplaced import refuse_misplaced
+from shardwright.config.config import refuse_misplaced
 from shardwright.errors import UsageError
 
 SPLITS = ("non_split_inputs", "split_lists")

@@ -11,7 +11,7 @@ from shardwright.errors import StalePlanError
 from shardwright.placement import Cut
 from shardwright.plan import MeshPlan, Plan, TensorPlan, TensorPrices
 from shardwright.plan.diff import Change, diff_plans
-from shardwright.plan.parameter_cuts import cuts_by_name, cuts_by_pattern, pattern_of
+from shardwright.plan.tensor_plan import cuts_by_name, cuts_by_pattern, pattern_of
 
 ROWS, COLUMNS = Cut.even(0, 6, num_ranks=2), Cut.even(1, 4, num_ranks=2)
 SHAPES = {

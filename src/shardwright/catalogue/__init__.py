@@ -2,8 +2,7 @@
 
 from shardwright.catalogue.architectures import ARCHITECTURES, find_architecture
 from shardwright.catalogue.hugging_face import from_hugging_face
-from shardwright.catalogue.layer_chain import Layer, LayerChain
-from shardwright.catalogue.transformer import LatentAttention, Transformer
+from shardwright.catalogue.transformer import LatentAttention, Layer, LayerChain, Transformer
 
 __all__ = [
     "ARCHITECTURES",

@@ -1,15 +1,89 @@
-"""Reads architectures from Hugging Face configuration files."""
+"""The entries of a Hugging Face configuration, each checked where it is read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardwright.catalogue.configuration_fields import Document, Fields
 from shardwright.catalogue.transformer import LatentAttention, Transformer
 from shardwright.errors import ConfigError
 from shardwright.printable import shown
 
-__all__ = ["from_hugging_face"]
+__all__ = ["Document", "Fields", "from_hugging_face"]
+
+Document = Mapping[str, Any]
+
+_MOST = 10**9
+_MOST_LAYERS = 100_000
+
+
+class Fields:
+    """Entries of a configuration, checked; of several names, the first that it has counts."""
+
+    def __init__(self, document: Document):
+        self._document = document
+
+    def inner(self, name: str) -> "Fields":
+        """The fields of a part of the model; of a file that has no such part, its own."""
+        found = self._document.get(name)
+        if found is None:
+            return self
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"{name} is {shown(found)}, but it must be an object.")
+        return Fields({"model_type": self.kind, **found})
+
+    def windowed(self, layers: int, *, every: int) -> int:
+        """How many layers attend to a window; where no list says it, all but one in `every`."""
+        kinds = self._document.get("layer_types")
+        if kinds is None:
+            return layers - layers // every
+        if not isinstance(kinds, list) or len(kinds) != layers:
+            raise ConfigError(
+                f"layer_types is {shown(kinds)}, but it must list the kinds of {layers} layers."
+            )
+        return sum(kind != "full_attention" for kind in kinds)
+
+    def number(self, *names: str, default: int | None = None, least: int = 1) -> int:
+        given = (self._document.get(name) for name in names)
+        found = next((value for value in given if value is not None), default)
+        if found is None:
+            raise ConfigError(f"{names[0]} is missing in the configuration of the model.")
+        if isinstance(found, bool) or not isinstance(found, int) or not least <= found <= _MOST:
+            raise ConfigError(
+                f"{names[0]} is {shown(found)}, but it must be a whole number from {least} to {_MOST}."
+            )
+        return found
+
+    def layers(self, *names: str, default: int | None = None) -> int:
+        """A checked number of layers, since code walks through each of them."""
+        found = self.number(*names, default=default)
+        if found > _MOST_LAYERS:
+            raise ConfigError(f"{names[0]} is {found}, but it must be at most {_MOST_LAYERS}.")
+        return found
+
+    @property
+    def kind(self) -> str:
+        return str(self._document["model_type"])
+
+    def refuse_other(self, name: str, only: object) -> None:
+        """Refuses a field that is there with another value than the only one that is read."""
+        found = self._document.get(name)
+        if found not in (None, only):
+            raise ConfigError(
+                f"{name} is {shown(found)}, but only {only!r} can be read. Pass the model itself "
+                "(package.module:function) instead of its configuration."
+            )
+
+    def text(self, name: str, default: str) -> str:
+        found = self._document.get(name, default)
+        if not isinstance(found, str):
+            raise ConfigError(f"{name} is {shown(found)}, but it must be text.")
+        return found
+
+    def flag(self, name: str, default: bool) -> bool:
+        found = self._document.get(name)
+        if found is not None and not isinstance(found, bool):
+            raise ConfigError(f"{name} is {shown(found)}, but it must be true or false.")
+        return default if found is None else found
 
 
 def from_hugging_face(document: Document, *, name: str | None = None) -> Transformer:
@@ -21,6 +95,25 @@ def from_hugging_face(document: Document, *, name: str | None = None) -> Transfo
             "model itself (package.module:function) instead of its configuration."
         )
     return _READERS[kind](Fields(document), name or str(kind))
+
+
+def _usual(fields: Fields, **more: Any) -> dict[str, Any]:
+    """What most configurations call alike."""
+    found = {
+        "layers": fields.layers("num_hidden_layers"),
+        "hidden": fields.number("hidden_size"),
+        "heads": fields.number("num_attention_heads"),
+        "vocabulary": fields.number("vocab_size"),
+    }
+    if "sequence" not in more:
+        found["sequence"] = fields.number("max_position_embeddings")
+    return found | more
+
+
+_ROTARY: dict[str, Any] = {"positions": "rotary", "norm_biases": False, "gated": True}
+_NO_BIASES: dict[str, Any] = dict.fromkeys(
+    ("attention_biases", "output_biases", "mlp_biases", "norm_biases"), False
+)
 
 
 def _gpt2(fields: Fields, name: str) -> Transformer:
@@ -37,15 +130,8 @@ def _gpt2(fields: Fields, name: str) -> Transformer:
 
 
 def _gptj(fields: Fields, name: str) -> Transformer:
-    hidden = fields.number("n_embd")
-    return Transformer(
-        name=name,
-        layers=fields.layers("n_layer"),
-        hidden=hidden,
-        heads=fields.number("n_head"),
-        vocabulary=fields.number("vocab_size"),
-        sequence=fields.number("n_positions"),
-        ffn=fields.number("n_inner", default=4 * hidden),
+    return replace(
+        _gpt2(fields, name),
         tied=fields.flag("tie_word_embeddings", False),
         positions="rotary",
         attention_biases=False,
@@ -56,18 +142,15 @@ def _gptj(fields: Fields, name: str) -> Transformer:
 
 
 def _gpt_neox(fields: Fields, name: str) -> Transformer:
+    biases = fields.flag("attention_bias", True)
     return Transformer(
         name=name,
-        layers=fields.layers("num_hidden_layers"),
-        hidden=fields.number("hidden_size"),
-        heads=fields.number("num_attention_heads"),
-        vocabulary=fields.number("vocab_size"),
-        sequence=fields.number("max_position_embeddings"),
+        **_usual(fields),
         ffn=fields.number("intermediate_size"),
         tied=fields.flag("tie_word_embeddings", False),
         positions="rotary",
-        attention_biases=fields.flag("attention_bias", True),
-        output_biases=fields.flag("attention_bias", True),
+        attention_biases=biases,
+        output_biases=biases,
     )
 
 
@@ -87,38 +170,25 @@ def _bloom(fields: Fields, name: str) -> Transformer:
 
 
 def _opt(fields: Fields, name: str) -> Transformer:
-    return Transformer(
-        name=name,
-        layers=fields.layers("num_hidden_layers"),
-        hidden=fields.number("hidden_size"),
-        heads=fields.number("num_attention_heads"),
-        vocabulary=fields.number("vocab_size"),
-        # The table has two entries for padding.
-        sequence=fields.number("max_position_embeddings") + 2,
-        ffn=fields.number("ffn_dim"),
-    )
+    # The table has two entries for padding.
+    sequence = fields.number("max_position_embeddings") + 2
+    return Transformer(name=name, **_usual(fields, sequence=sequence), ffn=fields.number("ffn_dim"))
 
 
 def _llama(fields: Fields, name: str) -> Transformer:
-    heads = fields.number("num_attention_heads")
+    usual = _usual(fields)
     biases = fields.flag("attention_bias", False)
     return Transformer(
         name=name,
-        layers=fields.layers("num_hidden_layers"),
-        hidden=fields.number("hidden_size"),
-        heads=heads,
-        kv_heads=fields.number("num_key_value_heads", default=heads),
-        head_size=fields.number("head_dim", default=fields.number("hidden_size") // heads),
-        vocabulary=fields.number("vocab_size"),
-        sequence=fields.number("max_position_embeddings"),
+        **usual,
+        **_ROTARY,
+        kv_heads=fields.number("num_key_value_heads", default=usual["heads"]),
+        head_size=fields.number("head_dim", default=usual["hidden"] // usual["heads"]),
         ffn=fields.number("intermediate_size"),
-        gated=True,
         tied=fields.flag("tie_word_embeddings", False),
-        positions="rotary",
         attention_biases=biases or fields.kind == "qwen2",
         output_biases=biases,
         mlp_biases=fields.flag("mlp_bias", False),
-        norm_biases=False,
         experts=fields.number("num_local_experts", default=1),
         experts_per_token=fields.number("num_experts_per_tok", default=1),
     )
@@ -141,22 +211,18 @@ def _qwen3_moe(fields: Fields, name: str) -> Transformer:
 
 def _deepseek_v3(fields: Fields, name: str) -> Transformer:
     """Without the modules that predict further tokens, which Hugging Face's class does not have either."""
-    hidden, expert = fields.number("hidden_size"), fields.number("moe_intermediate_size")
+    usual, expert = _usual(fields), fields.number("moe_intermediate_size")
     rotary = fields.number("qk_rope_head_dim")
-    layers = fields.layers("num_hidden_layers")
     dense = fields.number("first_k_dense_replace", default=0, least=0)
-    if dense > layers:
-        raise ConfigError(f"first_k_dense_replace is {dense}, but there are {layers} layers.")
+    if dense > usual["layers"]:
+        raise ConfigError(f"first_k_dense_replace is {dense}, but there are {usual['layers']} layers.")
     fields.refuse_other("attention_bias", False)
     fields.refuse_other("moe_layer_freq", 1)
     return Transformer(
         name=name,
-        layers=layers,
-        hidden=hidden,
-        heads=fields.number("num_attention_heads"),
+        **usual,
+        **_ROTARY | _NO_BIASES,
         head_size=fields.number("qk_nope_head_dim") + rotary,
-        vocabulary=fields.number("vocab_size"),
-        sequence=fields.number("max_position_embeddings"),
         ffn=expert,
         experts=fields.number("n_routed_experts", "num_local_experts"),
         experts_per_token=fields.number("num_experts_per_tok"),
@@ -169,38 +235,28 @@ def _deepseek_v3(fields: Fields, name: str) -> Transformer:
             rotary_width=rotary,
             value_width=fields.number("v_head_dim"),
         ),
-        gated=True,
         tied=fields.flag("tie_word_embeddings", False),
-        positions="rotary",
-        **_NO_BIASES,
     )
 
 
 def _gpt_oss(fields: Fields, name: str) -> Transformer:
-    layers = fields.layers("num_hidden_layers")
-    biases = fields.flag("attention_bias", True)
+    usual, biases = _usual(fields), fields.flag("attention_bias", True)
     return Transformer(
         name=name,
-        layers=layers,
-        hidden=fields.number("hidden_size"),
-        heads=fields.number("num_attention_heads"),
+        **usual,
+        **_ROTARY,
         kv_heads=fields.number("num_key_value_heads"),
         head_size=fields.number("head_dim"),
-        vocabulary=fields.number("vocab_size"),
-        sequence=fields.number("max_position_embeddings"),
         ffn=fields.number("intermediate_size"),
         experts=fields.number("num_local_experts"),
         experts_per_token=fields.number("num_experts_per_tok", "experts_per_token"),
         router_biases=True,
         sinks=True,
         window=fields.number("sliding_window"),
-        windowed_layers=fields.windowed(layers, every=2),
-        gated=True,
+        windowed_layers=fields.windowed(usual["layers"], every=2),
         tied=fields.flag("tie_word_embeddings", False),
-        positions="rotary",
         attention_biases=biases,
         output_biases=biases,
-        norm_biases=False,
     )
 
 
@@ -222,10 +278,8 @@ def _gemma3(fields: Fields, name: str) -> Transformer:
         windowed_layers=text.windowed(layers, every=text.number("sliding_window_pattern", default=6)),
         head_norms=True,
         block_norms=4,
-        gated=True,
         tied=fields.flag("tie_word_embeddings", True),
-        positions="rotary",
-        **_NO_BIASES,
+        **_ROTARY | _NO_BIASES,
     )
 
 
@@ -259,19 +313,9 @@ def _t5(fields: Fields, name: str) -> Transformer:
         gated=fields.text("feed_forward_proj", "relu").startswith("gated"),
         tied=fields.flag("tie_word_embeddings", True),
         positions="relative",
-        attention_biases=False,
-        output_biases=False,
-        mlp_biases=False,
-        norm_biases=False,
+        **_NO_BIASES,
     )
 
-
-_NO_BIASES: dict[str, Any] = {
-    "attention_biases": False,
-    "output_biases": False,
-    "mlp_biases": False,
-    "norm_biases": False,
-}
 
 _READERS: dict[str, Callable[[Fields, str], Transformer]] = {
     "bloom": _bloom,

@@ -1,7 +1,15 @@
 """Machines as data: devices, their memory and rates, the links between them."""
 
-from shardwright.cluster.cluster import Cluster, Device, HostCosts, Link
-from shardwright.cluster.inventory import Accelerator, Inventory, NodeKind, Rate
+from shardwright.cluster.cluster import (
+    Accelerator,
+    Cluster,
+    Device,
+    HostCosts,
+    Inventory,
+    Link,
+    NodeKind,
+    Rate,
+)
 from shardwright.cluster.machines import find_machines, memory_for, usable_bytes
 from shardwright.cluster.named import node_kinds, parse_inventory
 

@@ -29,7 +29,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator
 
-from shardwright.cluster.inventory import Accelerator, Inventory, NodeKind, Rate, Source
+from shardwright.cluster.cluster import Accelerator, Inventory, NodeKind, Rate, Source
 from shardwright.cluster.named import kind_called
 from shardwright.errors import ConfigError
 from shardwright.files import Record, UserFile, format_yaml, replace_file

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from shardwright.cluster.cluster import Inventory, NodeKind
 from shardwright.cluster.cluster_file import read_inventory
-from shardwright.cluster.inventory import Inventory, NodeKind
 from shardwright.cluster.named import parse_inventory
 from shardwright.errors import ConfigError
 from shardwright.quantities import format_bytes

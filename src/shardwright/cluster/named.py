@@ -1,4 +1,4 @@
-"""Machines by name: ``p4d.24xlarge*4``, or several kinds, ``p4d.24xlarge*4 + p5.48xlarge*2``."""
+"""The memory of the current host, or its container's share of it."""
 
 import difflib
 import os
@@ -6,17 +6,37 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-from shardwright.cluster.host_memory import host_memory_bytes
-from shardwright.cluster.inventory import Accelerator, Inventory, NodeKind
+from shardwright.cluster.cluster import Accelerator, Inventory, NodeKind
 from shardwright.errors import ConfigError
 from shardwright.files.documents import parse_yaml
 from shardwright.limits import MOST_NODES
 from shardwright.printable import shown
 from shardwright.quantities import parse_bytes
 
-__all__ = ["THIS_CPU", "kind_called", "node_kinds", "parse_inventory"]
+__all__ = ["THIS_CPU", "host_memory_bytes", "kind_called", "node_kinds", "parse_inventory"]
+
+# Of cgroups, version 2 and 1; in a container, its own.
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def host_memory_bytes(limits: tuple[str, ...] = _LIMITS) -> int:
+    """Bytes that the processes of this host, or container, may use together; 0: not known."""
+    try:
+        known = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 0
+    for path in limits:
+        try:
+            text = Path(path).read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            continue
+        if text.isdecimal():  # without a limit: max, or a number beyond all memory
+            known = min(known, int(text))
+    return known
+
 
 THIS_CPU = "this-cpu"
 """The machine that this runs on, with typical rates; ``shardwright probe`` measures them."""

@@ -1,23 +1,84 @@
-"""The configuration of a run: settings that were read, and what follows from them.
+"""Settings that cannot go together.
+
+The configuration of a run: settings that were read, and what follows from them.
 
 A planning setting that differs from its default is a *pin*: the planner keeps it, and chooses the rest.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from math import prod
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from shardwright.config.contradictions import contradictions, outside_pipeline
 from shardwright.config.names import canonical, dictionary_of, ignored_names
 from shardwright.config.settings import Settings
-from shardwright.errors import ConfigError
+from shardwright.errors import ConfigError, UsageError
 from shardwright.mesh import Mesh
+from shardwright.printable import shown
 from shardwright.problems import describe, join
 
-__all__ = ["Config"]
+__all__ = ["Config", "contradictions", "outside_pipeline", "refuse_misplaced"]
+
+
+def contradictions(settings: Settings) -> Iterator[str]:
+    """What the settings ask for together and cannot be had: one text for each, with its remedy."""
+    degree = settings.pipeline_parallel_degree
+    if not settings.auto_partition and settings.default_partition is None and settings.plan is None:
+        yield (
+            "auto_partition is false, but default_partition is not set: units outside any "
+            "sw.partition need a place. Set default_partition, for example 0."
+        )
+    if degree is not None and settings.default_partition is not None and settings.default_partition >= degree:
+        yield outside_pipeline(settings.default_partition, degree)
+    yield from _of_sharing(settings)
+    if settings.ddp is False and (settings.data_parallel_degree or 1) > 1:
+        yield (
+            f"ddp is false, but data_parallel_degree is {settings.data_parallel_degree}. "
+            "Remove ddp, or set data_parallel_degree 1."
+        )
+    if settings.ddp is False and (settings.ddp_port is not None or settings.ddp_dist_backend != "auto"):
+        given = "ddp_port" if settings.ddp_port is not None else "ddp_dist_backend"
+        yield f"{given} is set, but ddp is false. Remove one of the two."
+    if settings.bf16 and settings.fp16:
+        yield "bf16 and fp16 are both set, but parameters have one type. Remove one of the two."
+    stages = settings.virtual_stages
+    if stages is not None and not settings.auto_partition:
+        yield (
+            f"virtual_stages is {stages}, but auto_partition is false: sw.partition says what runs "
+            "where, and so how many stages there are. Remove one of the two."
+        )
+    if stages is not None and stages > 1 and settings.pipeline in ("gpipe", "1f1b", "zb_h1"):
+        yield (
+            f"virtual_stages is {stages}, but pipeline {settings.pipeline} runs one stage on each rank. "
+            "Use interleaved_1f1b, or set virtual_stages 1."
+        )
+    if stages is not None and stages != 2 and settings.pipeline == "zb_v":
+        yield f"virtual_stages is {stages}, but pipeline zb_v runs 2 stages on each rank. Remove one."
+
+
+def _of_sharing(settings: Settings) -> Iterator[str]:
+    """What cannot be, of ranks that share a batch."""
+    above = {
+        f"{name}_parallel_degree": degree for name, degree in settings.shared_degrees.items() if degree > 1
+    }
+    if len(above) > 2:
+        given = " and ".join(f"{name} {degree}" for name, degree in above.items())
+        yield (
+            f"{given} are set, but ranks share a batch in two ways at most. Set one of them to 1; any "
+            "two go together."
+        )
+
+
+def outside_pipeline(default: int, degree: int) -> str:
+    """The error for a `default_partition` that is no pipeline rank."""
+    return (
+        f"default_partition is {default}, but pipeline_parallel_degree is {degree}: "
+        f"pipeline ranks run from 0 to {degree - 1}."
+    )
+
 
 # Settings that the planner does not look at.
 _NO_PINS = frozenset(
@@ -207,3 +268,35 @@ def _refuse(problems: Sequence[str], *, source: str = "") -> None:
         raise ConfigError(begin + problems[0])
     if problems:
         raise ConfigError(join(f"{begin}{len(problems)} settings cannot be used:", problems))
+
+
+def refuse_misplaced(call: str, others: Mapping[str, Any], *, takes: Collection[str]) -> None:
+    """Refuses options that a call does not have.
+
+    >>> refuse_misplaced("@sw.step", {"split_list": ["x"]}, takes=["split_lists"])
+    Traceback (most recent call last):
+    shardwright.errors.UsageError: @sw.step has no option split_list. Did you mean split_lists?
+    """
+    for name, value in others.items():
+        raise UsageError(f"{call} has no option {name}{_remedy(name, value, takes)}")
+
+
+def _remedy(name: str, value: Any, takes: Collection[str]) -> str:
+    if name in Config.model_fields or _is_other_name(name, value):
+        text = f'sw.init({{"{name}": {shown(value)}}})'
+        return f": it is a setting of the run. Write {text}, or shardwright run --set {name}={value}."
+    close = get_close_matches(name, [*takes, *Config.model_fields], n=1, cutoff=0.6)
+    if close and close[0] in takes:
+        return f". Did you mean {close[0]}?"
+    if close:
+        return f". Did you mean the setting {close[0]} of sw.init?"
+    return f": it has {', '.join(takes)}." if takes else ": it takes none of its own."
+
+
+def _is_other_name(name: str, value: Any) -> bool:
+    """Whether it is a setting by a name of another library, such as ``partitions``."""
+    try:
+        Config.parse({name: value})
+    except ConfigError as error:
+        return "is not a setting" not in str(error)
+    return True

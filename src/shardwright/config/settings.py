@@ -1,4 +1,6 @@
-"""The settings: their names, defaults, meanings and limits.
+"""The kinds of values that settings have, with their limits.
+
+The settings: their names, defaults, meanings and limits.
 
 ``pipeline`` has the names of SageMaker's model parallel library, too: ``simple`` (all forwards first: gpipe)
 and ``interleaved`` (backward first: 1f1b). `shardwright.config.names` has those of settings.
@@ -6,31 +8,71 @@ and ``interleaved`` (backward first: 1f1b). `shardwright.config.names` has those
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from shardwright.config.values import (
-    Degree,
-    Elements,
-    Microbatches,
-    Name,
-    Norm,
-    Port,
-    Seconds,
-    Seed,
-    Stages,
-    Steps,
-    Units,
-    Weight,
-    Whole,
-    no_bool,
-)
 from shardwright.errors import ConfigError
-from shardwright.limits import MOST_BYTES, MOST_DIMS, MOST_ELEMENTS, MOST_RANKS
+from shardwright.limits import (
+    MOST_BYTES,
+    MOST_DIMS,
+    MOST_ELEMENTS,
+    MOST_MICROBATCHES,
+    MOST_RANKS,
+    MOST_SECONDS,
+    MOST_STAGES_OF_RANK,
+    MOST_STEPS,
+    MOST_UNITS,
+)
 from shardwright.mesh import canonical_placement
-from shardwright.printable import shown
+from shardwright.printable import control_in, shown
 from shardwright.quantities import parse_bytes
 
-__all__ = ["PipelineKind", "Settings"]
+__all__ = [
+    "Degree",
+    "Elements",
+    "Microbatches",
+    "Name",
+    "Norm",
+    "PipelineKind",
+    "Port",
+    "Seconds",
+    "Seed",
+    "Settings",
+    "Stages",
+    "Steps",
+    "Units",
+    "Weight",
+    "Whole",
+    "no_bool",
+]
+
+
+def no_bool(value: Any) -> Any:
+    """Refuses true and false, which pydantic reads as 1 and 0: a slip would become "one microbatch"."""
+    if isinstance(value, bool):
+        raise ValueError("it must be a number")
+    return value
+
+
+def _no_control(value: str) -> str:
+    if (control := control_in(value)) is not None:
+        raise ValueError(f"it must not have control characters such as {control}")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(no_bool)]
+Degree = Annotated[Whole, Field(ge=1, le=MOST_RANKS)]
+Microbatches = Annotated[Whole, Field(ge=1, le=MOST_MICROBATCHES)]
+Stages = Annotated[Whole, Field(ge=1, le=MOST_STAGES_OF_RANK)]
+Elements = Annotated[Whole, Field(ge=1, le=MOST_ELEMENTS)]
+Steps = Annotated[Whole, Field(ge=1, le=MOST_STEPS)]
+Units = Annotated[Whole, Field(ge=1, le=MOST_UNITS)]
+Seed = Annotated[Whole, Field(ge=0, lt=2**63)]
+Norm = Annotated[float, BeforeValidator(no_bool), Field(gt=0.0, allow_inf_nan=False)]
+Weight = Annotated[float, BeforeValidator(no_bool), Field(ge=0.0, le=1.0)]
+Seconds = Annotated[float, BeforeValidator(no_bool), Field(gt=0.0, le=MOST_SECONDS)]
+Name = Annotated[str, AfterValidator(_no_control)]
+Port = Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=65535)]
+
 
 PipelineKind = Literal["auto", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"]
 

@@ -1,8 +1,13 @@
 """Prices a training step in closed form, in seconds and bytes, for many candidates at once."""
 
-from shardwright.costs.calibration import Calibration, calibration_of, calibration_of_nodes, known_runtimes
+from shardwright.costs.calibration import (
+    Calibration,
+    Efficiencies,
+    calibration_of,
+    calibration_of_nodes,
+    known_runtimes,
+)
 from shardwright.costs.chain import chain_bytes, chain_seconds, mixed_chain
-from shardwright.costs.efficiencies import Efficiencies
 from shardwright.costs.inputs import (
     Gathers,
     Offload,

@@ -1,26 +1,170 @@
-"""The efficiencies that ship with the package, and the errors of predictions by them."""
+"""The measured overheads of Shardwright's runtime. Others are fitted to published runs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from importlib.resources import files
 from math import exp
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwright.cluster import NodeKind
-from shardwright.costs.efficiencies import OF_ACCELERATORS, PRIORS, Efficiencies
-from shardwright.costs.own_runtime import OWN
+from shardwright.costs.inputs import Numbers
 from shardwright.files.documents import parse_yaml
 
 __all__ = [
+    "ACTION_S",
+    "DIVIDED_OPERATION_S",
+    "OFFLOADED_CALL_S",
+    "OF_ACCELERATORS",
+    "OWN",
+    "PRIORS",
     "REACHED",
+    "STEP_S",
     "TENTH",
+    "UNIT_S",
     "Calibration",
+    "Efficiencies",
+    "Prior",
     "calibration_of",
     "calibration_of_nodes",
     "document_of",
     "known_runtimes",
 ]
+
+ACTION_S = 8e-5
+"""Seconds that the runtime itself takes for an action, measured by ``benchmarks/pipeline.py --only E``.
+
+A forward takes about 115 us and a backward 45, sends of small messages included: this is their mean, which
+also counts for both parts of a backward that is split.
+"""
+
+STEP_S = 4e-3
+"""Seconds for which a rank keeps its core busy before the first action of a step and after the last one.
+
+It agrees on the batch, looks at attributes of the model and hands out results: 2.5 ms on a quiet machine, 5
+to 7 ms on a slow one, whatever the microbatches and the number of ranks (2 and 4 on two cores).
+"""
+
+UNIT_S = 2e-5
+"""Seconds that the call of a unit takes however small it is; its backward takes as long again twice."""
+
+DIVIDED_OPERATION_S = 25e-6
+"""Seconds that an operation on divided tensors takes beyond its own, where that is not measured.
+
+In a loop of nothing else it is 6 us (``benchmarks/tensor_dispatch.py``). Between the products of a step, that
+push its code out of the caches, it is four times as much.
+"""
+
+OFFLOADED_CALL_S = 0.7e-3
+"""Seconds that a rank takes to hand over what a call of a unit keeps, in its forward; and again to get it.
+
+A transformer's block keeps some 23 tensors in 8 storages, for which the rank's own thread takes 0.45 to
+0.6 ms in each direction. The rest is waiting for the thread that copies, which takes Python's lock in turn.
+"""
+
+OWN = {"layer_s": 3 * UNIT_S, "microbatch_s": 2 * ACTION_S, "step_s": STEP_S}
+"""The same, as parameters of `Efficiencies`."""
+
+
+class Prior(NamedTuple):
+    """The prior of a parameter before any measurement: a log-normal distribution.
+
+    Attributes:
+        spread: standard deviation of its logarithm.
+    """
+
+    median: float
+    spread: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiencies:
+    """Numbers, or arrays with an entry for each candidate.
+
+    Attributes:
+        matmul: share of the peak that large matrix products reach.
+        half_size: size of a product's smallest side at which it takes twice as long as it should.
+        memory: share of the peak that memory reaches.
+        elementwise: bytes that elementwise kernels move, as a multiple of 64 a token and hidden element.
+        scores_bytes: bytes that attention without fusion moves, for each score.
+        scores: share of the peak that its products reach.
+        flash_forward: share of the peak of fused attention, forward.
+        kernel_s: seconds to launch a kernel.
+        update: share of the peak that the optimizer's memory traffic reaches.
+        link: share of the link's rate that collectives inside of a node seem to reach; above 1 where
+            computing hides a part of them.
+        matmul_factor: of the runtime's kernels, on `matmul`.
+        scores_factor: of the runtime's kernels, on `scores_bytes`.
+        gather_network: share of the network's rate that gathers and reduce-scatters reach.
+        gather_link: share of the link's rate that they reach.
+        hierarchical_network: share of the network's rate where they know about nodes.
+        reduce_network: share of the network's rate that all-reduces over replicas reach.
+        point_to_point: share of a link's rate that messages between stages seem to reach; above 1 where
+            computing hides a part of them.
+        overlap: share of the computing behind which gathers and reduce-scatters hide.
+        layer_s: seconds of a block and microbatch, whatever its size.
+        microbatch_s: seconds of a microbatch, whatever its size.
+        step_s: seconds of a step, whatever its size.
+    """
+
+    matmul: Numbers
+    half_size: Numbers
+    memory: Numbers
+    elementwise: Numbers
+    scores_bytes: Numbers
+    scores: Numbers
+    flash_forward: Numbers
+    flash_backward: Numbers
+    kernel_s: Numbers
+    update: Numbers
+    link: Numbers
+    matmul_factor: Numbers
+    scores_factor: Numbers
+    gather_network: Numbers
+    gather_link: Numbers
+    hierarchical_network: Numbers
+    reduce_network: Numbers
+    point_to_point: Numbers
+    overlap: Numbers
+    layer_s: Numbers
+    microbatch_s: Numbers
+    step_s: Numbers
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The names of all parameters."""
+        return tuple(field.name for field in fields(cls))
+
+
+OF_ACCELERATORS = frozenset(Efficiencies.names()[:10])
+"""Parameters of a family of accelerators; the others are those of a runtime on it."""
+
+PRIORS: dict[str, Prior] = {
+    "matmul": Prior(0.8, 0.15),
+    "half_size": Prior(25, 0.5),
+    "memory": Prior(0.8, 0.1),
+    "elementwise": Prior(1.0, 0.3),
+    "scores_bytes": Prior(12, 0.4),
+    "scores": Prior(0.4, 0.5),
+    "flash_forward": Prior(0.55, 0.3),
+    "flash_backward": Prior(0.45, 0.3),
+    "kernel_s": Prior(6e-6, 0.4),
+    "update": Prior(0.6, 0.5),
+    "link": Prior(0.6, 0.3),
+    "matmul_factor": Prior(1.0, 0.1),
+    "scores_factor": Prior(1.0, 0.3),
+    "gather_network": Prior(0.4, 0.5),
+    "gather_link": Prior(0.6, 0.4),
+    "hierarchical_network": Prior(0.55, 0.4),
+    "reduce_network": Prior(0.5, 0.5),
+    "point_to_point": Prior(0.5, 0.6),
+    "overlap": Prior(0.5, 0.6),
+    "layer_s": Prior(1e-4, 1.0),
+    "microbatch_s": Prior(1e-3, 1.0),
+    "step_s": Prior(0.03, 1.0),
+}
+"""From publications and data sheets; wide where these differ."""
+
 
 _FILE = "calibration.yaml"
 _VERSION = 1

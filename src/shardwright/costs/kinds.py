@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.costs.block import BlockSeconds, block_seconds, head_seconds
-from shardwright.costs.efficiencies import Efficiencies
+from shardwright.costs.calibration import Efficiencies
 from shardwright.costs.inputs import Numbers, Options, Placement, Rates
 from shardwright.costs.memory import BF16, Precision, RankBytes, needier, stage_bytes
 from shardwright.costs.shape import Shape

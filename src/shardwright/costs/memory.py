@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from shardwright.costs.block import kept_bytes, tokens_of, whole_block_bytes
 from shardwright.costs.inputs import Columns, Numbers, Offload, Options, Recompute, ScheduleKind, Sharded
-from shardwright.costs.kept import kept_bytes, tokens_of, whole_block_bytes
 from shardwright.costs.shape import Shape
 
 __all__ = [

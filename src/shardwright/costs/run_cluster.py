@@ -6,11 +6,9 @@ from math import inf
 
 from shardwright.cluster import Cluster, Device, Inventory, Link, NodeKind
 from shardwright.cluster.machines import usable_bytes
-from shardwright.costs.calibration import REACHED, calibration_of, calibration_of_nodes
-from shardwright.costs.efficiencies import Efficiencies
+from shardwright.costs.calibration import REACHED, UNIT_S, Efficiencies, calibration_of, calibration_of_nodes
 from shardwright.costs.inputs import Rates
 from shardwright.costs.kinds import KindOfRank
-from shardwright.costs.own_runtime import UNIT_S
 from shardwright.costs.step import UPDATE_BYTES, UPDATE_BYTES_32
 from shardwright.errors import ConfigError
 

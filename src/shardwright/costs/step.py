@@ -4,8 +4,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from shardwright.costs.block import BlockSeconds, block_seconds, head_seconds
-from shardwright.costs.efficiencies import Efficiencies
+from shardwright.costs.block import BlockSeconds, block_seconds, head_seconds, kept_bytes
+from shardwright.costs.calibration import Efficiencies
 from shardwright.costs.inputs import (
     Gathers,
     Numbers,
@@ -15,7 +15,6 @@ from shardwright.costs.inputs import (
     ScheduleKind,
     Sharded,
 )
-from shardwright.costs.kept import kept_bytes
 from shardwright.costs.links import gather_seconds, hop_seconds, ring_rate, ring_seconds
 from shardwright.costs.shape import Shape
 

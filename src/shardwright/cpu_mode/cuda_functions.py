@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.cluster.host_memory import host_memory_bytes
+from shardwright.cluster.named import host_memory_bytes
 from shardwright.cpu_mode import _private, device_memory, generators, streams
 from shardwright.cpu_mode.devices import index_of
 from shardwright.cpu_mode.replacement import put, put_all

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardwright.cluster.host_memory import host_memory_bytes
+from shardwright.cluster.named import host_memory_bytes
 
 __all__ = ["FUNCTIONS", "mem_get_info"]
 

@@ -1,10 +1,16 @@
 """The plan of a run: its file, the conditions of its prediction, and the difference of two plans."""
 
-from shardwright.plan.decision import MeshPlan, SchedulePlan, StagePlan
-from shardwright.plan.identity import ModelIdentity, identity
+from shardwright.plan.decision import (
+    Alternative,
+    MeshPlan,
+    ModelIdentity,
+    SchedulePlan,
+    StagePlan,
+    Trial,
+    identity,
+)
 from shardwright.plan.plan import PLAN_VERSION, REMEDY, Plan, stage_of_label
 from shardwright.plan.prediction import CostRecord, MemoryPrediction, Prediction, StagePrediction
-from shardwright.plan.rivals import Alternative, Trial
 from shardwright.plan.tensor_plan import TensorPlan, TensorPrices
 
 __all__ = [

@@ -1,14 +1,35 @@
 """The decisions of a plan: the grid of ranks, the order of work, and the units of each stage."""
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from shardwright.files import Record
-from shardwright.limits import MOST_MICROBATCHES, MOST_RANKS
+from shardwright.limits import MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES_OF_RANK, MOST_STEPS
 from shardwright.mesh import canonical_placement
+from shardwright.model_graph import ModelGraph
+from shardwright.plan.prediction import Seconds
 
-__all__ = ["MeshPlan", "Microbatches", "SchedulePlan", "StagePlan"]
+__all__ = [
+    "Alternative",
+    "MeshPlan",
+    "Microbatches",
+    "ModelIdentity",
+    "SchedulePlan",
+    "StagePlan",
+    "Trial",
+    "difference_of_units",
+    "identity",
+]
 
 Degree = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Microbatches = Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)]
@@ -125,3 +146,79 @@ class StagePlan(Record):
     units: tuple[str, ...]
     recompute: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
+
+
+class ModelIdentity(Record):
+    """The model that a plan was made for.
+
+    Attributes:
+        fingerprint: hash of the names, shapes and types of all parameters and buffers.
+        num_parameters: trained and frozen, ties counted once.
+        units: labels of the unit calls in execution order: ``name``, or ``name#k`` for a repeated call.
+    """
+
+    fingerprint: str
+    num_parameters: NonNegativeInt
+    units: tuple[str, ...]
+
+
+def identity(graph: ModelGraph) -> ModelIdentity:
+    """The identity of a traced model, as a plan records it."""
+    return ModelIdentity(
+        fingerprint=graph.model_fingerprint,
+        num_parameters=graph.num_parameters,
+        units=graph.labels,
+    )
+
+
+def difference_of_units(expected: Sequence[str], found: Sequence[str]) -> str:
+    """The difference between two lists of unit calls, as the part of a sentence."""
+    twice = [unit for unit, count in Counter(found).items() if count > 1]
+    if twice:
+        return f"{len(twice)} of the model's units are placed more than once ({_sample(twice)})"
+    missing = [unit for unit in expected if unit not in set(found)]
+    extra = [unit for unit in found if unit not in set(expected)]
+    if missing or extra:
+        parts = []
+        if missing:
+            parts.append(f"{len(missing)} of the model's units are not in the stages ({_sample(missing)})")
+        if extra:
+            parts.append(f"the stages name {len(extra)} that the model does not have ({_sample(extra)})")
+        return " and ".join(parts)
+    for position, (a, b) in enumerate(zip(expected, found, strict=False)):
+        if a != b:
+            return f"the order differs at position {position}: the model calls {a}, the stages have {b}"
+    raise AssertionError("the two are equal")
+
+
+def _sample(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+class Alternative(Record):
+    """A runner-up, and its predicted cost."""
+
+    schedule: str
+    microbatches: Microbatches
+    stages: Annotated[int, Field(ge=1, le=MOST_RANKS * MOST_STAGES_OF_RANK)]
+    step_s: Seconds
+    peak_bytes: NonNegativeInt
+    verdict: str
+
+
+class Trial(Record):
+    """A plan that was tried on the machines that it was made for.
+
+    Attributes:
+        mesh: degrees and rank layout.
+        schedule: order of work.
+        step_s: seconds of a step as it was measured: the median, on the slowest rank, without the optimizer.
+        predicted_s: the same as it was predicted.
+        steps: that were timed.
+    """
+
+    mesh: MeshPlan
+    schedule: SchedulePlan
+    step_s: Seconds
+    predicted_s: Seconds
+    steps: Annotated[int, Field(ge=1, le=MOST_STEPS)]

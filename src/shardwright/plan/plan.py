@@ -23,13 +23,18 @@ from shardwright.errors import PlanError, StalePlanError
 from shardwright.files import DocumentError, Record, UserFile, parse_json, replace_file
 from shardwright.model_graph import ModelGraph
 from shardwright.placement import Cut
-from shardwright.plan.decision import MeshPlan, SchedulePlan, StagePlan
-from shardwright.plan.identity import ModelIdentity, difference_of_units
+from shardwright.plan.decision import (
+    Alternative,
+    MeshPlan,
+    ModelIdentity,
+    SchedulePlan,
+    StagePlan,
+    Trial,
+    difference_of_units,
+)
 from shardwright.plan.older_versions import brought_up
-from shardwright.plan.parameter_cuts import cuts_by_name
 from shardwright.plan.prediction import Prediction
-from shardwright.plan.rivals import Alternative, Trial
-from shardwright.plan.tensor_plan import TensorPlan
+from shardwright.plan.tensor_plan import TensorPlan, cuts_by_name
 from shardwright.printable import shown
 from shardwright.problems import describe, field_names, join
 from shardwright.quantities import format_bytes, format_seconds

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.cluster import Cluster, Device, Link
-from shardwright.cluster.host_memory import host_memory_bytes
+from shardwright.cluster.named import host_memory_bytes
 from shardwright.comm.joining.process_group import tell_all, tell_from
 from shardwright.comm.messages.transport import Transport
 from shardwright.comm.one_host.local_peers import LocalPeers

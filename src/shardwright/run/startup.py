@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from shardwright.config import Config
-from shardwright.config.misplaced import refuse_misplaced
+from shardwright.config.config import refuse_misplaced
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.plan import Plan
 from shardwright.run.context import Context, context, is_initialized, set_context

@@ -7,15 +7,12 @@
                           └──────► simulate
 """
 
-from shardwright.schedule.actions import Action, Kind
-from shardwright.schedule.build import build_schedule, splits_backward
-from shardwright.schedule.closed_form import bubble_seconds, peak_activations
-from shardwright.schedule.edges import Edge, chain_edges
+from shardwright.schedule.actions import Action, Edge, Kind, StageCost, chain_edges, unit_costs
+from shardwright.schedule.build import bubble_seconds, build_schedule, peak_activations, splits_backward
 from shardwright.schedule.lower import lower
 from shardwright.schedule.placement import KINDS, place_stages
 from shardwright.schedule.schedule import Schedule
 from shardwright.schedule.simulate import Event, Simulation, simulate
-from shardwright.schedule.stage_cost import StageCost, unit_costs
 from shardwright.schedule.validate import validate
 
 __all__ = [

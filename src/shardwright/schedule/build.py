@@ -1,19 +1,38 @@
-"""Builds a family's schedule for any placement of stages on ranks."""
+"""Builds a family's schedule for any placement of stages on ranks.
+
+The cost of schedules by formula, for equal stages and free transfers.
+
+For p ranks, m microbatches (p or more), v stages a rank, and the seconds tF, tI, tW of one microbatch on all
+stages of a rank (tB = tI + tW):
+
+=================  ==========================  ==================================================
+schedule           bubble, seconds             activations of stages kept by rank r
+=================  ==========================  ==================================================
+gpipe              (p - 1)(tF + tB)            m v, for p > 1
+1f1b               (p - 1)(tF + tB)            min(m, p - r)
+interleaved_1f1b   (p - 1)(tF + tB) / v        min(m v, 2 (p - r - 1) + (v - 1) g + 1), p <= g < 2p
+zb_h1              (p - 1)(tF + tI - tW)       min(m, p), for tW <= tI
+zb_v               (p - 1) tF / 2              min(2 m, 2 p), for tF = tI = tW and m >= 2p - 1
+=================  ==========================  ==================================================
+
+The bubble is the time of a step beyond m (tF + tB). For ``zb_v`` papers write zero, since every rank is busy
+from its first action to its last; (p - 1) tF / 2 is the wait of the last rank before its first action. g is
+the size of the largest group of microbatches: p, if p divides m. One rank alone takes them one by one, in
+GPipe, too.
+
+Sources: the papers named in the files of the families.
+"""
 
 from collections.abc import Sequence
 
-from shardwright.schedule.forward_only import forward_only as forward_only_rows
-from shardwright.schedule.gpipe import gpipe
-from shardwright.schedule.interleaved import interleaved
-from shardwright.schedule.one_f_one_b import one_f_one_b
-from shardwright.schedule.placement import check_kind
-from shardwright.schedule.request import check_request
+from shardwright.schedule.actions import StageCost
+from shardwright.schedule.families import gpipe, interleaved, one_f_one_b
+from shardwright.schedule.list_scheduler import forward_only as forward_only_rows
+from shardwright.schedule.placement import check_kind, check_request
 from shardwright.schedule.schedule import Schedule
-from shardwright.schedule.stage_cost import StageCost
-from shardwright.schedule.zb_h1 import zb_h1
-from shardwright.schedule.zb_v import zb_v
+from shardwright.schedule.zero_bubble import zb_h1, zb_v
 
-__all__ = ["build_schedule", "splits_backward"]
+__all__ = ["bubble_seconds", "build_schedule", "peak_activations", "splits_backward"]
 
 _FAMILIES = {
     "gpipe": gpipe,
@@ -87,3 +106,65 @@ def build_schedule(
         num_microbatches=num_microbatches,
         actions=tuple(map(tuple, rows)),
     )
+
+
+def bubble_seconds(
+    kind: str,
+    *,
+    num_ranks: int,
+    forward_s: float,
+    backward_s: float,
+    weight_s: float = 0.0,
+    stages_per_rank: int = 1,
+) -> float:
+    """Seconds of a step in which a rank is idle, by the table above.
+
+    Args:
+        kind: one of `KINDS`.
+        num_ranks: pipeline ranks.
+        forward_s: seconds of one microbatch's forward on all stages of a rank.
+        backward_s: seconds of its whole backward there.
+        weight_s: the part of `backward_s` that can be put off.
+        stages_per_rank: counts for ``interleaved_1f1b`` only.
+
+    >>> bubble_seconds("1f1b", num_ranks=4, forward_s=1.0, backward_s=2.0)
+    9.0
+    >>> bubble_seconds("zb_h1", num_ranks=4, forward_s=1.0, backward_s=2.0, weight_s=1.0)
+    3.0
+    """
+    check_kind(kind)
+    hops = num_ranks - 1
+    if kind == "zb_v":
+        return hops * forward_s / 2
+    if kind == "zb_h1":
+        input_s = backward_s - weight_s
+        return hops * (forward_s + input_s - min(weight_s, input_s))
+    chunks = stages_per_rank if kind == "interleaved_1f1b" else 1
+    return hops * (forward_s + backward_s) / chunks
+
+
+def peak_activations(
+    kind: str,
+    *,
+    num_ranks: int,
+    rank: int,
+    num_microbatches: int,
+    stages_per_rank: int = 1,
+) -> int:
+    """Activations of stages that a rank keeps at most, from ``F`` to ``B`` or ``W``, by the table above.
+
+    >>> [peak_activations("1f1b", num_ranks=3, rank=rank, num_microbatches=8) for rank in range(3)]
+    [3, 2, 1]
+    """
+    check_kind(kind)
+    p, m, v = num_ranks, num_microbatches, stages_per_rank
+    if kind == "gpipe":
+        return m * v if p > 1 else v
+    if kind == "zb_h1":
+        return min(m, p)
+    if kind == "zb_v":
+        return min(2 * m, 2 * p)
+    if kind == "1f1b" or v == 1:
+        return min(m, p - rank)
+    group = -(-m // max(1, m // p))
+    return min(m * v, 2 * (p - rank - 1) + (v - 1) * group + 1)

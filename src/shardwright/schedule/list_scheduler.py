@@ -14,17 +14,47 @@ anywhere, so the stage itself keeps none, and `Ration.stage` is not the reason. 
 stages above s; the last of them to start left a place for each deeper stage of r, so `Ration.rank` is not the
 reason. If s is the first stage of r, then r keeps nothing; if not, then r has already admitted the
 microbatch: `Ration.microbatches` is not the reason.
+
+The two halves of a split backward: chooses among candidates, joins halves where a split gains nothing.
+
+``I`` and ``W`` apart cost a little more than ``B`` (two walks through the graph instead of one). Where ``W``
+directly follows its ``I`` and the stage before does not wait for the gradient, they are joined::
+
+    rank 0 | ... F7 W2 I3 ...         I3 of rank 0 starts after W3 of rank 1 has ended,
+    rank 1 | ... I3 W3 F6 ...    ->   so rank 1 may as well run B3
+
+The forward-only schedule, for evaluation and inference.
+
+::
+
+    3 microbatches, stages on ranks (0, 1, 0)
+    rank 0 | 0F0 0F1 2F0 2F1 0F2 .   2F2
+    rank 1 | .   1F0 1F1 .   .   1F2
+
+Deeper stages go first, so that results leave early and little waits in between.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from shardwright.schedule.actions import Action, Kind
-from shardwright.schedule.placement import stages_by_rank
-from shardwright.schedule.request import Request, Rows
+from shardwright.schedule.action_graph import ActionGraph, compile_actions
+from shardwright.schedule.actions import Action, Kind, chain_edges
+from shardwright.schedule.placement import Request, Rows, stages_by_rank
+from shardwright.schedule.replay import Timeline, action_seconds, replay
 
-__all__ = ["Order", "Policy", "Ration", "deepest_first", "list_schedule", "oldest_first"]
+__all__ = [
+    "Order",
+    "Policy",
+    "Ration",
+    "deepest_first",
+    "fastest",
+    "forward_only",
+    "join_halves",
+    "list_schedule",
+    "most_in_flight",
+    "oldest_first",
+]
 
 Order = Callable[[int, int], tuple[int, ...]]
 """(stage, microbatch) -> key; the smallest goes first."""
@@ -206,3 +236,89 @@ class _Player:
             return None
         microbatch, negative_stage = min(owed)
         return Action(Kind.BACKWARD_WEIGHT, -negative_stage, microbatch)
+
+
+_RELATIVE_TIE = 1e-9
+"""Candidates whose times differ by less are equal: sums of the same seconds in another order."""
+
+
+def fastest(candidates: Iterable[Rows], request: Request) -> Rows:
+    """The candidate that ends first by the request's costs, halves joined; of equals, the first named."""
+    best, best_s = None, float("inf")
+    for rows in candidates:
+        makespan_s = _play(rows, request)[1].makespan
+        if best is None or makespan_s < best_s * (1 - _RELATIVE_TIE):
+            best, best_s = rows, makespan_s
+    return join_halves(best or [], request)
+
+
+def join_halves(rows: Rows, request: Request) -> Rows:
+    """Makes a ``B`` of each ``I`` with its own ``W`` right behind it where nobody waits for the gradient."""
+    graph, timeline = _play(rows, request)
+    starts = {
+        (action.stage, action.microbatch): timeline.starts[number]
+        for number, action in enumerate(graph.actions)
+        if action.kind is Kind.BACKWARD_INPUT
+    }
+    joined = []
+    for row, numbers in zip(rows, graph.rows, strict=True):
+        joined.append(_join_row(row, timeline.ends[numbers.start : numbers.stop], starts))
+    return joined
+
+
+def _join_row(
+    row: Sequence[Action], ends: Sequence[float], starts: dict[tuple[int, int], float]
+) -> list[Action]:
+    joined: list[Action] = []
+    for action, end in zip(row, ends, strict=True):
+        own_input = Action(Kind.BACKWARD_INPUT, action.stage, action.microbatch)
+        if action.kind is Kind.BACKWARD_WEIGHT and joined and joined[-1] == own_input:
+            awaited_s = starts.get((action.stage - 1, action.microbatch), float("inf"))
+            if awaited_s >= end * (1 - _RELATIVE_TIE):
+                joined[-1] = Action(Kind.BACKWARD, action.stage, action.microbatch)
+                continue
+        joined.append(action)
+    return joined
+
+
+def _play(rows: Rows, request: Request) -> tuple[ActionGraph, Timeline]:
+    graph = compile_actions(
+        rows,
+        stage_ranks=request.stage_ranks,
+        num_microbatches=request.num_microbatches,
+        edges=chain_edges(request.num_stages),
+    )
+    return graph, replay(graph, action_seconds(graph, request.costs))
+
+
+def most_in_flight(row: Sequence[Action]) -> int:
+    """The largest number of microbatches that a rank has begun and not wholly done.
+
+    A microbatch is done when every stage of the rank that ran its forward has run its ``B`` or its ``W``.
+
+    >>> row = [Action(Kind(kind), 0, k) for kind, k in (("F", 0), ("F", 1), ("I", 0), ("F", 2), ("W", 0))]
+    >>> most_in_flight(row)
+    3
+    """
+    open_forwards: dict[int, int] = {}
+    most = 0
+    for action in row:
+        k = action.microbatch
+        if action.kind is Kind.FORWARD:
+            open_forwards[k] = open_forwards.get(k, 0) + 1
+            most = max(most, len(open_forwards))
+        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            open_forwards[k] -= 1
+            if not open_forwards[k]:
+                del open_forwards[k]
+    return most
+
+
+def forward_only(request: Request) -> Rows:
+    """The forwards alone, in an order that runs on any placement."""
+    policy = Policy(
+        ration=Ration(microbatches=request.active_microbatches),
+        forward_order=deepest_first,
+        backward_order=deepest_first,
+    )
+    return list_schedule(policy, request, forward_only=True)

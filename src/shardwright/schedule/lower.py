@@ -24,11 +24,9 @@ from dataclasses import replace
 
 from shardwright.errors import ScheduleError
 from shardwright.schedule.action_graph import ActionGraph, compile_actions
-from shardwright.schedule.actions import Action, Kind
-from shardwright.schedule.edges import Edge, check_edges
+from shardwright.schedule.actions import Action, Edge, Kind, check_edges, unit_costs
 from shardwright.schedule.replay import action_seconds, replay
 from shardwright.schedule.schedule import Schedule
-from shardwright.schedule.stage_cost import unit_costs
 
 __all__ = ["lower"]
 

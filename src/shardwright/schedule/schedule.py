@@ -9,19 +9,15 @@ runtime executes the rows, the simulator adds up their costs, and they share not
     rank 1 | .  F0 B0=== F1 B1=== F2 B2===
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.errors import ScheduleError
-from shardwright.schedule.action_graph import compile_actions, host_copies_of
-from shardwright.schedule.actions import HOST_COPIES, TRANSFERS, Action, Kind
-from shardwright.schedule.drawing import draw_rows
-from shardwright.schedule.edges import chain_edges
-from shardwright.schedule.host_copies import row_with_host_copies
+from shardwright.schedule.action_graph import compile_actions, host_copies_of, row_with_host_copies
+from shardwright.schedule.actions import HOST_COPIES, TRANSFERS, Action, Kind, chain_edges, unit_costs
 from shardwright.schedule.replay import action_seconds, replay
-from shardwright.schedule.stage_cost import unit_costs
 
-__all__ = ["Schedule"]
+__all__ = ["Schedule", "draw_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +123,35 @@ class Schedule:
     def _has(self, kinds: Iterable[Kind]) -> bool:
         wanted = tuple(kinds)
         return any(action.kind in wanted for row in self.actions for action in row)
+
+
+Row = Sequence[tuple[Action, int, int]]
+"""Actions with start and length in units of time."""
+
+_LETTERS = {Kind.OFFLOAD: "O", Kind.LOAD: "L"}
+
+
+def draw_rows(rows: Sequence[Row], *, name_stages: bool, copies: Sequence[Row] = ()) -> str:
+    """Draws one line a rank, and one below for its host where anything is copied there."""
+    lines: list[tuple[str, Row]] = []
+    for rank, row in enumerate(rows):
+        lines.append((f"rank {rank}", row))
+        if copies and copies[rank]:
+            lines.append((f"host {rank}", copies[rank]))
+    width = max((len(_name(action, name_stages)) for row in rows for action, _, _ in row), default=1)
+    label_width = len(f"rank {len(rows) - 1}")
+    drawn = []
+    for label, row in lines:
+        cells, now = [label.ljust(label_width), "|"], 0
+        for action, start, length in row:
+            name = _name(action, name_stages)
+            cells += [".".ljust(width)] * (start - now)
+            cells.append(name.ljust(width) if length <= 1 else name.ljust(length * (width + 1) - 1, "="))
+            now = start + length
+        drawn.append(" ".join(cells).rstrip())
+    return "\n".join(drawn)
+
+
+def _name(action: Action, name_stages: bool) -> str:
+    stage = str(action.stage) if name_stages else ""
+    return f"{stage}{_LETTERS.get(action.kind, action.kind.value)}{action.microbatch}"

@@ -21,13 +21,16 @@ from typing import NamedTuple
 from shardwright.cluster import Link
 from shardwright.errors import ScheduleError
 from shardwright.schedule.action_graph import ActionGraph, compile_actions, host_copies_of
-from shardwright.schedule.actions import Action, Kind
-from shardwright.schedule.edges import Edge, check_edges
-from shardwright.schedule.mail import Price
-from shardwright.schedule.replay import Handling, Timeline, action_seconds, replay
+from shardwright.schedule.actions import Action, Edge, Kind, StageCost, check_costs, check_edges
+from shardwright.schedule.replay import (
+    Handling,
+    Price,
+    Timeline,
+    action_seconds,
+    replay,
+    replay_on_shared_cores,
+)
 from shardwright.schedule.schedule import Schedule
-from shardwright.schedule.shared_replay import replay_on_shared_cores
-from shardwright.schedule.stage_cost import StageCost, check_costs
 
 __all__ = ["Event", "Simulation", "simulate"]
 

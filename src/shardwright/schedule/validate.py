@@ -17,9 +17,8 @@ That rows reach their end shows in `simulate`, which refuses a deadlock.
 from collections.abc import Iterator, Sequence
 
 from shardwright.errors import ScheduleError
-from shardwright.schedule.actions import COMPUTE, TRANSFERS, Action, Kind
-from shardwright.schedule.edges import Edge, check_edges
-from shardwright.schedule.host_copies import check_host_copies
+from shardwright.schedule.action_graph import check_host_copies
+from shardwright.schedule.actions import COMPUTE, TRANSFERS, Action, Edge, Kind, check_edges
 from shardwright.schedule.lower import lower
 from shardwright.schedule.schedule import Schedule
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, ParamSpec, Protocol, overload
 
 from torch import Tensor
 
-from shardwright.config.misplaced import refuse_misplaced
+from shardwright.config.config import refuse_misplaced
 from shardwright.errors import UsageError
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_result import BatchResult

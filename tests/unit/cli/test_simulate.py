@@ -6,7 +6,7 @@ import pytest
 from planned import planned
 
 from cli.calling import call
-from shardwright.plan.conditions import LinkConditions
+from shardwright.plan.prediction import LinkConditions
 
 FREE = LinkConditions(latency_s=0.0, bandwidth_Bps=None)
 

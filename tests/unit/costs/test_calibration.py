@@ -7,9 +7,8 @@ import pytest
 
 from shardwright.catalogue import find_architecture
 from shardwright.costs import Options, Rates, Shape, calibration_of, step_seconds
-from shardwright.costs.efficiencies import PRIORS, Efficiencies
-from shardwright.costs.fit import fit, leave_out, ratios
-from shardwright.costs.runs import MeasuredRun, Runs
+from shardwright.costs.calibration import PRIORS, Efficiencies
+from shardwright.costs.fit import MeasuredRun, Runs, fit, leave_out, ratios
 
 pytest.importorskip("scipy")
 

@@ -18,7 +18,7 @@ from shardwright.costs import (
     chain_bytes,
     chain_seconds,
 )
-from shardwright.costs.candidate_groups import stage_ends
+from shardwright.costs.chain import stage_ends
 
 RATES = Rates(flops_per_s=312e12, memory_Bps=1.5e12, link_Bps=300e9, network_Bps=50e9, per_node=8.0)
 REACHED = calibration_of("A100").efficiencies

@@ -6,8 +6,8 @@ import pytest
 
 from shardwright.cluster import Rate, memory_for, parse_inventory, usable_bytes
 from shardwright.costs import calibration_of, calibration_of_nodes
-from shardwright.costs.own_runtime import ACTION_S, STEP_S
-from shardwright.costs.price import RankRates
+from shardwright.costs.calibration import ACTION_S, STEP_S
+from shardwright.costs.links import RankRates
 from shardwright.costs.run_cluster import cluster_of
 from shardwright.work import Work
 

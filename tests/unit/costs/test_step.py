@@ -21,7 +21,7 @@ from shardwright.costs import (
     rank_bytes,
     step_seconds,
 )
-from shardwright.costs.kept import kept_bytes
+from shardwright.costs.block import kept_bytes
 
 A100 = Rates(flops_per_s=312e12, memory_Bps=2e12, link_Bps=300e9, network_Bps=100e9, per_node=8.0)
 REACHED = calibration_of("A100", "megatron").efficiencies

@@ -7,7 +7,7 @@ from graphs import chain_graph, profile_of
 
 from planner.machines import machines
 from shardwright.config import Config
-from shardwright.costs.own_runtime import ACTION_S
+from shardwright.costs.calibration import ACTION_S
 from shardwright.mesh import Mesh
 from shardwright.plan import Plan
 from shardwright.planner import make_plan, overruled_settings, schedule_of, stage_costs_of

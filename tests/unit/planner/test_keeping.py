@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from planner.test_layout import lay_out, recompute_profile
 from shardwright.cluster import Link
-from shardwright.costs.own_runtime import OFFLOADED_CALL_S
+from shardwright.costs.calibration import OFFLOADED_CALL_S
 from shardwright.planner.memory.keeping import KeepingPolicy, choose_keeping
 from shardwright.planner.memory.rank_memory import rank_memory
 from shardwright.planner.partition.layout import Layout

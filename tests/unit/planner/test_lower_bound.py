@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from planner.machines import machines
 from planner.test_tables import PROFILE, graphs
 from shardwright.config import Config
-from shardwright.costs.own_runtime import ACTION_S
+from shardwright.costs.calibration import ACTION_S
 from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.cluster import Link
-from shardwright.costs.partition import split
+from shardwright.costs.chain import split
 from shardwright.errors import PlanError
 from shardwright.planner.chain.model_chain import build_chain
 from shardwright.planner.partition.cuts import improve, manual_stages

@@ -8,7 +8,7 @@ from planner.test_search import candidates, machines
 from planner.test_search import plan as make
 from shardwright.errors import PlanError
 from shardwright.plan import Plan
-from shardwright.plan.conditions import LinkConditions
+from shardwright.plan.prediction import LinkConditions
 from shardwright.planner.explain.memory_over_time import memory_over_time
 from shardwright.planner.explain.plan_replay import Change, base_setting, change_setting, play
 from shardwright.planner.explain.sensitivity import sensitivities

@@ -111,12 +111,12 @@ def test_one_rank_takes_microbatch_by_microbatch(kind):
 @pytest.mark.parametrize(
     ("module", "kind", "stage_ranks", "m", "forward_only"),
     [
-        ("gpipe", "gpipe", (0, 1), 4, False),
-        ("one_f_one_b", "1f1b", (0, 1, 2), 4, False),
-        ("interleaved", "interleaved_1f1b", (0, 1, 0, 1), 4, False),
-        ("zb_h1", "zb_h1", (0, 1, 2), 5, False),
-        ("zb_v", "zb_v", (0, 1, 1, 0), 4, False),
-        ("forward_only", "1f1b", (0, 1, 0), 3, True),
+        ("families", "gpipe", (0, 1), 4, False),
+        ("families", "1f1b", (0, 1, 2), 4, False),
+        ("families", "interleaved_1f1b", (0, 1, 0, 1), 4, False),
+        ("zero_bubble", "zb_h1", (0, 1, 2), 5, False),
+        ("zero_bubble", "zb_v", (0, 1, 1, 0), 4, False),
+        ("list_scheduler", "1f1b", (0, 1, 0), 3, True),
         ("schedule", "1f1b", (0, 1), 3, False),
     ],
 )
@@ -124,10 +124,12 @@ def test_the_picture_above_a_family_is_what_it_builds(module, kind, stage_ranks,
     document = importlib.import_module(f"shardwright.schedule.{module}").__doc__
     pictured = re.findall(r"^ *(rank \d .*)$", document, re.MULTILINE)
     drawn = build(kind, stage_ranks, m, forward_only=forward_only).draw().splitlines()
-    assert len(pictured) == len(drawn)
-    for picture, line in zip(pictured, drawn, strict=True):
-        assert line.startswith(picture.removesuffix("...").rstrip() if "..." in picture else line)
-        assert "..." in picture or picture == line
+
+    def shows(picture, line):
+        return line.startswith(picture.removesuffix("...").rstrip()) if "..." in picture else picture == line
+
+    runs = (pictured[first : first + len(drawn)] for first in range(len(pictured) - len(drawn) + 1))
+    assert any(all(map(shows, run, drawn)) for run in runs)
 
 
 def bubble(schedule, costs):

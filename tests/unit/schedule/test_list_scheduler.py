@@ -14,8 +14,7 @@ from shardwright.schedule import (
     validate,
 )
 from shardwright.schedule.list_scheduler import Policy, Ration, deepest_first, list_schedule, oldest_first
-from shardwright.schedule.placement import hops_to_end
-from shardwright.schedule.request import check_request
+from shardwright.schedule.placement import check_request, hops_to_end
 from shardwright.schedule.schedule import Schedule
 
 from .cases import ODD_PLACEMENTS, count_begun, count_kept, text_of

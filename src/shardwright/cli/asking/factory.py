@@ -44,15 +44,7 @@ class Sample:
 
 
 def build(factory: str, *, device: str) -> Sample:
-    """Imports a factory and calls it.
-
-    Args:
-        factory: ``file.py:function`` or ``module:function``.
-        device: the device on which tensors are made.
-
-    Raises:
-        UsageError: there is no such function, it fails, or it returns something else.
-    """
+    """Imports a factory and calls it."""
     with _own_words(factory):
         function = _function(factory)
         made = _called(function, factory, device)
@@ -72,11 +64,7 @@ def _called(function: Callable[[], Any], factory: str, device: str) -> Any:
 
 @contextmanager
 def _own_words(factory: str) -> Iterator[None]:
-    """Gives a script that parses its command line when it is imported its own name, and no word of ours.
-
-    Raises:
-        UsageError: it ends the process, as a parser does that misses an argument.
-    """
+    """Gives a script that parses its command line when it is imported its own name, and no word of ours."""
     words = sys.argv
     script = split_factory(factory)[0]
     sys.argv = [script]

@@ -44,11 +44,7 @@ class Order:
 
 
 def refuse_broken(factory: str, *, build_on: str) -> None:
-    """Runs a factory once, so that not every rank reports its error.
-
-    Raises:
-        UsageError: there is none, or it fails.
-    """
+    """Runs a factory once, so that not every rank reports its error."""
     check_factory(factory)
     # Here, because it imports torch: --help answers before.
     from shardwright.cli.asking.factory import build

@@ -27,21 +27,7 @@ def run_for_files(
     node_rank: int | None = None,
     endpoint: str | None = None,
 ) -> bool:
-    """Runs a module whose first rank writes files; they are put in place when all has gone well.
-
-    Args:
-        module: its name; each rank runs it as a program.
-        arguments: that it gets, of the paths at which the first rank is to write.
-        outputs: where the files go in the end.
-        num_ranks, num_nodes, node_rank, endpoint: as for `run_on_ranks`.
-
-    Returns:
-        Whether this host has the files: the one of the first rank has, others have not.
-
-    Raises:
-        UsageError: a file cannot go where it is wanted; told before anything is measured.
-        SystemExit: a rank has failed.
-    """
+    """Runs a module whose first rank writes files; they are put in place when all has gone well."""
     for output in outputs:
         refuse_unwritable(output)
     with tempfile.TemporaryDirectory(prefix="shardwright-files-") as folder:
@@ -68,11 +54,7 @@ def _put(output: Path, content: bytes) -> None:
 
 
 def refuse_unwritable(output: Path) -> None:
-    """Refuses a place where no file can go, before anything is measured for it.
-
-    Raises:
-        UsageError: something else stands there, or there is no folder around it.
-    """
+    """Refuses a place where no file can go, before anything is measured for it."""
     try:
         check_place(output)
     except OSError as error:
@@ -88,19 +70,7 @@ def run_on_ranks(
     node_rank: int | None = None,
     endpoint: str | None = None,
 ) -> None:
-    """Starts the ranks and waits for them; their output goes to stderr.
-
-    Args:
-        module: its name; each rank runs it as a program.
-        arguments: that it gets.
-        num_ranks: on this host.
-        num_nodes: hosts.
-        node_rank: number of this host; None lets the hosts number themselves.
-        endpoint: where the hosts meet.
-
-    Raises:
-        SystemExit: a rank has failed, with the exit code that tells how.
-    """
+    """Starts the ranks and waits for them; their output goes to stderr."""
     folder = tempfile.mkdtemp(prefix="shardwright-")
     request = LaunchRequest(
         target=module,

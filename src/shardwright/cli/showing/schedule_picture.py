@@ -9,7 +9,7 @@ from shardwright.cluster import Link
 from shardwright.quantities import format_seconds
 from shardwright.schedule import Schedule, StageCost, bubble_seconds, peak_activations, simulate
 from shardwright.schedule.actions import Action
-from shardwright.schedule.drawing import draw_rows
+from shardwright.schedule.schedule import draw_rows
 from shardwright.text_table import align
 
 __all__ = ["SchedulePicture"]
@@ -86,11 +86,7 @@ class SchedulePicture:
         }
 
     def text(self, *, width: int | None = None) -> str:
-        """The picture, the bubble, and what each rank keeps.
-
-        Args:
-            width: of the terminal, to which the picture is cut; None where lines may be of any length.
-        """
+        """The picture, the bubble, and what each rank keeps."""
         schedule, simulation = self._schedule, self._simulation
         unit_s, is_exact = self._unit_s()
         v = self._stages_per_rank

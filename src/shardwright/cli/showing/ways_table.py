@@ -24,12 +24,6 @@ def ways_table(task: "Task", ways: Sequence["Way"], *, width: int | None = None)
     Degrees are those of a rank's groups: tensor (TP), pipeline (PP), stages of a rank (VP), context (CP),
     experts (EP), replicas (DP). ``mbs`` is a microbatch's samples, ``m`` the number of microbatches. A star
     marks what this version does not run.
-
-    Args:
-        task: what was asked.
-        ways: the first is what the others' times are compared with.
-        width: in characters; by default the terminal's. Where it is too narrow, columns go in which all rows
-            have the usual value, and then those that others tell, too.
     """
     width = shutil.get_terminal_size().columns if width is None else width
     columns = [[title, *(cell(way) for way in ways)] for title, cell in _columns(task, ways[0]).items()]

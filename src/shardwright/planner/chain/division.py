@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from shardwright.costs.own_runtime import DIVIDED_OPERATION_S
+from shardwright.costs.calibration import DIVIDED_OPERATION_S
 from shardwright.model_graph import ModelGraph, TensorSpec
 from shardwright.placement import BetweenUnits, Cut
 from shardwright.plan import TensorPlan, TensorPrices

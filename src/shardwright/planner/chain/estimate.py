@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from shardwright.cluster import Device
 from shardwright.costs import calibration_of
-from shardwright.costs.price import RankRates
+from shardwright.costs.links import RankRates
 from shardwright.model_graph import ModelGraph, Node
 from shardwright.profile import Profile, UnitCost
 from shardwright.work import Work

@@ -14,7 +14,7 @@ from shardwright.cluster import Link
 from shardwright.errors import PlanError
 from shardwright.limits import MOST_TIMES
 from shardwright.plan import Plan, Prediction
-from shardwright.plan.conditions import Conditions, LinkConditions
+from shardwright.plan.prediction import Conditions, LinkConditions
 from shardwright.planner.adopt import schedule_of, stage_costs_of
 from shardwright.schedule import Edge, Schedule, Simulation, StageCost, build_schedule, simulate
 

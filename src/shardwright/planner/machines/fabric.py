@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.cluster import Cluster, HostCosts, Link
-from shardwright.costs.own_runtime import ACTION_S, STEP_S
+from shardwright.costs.calibration import ACTION_S, STEP_S
 from shardwright.mesh import Mesh
 from shardwright.plan import TensorPrices
 from shardwright.planner.machines.overlap import Moments, exposed_after, exposed_before, moments_of

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from shardwright.cluster import Link
-from shardwright.costs.own_runtime import OFFLOADED_CALL_S
+from shardwright.costs.calibration import OFFLOADED_CALL_S
 from shardwright.planner.chain.chain import SavedValue
 from shardwright.planner.memory.rank_memory import gradients_come_late, messages
 from shardwright.planner.partition.layout import Layout

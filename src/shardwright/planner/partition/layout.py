@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.bucket_size import size_of_buckets
-from shardwright.costs.own_runtime import OFFLOADED_CALL_S
+from shardwright.costs.calibration import OFFLOADED_CALL_S
 from shardwright.planner.chain.chain import Chain, ParameterUse, StateBytes
 from shardwright.schedule import Edge, StageCost
 

@@ -36,7 +36,7 @@ from shardwright.costs import (
     StepSeconds,
     mixed_chain,
 )
-from shardwright.costs.own_runtime import ACTION_S, STEP_S
+from shardwright.costs.calibration import ACTION_S, STEP_S
 from shardwright.costs.run_cluster import kinds_of
 from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph

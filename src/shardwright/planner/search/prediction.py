@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 from shardwright.cluster import Link
 from shardwright.plan import Prediction, StagePrediction
-from shardwright.plan.conditions import Conditions, FlowConditions, LinkConditions
+from shardwright.plan.prediction import Conditions, FlowConditions, LinkConditions
 from shardwright.planner.chain.estimate import error_of
 from shardwright.planner.machines.fabric import Fabric
 from shardwright.planner.search.option import Option

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from shardwright.costs.partition import split
+from shardwright.costs.chain import split
 from shardwright.planner.chain.chain import Chain
 from shardwright.planner.machines.fabric import Fabric
 from shardwright.planner.memory.keeping import KeepingPolicy, choose_keeping

@@ -17,7 +17,7 @@ from pathlib import Path
 from torch import nn
 
 from shardwright import __version__
-from shardwright.cluster.host_memory import host_memory_bytes
+from shardwright.cluster.named import host_memory_bytes
 from shardwright.errors import ShardwrightError
 from shardwright.files import replace_file
 from shardwright.plan import Plan

@@ -24,7 +24,7 @@ from shardwright.cluster import Cluster
 from shardwright.collector import collector_paused
 from shardwright.comm.joining.process_group import tell_all
 from shardwright.config import Config
-from shardwright.costs.own_runtime import DIVIDED_OPERATION_S
+from shardwright.costs.calibration import DIVIDED_OPERATION_S
 from shardwright.errors import PlanError
 from shardwright.model_graph import ModelGraph
 from shardwright.observe.console import Phase

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.config.misplaced import refuse_misplaced
+from shardwright.config.config import refuse_misplaced
 from shardwright.errors import UsageError
 from shardwright.run.context import Context, context, is_initialized
 from shardwright.run.memory import keep_freed_memory

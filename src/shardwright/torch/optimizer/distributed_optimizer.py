@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwright.config.misplaced import refuse_misplaced
+from shardwright.config.config import refuse_misplaced
 from shardwright.errors import UsageError
 from shardwright.run.context import context, is_initialized
 from shardwright.torch.interception.glue import refuse_inside_step

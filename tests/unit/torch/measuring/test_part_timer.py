@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwright.costs.own_runtime import DIVIDED_OPERATION_S
+from shardwright.costs.calibration import DIVIDED_OPERATION_S
 from shardwright.placement import BetweenUnits, Cut
 from shardwright.plan import TensorPrices
 from shardwright.planner.chain.division import Passage

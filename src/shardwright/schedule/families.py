@@ -1,4 +1,34 @@
-"""Interleaved 1F1B: several stages per rank, so that the pipeline fills in a fraction of the time.
+"""The families with whole backwards: GPipe, 1F1B, interleaved 1F1B.
+
+GPipe: all forwards, then all backwards.
+
+::
+
+    4 microbatches
+    rank 0 | F0 F1 F2 F3 .  .  .  B0=== B1=== B2=== B3===
+    rank 1 | .  F0 F1 F2 F3 B0=== B1=== B2=== B3===
+
+It keeps all microbatches at once. With fewer active microbatches it runs in waves of that many. Backwards run
+from the first microbatch to the last, so that gradients are summed in the same order as in the other
+families.
+
+Source: Huang et al., GPipe, 2019.
+
+1F1B: each backward as early as possible, each forward only where a backward has made room.
+
+::
+
+    4 microbatches; rank 0 keeps 3 of them at once, rank 1 two, rank 2 one
+    rank 0 | F0 F1 F2 .  .  .  .  B0=== F3 B1=== .  B2=== .  B3===
+    rank 1 | .  F0 F1 .  .  B0=== F2 B1=== F3 B2=== .  B3===
+    rank 2 | .  .  F0 B0=== F1 B1=== F2 B2=== F3 B3===
+
+Stage s of p keeps at most p - s microbatches: one for each stage that a microbatch still has to pass,
+including s itself. The bubble is that of GPipe, which keeps all.
+
+Source: Narayanan et al., PipeDream-Flush, in "Memory-efficient pipeline-parallel DNN training", 2021.
+
+Interleaved 1F1B: several stages per rank, so that the pipeline fills in a fraction of the time.
 
 ::
 
@@ -17,14 +47,83 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from shardwright.schedule.actions import Action, Kind
-from shardwright.schedule.halves import fastest
-from shardwright.schedule.in_flight import most_in_flight
-from shardwright.schedule.list_scheduler import Order, Policy, Ration, deepest_first, list_schedule
-from shardwright.schedule.one_f_one_b import alternate, one_f_one_b
-from shardwright.schedule.placement import hops_to_end, is_chain, is_round_robin, stages_by_rank
-from shardwright.schedule.request import Request, Rows
+from shardwright.schedule.list_scheduler import (
+    Order,
+    Policy,
+    Ration,
+    deepest_first,
+    fastest,
+    list_schedule,
+    most_in_flight,
+)
+from shardwright.schedule.placement import (
+    Request,
+    Rows,
+    hops_to_end,
+    is_chain,
+    is_round_robin,
+    stages_by_rank,
+)
 
-__all__ = ["interleaved"]
+__all__ = ["alternate", "gpipe", "interleaved", "one_f_one_b"]
+
+
+def gpipe(request: Request) -> Rows:
+    """The rows of GPipe for any placement.
+
+    Every rank takes its work from one common list (wave, then stage, then microbatch), so that whoever is
+    first in the list can always run.
+    """
+    m = request.num_microbatches
+    wave = min(m, request.active_microbatches or m)
+    waves = [range(first, min(first + wave, m)) for first in range(0, m, wave)]
+    return [
+        [
+            action
+            for microbatches in waves
+            for action in (
+                *(Action(Kind.FORWARD, s, k) for s in stages for k in microbatches),
+                *(Action(Kind.BACKWARD, s, k) for s in reversed(stages) for k in microbatches),
+            )
+        ]
+        for stages in stages_by_rank(request.stage_ranks)
+    ]
+
+
+def one_f_one_b(request: Request) -> Rows:
+    """The classic rows where rank i runs stage i; else the same rule, p - s being changes of rank + 1."""
+    hops = hops_to_end(request.stage_ranks)
+    m = request.num_microbatches
+    if is_chain(request.stage_ranks):
+        most = min(m, request.active_microbatches or m)
+        return [
+            alternate(
+                [Action(Kind.FORWARD, stage, k) for k in range(m)],
+                [Action(Kind.BACKWARD, stage, k) for k in range(m)],
+                num_ahead=min(most, hops[stage] + 1),
+            )
+            for stage in range(request.num_stages)
+        ]
+    policy = Policy(
+        ration=Ration(stage=[hop + 1 for hop in hops], microbatches=request.active_microbatches),
+        forward_order=deepest_first,
+        backward_order=deepest_first,
+    )
+    return list_schedule(policy, request)
+
+
+def alternate(forwards: list[Action], backwards: list[Action], *, num_ahead: int) -> list[Action]:
+    """Some forwards, then backwards and forwards by turns, then the backwards left.
+
+    >>> forwards = [Action(Kind.FORWARD, 0, k) for k in range(3)]
+    >>> backwards = [Action(Kind.BACKWARD, 0, k) for k in range(3)]
+    >>> " ".join(map(str, alternate(forwards, backwards, num_ahead=2)))
+    '0F0 0F1 0B0 0F2 0B1 0B2'
+    """
+    row = forwards[:num_ahead]
+    for backward, forward in zip(backwards, forwards[num_ahead:], strict=False):
+        row += [backward, forward]
+    return row + backwards[len(forwards) - num_ahead :]
 
 
 def interleaved(request: Request) -> Rows:

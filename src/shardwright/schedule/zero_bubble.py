@@ -1,4 +1,21 @@
-"""ZB-V: two stages per rank, laid out as a V, without a bubble while the pipeline is full.
+"""The families that split the backward: ZB-H1, ZB-V.
+
+ZB-H1: 1F1B with the backward split, and weight gradients deferred to fill the bubble.
+
+::
+
+    5 microbatches, F = I = W = 1
+    rank 0 | F0 F1 F2 .  .  B0=== F3 B1=== F4 B2=== B3=== B4===
+    rank 1 | .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
+    rank 2 | .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
+
+Stage s of p keeps p - s microbatches between F and I, as in 1F1B, and defers s weight gradients, so that
+every rank keeps p, like the first rank of 1F1B. With equal stages and p microbatches or more the bubble is (p
+- 1)(tF + tI - tW), where tW is at most tI; a longer W gains nothing more.
+
+Source: Qi et al., "Zero bubble pipeline parallelism", 2023, section 2.3.
+
+ZB-V: two stages per rank, laid out as a V, without a bubble while the pipeline is full.
 
 ::
 
@@ -17,13 +34,59 @@ Source: Qi et al., "Zero bubble pipeline parallelism", 2023, section 6.
 from collections.abc import Iterator
 
 from shardwright.schedule.actions import Action, Kind
-from shardwright.schedule.halves import fastest
-from shardwright.schedule.in_flight import most_in_flight
-from shardwright.schedule.list_scheduler import Policy, Ration, deepest_first, list_schedule, oldest_first
-from shardwright.schedule.placement import is_v, stages_by_rank
-from shardwright.schedule.request import Request, Rows
+from shardwright.schedule.list_scheduler import (
+    Policy,
+    Ration,
+    deepest_first,
+    fastest,
+    join_halves,
+    list_schedule,
+    most_in_flight,
+    oldest_first,
+)
+from shardwright.schedule.placement import Request, Rows, hops_to_end, is_chain, is_v, stages_by_rank
 
-__all__ = ["zb_v"]
+__all__ = ["zb_h1", "zb_v"]
+
+
+def zb_h1(request: Request) -> Rows:
+    """The paper's rows where rank i runs stage i; else the same bounds, p - s being changes of rank + 1."""
+    if is_chain(request.stage_ranks):
+        rows = [_row_of_h1(request, stage) for stage in range(request.num_stages)]
+    else:
+        rows = _played_out(request)
+    return join_halves(rows, request)
+
+
+def _played_out(request: Request) -> Rows:
+    stages = stages_by_rank(request.stage_ranks)
+    hops = hops_to_end(request.stage_ranks)
+    policy = Policy(
+        ration=Ration(
+            stage=[hop + 1 for hop in hops],
+            rank=[max(sum(hops[stage] + 1 for stage in row) for row in stages)] * len(stages),
+            microbatches=request.active_microbatches,
+        ),
+        forward_order=deepest_first,
+        backward_order=oldest_first,
+        splits_backward=True,
+    )
+    return list_schedule(policy, request)
+
+
+def _row_of_h1(request: Request, stage: int) -> list[Action]:
+    m = request.num_microbatches
+    most = min(request.num_stages, request.active_microbatches or m)
+    ahead = min(most, request.num_stages - stage)
+    debt = most - ahead
+    row = [Action(Kind.FORWARD, stage, k) for k in range(min(m, ahead))]
+    for k in range(m):
+        row.append(Action(Kind.BACKWARD_INPUT, stage, k))
+        if k >= debt:
+            row.append(Action(Kind.BACKWARD_WEIGHT, stage, k - debt))
+        if k + ahead < m:
+            row.append(Action(Kind.FORWARD, stage, k + ahead))
+    return row + [Action(Kind.BACKWARD_WEIGHT, stage, k) for k in range(max(m - debt, 0), m)]
 
 
 def zb_v(request: Request) -> Rows:
@@ -35,7 +98,7 @@ def _candidates(request: Request) -> Iterator[Rows]:
     p = request.num_ranks
     bound = request.active_microbatches
     if is_v(request.stage_ranks):
-        rows = [_classic_row(request, rank) for rank in range(p)]
+        rows = [_row_of_v(request, rank) for rank in range(p)]
         if bound is None or max(map(most_in_flight, rows)) <= bound:
             yield rows
     stages = stages_by_rank(request.stage_ranks)
@@ -49,7 +112,7 @@ def _candidates(request: Request) -> Iterator[Rows]:
         yield list_schedule(policy, request)
 
 
-def _classic_row(request: Request, rank: int) -> list[Action]:
+def _row_of_v(request: Request, rank: int) -> list[Action]:
     """Five phases; each takes what is left of its kind (see `_Row.take`).
 
     1. Fill: forwards down, until the first of them is back up.
