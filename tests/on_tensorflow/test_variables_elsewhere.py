@@ -9,7 +9,8 @@ import pytest
 from keras_features import SETTINGS, data, layers
 
 from shardwright.errors import UsageError
-from shardwright.tensorflow import _private, whole_optimizer
+from shardwright.tensorflow import _private
+from shardwright.tensorflow import whole as whole_module
 from shardwright.tensorflow.variables import tf_variable
 from shardwright.testing import run_ranks
 
@@ -130,7 +131,7 @@ def test_an_optimizer_that_cannot_be_made_again_fails_on_all_ranks(monkeypatch):
     def from_first_rank(make):
         raise UsageError("rank 0 has failed")
 
-    monkeypatch.setattr(whole_optimizer, "_slots_of_all", lambda run, optimizer: {"momentum/kernel": None})
+    monkeypatch.setattr(whole_module, "_slots_of_all", lambda run, optimizer: {"momentum/kernel": None})
     run = SimpleNamespace(
         mesh=SimpleNamespace(world_size=2),
         is_placed=True,
@@ -138,7 +139,7 @@ def test_an_optimizer_that_cannot_be_made_again_fails_on_all_ranks(monkeypatch):
         rank=1,
         from_first_rank=from_first_rank,
     )
-    with pytest.raises(UsageError, match="rank 0 has failed"), whole_optimizer.whole_optimizer(run):
+    with pytest.raises(UsageError, match="rank 0 has failed"), whole_module.whole_optimizer(run):
         pass
 
 
@@ -159,7 +160,7 @@ def test_a_rank_that_reads_a_file_makes_no_slots_of_other_ranks(tmp_path):
         mesh=SimpleNamespace(world_size=2),
         variables=SimpleNamespace(is_remote=lambda each: any(each is other for other in elsewhere)),
     )
-    with whole_optimizer.optimizer_from_file(run, model):
+    with whole_module.optimizer_from_file(run, model):
         whole = model.optimizer
         model.load_weights(path)
     assert model.optimizer is own

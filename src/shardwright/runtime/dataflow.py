@@ -19,9 +19,8 @@ from typing import Any
 
 from shardwright.errors import TraceError
 from shardwright.runtime.traced import Change, TracedFunction, TracedStep, View
-from shardwright.runtime.unforeseen_changes import may_change
 
-__all__ = ["Copy", "Dataflow", "Keep", "StepFlow"]
+__all__ = ["Copy", "Dataflow", "Keep", "StepFlow", "may_change"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,3 +261,34 @@ class Dataflow:
             hold=value in self._held,
             view=view,
         )
+
+
+def may_change(
+    trace: TracedFunction, step: TracedStep, homes: Sequence[int], home_of: Sequence[int]
+) -> frozenset[int] | None:
+    """Positions of the arguments that a unit may change, as nobody would miss it.
+
+    None where there is nothing to watch: it is no unit, or does not look at values.
+    """
+    nodes = trace.graph.nodes
+    if step.node is None or not step.looks_at_values or nodes[step.node].kind != "unit":
+        return None
+    stage = homes[step.node]
+    found = {change.position for change in step.changes if change.position is not None}
+    elsewhere = [
+        (node, trace.tensors.memory[value])
+        for node, home in enumerate(homes)
+        if home != stage
+        for value in nodes[node].inputs
+    ]
+    returned = {trace.tensors.memory[value] for value in trace.graph.outputs}
+    for position, value in step.reads:
+        memory = trace.tensors.memory[value]
+        readers = [node for node, other in elsewhere if other == memory]
+        if home_of[value] == stage:  # it is sent when the stage ends: with the change
+            fine = all(node > step.node for node in readers)
+        else:
+            fine = all(node < step.node for node in readers) and memory not in returned
+        if fine:
+            found.add(position)
+    return frozenset(found)

@@ -4,8 +4,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from shardwright.runtime.batch_schedules import RankProgram
 from shardwright.runtime.crossings import Crossing
-from shardwright.runtime.rank_program import RankProgram
 from shardwright.schedule import Action, Kind
 
 __all__ = ["Channels", "Messages", "Receipt", "Sender"]

@@ -28,10 +28,10 @@ from shardwright.run.startup import shutdown
 from shardwright.tensorflow.checkpoints import CheckpointManager
 from shardwright.tensorflow.delayed import delayed_initialization
 from shardwright.tensorflow.model import DistributedModel
-from shardwright.tensorflow.partition import partition
 from shardwright.tensorflow.startup import init
 from shardwright.tensorflow.step import step
 from shardwright.tensorflow.step_output import StepOutput
+from shardwright.tensorflow.units import partition
 
 __all__ = [
     "CheckpointManager",

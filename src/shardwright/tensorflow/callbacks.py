@@ -12,7 +12,7 @@ from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import UsageError
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.keras_run import KerasRun
-from shardwright.tensorflow.whole_model import whole_model
+from shardwright.tensorflow.whole import whole_model
 
 __all__ = ["callbacks_over_ranks", "joined_by_all"]
 

@@ -19,21 +19,19 @@ from shardwright.run.memory import keep_freed_memory
 from shardwright.runtime.action_loop import MeasuredRow
 from shardwright.runtime.batch_schedules import BatchSchedules
 from shardwright.schedule import Schedule
-from shardwright.tensorflow.agreement import Agreement
 from shardwright.tensorflow.batch import Arguments, microbatch_sizes
 from shardwright.tensorflow.divisors import Divisors, with_shares
-from shardwright.tensorflow.exchange import exchange_results, share_variables
+from shardwright.tensorflow.exchange import Agreement, exchange_results, share_variables
 from shardwright.tensorflow.executor import Executor
 from shardwright.tensorflow.gradient_sums import GradientSums
 from shardwright.tensorflow.loss_reduction import Kind, LossReduction, loss_reduction
-from shardwright.tensorflow.outputs import Outputs
+from shardwright.tensorflow.outputs import Changed, Outputs, Prepared
 from shardwright.tensorflow.planning import Planning
-from shardwright.tensorflow.prepared import Changed, Prepared
 from shardwright.tensorflow.program import Program
 from shardwright.tensorflow.recorder import Recorder
 from shardwright.tensorflow.replicas import Replicas
-from shardwright.tensorflow.results import Results, positions_of
 from shardwright.tensorflow.row_gradients import Rows, dense, rows_of
+from shardwright.tensorflow.stage import Results, positions_of
 from shardwright.tensorflow.step_end import StepEnd
 from shardwright.tensorflow.trace import Trace, trace_step
 from shardwright.tensorflow.variables import Variables, tf_variable

@@ -1,6 +1,7 @@
-"""Brings what a step made to the ranks that need it: outputs, gradients, variables that all ranks have."""
+"""Brings the batch to all ranks, and what a step made to those that need it: outputs, gradients, values."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -9,15 +10,54 @@ import torch
 
 from shardwright.comm.encoding.tensor_bytes import bytes_of
 from shardwright.comm.identity.purpose import Purpose
+from shardwright.errors import UsageError
 from shardwright.model_graph import TensorSpec
+from shardwright.run.batch_broadcast import TensorBroadcast
 from shardwright.run.context import Context
+from shardwright.tensorflow.batch import Arguments
 from shardwright.tensorflow.channels import to_tensorflow, to_torch
 from shardwright.tensorflow.outputs import Outputs
 from shardwright.tensorflow.program import Program
-from shardwright.tensorflow.results import Results
+from shardwright.tensorflow.stage import Results
 from shardwright.tensorflow.trace import spec_of
 
-__all__ = ["broadcast_tensors", "exchange_results", "share_variables"]
+__all__ = ["Agreement", "broadcast_tensors", "exchange_results", "share_variables"]
+
+
+class Agreement:
+    """Compares and shares what ranks of a replica must have in common."""
+
+    def __init__(self, context: Context):
+        self._broadcast: TensorBroadcast | None = None
+        if context.links.replica is not None:
+            self._broadcast = TensorBroadcast(
+                context.links.replica, source=context.pipeline_ranks[0], device=context.device
+            )
+
+    def on_batch(self, arguments: Arguments) -> Arguments:
+        """The arguments, with the first rank's tensors; collective over the replica.
+
+        Ranks that read data in another order would otherwise compute on parts of different batches.
+        """
+        if self._broadcast is None:
+            return arguments
+        self.refuse_text(arguments)
+        mine = [to_torch(tensor) for tensor in arguments.tensors]
+        tensors = self._broadcast(mine)
+        if tensors is mine:
+            return arguments
+        return replace(arguments, tensors=[to_tensorflow(tensor) for tensor in tensors])
+
+    def refuse_text(self, arguments: Arguments) -> None:
+        """Refuses text, where other ranks would get it."""
+        if self._broadcast is None:
+            return
+        for tensor, name in zip(arguments.tensors, arguments.names, strict=True):
+            if tensor.dtype == tf.string:
+                raise UsageError(
+                    f"the argument {name} of the step function is text, which ranks cannot send each other. "
+                    "Make numbers of it before: dataset.map(lambda x, y: (vectorize(x), y)) in tf.data."
+                )
 
 
 def exchange_results(

@@ -15,9 +15,8 @@ from shardwright.runtime.messages import Messages
 from shardwright.schedule import Kind, Schedule
 from shardwright.tensorflow.channels import TensorChannels
 from shardwright.tensorflow.program import Program
-from shardwright.tensorflow.results import Results, positions_of
 from shardwright.tensorflow.routes import Part
-from shardwright.tensorflow.stage import PieceStage, Store
+from shardwright.tensorflow.stage import PieceStage, Results, Store, positions_of
 
 __all__ = ["Executor"]
 

@@ -9,8 +9,7 @@ from shardwright.run.context import Context, context
 from shardwright.run.failure import first_cause_named
 from shardwright.run.joint_calls import call_together
 from shardwright.tensorflow.engine import Engine
-from shardwright.tensorflow.replicas import Replicas
-from shardwright.tensorflow.shared_updates import SharedUpdates
+from shardwright.tensorflow.replicas import Replicas, SharedUpdates
 from shardwright.tensorflow.variables import Variables
 
 __all__ = ["KerasRun", "keras_run"]

@@ -17,9 +17,9 @@ import torch
 
 from shardwright.comm.identity.purpose import Purpose
 from shardwright.tensorflow import _private
+from shardwright.tensorflow.channels import call_in_turn
 from shardwright.tensorflow.keras_run import KerasRun
 from shardwright.tensorflow.optimizer import apply_nothing, applying, load_slots, put_aside
-from shardwright.tensorflow.turns import call_in_turn
 
 __all__ = ["loss_scales_over_stages"]
 

@@ -16,8 +16,7 @@ from shardwright.tensorflow import _private, fit
 from shardwright.tensorflow.callbacks import joined_by_all
 from shardwright.tensorflow.keras_run import keras_run
 from shardwright.tensorflow.variables import tf_variable
-from shardwright.tensorflow.whole_model import whole_model
-from shardwright.tensorflow.whole_optimizer import optimizer_from_file, whole_optimizer
+from shardwright.tensorflow.whole import optimizer_from_file, whole_model, whole_optimizer
 
 __all__ = ["DistributedModel"]
 

@@ -11,8 +11,8 @@ import torch
 from shardwright.comm.identity.purpose import Purpose
 from shardwright.errors import UsageError
 from shardwright.tensorflow import _private
+from shardwright.tensorflow.channels import call_in_turn
 from shardwright.tensorflow.keras_run import KerasRun
-from shardwright.tensorflow.turns import call_in_turn
 from shardwright.tensorflow.variables import tf_variable
 
 __all__ = [

@@ -8,13 +8,15 @@ import tensorflow as tf
 
 from shardwright.errors import TraceError
 from shardwright.model_graph import TensorSpec
-from shardwright.tensorflow.results import Results
+from shardwright.tensorflow.divisors import Divisors
+from shardwright.tensorflow.program import Program
 from shardwright.tensorflow.row_gradients import Rows
+from shardwright.tensorflow.stage import Results
 from shardwright.tensorflow.step_graph import StepGraph
 from shardwright.tensorflow.step_output import GradientOutput, StepOutput
 from shardwright.tensorflow.trace import Trace
 
-__all__ = ["Leaf", "Outputs"]
+__all__ = ["Changed", "Leaf", "Outputs", "Prepared"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +144,39 @@ class Outputs:
 
     def _is_here(self, leaf: Leaf, rank: int) -> bool:
         return self.holders.get(leaf.positions[0], rank) == rank
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A step function for one size of microbatch.
+
+    Attributes:
+        divisors: what losses are divided by, if the data tell it.
+    """
+
+    trace: Trace
+    outputs: Outputs
+    program: Program
+    changed: tuple["Changed", ...]
+    divisors: Divisors | None = None
+
+    def run_whole(self, part: Sequence[Any]) -> dict[str, Any]:
+        """All of it on one rank; gives the tensors that it returns, by name."""
+        if self.divisors is None:
+            made = tf.nest.flatten(self.trace.function(*part), expand_composites=True)
+            return dict(zip(self.trace.outputs, [each for each in made if each is not None], strict=True))
+        return self.program.pieces.whole(self.program.graph, part)
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A variable that a step function changes.
+
+    Attributes:
+        holder: pipeline rank that changes it.
+        is_of_model: it belongs to the model; else every rank has it.
+    """
+
+    variable: Any
+    holder: int
+    is_of_model: bool

@@ -1,34 +1,32 @@
 """Plans a run from its first batch: traces, describes the model, places units and variables."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tensorflow as tf
 
-from shardwright.cluster import Cluster
 from shardwright.config import Config
 from shardwright.errors import PlanError, TraceError
-from shardwright.model_graph import ModelGraph, TensorSpec
+from shardwright.model_graph import TensorSpec
 from shardwright.plan import Plan, stage_of_label
-from shardwright.planner import estimate_profile, make_plan, microbatch_counts
-from shardwright.profile import Profile
+from shardwright.planner import make_plan, microbatch_counts
 from shardwright.run.context import Context
 from shardwright.run.machine import present_cluster
-from shardwright.run.profiler import Profiler, ToProfile
+from shardwright.run.planning import placed_by_hand, profiles_of
+from shardwright.run.profiler import Profiler
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.batch import Arguments, microbatch_sizes
 from shardwright.tensorflow.cost import ModelVariable, model_graph
 from shardwright.tensorflow.gradient_sums import GradientSums
-from shardwright.tensorflow.partition import rank_of
 from shardwright.tensorflow.pieces import Pieces
 from shardwright.tensorflow.placement import place
 from shardwright.tensorflow.program import Program
 from shardwright.tensorflow.routes import routes_of
 from shardwright.tensorflow.trace import Trace
 from shardwright.tensorflow.unit_timing import TimedStep
-from shardwright.tensorflow.units import UnitCalls, choose_units, layer_names
+from shardwright.tensorflow.units import UnitCalls, choose_units, layer_names, rank_of
 from shardwright.tensorflow.variables import tf_variable, variables_by_name
 
 __all__ = ["Planning"]
@@ -71,7 +69,14 @@ class Planning:
         with context.reporter.phase("tracing the model"):
             steps = {m: self._described(trace(size), size) for m, size in sizes.items()}
         context.cluster = cluster = present_cluster(context)
-        profiles = self._profiles(steps, cluster)
+        profiles = profiles_of(
+            context,
+            steps,
+            # With one stage there is nothing to balance.
+            profiler=self._profiler if context.mesh.pipeline > 1 else None,
+            budget_s=context.config.measure_s,
+        )
+        layers = {name: layer for layer, name in self._layers()}
         with context.reporter.phase("planning"):
             return context.from_first_rank(
                 lambda: make_plan(
@@ -80,31 +85,17 @@ class Planning:
                     # What memory may require in the planner's choice, this front end cannot do yet.
                     config=Config.merge(context.config, {"offload_activations": False}),
                     mesh=context.mesh,
-                    placement=self._placement(steps[counts[0]].graph),
+                    placement=placed_by_hand(
+                        steps[counts[0]].graph.units,
+                        lambda path: rank_of(layers[path]) if path in layers else None,
+                        separator="/",
+                    ),
                 )
             )
 
-    def _profiles(self, steps: Mapping[int, TimedStep], cluster: Cluster) -> dict[int, Profile]:
-        """Costs for each number of microbatches; collective over all ranks."""
-        context, device = self.context, cluster.device
-        estimated = {m: estimate_profile(step.graph, device=device) for m, step in steps.items()}
-        # With one stage there is nothing to balance.
-        if context.config.profile == "estimated" or context.mesh.pipeline == 1:
-            return estimated
-        assert context.reporter is not None
-        profiler = Profiler(
-            context,
-            time_class=TimedStep.timing,
-            framework=f"tensorflow {tf.__version__}",
-            units_alone=True,
-        )
-        with context.reporter.phase("measuring units") as phase:
-            sizes = [ToProfile(m, step, estimated[m]) for m, step in steps.items()]
-            measured = profiler.measure(sizes, budget_s=context.config.measure_s, phase=phase)
-        return {
-            m: Profile(costs={**profile.costs, **measured}, device=device.name)
-            for m, profile in estimated.items()
-        }
+    def _profiler(self) -> Profiler:
+        framework = f"tensorflow {tf.__version__}"
+        return Profiler(self.context, time_class=TimedStep.timing, framework=framework, units_alone=True)
 
     def check(self, plan: Plan, trace: Trace, size: int) -> None:
         """Refuses a plan that was made for another model, or another number of ranks."""
@@ -219,20 +210,6 @@ class Planning:
             spec = TensorSpec(shape, own.dtype.name, num_bytes, requires_grad=id(own) in trained)
             named.setdefault(id(own.handle), ModelVariable(name, spec, trained=id(own) in trained))
         return named
-
-    def _placement(self, graph: ModelGraph) -> Mapping[str, int]:
-        """Pipeline rank of each unit that the user placed, by name; the innermost placement wins."""
-        layers = {name: layer for layer, name in self._layers()}
-        found = {}
-        for name in graph.units:
-            parts = name.split("/")
-            for depth in range(len(parts), 0, -1):
-                layer = layers.get("/".join(parts[:depth]))
-                rank = None if layer is None else rank_of(layer)
-                if rank is not None:
-                    found[name] = rank
-                    break
-        return found
 
     def _layers(self) -> list[tuple[Any, str]]:
         pending: list[Any] = [self.model]

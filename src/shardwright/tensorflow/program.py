@@ -28,7 +28,7 @@ class Work:
 
 @dataclass(slots=True, kw_only=True)
 class Program:
-    """A step function cut into pieces; see `shardwright.runtime.rank_program.RankProgram`.
+    """A step function cut into pieces; see `shardwright.runtime.batch_schedules.RankProgram`.
 
     Attributes:
         graph: the same as plain data.

@@ -18,8 +18,8 @@ from shardwright.tensorflow.callbacks import callbacks_over_ranks
 from shardwright.tensorflow.keras_run import KerasRun
 from shardwright.tensorflow.loss_scales import loss_scales_over_stages
 from shardwright.tensorflow.optimizer import optimizers_over_stages
-from shardwright.tensorflow.parts import parts_over_ranks
 from shardwright.tensorflow.plain_checkpoints import plain_checkpoints_over_ranks
+from shardwright.tensorflow.whole import parts_over_ranks
 
 __all__ = ["init"]
 

@@ -9,10 +9,10 @@ import tensorflow as tf
 
 from shardwright.errors import UsageError
 from shardwright.tensorflow.batch import Arguments, Splitter
+from shardwright.tensorflow.channels import call_in_turn
 from shardwright.tensorflow.engine import Engine
 from shardwright.tensorflow.keras_run import keras_run
 from shardwright.tensorflow.outputs import Outputs
-from shardwright.tensorflow.turns import call_in_turn
 
 __all__ = ["step"]
 

@@ -15,7 +15,7 @@ from shardwright.run.context import Context
 from shardwright.run.reporting import Reporter
 from shardwright.run.step_recording import BatchRecord
 from shardwright.runtime.action_loop import MeasuredRow
-from shardwright.runtime.batch_programs import merged_edges
+from shardwright.runtime.batch_schedules import merged_edges
 from shardwright.schedule import Schedule
 from shardwright.tensorflow.batch import Arguments
 from shardwright.tensorflow.program import Program

@@ -1,20 +1,25 @@
-"""Chooses the units of a model: the layers that are placed whole.
+"""The units of a model: the layers that are placed whole, by the planner or ``with sw.partition(i):``.
 
 A Keras model inside another is no unit: the layers in it are, for its own code is cheap glue. Where that
 gives too few units for the stages, the layer with the most parameters is opened, too, as long as it has
 layers of its own.
+
+Placement by hand applies where `auto_partition` is false; everything else goes to `default_partition`. The
+innermost context wins.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from shardwright.run.planning import check_partition, point_out_auto_partition
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.recorder import LayerCall
 from shardwright.tensorflow.variables import tf_variable
 
-__all__ = ["UnitCalls", "choose_units", "layer_names"]
+__all__ = ["UnitCalls", "choose_units", "layer_names", "partition", "rank_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +104,37 @@ def _is_model(layer: Any) -> bool:
 
 def _num_parameters(layer: Any) -> int:
     return sum(prod(tf_variable(variable).shape.as_list()) for variable in layer.trainable_variables)
+
+
+_PIN = "_shardwright_partition"
+_OPEN: list[int] = []
+
+
+@contextmanager
+def partition(rank: int) -> Iterator[None]:
+    """Places the layers that are created inside on a pipeline rank.
+
+    Args:
+        rank: pipeline rank, from 0.
+
+    Raises:
+        UsageError: there is no such pipeline rank.
+    """
+    check_partition(rank)
+    point_out_auto_partition(of="layers", stacklevel=4)
+    _OPEN.append(rank)
+    try:
+        with _private.new_layers_told(_remember):
+            yield
+    finally:
+        _OPEN.pop()
+
+
+def rank_of(layer: Any) -> int | None:
+    """The pipeline rank on which the user placed this very layer, if so."""
+    rank: int | None = vars(layer).get(_PIN)
+    return rank
+
+
+def _remember(layer: Any) -> None:
+    vars(layer).setdefault(_PIN, _OPEN[-1])  # of several contexts the innermost is told first

@@ -9,8 +9,12 @@ from shardwright.errors import TraceMismatchError
 from shardwright.model_graph import TensorSpec
 from shardwright.plan import SchedulePlan
 from shardwright.runtime.assignment import assign
-from shardwright.runtime.batch_programs import check_one_order, homes_of_buffers, merged_edges
-from shardwright.runtime.batch_schedules import BatchSchedules
+from shardwright.runtime.batch_schedules import (
+    BatchSchedules,
+    check_one_order,
+    homes_of_buffers,
+    merged_edges,
+)
 from shardwright.runtime.crossings import Crossing, gradients_of
 from shardwright.schedule import Kind
 

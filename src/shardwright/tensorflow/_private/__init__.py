@@ -5,7 +5,7 @@ for each: a new version that changes one of them fails there.
 """
 
 from shardwright.tensorflow._private.checkpoints import SavedObject, saved_graph, saved_objects
-from shardwright.tensorflow._private.functions import direct_call
+from shardwright.tensorflow._private.functions import added, direct_call, replaced
 from shardwright.tensorflow._private.graphs import (
     functions_inlined,
     give_instead,
@@ -50,7 +50,6 @@ from shardwright.tensorflow._private.optimizers import (
     replaced_global_norm,
     slots_of,
 )
-from shardwright.tensorflow._private.replacing import added, replaced
 from shardwright.tensorflow._private.variables import (
     given_back,
     given_up,

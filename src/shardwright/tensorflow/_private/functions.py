@@ -1,13 +1,15 @@
-"""Calls of concrete functions, without what TensorFlow does around them."""
+"""Calls of concrete functions, without what TensorFlow does around them; attributes of others, replaced."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.eager import context, execute
 
-__all__ = ["direct_call"]
+__all__ = ["added", "direct_call", "replaced"]
 
 
 # Of these the executor makes operations that the one for a single thread does not take.
@@ -53,3 +55,31 @@ def _has_control_flow(definition: Any) -> bool:
                 seen.add(name)
                 pending.append(bodies[name])
     return False
+
+
+@contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Replaces an attribute by what `make` makes of it, for as long as the context lasts."""
+    own = name in vars(owner)
+    original = getattr(owner, name)
+    made = make(original)
+    # AutoGraph would convert what it comes upon inside of a step function, with no use and not always right.
+    # It goes on with what is called in there, so `do_not_convert` is too much.
+    setattr(owner, name, autograph.autograph_artifact(made) if callable(made) else made)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+@contextmanager
+def added(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives a class an attribute that it lacks, for as long as the context lasts."""
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)

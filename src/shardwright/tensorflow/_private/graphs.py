@@ -12,7 +12,7 @@ from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import gradients_util
 
-from shardwright.tensorflow._private.replacing import replaced
+from shardwright.tensorflow._private.functions import replaced
 
 __all__ = [
     "functions_inlined",

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from shardwright.tensorflow._private.replacing import replaced
+from shardwright.tensorflow._private.functions import replaced
 
 __all__ = [
     "backups_left_to_another",

@@ -6,8 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from shardwright.tensorflow._private.functions import replaced
 from shardwright.tensorflow._private.keras import uses_keras_3
-from shardwright.tensorflow._private.replacing import replaced
 
 __all__ = [
     "loss_scale_classes",

@@ -7,9 +7,9 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops import clip_ops
 
+from shardwright.tensorflow._private.functions import replaced
 from shardwright.tensorflow._private.keras import uses_keras_3
 from shardwright.tensorflow._private.loss_scales import scaled_optimizer
-from shardwright.tensorflow._private.replacing import replaced
 
 __all__ = [
     "count_update",

@@ -6,8 +6,12 @@ from typing import Any
 
 from shardwright.comm.trust.value_board import ValueBoard
 from shardwright.run.context import Context
-from shardwright.runtime.batch_programs import check_one_order, homes_of_buffers, merged_edges
-from shardwright.runtime.batch_schedules import BatchSchedules
+from shardwright.runtime.batch_schedules import (
+    BatchSchedules,
+    check_one_order,
+    homes_of_buffers,
+    merged_edges,
+)
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.execution.trained_model import TrainedModel

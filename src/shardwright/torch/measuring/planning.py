@@ -26,30 +26,28 @@ from shardwright.comm.joining.process_group import tell_all
 from shardwright.config import Config
 from shardwright.costs.calibration import DIVIDED_OPERATION_S
 from shardwright.errors import PlanError
-from shardwright.model_graph import ModelGraph
 from shardwright.observe.console import Phase
 from shardwright.plan import Plan, TensorPrices
 from shardwright.planner import (
-    estimate_profile,
     make_plan,
     microbatch_counts,
 )
 from shardwright.planner.chain.division import Division
 from shardwright.planner.machines.fabric import Fabric
 from shardwright.planner.search.cut_sequences import with_or_without_sequences
-from shardwright.profile import Profile, UnitCost
+from shardwright.profile import Profile
 from shardwright.run.context import Context
 from shardwright.run.cores import OwnCores
 from shardwright.run.cost_cache import CostCache
 from shardwright.run.machine import present_cluster
-from shardwright.run.profiler import Profiler, ToProfile, shares_cores
+from shardwright.run.planning import placed_by_hand, plan_of_first_rank, profiles_of
+from shardwright.run.profiler import Profiler, shares_cores
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.measuring.host_costs import with_host_costs
 from shardwright.torch.measuring.last_plan import LastPlan
 from shardwright.torch.measuring.measure import on_copies
 from shardwright.torch.measuring.memory_cache import MemoryCache
 from shardwright.torch.measuring.part_timer import TimesParts
-from shardwright.torch.measuring.plan_of_first_rank import plan_of_first_rank
 from shardwright.torch.measuring.tensor_prices import measured_operation_s, measured_prices
 from shardwright.torch.measuring.update_rate import update_rate
 from shardwright.torch.offload.tier_rate import with_tier
@@ -106,14 +104,18 @@ class Planner:
         cluster = with_host_costs(context, with_tier(context, present_cluster(context, update_rate)))
         context.cluster = cluster
         with torch.set_grad_enabled(gradients):
-            profiles = self._profiles(traces, cluster, again=previous is not None)
+            profiles = self._profiles(traces, again=previous is not None)
         prices, operation_s = self._prices(cluster), self._operation_s()
         candidates = {m: (trace.graph, profiles[m]) for m, trace in traces.items()}
         plan_with = partial(
             make_plan,
             cluster=cluster,
             mesh=context.mesh,
-            placement=self._placement(traces[counts[0]].graph),
+            placement=placed_by_hand(
+                traces[counts[0]].graph.units,
+                lambda path: rank_of(self._model.get_submodule(path)),
+                separator=".",
+            ),
             optimizer_factor=_optimizer_factor(context),
         )
         with (
@@ -200,24 +202,17 @@ class Planner:
             cache.write(memory)
         return traces
 
-    def _profiles(self, traces: dict[int, Trace], cluster: Cluster, *, again: bool) -> dict[int, Profile]:
-        context, device = self._context, cluster.device
-        estimated = {m: estimate_profile(trace.graph, device=device) for m, trace in traces.items()}
-        if context.config.profile == "estimated":
-            return estimated
-        assert context.reporter is not None
-        with context.reporter.phase("measuring units") as phase:
-            sizes = [ToProfile(m, trace, estimated[m]) for m, trace in traces.items()]
-            whole = 1.0 if context.mesh.share == 1 else 1.0 - _OF_PARTS
-            budget_s, begun_s = context.config.measure_s * whole, time.perf_counter()
-            measured = Profiler(context, time_class=on_copies(context)).measure(
-                sizes, budget_s=budget_s, phase=phase, again=again
-            )
-            self._measured_s = time.perf_counter() - begun_s
-        profiles = {}
-        for m, profile in estimated.items():
-            costs: dict[str, UnitCost] = {**profile.costs, **{k: measured[k] for k in measured}}
-            profiles[m] = Profile(costs=costs, device=device.name)
+    def _profiles(self, traces: dict[int, Trace], *, again: bool) -> dict[int, Profile]:
+        context, begun_s = self._context, time.perf_counter()
+        whole = 1.0 if context.mesh.share == 1 else 1.0 - _OF_PARTS
+        profiles = profiles_of(
+            context,
+            traces,
+            profiler=lambda: Profiler(context, time_class=on_copies(context)),
+            budget_s=context.config.measure_s * whole,
+            again=again,
+        )
+        self._measured_s = time.perf_counter() - begun_s
         return profiles
 
     def _prices(self, cluster: Cluster) -> TensorPrices | None:
@@ -290,20 +285,6 @@ class Planner:
         if parts is not None and parts.found and self._context.rank == 0:
             cache = CostCache(self._context)
             cache.add(parts.found, to=cache.read())
-
-    def _placement(self, graph: ModelGraph) -> dict[str, int]:
-        """Pipeline rank of each unit that the user placed, by name."""
-        placement = {}
-        for name in graph.units:
-            # The innermost module that was placed wins.
-            parts = name.split(".")
-            for depth in range(len(parts), -1, -1):
-                module = self._model.get_submodule(".".join(parts[:depth]))
-                rank = rank_of(module)
-                if rank is not None:
-                    placement[name] = rank
-                    break
-        return placement
 
 
 @contextmanager

@@ -4,7 +4,6 @@ It applies where `auto_partition` is false; everything else goes to `default_par
 wins.
 """
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +11,7 @@ from torch import nn
 
 from shardwright.errors import UsageError
 from shardwright.run.context import context
+from shardwright.run.planning import check_partition, point_out_auto_partition
 from shardwright.torch.pytorch.module_creation import CreationWatch
 
 __all__ = ["partition", "place_alike", "rank_of", "set_partition"]
@@ -36,8 +36,8 @@ def partition(rank: int) -> Iterator[None]:
         ...     layer = torch.nn.Linear(2, 2)
         >>> sw.shutdown()
     """
-    _check(rank)
-    _point_out_auto_partition(stacklevel=4)
+    check_partition(rank)
+    point_out_auto_partition(of="modules", stacklevel=4)
     with _CREATIONS.inside(rank):
         yield
 
@@ -52,10 +52,10 @@ def set_partition(module: nn.Module, rank: int) -> None:
     Raises:
         UsageError: there is no such pipeline rank, or the model is placed already.
     """
-    _check(rank)
+    check_partition(rank)
     if not isinstance(module, nn.Module):
         raise UsageError(f"set_partition takes an nn.Module, not a {type(module).__name__}.")
-    _point_out_auto_partition(stacklevel=3)
+    point_out_auto_partition(of="modules", stacklevel=3)
     current = context()
     if current.model is not None and current.model.partitioned and current.mesh.pipeline > 1:
         raise UsageError("the model is placed already. Call set_partition before the first step.")
@@ -66,7 +66,7 @@ def rank_of(module: nn.Module) -> int | None:
     """The pipeline rank on which the user placed this very module, if so."""
     rank: int | None = vars(module).get(_PIN)
     if rank is not None:
-        _check(rank)
+        check_partition(rank)
     return rank
 
 
@@ -84,20 +84,3 @@ def _remember(module: nn.Module, rank: int) -> None:
 
 
 _CREATIONS = CreationWatch(_remember)
-
-
-def _point_out_auto_partition(*, stacklevel: int) -> None:
-    if context().config.auto_partition:
-        warnings.warn(
-            "placement by hand changes nothing: auto_partition is true, so the planner places the modules. "
-            "Set auto_partition to False and default_partition to the rank of all others, for example 0.",
-            stacklevel=stacklevel,
-        )
-
-
-def _check(rank: int) -> None:
-    pipeline = context().mesh.pipeline
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < pipeline:
-        raise UsageError(
-            f"partition {rank!r} does not exist: with {pipeline} pipeline ranks they are 0 to {pipeline - 1}."
-        )

@@ -1,6 +1,6 @@
 """Refuses a unit's in-place change in a microbatch if the trace had none.
 
-Other stages would continue with the unchanged tensor (see `shardwright.runtime.unforeseen_changes`).
+Other stages would continue with the unchanged tensor (see `shardwright.runtime.dataflow`).
 """
 
 from collections.abc import Callable

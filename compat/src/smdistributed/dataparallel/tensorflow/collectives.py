@@ -12,9 +12,8 @@ from torch import Tensor
 
 from shardwright.errors import UsageError
 from shardwright.run.context import context, is_initialized
-from shardwright.tensorflow.channels import to_tensorflow, to_torch
+from shardwright.tensorflow.channels import call_in_turn, to_tensorflow, to_torch
 from shardwright.tensorflow.keras_run import KerasRun
-from shardwright.tensorflow.turns import call_in_turn
 from shardwright.tensorflow.variables import tf_variable
 from smdistributed.dataparallel.data_ranks import data_ranks
 from smdistributed.dataparallel.tensorflow.compression import Compression

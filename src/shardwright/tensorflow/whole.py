@@ -1,4 +1,8 @@
-"""An optimizer with the slots of all variables, while a file with the whole model is written or read."""
+"""The whole model, and its whole optimizer, on every rank, for as long as something reads all of it.
+
+Also parts of it outside of steps: ``decoder.predict(x)``, ``encoder(x)``, ``layer.get_weights()``. A part has
+variables that other ranks hold. All ranks come to such a call together.
+"""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,12 +15,41 @@ import torch
 
 from shardwright.comm.identity.purpose import Purpose
 from shardwright.comm.joining.process_group import tell_all
+from shardwright.run.failure import first_cause_named
+from shardwright.run.joint_calls import meet
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.channels import to_tensorflow, to_torch
+from shardwright.tensorflow.exchange import broadcast_tensors
 from shardwright.tensorflow.keras_run import KerasRun
+from shardwright.tensorflow.trace import spec_of
 from shardwright.tensorflow.variables import tf_variable, variables_by_name
 
-__all__ = ["optimizer_from_file", "whole_optimizer"]
+__all__ = ["optimizer_from_file", "parts_over_ranks", "whole_model", "whole_optimizer"]
+
+
+@contextmanager
+def whole_model(run: KerasRun, where: str, variables: Sequence[Any] | None = None) -> Iterator[None]:
+    """While it lasts, every rank has the values of all variables of the model; collective over all ranks.
+
+    A rank needs memory for them meanwhile.
+    """
+    if run.mesh.pipeline == 1 or not run.is_placed or run.variables.are_whole:
+        yield
+        return
+    with first_cause_named(run):
+        meet(where)
+        found = []
+        for variable in run.keras_model.variables if variables is None else variables:
+            holder = run.variables.holder(variable)
+            if holder is None:
+                continue
+            own = tf_variable(variable)
+            mine = [own.read_value()] if holder == run.pipeline_rank else None
+            (value,) = broadcast_tensors(run, mine, [spec_of(own)], holder)
+            if mine is None:
+                found.append((variable, value))
+    with run.variables.with_values(found, is_tracing=lambda: run.is_tracing):
+        yield
 
 
 @contextmanager
@@ -160,3 +193,33 @@ def _others(optimizer: Any) -> list[Any]:
     """What an optimizer has once: its counter, learning rate and scale."""
     found = _private.optimizer_variables(optimizer)
     return [each for each in found if not _private.is_slot(optimizer, each)]
+
+
+@contextmanager
+def parts_over_ranks(run: KerasRun) -> Iterator[None]:
+    """While it lasts, layers and models that a wrapped one is made of can be called on all ranks."""
+
+    def make(name: str) -> Callable[[Any], Any]:
+        def around(original: Any) -> Any:
+            def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+                if not _has_parts_elsewhere(run, self, name):
+                    return original(self, *args, **kwargs)
+                where = f"{self.name}{'' if name == '__call__' else f'.{name}'}()"
+                with whole_model(run, where, self.variables):
+                    return original(self, *args, **kwargs)
+
+            return method
+
+        return around
+
+    with _private.parts_called(make):
+        yield
+
+
+def _has_parts_elsewhere(run: KerasRun, part: Any, name: str) -> bool:
+    """Whether a call reads variables of several ranks, and is no step of the wrapped model."""
+    if not run.is_placed or run.mesh.pipeline == 1 or run.is_tracing or run.variables.are_whole:
+        return False
+    if (part is run.keras_model and name != "__call__") or not tf.executing_eagerly():
+        return False
+    return any(run.variables.holder(each) is not None for each in part.variables)

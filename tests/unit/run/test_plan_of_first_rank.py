@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardwright.torch.measuring.plan_of_first_rank import plan_of_first_rank
+from shardwright.run.planning import plan_of_first_rank
 
 log = logging.getLogger("shardwright.torch.units")
 
