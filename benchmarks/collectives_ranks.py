@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import shardwright.torch  # noqa: F401  makes the backend known
-from shardwright.comm.probing.collective_probe import measure_prices
+from shardwright.comm.collective_probe import measure_prices
 
 __all__ = ["COLLECTIVES", "Timing", "time_collectives"]
 

@@ -20,8 +20,8 @@ import torch
 from torch.distributed import TCPStore
 
 from machine import circumstances
-from shardwright.comm.absence.whereabouts import Whereabouts
-from shardwright.comm.messages.roll_call import RollCall
+from shardwright.comm.roll_call import RollCall
+from shardwright.comm.whereabouts import Whereabouts
 from shardwright.errors import ShardwrightError
 from shardwright.testing import run_ranks
 

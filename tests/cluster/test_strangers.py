@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.comm.trust.run_secret import SECRET, new_secret
+from shardwright.comm.joining.run_secret import SECRET, new_secret
 from shardwright.testing.cluster import Cluster, missing_for_networks
 
 _MISSING = missing_for_networks()

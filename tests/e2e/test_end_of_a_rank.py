@@ -13,7 +13,7 @@ SCRIPT = """
     import os, socket, sys
     from pathlib import Path
     import torch, torch.distributed as dist
-    from shardwright.comm.identity.environment import detect
+    from shardwright.comm.launchers import detect
     from shardwright.comm.joining.process_group import init_process_group
 
     def rank(number, port):

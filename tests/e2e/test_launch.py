@@ -20,7 +20,7 @@ SHARDWRIGHT = [sys.executable, "-m", "shardwright"]
 TRAIN = """
     import os, signal, sys
     import torch, torch.distributed as dist
-    from shardwright.comm.identity.environment import detect
+    from shardwright.comm.launchers import detect
     from shardwright.comm.joining.process_group import init_process_group
 
     environment = detect(os.environ)

@@ -12,7 +12,7 @@ TRAIN = """
     import os, sys
     from pathlib import Path
     import torch, torch.distributed as dist
-    from shardwright.comm.identity.environment import detect
+    from shardwright.comm.launchers import detect
     from shardwright.comm.joining.process_group import init_process_group
 
     environment = detect(os.environ)

@@ -6,12 +6,11 @@ from shardwright.collectives import Topology
 from shardwright.collectives.choose import COLLECTIVES
 from shardwright.collectives.prices import DevicePrices, Line
 from shardwright.comm._private import gloo_group
-from shardwright.comm.backend.shardwright_process_group import ShardwrightProcessGroup
 from shardwright.comm.collectives import connect
+from shardwright.comm.collectives.device_collectives import DeviceCollectives
+from shardwright.comm.collectives.device_lanes import Accelerator, ThreadLanes
 from shardwright.comm.collectives.ordered_thread import OrderedThread
-from shardwright.comm.devices.accelerator import Accelerator
-from shardwright.comm.devices.device_collectives import DeviceCollectives
-from shardwright.comm.devices.device_lanes import ThreadLanes
+from shardwright.comm.collectives.shardwright_process_group import ShardwrightProcessGroup
 from shardwright.comm.joining.process_group import default_store
 
 STAND_IN = Accelerator("cpu", lambda: True, gloo_group, ThreadLanes)

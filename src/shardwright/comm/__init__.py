@@ -1,4 +1,4 @@
 """Communication: launch environment, process groups, messages, collectives.
 
-Import the modules themselves; `shardwright.comm.identity.environment` needs no torch.
+Import the modules themselves; `shardwright.comm.launchers` needs no torch.
 """

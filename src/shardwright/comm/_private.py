@@ -15,6 +15,8 @@ name                                      what for                              
 ========================================  =========================================================  ========
 """
 
+import os
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -22,19 +24,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from shardwright.comm.identity.devices_in_use import uses_gpus
 from shardwright.errors import UsageError
 
-__all__ = [
-    "all_gather_single",
-    "counts_messages",
-    "gloo_group",
-    "group_named",
-    "has_nccl",
-    "nccl_group",
-    "number_of_collectives",
-    "reduce_scatter_single",
-]
+DEVICE_VARIABLE = "SHARDWRIGHT_DEVICE"
+"""``cpu`` keeps ranks on the CPU where there are GPUs; ``shardwright run --device cpu`` sets it."""
+
+
+def uses_gpus(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether ranks compute on GPUs: where PyTorch finds some, unless ``SHARDWRIGHT_DEVICE`` is ``cpu``.
+
+    In CPU mode `torch.cuda.is_available` says yes to scripts: Shardwright's own code asks here.
+
+    >>> uses_gpus({"SHARDWRIGHT_DEVICE": "cpu"})
+    False
+    """
+    return environ.get(DEVICE_VARIABLE) != "cpu" and torch.cuda.is_available()
 
 
 def gloo_group(store: Store, rank: int, num_ranks: int, *, timeout_s: float) -> dist.ProcessGroup:

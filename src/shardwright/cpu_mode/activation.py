@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from shardwright.comm.identity.environment import detect
+from shardwright.comm.launchers import detect
 from shardwright.cpu_mode import (
     _private,
     children,

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.comm.backend.batch_norm import normalised_over_ranks
+from shardwright.comm.collectives.backend import normalised_over_ranks
 from shardwright.cpu_mode import _private
 
 __all__ = ["put_in_force"]

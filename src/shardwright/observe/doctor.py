@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwright.comm.identity.environment import detect
+from shardwright.comm.launchers import detect
 from shardwright.errors import LaunchError
 from shardwright.observe.secrets import HIDDEN, may_be_secret
 from shardwright.quantities import format_bytes

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.comm.encoding.tensor_codec import DecodeError, decode, encode
-from shardwright.comm.identity.purpose import Purpose
 from shardwright.comm.joining.process_group import seal_of_session
-from shardwright.comm.messages.small_collectives import SmallCollectives
+from shardwright.comm.message_names import Purpose
+from shardwright.comm.tensor_codec import DecodeError, decode, encode
+from shardwright.comm.transport import SmallCollectives
 from shardwright.errors import LaunchError
 
 __all__ = ["PLACE", "Room", "TensorBroadcast", "header_read"]

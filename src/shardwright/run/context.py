@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from shardwright.cluster import Cluster
-from shardwright.comm.encoding.codec import declare
+from shardwright.comm.codec import declare
 from shardwright.comm.joining.process_group import default_store, group_of, tell_all, tell_from
-from shardwright.comm.trust.value_board import ValueBoard
+from shardwright.comm.joining.store import ValueBoard
 from shardwright.config import Config
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.mesh import Axes, Mesh

@@ -11,24 +11,23 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwright.comm.absence.blame import Blame
-from shardwright.comm.backend.name import BACKEND
-from shardwright.comm.identity.devices_in_use import uses_gpus
-from shardwright.comm.identity.environment import detect
-from shardwright.comm.identity.launch_environment import LaunchEnvironment
+from shardwright.comm._private import uses_gpus
+from shardwright.comm.blame import Blame
 from shardwright.comm.joining.process_group import (
     backend_for,
     default_store,
     init_process_group,
     leave_groups_in_doubt,
+    refuse_mixed_versions,
     session_of_group,
     tell_all,
 )
 from shardwright.comm.joining.session import Session
-from shardwright.comm.joining.versions import refuse_mixed_versions
-from shardwright.comm.messages.small_collectives import SmallCollectives
-from shardwright.comm.messages.transport import Transport
-from shardwright.comm.one_host.local_peers import connect_local_peers
+from shardwright.comm.launch_environment import LaunchEnvironment
+from shardwright.comm.launchers import detect
+from shardwright.comm.local_peers import connect_local_peers
+from shardwright.comm.message_names import BACKEND
+from shardwright.comm.transport import SmallCollectives, Transport
 from shardwright.config import Config
 from shardwright.errors import ConfigError, UsageError
 from shardwright.mesh import Mesh

@@ -12,11 +12,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from shardwright.comm.absence.peer_loss import names_a_lost_peer
-from shardwright.comm.absence.stalls import Stalls
-from shardwright.comm.absence.whereabouts import Whereabouts
+from shardwright.comm.blame import names_a_lost_peer
 from shardwright.comm.joining.process_group import default_store, groups_in_doubt
-from shardwright.comm.messages.roll_call import Call, RollCall
+from shardwright.comm.roll_call import Call, RollCall
+from shardwright.comm.whereabouts import Stalls, Whereabouts
 from shardwright.errors import PeerLostError, ShardwrightError, UsageError
 from shardwright.run.context import Context, context, is_initialized
 from shardwright.run.failure import first_cause_named, out_of_data

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwright.comm.identity.devices_in_use import DEVICE_VARIABLE
+from shardwright.comm._private import DEVICE_VARIABLE
 from shardwright.config import Config
 from shardwright.errors import ConfigError
 from shardwright.files import DocumentError, UserFile, parse_json

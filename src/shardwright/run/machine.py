@@ -15,8 +15,8 @@ from torch import Tensor
 from shardwright.cluster import Cluster, Device, Link
 from shardwright.cluster.named import host_memory_bytes
 from shardwright.comm.joining.process_group import tell_all, tell_from
-from shardwright.comm.messages.transport import Transport
-from shardwright.comm.one_host.local_peers import LocalPeers
+from shardwright.comm.local_peers import LocalPeers
+from shardwright.comm.transport import Transport
 from shardwright.run.context import Context
 from shardwright.run.memory import give_back_freed_memory
 

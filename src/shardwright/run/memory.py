@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardwright.comm.identity.devices_in_use import uses_gpus
+from shardwright.comm._private import uses_gpus
 
 __all__ = [
     "give_back_freed_memory",

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from shardwright.comm.encoding.codec import declare
+from shardwright.comm.codec import declare
 from shardwright.comm.joining.process_group import tell_from
 from shardwright.model_graph import ModelGraph
 from shardwright.observe.console import Phase

@@ -4,12 +4,11 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from shardwright.comm.absence.blame import Blame
-from shardwright.comm.absence.whereabouts import Whereabouts
-from shardwright.comm.messages.roll_call import RollCall
-from shardwright.comm.messages.small_collectives import SmallCollectives
-from shardwright.comm.messages.transport import Transport
-from shardwright.comm.one_host.local_peers import LocalPeers
+from shardwright.comm.blame import Blame
+from shardwright.comm.local_peers import LocalPeers
+from shardwright.comm.roll_call import RollCall
+from shardwright.comm.transport import SmallCollectives, Transport
+from shardwright.comm.whereabouts import Whereabouts
 
 __all__ = ["Links", "ProcessGroups", "RankWatch"]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.comm.encoding.codec import declare
+from shardwright.comm.codec import declare
 from shardwright.comm.joining.process_group import tell_all
 from shardwright.observe.observer import Observer
 from shardwright.observe.recorded_steps import ChosenSteps, RankMemoryAfter, RecordedStep

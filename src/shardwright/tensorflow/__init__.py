@@ -7,7 +7,7 @@ except ModuleNotFoundError as error:
         "shardwright.tensorflow needs TensorFlow. Install it: pip install 'shardwright[tensorflow]'"
     ) from error
 
-from shardwright.comm.backend.registration import register_backend
+from shardwright.comm.collectives.backend import register_backend
 from shardwright.run.context import is_initialized
 from shardwright.run.ranks import (
     barrier,

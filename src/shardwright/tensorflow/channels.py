@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import dlpack
 
-from shardwright.comm.messages.transport import Receipt, Transport
+from shardwright.comm.transport import Receipt, Transport
 from shardwright.runtime import messages
 from shardwright.runtime.crossings import Crossing
 

@@ -8,8 +8,8 @@ from typing import Any
 import tensorflow as tf
 import torch
 
-from shardwright.comm.encoding.tensor_bytes import bytes_of
-from shardwright.comm.identity.purpose import Purpose
+from shardwright.comm.message_names import Purpose
+from shardwright.comm.tensor_codec import bytes_of
 from shardwright.errors import UsageError
 from shardwright.model_graph import TensorSpec
 from shardwright.run.batch_broadcast import TensorBroadcast

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwright.comm.messages.transport import Transport
+from shardwright.comm.transport import Transport
 from shardwright.run.memory import memory_in_use
 from shardwright.runtime.action_loop import MeasuredRow, run_actions
 from shardwright.runtime.messages import Messages

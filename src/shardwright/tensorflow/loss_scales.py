@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 import torch
 
-from shardwright.comm.identity.purpose import Purpose
+from shardwright.comm.message_names import Purpose
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.channels import call_in_turn
 from shardwright.tensorflow.keras_run import KerasRun

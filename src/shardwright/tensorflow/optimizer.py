@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 import torch
 
-from shardwright.comm.identity.purpose import Purpose
+from shardwright.comm.message_names import Purpose
 from shardwright.errors import UsageError
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.channels import call_in_turn

@@ -21,10 +21,9 @@ from typing import Any
 import tensorflow as tf
 import torch
 
-from shardwright.comm.absence.missing_ranks import Terms
-from shardwright.comm.identity.purpose import Purpose
-from shardwright.comm.identity.rank_set import listed
-from shardwright.comm.messages.roll_call import Call
+from shardwright.comm.message_names import Purpose, listed
+from shardwright.comm.missing_ranks import Terms
+from shardwright.comm.roll_call import Call
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.run.joint_calls import meet_each
 from shardwright.tensorflow import _private

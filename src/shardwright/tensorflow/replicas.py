@@ -18,7 +18,7 @@ import tensorflow as tf
 import torch
 import torch.distributed as dist
 
-from shardwright.comm.messages.bucketed_sums import sums_over
+from shardwright.comm.transport import sums_over
 from shardwright.run.context import Context
 from shardwright.tensorflow.channels import call_in_turn, to_tensorflow, to_torch
 from shardwright.tensorflow.stage import Results

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwright.comm.identity.purpose import Purpose
+from shardwright.comm.message_names import Purpose
 from shardwright.run.context import Context
 from shardwright.run.reporting import Reporter
 from shardwright.run.step_recording import BatchRecord

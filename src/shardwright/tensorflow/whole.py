@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 import torch
 
-from shardwright.comm.identity.purpose import Purpose
 from shardwright.comm.joining.process_group import tell_all
+from shardwright.comm.message_names import Purpose
 from shardwright.run.failure import first_cause_named
 from shardwright.run.joint_calls import meet
 from shardwright.tensorflow import _private

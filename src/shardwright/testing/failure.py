@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shardwright.comm.absence.peer_loss import names_a_lost_peer
+from shardwright.comm.blame import names_a_lost_peer
 from shardwright.errors import ShardwrightError
 from shardwright.testing.outcome import Outcome
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwright.comm.encoding.codec import declare, decode, encode
-from shardwright.comm.trust.seal import Seal
+from shardwright.comm.codec import declare, decode, encode
+from shardwright.comm.joining.run_secret import Seal
 
 __all__ = ["Job", "RankFiles", "RankReport", "RankStatus", "StopReason", "receive", "send"]
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardwright.comm.trust.authenticated_objects import packed
-from shardwright.comm.trust.seal import Seal
+from shardwright.comm.joining.run_secret import Seal, packed
 from shardwright.errors import UsageError
 
 __all__ = ["PAYLOAD", "payload", "value_place"]

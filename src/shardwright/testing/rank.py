@@ -13,9 +13,8 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
-from shardwright.comm.encoding.codec import encode
-from shardwright.comm.trust.authenticated_objects import packed, unpacked
-from shardwright.comm.trust.seal import Seal
+from shardwright.comm.codec import encode
+from shardwright.comm.joining.run_secret import Seal, packed, unpacked
 from shardwright.launch.processes.processes import die_with_parent
 from shardwright.testing.gate import Gate
 from shardwright.testing.job import Job, RankFiles, RankReport

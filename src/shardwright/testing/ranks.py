@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwright.comm.encoding.codec import decode
-from shardwright.comm.trust.authenticated_objects import unpacked
-from shardwright.comm.trust.seal import Seal
+from shardwright.comm.codec import decode
+from shardwright.comm.joining.run_secret import Seal, unpacked
 from shardwright.errors import UsageError
 from shardwright.testing.client import this_process_client
 from shardwright.testing.failure import RanksFailedError

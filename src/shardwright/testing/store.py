@@ -55,7 +55,7 @@ def _serve(channel: socket.socket, *, server_pid: int) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         die_with_parent(server_pid)
         # It imports torch, as the fork server has.
-        from shardwright.comm.joining.tcp_store import loopback_tcp_store
+        from shardwright.comm.joining.store import loopback_tcp_store
 
         store, num_own_keys = None, 0
         while channel.recv(1):

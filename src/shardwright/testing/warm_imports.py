@@ -24,7 +24,7 @@ _ALWAYS = (
     "torch.utils.checkpoint",
 )
 _IF_THEY_IMPORT = (
-    "shardwright.comm.backend.two_hop_sum",
+    "shardwright.comm.collectives.shardwright_process_group",
     "shardwright.torch.checkpoints.checkpoints",
     "shardwright.torch.measuring.planning",
     "shardwright.torch.optimizer.distributed_optimizer",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwright.after_import import after_import
 from shardwright.collector import collector_paused
-from shardwright.comm.backend.registration import register_backend
+from shardwright.comm.collectives.backend import register_backend
 
 if TYPE_CHECKING:
     from shardwright.run.context import is_initialized

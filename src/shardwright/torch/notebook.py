@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import start_processes
 
-from shardwright.comm.encoding.codec import decode, encode
+from shardwright.comm.codec import decode, encode
 from shardwright.errors import ConfigError, UsageError
 from shardwright.run.context import is_initialized
 from shardwright.run.startup import shutdown

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from shardwright.comm.messages.small_collectives import SmallCollectives
+from shardwright.comm.transport import SmallCollectives
 from shardwright.testing import run_ranks
 from shardwright.torch.batch.batch_broadcast import BatchBroadcast
 from shardwright.torch.pytorch.layout import order_of

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.collectives.choose import COLLECTIVES
 from shardwright.collectives.prices import DEFAULT_PRICES, Curve
-from shardwright.comm.backend.registration import register_backend
-from shardwright.comm.collectives.collective_work import CollectiveWork
+from shardwright.comm.collectives.backend import register_backend
+from shardwright.comm.collectives.ordered_thread import CollectiveWork
 from shardwright.errors import LaunchError, PeerLostError, UsageError
 from shardwright.testing import run_ranks, run_ranks_outcomes
 

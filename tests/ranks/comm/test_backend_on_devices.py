@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from choices import in_sweep
 from shardwright.comm._private import has_nccl
-from shardwright.comm.backend.registration import register_backend
+from shardwright.comm.collectives.backend import register_backend
 from shardwright.errors import UsageError
 from shardwright.testing import run_ranks
 

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from one_gpu import on_one_gpu
 from shardwright.comm._private import all_gather_single, has_nccl, reduce_scatter_single
-from shardwright.comm.backend.registration import register_backend
-from shardwright.comm.probing.device_probe import measure_device_prices
+from shardwright.comm.collective_probe import measure_device_prices
+from shardwright.comm.collectives.backend import register_backend
 
 pytestmark = [
     pytest.mark.skipif(not has_nccl(), reason="needs a GPU, and PyTorch with NCCL"),

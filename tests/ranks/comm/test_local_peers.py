@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwright.comm.identity.purpose import Purpose
-from shardwright.comm.messages.small_collectives import SmallCollectives
-from shardwright.comm.one_host.local_peers import LocalPeers, connect_local_peers
+from shardwright.comm.local_peers import LocalPeers, connect_local_peers
+from shardwright.comm.message_names import Purpose
+from shardwright.comm.transport import SmallCollectives
 from shardwright.errors import PeerLostError
 from shardwright.testing import run_ranks, run_ranks_outcomes
 
@@ -138,7 +138,7 @@ def test_without_shared_memory_all_ranks_of_the_host_fall_back(lacking):
         rank, warned = dist.get_rank(), []
         handler = logging.Handler()
         handler.emit = lambda record: warned.append(record.getMessage())
-        logging.getLogger("shardwright.comm.one_host.local_sockets").addHandler(handler)
+        logging.getLogger("shardwright.comm.local_peers").addHandler(handler)
         if rank == lacking:
 
             def refuse(*_):

@@ -14,11 +14,10 @@ from shardwright.collectives import Topology
 from shardwright.collectives.device_prices import typical_device_prices
 from shardwright.collectives.prices import DEFAULT_PRICES
 from shardwright.collectives.prices_file import read_prices, write_prices
+from shardwright.comm import collective_probe as probe
+from shardwright.comm.collective_probe import measure_device_prices, measure_prices
 from shardwright.comm.collectives.connect import connect
 from shardwright.comm.joining.process_group import default_store
-from shardwright.comm.probing import collective_probe as probe
-from shardwright.comm.probing.collective_probe import measure_prices
-from shardwright.comm.probing.device_probe import measure_device_prices
 from shardwright.errors import ConfigError
 from shardwright.testing import run_ranks
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from shardwright.comm.identity.environment import detect
 from shardwright.comm.joining.process_group import destroy_process_group, group_of, init_process_group
 from shardwright.comm.joining.session import Session
+from shardwright.comm.launchers import detect
 from shardwright.errors import LaunchError
 from shardwright.testing import RanksFailedError, run_ranks
 
@@ -78,7 +78,7 @@ def test_hosts_that_count_restarts_differently_agree_on_a_generation():
     def join():
         from datetime import timedelta
 
-        from shardwright.comm.joining.generation import agree_on_generation
+        from shardwright.comm.joining.process_group import agree_on_generation
 
         environment = detect(os.environ)
         store = dist.TCPStore(

@@ -6,7 +6,7 @@ import torch
 
 from fits import too_wide
 from shardwright.cluster.cluster_file import read_inventory
-from shardwright.comm.probing.rate_probe import measure_memory_rates, measure_products
+from shardwright.comm.rate_probe import measure_memory_rates, measure_products
 from shardwright.testing import run_ranks
 
 
@@ -39,8 +39,8 @@ def test_a_type_that_cannot_be_multiplied_has_no_rates():
 
 
 def probe(folder):
-    from shardwright.comm.probing import collective_probe as probe
-    from shardwright.comm.probing import rate_probe
+    from shardwright.comm import collective_probe as probe
+    from shardwright.comm import rate_probe
     from shardwright.torch.on_this_machine.rank_probe import main
 
     # What is measured is not looked at: once is enough.

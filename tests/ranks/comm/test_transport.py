@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.comm.messages.transport import Transport
-from shardwright.comm.one_host import local_peers
-from shardwright.comm.one_host.local_peers import connect_local_peers
+from shardwright.comm import local_peers
+from shardwright.comm.local_peers import connect_local_peers
+from shardwright.comm.transport import Transport
 from shardwright.testing import run_ranks
 
 CPU = torch.device("cpu")

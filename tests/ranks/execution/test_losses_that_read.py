@@ -276,7 +276,7 @@ def test_a_step_that_reads_nothing_takes_no_further_messages() -> None:
 
     def run() -> tuple[int, int]:
         import shardwright.torch as sw
-        from shardwright.comm.trust.value_board import ValueBoard
+        from shardwright.comm.joining.store import ValueBoard
         from shardwright.torch.execution.agreement import Agreement
 
         asked = [0, 0]

@@ -188,7 +188,7 @@ def test_what_was_sent_and_received_is_let_go():
 
     def run():
         import shardwright.torch as sw
-        from shardwright.comm.messages.transport import Transport
+        from shardwright.comm.transport import Transport
         from shardwright.runtime.messages import Messages
 
         sw.init({**QUIET, "pipeline": "1f1b", "microbatches": 16})

@@ -218,9 +218,9 @@ def test_a_finished_step_leaves_no_tensors_behind():
 
     def job():
         import shardwright.torch as sw
-        from shardwright.comm.one_host import shared_memory
+        from shardwright.comm import local_link
 
-        shared_memory._MOST_VIEWS = 1  # views of messages are kept; they have no memory of their own
+        local_link._MOST_VIEWS = 1  # views of messages are kept; they have no memory of their own
         sw.init({**QUIET, "microbatches": 4, "pipeline": "gpipe"})
         model = sw.DistributedModel(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))))
 

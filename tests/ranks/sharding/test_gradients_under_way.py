@@ -10,18 +10,18 @@ from shardwright.testing import run_ranks
 
 def whole_gradients_at_once(settings):
     """The most buckets whose whole gradients were there at once, and how many there were."""
-    from shardwright.comm.backend import two_hop_sum
+    from shardwright.comm.collectives import shardwright_process_group
 
     held, most = [], 0
 
-    class Watched(two_hop_sum.TwoHopSum):
+    class Watched(shardwright_process_group.TwoHopSum):
         def __init__(self, data, **more):
             nonlocal most
             held.append(StorageWeakRef(data.untyped_storage()))
             most = max(most, sum(not reference.expired() for reference in held))
             super().__init__(data, **more)
 
-    two_hop_sum.TwoHopSum = Watched
+    shardwright_process_group.TwoHopSum = Watched
     sharded_training({**settings, "sdp_reduce_bucket_size": 500}, steps=1)
     return most, len(held)
 

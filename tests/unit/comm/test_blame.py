@@ -4,7 +4,7 @@ import threading
 
 from torch.distributed import HashStore
 
-from shardwright.comm.absence.blame import Blame
+from shardwright.comm.blame import Blame
 
 
 def blames(count):
@@ -67,7 +67,7 @@ def test_a_store_that_is_gone_does_no_harm():
 
 def test_a_store_that_cannot_be_reached_is_not_waited_for(monkeypatch):
     """Ranks whose host had lost its link to the store's host waited for the store for ever."""
-    monkeypatch.setattr("shardwright.comm.absence.blame._LONGEST_ANSWER_S", 0.05)
+    monkeypatch.setattr("shardwright.comm.blame._LONGEST_ANSWER_S", 0.05)
     end = threading.Event()
 
     class Unreachable:

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.collectives.prices import DEFAULT_PRICES
-from shardwright.comm.encoding.codec import declare
-from shardwright.comm.encoding.tensor_codec import DecodeError, decode, encode
+from shardwright.comm.codec import declare
+from shardwright.comm.tensor_codec import DecodeError, decode, encode
 from shardwright.errors import CorruptCheckpointError, LaunchError, PeerLostError
 
 PLAIN = (

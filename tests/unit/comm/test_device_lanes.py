@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.comm.devices.device_lanes import StreamLanes
-from shardwright.comm.devices.hops import Hop, Hops
-from shardwright.comm.devices.hops_over_nodes import reductions_of_hops
+from shardwright.comm.collectives.device_collectives import reductions_of_hops
+from shardwright.comm.collectives.device_lanes import Hop, Hops, StreamLanes
 
 
 class Stream:

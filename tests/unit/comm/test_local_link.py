@@ -8,10 +8,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from shardwright.comm.absence.meeting_message import message_of
-from shardwright.comm.absence.meeting_place import MeetingPlace
-from shardwright.comm.identity.purpose import Purpose
-from shardwright.comm.one_host.local_link import LocalLink, LocalReceipt
+from shardwright.comm.local_link import LocalLink, LocalReceipt
+from shardwright.comm.meeting_place import MeetingPlace, message_of
+from shardwright.comm.message_names import Purpose
 from shardwright.errors import PeerLostError, TraceMismatchError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs anonymous files in memory")

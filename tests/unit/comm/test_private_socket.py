@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.comm.one_host.local_sockets import _take_calls
-from shardwright.comm.trust.private_socket import PrivateListener, call, is_our_user
+from shardwright.comm.joining.session import PrivateListener, call, is_our_user
+from shardwright.comm.local_peers import _take_calls
 
 _NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="it takes root to be another user")

@@ -6,7 +6,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.comm.one_host.shared_memory import Ring
+from shardwright.comm.local_link import Ring
 
 MOST_UNREAD = 4
 LARGEST = 1000

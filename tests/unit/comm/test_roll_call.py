@@ -11,14 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from shardwright.comm.absence import missing_ranks, whereabouts
-from shardwright.comm.absence.attendance import Attendance, Decision
-from shardwright.comm.absence.meeting_place import MeetingPlace, Note
-from shardwright.comm.absence.missing_ranks import MissingRanks, Terms
-from shardwright.comm.absence.python_place import JointCall
-from shardwright.comm.absence.whereabouts import Whereabouts
-from shardwright.comm.identity.rank_set import ranks_in, spans
-from shardwright.comm.messages.roll_call import Call, RollCall
+from shardwright.comm import missing_ranks, whereabouts
+from shardwright.comm.meeting_place import JointCall, MeetingPlace, Note
+from shardwright.comm.message_names import ranks_in, spans
+from shardwright.comm.missing_ranks import Attendance, Decision, MissingRanks, Terms
+from shardwright.comm.roll_call import Call, RollCall
+from shardwright.comm.whereabouts import Whereabouts
 from shardwright.errors import PeerLostError, PeerTimeoutError, UsageError
 
 

@@ -13,12 +13,18 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from shardwright.comm.collectives.connect import tell_all_through
+from shardwright.comm.joining.run_secret import (
+    SECRET,
+    SECRET_FILE,
+    ForgedError,
+    Seal,
+    new_secret,
+    packed,
+    seal_of_run,
+    unpacked,
+)
 from shardwright.comm.joining.session import begin_session
-from shardwright.comm.joining.tcp_store import loopback_tcp_store
-from shardwright.comm.trust.authenticated_objects import packed, unpacked
-from shardwright.comm.trust.run_secret import SECRET, SECRET_FILE, new_secret, seal_of_run
-from shardwright.comm.trust.seal import ForgedError, Seal
-from shardwright.comm.trust.sealed_store import SealedStore
+from shardwright.comm.joining.store import SealedStore, loopback_tcp_store
 from shardwright.errors import LaunchError, UsageError
 
 SEAL = Seal(b"a key of this run")

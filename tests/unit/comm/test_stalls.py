@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardwright.comm.absence.meeting_place import MeetingPlace, Note
-from shardwright.comm.absence.python_place import JointCall
-from shardwright.comm.absence.stalls import Stalls
+from shardwright.comm.meeting_place import JointCall, MeetingPlace, Note
+from shardwright.comm.whereabouts import Stalls
 
 STEP = MeetingPlace("the step function train", (0, 1, 2), 3)
 REDUCE = JointCall("all_reduce", (0, 1, 2), "world", 4)

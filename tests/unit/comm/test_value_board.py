@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from shardwright.comm.trust.seal import ForgedError
-from shardwright.comm.trust.value_board import ValueBoard
+from shardwright.comm.joining.run_secret import ForgedError
+from shardwright.comm.joining.store import ValueBoard
 from shardwright.errors import PeerLostError, PeerTimeoutError, UsageError
 
 ABSENT = UsageError("not put up")

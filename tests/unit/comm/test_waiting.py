@@ -7,8 +7,8 @@ import socket
 import pytest
 import torch
 
-from shardwright.comm.one_host.local_link import LocalLink, LocalReceipt
-from shardwright.comm.one_host.local_peers import LocalPeers
+from shardwright.comm.local_link import LocalLink, LocalReceipt
+from shardwright.comm.local_peers import LocalPeers
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs anonymous files in memory")
 

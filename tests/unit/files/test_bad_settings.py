@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from shardwright.comm.identity.environment import detect
+from shardwright.comm.launchers import detect
 from shardwright.config import Config
 from shardwright.errors import ConfigError, LaunchError, ShardwrightError
 from shardwright.launch import Estimator

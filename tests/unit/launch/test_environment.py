@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from shardwright.comm.identity.environment import LaunchEnvironment, detect
-from shardwright.comm.identity.host_list import expand_hosts
+from shardwright.comm.launch_environment import expand_hosts
+from shardwright.comm.launchers import LaunchEnvironment, detect
 from shardwright.errors import LaunchError
 
 TORCHRUN = {
@@ -293,6 +293,6 @@ def test_a_wrong_list_of_hosts_is_refused(text):
 
 
 def test_reading_the_environment_loads_no_torch():
-    code = "import sys, shardwright.comm.identity.environment; print('torch' in sys.modules)"
+    code = "import sys, shardwright.comm.launchers; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "False\n"

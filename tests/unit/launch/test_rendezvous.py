@@ -9,9 +9,8 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 
-from shardwright.comm.joining.tcp_store import loopback_tcp_store
-from shardwright.comm.trust.run_secret import SECRET, new_secret
-from shardwright.comm.trust.seal import ForgedError
+from shardwright.comm.joining.run_secret import SECRET, ForgedError, new_secret
+from shardwright.comm.joining.store import loopback_tcp_store
 from shardwright.launch.ranks import rendezvous
 from shardwright.launch.ranks.agent import _not_started
 from shardwright.launch.ranks.rendezvous import BACKEND, _StatesAsJson

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardwright.comm.identity.environment import detect
+from shardwright.comm.launchers import detect
 from shardwright.errors import ConfigError
 from shardwright.launch.ranks.hyperparameters import (
     from_words,

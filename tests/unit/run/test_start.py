@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardwright.torch as sw
-from shardwright.comm.identity.launch_environment import LaunchEnvironment
+from shardwright.comm.launch_environment import LaunchEnvironment
 from shardwright.config import Config
 from shardwright.errors import ConfigError, UsageError
 from shardwright.mesh import Mesh

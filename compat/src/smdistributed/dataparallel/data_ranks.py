@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.comm.identity.environment import detect
 from shardwright.comm.joining.process_group import tell_all
-from shardwright.comm.messages.bucketed_sums import sums_over
+from shardwright.comm.launchers import detect
+from shardwright.comm.transport import sums_over
 from shardwright.errors import UsageError
 from shardwright.run.context import context, is_initialized
 

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.comm.absence.missing_ranks import Terms
-from shardwright.comm.encoding.tensor_codec import DecodeError, decode, encode
 from shardwright.comm.joining.process_group import seal_of_session
-from shardwright.comm.messages.roll_call import Call
-from shardwright.comm.trust.authenticated_objects import packed_with_tensors, unpacked_with_tensors
+from shardwright.comm.joining.run_secret import packed_with_tensors, unpacked_with_tensors
+from shardwright.comm.missing_ranks import Terms
+from shardwright.comm.roll_call import Call
+from shardwright.comm.tensor_codec import DecodeError, decode, encode
 from shardwright.errors import LaunchError, UsageError
 from shardwright.run.failure import first_cause_named
 from shardwright.run.joint_calls import meet, meet_each

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwright.comm.identity.environment import detect
 from shardwright.comm.joining.process_group import group_of, init_process_group
+from shardwright.comm.launchers import detect
 from shardwright.errors import UsageError
 from shardwright.run.context import Context, context, is_initialized
 from smdistributed.modelparallel.backend.exceptions import NotInitializedError

@@ -14,7 +14,7 @@ import typer
 
 from shardwright.cli.asking.application import Endpoint, NodeRank, NumNodes, say, show_text
 from shardwright.cli.asking.settings import ConfigFile, Settings, parse_settings, read_settings
-from shardwright.comm.trust.run_secret import SECRET, has_secret
+from shardwright.comm.joining.run_secret import SECRET, has_secret
 from shardwright.config import Config
 from shardwright.errors import UsageError
 from shardwright.exit_codes import FAILED

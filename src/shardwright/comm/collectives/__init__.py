@@ -1,1 +1,1 @@
-"""Collectives on CPUs that know which ranks share a host."""
+"""Collectives that know which ranks share a host, on CPUs and accelerators, and as a backend of torch."""

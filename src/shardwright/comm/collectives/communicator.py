@@ -1,27 +1,80 @@
 """The collectives of one group of ranks."""
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.collectives import Memory, Topology
+from shardwright.collectives import Memory, Topology, gather_to_nodes
 from shardwright.collectives.choose import GLOO, Choice
 from shardwright.collectives.chooser import Chooser
 from shardwright.collectives.prices import Prices
 from shardwright.collectives.routine import Routine
-from shardwright.comm.collectives.checks import check_fit
-from shardwright.comm.collectives.gloo_collectives import gloo_can, run_gloo, start_gloo
-from shardwright.comm.collectives.neighbours import Neighbours, Operation
-from shardwright.comm.collectives.node_gather import NodeGather
 from shardwright.comm.collectives.ordered_thread import OrderedThread
-from shardwright.comm.collectives.reduction import Reduction
-from shardwright.comm.collectives.step_runner import run_steps
+from shardwright.comm.collectives.reduction import Reduction, gloo_can, run_gloo, start_gloo
+from shardwright.comm.collectives.step_runner import Neighbours, Operation, run_steps
 from shardwright.comm.joining.session import Session
 from shardwright.errors import UsageError
 
-__all__ = ["Communicator"]
+
+def check_fit(collective: str, data: Tensor, output: Tensor, num_ranks: int) -> None:
+    """Refuses tensors that do not fit a collective."""
+    num_outputs = data.numel()
+    if collective in ("all_gather", "gather_to_nodes"):
+        num_outputs *= num_ranks
+    elif collective == "reduce_scatter":
+        num_outputs //= num_ranks
+    if output.numel() != num_outputs or (collective == "reduce_scatter" and data.numel() % num_ranks):
+        raise UsageError(
+            f"{collective} over {num_ranks} ranks takes {data.numel()} elements and gives {num_outputs}, "
+            f"but the output has {output.numel()}."
+        )
+    if data.dtype != output.dtype:
+        raise UsageError(
+            f"{collective}: the input is {data.dtype} and the output {output.dtype}; they must be the same."
+        )
+    for name, tensor in (("input", data), ("output", output)):
+        if not tensor.is_contiguous() or tensor.device.type != "cpu":
+            raise UsageError(
+                f"{collective}: the {name} must be contiguous and on the CPU, but it has the strides "
+                f"{tensor.stride()} and is on {tensor.device}. Pass {name}.contiguous()."
+            )
+
+
+class NodeGroup(Protocol):
+    """The group whose thread runs the gather: see `Communicator`."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the group."""
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks that share a node."""
+
+    def run_routine(
+        self, name: str, routine: Routine, data: Tensor, result: Tensor, *, shared: Tensor | None = None
+    ) -> None:
+        """Runs the steps of a collective."""
+
+
+class NodeGather:
+    """Gathers, on the thread of a group; see `Communicator.gather_to_nodes`."""
+
+    def __init__(self, group: NodeGroup):
+        self._group = group
+        self._routines: dict[tuple[int, ...], Routine] = {}
+
+    def __call__(self, memory: Tensor, data: Tensor, pieces: tuple[int, ...]) -> None:
+        """Gathers elements as they are."""
+        group = self._group
+        if pieces not in self._routines:
+            steps = gather_to_nodes(group.topology, group.rank, pieces=pieces)
+            self._routines[pieces] = Routine.of(steps)
+        group.run_routine("gather_to_nodes", self._routines[pieces], data, memory, shared=memory)
+
 
 _SUM = Reduction("SUM")
 

@@ -13,14 +13,13 @@ from shardwright.collectives.choose import ROOM_BYTES
 from shardwright.collectives.prices import DEFAULT_PRICES, Prices
 from shardwright.collectives.prices_file import PRICES_VARIABLE, read_prices
 from shardwright.comm._private import gloo_group
+from shardwright.comm.codec import DecodeError, declare, decode, encode
 from shardwright.comm.collectives.communicator import Communicator
-from shardwright.comm.collectives.neighbours import Neighbours
-from shardwright.comm.encoding.codec import DecodeError, declare, decode, encode
-from shardwright.comm.identity.environment import detect
-from shardwright.comm.joining.process_group import present_session
+from shardwright.comm.collectives.step_runner import Neighbours
+from shardwright.comm.joining.process_group import present_session, refuse_mixed_versions
 from shardwright.comm.joining.session import begin_session
-from shardwright.comm.joining.versions import refuse_mixed_versions
-from shardwright.comm.one_host.local_sockets import connect_on_this_host, this_host
+from shardwright.comm.launchers import detect
+from shardwright.comm.local_peers import connect_on_this_host, this_host
 from shardwright.errors import ConfigError, LaunchError
 
 log = logging.getLogger(__name__)

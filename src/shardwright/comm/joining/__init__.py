@@ -1,1 +1,1 @@
-"""Joins the ranks of a run: the store, the group of all ranks, its session."""
+"""Joins the ranks of a run: its secret, the store, the group of all ranks, its session."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any, Literal, NoReturn
 
-from shardwright.comm.trust.run_secret import new_secret
+from shardwright.comm.joining.run_secret import new_secret
 from shardwright.errors import ConfigError, LaunchError
 from shardwright.launch.engines.manifests import (
     Pods,

@@ -7,7 +7,7 @@ import socket
 import sys
 from collections.abc import Mapping
 
-from shardwright.comm.trust.run_secret import SECRET, has_secret, new_secret
+from shardwright.comm.joining.run_secret import SECRET, has_secret, new_secret
 from shardwright.errors import ConfigError
 from shardwright.launch.engines.job_folder import prepared_run_folder
 from shardwright.launch.engines.launcher_processes import HostCommand, ProcessesJob

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from shardwright.comm.trust.run_secret import SECRET, has_secret
+from shardwright.comm.joining.run_secret import SECRET, has_secret
 from shardwright.launch.engines.shell import ShellText, shell_line
 from shardwright.launch.jobs.job_spec import JobSpec
 from shardwright.launch.processes.process_text import refuse_half_characters

@@ -13,7 +13,7 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from shardwright.comm.trust.run_secret import new_secret
+from shardwright.comm.joining.run_secret import new_secret
 from shardwright.launch.engines.ray_worker import Exits, train_on_worker
 from shardwright.launch.processes.exits import EXITS_VARIABLE, ExitLog, WorkerExit
 from shardwright.launch.ranks.verdict import WORKER_CRASHED, exit_code, failure_report

@@ -19,7 +19,7 @@ import ray.train
 import torch
 import torch.distributed as dist
 
-from shardwright.comm.trust.run_secret import SECRET
+from shardwright.comm.joining.run_secret import SECRET
 from shardwright.launch.processes.exits import ExitLog
 from shardwright.launch.ranks.request import LaunchRequest
 from shardwright.launch.ranks.training_environment import job_variables, result_folders

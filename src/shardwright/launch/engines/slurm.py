@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardwright.comm.trust.run_secret import SECRET, SECRET_FILE
+from shardwright.comm.joining.run_secret import SECRET, SECRET_FILE
 from shardwright.errors import ConfigError, LaunchError
 from shardwright.exit_codes import ENVIRONMENT
 from shardwright.files import UserFile, replace_file

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwright.comm.trust.run_secret import SECRET, has_secret, new_secret
+from shardwright.comm.joining.run_secret import SECRET, has_secret, new_secret
 from shardwright.errors import LaunchError
 from shardwright.launch.processes.exits import EXITS_VARIABLE, SAVED_AND_REQUEUE, ExitLog
 from shardwright.launch.ranks.request import LaunchRequest

@@ -32,9 +32,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from shardwright.comm.joining.tcp_store import LOOPBACK, loopback_tcp_store
-from shardwright.comm.trust.run_secret import seal_of_run
-from shardwright.comm.trust.sealed_store import SealedStore
+from shardwright.comm.joining.run_secret import seal_of_run
+from shardwright.comm.joining.store import LOOPBACK, SealedStore, loopback_tcp_store
 from shardwright.launch.ranks.meeting_place import is_own, told_if_long, wait_until_answered
 
 __all__ = ["BACKEND"]

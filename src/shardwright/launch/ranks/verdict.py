@@ -5,7 +5,7 @@ import signal
 from collections.abc import Sequence
 
 from shardwright import errors
-from shardwright.comm.absence.peer_loss import names_a_lost_peer
+from shardwright.comm.blame import names_a_lost_peer
 from shardwright.exit_codes import FAILED, exit_code_of
 from shardwright.launch.processes.exits import SAVED_AND_REQUEUE, WorkerExit
 from shardwright.launch.processes.folding import fold

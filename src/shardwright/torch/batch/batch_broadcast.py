@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwright.comm.messages.small_collectives import SmallCollectives
+from shardwright.comm.transport import SmallCollectives
 from shardwright.errors import UsageError
 from shardwright.run.batch_broadcast import Room, TensorBroadcast
 from shardwright.torch.batch.batch import Arguments, Batch, is_batch_tensor

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from shardwright.comm.encoding.tensor_codec import decode, encode
-from shardwright.comm.trust.authenticated_objects import packed, unpacked
-from shardwright.comm.trust.seal import Seal
+from shardwright.comm.joining.run_secret import Seal, packed, unpacked
+from shardwright.comm.tensor_codec import decode, encode
 from shardwright.errors import UsageError
 from shardwright.run.batch_broadcast import PLACE, header_read
 from shardwright.torch.pytorch.layout import Order

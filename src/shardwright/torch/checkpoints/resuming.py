@@ -11,7 +11,7 @@ from shardwright.checkpoint.commits import Commit
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.reading import reading
 from shardwright.checkpoint.saved import SavedCheckpoint
-from shardwright.comm.encoding.codec import declare
+from shardwright.comm.codec import declare
 from shardwright.errors import CheckpointError, CorruptCheckpointError, PlanError
 from shardwright.plan import Plan
 from shardwright.planner import overruled_settings

@@ -11,8 +11,8 @@ import torch
 
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import CheckpointFolder
-from shardwright.comm.identity.purpose import Purpose
 from shardwright.comm.joining.process_group import default_store
+from shardwright.comm.message_names import Purpose
 from shardwright.errors import CheckpointError
 from shardwright.observe.run_folder import show_path
 from shardwright.run.failure import first_cause_named

@@ -30,8 +30,8 @@ from shardwright.checkpoint.manifest import FileEntry
 from shardwright.checkpoint.safe_json import parse
 from shardwright.checkpoint.saved import LARGEST_TEXT
 from shardwright.checkpoint.tensor_index import INDEX, TensorEntry, TensorIndex
-from shardwright.comm.encoding.codec import declare
-from shardwright.comm.trust.seal import not_from_a_stranger
+from shardwright.comm.codec import declare
+from shardwright.comm.joining.run_secret import not_from_a_stranger
 from shardwright.errors import CheckpointError, ShardwrightError
 from shardwright.mesh import Mesh
 from shardwright.torch.checkpoints.documents import StateDocument

@@ -8,9 +8,9 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.identity.purpose import Purpose
 from shardwright.comm.joining.process_group import tell_all
-from shardwright.comm.messages.small_collectives import SmallCollectives
+from shardwright.comm.message_names import Purpose
+from shardwright.comm.transport import SmallCollectives
 from shardwright.errors import TraceMismatchError, UsageError
 from shardwright.run.context import Context
 from shardwright.torch.batch.batch import Batch

@@ -12,8 +12,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from shardwright.comm.encoding.tensor_bytes import bytes_of
-from shardwright.comm.identity.purpose import Purpose
+from shardwright.comm.message_names import Purpose
+from shardwright.comm.tensor_codec import bytes_of
 from shardwright.errors import TraceMismatchError
 from shardwright.model_graph import TensorSpec
 from shardwright.run.context import Context

@@ -6,7 +6,7 @@ from functools import cache, partial
 import torch
 from torch import nn
 
-from shardwright.comm.messages.transport import Transport
+from shardwright.comm.transport import Transport
 from shardwright.run.memory import memory_in_use
 from shardwright.runtime.action_loop import MeasuredRow, run_actions
 from shardwright.runtime.messages import Messages

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwright.comm.trust.value_board import ValueBoard
+from shardwright.comm.joining.store import ValueBoard
 from shardwright.errors import UsageError
 from shardwright.run.context import Context, replica_board
 from shardwright.torch.backward.evaluated_values import forms_of_batch

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.comm.trust.value_board import ValueBoard
+from shardwright.comm.joining.store import ValueBoard
 from shardwright.run.context import Context
 from shardwright.runtime.batch_schedules import (
     BatchSchedules,

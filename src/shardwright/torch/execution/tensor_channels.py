@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from shardwright.comm.messages.transport import Receipt, Transport
+from shardwright.comm.transport import Receipt, Transport
 from shardwright.runtime import messages
 from shardwright.runtime.crossings import Crossing
 from shardwright.torch.pytorch.layout import Order, from_memory_order, in_memory_order

@@ -15,8 +15,8 @@ from weakref import WeakSet
 
 import torch
 
-from shardwright.comm.identity.purpose import Purpose
 from shardwright.comm.joining.process_group import groups_in_doubt
+from shardwright.comm.message_names import Purpose
 from shardwright.errors import PeerLostError
 from shardwright.run.context import Context
 from shardwright.run.cores import OwnCores

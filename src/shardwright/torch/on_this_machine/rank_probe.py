@@ -22,13 +22,13 @@ from shardwright.cluster.cluster_file import write_inventory
 from shardwright.collectives.choose import COLLECTIVES
 from shardwright.collectives.prices import Prices
 from shardwright.collectives.prices_file import write_prices
+from shardwright.comm.codec import declare
+from shardwright.comm.collective_probe import measure_prices
 from shardwright.comm.collectives.communicator import Communicator
 from shardwright.comm.collectives.connect import connect
-from shardwright.comm.encoding.codec import declare
 from shardwright.comm.joining.process_group import default_store
-from shardwright.comm.probing.collective_probe import measure_prices
-from shardwright.comm.probing.probe_ranks import device_prices
-from shardwright.comm.probing.rate_probe import DTYPES, MemoryRates, measure_memory_rates, measure_products
+from shardwright.comm.probe_ranks import device_prices
+from shardwright.comm.rate_probe import DTYPES, MemoryRates, measure_memory_rates, measure_products
 from shardwright.config import Config
 from shardwright.observe.console import Console
 from shardwright.quantities import counted

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.comm.identity.purpose import Purpose
+from shardwright.comm.message_names import Purpose
 from shardwright.errors import UsageError
 from shardwright.run.context import context, is_initialized
 from shardwright.run.failure import first_cause_named

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwright.comm.identity.purpose import Purpose
+from shardwright.comm.message_names import Purpose
 from shardwright.run.context import Context, context, is_initialized
 from shardwright.torch.model.distributed_model import wrapped_model
 from shardwright.torch.optimizer.coupling import is_coupled, refuse_coupling

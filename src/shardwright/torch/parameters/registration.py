@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwright.comm.identity.purpose import Purpose
 from shardwright.comm.joining.process_group import tell_all
+from shardwright.comm.message_names import Purpose
 from shardwright.errors import UsageError
 from shardwright.run.context import Context
 from shardwright.torch._private import non_persistent_buffers_of

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.comm.backend.batch_norm import normalised_over_ranks
+from shardwright.comm.collectives.backend import normalised_over_ranks
 from shardwright.errors import UsageError
 from shardwright.run.context import Context
 from shardwright.torch._private import PlainBatchNorm, function_mode_depth

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from shardwright.comm.identity.devices_in_use import uses_gpus
+from shardwright.comm._private import uses_gpus
 
 __all__ = ["AutocastState", "autocast_as", "autocast_state"]
 

@@ -17,7 +17,7 @@ from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, loca
 from shardwright.torch.tensor_parallel.spec import Spec
 
 if TYPE_CHECKING:
-    from shardwright.comm.backend.two_hop_sum import TwoHopSum
+    from shardwright.comm.collectives.shardwright_process_group import TwoHopSum
     from shardwright.torch.sharding.sharded_parameter import ShardedParameter
 
 __all__ = [
@@ -231,7 +231,7 @@ class ShardedBucket:
     def _sum(self, data: Tensor, is_last: bool) -> "TwoHopSum":
         """Starts to sum (shards, n)."""
         # Here, because few runs need it: it brings all collectives of hosts and devices along.
-        from shardwright.comm.backend.two_hop_sum import TwoHopSum
+        from shardwright.comm.collectives.shardwright_process_group import TwoHopSum
 
         shard_group, replica_group = self._groups
         return TwoHopSum(

@@ -189,7 +189,7 @@ class _Replicas(_ProcessGroup):  # type: ignore[misc]
         """Of the ranks that hold the same stage; made at the first call, by these alone."""
         current, axes = context(), self.axes
         if axes not in self._made or self._made[axes][0] is not current:
-            from shardwright.comm.backend.shardwright_process_group import ShardwrightProcessGroup
+            from shardwright.comm.collectives.shardwright_process_group import ShardwrightProcessGroup
 
             ranks = current.mesh.group(axes, current.rank)
             with default_group(self.world):

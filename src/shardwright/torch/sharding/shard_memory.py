@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm._private import all_gather_single
-from shardwright.comm.backend.shardwright_process_group import ShardwrightProcessGroup
 from shardwright.comm.collectives.communicator import Communicator
+from shardwright.comm.collectives.shardwright_process_group import ShardwrightProcessGroup
 from shardwright.errors import TraceMismatchError
 from shardwright.shard_layout import ShardLayout
 

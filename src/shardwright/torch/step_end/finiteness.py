@@ -17,8 +17,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from shardwright.comm.identity.rank_set import listed
 from shardwright.comm.joining.process_group import tell_all
+from shardwright.comm.message_names import listed
 from shardwright.errors import NonFiniteError
 from shardwright.run.context import Context
 from shardwright.torch._private import norms_of, values_of_sparse

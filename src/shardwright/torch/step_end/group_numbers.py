@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwright.comm.identity.purpose import Purpose
-from shardwright.comm.identity.rank_set import listed
 from shardwright.comm.joining.process_group import tell_all
+from shardwright.comm.message_names import Purpose, listed
 from shardwright.errors import UsageError
 from shardwright.run.context import Context
 

@@ -17,7 +17,7 @@ from enum import IntEnum
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwright.comm.identity.purpose import Purpose
+from shardwright.comm.message_names import Purpose
 from shardwright.errors import ShardwrightError
 from shardwright.observe.timeline import Row
 from shardwright.run.context import Context

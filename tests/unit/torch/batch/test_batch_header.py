@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwright.comm.trust.seal import ForgedError, Seal
+from shardwright.comm.joining.run_secret import ForgedError, Seal
 from shardwright.errors import LaunchError, UsageError
 from shardwright.torch.batch.batch_broadcast import _describe
 from shardwright.torch.batch.batch_header import outline, read_header, written_header

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from shardwright.comm.trust.value_board import ValueBoard
+from shardwright.comm.joining.store import ValueBoard
 from shardwright.errors import TraceMismatchError
 from shardwright.torch.execution.microbatches.value_bundles import OwnValues, TakenValues
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwright.comm.backend import two_hop_sum
+from shardwright.comm.collectives import shardwright_process_group
 from shardwright.torch.replicas.gradient_buckets import ShardedBucket
 
 
@@ -19,7 +19,7 @@ def test_an_earlier_sum_goes_once_it_is_added(monkeypatch: pytest.MonkeyPatch) -
         output.copy_(data)
         return SimpleNamespace(wait=lambda: None)
 
-    monkeypatch.setattr(two_hop_sum, "reduce_scatter_single", reduce_scatter)
+    monkeypatch.setattr(shardwright_process_group, "reduce_scatter_single", reduce_scatter)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     holder = torch.zeros(2, 3)

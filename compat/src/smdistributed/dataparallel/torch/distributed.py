@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from shardwright.comm.identity.environment import detect
+from shardwright.comm.launchers import detect
 from shardwright.errors import UsageError
 from smdistributed.dataparallel.torch.torch_smddp import BACKEND
 

@@ -8,8 +8,8 @@ import os
 import socket
 from collections.abc import MutableMapping
 
-from shardwright.comm.identity.environment import LaunchEnvironment, detect
 from shardwright.comm.joining.process_group import stay_on_this_host
+from shardwright.comm.launchers import LaunchEnvironment, detect
 
 __all__ = ["tell_torch"]
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from shardwright.comm.backend.shardwright_process_group import ShardwrightProcessGroup
-from shardwright.comm.identity.environment import LaunchEnvironment, detect
+from shardwright.comm.collectives.shardwright_process_group import ShardwrightProcessGroup
 from shardwright.comm.joining.process_group import end_with_process
-from shardwright.comm.joining.tcp_store import joined_tcp_store
+from shardwright.comm.joining.store import joined_tcp_store
+from shardwright.comm.launchers import LaunchEnvironment, detect
 from smdistributed.dataparallel.torch.rendezvous import tell_torch
 
 __all__ = ["BACKEND"]

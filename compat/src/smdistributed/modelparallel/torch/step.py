@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardwright.comm.identity.environment import detect
+from shardwright.comm.launchers import detect
 from shardwright.torch.batch.step_output import StepOutput
 from shardwright.torch.step_function import step_function
 from smdistributed.modelparallel.torch.peer_batches import with_batches_of_peers

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.comm.trust.value_board import ValueBoard
+from shardwright.comm.joining.store import ValueBoard
 from shardwright.runtime.crossings import Crossing
 from shardwright.torch.execution.microbatches.own_attributes import OwnAttributes
 from shardwright.torch.tracing.glue_buffers import GlueBuffers

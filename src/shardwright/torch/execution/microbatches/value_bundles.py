@@ -17,9 +17,9 @@ from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from shardwright.comm.encoding.tensor_bytes import bytes_of
-from shardwright.comm.trust.seal import not_from_a_stranger
-from shardwright.comm.trust.value_board import ValueBoard
+from shardwright.comm.joining.run_secret import not_from_a_stranger
+from shardwright.comm.joining.store import ValueBoard
+from shardwright.comm.tensor_codec import bytes_of
 from shardwright.errors import TraceMismatchError
 from shardwright.torch.interception.glue import plain_torch
 from shardwright.torch.program.program import Program

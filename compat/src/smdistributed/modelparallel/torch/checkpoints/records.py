@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import NonNegativeInt, PositiveInt, field_validator
 
 from shardwright.checkpoint.manifest import FileEntry, Record, is_plain_name
-from shardwright.comm.encoding.codec import declare
+from shardwright.comm.codec import declare
 from shardwright.errors import CorruptCheckpointError
 
 __all__ = ["FullRecord", "PartialRecord", "fits", "verify"]

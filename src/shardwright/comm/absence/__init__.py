@@ -1,1 +1,0 @@
-"""Absent ranks: where they are, which failed first, and how errors report it."""

@@ -1,1 +1,0 @@
-"""The torch.distributed backend ``shardwright``."""

@@ -1,1 +1,0 @@
-"""Collectives over nodes, for tensors on accelerators."""

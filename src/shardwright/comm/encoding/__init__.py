@@ -1,1 +1,0 @@
-"""Encodes values and tensors as bytes and back, without running code."""

@@ -1,1 +1,0 @@
-"""The identity of this process: its rank and host, as its launcher reports them."""

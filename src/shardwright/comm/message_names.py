@@ -1,0 +1,108 @@
+"""Names between ranks: of the backend, of a message's purpose, of sets of ranks."""
+
+import hashlib
+from collections.abc import Sequence
+from enum import IntEnum
+from functools import lru_cache
+
+BACKEND = "shardwright"
+
+
+class Purpose(IntEnum):
+    """Goes with every message between ranks of one host, so that ranks at different places notice it.
+
+    >>> print(Purpose.BATCH)
+    the batch of a step
+    """
+
+    PIPELINE = 0
+    BATCH = 1
+    OUTPUTS = 2
+    AGREEMENT = 3
+    FIGURES = 4
+    NORM = 5
+    MEETING = 6
+    CHECKPOINT = 7
+    UPDATE = 8
+
+    def __str__(self) -> str:
+        return _TEXTS[self]
+
+
+_TEXTS = {
+    Purpose.PIPELINE: "a tensor between stages",
+    Purpose.BATCH: "the batch of a step",
+    Purpose.OUTPUTS: "the outputs of a step",
+    Purpose.AGREEMENT: "what ranks agree on in a step",
+    Purpose.FIGURES: "the figures of a step",
+    Purpose.NORM: "a norm of gradients",
+    Purpose.CHECKPOINT: "whether a checkpoint is due (step_done, save or wait of sw.Checkpoints)",
+    Purpose.UPDATE: "a number that an optimizer takes over all stages (step of DistributedOptimizer)",
+    Purpose.MEETING: "a call on all ranks, such as model.state_dict() or sw.barrier()",
+}
+
+
+_SHORTEST_SPAN = 3
+
+
+@lru_cache(maxsize=1024)
+def spans(ranks: tuple[int, ...]) -> str:
+    """Ranks in their order, as first-last/step where at least three are evenly apart.
+
+    >>> spans((0, 1, 2, 3, 8, 16, 24))
+    '0-3,8-24/8'
+    """
+    parts: list[str] = []
+    begin = 0
+    while begin < len(ranks):
+        end = begin + 1
+        step = ranks[end] - ranks[begin] if end < len(ranks) else 0
+        while step > 0 and end < len(ranks) and ranks[end] - ranks[end - 1] == step:
+            end += 1
+        if end - begin >= _SHORTEST_SPAN:
+            parts.append(f"{ranks[begin]}-{ranks[end - 1]}{f'/{step}' if step > 1 else ''}")
+            begin = end
+        else:
+            parts.append(str(ranks[begin]))
+            begin += 1
+    return ",".join(parts)
+
+
+@lru_cache(maxsize=1024)
+def ranks_in(text: str) -> tuple[int, ...]:
+    """Reads what `spans` has written.
+
+    >>> ranks_in("0-3,8-24/8")
+    (0, 1, 2, 3, 8, 16, 24)
+    """
+    found: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, rest = part.partition("-")
+        last, _, step = rest.partition("/")
+        found += range(int(first), int(last or first) + 1, int(step or 1))
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def digest(ranks: tuple[int, ...]) -> str:
+    """A short name of these ranks in this order."""
+    return hashlib.blake2b(spans(ranks).encode(), digest_size=8).hexdigest()
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """For people: with runs of them shortened.
+
+    >>> listed((0, 1, 2, 3, 6))
+    '0 to 3, 6'
+    """
+    parts: list[str] = []
+    begin = 0
+    for i in range(1, len(ranks) + 1):
+        if i == len(ranks) or ranks[i] != ranks[i - 1] + 1:
+            first, last = ranks[begin], ranks[i - 1]
+            if last - first > 1:
+                parts.append(f"{first} to {last}")
+            else:
+                parts += map(str, ranks[begin:i])
+            begin = i
+    return ", ".join(parts)

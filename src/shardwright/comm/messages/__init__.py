@@ -1,1 +1,0 @@
-"""The messages of a step: point to point, small collectives, joint calls."""

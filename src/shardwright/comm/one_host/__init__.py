@@ -1,1 +1,0 @@
-"""Messages between the ranks of a host: sockets and shared memory."""

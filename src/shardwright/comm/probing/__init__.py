@@ -1,1 +1,0 @@
-"""Measures messages, collectives and devices on the current machines."""

@@ -1,0 +1,371 @@
+"""Tracks where a rank is in its script, and ends ranks that wait for each other for ever.
+
+::
+
+    rank 0   train_step, receiving from rank 1      waits
+    rank 1   time.sleep at data.py:31               is still: named, with its stack, and all go on waiting
+
+    rank 0   torch.distributed.all_reduce           waits for rank 1
+    rank 1   train_step, receiving from rank 0      waits for rank 0: neither will come, so rank 0 ends
+
+A rank that waits looks, from a thread of its own, because its wait may be inside of C++. What the others have
+said counts only if they go on saying it: a rank that gets on says nothing.
+
+A rank counts its joint calls with others. Two ranks in their k-th common call must be in the same one: if
+not, each waits for the other for ever, however slow they are. ::
+
+    rank 0    step 1   step 2   model.state_dict()    3rd common call
+    rank 1    step 1   step 2   step 3                3rd common call: another one, so rank 1 will not come
+
+A rank that makes progress reports nothing. One that has been at one place for some seconds leaves a note at
+the store. A thread of its own writes it, because the rank may be inside a call into C++.
+"""
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shardwright.comm.joining.run_secret import not_from_a_stranger
+from shardwright.comm.meeting_place import MeetingPlace, Note, Stillness, joint_call, script_line
+from shardwright.comm.message_names import listed
+from shardwright.errors import PeerTimeoutError
+from shardwright.exit_codes import HANG
+
+_MOST_RANKS = 64
+"""Whose notes one look reads."""
+_SOON = 0.8
+"""Of the patience: a look comes each two seconds, and the name is to be there by then."""
+
+
+@dataclass(slots=True)
+class Stalls:
+    """What a waiting rank finds out about those that it waits for.
+
+    Attributes:
+        patience_s: how long a rank may be still before it is named.
+        said: the last note of another rank.
+        tell: gets a text for people.
+    """
+
+    rank: int
+    patience_s: float
+    said: Callable[[int], Note | None]
+    tell: Callable[[str], None]
+    _before: dict[int, Note] = field(default_factory=dict)
+    _told: set[tuple[int, str]] = field(default_factory=set)
+    _deadlock: str = ""
+
+    def look(self, mine: Note) -> str:
+        """Looks at the ranks that this one waits for; returns why this rank is to end; empty if it is not."""
+        needed = _needed(mine)
+        if self.rank not in needed or not mine.waits or mine.still_s < self.patience_s / 2:
+            self._before.clear()
+            self._deadlock = ""
+            return ""
+        notes = {rank: self.said(rank) for rank in needed[:_MOST_RANKS] if rank != self.rank}
+        for rank in {each for note in notes.values() if note is not None for each in _needed(note)}:
+            if rank != self.rank and rank not in notes and len(notes) < _MOST_RANKS:
+                notes[rank] = self.said(rank)
+        fresh = {rank: note for rank, note in notes.items() if note is not None and self._goes_on(rank, note)}
+        self._before = {rank: note for rank, note in notes.items() if note is not None}
+        still = {r: n for r, n in fresh.items() if not n.waits and n.still_s >= self.patience_s / 2}
+        if still and mine.still_s >= _SOON * self.patience_s:
+            self._name(still, mine, fresh)
+        proven = not still and mine.still_s >= self.patience_s
+        return self._confirmed(_proof(self.rank, mine, fresh) if proven else "")
+
+    def _goes_on(self, rank: int, note: Note) -> bool:
+        """Whether a rank has said the same before, and says it still."""
+        before = self._before.get(rank)
+        return before is not None and before.line == note.line and note.seconds > before.seconds
+
+    def _name(self, still: Mapping[int, Note], mine: Note, fresh: Mapping[int, Note]) -> None:
+        waiting = sorted([self.rank, *(rank for rank, note in fresh.items() if note.waits)])
+        for rank, note in still.items():
+            if self.rank != waiting[0] or (rank, note.line) in self._told:  # the others would say the same
+                continue
+            self._told.add((rank, note.line))
+            who = f"rank{'s' * (len(waiting) > 1)} {listed(tuple(waiting))} wait{'s' * (len(waiting) == 1)}"
+            where = f" in {mine.place.where}" if mine.place is not None else ""
+            self.tell(
+                f"rank {rank} has been at {note.line or 'one place'} for {note.still_s:.0f} s; {who} for it"
+                f"{where}. Its stack:\n{note.stack}"
+            )
+
+    def _confirmed(self, proof: str) -> str:
+        """The proof, once it has held at two looks."""
+        before, self._deadlock = self._deadlock, proof
+        return proof if proof and before else ""
+
+
+def _needed(note: Note) -> tuple[int, ...]:
+    """The ranks that must come to where a rank is."""
+    if note.joint is not None:
+        return note.joint.ranks
+    return () if note.place is None else note.place.ranks
+
+
+def _proof(rank: int, mine: Note, fresh: Mapping[int, Note]) -> str:
+    """Why a collective of this rank can never end: one of its ranks waits elsewhere, and all wait.
+
+    Empty where it may end. A collective that all of its ranks are in may take long.
+    """
+    if mine.joint is None or any(other != rank and other not in fresh for other in mine.joint.ranks):
+        return ""
+    others = {other: fresh[other] for other in mine.joint.ranks if other != rank}
+    if not all(note.waits for note in others.values()):
+        return ""
+    elsewhere = {
+        other: note
+        for other, note in others.items()
+        if (note.joint is None or note.joint.group != mine.joint.group) and rank in _needed(note)
+    }
+    if not elsewhere:
+        return ""
+    told = "; ".join(f"rank {other} {note}" for other, note in elsewhere.items())
+    return (
+        f"rank {rank} waits in torch.distributed.{mine.joint.function} ({mine.line}) for rank "
+        f"{listed(tuple(elsewhere))}, which waits for rank {rank}: {told}. All ranks of a group make the "
+        "same collectives, in the same order: call it on all of them, or give it a group of those that do."
+    )
+
+
+_TICK_S = 0.5
+_STUCK_S = 1.5
+_NOTE_EVERY_S = 2.0
+_LAST_NOTE_S = 2.0
+
+
+class Store(Protocol):
+    """The part of a `torch.distributed.Store` that is used."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+    def add(self, key: str, amount: int) -> int: ...
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+
+    def delete_key(self, key: str) -> bool: ...
+
+    def clone(self) -> "Store": ...
+
+
+class Whereabouts:
+    """The place of this rank, and the places that the others have reported.
+
+    Attributes:
+        steps: training steps that this rank has made.
+        also_tell: called with each note: tells what others want to know of a rank that does not get on.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        run: int = 0,
+        confess: Callable[[BaseException], None] = lambda error: None,
+        stalls: Callable[[Callable[[int], Note | None]], Stalls] | None = None,
+    ):
+        self._store = store
+        self._own_store: Store | None = None
+        self._rank = rank
+        self._run = run
+        self._counts: dict[tuple[int, ...], int] = {}
+        self._place: MeetingPlace | None = None
+        self._moves = 0
+        self._moved_s = time.monotonic()
+        self.steps = 0
+        self.also_tell: list[Callable[[], None]] = []
+        self._thread_id = threading.get_ident()
+        self._stillness = Stillness(self._thread_id)
+        self._stalls = None if stalls is None else stalls(self._said_to_thread)
+        self._process_id = os.getpid()
+        self._confess = confess
+        self._ended = ""
+        self._failed = False
+        self._counts_hold = True
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # ---- of this rank ----
+
+    def begin(
+        self, where: str, ranks: Sequence[int], *, name: str = "", meeting: int = 0, hint: str = ""
+    ) -> MeetingPlace:
+        """Counts a call that others make, too."""
+        scope = tuple(ranks)
+        self._counts[scope] = number = self._counts.get(scope, 0) + 1
+        return MeetingPlace(where, scope, number, name, meeting, hint)
+
+    @contextmanager
+    def at(self, place: MeetingPlace) -> Iterator[MeetingPlace]:
+        """Says that this rank is in a call that has begun."""
+        before, self._place = self._place, place
+        self._move()
+        try:
+            yield place
+        except BaseException:
+            self._counts_hold = False
+            raise
+        finally:
+            self._place = before
+            self._move()
+
+    def inside(
+        self, where: str, ranks: Sequence[int], *, hint: str = ""
+    ) -> AbstractContextManager[MeetingPlace]:
+        """Counts a call that others make, too, and says that this rank is in it; see `begin`."""
+        return self.at(self.begin(where, ranks, hint=hint))
+
+    def _move(self) -> None:
+        self._moves += 1
+        self._moved_s = time.monotonic()
+
+    def note(self) -> Note:
+        """The present whereabouts of this rank."""
+        while True:
+            moves = self._moves
+            note = self._note()
+            if moves == self._moves:  # else the script got on meanwhile, and half of the note is of before
+                return note
+
+    def _note(self) -> Note:
+        frame = sys._current_frames().get(self._thread_id)
+        place, waits, still_s = self._place, self._stillness.waits, self._stillness.seconds
+        place_is_told = not waits and still_s >= _NOTE_EVERY_S
+        return Note(
+            place=place,
+            # A copy, which is made at a stroke: the script may count a call of other ranks just now.
+            counts=tuple(self._counts.copy().items()),
+            seconds=time.monotonic() - self._moved_s,
+            line="" if frame is None else script_line(frame),
+            joint=joint_call(frame) if frame is not None and place is None else None,
+            ended=self._ended,
+            failed=self._failed,
+            counts_hold=self._counts_hold,
+            steps=self.steps,
+            waits=waits,
+            still_s=still_s,
+            stack=self._stillness.stack if place_is_told else "",
+        )
+
+    def publish(self) -> None:
+        """Tells the others now."""
+        self._store.set(self._key(self._rank), self.note().to_text())
+
+    # ---- of others ----
+
+    def of(self, rank: int) -> Note | None:
+        """The last note of another rank; None if it has written none."""
+        key = self._key(rank)
+        if not self._store.check([key]):
+            return None
+        with not_from_a_stranger(f"where rank {rank} is"):
+            return Note.from_text(self._store.get(key))
+
+    @property
+    def prefix(self) -> str:
+        """Of keys at the store that belong to this run."""
+        return f"shardwright/whereabouts/{self._run}"
+
+    def _key(self, rank: int) -> str:
+        return f"{self.prefix}/{rank}"
+
+    # ---- the thread ----
+
+    def watch(self) -> None:
+        """Begins to leave notes while this rank does not get on; ends with the process, or by `close`."""
+        self._thread = threading.Thread(target=self._watch, name="shardwright-whereabouts", daemon=True)
+        self._thread.start()
+        atexit.register(self._at_exit)
+
+    def close(self, why: str) -> None:
+        """Says that this rank makes no more calls."""
+        if self._thread is None or os.getpid() != self._process_id:
+            return
+        atexit.unregister(self._at_exit)
+        self._ended = self._ended or why
+        self._closed.set()
+        self._thread.join(_LAST_NOTE_S)
+        self._thread = None
+
+    def script_ended(self, error: BaseException | None = None) -> None:
+        """Says that the script has ended, with an error or without."""
+        if error is None:
+            self.close("has come to the end of its script")
+            return
+        if self._thread is not None and os.getpid() == self._process_id:
+            self._confess(error)
+        self._failed = True
+        first_line = str(error).partition("\n")[0][:500]
+        self.close(f"has ended with {type(error).__name__}: {first_line}")
+
+    def _at_exit(self) -> None:
+        self.script_ended(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))
+
+    def _watch(self) -> None:
+        seen, next_s = -1, 0.0
+        while not self._closed.wait(_TICK_S):
+            self._stillness.look()
+            now_s = time.monotonic()
+            if self._moves != seen:
+                seen, next_s = self._moves, now_s + _STUCK_S
+            elif now_s >= next_s:
+                note = self.note()
+                if not self._leave(note, self._store_of_thread()):
+                    return
+                if self._stalls is not None and (why := self._stalls.look(note)):
+                    self._end(why)
+                next_s = now_s + _NOTE_EVERY_S
+        self._leave(self.note(), self._own_store or self._store)
+
+    def _said_to_thread(self, rank: int) -> Note | None:
+        """The last note of another rank, as the thread reads it; None where it has written none."""
+        store, key = self._store_of_thread(), self._key(rank)
+        try:
+            if not store.check([key]):
+                return None
+            with not_from_a_stranger(f"where rank {rank} is"):
+                return Note.from_text(store.get(key))
+        except RuntimeError:  # the store has gone with the rank that served it
+            return None
+
+    def _end(self, why: str) -> None:
+        """Ends this process, which waits in C++ for what will never come, with the stack of its script."""
+        self._confess(RuntimeError(why))
+        name = f"{PeerTimeoutError.__module__}.{PeerTimeoutError.__name__}"
+        sys.stdout.flush()
+        sys.stderr.write(f"Traceback (most recent call last):\n{self._stillness.stack}\n{name}: {why}\n")
+        sys.stderr.flush()
+        os._exit(HANG)
+
+    def _leave(self, note: Note, store: Store) -> bool:
+        """Leaves a note; false where the store does not take it: it goes with the process that serves it."""
+        text = note.to_text()
+        try:
+            store.set(self._key(self._rank), text)
+            for tell in self.also_tell:
+                tell()
+        except RuntimeError:
+            return False
+        return True
+
+    def _store_of_thread(self) -> Store:
+        """A client of the thread's own: the script's is taken while it waits there, as in `new_group`."""
+        if self._own_store is None:
+            try:
+                self._own_store = self._store.clone()
+            except RuntimeError:  # stores that are written in Python need not have it
+                self._own_store = self._store
+        return self._own_store
