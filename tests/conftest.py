@@ -26,7 +26,7 @@ import pytest
 
 from cpu_seconds import CpuSeconds
 from mounts import can_mount
-from shardwright.launch.processes.hosts_network import missing_for_networks
+from shardwright.launch.hosts_network import missing_for_networks
 from shardwright.testing import preload
 
 _TRANSFORMERS_MODULES = (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.errors import LaunchError, UsageError
-from shardwright.launch.processes.hosts_network import HostsNetwork
+from shardwright.launch.hosts_network import HostsNetwork
 from shardwright.testing.cluster import Cluster, missing_for_networks
 
 _MISSING = missing_for_networks()
@@ -63,7 +63,7 @@ def test_what_still_runs_is_ended():
 def test_nothing_is_left_when_the_process_is_killed():
     code = (
         "import os, signal\n"
-        "from shardwright.launch.processes.hosts_network import HostsNetwork\n"
+        "from shardwright.launch.hosts_network import HostsNetwork\n"
         "network = HostsNetwork(2).__enter__()\n"
         "print(*network.namespaces, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -5,7 +5,7 @@ import torch
 
 from shardwright.errors import ShardwrightError, UsageError, library_named
 from shardwright.exit_codes import exit_code_of
-from shardwright.launch.processes.exits import WorkerExit
+from shardwright.launch.processes import WorkerExit
 from shardwright.launch.ranks.verdict import exit_code
 from shardwright.testing import run_ranks
 from smdistributed.modelparallel.torch import exceptions

@@ -9,7 +9,7 @@ import yaml
 
 from shardwright.errors import ConfigError, LaunchError
 from shardwright.launch import Estimator, Kubernetes
-from shardwright.launch.engines.packed_code import pack
+from shardwright.launch.engines.kubernetes import pack
 
 
 @pytest.fixture

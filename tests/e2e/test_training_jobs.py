@@ -78,7 +78,7 @@ def test_a_job_on_this_machine(folder, capfd):
 
 def test_a_rank_that_fails_on_one_of_two_hosts(folder, monkeypatch):
     # The other host has nothing left to do, and nothing from which it could notice.
-    monkeypatch.setattr("shardwright.launch.engines.launcher_processes._NOTICE_S", 0.5)
+    monkeypatch.setattr("shardwright.launch.engines.engine._NOTICE_S", 0.5)
     with pytest.raises(LaunchError, match=r"rank 2 failed first(.|\n)*ValueError: boom on one") as caught:
         fit(instance_count=2, hyperparameters={"fail": 2})
     assert caught.value.exit_code == 5

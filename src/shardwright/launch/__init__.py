@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from shardwright.launch.engines.local import Local, LocalCluster
     from shardwright.launch.engines.ray import Ray
     from shardwright.launch.engines.slurm import Slurm
-    from shardwright.launch.estimator import Estimator
+    from shardwright.launch.estimator import Estimator, TensorFlow
     from shardwright.launch.estimator import Estimator as HuggingFace
     from shardwright.launch.estimator import Estimator as PyTorch
-    from shardwright.launch.tensorflow_estimator import TensorFlow
 
 __all__ = [
     "Estimator",
@@ -46,7 +45,7 @@ _PLACES = {
     # In listings only the import differs: from shardwright.launch import PyTorch
     "HuggingFace": ("estimator", "Estimator"),
     "PyTorch": ("estimator", "Estimator"),
-    "TensorFlow": ("tensorflow_estimator", "TensorFlow"),
+    "TensorFlow": ("estimator", "TensorFlow"),
     "Kubernetes": ("engines.kubernetes", "Kubernetes"),
     "Local": ("engines.local", "Local"),
     "LocalCluster": ("engines.local", "LocalCluster"),

@@ -12,25 +12,18 @@ from typing import Any, Literal
 
 from shardwright.config import Config
 from shardwright.errors import ConfigError, UsageError
+from shardwright.launch.distribution import Distribution, read_distribution
 from shardwright.launch.engines.engine import Engine
 from shardwright.launch.engines.local import Local
-from shardwright.launch.jobs.channels import local_path, read_channels
-from shardwright.launch.jobs.distribution import Distribution, read_distribution
-from shardwright.launch.jobs.estimator_arguments import ALIASES, sort_out
-from shardwright.launch.jobs.instances import LOCAL
-from shardwright.launch.jobs.job_spec import JobSpec
-from shardwright.launch.jobs.placement import place_processes
-from shardwright.launch.jobs.running_job import RunningJob
-from shardwright.launch.jobs.script_files import import_folder, locate_script
-from shardwright.launch.processes.counts import check_count
-from shardwright.launch.processes.process_text import check_variables, shown
-from shardwright.launch.ranks.hyperparameters import to_words, with_plain_values
+from shardwright.launch.job_spec import JobSpec, import_folder, local_path, locate_script, read_channels
+from shardwright.launch.placement import ALIASES, LOCAL, place_processes, sort_out
+from shardwright.launch.process_text import check_count, check_variables, shown
+from shardwright.launch.ranks.rank_environment import to_words, with_plain_values
+from shardwright.launch.ranks.request import framework_parameters
 from shardwright.launch.ranks.smp_parameters import check_world
-from shardwright.launch.ranks.training_environment import framework_parameters
+from shardwright.launch.running_job import RunningJob
 from shardwright.limits import MOST_NODES, MOST_RESTARTS
 from shardwright.printable import control_in, printable
-
-__all__ = ["Estimator"]
 
 _MP_PARAMETERS = "mp_parameters"
 _MODULE_DIR = "SM_MODULE_DIR"
@@ -67,7 +60,7 @@ class Estimator:
         source_dir: the folder of the script, in which it starts.
         hyperparameters: options of the script, by name.
         distribution: how processes are started, and what they are told, in the forms of
-            `shardwright.launch.jobs.distribution`.
+            `shardwright.launch.distribution`.
         instance_type: ``local`` (this machine's CPUs, in CPU mode), ``local_gpu``, or a kind of machine such
             as ``ml.p4d.24xlarge``, which says how many GPUs a host has.
         instance_count: hosts.
@@ -344,3 +337,50 @@ def _engine(given: Any) -> Engine:
 
 def _output_path(given: str | os.PathLike[str], s3_to_local: Mapping[str, str | os.PathLike[str]]) -> Path:
     return local_path(os.fspath(given), what="output_path", s3_to_local=s3_to_local).absolute()
+
+
+class TensorFlow(Estimator):
+    """Trains with a script for TensorFlow: arguments as for `Estimator`, and one more.
+
+    ::
+
+        estimator = TensorFlow(
+            entry_point="train.py",
+            framework_version="2.6",
+            py_version="py38",
+            instance_type="local",
+            distribution={
+                "smdistributed": {"modelparallel": {"enabled": True, "parameters": {"partitions": 2}}},
+                "mpi": {"enabled": True, "processes_per_host": 4},
+            },
+        )
+
+    Args:
+        entry_point: the script.
+        model_dir: what the script gets as ``--model_dir``, as those for SageMaker expect: an address, or a
+            folder; None for the folder of the job's model; False for none.
+        arguments: as for `Estimator`.
+
+    Raises:
+        ConfigError: as for `Estimator`.
+    """
+
+    def __init__(
+        self,
+        entry_point: str | os.PathLike[str],
+        *,
+        model_dir: str | os.PathLike[str] | Literal[False] | None = None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(entry_point, **arguments)
+        if isinstance(model_dir, bool) and model_dir:
+            raise ConfigError("model_dir is True, but it must be a folder, False for none, or None.")
+        self.model_dir = model_dir
+
+    def _of_framework(self, job_name: str) -> dict[str, Any]:
+        if self.model_dir is False:
+            return {}
+        if self.model_dir is not None:
+            given = os.fspath(self.model_dir)
+            return {"model_dir": str(local_path(given, what="model_dir", s3_to_local=self.s3_to_local))}
+        return {"model_dir": str(Path(self.output_path).absolute() / job_name / "model")}

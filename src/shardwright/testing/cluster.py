@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Self
 
 from shardwright.errors import LaunchError, UsageError
-from shardwright.launch.processes.hosts_network import HostsNetwork, Traffic, missing_for_networks
+from shardwright.launch.hosts_network import HostsNetwork, Traffic, missing_for_networks
 
 __all__ = ["Cluster", "HostOutcome", "Traffic", "missing_for_networks"]
 

@@ -23,7 +23,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from shardwright.launch.processes.processes import adopt_orphans
+from shardwright.launch.processes import adopt_orphans
 from shardwright.testing.job import Job, RankStatus, receive, send
 from shardwright.testing.nursery import Nursery
 from shardwright.testing.run import CallerGoneError, Run

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from shardwright.launch.processes.processes import die_with_parent
+from shardwright.launch.processes import die_with_parent
 from shardwright.testing.gate import Gate
 from shardwright.testing.job import Job, receive, send
 from shardwright.testing.rank import run_rank

@@ -15,7 +15,7 @@ import cloudpickle
 
 from shardwright.comm.codec import encode
 from shardwright.comm.joining.run_secret import Seal, packed, unpacked
-from shardwright.launch.processes.processes import die_with_parent
+from shardwright.launch.processes import die_with_parent
 from shardwright.testing.gate import Gate
 from shardwright.testing.job import Job, RankFiles, RankReport
 from shardwright.testing.payload import PAYLOAD, value_place

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from shardwright.launch.processes.processes import children, is_stopped, kill_group
+from shardwright.launch.processes import children, is_stopped, kill_group
 from shardwright.testing.gate import Gate
 from shardwright.testing.job import Job, RankFiles, RankStatus, StopReason
 from shardwright.testing.nursery import Nursery, belongs_to_nursery

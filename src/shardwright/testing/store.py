@@ -11,7 +11,7 @@ import signal
 import socket
 from typing import NoReturn
 
-from shardwright.launch.processes.processes import die_with_parent
+from shardwright.launch.processes import die_with_parent
 
 __all__ = ["StoreProcess"]
 

@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
-from shardwright.launch.processes.processes import num_threads
+from shardwright.launch.processes import num_threads
 
 __all__ = ["import_always", "import_once", "require_one_thread"]
 

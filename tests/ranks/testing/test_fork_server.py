@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from choices import in_sweep, some_combinations
 from shardwright.errors import LaunchError
-from shardwright.launch.processes.processes import children
+from shardwright.launch.processes import children
 from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
 from shardwright.testing.client import this_process_client
 

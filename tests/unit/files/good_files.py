@@ -17,7 +17,7 @@ from shardwright.collectives.prices import Curve, Line, Prices
 from shardwright.collectives.prices_file import read_prices, write_prices
 from shardwright.collectives.topology import Topology
 from shardwright.config import Config
-from shardwright.launch.jobs.distribution import read_distribution
+from shardwright.launch.distribution import read_distribution
 from shardwright.launch.ranks.smp_parameters import check_smp_parameters, read_smp_parameters
 from shardwright.observe.report import gather
 from shardwright.observe.summary import summarize

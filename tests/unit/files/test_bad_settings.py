@@ -9,7 +9,7 @@ from shardwright.comm.launchers import detect
 from shardwright.config import Config
 from shardwright.errors import ConfigError, LaunchError, ShardwrightError
 from shardwright.launch import Estimator
-from shardwright.launch.processes.exits import ExitLog, WorkerExit
+from shardwright.launch.processes import ExitLog, WorkerExit
 from shardwright.observe.run_folder import RunFolder
 from shardwright.run.launch_settings import settings_from
 

@@ -9,9 +9,9 @@ import pytest
 
 from shardwright.errors import ConfigError, UsageError
 from shardwright.launch import Estimator, Kubernetes, Local, LocalCluster, PyTorch, Slurm, TensorFlow
-from shardwright.launch.jobs.channels import read_channels
-from shardwright.launch.jobs.distribution import read_distribution
-from shardwright.launch.jobs.instances import gpus_of
+from shardwright.launch.distribution import read_distribution
+from shardwright.launch.job_spec import read_channels
+from shardwright.launch.placement import gpus_of
 
 
 def smp(processes_per_host=2, **parameters):
@@ -217,13 +217,13 @@ def test_kinds_of_machines(script):
 
 
 def test_gpus_that_are_not_here(script, monkeypatch):
-    monkeypatch.setattr("shardwright.launch.jobs.placement.gpus_here", lambda: 0)
+    monkeypatch.setattr("shardwright.launch.placement.gpus_here", lambda: 0)
     with pytest.warns(
         UserWarning, match=r"ml\.p3\.16xlarge has 8 GPUs, and this machine has none.*device=.cpu"
     ):
         Estimator(script, instance_type="ml.p3.16xlarge", distribution=smp())
     assert "this machine has no GPU" in refused(script, instance_type="local_gpu")
-    monkeypatch.setattr("shardwright.launch.jobs.placement.gpus_here", lambda: 2)
+    monkeypatch.setattr("shardwright.launch.placement.gpus_here", lambda: 2)
     assert "= 4 processes, but this machine has 2 GPUs" in refused(
         script, instance_type="ml.p3.16xlarge", instance_count=2, distribution=smp()
     )

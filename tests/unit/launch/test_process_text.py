@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shardwright.errors import ConfigError
-from shardwright.launch.jobs.job_spec import JobSpec
-from shardwright.launch.processes.process_text import (
+from shardwright.launch.job_spec import JobSpec
+from shardwright.launch.process_text import (
     check_process,
     refuse_half_characters,
     why_no_text,

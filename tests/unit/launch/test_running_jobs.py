@@ -11,11 +11,10 @@ import time
 import pytest
 
 from shardwright.errors import ConfigError, LaunchError
-from shardwright.launch.engines.job_folder import prepared_run_folder
-from shardwright.launch.engines.launcher_processes import HostCommand, ProcessesJob
-from shardwright.launch.jobs.job_spec import JobSpec, own_environ
-from shardwright.launch.jobs.running_job import LogTail, exits_file
-from shardwright.launch.processes.exits import ExitLog, WorkerExit
+from shardwright.launch.engines.engine import HostCommand, ProcessesJob, prepared_run_folder
+from shardwright.launch.job_spec import JobSpec, own_environ
+from shardwright.launch.processes import ExitLog, WorkerExit
+from shardwright.launch.running_job import LogTail, exits_file
 
 
 @pytest.fixture
@@ -96,7 +95,7 @@ def test_of_several_hosts_the_rank_that_failed_first_is_named(start):
 
 
 def test_a_host_that_does_not_notice_is_stopped(start, monkeypatch):
-    monkeypatch.setattr("shardwright.launch.engines.launcher_processes._NOTICE_S", 0.2)
+    monkeypatch.setattr("shardwright.launch.engines.engine._NOTICE_S", 0.2)
     job = start("exit 3", "trap '' TERM; while true; do sleep 0.05; done")
     before_s = time.monotonic()
     with pytest.raises(LaunchError, match=r"exit code 3"):
@@ -183,9 +182,9 @@ def test_the_folder_is_kept_as_long_as_a_launcher_runs(tmp_path):
     """Also where the process that has started it has ended, as with `fit(wait=False)`."""
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from shardwright.launch.engines.job_folder import prepared_run_folder\n"
-        "from shardwright.launch.engines.launcher_processes import HostCommand, ProcessesJob\n"
-        "from shardwright.launch.jobs.job_spec import JobSpec\n"
+        "from shardwright.launch.engines.engine import prepared_run_folder\n"
+        "from shardwright.launch.engines.engine import HostCommand, ProcessesJob\n"
+        "from shardwright.launch.job_spec import JobSpec\n"
         "folder = Path(sys.argv[1])\n"
         "spec = JobSpec(name='one', entry_point='x.py', source_dir=folder, runs_dir=folder / 'runs')\n"
         "with prepared_run_folder(spec) as lock:\n"

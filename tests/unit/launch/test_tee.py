@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from shardwright.launch.processes import tee as tee_module
-from shardwright.launch.processes.tee import Tee
+from shardwright.launch import worker_output as tee_module
+from shardwright.launch.worker_output import Tee
 
 
 class Clock:

@@ -7,15 +7,14 @@ import pytest
 
 from shardwright.comm.launchers import detect
 from shardwright.errors import ConfigError
-from shardwright.launch.ranks.hyperparameters import (
+from shardwright.launch.ranks.rank_environment import (
     from_words,
     hyperparameter_variables,
+    rank_variables,
     to_words,
     with_plain_values,
 )
-from shardwright.launch.ranks.rank_environment import rank_variables
-from shardwright.launch.ranks.request import LaunchRequest
-from shardwright.launch.ranks.training_environment import job_variables
+from shardwright.launch.ranks.request import LaunchRequest, job_variables
 
 RANK = {
     "RANK": "3",

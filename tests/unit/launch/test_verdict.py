@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import shardwright
-from shardwright.launch.processes.exits import ExitLog, WorkerExit
-from shardwright.launch.processes.folding import fold
-from shardwright.launch.processes.last_words import begins_last_words, last_words
+from shardwright.launch.processes import ExitLog, WorkerExit
 from shardwright.launch.ranks.verdict import exit_code, failure_report, first_cause_first
+from shardwright.launch.worker_output import begins_last_words, fold, last_words
 
 BOOM = "Traceback (most recent call last):\n  File 'train.py', line 3\nValueError: boom"
 PEER = (

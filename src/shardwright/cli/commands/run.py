@@ -18,11 +18,11 @@ from shardwright.comm.joining.run_secret import SECRET, has_secret
 from shardwright.config import Config
 from shardwright.errors import UsageError
 from shardwright.exit_codes import FAILED
-from shardwright.launch.processes.host_cores import cores_of_host
+from shardwright.launch.processes import cores_of_host
+from shardwright.launch.ranks.agent import torchrun_command, torchrun_line
 from shardwright.launch.ranks.meeting_place import check_endpoint
 from shardwright.launch.ranks.request import LaunchRequest
 from shardwright.launch.ranks.smp_parameters import check_smp_parameters, read_smp_parameters
-from shardwright.launch.ranks.torchrun import torchrun_command, torchrun_line
 from shardwright.limits import MOST_RANKS_OF_HOST, MOST_RESTARTS, MOST_SECONDS
 from shardwright.observe.run_choice import Again, BegunRun, begin_run, choose_run
 from shardwright.observe.run_folder import check_name, free_name

@@ -5,9 +5,13 @@ folder goes with the job (up to about 600 KiB, packed), unless the image has it.
 are on volumes.
 """
 
+import base64
+import io
+import os
 import re
+import tarfile
 from collections.abc import Mapping
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NoReturn
 
 from shardwright.comm.joining.run_secret import new_secret
@@ -22,10 +26,47 @@ from shardwright.launch.engines.manifests import (
     to_yaml,
     train_job,
 )
-from shardwright.launch.engines.packed_code import pack
-from shardwright.launch.jobs.job_spec import JobSpec
+from shardwright.launch.job_spec import JobSpec
+from shardwright.quantities import format_bytes
 
-__all__ = ["Kubernetes"]
+_PART = 96 * 1024
+"""Characters: Linux takes no variable of more than 128 KiB."""
+
+_MOST = 9 * _PART
+"""Kubernetes takes no object of more than 1 MiB."""
+
+_LEFT_OUT = frozenset({"__pycache__", ".git", ".venv", ".mypy_cache", ".ruff_cache", ".pytest_cache", "runs"})
+
+
+def pack(folder: Path, *, without: Path) -> list[str]:
+    """The files of a folder as a compressed archive in base64, in parts; hidden files are left out."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:gz") as tar:
+        for path in _files(folder, without):
+            tar.add(path, arcname=str(path.relative_to(folder)), recursive=False)
+            if archive.tell() > _MOST:
+                break
+    text = base64.b64encode(archive.getvalue()).decode()
+    if len(text) > _MOST:
+        raise ConfigError(
+            f"source_dir {folder} is too big to go with the job: packed it takes more than "
+            f"{format_bytes(_MOST * 3 // 4)}. Keep data out of it; or put it into the image, or on a "
+            'volume, and say where it is there: Kubernetes(code="/workspace").'
+        )
+    return [text[start : start + _PART] for start in range(0, len(text), _PART)]
+
+
+def _files(folder: Path, without: Path) -> list[Path]:
+    found: list[Path] = []
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(
+            name
+            for name in folders
+            if name not in _LEFT_OUT and not name.startswith(".") and Path(place, name) != without
+        )
+        found += [Path(place, name) for name in sorted(files) if not name.startswith(".")]
+    return found
+
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LONGEST_NAME = 50

@@ -9,14 +9,13 @@ from collections.abc import Mapping
 
 from shardwright.comm.joining.run_secret import SECRET, has_secret, new_secret
 from shardwright.errors import ConfigError
-from shardwright.launch.engines.job_folder import prepared_run_folder
-from shardwright.launch.engines.launcher_processes import HostCommand, ProcessesJob
-from shardwright.launch.jobs.instances import LOCAL, gpus_here
-from shardwright.launch.jobs.job_spec import JobSpec, own_environ
-from shardwright.launch.jobs.running_job import RunningJob
-from shardwright.launch.processes.host_cores import cores_of_host
-from shardwright.launch.processes.hosts_network import HostsNetwork
+from shardwright.launch.engines.engine import HostCommand, ProcessesJob, prepared_run_folder
+from shardwright.launch.hosts_network import HostsNetwork
+from shardwright.launch.job_spec import JobSpec, own_environ
+from shardwright.launch.placement import LOCAL, gpus_here
+from shardwright.launch.processes import cores_of_host
 from shardwright.launch.ranks.rank_environment import as_json, host_names
+from shardwright.launch.running_job import RunningJob
 
 __all__ = ["Local", "LocalCluster"]
 

@@ -15,9 +15,9 @@ from typing import Any
 import yaml
 
 from shardwright.comm.joining.run_secret import SECRET, has_secret
-from shardwright.launch.engines.shell import ShellText, shell_line
-from shardwright.launch.jobs.job_spec import JobSpec
-from shardwright.launch.processes.process_text import refuse_half_characters
+from shardwright.launch.engines.engine import ShellText, shell_line
+from shardwright.launch.job_spec import JobSpec
+from shardwright.launch.process_text import refuse_half_characters
 
 __all__ = [
     "REPLICATED_JOB",

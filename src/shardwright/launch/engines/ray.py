@@ -3,7 +3,7 @@
 ::
 
     fit ──► driver ──► TorchTrainer ──► a worker for each rank ──► its supervisor ──► script
-         ray_driver.py                      ray_worker.py
+         ray_driver.py                  (in it, too)
 
 The driver, a process of its own, imports Ray. The folders of the job and of the script must have the same
 paths on all nodes.
@@ -19,10 +19,9 @@ from typing import Any
 
 from shardwright.errors import LaunchError
 from shardwright.files import replace_file
-from shardwright.launch.engines.job_folder import prepared_run_folder
-from shardwright.launch.engines.launcher_processes import HostCommand, ProcessesJob, launcher_log
-from shardwright.launch.jobs.job_spec import JobSpec, own_environ
-from shardwright.launch.jobs.running_job import RunningJob
+from shardwright.launch.engines.engine import HostCommand, ProcessesJob, launcher_log, prepared_run_folder
+from shardwright.launch.job_spec import JobSpec, own_environ
+from shardwright.launch.running_job import RunningJob
 
 __all__ = ["Ray"]
 

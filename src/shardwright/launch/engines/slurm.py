@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,16 +16,52 @@ from shardwright.comm.joining.run_secret import SECRET, SECRET_FILE
 from shardwright.errors import ConfigError, LaunchError
 from shardwright.exit_codes import ENVIRONMENT
 from shardwright.files import UserFile, replace_file
-from shardwright.launch.engines.commands import ask, run
-from shardwright.launch.engines.job_folder import prepared_run_folder, still_runs
-from shardwright.launch.engines.shell import ShellText, is_variable, shell_line
-from shardwright.launch.jobs.job_spec import JobSpec, own_environ
-from shardwright.launch.jobs.running_job import Outcome, RunningJob, outcome_of_exits
-from shardwright.launch.processes.exits import EXITS_VARIABLE
-from shardwright.launch.processes.process_text import refuse_half_characters, shown
+from shardwright.launch.engines.engine import (
+    ShellText,
+    is_variable,
+    prepared_run_folder,
+    shell_line,
+    still_runs,
+)
+from shardwright.launch.job_spec import JobSpec, own_environ
+from shardwright.launch.process_text import refuse_half_characters, shown
+from shardwright.launch.processes import EXITS_VARIABLE
 from shardwright.launch.ranks.verdict import WORKER_CRASHED
+from shardwright.launch.running_job import Outcome, RunningJob, outcome_of_exits
 
-__all__ = ["Slurm"]
+_TIMEOUT_S = 120.0
+
+
+def run(
+    words: Sequence[str], *, remedy: str, text: str | None = None, environ: Mapping[str, str] | None = None
+) -> str:
+    """The output of a program."""
+    try:
+        done = subprocess.run(
+            words,
+            input=text,
+            env=None if environ is None else dict(environ),
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+        )
+    except FileNotFoundError:
+        raise LaunchError(f"there is no program {words[0]} on the PATH. {remedy}") from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{' '.join(words)} did not answer within {_TIMEOUT_S:g} s.") from None
+    if done.returncode:
+        said = done.stderr.strip() or done.stdout.strip() or "it says nothing"
+        raise LaunchError(f"{' '.join(words)} failed with exit code {done.returncode}: {said}")
+    return done.stdout
+
+
+def ask(words: Sequence[str]) -> str | None:
+    """The output of a program; None if it fails or does not exist."""
+    try:
+        return run(words, remedy="")
+    except LaunchError:
+        return None
+
 
 _REMEDY = "Run this on a machine from which jobs are submitted to Slurm, or take another engine."
 _ADDRESS = r"""scontrol show node -o "$first" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p'"""

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from shardwright import errors
 from shardwright.comm.blame import names_a_lost_peer
 from shardwright.exit_codes import FAILED, exit_code_of
-from shardwright.launch.processes.exits import SAVED_AND_REQUEUE, WorkerExit
-from shardwright.launch.processes.folding import fold
-from shardwright.launch.processes.last_words import begins_last_words
+from shardwright.launch.processes import SAVED_AND_REQUEUE, WorkerExit
+from shardwright.launch.worker_output import begins_last_words, fold
 from shardwright.quantities import format_seconds
 
 __all__ = ["WORKER_CRASHED", "exit_code", "failure_report", "first_cause_first"]

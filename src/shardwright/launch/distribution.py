@@ -21,11 +21,8 @@ from typing import Any
 from shardwright.config import Config
 from shardwright.errors import ConfigError
 from shardwright.files import UserFile
-from shardwright.launch.processes.counts import check_processes
-from shardwright.launch.processes.process_text import check_variables, shown
+from shardwright.launch.process_text import check_processes, check_variables, shown
 from shardwright.launch.ranks.smp_parameters import check_smp_parameters, read_smp_parameters
-
-__all__ = ["Distribution", "read_distribution"]
 
 _LAUNCHERS = ("smdistributed", "mpi", "torch_distributed", "pytorchddp", "shardwright")
 _LIBRARIES = ("modelparallel", "dataparallel")

@@ -29,8 +29,6 @@ from typing import Self
 
 from shardwright.errors import UsageError
 
-__all__ = ["HostsNetwork", "Traffic", "end_all_in", "missing_for_networks", "remove"]
-
 _SUBNET = "10.77.0"
 _INTERFACE = "eth0"
 _MOST_HOSTS = 200
@@ -48,7 +46,7 @@ _PAUSE_S = 0.02
 # network is closed, and also when the process that made it is killed.
 _CLEANER = """
 import sys
-from shardwright.launch.processes.hosts_network import remove
+from shardwright.launch.hosts_network import remove
 sys.stdin.read(1)
 for name in sys.argv[1:]:
     remove(name)

@@ -1,19 +1,25 @@
-"""The resolved specification of a training job, the only input of an engine."""
+"""A training job, resolved: settings, data and script files, the only input of an engine."""
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import unquote, urlparse
 
-from shardwright.launch.processes.process_text import check_process
-from shardwright.launch.ranks.hyperparameters import hyperparameter_variables, to_text
-from shardwright.launch.ranks.rank_environment import CHANNEL_PREFIX, as_json, rank_variables
+from shardwright.errors import ConfigError
+from shardwright.launch.process_text import check_process
+from shardwright.launch.ranks.rank_environment import (
+    CHANNEL_PREFIX,
+    as_json,
+    hyperparameter_variables,
+    rank_variables,
+    to_text,
+)
+from shardwright.launch.ranks.request import PARAMETERS_VARIABLE, result_folders
 from shardwright.launch.ranks.smp_parameters import encode_smp_parameters
-from shardwright.launch.ranks.training_environment import PARAMETERS_VARIABLE, result_folders
-
-__all__ = ["JobSpec", "own_environ"]
 
 # A job inherits nothing of the place in which it is submitted, which may be a job itself.
 _OF_ANOTHER_JOB = ("SM_", "OMPI_", "TRAINING_JOB_NAME", "TORCHELASTIC_", "GROUP_", "ROLE_")
@@ -139,3 +145,124 @@ def own_environ(spec: JobSpec, environ: Mapping[str, str]) -> dict[str, str]:
     if folders:
         kept["PYTHONPATH"] = os.pathsep.join(folders)
     return {**kept, **spec.variables()}
+
+
+_ALONE = "training"
+"""The channel of inputs that have no name, as SageMaker calls it."""
+
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
+
+
+def read_channels(
+    inputs: Any, *, s3_to_local: Mapping[str, str | os.PathLike[str]], must_exist: bool = True
+) -> dict[str, str]:
+    """The folders by the names of their channels, absolute."""
+    if inputs is None:
+        return {}
+    named = inputs if isinstance(inputs, Mapping) else {_ALONE: inputs}
+    channels: dict[str, str] = {}
+    for name, value in named.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"an input is called {name!r}, but the name of a channel is of letters, digits, '-', '_' "
+                "and '.', such as train."
+            )
+        path = local_path(_address(value, name), what=f"input {name}", s3_to_local=s3_to_local)
+        channels[name] = _checked(path, name) if must_exist else str(path)
+    return channels
+
+
+def local_path(address: str, *, what: str, s3_to_local: Mapping[str, str | os.PathLike[str]]) -> Path:
+    """The path of an address: a path, a ``file://`` address, or one in S3 for which a folder stands."""
+    if address.startswith("s3://"):
+        return _instead_of_s3(address, what, s3_to_local)
+    parts = urlparse(address)
+    if parts.scheme == "file":
+        return Path(
+            unquote(f"/{parts.netloc}{parts.path}" if parts.netloc not in ("", "localhost") else parts.path)
+        )
+    if "://" in address:
+        raise ConfigError(f"{what} is {address}, but only folders can be read. Copy it, and give the folder.")
+    return Path(address).expanduser()
+
+
+def _instead_of_s3(address: str, what: str, s3_to_local: Mapping[str, str | os.PathLike[str]]) -> Path:
+    """The mapping with the longest address that `address` begins with."""
+    for prefix in sorted(s3_to_local, key=len, reverse=True):
+        stem = prefix.rstrip("/")
+        if address.rstrip("/") == stem or address.startswith(f"{stem}/"):
+            return Path(s3_to_local[prefix]).expanduser() / address[len(stem) :].strip("/")
+    bucket = "/".join(address.split("/")[:3])
+    raise ConfigError(
+        f"{what} is {address}, and S3 is not read here. Copy it (aws s3 sync {address} data) and give the "
+        "local folder, or say where the copy of the bucket is: "
+        f'Estimator(..., s3_to_local={{"{bucket}": "data"}}).'
+    )
+
+
+def _address(value: Any, name: str) -> str:
+    if isinstance(value, str | os.PathLike):
+        return os.fspath(value)
+    # SageMaker's TrainingInput and its like keep what they are in a dictionary of that shape.
+    config = getattr(value, "config", None)
+    source = config.get("DataSource", {}) if isinstance(config, Mapping) else {}
+    address = source.get("S3DataSource", {}).get("S3Uri") or source.get("FileSystemDataSource", {}).get(
+        "DirectoryPath"
+    )
+    if not isinstance(address, str):
+        raise ConfigError(
+            f"input {name} is a {type(value).__name__}, but it must be the path of a folder: "
+            f'fit({{"{name}": "data/{name}"}}).'
+        )
+    return address
+
+
+def _checked(path: Path, name: str) -> str:
+    if path.is_file():
+        raise ConfigError(f"input {name} is the file {path}, but a channel is a folder: give {path.parent}.")
+    if not path.is_dir():
+        raise ConfigError(f"input {name} is {path}, but there is no such folder (looked in {Path.cwd()}).")
+    return str(path.absolute())
+
+
+def locate_script(
+    entry_point: str | os.PathLike[str], source_dir: str | os.PathLike[str] | None
+) -> tuple[Path, str]:
+    """The folder in which a script starts, and its path in it."""
+    script = os.fspath(entry_point)
+    if source_dir is None:
+        path = Path(script).expanduser().absolute()
+        folder = path.parent
+    else:
+        text = os.fspath(source_dir)
+        if "://" in text or text.endswith((".tar.gz", ".tgz")):
+            raise ConfigError(
+                f"source_dir is {text}, but it must be a folder. Unpack it, and give the folder."
+            )
+        folder = Path(text).expanduser().absolute()
+        if not folder.is_dir():
+            raise ConfigError(f"source_dir is {text}, but there is no such folder (looked in {Path.cwd()}).")
+        path = folder / script
+    if not path.is_file():
+        scripts = ", ".join(sorted(file.name for file in folder.glob("*.py"))[:10]) if folder.is_dir() else ""
+        there = f" It has {scripts}." if scripts else ""
+        raise ConfigError(
+            f"entry_point is {script}, but there is no such file in {folder}.{there} Give the path of a "
+            "script"
+            f"{', relative to source_dir' if source_dir is not None else ''}."
+        )
+    if path.suffix != ".py":
+        raise ConfigError(f"entry_point is {script}, but it must be a Python script (.py).")
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(
+            f"entry_point is {script}, which lies outside of source_dir {folder}. Give one in it."
+        )
+    return folder, str(path.relative_to(folder)) if path.is_relative_to(folder) else script
+
+
+def import_folder(path: str | os.PathLike[str]) -> str:
+    """The folder from which a dependency is imported by its name."""
+    found = Path(path).expanduser().absolute()
+    if not found.exists():
+        raise ConfigError(f"dependencies have {os.fspath(path)}, but there is no such file or folder.")
+    return str(found.parent)

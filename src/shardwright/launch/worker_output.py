@@ -1,15 +1,161 @@
-"""Copies one output stream of a worker to its log, and line by line to the console."""
+"""The output of a worker: copied to its log and the console; its last words, without our own frames."""
 
 import os
 import re
 import shutil
+import sysconfig
 import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
 from typing import BinaryIO
 
-from shardwright.launch.processes.last_words import begins_last_words, is_uncaught
+import shardwright
 from shardwright.text_folding import cut, folded
 
-__all__ = ["Tee"]
+CHAIN = (
+    r"(?:During handling of the above exception, another exception occurred:"
+    r"|The above exception was the direct cause of the following exception:)"
+)
+"""The line between two tracebacks of a chain."""
+_LINK = re.compile(rf"\n\n{CHAIN}\n\n")
+_FRAME = '  File "'
+_OURS = f"{_FRAME}{Path(shardwright.__file__).parent}/"
+_TORCH_SPEC = find_spec("torch")
+_TORCH = tuple(
+    f"{_FRAME}{folder}/" for folder in (_TORCH_SPEC and _TORCH_SPEC.submodule_search_locations) or ()
+)
+_STDLIB = f"{_FRAME}{sysconfig.get_paths()['stdlib']}/"
+_FEW = 2
+"""So many frames are shown: a line in their place would hardly be shorter."""
+
+
+def fold(traceback: str, *, to_the_end: bool) -> str:
+    """Puts one line in place of each row of frames that are inside Shardwright.
+
+    PyTorch's frames that call Shardwright, or that it calls, belong to the row: hooks of modules, what
+    ``torch._dynamo`` puts around a function. So two lines of the user's have one line between them.
+
+    >>> print(fold('Traceback (most recent call last):\\n  File "a.py", line 3\\nValueError: boom',
+    ...            to_the_end=True))
+    Traceback (most recent call last):
+      File "a.py", line 3
+    ValueError: boom
+    """
+    if to_the_end:
+        traceback = _without_causes_inside(traceback)
+    lines: list[str] = []
+    rows = [(is_inside, list(row)) for is_inside, row in groupby(_frames(traceback), key=_is_inside)]
+    for position, (is_inside, row) in enumerate(rows):
+        goes_on = position + 1 < len(rows) and rows[position + 1][1][0][0] != "text"
+        folded = _length_to_fold(row, goes_on=goes_on, to_the_end=to_the_end) if is_inside else 0
+        if folded > _FEW:
+            kinds = {kind for kind, _ in row[:folded]}
+            lines.append(f"  [{folded} calls inside shardwright{' and torch' if 'torch' in kinds else ''}]")
+            row = row[folded:]
+        lines += [line for _, frame in row for line in frame]
+    return "\n".join(lines)
+
+
+def _without_causes_inside(traceback: str) -> str:
+    """A chain from the first traceback on that has a line of the user's."""
+    start = 0
+    for link in _LINK.finditer(traceback):
+        frames = [frame[0] for kind, frame in _frames(traceback[start : link.start()]) if kind == "frame"]
+        if not all(line.startswith(_STDLIB) and "/site-packages/" not in line for line in frames):
+            break
+        start = link.end()
+    return traceback[start:]
+
+
+def _is_inside(frame: tuple[str, list[str]]) -> bool:
+    return frame[0] in {"ours", "torch"}
+
+
+def _length_to_fold(row: list[tuple[str, list[str]]], *, goes_on: bool, to_the_end: bool) -> int:
+    """The number of a row's first frames that go into one line; PyTorch's alone are none of our business."""
+    if all(kind == "torch" for kind, _ in row):
+        return 0
+    if goes_on or to_the_end:
+        return len(row)
+    # Below is the error: the frame that raised it is shown, and all where it may be a mistake of ours.
+    return len(row) - 1 if row[-1][0] == "torch" else 0
+
+
+def _frames(traceback: str) -> Iterator[tuple[str, list[str]]]:
+    """The frames, and what stands between them, each with its lines: ours, "torch", "frame" or "text"."""
+    kind, lines = "text", list[str]()
+    for line in traceback.splitlines():
+        begins = line.startswith(_FRAME)
+        if begins or (kind != "text" and not line.startswith("    ")):
+            if lines:
+                yield kind, lines
+            kind = _kind_of(line) if begins else "text"
+            lines = []
+        lines.append(line)
+    if lines:
+        yield kind, lines
+
+
+def _kind_of(line: str) -> str:
+    if line.startswith(_OURS):
+        return "ours"
+    return "torch" if line.startswith(_TORCH) else "frame"
+
+
+_TRACEBACK = "Traceback (most recent call last):"
+_FATAL = "Fatal Python error:"
+# torch.distributed puts the rank before each line of a traceback.
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]:? ?", re.MULTILINE)
+_CHAIN = re.compile(rf"{CHAIN}\s*$")
+# A run that ends on an error still says how far it has come, and what it came to, below the traceback.
+_PROGRESS = re.compile(
+    r"(?:\n+(?:step \d+ \| |(?:done|stopped|failed): \d+ steps?\b|  (?:the step took|report|saved) |saved )"
+    r"[^\n]*)+\s*\Z"
+)
+_MAX_LINES = 80
+_NUM_LINES_WITHOUT_TRACEBACK = 5
+
+
+def begins_last_words(line: str) -> bool:
+    """Says whether a line of stderr begins a traceback or a report of Python's fault handler."""
+    return _RANK_PREFIX.sub("", line).startswith((_TRACEBACK, _FATAL))
+
+
+def is_uncaught(line: str) -> bool:
+    """Says whether torch.distributed has put the rank before a line: it does so for errors nobody caught."""
+    return _RANK_PREFIX.match(line) is not None
+
+
+def last_words(stderr: str) -> str:
+    """Finds the cause of a process's end in its stderr.
+
+    >>> print(last_words("working\\nTraceback (most recent call last):\\n  File 'a'\\nValueError: boom\\n"))
+    Traceback (most recent call last):
+      File 'a'
+    ValueError: boom
+    """
+    text = _RANK_PREFIX.sub("", stderr)
+    start = text.rfind(_FATAL)
+    if start < 0:
+        start = _start_of_chain(text)
+    if start < 0:
+        return "\n".join(text.rstrip().splitlines()[-_NUM_LINES_WITHOUT_TRACEBACK:])
+    traceback = _PROGRESS.sub("", text[start:]).rstrip()
+    lines = fold(traceback, to_the_end=False).splitlines()
+    if len(lines) > _MAX_LINES:
+        kept = _MAX_LINES // 2
+        lines = [*lines[:kept], f"  [{len(lines) - 2 * kept} lines left out]", *lines[-kept:]]
+    return "\n".join(lines)
+
+
+def _start_of_chain(text: str) -> int:
+    start = text.rfind(_TRACEBACK)
+    while start > 0 and _CHAIN.search(text[:start]):
+        start = text.rfind(_TRACEBACK, 0, start)
+    return start
+
 
 _STDERR = 2
 _COLOURED = re.compile(r"((?:\x1b\[\d*m)*)(.*?)((?:\x1b\[\d*m)*)\Z", re.DOTALL)

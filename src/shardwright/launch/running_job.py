@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwright.errors import LaunchError
-from shardwright.launch.jobs.job_spec import JobSpec
-from shardwright.launch.processes.exits import SAVED_AND_REQUEUE, ExitLog, WorkerExit
+from shardwright.launch.job_spec import JobSpec
+from shardwright.launch.processes import SAVED_AND_REQUEUE, ExitLog, WorkerExit
 from shardwright.launch.ranks.verdict import exit_code, failure_report
 from shardwright.printable import printable
-
-__all__ = ["LogTail", "Outcome", "RunningJob", "exits_file", "outcome_of_exits"]
 
 Status = Literal["InProgress", "Stopping", "Completed", "Failed", "Stopped"]
 Outcome = tuple[int, str]

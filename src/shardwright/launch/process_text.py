@@ -1,14 +1,18 @@
-"""Checks text for a process's arguments and variables: what the kernel and UTF-8 can hold."""
+"""Checks text and counts that a process is started with: what the kernel and UTF-8 can carry."""
 
 import os
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 from shardwright.errors import ConfigError
+from shardwright.limits import MOST_RANKS_OF_HOST
 from shardwright.printable import control_in, shown
 
 __all__ = [
+    "check_count",
     "check_process",
+    "check_processes",
     "check_variables",
     "refuse_half_characters",
     "shown",
@@ -125,3 +129,15 @@ def _has_bytes(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def check_count(name: str, value: Any, *, most: int, least: int = 1) -> int:
+    """A whole number in its range."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ConfigError(f"{name} is {shown(value)}, but it must be a whole number from {least} to {most}.")
+    return value
+
+
+def check_processes(value: Any) -> int:
+    """Checks the number of ranks on a host; raises as `check_count`."""
+    return check_count("processes_per_host", value, most=MOST_RANKS_OF_HOST)

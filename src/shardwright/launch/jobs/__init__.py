@@ -1,1 +1,0 @@
-"""Training jobs in the form of SageMaker's SDK: the request, resolved."""

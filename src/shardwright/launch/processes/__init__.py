@@ -1,1 +1,0 @@
-"""Processes, by what the kernel and their output reveal of them."""
