@@ -9,9 +9,9 @@ from keras_features import SETTINGS
 
 from choices import thorough
 from shardwright.errors import UsageError
-from shardwright.observe.jsonl import read_json_lines
-from shardwright.observe.report.gathered.data import gather
-from shardwright.observe.report.gathered.spans import WORK
+from shardwright.observe.metrics import read_json_lines
+from shardwright.observe.report.data import gather
+from shardwright.observe.report.measured import WORK
 from shardwright.tensorflow.fit import logs_of
 from shardwright.tensorflow.step_output import StepOutput
 from shardwright.testing import run_ranks

@@ -17,7 +17,7 @@ from transparency import Recipe
 from zoo import ZOO
 
 import shardwright
-from shardwright.observe.report.write import packed_library
+from shardwright.observe.report.page import packed_library
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.randomness.rng import get_state, set_state
 from shardwright.torch.units.model_traces import trace_parts

@@ -9,15 +9,12 @@
                                   └─► summarize ─► format_summary
 """
 
-from shardwright.observe.chrome_trace import chrome_trace
-from shardwright.observe.console import Console, Phase
-from shardwright.observe.jsonl import JsonLines, read_json_lines
-from shardwright.observe.metrics import Metric, MetricsLog, StepRecord, metrics_of
+from shardwright.observe.console import Console, Phase, Progress
+from shardwright.observe.metrics import JsonLines, Metric, MetricsLog, StepRecord, metrics_of, read_json_lines
 from shardwright.observe.observer import Observer
-from shardwright.observe.progress import Progress
 from shardwright.observe.run_folder import RunFolder
 from shardwright.observe.summary import RunSummary, format_summary, summarize
-from shardwright.observe.timeline import MeasuredEvent, Row, bubble, idle_share, measured_events
+from shardwright.observe.timeline import MeasuredEvent, Row, bubble, chrome_trace, idle_share, measured_events
 
 __all__ = [
     "Console",

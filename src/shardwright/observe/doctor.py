@@ -17,7 +17,7 @@ from typing import Any
 
 from shardwright.comm.launchers import detect
 from shardwright.errors import LaunchError
-from shardwright.observe.secrets import HIDDEN, may_be_secret
+from shardwright.observe.surroundings import HIDDEN, may_be_secret
 from shardwright.quantities import format_bytes
 
 __all__ = ["Findings", "examine"]

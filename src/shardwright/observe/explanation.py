@@ -5,8 +5,8 @@ from itertools import groupby
 from typing import Any
 
 from shardwright.observe.plan_text import MEMORY_COLUMNS, format_plan, memory_cells
-from shardwright.observe.report.gathered.compared import Compared
-from shardwright.observe.report.gathered.data import Predicted, ReportData
+from shardwright.observe.report.data import Predicted, ReportData
+from shardwright.observe.report.parts import Compared
 from shardwright.plan import Alternative
 from shardwright.planner.explain.sensitivity import Sensitivity, sensitivities
 from shardwright.quantities import format_bytes, format_seconds

@@ -1,4 +1,4 @@
-"""Routes what a front end reports about a run to files, console and trackers.
+"""Routes what a front end reports about a run to files, console, trackers, and a report at its end.
 
 ::
 
@@ -18,28 +18,50 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Self
 
 from shardwright.config import Config
-from shardwright.observe.chrome_trace import chrome_trace
-from shardwright.observe.console import Console, Phase
-from shardwright.observe.jsonl import JsonLines
-from shardwright.observe.metrics import MetricsLog, StepRecord, metrics_of
+from shardwright.errors import ShardwrightError
+from shardwright.observe.console import Console, Phase, Progress
+from shardwright.observe.metrics import JsonLines, MetricsLog, StepRecord, metrics_of
 from shardwright.observe.plan_text import format_plan_briefly
-from shardwright.observe.progress import Progress
 from shardwright.observe.recorded_steps import RecordedStep, StepsFile
-from shardwright.observe.report_at_end import write_at_end
-from shardwright.observe.run_end import RunTotals, format_end, own_replicas
 from shardwright.observe.run_folder import RunFolder, show_path
-from shardwright.observe.timeline import MeasuredEvent
-from shardwright.observe.trackers.named import check_installed, named_trackers
-from shardwright.observe.trackers.tracker import Run, Tracker
-from shardwright.observe.trackers.tracking import Tracking
+from shardwright.observe.summary import RunTotals, format_end, own_replicas
+from shardwright.observe.timeline import MeasuredEvent, chrome_trace
+from shardwright.observe.trackers import Run, Tracker, Tracking, check_installed, named_trackers
 from shardwright.plan import Plan
 from shardwright.schedule import Simulation
 
-__all__ = ["Observer"]
+_MOST_ACTIONS = 10_000
+"""Of a schedule that is played out at the end of a run: a second or so, for which the others wait."""
+
+
+def write_at_end(
+    folder: RunFolder, *, plan: Plan | None, console: Console, event: Callable[..., None]
+) -> None:
+    """Writes ``report.html``, or says why not and how to get it."""
+    again = f"shardwright report {show_path(folder.path)}"
+    if find_spec("plotly") is None:
+        reason = "plotly is not installed. Run: pip install 'shardwright[report]'"
+    elif plan is not None and 2 * len(plan.stages) * plan.schedule.microbatches > _MOST_ACTIONS:
+        reason = "the schedule is long, and the run is not to wait for it"
+    else:
+        try:
+            # Imported when it is needed: at the end of runs that write one.
+            from shardwright.observe.report import write_report
+
+            write_report(folder.path, folder.report_file)
+        except Exception as error:  # whatever it is, the training is done and must not fail for a page
+            told = str(error).rstrip(".")
+            reason = told if isinstance(error, ShardwrightError) else f"{type(error).__name__}: {told}"
+        else:
+            event("report_written")
+            return
+    event("report_not_written", reason=reason)
+    console.status(f"no report.html: {reason}. To write it: {again}")
 
 
 class Observer:

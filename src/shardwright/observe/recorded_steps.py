@@ -21,7 +21,7 @@ from pydantic import Field
 from shardwright.errors import UsageError
 from shardwright.files import Record, UserFile
 from shardwright.limits import MOST_RANKS
-from shardwright.observe.recorded import FOREIGN
+from shardwright.observe.metrics import FOREIGN
 from shardwright.observe.run_folder import RunFolder
 from shardwright.observe.timeline import MeasuredEvent
 from shardwright.schedule import Action, Kind

@@ -1,4 +1,7 @@
-"""The folder in which a run leaves its files.
+"""The folder in which a run leaves its files, and the lock that keeps a second run out.
+
+The kernel releases this file lock when the process ends, however it ends: nothing is left to clean up by
+hand. A child does not inherit it.
 
 ::
 
@@ -17,21 +20,78 @@ All ranks of a job share one folder: the first rank makes it, and the caller sen
 launcher and the first rank each hold a lock in it, so that two runs of one name do not mix.
 """
 
+import atexit
+import errno
+import fcntl
 import itertools
+import logging
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 from shardwright.errors import ConfigError
-from shardwright.files import is_left_by_another, replace_file
-from shardwright.observe.folder_lock import hold
+from shardwright.files import is_left_by_another, open_to_append, replace_file
 from shardwright.printable import control_in, printable, shown
 
-__all__ = ["RunFolder", "check_name", "free_name", "is_name", "launched_folder", "runs_dir", "show_path"]
+log = logging.getLogger(__name__)
+
+_HELD: dict[Path, IO[bytes]] = {}
+_LONGEST_HOLDER = 300
+
+
+def hold(path: Path) -> str | None:
+    """Holds a lock file until this process ends."""
+    if path in _HELD:
+        return None
+    file = open_to_append(path)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            log.warning("%s cannot be locked (%s): nothing keeps other runs out", path, error.strerror)
+            _HELD[path] = file
+            return None
+        file.seek(0)
+        holder = printable(file.read(_LONGEST_HOLDER).decode(errors="replace").strip())
+        file.close()
+        return holder or "another process"
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+    file.flush()
+    _HELD[path] = file
+    return None
+
+
+def release(path: Path) -> None:
+    """Lets others hold a lock file; nothing where this process does not hold it."""
+    file = _HELD.pop(path, None)
+    if file is not None:
+        file.close()
+
+
+@contextmanager
+def held(path: Path) -> Iterator[str | None]:
+    """Holds a lock file for a while; one that this process has held before, it goes on holding."""
+    goes_on = path in _HELD
+    holder = hold(path)
+    try:
+        yield holder
+    finally:
+        if holder is None and not goes_on:
+            release(path)
+
+
+@atexit.register
+def _close() -> None:
+    """Closes the files, which Python would otherwise complain about."""
+    while _HELD:
+        _HELD.popitem()[1].close()
+
 
 _VARIABLE = "SHARDWRIGHT_RUN_DIR"
 _LOGS = "logs"

@@ -17,10 +17,11 @@ from shardwright import __version__
 from shardwright.observe.console import Phase
 from shardwright.observe.metrics import StepRecord
 from shardwright.observe.observer import Observer
-from shardwright.observe.run_choice import BegunRun, begin_run
 from shardwright.observe.run_folder import RunFolder, launched_folder, runs_dir
 from shardwright.observe.run_record import (
+    BegunRun,
     RunState,
+    begin_run,
     command_of_script,
     go_on,
     going_further,

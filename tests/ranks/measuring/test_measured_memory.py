@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwright.observe import RunFolder
 from shardwright.observe.recorded_steps import read_recorded_steps
-from shardwright.observe.report.gathered.facts import read_facts
+from shardwright.observe.report.facts import read_facts
 from shardwright.testing import run_ranks
 
 MIB = 2**20

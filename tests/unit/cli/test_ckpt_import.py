@@ -268,7 +268,7 @@ def test_folders_that_are_in_use_are_left_alone(tmp_path, capsys):
     assert "has 1 checkpoint, the newest of step 40" in err
     (tmp_path / "held").mkdir()
     script = (
-        "import sys, pathlib; from shardwright.observe.folder_lock import hold;"
+        "import sys, pathlib; from shardwright.observe.run_folder import hold;"
         "assert hold(pathlib.Path(sys.argv[1])) is None; print(flush=True); sys.stdin.read()"
     )
     words = [sys.executable, "-c", script, tmp_path / "held" / ".lock"]

@@ -36,17 +36,17 @@ def test_a_plan_gets_one_beside_it(capsys, run, tmp_path, monkeypatch):
 
 
 def test_the_data_needs_no_plotly(capsys, run, monkeypatch):
-    monkeypatch.setattr("shardwright.observe.report.write.find_spec", lambda name: None)
+    monkeypatch.setattr("shardwright.observe.report.page.find_spec", lambda name: None)
     code, out, _ = call(capsys, "report", run, "--json")
     assert code == 0
     assert json.loads(out)["compared"][0]["name"] == "step time"
 
 
 def test_without_plotly_it_says_how_to_get_it(capsys, run, monkeypatch):
-    from shardwright.observe.report import write
+    from shardwright.observe.report import page
 
-    write.packed_library.cache_clear()
-    monkeypatch.setattr(write, "find_spec", lambda name: None)
+    page.packed_library.cache_clear()
+    monkeypatch.setattr(page, "find_spec", lambda name: None)
     code, out, err = call(capsys, "report", run)
     assert (code, out) == (2, "")
     assert "Run: pip install 'shardwright[report]'" in err

@@ -20,7 +20,7 @@ from shardwright.model_graph import ModelGraph
 from shardwright.observe import Console, RunFolder
 from shardwright.observe.plan_text import format_plan_in_full
 from shardwright.observe.report import gather
-from shardwright.observe.report.pages.page import render_page
+from shardwright.observe.report.page import render_page
 from shardwright.plan import Plan
 from shardwright.printable import control_in, printable
 from shardwright.text_table import align

@@ -14,8 +14,7 @@ from shardwright.cluster.cluster_file import write_inventory
 from shardwright.errors import ConfigError
 from shardwright.files import check_place, open_to_append, replace_file
 from shardwright.observe import JsonLines
-from shardwright.observe.folder_lock import hold
-from shardwright.observe.run_folder import RunFolder
+from shardwright.observe.run_folder import RunFolder, hold
 
 from .devices import device
 

@@ -3,7 +3,7 @@
 import pytest
 
 from observe.plans import two_stage_plan
-from shardwright.observe.report.gathered.advice import _remedy
+from shardwright.observe.report.verdict import _remedy
 from shardwright.plan import Alternative
 
 

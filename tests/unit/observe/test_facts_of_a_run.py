@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from shardwright.observe.report.gathered.facts import read_facts
+from shardwright.observe.report.facts import read_facts
 from shardwright.observe.run_folder import RunFolder
 
 

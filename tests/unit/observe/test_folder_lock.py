@@ -4,11 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shardwright.observe.folder_lock import held, hold
+from shardwright.observe.run_folder import held, hold
 
 _SCRIPT = """
 import pathlib, sys
-from shardwright.observe.folder_lock import hold
+from shardwright.observe.run_folder import hold
 print(hold(pathlib.Path(sys.argv[1])))
 """
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.observe import Console, Progress, StepRecord
-from shardwright.observe.progress import format_loss, format_rate
+from shardwright.observe.console import format_loss, format_rate
 
 GIB, MIB = 2**30, 2**20
 

@@ -15,21 +15,14 @@ from observe.plans import two_stage_plan
 from observe.run_folders import run_folder
 from shardwright.config import Config
 from shardwright.errors import PlanError, UsageError
-from shardwright.observe import (
-    Console,
-    JsonLines,
-    Observer,
-    RunFolder,
-    StepRecord,
-    read_json_lines,
-    report_at_end,
-)
+from shardwright.observe import Console, JsonLines, Observer, RunFolder, StepRecord, read_json_lines
+from shardwright.observe import observer as report_at_end
 from shardwright.observe.explanation import format_explanation
 from shardwright.observe.report import ReportData, gather, render_page, write_report
-from shardwright.observe.report.drawn.charts import charts
-from shardwright.observe.report.gathered.spans import MOST_LANES
-from shardwright.observe.run_end import own_replicas
+from shardwright.observe.report.charts import charts
+from shardwright.observe.report.measured import MOST_LANES
 from shardwright.observe.run_record import RunRecord
+from shardwright.observe.summary import own_replicas
 from shardwright.plan import Plan
 from shardwright.planner.chain.batch_statistics import NOT_CUT_FURTHER
 from shardwright.quantities import format_seconds

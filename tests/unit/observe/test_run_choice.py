@@ -9,10 +9,17 @@ import pytest
 from shardwright.checkpoint.commits import Commit, write_commits
 from shardwright.checkpoint.disk import Disk
 from shardwright.errors import UsageError
-from shardwright.observe.jsonl import JsonLines
-from shardwright.observe.metrics import MetricsLog, StepRecord, read_steps
-from shardwright.observe.run_choice import Again, BegunRun, begin_run
-from shardwright.observe.run_record import RunRecord, RunState, command_of_script, go_on, read_record
+from shardwright.observe.metrics import JsonLines, MetricsLog, StepRecord, read_steps
+from shardwright.observe.run_record import (
+    Again,
+    BegunRun,
+    RunRecord,
+    RunState,
+    begin_run,
+    command_of_script,
+    go_on,
+    read_record,
+)
 
 
 def command(*arguments: str, script: str = "/home/me/train.py", **settings: int) -> RunRecord:

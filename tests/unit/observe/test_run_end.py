@@ -6,7 +6,7 @@ import pytest
 
 from observe.plans import two_stage_plan
 from shardwright.observe import StepRecord
-from shardwright.observe.run_end import RunTotals, format_end
+from shardwright.observe.summary import RunTotals, format_end
 from shardwright.plan import Plan
 
 

@@ -10,9 +10,8 @@ import pytest
 
 from observe.test_observer import Run as ObservedRun
 from shardwright.errors import ConfigError
-from shardwright.observe import StepRecord
-from shardwright.observe.trackers import Run, named
-from shardwright.observe.trackers.tracker import Tracker
+from shardwright.observe import StepRecord, trackers
+from shardwright.observe.trackers import Run, Tracker
 
 STEPS = [
     StepRecord(step=1, seconds=0.5, samples=8, loss=2.5, memory_bytes=(2**30, 2**29)),
@@ -86,7 +85,7 @@ def test_a_tracker_that_fails_is_left_out_and_said(tmp_path: Path, method: str) 
 def test_every_rank_refuses_a_missing_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prints: bool
 ) -> None:
-    monkeypatch.setattr(named, "find_spec", lambda name: None)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     for settings in ({"tensorboard": True}, {"trackers": "tensorboard"}):
         with pytest.raises(ConfigError, match=r"pip install 'shardwright\[tensorboard\]'"):
             ObservedRun(tmp_path, prints=prints, **settings)

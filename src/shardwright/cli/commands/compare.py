@@ -11,7 +11,7 @@ from shardwright.cli.asking.application import AsJson, print_json, show_text
 from shardwright.cli.asking.run_path import is_plan, read_plan, run_path
 from shardwright.exit_codes import FAILED
 from shardwright.observe.report import gather
-from shardwright.observe.report.gathered.comparison import compare as compare_runs
+from shardwright.observe.report.comparison import compare as compare_runs
 from shardwright.plan.diff import diff_plans
 from shardwright.text_table import align
 

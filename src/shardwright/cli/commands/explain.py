@@ -14,10 +14,9 @@ from shardwright.cli.asking.settings import named_values, number_of
 from shardwright.errors import UsageError
 from shardwright.files import replace_file
 from shardwright.limits import MOST_MICROBATCHES, MOST_RANKS
-from shardwright.observe.chrome_trace import chrome_trace
 from shardwright.observe.explanation import explanation_document, format_explanation
-from shardwright.observe.report.gathered.data import gather
-from shardwright.observe.timeline import MeasuredEvent
+from shardwright.observe.report.data import gather
+from shardwright.observe.timeline import MeasuredEvent, chrome_trace
 from shardwright.plan import Plan
 from shardwright.planner.explain.plan_replay import Change, Replay, base_setting, change_setting, play
 from shardwright.quantities import format_bytes, format_seconds

@@ -24,9 +24,16 @@ from shardwright.launch.ranks.meeting_place import check_endpoint
 from shardwright.launch.ranks.request import LaunchRequest
 from shardwright.launch.ranks.smp_parameters import check_smp_parameters, read_smp_parameters
 from shardwright.limits import MOST_RANKS_OF_HOST, MOST_RESTARTS, MOST_SECONDS
-from shardwright.observe.run_choice import Again, BegunRun, begin_run, choose_run
 from shardwright.observe.run_folder import check_name, free_name
-from shardwright.observe.run_record import RunRecord, go_on, going_further
+from shardwright.observe.run_record import (
+    Again,
+    BegunRun,
+    RunRecord,
+    begin_run,
+    choose_run,
+    go_on,
+    going_further,
+)
 from shardwright.plan import Plan
 from shardwright.quantities import counted
 

@@ -8,7 +8,7 @@ import typer
 from shardwright.cli.asking.application import AsJson, print_json, show_text
 from shardwright.cli.showing.summary_document import summary_document
 from shardwright.errors import ShardwrightError, UsageError
-from shardwright.observe.progress import format_loss, format_rate
+from shardwright.observe.console import format_loss, format_rate
 from shardwright.observe.run_folder import RunFolder
 from shardwright.observe.run_record import read_record, saved_step
 from shardwright.observe.summary import RunSummary, summarize

@@ -2,15 +2,14 @@
 
 ::
 
-    run folder or plan file ─► gathered/ ─► ReportData ─► drawn/ ─► pages/ ─► report.html
-                                               │
-                                               └─► to_dict, for programs
+    run folder or plan file ─► data.py ─► ReportData ─► charts.py ─► page.py ─► report.html
+                                              │
+                                              └─► to_dict, for programs
 """
 
-from shardwright.observe.report.gathered.compared import Compared
-from shardwright.observe.report.gathered.data import Predicted, ReportData, gather
-from shardwright.observe.report.pages.page import render_page
-from shardwright.observe.report.write import check_plotly, write_report
+from shardwright.observe.report.data import Predicted, ReportData, gather
+from shardwright.observe.report.page import check_plotly, render_page, write_report
+from shardwright.observe.report.parts import Compared
 
 __all__ = [
     "Compared",

@@ -5,7 +5,7 @@ from pathlib import Path
 from shardwright.checkpoint.commits import COMMITTED
 from shardwright.checkpoint.folder import refuse_one_checkpoint
 from shardwright.errors import UsageError
-from shardwright.observe.folder_lock import hold, release
+from shardwright.observe.run_folder import hold, release
 
 __all__ = ["hold_folder", "release_folder"]
 

@@ -12,7 +12,7 @@ import torch
 
 import shardwright.torch as sw
 from shardwright.errors import UsageError
-from shardwright.observe.folder_lock import hold
+from shardwright.observe.run_folder import hold
 
 FILES = Path("/proc/self/fd")
 

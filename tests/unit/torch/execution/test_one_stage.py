@@ -17,8 +17,8 @@ from shardwright.cluster import Cluster, Device, Link
 from shardwright.config import Config
 from shardwright.errors import StalePlanError
 from shardwright.observe import RunFolder
-from shardwright.observe.chrome_trace import MEMORY_IN_USE
 from shardwright.observe.recorded_steps import read_recorded_steps
+from shardwright.observe.timeline import MEMORY_IN_USE
 from shardwright.plan import Plan
 from shardwright.torch.units.dry_run import plan_model
 

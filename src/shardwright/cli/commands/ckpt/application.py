@@ -21,7 +21,7 @@ from shardwright.cli.asking.model import DTYPES
 from shardwright.cli.commands.ckpt.export import export
 from shardwright.cli.commands.ckpt.import_ import import_
 from shardwright.errors import CheckpointError, CorruptCheckpointError, NonFiniteError, UsageError
-from shardwright.observe.folder_lock import held
+from shardwright.observe.run_folder import held
 from shardwright.quantities import counted, format_bytes
 from shardwright.text_table import align
 

@@ -12,7 +12,7 @@ from shardwright.checkpoint.folder import refuse_one_checkpoint
 from shardwright.cli.asking.application import AsJson, print_json, say, show_text
 from shardwright.cli.asking.ckpt_folder import folder_of
 from shardwright.errors import CheckpointError, UsageError
-from shardwright.observe.folder_lock import held
+from shardwright.observe.run_folder import held
 from shardwright.quantities import format_bytes
 
 if TYPE_CHECKING:

@@ -1,19 +1,178 @@
-"""The sections of a report below its head, as HTML."""
+"""The sections of a report below its head, as HTML: maps, tables, what each part takes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from shardwright.observe.report.drawn.colors import PART_COLORS, Figure
-from shardwright.observe.report.gathered.compared import worst_of
-from shardwright.observe.report.gathered.data import ReportData
-from shardwright.observe.report.gathered.parts import StepPart
-from shardwright.observe.report.html import escape
-from shardwright.observe.report.pages.tables import bytes_of, difference, seconds_of, table
-from shardwright.plan import Plan
+from shardwright.observe.report.data import ReportData
+from shardwright.observe.report.parts import Compared, StepPart, worst_of
+from shardwright.observe.report.timeline_chart import PART_COLORS, Figure, escape
+from shardwright.plan import Plan, StagePlan
 from shardwright.quantities import format_bytes, format_seconds
 
-__all__ = ["alternatives", "memory", "metrics", "parts", "parts_table", "plot", "reasons", "timeline"]
 
+def table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    worst: int | None = None,
+    finer: Collection[int] = (),
+    text: Collection[int] = (0,),
+    wide: bool = False,
+) -> str:
+    """A table of cells that are HTML."""
+    kinds = ["text" if column in text else "figure" for column in range(len(header))]
+    head = "".join(f'<th class="{kind}">{cell}</th>' for kind, cell in zip(kinds, header, strict=True))
+    body = []
+    for number, row in enumerate(rows):
+        mark = ' class="worst"' if number == worst else ' class="finer"' if number in finer else ""
+        cells = "".join(
+            f'<td class="{kind}" data-label="{name}">{cell}</td>'
+            for kind, name, cell in zip(kinds, header, row, strict=True)
+        )
+        body.append(f"<tr{mark}>{cells}</tr>")
+    kind = "rows wide" if wide or len(header) > 4 else "rows"
+    return f'<table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table>'
+
+
+def seconds_of(value: float | None) -> str:
+    """Seconds as a cell; a dash where they are not known.
+
+    >>> seconds_of(0.0123), seconds_of(0.0), seconds_of(None)
+    ('12.3 ms', '0', '-')
+    """
+    if value is None:
+        return "-"
+    return "0" if abs(value) < 5e-9 else format_seconds(value)
+
+
+def bytes_of(value: float | None) -> str:
+    """Bytes as a cell; a dash where they are not known."""
+    return "-" if value is None else format_bytes(value)
+
+
+def difference(predicted: float | None, measured: float | None, *, num_bytes: bool = False) -> str:
+    """How much more was measured than predicted, and the share of that; a dash where one is not known.
+
+    A line may break between the two, and nowhere else.
+
+    >>> [difference(0.1, other).replace("\xa0", "_") for other in (0.105, 0.1, None)]
+    ['+5.00_ms (+5%)', '0', '-']
+    """
+    if predicted is None or measured is None:
+        return "-"
+    found = measured - predicted
+    shown = bytes_of(abs(found)) if num_bytes else seconds_of(abs(found))
+    if shown in ("0", "0 B"):
+        return "0"
+    share = f"({found / predicted * 100:+.0f}%)" if predicted > 0 and abs(found) < 10 * predicted else ""
+    apart = f"{'+' if found > 0 else '-'}{shown}".replace(" ", "\xa0")
+    return f"{apart} {share}".rstrip()
+
+
+_MOST_STAGES = 128
+_MOST_CHIPS = 24
 _SLIGHT = 0.02
+"""A difference of this share or less is marked in no row."""
+
+
+def blocks_of(units: Sequence[str]) -> list[str]:
+    """The blocks that units belong to, in order: a block is a module with a number for a name.
+
+    >>> blocks_of(["embed", "layers.0.attention", "layers.0.mlp", "layers.1.attention", "head#1"])
+    ['embed', 'layers.0', 'layers.1', 'head']
+    """
+    found: list[str] = []
+    for unit in units:
+        parts = unit.partition("#")[0].split(".")
+        numbers = [place for place, part in enumerate(parts) if part.isdecimal()]
+        name = ".".join(parts[: numbers[0] + 1] if numbers else parts)
+        if not found or found[-1] != name:
+            found.append(name)
+    return found
+
+
+def stage_map(plan: Plan | None) -> str:
+    """One row a stage: its rank, its layers, and what it holds."""
+    if plan is None:
+        return ""
+    work = [stage.forward_s + stage.backward_s for stage in plan.prediction.stages] if plan.prediction else []
+    rows = [
+        _stage(plan, number, stage, share=work[number] / sum(work) if sum(work) else None)
+        for number, stage in enumerate(plan.stages[:_MOST_STAGES])
+    ]
+    if len(plan.stages) > _MOST_STAGES:
+        more = len(plan.stages) - _MOST_STAGES
+        rows.append(f'<p class="soft">{more} more stages: shardwright show has all.</p>')
+    lines = [
+        "<h2>Stages and their layers</h2>",
+        '<p class="soft">In the order of the model; the bar is the share of the predicted work.</p>',
+    ]
+    return "\n".join([*lines, f'<div class="map">{"".join(rows)}</div>'])
+
+
+def _stage(plan: Plan, number: int, stage: StagePlan, *, share: float | None) -> str:
+    blocks = blocks_of(stage.units)
+    chips = [f"<i>{escape(block)}</i>" for block in blocks]
+    if len(chips) > _MOST_CHIPS:
+        half = _MOST_CHIPS // 2
+        left_out = len(chips) - 2 * half
+        chips = [*chips[:half], f'<span class="soft">{left_out} more</span>', *chips[-half:]]
+    facts = [f"{len(stage.units)} unit{'s' * (len(stage.units) != 1)}"]
+    if stage.recompute:
+        facts.append(f"{len(stage.recompute)} recomputed")
+    if stage.offload:
+        facts.append(f"{len(stage.offload)} offloaded")
+    bar = ""
+    if plan.prediction is not None:
+        cost = plan.prediction.stages[number]
+        facts += [
+            f"parameters {format_bytes(cost.parameter_bytes)}",
+            f"a microbatch keeps {format_bytes(cost.saved_bytes)}",
+        ]
+        if cost.send_bytes:
+            facts.append(f"sends {format_bytes(cost.send_bytes)}")
+    if share is not None:
+        facts.insert(0, f"{share * 100:.0f}% of the work")
+        bar = f'<div class="share"><div style="width:{share * 100:.1f}%"></div></div>'
+    return (
+        f'<div class="stage"><div><b>stage {number}</b> on rank {stage.rank}</div>'
+        f'<div><div class="chips">{"".join(chips)}</div>{bar}'
+        f'<div class="soft">{", ".join(facts)}</div></div></div>'
+    )
+
+
+def stage_table(data: ReportData) -> str:
+    """Forward and backward of one microbatch, predicted beside measured, the worst stage marked."""
+    plan, measured = data.plan, data.stage_seconds
+    if plan is None or plan.prediction is None:
+        return ""
+    rows, sums = [], []
+    for number, cost in enumerate(plan.prediction.stages[:_MOST_STAGES]):
+        forward_s, backward_s = measured.get(number, (None, None))
+        together = None if forward_s is None or backward_s is None else forward_s + backward_s
+        sums.append(Compared("work (s)", cost.forward_s + cost.backward_s, together))
+        rows.append(
+            [
+                f"{number}, rank {plan.stages[number].rank}",
+                *map(seconds_of, (cost.forward_s, forward_s, cost.backward_s, backward_s)),
+                difference(sums[-1].predicted, together),
+            ]
+        )
+    header = ["stage", "forward, predicted", "forward, measured", "backward, predicted", "backward, measured"]
+    header.append("difference")
+    if not measured:
+        header, rows = ["stage", "forward", "backward"], [[row[0], row[1], row[3]] for row in rows]
+    step = "" if data.timeline is None or data.timeline.step is None else f" of step {data.timeline.step}"
+    least = _SLIGHT * max(row.predicted or 0.0 for row in sums)
+    note = f"; measured are the means{step}." if measured else "."
+    return "\n".join(
+        [
+            "<h2>Time of each stage</h2>",
+            f'<p class="soft">For one microbatch, recomputation in the backward{note}</p>',
+            table(header, rows, worst=worst_of(sums, least=least)),
+        ]
+    )
+
+
 """A difference of this share or less is marked in no row."""
 
 _ZOOM = '<span class="mouse">Drag across the plot to zoom in, click twice to zoom out.</span>'

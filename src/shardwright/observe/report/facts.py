@@ -8,12 +8,10 @@ from typing import Any
 from shardwright.config import Config
 from shardwright.errors import UsageError
 from shardwright.files import UserFile
-from shardwright.observe.jsonl import read_json_lines
+from shardwright.observe.metrics import read_json_lines
 from shardwright.observe.run_folder import RunFolder
 from shardwright.observe.run_record import read_record
-from shardwright.observe.secrets import without_secrets
-
-__all__ = ["RunFacts", "read_facts"]
+from shardwright.observe.surroundings import without_secrets
 
 _UNSHOWN = frozenset({"run_dir", "run_name", "ignored"})
 

@@ -7,39 +7,35 @@ from typing import Any
 
 from shardwright.errors import UsageError
 from shardwright.observe.metrics import read_steps
-from shardwright.observe.report.gathered.compared import Compared
-from shardwright.observe.report.gathered.compared_figures import (
+from shardwright.observe.report.facts import RunFacts, read_facts
+from shardwright.observe.report.figures import (
+    MemoryRow,
     compare_figures,
     compare_spent,
+    memory_rows,
     on_cpus,
     peaks_by_rank,
 )
-from shardwright.observe.report.gathered.facts import RunFacts, read_facts
-from shardwright.observe.report.gathered.measured import (
+from shardwright.observe.report.measured import (
     MeasuredTimeline,
+    Span,
     StepMetrics,
+    choose_ranks,
     read_metrics,
     read_recorded,
-)
-from shardwright.observe.report.gathered.memory_rows import MemoryRow, memory_rows
-from shardwright.observe.report.gathered.parts import StepPart, predicted_factor, step_parts
-from shardwright.observe.report.gathered.spans import (
-    Span,
-    choose_ranks,
     scaled,
     seconds_of_stages,
     simulated_spans,
     thin,
 )
-from shardwright.observe.report.gathered.verdict import Verdict, judge, typical_step_s
+from shardwright.observe.report.parts import Compared, StepPart, predicted_factor, step_parts
+from shardwright.observe.report.verdict import Verdict, judge, typical_step_s
 from shardwright.observe.run_folder import RunFolder
 from shardwright.plan import MemoryPrediction, Plan
 from shardwright.planner.explain.memory_over_time import RankMemory, memory_over_time
 from shardwright.planner.explain.plan_replay import Replay, base_setting, play
 from shardwright.planner.explain.waterfall import Waterfall, break_down
 from shardwright.printable import printable
-
-__all__ = ["Predicted", "ReportData", "gather"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

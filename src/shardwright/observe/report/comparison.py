@@ -4,13 +4,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from shardwright.observe.progress import format_loss, format_rate
-from shardwright.observe.report.gathered.data import ReportData
-from shardwright.observe.report.gathered.parts import StepPart
+from shardwright.observe.console import format_loss, format_rate
+from shardwright.observe.report.data import ReportData
+from shardwright.observe.report.parts import StepPart
 from shardwright.plan.diff import diff_plans
 from shardwright.quantities import format_bytes, format_seconds
-
-__all__ = ["ComparedRow", "Comparison", "Difference", "compare"]
 
 _ALIKE = 0.005
 """Steps whose seconds differ by less than this share are called equally fast."""
