@@ -12,8 +12,8 @@ import torch
 
 from shardwright.cpu_mode import _private, is_enabled
 from shardwright.cpu_mode.__main__ import main
-from shardwright.cpu_mode.factories import FACTORIES
-from shardwright.cpu_mode.process_groups import backend_on_cpu
+from shardwright.cpu_mode.processes import backend_on_cpu
+from shardwright.cpu_mode.tensors import FACTORIES
 
 SCRIPTS = Path(__file__).parent / "cuda_scripts"
 CPU_MODE = ["-m", "shardwright.cpu_mode"]

@@ -429,7 +429,7 @@ def test_the_ranks_get_the_variables_of_sagemaker(folder):
 
 FAILS_ONCE = """
 from pathlib import Path
-from shardwright.checkpoint.commits import Commit, write_commits
+from shardwright.checkpoint.folder import Commit, write_commits
 from shardwright.checkpoint.disk import Disk
 
 root = Path(os.environ["SHARDWRIGHT_RUN_DIR"], "checkpoints")

@@ -13,11 +13,11 @@ COMPAT = SOURCES.parents[1] / "compat" / "src"
 
 # Where a module that unpickles may be imported, and why.
 ALLOWED = {
-    "checkpoint/pickle_names.py": {
+    "checkpoint/model_source.py": {
         "pickletools"
     },  # lists what a file of the user's names, and runs none of it
     "comm/joining/run_secret.py": {"pickle"},  # only under the code of the run's secret
-    "testing/payload.py": {"cloudpickle"},  # writes for `authenticated_objects`
+    "testing/job.py": {"cloudpickle"},  # writes for `authenticated_objects`
     "testing/rank.py": {"cloudpickle"},
     "torch/execution/replay/recording.py": {"pickle"},  # copies of an object, in its own process
     "torch/execution/replay/flat_program.py": {"pickle"},

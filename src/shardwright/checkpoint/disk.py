@@ -1,17 +1,21 @@
-"""Every disk operation of a checkpoint, in one place.
+"""Every disk operation of a checkpoint, in one place; a folder made whole or not at all.
 
 Tests kill the process, or fill the disk, at each of these operations: see
 ``tests/unit/checkpoint/test_torn.py``.
 """
 
+import contextlib
 import os
+import secrets
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import IO
 
-__all__ = ["Disk", "NewFile", "Written"]
+from shardwright.errors import CheckpointError
+from shardwright.quantities import counted
 
 # Bytes that are hashed and written at a time.
 _CHUNK = 4 * 2**20
@@ -152,3 +156,39 @@ def _write_all(file: IO[bytes], chunk: memoryview) -> None:
     while len(chunk):
         written = file.write(chunk)
         chunk = chunk[written:]
+
+
+@contextmanager
+def fresh_folder(target: Path, *, disk: Disk) -> Iterator[Path]:
+    """Gives a temporary folder beside a folder, whose name it gets when all was written."""
+    target = target.resolve()
+    refuse_filled(target)
+    draft = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        disk.make_folder(draft)
+        yield draft
+        disk.sync_folder(draft)
+        disk.rename(draft, target)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target} cannot be written: {error.strerror or error}. Nothing was left there. Give a folder "
+            "on a disk that can be written and has room."
+        ) from error
+    finally:
+        if draft.is_dir():
+            with contextlib.suppress(OSError):
+                disk.remove_folder(draft)
+
+
+def refuse_filled(target: Path) -> None:
+    """Refuses to write over anything."""
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise CheckpointError(f"{target} is there already, and is no folder. Give the name of a new folder.")
+    found = sorted(path.name for path in target.iterdir())
+    if found:
+        raise CheckpointError(
+            f"{target} is there already, with {counted(len(found), 'file')} ({', '.join(found[:3])}"
+            f"{', ...' if len(found) > 3 else ''}). Nothing is written over: give the name of a new folder."
+        )

@@ -1,4 +1,7 @@
-"""A folder of checkpoints: begins, commits, finds, verifies and removes them.
+"""A folder of checkpoints: lists, begins, commits, finds, verifies and removes them.
+
+It is replaced as a whole and has its own checksum: it is never half written, and no flipped byte hides a
+checkpoint unnoticed.
 
 ::
 
@@ -10,6 +13,7 @@
     collect    replace COMMITTED without old ones, then remove their folders
 """
 
+import json
 import os
 import re
 import secrets
@@ -17,16 +21,81 @@ import stat
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import Literal
 
-from shardwright.checkpoint.commits import COMMITTED, Commit, read_commits, write_commits
+from pydantic import NonNegativeInt, field_validator
+
 from shardwright.checkpoint.disk import Disk
-from shardwright.checkpoint.manifest import MANIFEST, FileEntry, Manifest
-from shardwright.checkpoint.reading import reading
-from shardwright.checkpoint.regular_file import read_regular
+from shardwright.checkpoint.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    NewerVersionError,
+    Record,
+    Sha256,
+    is_plain_name,
+)
+from shardwright.checkpoint.safe_files import read_regular, reading
 from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.errors import CheckpointError, CorruptCheckpointError, UsageError
 
-__all__ = ["CheckpointFolder", "refuse_one_checkpoint", "save_number"]
+COMMITTED = "COMMITTED"
+
+
+class Commit(Record):
+    """A checkpoint that is complete.
+
+    Attributes:
+        step: how many steps were done.
+    """
+
+    name: str
+    step: NonNegativeInt
+    manifest_sha256: Sha256
+
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, name: str) -> str:
+        if not is_plain_name(name) or ".tmp-" in name:
+            raise ValueError("it must be the name of a folder of a checkpoint")
+        return name
+
+
+class _Commits(Record):
+    version: Literal[1] = FORMAT_VERSION
+    checkpoints: tuple[Commit, ...]
+    sha256: Sha256
+
+
+def read_commits(root: Path) -> tuple[Commit, ...]:
+    """The committed checkpoints of a folder, oldest first."""
+    path = root / COMMITTED
+    try:
+        with reading(path):
+            content = read_regular(path)
+        found = _Commits.from_bytes(content, name=str(path))
+        if found != _of(found.checkpoints) or content != found.to_bytes():
+            raise CorruptCheckpointError(f"{path} is damaged: its checksum does not fit what it says.")
+    except NewerVersionError:
+        raise
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(
+            f"{error} It lists the checkpoints; shardwright ckpt recover {root} makes it anew from those "
+            "that are whole."
+        ) from error
+    return found.checkpoints
+
+
+def write_commits(root: Path, commits: tuple[Commit, ...], *, disk: Disk) -> None:
+    """Says which checkpoints there are from now on."""
+    disk.replace(root / COMMITTED, _of(commits).to_bytes())
+
+
+def _of(commits: tuple[Commit, ...]) -> _Commits:
+    text = json.dumps([commit.model_dump() for commit in commits], sort_keys=True)
+    return _Commits(checkpoints=commits, sha256=sha256(text.encode()).hexdigest())
+
 
 _STEP = re.compile(r"step-\d{8,}(\.\d+)?(\.tmp-[0-9a-f]+)?")
 

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.checkpoint.boxes import Box
-from shardwright.checkpoint.commits import Commit
 from shardwright.checkpoint.disk import Disk
-from shardwright.checkpoint.draft import add_file
-from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.checkpoint.folder import CheckpointFolder, Commit
 from shardwright.checkpoint.hugging_face import CONFIG
 from shardwright.checkpoint.manifest import FileEntry
-from shardwright.checkpoint.model_names import MODEL, without_prefix
 from shardwright.checkpoint.model_source import ModelFile
+from shardwright.checkpoint.saved import add_file
 from shardwright.checkpoint.tensor_file import TensorSource, streamed_content
-from shardwright.checkpoint.tensor_index import INDEX, Piece, TensorEntry, TensorIndex
+from shardwright.checkpoint.tensor_index import INDEX, MODEL, Piece, TensorEntry, TensorIndex, without_prefix
 from shardwright.errors import CheckpointError
 from shardwright.quantities import counted
 

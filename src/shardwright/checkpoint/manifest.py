@@ -10,8 +10,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator
 
 from shardwright import __version__
-from shardwright.checkpoint.regular_file import open_regular, read_regular, size_of
-from shardwright.checkpoint.safe_json import parse
+from shardwright.checkpoint.safe_files import open_regular, parse, read_regular, size_of
 from shardwright.errors import CorruptCheckpointError
 from shardwright.problems import describe, join
 

@@ -1,27 +1,29 @@
-"""Finds the files of a model to import, in an untrusted folder.
+"""Finds the files of a model to import, in an untrusted folder; names in a pickle that is not run.
 
 A Hugging Face folder has one file, or several with an index that says which tensor is where. Names in the
 index are file names in the same folder, never a path elsewhere. Links are refused, except those of Hugging
 Face's own cache::
 
     models--NAME/snapshots/REVISION/model.safetensors -> ../../blobs/0f1e...
+
+A pickle is a program: it can call whatever it names. Tensor files name very few things.
 """
 
-from collections.abc import Mapping
+import io
+import pickletools
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from shardwright.checkpoint.hugging_face import CONFIG
 from shardwright.checkpoint.manifest import MANIFEST, is_plain_name
-from shardwright.checkpoint.model_names import in_order
-from shardwright.checkpoint.regular_file import read_regular
-from shardwright.checkpoint.safe_json import parse
+from shardwright.checkpoint.safe_files import parse, read_regular
 from shardwright.checkpoint.tensor_file import TensorFile, TensorSource
+from shardwright.checkpoint.tensor_index import in_order
 from shardwright.errors import CheckpointError, CorruptCheckpointError
-
-__all__ = ["FileKind", "FoundModel", "ModelFile", "find_model", "read_tensor_file"]
 
 _INDEX_ENDING = ".index.json"
 _LARGEST_INDEX = 256 * 2**20  # bytes
@@ -195,3 +197,64 @@ def _place(folder: Path, name: str) -> Path:
     raise CorruptCheckpointError(
         f"{path} is a link to {target}. Links are not followed: put the file there, or give {target} itself."
     )
+
+
+# These take what they call from elsewhere than from a text beside them.
+_INDIRECT = {"STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"}
+
+# A file of torch.save of the format before 1.6 begins with this number, as a pickle; then come its version,
+# the system that wrote it, what was saved, and the names of its storages.
+_MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
+_PICKLES_OF_OLD_FILES = 5
+
+
+def names_in_pickle(file: BinaryIO) -> Iterator[str]:
+    """Names, such as ``collections.OrderedDict``, in the order in which a pickle has them.
+
+    What is named on the stack is guessed by the last two texts before.
+    """
+    yield from _names(pickletools.genops(file))
+
+
+def _names(operations: Iterable[tuple[pickletools.OpcodeInfo, Any, int | None]]) -> Iterator[str]:
+    texts = ["?", "?"]
+    for operation, argument, _ in operations:
+        if operation.name == "GLOBAL":
+            yield str(argument).replace(" ", ".", 1)
+        elif operation.name in _INDIRECT:
+            yield str(argument).replace(" ", ".", 1) if operation.name == "INST" else ".".join(texts)
+        elif isinstance(argument, str):
+            texts = [texts[-1], argument]
+
+
+def pickle_in_archive(archive: zipfile.ZipFile) -> zipfile.ZipInfo:
+    """The one pickle in a file of `torch.save`, which is a zip archive."""
+    found = [each for each in archive.infolist() if each.filename.rpartition("/")[2] == "data.pkl"]
+    if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
+        raise ValueError("it has not the one pickle that torch.save writes")
+    return found[0]
+
+
+def names_in_archive(archive: zipfile.ZipFile) -> Iterator[str]:
+    """Names in a file of `torch.save`, which is a zip archive; see `names_in_pickle`."""
+    entry = pickle_in_archive(archive)
+    if entry.CRC == 0:  # torch.serialization.set_crc32_options(False): there is nothing to compare with
+        del entry.CRC
+    yield from names_in_pickle(io.BytesIO(archive.read(entry)))
+
+
+def names_in_old_file(file: BinaryIO) -> Iterator[str]:
+    """Names in a file of `torch.save` that is no zip archive; see `names_in_pickle`."""
+    begins_well = False
+
+    def first() -> Iterator[Any]:
+        nonlocal begins_well
+        for operation in pickletools.genops(file):
+            begins_well |= operation[1] == _MAGIC_NUMBER
+            yield operation
+
+    yield from _names(first())
+    if not begins_well:
+        raise ValueError("torch.save has not written it")
+    for _ in range(_PICKLES_OF_OLD_FILES - 1):
+        yield from names_in_pickle(file)

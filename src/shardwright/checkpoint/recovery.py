@@ -20,12 +20,10 @@ from hashlib import sha256
 from pathlib import Path
 from shlex import quote
 
-from shardwright.checkpoint.commits import COMMITTED, Commit, write_commits
 from shardwright.checkpoint.disk import Disk
-from shardwright.checkpoint.folder import CheckpointFolder, save_number
+from shardwright.checkpoint.folder import COMMITTED, CheckpointFolder, Commit, save_number, write_commits
 from shardwright.checkpoint.manifest import MANIFEST, Manifest, NewerVersionError
-from shardwright.checkpoint.reading import reading
-from shardwright.checkpoint.regular_file import read_regular
+from shardwright.checkpoint.safe_files import read_regular, reading
 from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 

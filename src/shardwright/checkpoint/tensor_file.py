@@ -19,8 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shardwright.checkpoint.regular_file import open_regular, size_of
-from shardwright.checkpoint.safe_json import parse
+from shardwright.checkpoint.safe_files import open_regular, parse, size_of
 from shardwright.errors import CorruptCheckpointError
 
 __all__ = [

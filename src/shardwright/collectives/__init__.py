@@ -5,12 +5,11 @@ from shardwright.collectives.algorithms import (
     all_reduce,
     all_reduce_at_once,
     broadcast,
+    gather_to_nodes,
     reduce_scatter,
 )
-from shardwright.collectives.gather_to_nodes import gather_to_nodes
 from shardwright.collectives.replay import ReplayOutcome, replay
-from shardwright.collectives.steps import Memory, Span, Step
-from shardwright.collectives.topology import Topology
+from shardwright.collectives.steps import Memory, Span, Step, Topology
 
 __all__ = [
     "Memory",

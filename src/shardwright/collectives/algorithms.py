@@ -6,19 +6,23 @@ Long collectives run in chunks, so that links between and inside nodes are busy 
     inside                    | chunk 0 | chunk 1 | chunk 2 |
 
 In a topology with one rank per node, all data crosses links between nodes: that is the flat form.
+
+`gather_to_nodes` gathers several tensors into memory shared by the ranks of a node::
+
+    node 0                                      node 1
+    rank 0 ── pieces 0 ──────────────────────▶  memory of node 1
+    rank 1 ── pieces 1 ──────────────────────▶  0 1 2 3 of the first tensor, 0 1 2 3 of the second, ...
+
+Each byte enters a node once, and stays where it arrives: nothing is copied inside a node except each rank's
+own pieces.
 """
 
+from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 
-from shardwright.collectives.forward import Forward
-from shardwright.collectives.gather import Gather
-from shardwright.collectives.node_view import NodeView
-from shardwright.collectives.parts import chunks_of
-from shardwright.collectives.scatter import Scatter
-from shardwright.collectives.steps import Memory, Row, Span, Step
-from shardwright.collectives.topology import Topology
-
-__all__ = ["all_gather", "all_reduce", "all_reduce_at_once", "broadcast", "reduce_scatter"]
+from shardwright.collectives.chunks import Forward, Gather, NodeView, Scatter, chunks_of
+from shardwright.collectives.steps import Memory, Row, Span, Step, Topology
 
 _DEPTH = 2
 """Chunks that are under way at once."""
@@ -154,3 +158,31 @@ def _at(memory: Memory, base: int, start: int, stop: int) -> Span:
 
 def _length(chunk: tuple[int, int]) -> int:
     return chunk[1] - chunk[0]
+
+
+def gather_to_nodes(topology: Topology, rank: int, *, pieces: Sequence[int]) -> tuple[Step, ...]:
+    view = NodeView(topology, rank, width=max(pieces, default=0), size=lambda tensor, _: pieces[tensor])
+    row = Row(rank, view.here)
+    starts = list(accumulate(pieces, initial=0))
+    arrivals = []
+
+    def place(tensor: int, owner: int, start: int, stop: int) -> Span:
+        first = starts[tensor] * topology.num_ranks + owner * pieces[tensor]
+        return Span(Memory.SHARED, first + start, first + stop)
+
+    for tensor, size in enumerate(pieces):
+        for node in view.others:
+            for peer in view.ranks_of(node):
+                for owner, start, stop in view.lane(peer, view.node, tensor):
+                    if owner == rank:
+                        row.send(peer, Span(Memory.INPUT, starts[tensor] + start, starts[tensor] + stop))
+        arrivals += [
+            row.receive(owner, place(tensor, owner, start, stop))
+            for node in reversed(view.others)
+            for owner, start, stop in view.lane(rank, node, tensor)
+        ]
+        row.copy(Span(Memory.INPUT, starts[tensor], starts[tensor] + size), place(tensor, rank, 0, size))
+    row.wait(arrivals)
+    row.tell("gather to nodes: there", 0)
+    row.hear("gather to nodes: there", 0)
+    return tuple(row.steps)

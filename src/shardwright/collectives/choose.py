@@ -1,6 +1,14 @@
-"""Chooses the algorithm of a collective: the cheapest rows for this group and size."""
+"""Chooses the algorithm of a collective: the cheapest rows for this group and size.
+
+::
+
+    rank 0   | copy | send ...              each rank does its steps one after the other;
+    node 0          [ chunk 0 ][ chunk 1 ]  the messages of a node share its link, in either direction
+    rank 2                     | hear | copy |
+"""
 
 import math
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,13 +19,97 @@ from shardwright.collectives.algorithms import (
     broadcast,
     reduce_scatter,
 )
-from shardwright.collectives.price import price
 from shardwright.collectives.prices import Prices
-from shardwright.collectives.steps import Step
-from shardwright.collectives.topology import Topology
+from shardwright.collectives.steps import (
+    Arrived,
+    Combine,
+    Copy,
+    Hear,
+    Left,
+    Receive,
+    Routine,
+    Send,
+    Step,
+    Tell,
+    Topology,
+)
+from shardwright.errors import ScheduleError
 from shardwright.quantities import format_bytes, format_seconds
 
-__all__ = ["BY_RANK", "COLLECTIVES", "GLOO", "OWN", "ROOM_BYTES", "Candidate", "Choice", "choose", "steps_of"]
+
+def price(topology: Topology, rows: Sequence[Sequence[Step]], *, itemsize: int, prices: Prices) -> float:
+    """Seconds until all ranks are done, if they begin at the same time."""
+    play = _Play(topology, rows, itemsize, prices)
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(len(rows)):
+            moved = play.advance(rank) or moved
+    if any(position < len(row) for position, row in zip(play.position, rows, strict=True)):
+        raise ScheduleError(f"the ranks wait for one another for ever: they stand at {play.position}.")
+    return max(play.clock, default=0.0)
+
+
+class _Play:
+    def __init__(self, topology: Topology, rows: Sequence[Sequence[Step]], itemsize: int, prices: Prices):
+        self.position = [0] * len(rows)
+        self.clock = [0.0] * len(rows)
+        self._topology = topology
+        self._rows = rows
+        self._itemsize = itemsize
+        self._prices = prices
+        self._told: list[list[float]] = [[] for _ in rows]
+        self._arrivals: dict[tuple[int, int], list[float]] = defaultdict(list)
+        self._out_free = [0.0] * len(topology.nodes)
+        self._in_free = [0.0] * len(topology.nodes)
+
+    def advance(self, rank: int) -> bool:
+        """Does the steps of a rank until one has to wait; says whether there were any."""
+        row, begun = self._rows[rank], self.position[rank]
+        while self.position[rank] < len(row):
+            end = self._end_of(rank, row[self.position[rank]])
+            if end is None:
+                break
+            self.clock[rank] = end
+            self.position[rank] += 1
+        return self.position[rank] > begun
+
+    def _end_of(self, rank: int, step: Step) -> float | None:
+        """When a step ends; None where it is not known yet."""
+        now, prices = self.clock[rank], self._prices
+        match step:
+            case Copy(source, _):
+                return now + prices.copy.seconds(source.num_elements * self._itemsize)
+            case Combine(sources, target):
+                num_bytes = len(sources) * target.num_elements * self._itemsize
+                return now + prices.combine.seconds(num_bytes)
+            case Send(peer, span):
+                self._send(rank, peer, span.num_elements * self._itemsize)
+                return now
+            case Arrived(peer, count) | Left(peer, count):
+                way = (peer, rank) if isinstance(step, Arrived) else (rank, peer)
+                arrivals = self._arrivals[way]
+                return max(now, arrivals[count - 1]) if len(arrivals) >= count else None
+            case Tell():
+                self._told[rank].append(now)
+                return now
+            case Hear(peer, count):
+                told = self._told[peer]
+                return max(now, told[count - 1] + prices.note_s) if len(told) >= count else None
+            case Receive():
+                return now
+
+    def _send(self, rank: int, peer: int, num_bytes: int) -> None:
+        source, target = self._topology.node_of[rank], self._topology.node_of[peer]
+        if source == target:
+            arrives = self.clock[rank] + self._prices.local_message.seconds(num_bytes)
+            self._arrivals[rank, peer].append(arrives)
+            return
+        start = max(self.clock[rank], self._out_free[source], self._in_free[target])
+        end = start + num_bytes / self._prices.message.Bps
+        self._out_free[source] = self._in_free[target] = end
+        self._arrivals[rank, peer].append(end + self._prices.message.alpha_s)
+
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 GLOO = "gloo"
@@ -217,3 +309,62 @@ class _Pricing:
             for rank in range(topology.num_ranks)
         ]
         return price(topology, rows, itemsize=self.itemsize, prices=self.prices)
+
+
+# Objects are gathered in another size each time.
+_MOST_ROUTINES = 512
+
+
+class Chooser:
+    """Chooses for one rank; all ranks of the group make the same choices."""
+
+    def __init__(self, topology: Topology, rank: int, prices: Prices):
+        self.prices = prices
+        self._topology = topology
+        self._rank = rank
+        self._choices: dict[tuple[object, ...], Choice] = {}
+        self._routines: OrderedDict[tuple[object, ...], Routine] = OrderedDict()
+
+    def choice(
+        self, collective: str, count: int, itemsize: int, ways: Collection[str] | None = None
+    ) -> Choice:
+        """The algorithm for a collective of this size, and why."""
+        key = (collective, size_class(count), itemsize, None if ways is None else frozenset(ways))
+        if key not in self._choices:
+            self._choices[key] = choose(
+                collective,
+                self._topology,
+                count=size_class(count),
+                itemsize=itemsize,
+                prices=self.prices,
+                ways=ways,
+            )
+        return self._choices[key]
+
+    def own_choice(self, collective: str, count: int, itemsize: int) -> Choice:
+        """The best of our own algorithms."""
+        return self.choice(collective, count, itemsize, OWN)
+
+    def routine(self, choice: Choice, collective: str, count: int, source: int) -> Routine:
+        """The steps of this rank."""
+        key = (choice.candidate, collective, count, source)
+        if key in self._routines:
+            self._routines.move_to_end(key)
+            return self._routines[key]
+        routine = Routine.of(
+            steps_of(collective, choice.candidate, self._topology, self._rank, count=count, source=source)
+        )
+        self._routines[key] = routine
+        if len(self._routines) > _MOST_ROUTINES:
+            self._routines.popitem(last=False)
+        return routine
+
+
+def size_class(count: int) -> int:
+    """Sizes are chosen for in classes, two for each doubling; this is the largest of a class.
+
+    >>> [size_class(count) for count in (0, 3, 100, 1000)]
+    [1, 3, 128, 1024]
+    """
+    step = 1 << max(0, count.bit_length() - 2)
+    return max(1, -(-count // step) * step)

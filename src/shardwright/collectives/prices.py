@@ -1,9 +1,19 @@
-"""The prices of a collective's steps: alpha seconds each, and beta seconds per byte."""
+"""The prices of a collective's steps, alpha seconds each and beta seconds per byte; their file."""
 
+import math
+import os
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Annotated, Any, Literal
 
-__all__ = ["DEFAULT_PRICES", "Curve", "DevicePrices", "Line", "Prices"]
+from pydantic import Field, field_validator
+
+from shardwright.collectives.steps import Topology
+from shardwright.errors import ConfigError
+from shardwright.files import Record, UserFile, replace_file
+from shardwright.files.user_file import NonNegative, Positive
+from shardwright.limits import MOST_RANKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +120,151 @@ DEFAULT_PRICES = Prices(
     source="defaults: nothing was measured, run shardwright probe",
 )
 """A host with several cores, and links of 10 Gbit/s between hosts."""
+
+
+PRICES_VARIABLE = "SHARDWRIGHT_PRICES"
+_FORMAT, _VERSION = "shardwright-prices", 2
+
+
+class _Line(Record):
+    alpha_s: NonNegative
+    Bps: Positive
+
+    def line(self) -> Line:
+        return Line(self.alpha_s, self.Bps)
+
+
+Finite = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
+Node = Annotated[list[Annotated[int, Field(ge=0, lt=MOST_RANKS)]], Field(min_length=1)]
+Points = Annotated[list[tuple[NonNegative, Finite]], Field(min_length=1)]
+
+
+class _Curve(Record):
+    points: Points
+
+    @field_validator("points")
+    @classmethod
+    def _ascending(cls, points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+        if any(before >= after for (before, _), (after, _) in pairwise(points)):
+            raise ValueError("the sizes must ascend")
+        return points
+
+    def curve(self) -> Curve:
+        return Curve(tuple(self.points))
+
+
+class _DevicePrices(Record):
+    everyone: dict[str, _Line]
+    across: dict[str, _Line]
+    inside: dict[str, _Line]
+    reorder: _Line
+    source: str
+
+    def prices(self) -> DevicePrices:
+        return DevicePrices(
+            everyone=_lines(self.everyone),
+            across=_lines(self.across),
+            inside=_lines(self.inside),
+            reorder=self.reorder.line(),
+            source=self.source,
+        )
+
+
+def _curves(records: dict[str, _Curve]) -> dict[str, Curve]:
+    return {name: record.curve() for name, record in records.items()}
+
+
+def _lines(records: dict[str, _Line]) -> dict[str, Line]:
+    return {name: record.line() for name, record in records.items()}
+
+
+class _Document(Record):
+    format: Literal["shardwright-prices"]
+    version: Literal[2]
+    nodes: Annotated[list[Node], Field(min_length=1)]
+    own: dict[str, _Curve]
+    copy_: _Line = Field(alias="copy")
+    combine: _Line
+    note_s: NonNegative
+    message: _Line
+    local_message: _Line
+    gloo: dict[str, _Curve]
+    source: str
+    devices: _DevicePrices | None = None
+
+    @field_validator("nodes")
+    @classmethod
+    def _each_once(cls, nodes: list[list[int]]) -> list[list[int]]:
+        ranks = sorted(rank for node in nodes for rank in node)
+        if ranks != list(range(len(ranks))):
+            raise ValueError(f"the {len(ranks)} ranks of a group are 0 to {len(ranks) - 1}, each once")
+        return nodes
+
+
+def write_prices(path: str | os.PathLike[str], prices: Prices, topology: Topology) -> None:
+    """Writes prices, and the nodes that they were measured on."""
+    content: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "nodes": topology.nodes}
+    document = _Document.model_validate({**content, **asdict(prices)})
+    replace_file(path, document.model_dump_json(by_alias=True, indent=2) + "\n")
+
+
+def read_prices(path: str | os.PathLike[str]) -> tuple[Prices, Topology]:
+    """Reads prices, and the nodes that they were measured on."""
+    advice = "shardwright probe measures them anew"
+    file = UserFile(path, what="prices", error=ConfigError, advice=advice)
+    found = file.model(_Document, file.read_json())
+    prices = Prices(
+        own=_curves(found.own),
+        copy=found.copy_.line(),
+        combine=found.combine.line(),
+        note_s=found.note_s,
+        message=found.message.line(),
+        local_message=found.local_message.line(),
+        gloo=_curves(found.gloo),
+        source=found.source,
+        devices=None if found.devices is None else found.devices.prices(),
+    )
+    return prices, Topology(tuple(map(tuple, found.nodes)))
+
+
+# A node with NVLink, and a link of 200 Gbit/s to other nodes for each of its ranks.
+_START_S = 1e-5
+_HOP_INSIDE_S, _HOP_BETWEEN_S = 2e-6, 8e-6
+_INSIDE_BPS, _BETWEEN_BPS = 2e11, 2.5e10
+_REORDER = Line(5e-6, 1e12)
+
+
+def typical_device_prices(topology: Topology) -> DevicePrices:
+    """Typical prices of a group on accelerators.
+
+    All-gathers, reduce-scatters and broadcasts go round rings, one for each rank of a node, so that the links
+    of a node share what goes to others; all-reduces wait for trees, and move what rings do.
+    """
+    num_nodes = len(topology.nodes)
+    fewest, most = (pick(len(node) for node in topology.nodes) for pick in (min, max))
+    links = [_BETWEEN_BPS * fewest] if num_nodes > 1 else [_INSIDE_BPS]
+    if most > 1:
+        links.append(_INSIDE_BPS)
+    return DevicePrices(
+        everyone=_default_lines(num_nodes, most, min(links)),
+        across=_default_lines(num_nodes, 1, _BETWEEN_BPS) if num_nodes > 1 else {},
+        inside=_default_lines(1, most, _INSIDE_BPS) if most > 1 else {},
+        reorder=_REORDER,
+        source="defaults: nothing was measured, run shardwright probe on GPUs",
+    )
+
+
+def _default_lines(num_nodes: int, num_local: int, slowest: float) -> dict[str, Line]:
+    """Lines for a group."""
+    num_ranks = num_nodes * num_local
+    moved = max(num_ranks - 1, 1) / num_ranks  # of the bytes of the whole
+    hops_between = num_nodes if num_nodes > 1 and num_local > 1 else num_nodes - 1
+    round_s = hops_between * _HOP_BETWEEN_S + (num_ranks - num_nodes) * _HOP_INSIDE_S
+    tree_s = math.ceil(math.log2(num_nodes)) * _HOP_BETWEEN_S + (num_local - 1) * _HOP_INSIDE_S
+    ring = Line(_START_S + round_s, slowest / moved)
+    return {
+        "all_gather": ring,
+        "reduce_scatter": ring,
+        "all_reduce": Line(_START_S + 2 * tree_s, slowest / (2 * moved)),
+        "broadcast": Line(_START_S + round_s, slowest),
+    }

@@ -25,8 +25,8 @@ from shardwright.collectives.steps import (
     Span,
     Step,
     Tell,
+    Topology,
 )
-from shardwright.collectives.topology import Topology
 from shardwright.errors import ScheduleError
 
 __all__ = ["ReplayOutcome", "replay"]

@@ -23,8 +23,7 @@ from torch import Tensor
 from shardwright.collectives.choose import COLLECTIVES
 from shardwright.collectives.choose_on_devices import why_not_hierarchical
 from shardwright.collectives.prices import DEFAULT_PRICES, Curve, DevicePrices, Line, Prices
-from shardwright.collectives.routine import Routine
-from shardwright.collectives.steps import Memory, Row, Span
+from shardwright.collectives.steps import Memory, Routine, Row, Span
 from shardwright.comm.collectives import device_collectives
 from shardwright.comm.collectives.communicator import Communicator
 from shardwright.comm.collectives.device_collectives import DeviceCollectives

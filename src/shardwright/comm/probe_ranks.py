@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from shardwright.collectives.device_prices import typical_device_prices
-from shardwright.collectives.prices import DevicePrices
-from shardwright.collectives.prices_file import write_prices
+from shardwright.collectives.prices import DevicePrices, typical_device_prices, write_prices
 from shardwright.comm._private import has_nccl
 from shardwright.comm.collective_probe import measure_device_prices, measure_prices
 from shardwright.comm.collectives.communicator import Communicator

@@ -6,20 +6,11 @@ import sys
 import torch
 
 from shardwright.comm.launchers import detect
-from shardwright.cpu_mode import (
-    _private,
-    children,
-    cuda_functions,
-    data_loading,
-    factories,
-    mixed_precision,
-    modules,
-    process_groups,
-    profilers,
-    removed_modules,
-    synchronised_norms,
-    tensors,
-)
+from shardwright.cpu_mode import _private, cuda_functions, mixed_precision, modules, processes, tensors
+from shardwright.cpu_mode import modules as data_loading
+from shardwright.cpu_mode import modules as removed_modules
+from shardwright.cpu_mode import modules as synchronised_norms
+from shardwright.cpu_mode import tensors as factories
 from shardwright.errors import LaunchError
 
 __all__ = ["enable", "is_enabled"]
@@ -51,18 +42,18 @@ def enable(*, says_so: bool = True) -> None:
     rank, num_devices = _place()
     if says_so and rank == 0:
         print(_NOTICE, file=sys.stderr, flush=True)  # noqa: T201  (there is no run yet that could say it)
-    factories.put_in_force()
+    factories.put_factories_in_force()
     tensors.put_in_force()
     modules.put_in_force()
     cuda_functions.put_in_force(num_devices)
     mixed_precision.put_in_force()
     _private.let_optimizers_be_capturable()
-    profilers.put_in_force()
-    removed_modules.put_in_force()
-    process_groups.put_in_force()
-    synchronised_norms.put_in_force()
-    data_loading.put_in_force()
-    children.put_in_force(enable)
+    processes.put_profilers_in_force()
+    removed_modules.put_removed_in_force()
+    processes.put_in_force()
+    synchronised_norms.put_norms_in_force()
+    data_loading.put_loading_in_force()
+    processes.put_children_in_force(enable)
 
 
 def _place() -> tuple[int, int]:

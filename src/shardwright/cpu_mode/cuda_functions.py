@@ -1,23 +1,160 @@
-"""The functions and classes of `torch.cuda`, for the CPU."""
+"""The functions and classes of `torch.cuda`, for the CPU: memory and random generators among them.
+
+The CPU's generator stands for that of every CUDA device, so a script that seeds both, saves both, or seeds
+only CUDA draws the same numbers in each run. There is one sequence where a GPU would have a second.
+"""
 
 import contextlib
 import functools
 import os
 import platform
+import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwright.cluster.named import host_memory_bytes
-from shardwright.cpu_mode import _private, device_memory, generators, streams
-from shardwright.cpu_mode.devices import index_of
-from shardwright.cpu_mode.replacement import put, put_all
+from shardwright.cpu_mode import _private, streams
+from shardwright.cpu_mode.replacement import index_of, put, put_all
 from shardwright.errors import UsageError
 
-__all__ = ["UNAVAILABLE", "put_in_force"]
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+def memory_allocated(device: Any = None) -> int:
+    """Bytes that this process has in memory."""
+    return _status_bytes("VmRSS") or _peak_of_life_bytes()
+
+
+def max_memory_allocated(device: Any = None) -> int:
+    """The most bytes that this process had in memory, since `reset_peak_memory_stats` where Linux lets us."""
+    return _status_bytes("VmHWM") or _peak_of_life_bytes()
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    """Begins to look for the largest number of bytes anew."""
+    with contextlib.suppress(OSError):  # not on Linux, or not allowed: the peak is that of the process's life
+        _CLEAR.write_text("5")
+
+
+def memory_stats(device: Any = None) -> dict[str, Any]:
+    """The numbers that scripts look up most, under PyTorch's names."""
+    now, peak = memory_allocated(), max_memory_allocated()
+    stats: dict[str, Any] = {"num_alloc_retries": 0, "num_ooms": 0}
+    for kind in ("allocated_bytes", "reserved_bytes", "active_bytes"):
+        stats |= {f"{kind}.all.current": now, f"{kind}.all.peak": peak}
+    return stats
+
+
+def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
+    """The same as a text."""
+    now, peak = memory_allocated() / 2**20, max_memory_allocated() / 2**20
+    return f"CPU mode: this process has {now:.1f} MiB in memory, at most {peak:.1f} MiB"
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """Bytes of the host's memory that are free, and all of them."""
+    total = host_memory_bytes()
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        free = total - memory_allocated()
+    return min(free, total), total
+
+
+def _status_bytes(name: str) -> int:
+    """A line of this process's status; 0 where there is none."""
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return 0
+    found = next((line.split()[1] for line in lines if line.startswith(f"{name}:")), "0")
+    return int(found) * 1024
+
+
+def _peak_of_life_bytes() -> int:
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What work on the CPU does not need."""
+
+
+FUNCTIONS = {
+    "device_memory_used": memory_allocated,
+    "empty_cache": _nothing,
+    "get_allocator_backend": lambda: "native",
+    "get_per_process_memory_fraction": lambda device=None: 1.0,
+    "max_memory_allocated": max_memory_allocated,
+    "max_memory_cached": max_memory_allocated,
+    "max_memory_reserved": max_memory_allocated,
+    "mem_get_info": mem_get_info,
+    "memory_allocated": memory_allocated,
+    "memory_cached": memory_allocated,
+    "memory_reserved": memory_allocated,
+    "memory_snapshot": lambda mempool_id=None, include_traces=True: [],
+    "memory_stats": memory_stats,
+    "memory_summary": memory_summary,
+    "reset_accumulated_host_memory_stats": _nothing,
+    "reset_accumulated_memory_stats": _nothing,
+    "reset_max_memory_allocated": reset_peak_memory_stats,
+    "reset_max_memory_cached": reset_peak_memory_stats,
+    "reset_peak_host_memory_stats": _nothing,
+    "reset_peak_memory_stats": reset_peak_memory_stats,
+    "set_per_process_memory_fraction": _nothing,
+}
+"""What stands for functions of `torch.cuda` and `torch.cuda.memory`."""
+
+
+def functions(num_devices: int) -> dict[str, Any]:
+    """Replacements for functions of `torch.cuda` and `torch.cuda.random`."""
+    generator = torch.default_generator
+
+    def get_rng_state(device: Any = "cuda") -> Tensor:
+        return generator.get_state()
+
+    def get_rng_state_all() -> list[Tensor]:
+        return [generator.get_state() for _ in range(num_devices)]
+
+    def set_rng_state(new_state: Tensor, device: Any = "cuda") -> None:
+        generator.set_state(new_state)
+
+    def set_rng_state_all(new_states: Iterable[Tensor]) -> None:
+        for state in list(new_states)[:1]:
+            generator.set_state(state)
+
+    def manual_seed(seed: int) -> None:
+        generator.manual_seed(int(seed))
+
+    def seed() -> None:
+        generator.seed()
+
+    def initial_seed() -> int:
+        return generator.initial_seed()
+
+    return {
+        "get_rng_state": get_rng_state,
+        "get_rng_state_all": get_rng_state_all,
+        "initial_seed": initial_seed,
+        "manual_seed": manual_seed,
+        "manual_seed_all": manual_seed,
+        "seed": seed,
+        "seed_all": seed,
+        "set_rng_state": set_rng_state,
+        "set_rng_state_all": set_rng_state_all,
+    }
+
 
 # A device can do what this generation of GPUs can, as far as scripts decide by it: bfloat16, but no FP8.
 _CAPABILITY = (8, 0)
@@ -38,8 +175,8 @@ def put_in_force(num_devices: int) -> None:
     _private.leave_cuda_uninitialised()
     streams.put_in_force()
     put_all(_functions(num_devices), cuda)
-    put_all(device_memory.FUNCTIONS, cuda, cuda.memory)
-    put_all(generators.functions(num_devices), cuda, cuda.random)
+    put_all(FUNCTIONS, cuda, cuda.memory)
+    put_all(functions(num_devices), cuda, cuda.random)
     put_all({name: getattr(cuda, name) for name in ("Event", "ExternalStream", "Stream")}, cuda.streams)
     put_all({"is_current_stream_capturing": lambda: False}, cuda.graphs)
     put_all({"version": lambda: _NCCL_VERSION}, cuda.nccl)
@@ -54,10 +191,6 @@ def put_in_force(num_devices: int) -> None:
     for name in [name for name in cuda.__all__ if name.endswith(("Tensor", "Storage"))]:
         if hasattr(torch, name):
             setattr(cuda, name, getattr(torch, name))
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What work on the CPU does not need."""
 
 
 def _unavailable(name: str, *, is_class: bool) -> Callable[..., Any]:
@@ -167,7 +300,7 @@ class _Runtime:
 
     def cudaMemGetInfo(self, device: int = 0) -> tuple[int, int]:  # noqa: N802
         """Bytes that are free, and all."""
-        return device_memory.mem_get_info()
+        return mem_get_info()
 
 
 @functools.cache

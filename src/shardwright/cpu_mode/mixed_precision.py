@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from shardwright.cpu_mode import _private
-from shardwright.cpu_mode.devices import is_cuda
-from shardwright.cpu_mode.replacement import put_all
+from shardwright.cpu_mode.replacement import is_cuda, put_all
 
 __all__ = ["put_in_force"]
 

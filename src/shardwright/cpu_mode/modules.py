@@ -1,19 +1,25 @@
-"""Modules: a move to CUDA leaves them in place; wrappers for GPUs keep them on the CPU."""
+"""Modules: moves to CUDA leave them in place; norms over ranks, loaders, and modules of earlier years."""
 
+import collections.abc
 import functools
+import importlib.util
+import inspect
+import math
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from shardwright.after_import import after_import
+from shardwright.comm.collectives.backend import normalised_over_ranks
 from shardwright.cpu_mode import _private
-from shardwright.cpu_mode.devices import on_cpu
-from shardwright.cpu_mode.replacement import put
+from shardwright.cpu_mode.replacement import on_cpu, put
 from shardwright.cpu_mode.tensors import sent_to_cpu
-
-__all__ = ["put_in_force"]
 
 
 def put_in_force() -> None:
@@ -65,3 +71,68 @@ def _without_devices(init: Callable[..., Any]) -> Callable[..., Any]:
         init(self, module, None, None, *args, **kwargs)
 
     return __init__
+
+
+def put_norms_in_force() -> None:
+    """Replaces the forward."""
+    if not dist.is_available():
+        return
+    cls: Any = nn.SyncBatchNorm
+    cls.forward = _on_cpu(cls.forward)
+    _private.let_ddp_take_synchronised_norms()
+
+
+def _on_cpu(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def on_cpu(self: Any, input: Tensor) -> Tensor:
+        group = self.process_group or (dist.group.WORLD if dist.is_initialized() else None)
+        if not self.training or group is None or dist.get_world_size(group) == 1:
+            return _private.PlainBatchNorm.forward(self, input)  # type: ignore[no-any-return]
+        return normalised_over_ranks(self, input, group)
+
+    return on_cpu
+
+
+def put_loading_in_force() -> None:
+    """Replaces the constructor."""
+    cls: Any = DataLoader
+    cls.__init__ = _unpinned(cls.__init__)
+
+
+def _unpinned(init: Callable[..., Any]) -> Callable[..., Any]:
+    position = list(inspect.signature(init).parameters).index("pin_memory")
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        if len(args) >= position:  # self is not among them
+            args = (*args[: position - 1], False, *args[position:])
+        kwargs.pop("pin_memory", None)
+        kwargs.pop("pin_memory_device", None)
+        init(self, *args, **kwargs)
+
+    return __init__
+
+
+_SIX = "torch._six"
+"""There until PyTorch 1.13: what differs between Python 2 and 3, and two numbers. Scripts for SMP bring
+helpers along that import ``inf`` from it."""
+
+
+def put_removed_in_force() -> None:
+    """Has them imported again, where PyTorch lacks them."""
+    if _SIX in sys.modules or importlib.util.find_spec(_SIX) is not None:
+        return
+    six = ModuleType(_SIX, "What Python 2 and 3 have in common.")
+    six.__dict__.update(
+        PY2=False,
+        PY3=True,
+        PY37=True,
+        inf=math.inf,
+        nan=math.nan,
+        string_classes=(str, bytes),
+        int_classes=int,
+        container_abcs=collections.abc,
+        istuple=lambda obj: isinstance(obj, tuple),
+    )
+    sys.modules[_SIX] = six
+    torch._six = six  # type: ignore[attr-defined]

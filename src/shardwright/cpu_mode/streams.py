@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from shardwright.cpu_mode import _private
-from shardwright.cpu_mode.devices import index_of, is_cuda
+from shardwright.cpu_mode.replacement import index_of, is_cuda
 
 __all__ = [
     "CURRENT",

@@ -8,9 +8,8 @@ from shardwright.files.documents import (
     parse_json,
     parse_yaml,
 )
-from shardwright.files.record import Record
 from shardwright.files.replacing import check_place, is_left_by_another, open_to_append, replace_file
-from shardwright.files.user_file import UserFile
+from shardwright.files.user_file import Record, UserFile
 
 __all__ = [
     "DocumentError",

@@ -1,4 +1,4 @@
-"""Reads a file that a user names: its kind, length and content are unknown.
+"""Reads a file that a user names: its kind, length and content are unknown. Records and numbers in it.
 
 It reports at once a pipe without a writer, an endless device, a folder, and a file of other text than
 expected. Each reader names what it wants to read, and its error class::
@@ -12,16 +12,24 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
-from shardwright.errors import ShardwrightError
+from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.files.documents import DocumentError, parse_json, parse_yaml
 from shardwright.printable import printable
 from shardwright.problems import describe, field_names, join
-
-__all__ = ["KIND_OF_FILE", "UserFile"]
+from shardwright.quantities import parse_bytes
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -182,3 +190,48 @@ class UserFile:
         except UnicodeDecodeError as error:
             where = f"byte {error.start} is {content[error.start]:#04x}"
             raise self.refused(f"is no UTF-8 text: {where}") from None
+
+
+class Record(BaseModel):
+    """Frozen; fields that are not known are errors, and true is not 1."""
+
+    # Validators are made with the first object of a class: most processes use few of the classes.
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and _is_number(cls.model_fields[str(info.field_name)].annotation):
+            raise ValueError("it must be a number")
+        return value
+
+
+def _is_number(annotation: Any) -> bool:
+    kinds = set(_kinds(annotation))
+    return not kinds.isdisjoint((int, float)) and bool not in kinds
+
+
+def _kinds(annotation: Any) -> Any:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _kinds(get_args(annotation)[0])
+    elif origin in (Union, UnionType):
+        for inside in get_args(annotation):
+            yield from _kinds(inside)
+    else:
+        yield annotation
+
+
+Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
+
+
+def _bytes(value: Any) -> Any:
+    try:
+        return parse_bytes(value)
+    except ConfigError:
+        raise ValueError("it must be a size such as 40GiB, or a number of bytes") from None
+
+
+NumBytes = Annotated[int, BeforeValidator(_bytes)]
+"""A number of bytes, or a text such as 40GiB."""

@@ -4,6 +4,7 @@
 once; all ranks of a replica see the same batch, and have the same outputs.
 """
 
+import os
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,36 @@ from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor, nn
 
 import shardwright.torch as sw
-from shardwright.checkpoint.commits import COMMITTED
+from shardwright.checkpoint.folder import COMMITTED
 from shardwright.errors import UsageError
-from shardwright.integrations.accelerate_ranks import count_ranks_on_cpus, refuse_other_ranks
 from shardwright.integrations.step_model import StepModel
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.script_run import script_run
 
-__all__ = ["Accelerator"]
+_ON_CPUS = "ACCELERATE_USE_CPU"
+
+
+def count_ranks_on_cpus() -> None:
+    """Sets the variable of ``accelerate launch --cpu``; without it Accelerate sees one process on CPUs.
+
+    Called when an integration is imported: `transformers.TrainingArguments` counts ranks before any object of
+    ours is.
+    """
+    on_cpus = not torch.cuda.is_available() or os.environ.get("SHARDWRIGHT_DEVICE") == "cpu"
+    if "RANK" in os.environ and on_cpus:
+        os.environ.setdefault(_ON_CPUS, "true")
+
+
+def refuse_other_ranks() -> None:
+    """Refuses a run in which Accelerate counts other ranks: each would write files, and print."""
+    counted = PartialState().num_processes
+    if counted != sw.size():
+        raise UsageError(
+            f"Accelerate counts {counted} processes, but the run has {sw.size()} ranks. Import the Trainer "
+            "or Accelerator of shardwright.integrations before TrainingArguments are made; on CPUs, "
+            f"{_ON_CPUS}=true in the environment does the same."
+        )
+
 
 count_ranks_on_cpus()
 

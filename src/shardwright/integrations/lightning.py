@@ -8,8 +8,9 @@ outputs: each microbatch tells its values, and Lightning is told their mean::
 """
 
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,48 @@ from torch import Tensor
 
 import shardwright.torch as sw
 from shardwright.errors import UsageError
-from shardwright.integrations.batch_share import backward_of_share, batch_size
-from shardwright.integrations.lightning_logs import log_of_microbatch, options_of_logs
-from shardwright.integrations.own_loss import own_loss
+from shardwright.integrations.step_model import backward_of_share, batch_size, own_loss
 from shardwright.run.context import context
 from shardwright.torch.batch.step_output import StepOutput
 from shardwright.torch.pytorch.tree import map_tree
 from shardwright.torch.script_run import script_run
 
-__all__ = ["ShardwrightStrategy"]
+_logged: ContextVar[dict[str, Tensor]] = ContextVar("logged")
+"""What the microbatch that is running has logged: each is a coroutine, with a context of its own."""
+
+
+@contextmanager
+def log_of_microbatch() -> Iterator[dict[str, Tensor]]:
+    """Yields what the microbatch that runs inside logs, by name."""
+    logged: dict[str, Tensor] = {}
+    token = _logged.set(logged)
+    try:
+        yield logged
+    finally:
+        with suppress(ValueError):  # a microbatch that is ended from outside is closed in another context
+            _logged.reset(token)
+
+
+@contextmanager
+def options_of_logs(module: Any) -> Iterator[dict[str, dict[str, Any]]]:
+    """Has ``self.log`` of a module note what microbatches tell it."""
+    options: dict[str, dict[str, Any]] = {}
+
+    def log(name: str, value: Any, **given: Any) -> None:
+        if not isinstance(value, Tensor | int | float):
+            raise UsageError(
+                f'self.log("{name}", ...) was given a {type(value).__name__}, which would see one '
+                "microbatch after the other, on one rank. Log a tensor with one number, or update "
+                "metrics in on_train_batch_end or on_validation_batch_end, from what the step returns."
+            )
+        options[name] = given
+        _logged.get()[name] = (value if isinstance(value, Tensor) else torch.tensor(float(value))).detach()
+
+    module.log = log
+    try:
+        yield options
+    finally:
+        del module.log
 
 
 class ShardwrightStrategy(ParallelStrategy):

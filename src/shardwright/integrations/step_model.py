@@ -1,5 +1,13 @@
 """A model whose call is a whole step: forward, and in training the backward of its own loss.
 
+A loss belongs to a microbatch, and the batch wants the mean over all of it. Let microbatch i have n_i items
+(samples, or labels that count) and the mean loss l_i over them::
+
+    loss of the batch = sum over i of (n_i / n) * l_i
+
+The gradients are those of this sum, so they are exact for microbatches of any sizes and for any number of
+ignored labels.
+
 Loops of other libraries call the model and, lines later, ask for the backward of its loss. A pipeline cannot
 stop in between, because it has several microbatches under way. So the call runs both. The loss that it
 returns stands for that backward and for no other::
@@ -9,7 +17,7 @@ returns stands for that backward and for no other::
     optimizer.step()                 checks that the line above has run
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
@@ -18,14 +26,63 @@ from torch import Tensor, nn
 
 import shardwright.torch as sw
 from shardwright.errors import UsageError
-from shardwright.integrations.batch_share import backward_of_share, batch_size, counted_labels, shifts_labels
-from shardwright.integrations.own_loss import own_loss
 from shardwright.torch.batch.step_output import StepOutput
 from shardwright.torch.interception.glue import active_handler
 from shardwright.torch.pytorch.source_line import user_line
-from shardwright.torch.pytorch.tree import map_tree
+from shardwright.torch.pytorch.tree import flatten, map_tree
 
-__all__ = ["StepModel"]
+
+def batch_size(*tensors: Any) -> int:
+    """The number of samples: the length of the first tensor that has dimensions, at any depth."""
+    items: Iterable[Any] = flatten(tensors)[0]
+    for item in items:
+        if isinstance(item, Tensor) and item.dim():
+            return int(item.shape[0])
+    raise UsageError(
+        "the batch has no tensor with a dimension for its samples, so it cannot be cut into microbatches. "
+        "Give the model tensors, with the samples along dimension 0."
+    )
+
+
+def backward_of_share(model: sw.DistributedModel, loss: Tensor, share: Any, *, samples: float) -> None:
+    """Runs the backward of ``share * loss``."""
+    model.backward(loss * (share / samples), torch.full_like(loss, samples, dtype=loss.dtype))
+
+
+def counted_labels(labels: Tensor, *, shifted: bool) -> Tensor:
+    """The labels that a loss of transformers is the mean over."""
+    return (labels[..., 1:] if shifted and labels.dim() > 1 else labels).ne(-100).sum(dtype=torch.float64)
+
+
+def shifts_labels(module: nn.Module) -> bool:
+    """Whether a model's own loss compares position i with label i + 1, as causal language models do."""
+    try:
+        from transformers import PreTrainedModel
+        from transformers.loss.loss_utils import ForCausalLMLoss
+    except ImportError:
+        return False
+    if not isinstance(module, PreTrainedModel) or getattr(module.config, "is_encoder_decoder", False):
+        return False
+    return module.loss_function is ForCausalLMLoss
+
+
+def own_loss(value: Tensor, asked: Callable[[float], None]) -> Tensor:
+    """A loss that calls `asked` in its backward, and gives gradients to no parameter."""
+    result: Tensor = _OwnLoss.apply(value.detach().requires_grad_(), asked)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _OwnLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, asked: Callable[[float], None]) -> Tensor:
+        ctx.asked = asked
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        ctx.asked(float(gradient))
+        return None, None
+
 
 _REMEDY = (
     "Its backward has run inside the call of the model, over all stages. To train on another loss, compute "

@@ -20,7 +20,7 @@ from transformers.trainer_pt_utils import nested_detach
 import shardwright.torch as sw
 from shardwright.errors import UsageError
 from shardwright.integrations.accelerate import Accelerator
-from shardwright.integrations.batch_share import backward_of_share, batch_size, counted_labels
+from shardwright.integrations.step_model import backward_of_share, batch_size, counted_labels
 from shardwright.torch.batch.step_output import StepOutput
 from shardwright.torch.pytorch.tree import map_tree
 

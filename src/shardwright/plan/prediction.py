@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, SerializerFunctionWrapHandler, model_serializer
 
 from shardwright.files import Record
-from shardwright.files.number_fields import Positive
+from shardwright.files.user_file import Positive
 from shardwright.limits import MOST_RANKS, MOST_RANKS_OF_HOST
 from shardwright.profile import Cost
 

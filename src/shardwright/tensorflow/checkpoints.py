@@ -14,13 +14,18 @@ import tensorflow as tf
 
 from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.disk import Disk
-from shardwright.checkpoint.draft import TensorPart, add_file, add_tensors, not_finite_in
 from shardwright.checkpoint.folder import CheckpointFolder, refuse_one_checkpoint
 from shardwright.checkpoint.manifest import FileEntry
-from shardwright.checkpoint.model_names import MODEL
-from shardwright.checkpoint.saved import SavedCheckpoint, shortened
+from shardwright.checkpoint.saved import (
+    SavedCheckpoint,
+    TensorPart,
+    add_file,
+    add_tensors,
+    not_finite_in,
+    shortened,
+)
 from shardwright.checkpoint.tensor_file import StoredTensor
-from shardwright.checkpoint.tensor_index import INDEX, TensorIndex
+from shardwright.checkpoint.tensor_index import INDEX, MODEL, TensorIndex
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.run.failure import first_cause_named
 from shardwright.run.joint_calls import meet

@@ -18,8 +18,7 @@ about a tenth of a second instead of the seconds that new interpreters take::
 """
 
 from shardwright.testing.client import preload
-from shardwright.testing.failure import RanksFailedError
-from shardwright.testing.outcome import Outcome
+from shardwright.testing.outcome import Outcome, RanksFailedError
 from shardwright.testing.ranks import run_ranks, run_ranks_outcomes
 
 __all__ = ["Outcome", "RanksFailedError", "preload", "run_ranks", "run_ranks_outcomes"]

@@ -25,10 +25,8 @@ from collections.abc import Sequence
 
 from shardwright.launch.processes import adopt_orphans
 from shardwright.testing.job import Job, RankStatus, receive, send
-from shardwright.testing.nursery import Nursery
-from shardwright.testing.run import CallerGoneError, Run
-from shardwright.testing.store import StoreProcess
-from shardwright.testing.warm_imports import import_always, import_once, require_one_thread
+from shardwright.testing.nursery import Nursery, import_always, import_once, require_one_thread
+from shardwright.testing.run import CallerGoneError, Run, StoreProcess
 
 __all__ = ["main"]
 

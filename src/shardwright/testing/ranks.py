@@ -16,10 +16,8 @@ from shardwright.comm.codec import decode
 from shardwright.comm.joining.run_secret import Seal, unpacked
 from shardwright.errors import UsageError
 from shardwright.testing.client import this_process_client
-from shardwright.testing.failure import RanksFailedError
-from shardwright.testing.job import Job, RankFiles, RankReport, RankStatus
-from shardwright.testing.outcome import Outcome
-from shardwright.testing.payload import payload, value_place
+from shardwright.testing.job import Job, RankFiles, RankReport, RankStatus, payload, value_place
+from shardwright.testing.outcome import Outcome, RanksFailedError
 
 __all__ = ["run_ranks", "run_ranks_outcomes"]
 

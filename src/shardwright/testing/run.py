@@ -1,4 +1,9 @@
-"""One job in the fork server: forks the ranks, watches them, ends them."""
+"""One job in the fork server: forks the ranks, serves their store, watches them, ends them.
+
+It is a process of its own so that a dying rank takes no store with it, and so that the fork server stays
+without threads. Every job gets an empty store, so it never sees another job's keys. Ranks use it only if
+their function makes its process group itself.
+"""
 
 import contextlib
 import os
@@ -9,14 +14,64 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from shardwright.launch.processes import children, is_stopped, kill_group
-from shardwright.testing.gate import Gate
+from shardwright.launch.processes import children, die_with_parent, is_stopped, kill_group
 from shardwright.testing.job import Job, RankFiles, RankStatus, StopReason
 from shardwright.testing.nursery import Nursery, belongs_to_nursery
-from shardwright.testing.rank import STACKS_SIGNAL, run_rank
-from shardwright.testing.store import StoreProcess
+from shardwright.testing.rank import STACKS_SIGNAL, Gate, run_rank
 
-__all__ = ["CallerGoneError", "Run"]
+
+class StoreProcess:
+    """Forks the process and asks it for stores."""
+
+    def __init__(self, server_pid: int) -> None:
+        self._channel, other_end = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._channel.close()
+            _serve(other_end, server_pid=server_pid)
+        other_end.close()
+
+    def renew(self) -> int:
+        """Returns the port, on 127.0.0.1, of a store without keys, after dropping one that was used."""
+        self._channel.sendall(b"n")
+        answer = self._channel.recv(16)
+        if not answer:
+            raise ConnectionError(f"the store process {self.pid} has ended")
+        return int(answer)
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._channel.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+    def forget(self) -> None:
+        """Closes the channel in a forked rank, which must not hold it."""
+        self._channel.close()
+
+
+def _serve(channel: socket.socket, *, server_pid: int) -> NoReturn:
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        die_with_parent(server_pid)
+        # It imports torch, as the fork server has.
+        from shardwright.comm.joining.store import loopback_tcp_store
+
+        store, num_own_keys = None, 0
+        while channel.recv(1):
+            if store is None or store.num_keys() != num_own_keys:
+                store = None  # the old one goes first: that frees its port and its thread
+                store = loopback_tcp_store()
+                num_own_keys = store.num_keys()
+            channel.sendall(str(store.port).encode())
+        status = 0
+    finally:
+        os._exit(status)
+
 
 _STACKS_WAIT_S = 1.0
 _REAP_WAIT_S = 5.0

@@ -13,7 +13,7 @@ from collective_data import data_of, reduced
 from choices import in_every_run, some_combinations
 from shardwright.collectives.choose import COLLECTIVES, Candidate, steps_of
 from shardwright.collectives.prices import DEFAULT_PRICES, Curve
-from shardwright.collectives.routine import Routine
+from shardwright.collectives.steps import Routine
 from shardwright.comm.collectives.connect import connect
 from shardwright.comm.collectives.reduction import Reduction
 from shardwright.comm.joining.process_group import default_store

@@ -11,9 +11,7 @@ from standing_in import device_collectives
 
 from choices import in_sweep
 from shardwright.collectives import Topology
-from shardwright.collectives.device_prices import typical_device_prices
-from shardwright.collectives.prices import DEFAULT_PRICES
-from shardwright.collectives.prices_file import read_prices, write_prices
+from shardwright.collectives.prices import DEFAULT_PRICES, read_prices, typical_device_prices, write_prices
 from shardwright.comm import collective_probe as probe
 from shardwright.comm.collective_probe import measure_device_prices, measure_prices
 from shardwright.comm.collectives.connect import connect

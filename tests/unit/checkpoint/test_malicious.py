@@ -17,11 +17,10 @@ import pytest
 import torch
 
 from checkpoint.checkpoints import save, values
-from shardwright.checkpoint.commits import COMMITTED, read_commits, write_commits
 from shardwright.checkpoint.disk import Disk
-from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.checkpoint.folder import COMMITTED, CheckpointFolder, read_commits, write_commits
 from shardwright.checkpoint.manifest import MANIFEST, FileEntry, Manifest
-from shardwright.checkpoint.safe_json import parse
+from shardwright.checkpoint.safe_files import parse
 from shardwright.checkpoint.tensor_file import TensorFile
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from choices import in_sweep
 from cli.calling import call
 from shardwright.checkpoint.folder import CheckpointFolder
-from shardwright.checkpoint.hugging_face import export_files
-from shardwright.checkpoint.model_tensors import ModelTensors
+from shardwright.checkpoint.hugging_face import ModelTensors, export_files
 
 
 def _state() -> dict[str, Tensor]:

@@ -11,9 +11,8 @@ import pytest
 from checkpoint.checkpoints import save
 
 from cli.calling import call
-from shardwright.checkpoint.commits import COMMITTED, read_commits, write_commits
 from shardwright.checkpoint.disk import Disk
-from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.checkpoint.folder import COMMITTED, CheckpointFolder, read_commits, write_commits
 from shardwright.checkpoint.recovery import Order, recover
 from shardwright.errors import CorruptCheckpointError
 

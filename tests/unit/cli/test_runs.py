@@ -7,8 +7,8 @@ import pytest
 from observe.plans import two_stage_plan
 
 from cli.calling import call
-from shardwright.checkpoint.commits import Commit, write_commits
 from shardwright.checkpoint.disk import Disk
+from shardwright.checkpoint.folder import Commit, write_commits
 from shardwright.observe import MetricsLog, RunFolder, StepRecord
 from shardwright.observe.run_record import RunRecord
 

@@ -7,12 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.collectives import Topology, all_gather, all_reduce, reduce_scatter
-from shardwright.collectives.choice_table import choice_rows, choices_by_size, crossovers
-from shardwright.collectives.choose import COLLECTIVES, GLOO, ROOM_BYTES, Candidate, choose, steps_of
-from shardwright.collectives.price import price
-from shardwright.collectives.prices import DEFAULT_PRICES, Curve, Line
-from shardwright.collectives.prices_file import read_prices, write_prices
-from shardwright.collectives.routine import Routine
+from shardwright.collectives.choose import COLLECTIVES, GLOO, ROOM_BYTES, Candidate, choose, price, steps_of
+from shardwright.collectives.choose_on_devices import choice_rows, choices_by_size, crossovers
+from shardwright.collectives.prices import DEFAULT_PRICES, Curve, Line, read_prices, write_prices
+from shardwright.collectives.steps import Routine
 from shardwright.errors import ConfigError, ScheduleError
 
 PRICES = dataclasses.replace(

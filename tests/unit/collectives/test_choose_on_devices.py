@@ -7,9 +7,14 @@ import pytest
 from shardwright.collectives import Topology
 from shardwright.collectives.choose import COLLECTIVES
 from shardwright.collectives.choose_on_devices import choose_on_devices, why_not_hierarchical
-from shardwright.collectives.device_prices import typical_device_prices
-from shardwright.collectives.prices import DEFAULT_PRICES, DevicePrices, Line
-from shardwright.collectives.prices_file import read_prices, write_prices
+from shardwright.collectives.prices import (
+    DEFAULT_PRICES,
+    DevicePrices,
+    Line,
+    read_prices,
+    typical_device_prices,
+    write_prices,
+)
 from shardwright.errors import ConfigError
 
 EIGHT_BY_EIGHT = Topology.from_hosts("".join(host * 8 for host in "abcdefgh"))

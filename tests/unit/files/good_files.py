@@ -13,9 +13,8 @@ from shardwright.cli.asking.model import model_of
 from shardwright.cli.asking.settings import read_settings
 from shardwright.cluster import Cluster, Device, Link, find_machines
 from shardwright.cluster.cluster_file import read_inventory, write_inventory
-from shardwright.collectives.prices import Curve, Line, Prices
-from shardwright.collectives.prices_file import read_prices, write_prices
-from shardwright.collectives.topology import Topology
+from shardwright.collectives.prices import Curve, Line, Prices, read_prices, write_prices
+from shardwright.collectives.steps import Topology
 from shardwright.config import Config
 from shardwright.launch.distribution import read_distribution
 from shardwright.launch.ranks.smp_parameters import check_smp_parameters, read_smp_parameters

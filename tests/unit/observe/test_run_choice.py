@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.checkpoint.commits import Commit, write_commits
 from shardwright.checkpoint.disk import Disk
+from shardwright.checkpoint.folder import Commit, write_commits
 from shardwright.errors import UsageError
 from shardwright.observe.metrics import JsonLines, MetricsLog, StepRecord, read_steps
 from shardwright.observe.run_record import (

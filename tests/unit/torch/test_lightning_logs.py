@@ -4,7 +4,7 @@ from contextvars import copy_context
 
 import pytest
 
-from shardwright.integrations.lightning_logs import log_of_microbatch
+from shardwright.integrations.lightning import log_of_microbatch
 
 
 def test_an_error_in_a_microbatch_leaves_nothing_behind():

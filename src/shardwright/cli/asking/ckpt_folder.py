@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from shardwright.checkpoint.commits import COMMITTED
-from shardwright.checkpoint.folder import CheckpointFolder, refuse_one_checkpoint
+from shardwright.checkpoint.folder import COMMITTED, CheckpointFolder, refuse_one_checkpoint
 from shardwright.checkpoint.manifest import MANIFEST
 from shardwright.cli.asking.run_path import run_path
 from shardwright.errors import UsageError

@@ -17,8 +17,8 @@ from shardwright.cli.asking.application import (
 from shardwright.cli.asking.on_ranks import run_for_files
 from shardwright.cli.showing.machines_text import format_machines
 from shardwright.cluster.cluster_file import read_inventory
-from shardwright.collectives.choice_table import choice_rows, choices_by_size, crossovers
-from shardwright.collectives.prices_file import PRICES_VARIABLE, read_prices
+from shardwright.collectives.choose_on_devices import choice_rows, choices_by_size, crossovers
+from shardwright.collectives.prices import PRICES_VARIABLE, read_prices
 from shardwright.errors import ConfigError
 from shardwright.files import UserFile
 from shardwright.limits import MOST_RANKS_OF_HOST

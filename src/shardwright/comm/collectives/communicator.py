@@ -8,10 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.collectives import Memory, Topology, gather_to_nodes
-from shardwright.collectives.choose import GLOO, Choice
-from shardwright.collectives.chooser import Chooser
+from shardwright.collectives.choose import GLOO, Choice, Chooser
 from shardwright.collectives.prices import Prices
-from shardwright.collectives.routine import Routine
+from shardwright.collectives.steps import Routine
 from shardwright.comm.collectives.ordered_thread import OrderedThread
 from shardwright.comm.collectives.reduction import Reduction, gloo_can, run_gloo, start_gloo
 from shardwright.comm.collectives.step_runner import Neighbours, Operation, run_steps

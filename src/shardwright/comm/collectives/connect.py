@@ -10,8 +10,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from shardwright.collectives import Topology
 from shardwright.collectives.choose import ROOM_BYTES
-from shardwright.collectives.prices import DEFAULT_PRICES, Prices
-from shardwright.collectives.prices_file import PRICES_VARIABLE, read_prices
+from shardwright.collectives.prices import DEFAULT_PRICES, PRICES_VARIABLE, Prices, read_prices
 from shardwright.comm._private import gloo_group
 from shardwright.comm.codec import DecodeError, declare, decode, encode
 from shardwright.comm.collectives.communicator import Communicator

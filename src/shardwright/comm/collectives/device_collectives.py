@@ -21,9 +21,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from shardwright.collectives import Topology
-from shardwright.collectives.choose import Choice
+from shardwright.collectives.choose import Choice, size_class
 from shardwright.collectives.choose_on_devices import HIERARCHICAL, choose_on_devices
-from shardwright.collectives.chooser import size_class
 from shardwright.collectives.prices import DevicePrices
 from shardwright.comm.collectives.device_lanes import Accelerator, Hop, Hops, spans
 from shardwright.comm.collectives.ordered_thread import OrderedThread

@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 from torch.futures import Future
 
-from shardwright.collectives.device_prices import typical_device_prices
+from shardwright.collectives.prices import typical_device_prices
 from shardwright.comm._private import gloo_group, reduce_scatter_single
 from shardwright.comm.collectives.connect import connect
 from shardwright.comm.collectives.device_collectives import DeviceCollectives

@@ -17,7 +17,7 @@ from shardwright import __version__
 from shardwright.cluster import Cluster, Device, HostCosts, Link
 from shardwright.errors import ConfigError
 from shardwright.files import Record, UserFile, replace_file
-from shardwright.files.number_fields import NonNegative, Positive
+from shardwright.files.user_file import NonNegative, Positive
 from shardwright.limits import MOST_BYTES, MOST_RANKS, MOST_RANKS_OF_HOST
 from shardwright.plan import CostRecord
 from shardwright.profile import UnitCost

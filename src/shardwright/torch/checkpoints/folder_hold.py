@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from shardwright.checkpoint.commits import COMMITTED
-from shardwright.checkpoint.folder import refuse_one_checkpoint
+from shardwright.checkpoint.folder import COMMITTED, refuse_one_checkpoint
 from shardwright.errors import UsageError
 from shardwright.observe.run_folder import hold, release
 

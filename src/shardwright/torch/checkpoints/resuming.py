@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from shardwright.checkpoint.commits import Commit
-from shardwright.checkpoint.folder import CheckpointFolder
-from shardwright.checkpoint.reading import reading
+from shardwright.checkpoint.folder import CheckpointFolder, Commit
+from shardwright.checkpoint.safe_files import reading
 from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.comm.codec import declare
 from shardwright.errors import CheckpointError, CorruptCheckpointError, PlanError

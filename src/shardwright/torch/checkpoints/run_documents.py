@@ -4,7 +4,7 @@ import json
 
 from torch import nn
 
-from shardwright.checkpoint.model_tensors import TIES
+from shardwright.checkpoint.hugging_face import TIES
 from shardwright.plan import Plan
 from shardwright.torch._private import non_persistent_buffers
 from shardwright.torch.checkpoints.writer import CONFIG, PLAN

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.boxes import Box
-from shardwright.checkpoint.draft import TensorPart
-from shardwright.checkpoint.model_names import MODEL
+from shardwright.checkpoint.saved import TensorPart
+from shardwright.checkpoint.tensor_index import MODEL
 from shardwright.errors import CheckpointError
 from shardwright.torch.checkpoints.encoded import encode
 from shardwright.torch.checkpoints.extra_states import own_extra_states

@@ -7,10 +7,8 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint.disk import Disk
-from shardwright.checkpoint.fresh_folder import fresh_folder
-from shardwright.checkpoint.hugging_face import CONFIG, Exported, config_text
-from shardwright.checkpoint.model_tensors import ModelTensors
+from shardwright.checkpoint.disk import Disk, fresh_folder
+from shardwright.checkpoint.hugging_face import CONFIG, Exported, ModelTensors, config_text
 from shardwright.checkpoint.tensor_file import StoredTensor, TensorSource
 from shardwright.torch.checkpoints.stored import tensor_of
 

@@ -14,9 +14,13 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoint.model_source import ModelFile
-from shardwright.checkpoint.pickle_names import names_in_archive, names_in_old_file, pickle_in_archive
-from shardwright.checkpoint.regular_file import open_regular, size_of
+from shardwright.checkpoint.model_source import (
+    ModelFile,
+    names_in_archive,
+    names_in_old_file,
+    pickle_in_archive,
+)
+from shardwright.checkpoint.safe_files import open_regular, size_of
 from shardwright.checkpoint.tensor_file import TensorSource
 from shardwright.errors import CheckpointError
 from shardwright.torch.checkpoints.stored import dtype_name, stored

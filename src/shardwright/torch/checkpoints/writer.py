@@ -24,11 +24,10 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shardwright.checkpoint.disk import Disk
-from shardwright.checkpoint.draft import add_file, add_tensors, not_finite_in
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.manifest import FileEntry
-from shardwright.checkpoint.safe_json import parse
-from shardwright.checkpoint.saved import LARGEST_TEXT
+from shardwright.checkpoint.safe_files import parse
+from shardwright.checkpoint.saved import LARGEST_TEXT, add_file, add_tensors, not_finite_in
 from shardwright.checkpoint.tensor_index import INDEX, TensorEntry, TensorIndex
 from shardwright.comm.codec import declare
 from shardwright.comm.joining.run_secret import not_from_a_stranger

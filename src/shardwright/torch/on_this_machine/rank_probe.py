@@ -20,8 +20,7 @@ from shardwright import __version__
 from shardwright.cluster import Accelerator, Cluster, Inventory, NodeKind, Rate
 from shardwright.cluster.cluster_file import write_inventory
 from shardwright.collectives.choose import COLLECTIVES
-from shardwright.collectives.prices import Prices
-from shardwright.collectives.prices_file import write_prices
+from shardwright.collectives.prices import Prices, write_prices
 from shardwright.comm.codec import declare
 from shardwright.comm.collective_probe import measure_prices
 from shardwright.comm.collectives.communicator import Communicator

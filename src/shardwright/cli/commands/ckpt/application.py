@@ -11,8 +11,7 @@ from typing import Annotated
 import typer
 
 from shardwright.checkpoint import recovery
-from shardwright.checkpoint.commits import COMMITTED, Commit
-from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.checkpoint.folder import COMMITTED, CheckpointFolder, Commit
 from shardwright.checkpoint.recovery import Order
 from shardwright.checkpoint.saved import shortened
 from shardwright.cli.asking.application import AsJson, new_application, print_json, say, show_text

@@ -13,8 +13,7 @@ from shardwright.quantities import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from shardwright.checkpoint.folder import CheckpointFolder
-    from shardwright.checkpoint.hugging_face import Exported
-    from shardwright.checkpoint.model_tensors import ModelTensors
+    from shardwright.checkpoint.hugging_face import Exported, ModelTensors
     from shardwright.checkpoint.saved import SavedCheckpoint
 
 __all__ = ["export"]
@@ -78,9 +77,8 @@ def export(
     The checkpoint is verified first. For example: shardwright ckpt export runs/NAME -o gpt2-trained
     """
     # Here, because they import numpy: --help answers before.
-    from shardwright.checkpoint.fresh_folder import refuse_filled
-    from shardwright.checkpoint.hugging_face import read_config
-    from shardwright.checkpoint.model_tensors import ModelTensors
+    from shardwright.checkpoint.disk import refuse_filled
+    from shardwright.checkpoint.hugging_face import ModelTensors, read_config
 
     most_bytes = parse_bytes(max_shard_size)
     if most_bytes < 1:

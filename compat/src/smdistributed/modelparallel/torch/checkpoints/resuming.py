@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shardwright.checkpoint.reading import reading
+from shardwright.checkpoint.safe_files import reading
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 from shardwright.plan import Plan
 from shardwright.run.joint_calls import meet
