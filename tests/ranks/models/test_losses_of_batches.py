@@ -220,16 +220,27 @@ def test_a_script_may_take_each_microbatch_for_itself() -> None:
     assert max(run_ranks(_taken_for_itself, 2)) < 1e-10
 
 
-def _told_of_data(kind: str) -> list[str]:
+def _above_the_mean(z: Tensor, reward: Tensor) -> Tensor:
+    losses = (z[:, 0] - reward).square()
+    return losses[losses > losses.mean().detach()].mean()
+
+
+def _mixed(z: Tensor, reward: Tensor) -> Tensor:
+    return (z[:, 0] - 0.3 * reward - 0.7 * reward[torch.randperm(len(reward))]).square().mean()
+
+
+OF_DATA: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean() over the samples of its data": lambda z, reward: (
+        -(z[:, 0] * (reward - reward.mean()) / reward.std()).mean()
+    ),
+    "mean() over the samples of its data ": _above_the_mean,
+    "another order of its samples": _mixed,
+}
+
+
+def _told_of_data(kind: str) -> dict[str, list[str]]:
     sw.init({**QUIET, "microbatches": 4, **KINDS[kind]})
     model = sw.DistributedModel(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
-
-    @sw.step
-    def train(model: Any, x: Tensor, reward: Tensor) -> Tensor:
-        loss: Tensor = -(model(x)[:, 0] * (reward - reward.mean()) / reward.std()).mean()
-        model.backward(loss)
-        return loss
-
     told: list[str] = []
 
     class Heard(logging.Handler):
@@ -237,16 +248,30 @@ def _told_of_data(kind: str) -> list[str]:
             told.append(record.getMessage())
 
     logging.getLogger("shardwright").addHandler(Heard())
-    for _ in range(2):
-        train(model, torch.randn(12, 3), torch.randn(12))
-    return [line for line in told if "over the samples of its data" in line]
+    found = {}
+    for name, loss_of in OF_DATA.items():
+
+        def train(model: Any, x: Tensor, reward: Tensor, loss_of: Any = loss_of) -> Tensor:
+            loss: Tensor = loss_of(model(x), reward)
+            model.backward(loss)
+            return loss
+
+        step = sw.step(train)
+        for _ in range(2):
+            step(model, torch.randn(12, 3), torch.randn(12))
+        every: list[list[str]] = [[] for _ in range(sw.size())]
+        dist.all_gather_object(every, [line for line in told if "takes its own" in line])
+        found[name] = [line for lines in every for line in lines]
+        told.clear()
+    return found
 
 
 @pytest.mark.parametrize("kind", ["stages", "replicas"])
 def test_a_loss_with_a_statistic_of_the_data_is_told_of_once(kind: str) -> None:
     """Each microbatch normalised its rewards by its own mean, without a word."""
     first, *_ = run_ranks(_told_of_data, 2, kind)
-    (line,) = first
-    assert "mean()" in line
-    assert "each of 4 microbatches takes its own" in line
-    assert "before the step function" in line
+    for name, lines in first.items():
+        (line,) = lines
+        assert name.strip() in line
+        assert "each of 4 microbatches takes its own" in line
+        assert "before the step function" in line

@@ -5,13 +5,17 @@
     advantage = (r - r.mean()) / r.std()          each microbatch has its own mean
     loss = -(log_probability * advantage).mean()
 
+    mixed = a * x + (1 - a) * x[torch.randperm(len(x))]     pairs of one microbatch
+
 Numbers without gradients are marked where an operation goes over the samples, and followed to the operation
 that joins them with what is trained. A sum alone is none: ``(l * mask).sum() / mask.sum()`` is weighed by it.
+Another order of the samples is found where it is taken; not that of a sort, which goes by the samples alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from shardwright.torch._private import TorchFunctionMode
@@ -28,6 +32,8 @@ _OVER_ROWS = frozenset(
 )
 _DIM_COMES_THIRD = frozenset("norm normalize quantile vector_norm".split())
 _COUNTS = frozenset("sum count_nonzero".split())
+_DRAW_ROWS = frozenset("randint randperm".split())
+_TAKE_ROWS = frozenset("__getitem__ index_select take_along_dim gather".split())
 
 
 class BatchData:
@@ -47,6 +53,7 @@ class BatchData:
         self._is_trained = is_trained
         self._statistics: dict[int, tuple[Tensor, str]] = {}  # with the tensor, which must not go away
         self._counts: dict[int, Tensor] = {}
+        self._drawn: dict[int, Tensor] = {}  # numbers of samples
 
     def operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Looks at an operation of a step function.
@@ -57,9 +64,12 @@ class BatchData:
             kwargs: that it was given.
             result: that it has returned.
         """
+        name = getattr(func, "__name__", "")
+        if self.found:
+            return
+        self._other_order(name, args, kwargs, result)
         if self.found or self._samples < 2:
             return
-        name = getattr(func, "__name__", "")
         given = [item for item in leaves((args, kwargs)) if isinstance(item, Tensor)]
         if not given:
             return
@@ -81,6 +91,43 @@ class BatchData:
         if free and any(map(self._is_trained, given)):
             self.found = marks[0]
         self._statistics.update({id(item): (item, marks[0]) for item in made})
+
+    def _other_order(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Looks whether samples are put in another order, to be paired with others of their microbatch."""
+        if name in _DRAW_ROWS:
+            numbers = [item for item in (*args, *kwargs.values()) if type(item) is int]
+            if self._samples in numbers[:2] and isinstance(result, Tensor):
+                self._drawn[id(result)] = result
+            return
+        of = args[0] if args else None
+        if not isinstance(of, Tensor) or not of.dim():
+            return
+        if id(of) in self._drawn and name not in _TAKE_ROWS:  # permutation.to(device)
+            self._drawn.update({id(item): item for item in leaves(result) if isinstance(item, Tensor)})
+        if of.shape[0] != self._samples:
+            return
+        if self._turns(name, of, args, kwargs) or (name in _TAKE_ROWS and self._takes_drawn(args, kwargs)):
+            self.found = f"another order of its samples ({user_line()})"
+
+    def _turns(self, name: str, of: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the samples go round: ``x.flip(0)``, ``x.roll(1, 0)``."""
+        at = {"flip": 1, "roll": 2}.get(name)
+        if at is None or self._samples < 2:
+            return False
+        dims = kwargs.get("dims", args[at] if len(args) > at else None)
+        return dims is None or dims in (0, (0,), [0], -of.dim())
+
+    def _takes_drawn(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether rows are taken by numbers that were drawn, or by a list of them in another order."""
+        at = kwargs.get("index", args[-1])
+        at = at[0] if isinstance(at, tuple) and at else at
+        if isinstance(at, Tensor):
+            return id(at) in self._drawn
+        numbers = at.tolist() if isinstance(at, np.ndarray) else at
+        rows = list(range(self._samples))
+        if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+            return False
+        return numbers != rows and sorted(numbers) == rows
 
     def _joins_rows(self, given: Sequence[Tensor]) -> bool:
         rows = [item for item in given if item.dim() and item.shape[0] == self._samples]

@@ -119,6 +119,7 @@ class Executor:
             model=self._model,
             buffers=batch.buffers,
             attributes=attributes,
+            data=batch.losses.watch_data() if any(p.trace.ends for p in batch.common.distinct) else None,
         )
         if not self._replays:
             return [

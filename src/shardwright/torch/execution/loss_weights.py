@@ -127,6 +127,15 @@ class LossWeights:
                     '@sw.step(loss_reduction="mean"), or "sum" where they add up.'
                 )
 
+    def watch_data(self) -> BatchData | None:
+        """Follows the data of the first microbatch where code behind a trace computes the loss; once."""
+        key = f"{line_of(self._function)}: data"
+        if self._stated is not None or len(self._parts) == 1 or key in self._told:
+            return None
+        self._told.add(key)
+        self.data = BatchData(self._parts[0].num_samples or 1, lambda tensor: tensor.requires_grad)
+        return self.data
+
     def _tell(self, form: LossForm) -> None:
         """Says once what a script might not expect."""
         if form.reduction is Reduction.SUM:

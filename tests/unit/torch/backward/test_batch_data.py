@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,22 @@ OF_DATA: dict[str, Loss] = {
     "over its own mean": lambda z, w, mask: (z.square() / z.square().mean().detach()).mean(),
     "samples above the mean": _worst,
 }
+
+
+def _mixed_up(z: Tensor, w: Tensor, mask: Tensor) -> Tensor:
+    order = torch.randperm(len(w)).to(w.device)
+    return (z.mean((1, 2)) * (0.3 * w + 0.7 * w[order])).mean()
+
+
+ORDERS: dict[str, Loss] = {
+    "mixed samples": _mixed_up,
+    "mixed with the last ones": lambda z, w, mask: (z[:, 0, 0] - 0.5 * (w + w.flip(0))).square().mean(),
+    "the next one": lambda z, w, mask: (z * z.roll(1, 0)).mean(),
+    "the next one, by its number": lambda z, w, mask: (z * z[torch.arange(len(z)).roll(1)]).mean(),
+    "drawn ones": lambda z, w, mask: (z * z.index_select(0, torch.randint(len(z), (len(z),)))).mean(),
+    "drawn by NumPy": lambda z, w, mask: (z[:, 0, 0] * w[np.array([2, 0, 3, 1])]).mean(),
+    "drawn by Python": lambda z, w, mask: (z[:, 0, 0] * w[[2, 0, 3, 1]]).mean(),
+}
 OTHERS: dict[str, Loss] = {
     "a masked mean": lambda z, w, mask: (z.square().mean(2) * mask).sum() / mask.sum().clamp(min=1),
     "a mean by weights": lambda z, w, mask: (z.mean((1, 2)) * w).sum() / w.sum(),
@@ -39,6 +56,9 @@ OTHERS: dict[str, Loss] = {
     "weights of classes": lambda z, w, mask: (z * (CLASSES.detach()[:5] / CLASSES.detach().mean())).mean(),
     "an accuracy beside": lambda z, w, mask: z.square().mean() + 0 * (z.argmax(2) == 1).float().mean().item(),
     "numbers": lambda z, w, mask: (z * 2.0 - mask.mul(0.5)[..., None]).norm(2.0, 2).mean() + z.std(2).mean(),
+    "sorted samples": lambda z, w, mask: (z[w.argsort()].mean((1, 2)) * w.sort()[0]).mean(),
+    "features in another order": lambda z, w, mask: (z[:, :, torch.randperm(5)] * z.flip(2)).mean(),
+    "numbers of the samples": lambda z, w, mask: z[torch.arange(len(z)), 0, mask[:, 0].long()].mean(),
     "a loss told": lambda z, w, mask: [z.mean(), z.mean().detach() / w.mean()][0],
 }
 
@@ -56,6 +76,13 @@ def _found(loss: Loss) -> str:
 @pytest.mark.parametrize("loss", [pytest.param(each, id=name) for name, each in OF_DATA.items()])
 def test_a_statistic_of_the_data_is_found_with_its_line(loss: Loss) -> None:
     assert "over the samples of its data (" in _found(loss)
+    assert "test_batch_data.py" in _found(loss)
+
+
+@pytest.mark.parametrize("loss", [pytest.param(each, id=name) for name, each in ORDERS.items()])
+def test_another_order_of_the_samples_is_found_with_its_line(loss: Loss) -> None:
+    """Each microbatch paired its own samples, without a word."""
+    assert "another order of its samples (" in _found(loss)
     assert "test_batch_data.py" in _found(loss)
 
 

@@ -107,6 +107,7 @@ class Microbatch:
         )
         self._end = ProgramEnd(program, cursor, self.tensors, self._known, turns.enter)
         self._has_end = program.trace.ends
+        self._data = None if index else batch.data
         self._given_loss: Tensor | None = None
         self._closing = False
 
@@ -191,7 +192,11 @@ class Microbatch:
         if func is Tensor.backward:
             return self.backward(args[0], gradient_of_backward(*args[1:], **kwargs))
         if in_step_code():
-            return self._operation_of_step(func, args, kwargs)
+            result = self._operation_of_step(func, args, kwargs)
+            if self._data is not None:
+                with plain_torch():
+                    self._data.operation(func, args, kwargs, result)
+            return result
         return self._execute(self._cursor.operation(func, args, kwargs), func, args, kwargs)
 
     def _operation_of_step(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from shardwright.comm.joining.store import ValueBoard
 from shardwright.runtime.crossings import Crossing
+from shardwright.torch.backward.batch_data import BatchData
 from shardwright.torch.execution.microbatches.own_attributes import OwnAttributes
 from shardwright.torch.tracing.glue_buffers import GlueBuffers
 
@@ -28,6 +29,7 @@ class SharedByMicrobatches:
         parameters: gives the ids of its parameters.
         buffers: those that microbatches change, one after the other; None without any.
         attributes: those that microbatches change; None without any.
+        data: follows what the first one computes; None where nobody looks.
     """
 
     function: Callable[..., Any]
@@ -38,3 +40,4 @@ class SharedByMicrobatches:
     parameters: Callable[[], Collection[int]]
     buffers: GlueBuffers | None
     attributes: OwnAttributes | None
+    data: BatchData | None = None
