@@ -14,6 +14,7 @@ from torch import Tensor
 
 import shardwright
 from shardwright.torch.execution.replay.held_state import Binding, ImpureError, attribute_behind
+from shardwright.torch.pytorch.slots import entries_of
 
 __all__ = ["CodeWatch"]
 
@@ -207,8 +208,8 @@ def _functions_behind(roots: Iterable[Any]) -> Iterator[FunctionType]:
         elif isinstance(item, type):
             if not item.__module__.startswith(("torch.", "builtins")):
                 rest += [*vars(item).values(), *item.__mro__]
-        elif type(item).__dictoffset__ and not isinstance(item, ModuleType):
-            rest += [type(item), *(each for each in vars(item).values() if callable(each))]
+        elif not isinstance(item, ModuleType):
+            rest += [type(item), *filter(callable, entries_of(item).values())]
 
 
 def _is_full(cell: Any) -> bool:
