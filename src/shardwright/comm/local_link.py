@@ -17,7 +17,8 @@ however the processes end.
     may use the room again         ◀── Unix socket: "read"  ──
 
 No other thread takes part. The socket also shows at once when the other process ends. An announcement never
-blocks: the number of unread messages is bounded, and the socket has room for their notes.
+blocks: the number of unread messages is bounded, and the socket has room for their notes. That small messages
+were read is told with the next announcement, or for two at once: a note wakes the other process.
 """
 
 import contextlib
@@ -149,8 +150,12 @@ def _aligned(num_bytes: int) -> int:
 # Messages that are written and not yet read, at most.
 _MOST_UNREAD = 4
 
-# Kind, purpose (of a message), size in bytes (of a message or a segment), offset (of a message).
-_NOTE = struct.Struct("=BBQQ")
+# Below that, a sender waits for room for at most this many that were read.
+_READ_UNTOLD, _SMALL_BYTES = 1, 64 * 1024
+
+# Kind, purpose (of a message), messages read since the last note, size in bytes (of a message or a segment),
+# offset (of a message).
+_NOTE = struct.Struct("=BBBQQ")
 _ROOM_FOR_FD = socket.CMSG_SPACE(4)
 _MESSAGE, _READ, _SEGMENT = range(3)
 _AT_ONCE = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
@@ -185,6 +190,7 @@ class LocalLink:
         self._written: deque[tuple[Segment, int, int, int]] = deque()  # (segment, offset, bytes, purpose)
         self._posted: deque[LocalReceipt] = deque()
         self._own_segment: Segment | None = None
+        self._read_untold = 0
 
     @property
     def fd(self) -> int:
@@ -257,10 +263,15 @@ class LocalLink:
     def _say(
         self, kind: int, num_bytes: int = 0, offset: int = 0, *, purpose: int = 0, fds: Sequence[int] = ()
     ) -> None:
-        attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
         try:
             # Where the other process has ended, `listen` sees it: after all that it had said before.
-            self._socket.sendmsg([_NOTE.pack(kind, purpose, num_bytes, offset)], attached)
+            note = _NOTE.pack(kind, purpose, self._read_untold, num_bytes, offset)
+            if fds:
+                attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))]
+                self._socket.sendmsg([note], attached)
+            else:
+                self._socket.send(note)
+            self._read_untold = 0
         except OSError as error:
             raise PeerLostError(f"sending to rank {self.peer} failed: {error}", rank=self.peer) from error
 
@@ -270,9 +281,11 @@ class LocalLink:
         """Names the tensor for the next message that has none yet."""
         self._posted.append(receipt)
 
-    def listen(self) -> None:
-        """Reads everything that the other process has said."""
-        while not self.ended:
+    def listen(self, *, once: bool = False) -> None:
+        """Reads everything that the other process has said; its next word alone if ``once``."""
+        is_enough = False
+        while not (self.ended or is_enough):
+            is_enough = once
             try:
                 note, attached, _, _ = self._socket.recvmsg(_NOTE.size, _ROOM_FOR_FD, _AT_ONCE)
             except BlockingIOError:
@@ -282,11 +295,13 @@ class LocalLink:
             if not note:
                 self.ended = True
                 return
-            kind, purpose, num_bytes, offset = _NOTE.unpack(note)
+            kind, purpose, num_read, num_bytes, offset = _NOTE.unpack(note)
+            for _ in range(num_read):
+                self._ring.read()
             if kind == _MESSAGE:
                 self._written.append((self._segments[-1], offset, num_bytes, purpose))
             elif kind == _READ:
-                self._ring.read()
+                continue
             elif attached:
                 ((_, _, fd),) = attached
                 self._segments.append(Segment(int.from_bytes(fd, sys.byteorder), num_bytes))
@@ -308,8 +323,10 @@ class LocalLink:
             receipt.arrived = True
             while self._segments[0] is not segment:
                 self._segments.popleft()
-            with contextlib.suppress(PeerLostError):  # it has ended, and needs no room any more
-                self._say(_READ)
+            self._read_untold += 1
+            if num_bytes > _SMALL_BYTES or self._read_untold > _READ_UNTOLD:
+                with contextlib.suppress(PeerLostError):  # it has ended, and needs no room any more
+                    self._say(_READ)
 
     def _mismatch(
         self, receipt: LocalReceipt, segment: Segment, offset: int, num_bytes: int, purpose: int

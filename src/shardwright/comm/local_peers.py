@@ -287,13 +287,13 @@ class LocalPeers:
                     "setting timeout_s.",
                     rank=link.peer,
                 )
-            self._listen(min(left_s, max(asks_s - now_s, 0.0), look()))
+            self._listen(min(left_s, max(asks_s - now_s, 0.0), look()), once=True)
 
-    def _listen(self, timeout_s: float) -> None:
-        """Records what is said; waits for the first word."""
+    def _listen(self, timeout_s: float, *, once: bool = False) -> None:
+        """Waits for a word, and records it; also what is said behind it, but if ``once``."""
         for fd, _ in self._poll.poll(min(timeout_s, _LONGEST_POLL_S) * 1000):
             link = self._by_fd[fd]
-            link.listen()
+            link.listen(once=once)  # a second question would mostly have no answer
             if link.ended:
                 self._poll.unregister(fd)
 
