@@ -74,11 +74,12 @@ def test_memory_that_was_made_in_inference_mode_serves_later_too():
 def test_the_ring_grows_only_where_messages_are_unread():
     """It grew although the reader had read everything, because nobody had looked."""
     with ends() as (sender, receiver):
-        message = torch.arange(1024.0)
-        for _ in range(10):
-            assert sender.write(message)
-            assert receive(receiver, message).equal(message)
-        assert sender.num_bytes == message.nbytes
+        for message, room in ((torch.arange(64 * 1024.0), 1), (torch.arange(1024.0), 2)):
+            sender.shrink()
+            for _ in range(10):  # that a small one was read is told with the next one, or for two
+                assert sender.write(message)
+                assert receive(receiver, message).equal(message)
+            assert sender.num_bytes <= room * message.nbytes
 
 
 def test_a_link_is_full_until_the_other_end_reads():
@@ -89,7 +90,20 @@ def test_a_link_is_full_until_the_other_end_reads():
             written += 1
         assert written == 4
         receive(receiver, message)
+        assert not sender.write(message)  # nobody has told
+        receive(receiver, message)
         assert sender.write(message)
+
+
+def test_what_was_read_is_told_with_the_next_word():
+    with ends() as (one, other):
+        message = torch.ones(5)
+        while one.write(message):
+            pass
+        receive(other, message)
+        assert other.write(message)
+        receive(one, message)
+        assert one.write(message)
 
 
 def test_tensors_of_every_kind_arrive():

@@ -27,13 +27,13 @@ def test_whenever_messages_are_heard_they_are_taken(heard_at):
         pass
     listen, num_listened = here.listen, 0
 
-    def listen_to_more():
+    def listen_to_more(*, once=False):
         nonlocal num_listened
         num_listened += 1
         if num_listened == heard_at:
             while there.write(message):
                 pass
-        listen()
+        listen(once=once)
 
     class Poll:
         def poll(self, _):
