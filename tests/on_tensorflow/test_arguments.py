@@ -9,7 +9,7 @@ from shardwright.tensorflow.batch import Splitter
 
 
 def arguments(*given):
-    splitter = Splitter.of(lambda x, y: x, non_split=(), signature=None)
+    splitter = Splitter(names=("x", "y"))
     return splitter(given, {})
 
 

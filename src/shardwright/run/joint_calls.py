@@ -4,10 +4,10 @@ import datetime
 import itertools
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
@@ -16,7 +16,7 @@ from shardwright.comm.blame import names_a_lost_peer
 from shardwright.comm.joining.process_group import default_store, groups_in_doubt
 from shardwright.comm.roll_call import Call, RollCall
 from shardwright.comm.whereabouts import Stalls, Whereabouts
-from shardwright.errors import PeerLostError, ShardwrightError, UsageError
+from shardwright.errors import CheckpointError, PeerLostError, ShardwrightError, UsageError
 from shardwright.run.context import Context, context, is_initialized
 from shardwright.run.failure import first_cause_named, out_of_data
 
@@ -24,11 +24,14 @@ __all__ = [
     "call_together",
     "meet",
     "meet_each",
+    "on_every_rank",
     "prepare",
     "ranks_with_the_model",
     "require_all_refuse",
     "script_ended",
 ]
+
+_T = TypeVar("_T")
 
 _RUNS = itertools.count()
 _PATIENCE = datetime.timedelta(seconds=20)
@@ -104,6 +107,22 @@ def call_together(where: str, ranks: Sequence[int], *, hint: str = "") -> Abstra
     if whereabouts is None or len(ranks) < 2:
         return nullcontext()
     return whereabouts.inside(where, ranks, hint=hint)
+
+
+def on_every_rank(run: Context, make: Callable[[], _T]) -> _T:
+    """Makes something on every rank, or on none if one rank cannot; collective over all ranks."""
+    made: list[_T] = []
+    problem = ""
+    try:
+        made.append(make())
+    except CheckpointError as error:
+        problem = str(error)
+    except Exception as error:  # of the script's own objects, or no memory for the copies
+        problem = f"rank {run.rank}: {type(error).__name__}: {error}"
+    first = next((each for each in run.from_all_ranks(problem) if each), None)
+    if first is not None:
+        raise CheckpointError(first)
+    return made[0]
 
 
 def ranks_with_the_model() -> tuple[int, ...]:

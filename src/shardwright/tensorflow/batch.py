@@ -1,16 +1,16 @@
 """The arguments of a step function: which of them are tensors, and how a batch is cut into microbatches."""
 
-import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from shardwright.errors import UsageError
+from shardwright.runtime.step_function import StepParameters, microbatch_sizes
 
-__all__ = ["Arguments", "Splitter", "microbatch_sizes"]
+__all__ = ["Arguments", "Splitter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,18 +75,8 @@ class Arguments:
         ]
 
 
-def microbatch_sizes(num_samples: int, num_microbatches: int) -> list[int]:
-    """Samples of each microbatch; a batch with fewer samples than microbatches has one for each.
-
-    >>> microbatch_sizes(7, 4), microbatch_sizes(2, 4)
-    ([2, 2, 2, 1], [1, 1])
-    """
-    each, rest = divmod(num_samples, num_microbatches)
-    return [size for size in (each + (m < rest) for m in range(num_microbatches)) if size]
-
-
 @dataclass(frozen=True, slots=True)
-class Splitter:
+class Splitter(StepParameters):
     """Finds the tensors among the arguments of a step function.
 
     Tensors and NumPy arrays are data, also inside lists, tuples and dictionaries, and are cut along axis 0 if
@@ -97,27 +87,12 @@ class Splitter:
         signature: shapes and types to which the positional arguments are converted; None: as they are.
     """
 
-    function: Callable[..., Any]
     non_split: frozenset[str] = frozenset()
     signature: Sequence[Any] | None = None
-    _parameters: Mapping[str, inspect.Parameter] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls, function: Callable[..., Any], *, non_split: Sequence[str], signature: Sequence[Any] | None
-    ) -> "Splitter":
-        parameters = inspect.signature(function).parameters
-        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-        for name in non_split:
-            if name not in parameters and not takes_any:
-                raise UsageError(
-                    f"{name} is not a parameter of {function.__name__}: it has {', '.join(parameters)}."
-                )
-        return cls(function, frozenset(non_split), signature, parameters)
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
         args = self._converted(args)
-        trees = [*zip(self._names(len(args)), args, strict=True), *kwargs.items()]
+        trees = [*((self.name_of(place), arg) for place, arg in enumerate(args)), *kwargs.items()]
         tensors: list[Any] = []
         names: list[str] = []
         split: list[bool] = []
@@ -163,17 +138,6 @@ class Splitter:
             arg if spec is None else tf.nest.map_structure(lambda s, a: tf.cast(a, s.dtype), spec, arg)
             for spec, arg in zip(specs, args, strict=True)
         ]
-
-    def _names(self, num_args: int) -> list[str]:
-        positional = [
-            name
-            for name, parameter in self._parameters.items()
-            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        ]
-        further = next(
-            (n for n, p in self._parameters.items() if p.kind is inspect.Parameter.VAR_POSITIONAL), "args"
-        )
-        return [*positional, *[further] * num_args][:num_args]
 
 
 @dataclass(frozen=True, slots=True)

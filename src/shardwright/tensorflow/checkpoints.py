@@ -5,7 +5,7 @@ Each file has a checksum, and any number of ranks restores what any other has sa
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from shardwright.checkpoint.tensor_file import StoredTensor
 from shardwright.checkpoint.tensor_index import INDEX, MODEL, TensorIndex
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.run.failure import first_cause_named
-from shardwright.run.joint_calls import meet
+from shardwright.run.joint_calls import meet, on_every_rank
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.keras_run import keras_run
 from shardwright.tensorflow.variables import tf_variable, variables_by_name
@@ -110,20 +110,14 @@ class CheckpointManager:
         with first_cause_named(run):
             meet("CheckpointManager.save()")
             draft, number = run.from_first_rank(self._begin)
-            name = f"rank-{run.rank:05}.safetensors"
-            said = {"problem": "", "file": "", "index": "", "not_finite": ""}
             try:
-                parts = [_part(key, variable) for key, variable in self._mine().items()]
-                file, entries = add_tensors(Path(draft), name, parts, disk=self._disk)
-                bad = not_finite_in(parts, parameters=self._parameters())
-                said |= {
-                    "file": file.to_bytes().decode(),
-                    "index": TensorIndex(tensors=dict(entries)).to_bytes().decode(),
-                    "not_finite": "\n".join(bad),
-                }
-            except Exception as error:
-                said["problem"] = f"rank {run.rank}: {type(error).__name__}: {error}"
-            told = run.from_all_ranks(said)
+                told = run.from_all_ranks(on_every_rank(run, lambda: self._written(Path(draft))))
+            except CheckpointError as error:
+                if run.rank == 0:
+                    self._folder.discard(Path(draft))
+                raise CheckpointError(
+                    f"the checkpoint was not saved: {error}. Those from before stay."
+                ) from error
             path: str = run.from_first_rank(lambda: self._commit(Path(draft), number, told))
         return path
 
@@ -137,13 +131,19 @@ class CheckpointManager:
                 f"a checkpoint cannot be saved in {self.directory}: {error.strerror}. Those from before stay."
             ) from error
 
-    def _commit(self, draft: Path, number: int, told: Iterable[Mapping[str, str]]) -> str:
+    def _written(self, draft: Path) -> dict[str, str]:
+        """Writes what this rank saves; gives what the first rank has to know of it."""
+        parts = [_part(key, variable) for key, variable in self._mine().items()]
+        file, entries = add_tensors(draft, f"rank-{self._run.rank:05}.safetensors", parts, disk=self._disk)
+        return {
+            "file": file.to_bytes().decode(),
+            "index": TensorIndex(tensors=dict(entries)).to_bytes().decode(),
+            "not_finite": "\n".join(not_finite_in(parts, parameters=self._parameters())),
+        }
+
+    def _commit(self, draft: Path, number: int, told: Sequence[Mapping[str, str]]) -> str:
         """On the first rank."""
-        told = list(told)
-        problem = next((each["problem"] for each in told if each["problem"]), "")
         try:
-            if problem:
-                raise CheckpointError(f"the checkpoint was not saved: {problem}. Those from before stay.")
             files = {
                 f"rank-{rank:05}.safetensors": FileEntry.from_bytes(each["file"].encode(), name="a report")
                 for rank, each in enumerate(told)
@@ -249,17 +249,11 @@ class CheckpointManager:
             if found is None:
                 return None
             saved = self._folder.open(found, verify=False)
-            problem = ""
-            try:
-                targets = self._targets(saved)
-                values = {key: _value(saved, key) for key in targets}
-            except Exception as error:
-                problem = f"rank {run.rank}: {error}"
-            problems = run.from_all_ranks(problem)
-            if any(problems):
-                raise CheckpointError(next(each for each in problems if each))
-        for key, variable in targets.items():
-            variable.assign(values[key])
+            values = on_every_rank(
+                run, lambda: [(each, _value(saved, key)) for key, each in self._targets(saved).items()]
+            )
+        for variable, value in values:
+            variable.assign(value)
         for each, optimizer in self._objects.items():
             if _is_optimizer(optimizer) and not _private.has_slots(optimizer):
                 run.slots_to_load[id(optimizer)] = _Slots(self, saved, each)

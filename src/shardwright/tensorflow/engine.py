@@ -18,8 +18,9 @@ from shardwright.run.joint_calls import call_together
 from shardwright.run.memory import keep_freed_memory
 from shardwright.runtime.action_loop import MeasuredRow
 from shardwright.runtime.batch_schedules import BatchSchedules
+from shardwright.runtime.step_function import microbatch_sizes
 from shardwright.schedule import Schedule
-from shardwright.tensorflow.batch import Arguments, microbatch_sizes
+from shardwright.tensorflow.batch import Arguments
 from shardwright.tensorflow.divisors import Divisors, with_shares
 from shardwright.tensorflow.exchange import Agreement, exchange_results, share_variables
 from shardwright.tensorflow.executor import Executor

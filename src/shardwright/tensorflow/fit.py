@@ -15,8 +15,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from shardwright.runtime.step_function import microbatch_sizes
 from shardwright.tensorflow import _private
-from shardwright.tensorflow.batch import microbatch_sizes
 from shardwright.tensorflow.batch_weights import BatchWeights, Weight, factor_of, told_as_sums
 from shardwright.tensorflow.keras_run import KerasRun, keras_run
 from shardwright.tensorflow.recorder import Recorder

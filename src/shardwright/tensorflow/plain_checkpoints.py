@@ -1,122 +1,75 @@
 """``tf.train.Checkpoint`` and ``tf.train.CheckpointManager`` themselves, over the ranks of a pipeline.
 
-A rank has values for the variables that it holds alone, and slots for these. So a file of TensorFlow's has a
-part of the model, and belongs to its rank::
-
-    rank 0   checkpoint.save("rank-0/ckpt")  ─▶  variables and slots of rank 0
-    rank 1   checkpoint.save("rank-1/ckpt")  ─▶  variables and slots of rank 1
-
-All ranks write theirs, each to a path of its own, or none does: where ranks have one path, the last would
-replace the others' parts, and where one rank saves alone, these are in no file. A file that lacks what a rank
-holds now is refused when it is restored.
+A rank has values and slots for the variables that it holds alone, so a file of TensorFlow's would have a part
+of the model. `sw.CheckpointManager` saves all of it, and these refuse to. They read files: those of a single
+process, and those in which `smp.CheckpointManager` has put the part of each rank. One that lacks what a rank
+holds now is refused.
 """
 
-import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import tensorflow as tf
-import torch
 
-from shardwright.comm.message_names import Purpose, listed
-from shardwright.comm.missing_ranks import Terms
-from shardwright.comm.roll_call import Call
 from shardwright.errors import CheckpointError, UsageError
-from shardwright.run.joint_calls import meet_each
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.keras_run import KerasRun
 from shardwright.tensorflow.variables import tf_variable, variables_by_name
 
 __all__ = ["plain_checkpoints_over_ranks"]
 
-_REMEDY_OF_SLOTS = (
-    "Save by sw.CheckpointManager(checkpoint, directory) on all ranks: it takes the same "
-    "tf.train.Checkpoint, and any number of ranks restores it. model.save_weights() on all ranks writes the "
-    "weights as one file."
+_REMEDY = (
+    "Nothing was written. Save by sw.CheckpointManager(checkpoint, directory) on all ranks: it takes the "
+    "same tf.train.Checkpoint, and any number of ranks restores it. model.save_weights() on all ranks writes "
+    "the weights as one file."
 )
-_REMEDY = f'{_REMEDY_OF_SLOTS} Or give each rank a folder of its own: f"{{directory}}/rank-{{sw.rank()}}".'
 
 
 @contextmanager
 def plain_checkpoints_over_ranks(run: KerasRun) -> Iterator[None]:
-    """While it lasts, no rank writes its part of a model over another's, or takes a part for the whole."""
+    """While it lasts, no rank writes its part of a model for the whole, or takes a part for the whole."""
     of_file, manager = tf.train.Checkpoint, tf.train.CheckpointManager
     with ExitStack() as stack:
         # One rank, too: the file may be a part of a run over several.
         stack.enter_context(_private.replaced(of_file, "read", partial(_read, run)))
-        if run.mesh.pipeline == 1 and not run.config.shard_optimizer_state:
-            yield
-            return
-        for name in ("save", "write"):
-            make = partial(_written, run, f"tf.train.Checkpoint.{name}()", _file_of)
-            stack.enter_context(_private.replaced(of_file, name, make))
-        make = partial(_written, run, "tf.train.CheckpointManager.save()", _folder_of)
-        stack.enter_context(_private.replaced(manager, "save", make))
+        if run.mesh.pipeline > 1 or run.config.shard_optimizer_state:
+            for owner, name in ((of_file, "save"), (of_file, "write"), (manager, "save")):
+                stack.enter_context(_private.replaced(owner, name, partial(_written, run, owner, name)))
         yield
-
-
-def _file_of(checkpoint: Any, file_prefix: Any = "", *_args: Any, **_kwargs: Any) -> tuple[Any, str]:
-    if tf.is_tensor(file_prefix):
-        file_prefix = file_prefix.numpy().decode()
-    return checkpoint, os.fspath(file_prefix)
-
-
-def _folder_of(manager: Any, *_args: Any, **_kwargs: Any) -> tuple[Any, str]:
-    """Managers with one folder would also note their files in one place, and remove old ones of others."""
-    return manager.checkpoint, os.fspath(manager.directory)
 
 
 # ---- writing ----
 
 
-def _written(run: KerasRun, where: str, path_of: Callable[..., tuple[Any, str]], original: Any) -> Any:
+def _written(run: KerasRun, owner: Any, name: str, original: Any) -> Any:
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
-        checkpoint, path = path_of(self, *args, **kwargs)
-        if not _has_parts(run, where, checkpoint):
-            return original(self, *args, **kwargs)
-        _refuse_one_path(run, where, path)
-        with run.variables.left_out():
-            return original(self, *args, **kwargs)
+        checkpoint = self if owner is tf.train.Checkpoint else self.checkpoint
+        _refuse_parts(run, f"tf.train.{owner.__name__}.{name}()", checkpoint)
+        return original(self, *args, **kwargs)
 
     return write
 
 
-def _has_parts(run: KerasRun, where: str, checkpoint: Any) -> bool:
-    """Whether ranks of a replica have different parts of what a checkpoint has; the same answer on all."""
+def _refuse_parts(run: KerasRun, where: str, checkpoint: Any) -> None:
+    """Refuses to write what ranks of a replica have different parts of; alike on all of them."""
     if not run.is_placed or run.variables.are_whole:
-        return False
+        return
     held = tf.train.TrackableView(checkpoint).descendants()
     has_slots = any(id(each) in run.optimizers_in_parts for each in held)
     if has_slots and run.shared_updates is not None:
         raise UsageError(
             f"{where}: with shard_optimizer_state each replica has slots of the optimizer for a part of the "
-            f"variables, and no file would have them all. Nothing was written. {_REMEDY_OF_SLOTS}"
+            f"variables, and no file would have them all. {_REMEDY}"
         )
-    return has_slots or any(run.variables.holder(each) is not None for each in held)
-
-
-def _refuse_one_path(run: KerasRun, where: str, path: str) -> None:
-    """Refuses a path that ranks of a replica share; collective over them."""
-    assert run.links.replica is not None
-    ranks, whole = run.replica_ranks, os.path.realpath(path)
-    needs = (
-        f"{where} writes the variables that rank {run.rank} holds to {whole}. Other ranks hold the rest, so "
-        f"ranks {listed(ranks)} have to write theirs, too"
-    )
-    meet_each([Call(where, ranks, terms=Terms(needs, _REMEDY))])
-    digest = hashlib.blake2b(whole.encode(), digest_size=8).digest()
-    mine = torch.tensor([int.from_bytes(digest, signed=True)])
-    told = run.links.replica.gather(mine, Purpose.CHECKPOINT)[:, 0].tolist()
-    sharing = [rank for rank, each in zip(ranks, told, strict=True) if told.count(each) > 1]
-    if sharing:
+    if run.variables.are_left_out:  # by who knows that they are a part
+        return
+    if has_slots or any(run.variables.holder(each) is not None for each in held):
         raise UsageError(
-            f"{where} has one path on ranks {listed(sharing)}"
-            + (f", {whole}" if run.rank in sharing else "")
-            + ": each would write the variables that it holds over those of the others. Nothing was "
-            f"written. {_REMEDY}"
+            f"{where} would write the variables that rank {run.rank} holds, and other ranks hold the rest. "
+            f"{_REMEDY}"
         )
 
 

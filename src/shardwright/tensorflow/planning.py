@@ -16,8 +16,9 @@ from shardwright.run.context import Context
 from shardwright.run.machine import present_cluster
 from shardwright.run.planning import placed_by_hand, profiles_of
 from shardwright.run.profiler import Profiler
+from shardwright.runtime.step_function import microbatch_sizes
 from shardwright.tensorflow import _private
-from shardwright.tensorflow.batch import Arguments, microbatch_sizes
+from shardwright.tensorflow.batch import Arguments
 from shardwright.tensorflow.cost import ModelVariable, model_graph
 from shardwright.tensorflow.gradient_sums import GradientSums
 from shardwright.tensorflow.pieces import Pieces

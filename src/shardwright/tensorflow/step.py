@@ -1,13 +1,12 @@
 """The decorator that turns a function into a training or evaluation step."""
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from shardwright.errors import UsageError
+from shardwright.runtime.step_function import parameters_of
 from shardwright.tensorflow.batch import Arguments, Splitter
 from shardwright.tensorflow.channels import call_in_turn
 from shardwright.tensorflow.engine import Engine
@@ -50,12 +49,13 @@ def step(
     """
     if function is None:
         return functools.partial(step, non_split_inputs=non_split_inputs, input_signature=input_signature)
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise UsageError(
-            f"the step function {function.__name__} is a generator or asynchronous: it would return before "
-            "it has run. Use a plain function, with return."
-        )
-    splitter = Splitter.of(function, non_split=non_split_inputs, signature=input_signature)
+    parameters = parameters_of(function, named=non_split_inputs)
+    splitter = Splitter(
+        names=parameters.names,
+        further=parameters.further,
+        non_split=frozenset(non_split_inputs),
+        signature=input_signature,
+    )
     return _callable(function, splitter)
 
 

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from shardwright.errors import UsageError
-from shardwright.runtime.microbatch_values import MicrobatchValues
+from shardwright.runtime.step_function import MicrobatchValues
 from shardwright.tensorflow.row_gradients import Rows, rows_together
 
 __all__ = ["GradientOutput", "StepOutput", "mean_of"]

@@ -43,12 +43,13 @@ class Variables:
 
     Attributes:
         are_whole: they have values here, for as long as something reads the whole model.
+        are_left_out: a checkpoint of TensorFlow's own may be written without them.
     """
 
     def __init__(self, rank: int = 0) -> None:
         self.are_whole = False
+        self.are_left_out = False
         self._rank = rank
-        self._are_left_out = False
         self._remote: dict[int, Any] = {}  # held, so that no id is used again
         self._holders: dict[int, int] = {}
         self._delayed: dict[int, tuple[Any, Callable[[], Any]]] = {}
@@ -87,14 +88,14 @@ class Variables:
     @contextmanager
     def left_out(self) -> Iterator[None]:
         """While it lasts, a checkpoint of TensorFlow's own may be written without them."""
-        self._are_left_out = True
+        self.are_left_out = True
         try:
             yield
         finally:
-            self._are_left_out = False
+            self.are_left_out = False
 
     def _free(self, own: Any, is_tracing: Callable[[], bool], refusal: str) -> None:
-        _private.given_up(own, is_tracing, refusal, is_left_out=lambda: self._are_left_out)
+        _private.given_up(own, is_tracing, refusal, is_left_out=lambda: self.are_left_out)
 
     # ---- variables that are made when they have a rank ----
 

@@ -3,13 +3,13 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from inspect import Parameter
 from typing import Any, Literal, ParamSpec, Protocol, overload
 
 from torch import Tensor
 
 from shardwright.config.config import refuse_misplaced
 from shardwright.errors import UsageError
+from shardwright.runtime.step_function import parameters_of
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_result import BatchResult
 from shardwright.torch.batch.splitter import Splitter
@@ -98,21 +98,14 @@ def step(
     for option, names in (("non_split_inputs", non_split_inputs), ("split_lists", split_lists)):
         if isinstance(names, str):
             raise UsageError(f'{option} is a list of names: {option}=["{names}"], and not "{names}".')
-    if function is None:
-        return functools.partial(
-            step_function,
-            non_split_inputs=non_split_inputs,
-            input_split_axes=input_split_axes,
-            split_lists=split_lists,
-            loss_reduction=loss_reduction,
-        )
-    return step_function(
-        function,
+    decorate = functools.partial(
+        step_function,
         non_split_inputs=non_split_inputs,
         input_split_axes=input_split_axes,
         split_lists=split_lists,
         loss_reduction=loss_reduction,
     )
+    return decorate if function is None else decorate(function)
 
 
 def step_function(
@@ -125,21 +118,10 @@ def step_function(
     prepared: Callable[[Batch], Batch] | None = None,
 ) -> Callable[..., Any]:
     """Makes a step function, as `step` does with its options."""
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise UsageError(
-            f"the step function {function.__name__} is a generator or asynchronous: it would return before "
-            "it has run. Use a plain function, with return."
-        )
-    parameters = inspect.signature(function).parameters
-    takes_any_name = _named(parameters, Parameter.VAR_KEYWORD)
-    for name in (*non_split_inputs, *(input_split_axes or {}), *split_lists):
-        if parameters and not takes_any_name and name not in parameters:
-            raise UsageError(
-                f"{name} is not a parameter of {function.__name__}: it has {', '.join(parameters)}."
-            )
+    parameters = parameters_of(function, named=(*non_split_inputs, *(input_split_axes or {}), *split_lists))
     splitter = Splitter(
-        names=_named(parameters, Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD),
-        further="".join(_named(parameters, Parameter.VAR_POSITIONAL)),
+        names=parameters.names,
+        further=parameters.further,
         non_split=frozenset(non_split_inputs),
         axes=dict(input_split_axes or {}),
         lists=frozenset(split_lists),
@@ -199,8 +181,3 @@ def _refuse_unfit(function: Callable[..., Any], args: Sequence[Any], kwargs: Map
             f"{function.__name__}({takes}) does not take these arguments: {error}. A step function gets all "
             "that it uses, the model, too."
         ) from None
-
-
-def _named(parameters: Mapping[str, Parameter], *kinds: Any) -> tuple[str, ...]:
-    """Names of the parameters of these kinds."""
-    return tuple(name for name, parameter in parameters.items() if parameter.kind in kinds)

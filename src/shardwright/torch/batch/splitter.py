@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from shardwright.errors import UsageError
 from shardwright.planner.search.microbatch_counts import too_few_samples
+from shardwright.runtime.step_function import StepParameters
 from shardwright.torch.pytorch.tree import Structure, flatten
 
 __all__ = ["Argument", "Splitter", "cuts_itself", "is_batch_tensor", "refuse_packed"]
@@ -33,7 +34,7 @@ class Argument(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Splitter:
+class Splitter(StepParameters):
     """Cuts the arguments of a step function into microbatches.
 
     Every tensor is cut along axis 0, also inside lists, tuples, dicts and dataclasses. A list with an item
@@ -41,8 +42,6 @@ class Splitter:
     cut themselves; anything else goes to every microbatch whole.
 
     Attributes:
-        names: names of the positional parameters of the step function.
-        further: name of the parameter that takes all further positional arguments.
         non_split: names of arguments that every microbatch gets whole.
         axes: name -> axis along which it is cut.
         lists: names of lists with an item for each sample.
@@ -50,8 +49,6 @@ class Splitter:
         pointed_out: names of others that may be such lists, once a line has said so.
     """
 
-    names: Sequence[str] = ()
-    further: str = ""
     non_split: frozenset[str] = frozenset()
     axes: Mapping[str, int] = field(default_factory=dict)
     lists: frozenset[str] = frozenset()
@@ -60,7 +57,7 @@ class Splitter:
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Argument]:
         """The arguments under the names of the parameters that take them."""
-        trees = [(self._name(position), tree) for position, tree in enumerate(args)] + [*kwargs.items()]
+        trees = [(self.name_of(position), tree) for position, tree in enumerate(args)] + [*kwargs.items()]
         return [Argument(name, tree, *flatten(tree, cuts_itself)) for name, tree in trees]
 
     def num_samples(self, arguments: Sequence[Argument]) -> int | None:
@@ -117,11 +114,6 @@ class Splitter:
     def cuts(self, name: str, leaf: Any) -> bool:
         """Whether a leaf of an argument is a tensor that is cut."""
         return name not in self.non_split and is_batch_tensor(leaf) and leaf.dim() > self._axis(name)
-
-    def _name(self, position: int) -> str:
-        if position < len(self.names):
-            return self.names[position]
-        return self.further or f"argument {position}"
 
     def _axis(self, name: str) -> int:
         return self.axes.get(name, 0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import UsageError
-from shardwright.runtime.microbatch_values import MicrobatchValues
+from shardwright.runtime.step_function import MicrobatchValues
 from shardwright.torch.pytorch.tree import flatten
 
 __all__ = ["StepOutput", "gather_outputs"]

@@ -17,9 +17,8 @@ from shardwright.errors import CheckpointError, UsageError
 from shardwright.exit_codes import SAVED
 from shardwright.observe.run_folder import show_path
 from shardwright.run.failure import first_cause_named
-from shardwright.run.joint_calls import meet
+from shardwright.run.joint_calls import meet, on_every_rank
 from shardwright.torch.checkpoints.folder_hold import hold_folder, release_folder
-from shardwright.torch.checkpoints.on_every_rank import on_every_rank
 from shardwright.torch.checkpoints.resuming import Resumed, open_verified
 from shardwright.torch.checkpoints.save_signals import SaveSignals
 from shardwright.torch.checkpoints.saves import Saves

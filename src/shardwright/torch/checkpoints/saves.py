@@ -16,9 +16,8 @@ from shardwright.comm.message_names import Purpose
 from shardwright.errors import CheckpointError
 from shardwright.observe.run_folder import show_path
 from shardwright.run.failure import first_cause_named
-from shardwright.run.joint_calls import meet
+from shardwright.run.joint_calls import meet, on_every_rank
 from shardwright.torch.checkpoints.folder_hold import hold_folder
-from shardwright.torch.checkpoints.on_every_rank import on_every_rank
 from shardwright.torch.checkpoints.run_documents import documents_of_run
 from shardwright.torch.checkpoints.save_signals import SaveSignals
 from shardwright.torch.checkpoints.snapshot import take_snapshot

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from shardwright.errors import CheckpointError
 from shardwright.run.joint_calls import meet
+from shardwright.tensorflow.keras_run import keras_run
 from smdistributed.modelparallel.comm import allgather
 from smdistributed.modelparallel.groups import CommGroup
 from smdistributed.modelparallel.ranks_of_run import present_run
@@ -91,7 +92,8 @@ class CheckpointManager:
             meet("smp.CheckpointManager.save()", current.replica_ranks)
 
         options = tf.train.CheckpointOptions(experimental_write_callbacks=[written])
-        return str(self._manager.save(*args, **{"options": options, **kwargs}))
+        with keras_run().variables.left_out():  # those that other ranks hold
+            return str(self._manager.save(*args, **{"options": options, **kwargs}))
 
     def restore(self, restore_prefix: "str | os.PathLike[str] | None" = None) -> Any:
         """Restores a checkpoint; call it on all ranks of a replica, before the first step or between two.
