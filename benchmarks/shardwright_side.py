@@ -13,10 +13,10 @@ from shardwright.config import Config
 from shardwright.mesh import Mesh
 from shardwright.plan import MeshPlan, Plan, SchedulePlan, StagePlan, identity
 from shardwright.planner import Candidates, build_chain, make_plan
-from shardwright.planner.machines.fabric import Fabric
-from shardwright.planner.search.draft import make_draft
-from shardwright.planner.search.prediction import predict
-from shardwright.planner.search.workload import Demands, Workload
+from shardwright.planner.draft import make_draft
+from shardwright.planner.fabric import Fabric
+from shardwright.planner.option_plan import predict
+from shardwright.planner.workload import Demands, Workload
 from shardwright.run.context import context, set_context
 from shardwright.schedule import place_stages
 

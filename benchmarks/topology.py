@@ -22,9 +22,9 @@ from check import Check, lines
 from machine import circumstances
 from shardwright.catalogue import Transformer, find_architecture
 from shardwright.cluster import parse_inventory
+from shardwright.planner.ways import Task, search
 from shardwright.quantities import format_seconds
 from shardwright.text_table import align
-from shardwright.topology import Task, search
 
 _TRILLION = Transformer(
     name="gpt-1t",

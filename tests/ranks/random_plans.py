@@ -25,14 +25,14 @@ from shardwright.errors import TraceError
 from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan
-from shardwright.planner.chain.chain import Chain
-from shardwright.planner.chain.model_chain import build_chain
-from shardwright.planner.machines.fabric import Fabric
-from shardwright.planner.partition.cuts import manual_stages
-from shardwright.planner.search.draft import make_draft
-from shardwright.planner.search.drafts import tie_variants
-from shardwright.planner.search.option_plan import plan_of
-from shardwright.planner.search.workload import Demands, Workload
+from shardwright.planner.chain import Chain
+from shardwright.planner.cuts import manual_stages
+from shardwright.planner.draft import make_draft
+from shardwright.planner.drafts import tie_variants
+from shardwright.planner.fabric import Fabric
+from shardwright.planner.model_chain import build_chain
+from shardwright.planner.option_plan import plan_of
+from shardwright.planner.workload import Demands, Workload
 from shardwright.profile import Profile
 from shardwright.schedule import place_stages
 

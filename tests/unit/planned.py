@@ -16,7 +16,7 @@ from shardwright.plan import (
     StagePrediction,
 )
 from shardwright.plan.prediction import Conditions, FlowConditions, LinkConditions
-from shardwright.planner.explain.plan_replay import base_setting, play
+from shardwright.planner.replay import base_setting, play
 from shardwright.schedule import place_stages
 
 LIMIT_BYTES = 10_000

@@ -7,7 +7,7 @@ from shardwright.costs.calibration import (
     calibration_of_nodes,
     known_runtimes,
 )
-from shardwright.costs.chain import chain_bytes, chain_seconds, mixed_chain
+from shardwright.costs.chain import chain_prices
 from shardwright.costs.inputs import (
     Gathers,
     Offload,
@@ -18,7 +18,7 @@ from shardwright.costs.inputs import (
     ScheduleKind,
     Sharded,
 )
-from shardwright.costs.kinds import KindOfRank, MixedPrices, mixed_fit, mixed_prices
+from shardwright.costs.kinds import KindOfRank, Prices, transformer_fit, transformer_prices
 from shardwright.costs.memory import BF16, FP32, Precision, RankBytes, rank_bytes
 from shardwright.costs.shape import Shape
 from shardwright.costs.step import StepSeconds, step_seconds
@@ -30,11 +30,11 @@ __all__ = [
     "Efficiencies",
     "Gathers",
     "KindOfRank",
-    "MixedPrices",
     "Offload",
     "Options",
     "Placement",
     "Precision",
+    "Prices",
     "RankBytes",
     "Rates",
     "Recompute",
@@ -44,12 +44,10 @@ __all__ = [
     "StepSeconds",
     "calibration_of",
     "calibration_of_nodes",
-    "chain_bytes",
-    "chain_seconds",
+    "chain_prices",
     "known_runtimes",
-    "mixed_chain",
-    "mixed_fit",
-    "mixed_prices",
     "rank_bytes",
     "step_seconds",
+    "transformer_fit",
+    "transformer_prices",
 ]

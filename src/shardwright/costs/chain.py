@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from shardwright.catalogue import LayerChain
 from shardwright.costs.calibration import Efficiencies
 from shardwright.costs.inputs import Numbers, Offload, Options, Placement, Rates, Recompute, ScheduleKind
-from shardwright.costs.kinds import KindOfRank, MixedPrices, rates_among, stages_alike
+from shardwright.costs.kinds import KindOfRank, Prices, rates_among, stages_alike
 from shardwright.costs.links import Price, RankRates, hop_seconds, ring_rate
 from shardwright.costs.memory import (
     Precision,
@@ -56,11 +56,9 @@ from shardwright.work import Work
 __all__ = [
     "Group",
     "by_group",
-    "chain_bytes",
-    "chain_seconds",
+    "chain_prices",
     "flops_per_s",
     "flops_share",
-    "mixed_chain",
     "split",
     "stage_ends",
 ]
@@ -251,33 +249,7 @@ def _trace_back(
     return (0, *reversed(cuts))
 
 
-def chain_seconds(
-    chain: LayerChain, options: Options, rates: Rates, reached: Efficiencies, *, width: int
-) -> StepSeconds:
-    """Seconds of a step of every candidate."""
-    found: StepSeconds = by_group(
-        chain,
-        options,
-        _alike(rates, reached),
-        lambda group: _seconds_of(chain, group, rates, width),
-        StepSeconds,
-    )
-    return found
-
-
-def chain_bytes(chain: LayerChain, options: Options, *, precision: Precision, width: int) -> RankBytes:
-    """Memory of the neediest rank of every candidate."""
-    found: RankBytes = by_group(
-        chain,
-        options,
-        (),
-        lambda group: _bytes_of(chain, group, precision, width)[0],
-        RankBytes,
-    )
-    return found
-
-
-def mixed_chain(
+def chain_prices(
     chain: LayerChain,
     options: Options,
     kinds: Sequence[KindOfRank],
@@ -285,8 +257,8 @@ def mixed_chain(
     *,
     precision: Precision,
     width: int,
-) -> MixedPrices:
-    """Seconds and bytes of every candidate on nodes of several kinds.
+) -> Prices:
+    """Seconds and bytes of every candidate, on nodes of one kind or several.
 
     Layers are dealt by the rates of stages' nodes alone: memory decides only what fits.
     """
@@ -310,17 +282,12 @@ def mixed_chain(
             width,
         )
 
-    return MixedPrices(
+    return Prices(
         seconds=by_group(chain, options, kinds, price, StepSeconds),
         num_bytes=by_group(chain, options, kinds, measure, RankBytes),
         limit=limit,
         blocks=blocks,
     )
-
-
-def _alike(rates: Rates, reached: Efficiencies) -> tuple[KindOfRank, ...]:
-    """Nodes of one kind, as many as are wanted."""
-    return (KindOfRank(ranks=1, rates=rates, reached=reached, memory_bytes=0.0),)
 
 
 def _memory_rate(kind: KindOfRank) -> float:

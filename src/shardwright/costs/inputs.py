@@ -4,6 +4,7 @@ All fields of a class may be numbers or arrays of one length; numpy broadcasts t
 the same formulas price a million ways to train one model, or a table of runs of different models.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any, Self
@@ -48,6 +49,15 @@ class ScheduleKind(IntEnum):
     ZB_V = 4
     ZB_H2 = 5
 
+    @property
+    def family(self) -> str:
+        """Its name among settings, plans and schedules."""
+        return ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "zb_h2")[self]
+
+    @classmethod
+    def of(cls, family: str) -> "ScheduleKind":
+        return next(kind for kind in cls if kind.family == family)
+
 
 class Sharded(IntEnum):
     """The state that the ranks of a shard group divide, by ZeRO's stages."""
@@ -91,10 +101,22 @@ class Placement(IntEnum):
 class Columns:
     """Fields that are numbers or arrays."""
 
-    def take(self, chosen: NDArray[Any]) -> Self:
+    def take(self, chosen: NDArray[Any] | slice) -> Self:
         """The entries of some candidates; what is one number for all stays so."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
         return type(self)(**{name: v[chosen] if np.ndim(v) else v for name, v in values.items()})
+
+    @classmethod
+    def together(cls, parts: Sequence[Self]) -> Self:
+        """The entries of all parts, in their order."""
+        columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(cls)}  # type: ignore[arg-type]
+        return parts[0] if len(parts) == 1 else cls(**{name: _joined(each) for name, each in columns.items()})
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], Columns):
+        return type(parts[0]).together(parts)
+    return np.concatenate(parts, axis=-1) if np.ndim(parts[0]) else parts[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,26 +19,27 @@ from numpy.typing import NDArray
 
 from shardwright.costs.block import BlockSeconds, block_seconds, head_seconds
 from shardwright.costs.calibration import Efficiencies
-from shardwright.costs.inputs import Numbers, Options, Placement, Rates
-from shardwright.costs.memory import BF16, Precision, RankBytes, needier, stage_bytes
+from shardwright.costs.inputs import Columns, Numbers, Options, Placement, Rates
+from shardwright.costs.memory import BF16, Precision, RankBytes, needier, rank_bytes, stage_bytes
 from shardwright.costs.shape import Shape
 from shardwright.costs.step import (
     StepSeconds,
     all_reduce_seconds,
     rank_parameters,
     step_of_stages,
+    step_seconds,
     update_seconds,
     updated_parameters,
 )
 
 __all__ = [
     "KindOfRank",
-    "MixedPrices",
+    "Prices",
     "StagesAlike",
-    "mixed_fit",
-    "mixed_prices",
     "rates_among",
     "stages_alike",
+    "transformer_fit",
+    "transformer_prices",
 ]
 
 _BISECTIONS = 30
@@ -77,8 +78,8 @@ class StagesAlike:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixedPrices:
-    """The prices of ways on nodes of several kinds.
+class Prices(Columns):
+    """The prices of ways.
 
     Attributes:
         num_bytes: of the rank that is closest to its limit, or furthest beyond it.
@@ -88,8 +89,8 @@ class MixedPrices:
 
     seconds: StepSeconds
     num_bytes: RankBytes
-    limit: Floats
-    blocks: Floats
+    limit: Numbers
+    blocks: Numbers = 0.0
 
 
 def stages_alike(ranks: Sequence[int], pipeline: int, *, apart: bool) -> list[StagesAlike]:
@@ -122,27 +123,33 @@ def rates_among(kinds: Sequence[KindOfRank], between: Rates) -> Rates:
     return replace(between, network_Bps=slowest, hop_Bps=between.hop_Bps or between.network_Bps)
 
 
-def mixed_prices(
+def transformer_prices(
     shape: Shape,
     options: Options,
     kinds: Sequence[KindOfRank],
     between: Rates,
     *,
     precision: Precision = BF16,
-) -> MixedPrices:
+) -> Prices:
     """Seconds and bytes of every candidate."""
+    if len(kinds) == 1:
+        return Prices(
+            seconds=step_seconds(shape, options, kinds[0].rates, kinds[0].reached),
+            num_bytes=rank_bytes(shape, options, precision=precision),
+            limit=kinds[0].memory_bytes,
+        )
     columns, number = _columns(options)
-    seconds = {field.name: np.zeros(number) for field in fields(StepSeconds)}
-    num_bytes = {field.name: np.zeros(number) for field in fields(RankBytes)}
+    seconds, num_bytes = (
+        {field.name: np.zeros(number) for field in fields(each)} for each in (StepSeconds, RankBytes)
+    )
     limit, blocks = np.zeros(number), np.zeros((len(kinds), number))
     for chosen, alike in _groups(columns, [kind.ranks for kind in kinds]):
         found = _Group(shape, columns.take(chosen), alike, kinds, between, precision).prices()
-        for name, column in seconds.items():
-            column[chosen] = getattr(found.seconds, name)
-        for name, column in num_bytes.items():
-            column[chosen] = getattr(found.num_bytes, name)
+        for column, of_group in ((seconds, found.seconds), (num_bytes, found.num_bytes)):
+            for name, values in column.items():
+                values[chosen] = getattr(of_group, name)
         limit[chosen], blocks[:, chosen] = found.limit, found.blocks
-    return MixedPrices(
+    return Prices(
         seconds=StepSeconds(**_as_asked(options, seconds)),
         num_bytes=RankBytes(**_as_asked(options, num_bytes)),
         limit=limit,
@@ -150,14 +157,13 @@ def mixed_prices(
     )
 
 
-def mixed_fit(
-    shape: Shape,
-    options: Options,
-    kinds: Sequence[KindOfRank],
-    *,
-    precision: Precision = BF16,
+def transformer_fit(
+    shape: Shape, options: Options, kinds: Sequence[KindOfRank], *, precision: Precision = BF16
 ) -> NDArray[np.bool_]:
-    """Whether candidates fit in memory; the same as of `mixed_prices`, without the seconds."""
+    """Whether candidates fit in memory; the same as of `transformer_prices`, without the seconds."""
+    if len(kinds) == 1:
+        fit = rank_bytes(shape, options, precision=precision).total <= kinds[0].memory_bytes
+        return np.asarray(fit, dtype=bool)
     columns, number = _columns(options)
     found = np.zeros(number, dtype=bool)
     for chosen, alike in _groups(columns, [kind.ranks for kind in kinds]):
@@ -227,7 +233,7 @@ class _Group:
         )
         return found
 
-    def prices(self) -> MixedPrices:
+    def prices(self) -> Prices:
         """The prices of all candidates of the group."""
         shape, options, kinds = self._shape, self._options, self._kinds
         used = sorted({kind for each in self._alike for kind in each.kinds})
@@ -260,7 +266,7 @@ class _Group:
         for each, of_each in zip(self._alike, most, strict=True):
             for kind in each.kinds:
                 blocks[kind] = np.maximum(blocks[kind], of_each)
-        return MixedPrices(seconds=seconds, num_bytes=num_bytes, limit=limit, blocks=blocks)
+        return Prices(seconds=seconds, num_bytes=num_bytes, limit=limit, blocks=blocks)
 
     def _end(self, rates: Rates, memory_rate: float) -> Floats:
         """Seconds by which a block more makes sums over replicas, and updates, longer."""

@@ -7,6 +7,7 @@ import numpy as np
 from shardwright.costs.block import BlockSeconds, block_seconds, head_seconds, kept_bytes
 from shardwright.costs.calibration import Efficiencies
 from shardwright.costs.inputs import (
+    Columns,
     Gathers,
     Numbers,
     Offload,
@@ -37,7 +38,7 @@ UPDATE_BYTES, UPDATE_BYTES_32 = 36, 28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepSeconds:
+class StepSeconds(Columns):
     """Seconds of a step; each attribute is a part of it, and all together are the step.
 
     Attributes:

@@ -8,7 +8,7 @@ from shardwright.observe.plan_text import MEMORY_COLUMNS, format_plan, memory_ce
 from shardwright.observe.report.data import Predicted, ReportData
 from shardwright.observe.report.parts import Compared
 from shardwright.plan import Alternative
-from shardwright.planner.explain.sensitivity import Sensitivity, sensitivities
+from shardwright.planner.replay import Sensitivity, sensitivities
 from shardwright.quantities import format_bytes, format_seconds
 from shardwright.text_table import align
 

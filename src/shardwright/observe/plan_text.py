@@ -27,7 +27,7 @@ MEMORY_COLUMNS = ("parameters", "gradients", "optimizer", "activations", "work",
 def format_plan_briefly(plan: Plan) -> str:
     """The plan in a run's log: what it is, and its stages, in two lines."""
     # Here, because the planner imports numpy: commands that show plans answer --help before.
-    from shardwright.planner.partition.blocks import block_of
+    from shardwright.planner.cuts import block_of
 
     spans, begin = [], 0
     for stage in plan.stages:

@@ -3,19 +3,19 @@
 It imports no framework: a laptop plans a model of any size.
 """
 
-from shardwright.planner.adopt import overruled_settings, schedule_of, stage_costs_of
-from shardwright.planner.chain.batch_statistics import (
+from shardwright.planner.batches import (
     count_groups,
+    microbatch_counts,
     statistics_are_split,
     statistics_of_whole_batch,
 )
-from shardwright.planner.chain.chain import Chain
-from shardwright.planner.chain.estimate import estimate_profile
-from shardwright.planner.chain.model_chain import build_chain
-from shardwright.planner.memory.rank_memory import offloaded_bytes
-from shardwright.planner.search.degrees import best_of_meshes, best_plans, meshes
-from shardwright.planner.search.microbatch_counts import microbatch_counts
-from shardwright.planner.search.search import Candidates, make_plan
+from shardwright.planner.chain import Chain
+from shardwright.planner.degrees import best_of_meshes, best_plans, meshes
+from shardwright.planner.model_chain import build_chain
+from shardwright.planner.profiles import estimate_profile
+from shardwright.planner.rank_memory import offloaded_bytes
+from shardwright.planner.replay import overruled_settings, schedule_of, stage_costs_of
+from shardwright.planner.search import Candidates, make_plan
 
 __all__ = [
     "Candidates",

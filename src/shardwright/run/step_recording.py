@@ -11,7 +11,7 @@ from shardwright.observe.observer import Observer
 from shardwright.observe.recorded_steps import ChosenSteps, RankMemoryAfter, RecordedStep
 from shardwright.observe.timeline import MeasuredEvent, Row, measured_events
 from shardwright.planner import stage_costs_of
-from shardwright.planner.machines.fabric import Fabric
+from shardwright.planner.fabric import Fabric
 from shardwright.run.context import Context
 from shardwright.run.memory import memory_in_use
 from shardwright.schedule import Action, Edge, Schedule, Simulation, simulate

@@ -51,7 +51,7 @@ class Marked(nn.Module):
 def microbatches_alive(kind, num_microbatches):
     """The most microbatches with a living activation on this rank, and what the schedule says."""
     import shardwright.torch as sw
-    from shardwright.planner.memory.rank_memory import in_flight
+    from shardwright.planner.rank_memory import in_flight
     from shardwright.run.context import context
 
     sw.init({**QUIET, "pipeline": kind, "microbatches": num_microbatches})

@@ -65,7 +65,7 @@ def test_a_single_process_has_trials_too():
 def measured_and_planned(path):
     from shardwright.cli.asking.measuring_ranks import profile_of
     from shardwright.config import Config
-    from shardwright.planner.chain.profile_file import MeasuredProfile
+    from shardwright.planner.profiles import MeasuredProfile
     from shardwright.torch.on_this_machine.plan_here import measure_here
     from shardwright.torch.units.dry_run import plan_model
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import shardwright.torch as sw
 from shardwright.plan import TensorPrices
-from shardwright.planner.machines.fabric import Fabric
+from shardwright.planner.fabric import Fabric
 from shardwright.run.context import context
 from shardwright.testing import run_ranks
 from shardwright.torch.tensor_parallel.divide import settle_gradients

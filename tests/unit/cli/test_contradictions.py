@@ -5,7 +5,7 @@ from planned import planned
 
 from cli.calling import call
 from shardwright.cluster import Cluster, Device, Link
-from shardwright.planner.chain.profile_file import MeasuredProfile
+from shardwright.planner.profiles import MeasuredProfile
 
 LINK = Link(latency_s=1e-5, bandwidth_Bps=1e9)
 

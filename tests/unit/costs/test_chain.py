@@ -10,18 +10,23 @@ from hypothesis import strategies as st
 from shardwright.catalogue import Layer, LayerChain
 from shardwright.costs import (
     BF16,
+    KindOfRank,
     Options,
     Rates,
     Recompute,
     ScheduleKind,
     calibration_of,
-    chain_bytes,
-    chain_seconds,
+    chain_prices,
 )
 from shardwright.costs.chain import stage_ends
 
 RATES = Rates(flops_per_s=312e12, memory_Bps=1.5e12, link_Bps=300e9, network_Bps=50e9, per_node=8.0)
 REACHED = calibration_of("A100").efficiencies
+
+
+def prices(chain, options, rates=RATES):
+    kind = KindOfRank(ranks=1, rates=rates, reached=REACHED, memory_bytes=1e15)
+    return chain_prices(chain, options, [kind], rates, precision=BF16, width=2)
 
 
 def chain_of(*flops, parameters=1_000_000):
@@ -72,14 +77,12 @@ def test_columns_are_what_single_ways_are():
         "microbatches": np.array([8.0, 8, 8, 4, 16]),
         "recompute": np.array([0.0, 2, 0, 2, 0]),
     }
-    together = chain_seconds(chain, Options(**columns), RATES, REACHED, width=2)
-    memory = chain_bytes(chain, Options(**columns), precision=BF16, width=2)
+    together = prices(chain, Options(**columns), RATES).seconds
+    memory = prices(chain, Options(**columns)).num_bytes
     for number in range(5):
         one = Options(**{name: float(column[number]) for name, column in columns.items()})
-        assert chain_seconds(chain, one, RATES, REACHED, width=2).total == pytest.approx(
-            together.total[number]
-        )
-        alone = chain_bytes(chain, one, precision=BF16, width=2)
+        assert prices(chain, one, RATES).seconds.total == pytest.approx(together.total[number])
+        alone = prices(chain, one).num_bytes
         assert float(alone.total) == pytest.approx(memory.total[number])
 
 
@@ -98,12 +101,12 @@ def ways():
 @given(flops=st.lists(st.floats(1e6, 1e11), min_size=3, max_size=8), way=ways())
 def test_faster_machines_are_never_slower_and_parts_are_never_negative(flops, way):
     chain = chain_of(*flops)
-    step = chain_seconds(chain, way, RATES, REACHED, width=2)
+    step = prices(chain, way, RATES).seconds
     for name in step.__dataclass_fields__:
         assert float(getattr(step, name)) >= -1e-15, name
     for rate in ("flops_per_s", "memory_Bps", "link_Bps", "network_Bps"):
         faster = RATES.__class__(**{**_fields(RATES), rate: 2 * getattr(RATES, rate)})
-        assert chain_seconds(chain, way, faster, REACHED, width=2).total <= step.total * (1 + 1e-9)
+        assert prices(chain, way, faster).seconds.total <= step.total * (1 + 1e-9)
 
 
 @given(flops=st.lists(st.floats(1e6, 1e11), min_size=3, max_size=8), way=ways())
@@ -111,7 +114,7 @@ def test_recomputing_and_sharing_never_take_more_memory(flops, way):
     chain = chain_of(*flops)
 
     def needed(**changes):
-        found = chain_bytes(chain, Options(**{**_fields(way), **changes}), precision=BF16, width=2)
+        found = prices(chain, Options(**{**_fields(way), **changes})).num_bytes
         return float(found.activations), float(found.parameters + found.gradients + found.optimizer)
 
     kept, _ = needed(recompute=float(Recompute.NONE))

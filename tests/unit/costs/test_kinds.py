@@ -21,19 +21,17 @@ from shardwright.costs import (
     Shape,
     Sharded,
     calibration_of,
-    chain_bytes,
-    chain_seconds,
-    mixed_chain,
-    mixed_fit,
-    mixed_prices,
+    chain_prices,
     rank_bytes,
     step_seconds,
+    transformer_fit,
+    transformer_prices,
 )
 from shardwright.costs.block import block_seconds, head_seconds
 from shardwright.costs.kinds import stages_alike
 from shardwright.costs.memory import BF16, stage_bytes
-from shardwright.topology import Task, search
-from shardwright.topology.explain import reasons, sensitivities
+from shardwright.planner.ways import Task, search
+from shardwright.planner.ways.answers import reasons, sensitivities
 
 A100 = Rates(flops_per_s=312e12, memory_Bps=2e12, link_Bps=300e9, network_Bps=100e9, per_node=8.0)
 REACHED = calibration_of("A100", "megatron").efficiencies
@@ -55,7 +53,7 @@ def way(pipeline, data, **more):
 @pytest.mark.parametrize("placement", list(Placement))
 def test_two_kinds_that_are_alike_take_what_one_kind_takes(pipeline, placement):
     options = way(pipeline, 48 / pipeline, placement=placement, whole_layers=1)
-    found = mixed_prices(SHAPE, options, [kind(16), kind(32)], A100)
+    found = transformer_prices(SHAPE, options, [kind(16), kind(32)], A100)
     for part, alone in (
         (found.seconds, step_seconds(SHAPE, options, A100, REACHED)),
         (found.num_bytes, rank_bytes(SHAPE, options)),
@@ -87,7 +85,7 @@ def test_no_other_deal_of_blocks_is_faster(kinds, layers):
     there = [kind(8 * stages, times) for stages, times in kinds]
     pipeline = sum(stages for stages, _ in kinds)
     options = replace(way(pipeline, 8), microbatches=1e6)  # so that the end of a step does not count
-    found = mixed_prices(shape, options, there, A100).seconds
+    found = transformer_prices(shape, options, there, A100).seconds
     blocks = [
         float(block_seconds(shape, options, each.rates, REACHED).total)
         for each, (stages, _) in zip(there, kinds, strict=True)
@@ -114,10 +112,10 @@ def test_no_other_deal_of_blocks_is_faster(kinds, layers):
 def test_a_faster_kind_never_makes_a_step_slower(stages, rate, factor, times, which, sharded):
     kinds = [kind(16), kind(16 * stages, times)]
     options = way(1 + stages, 16, shard=16.0, sharded=int(sharded))
-    before = mixed_prices(SHAPE, options, kinds, A100).seconds.total
+    before = transformer_prices(SHAPE, options, kinds, A100).seconds.total
     faster = replace(kinds[which].rates, **{rate: getattr(kinds[which].rates, rate) * factor})
     kinds[which] = replace(kinds[which], rates=faster)
-    after = mixed_prices(SHAPE, options, kinds, A100).seconds.total
+    after = transformer_prices(SHAPE, options, kinds, A100).seconds.total
     # Blocks are dealt by their own seconds, whatever the end of a step takes then.
     assert after <= before * 1.01
 
@@ -129,11 +127,13 @@ def test_blocks_stay_within_memory_and_more_of_it_is_never_slower(small, times, 
     none = float(stage_bytes(SHAPE, way(2, 8), 0.0, last=False).total)
     limit = none + (one - none) * (3 + small)
     kinds = [kind(8, times, memory=limit), kind(8)]
-    found = mixed_prices(SHAPE, way(2, 8), kinds, A100)
+    found = transformer_prices(SHAPE, way(2, 8), kinds, A100)
     assert found.blocks[0, 0] <= 3 + small
     assert found.num_bytes.total <= found.limit
     assert found.blocks.sum() >= SHAPE.layers
-    larger = mixed_prices(SHAPE, way(2, 8), [replace(kinds[0], memory_bytes=limit * more), kinds[1]], A100)
+    larger = transformer_prices(
+        SHAPE, way(2, 8), [replace(kinds[0], memory_bytes=limit * more), kinds[1]], A100
+    )
     assert larger.seconds.total <= found.seconds.total * (1 + 1e-9)
 
 
@@ -144,21 +144,23 @@ def test_what_fits_is_told_without_the_seconds(first, second, whole, pipeline):
     none = float(stage_bytes(SHAPE, way(pipeline, 24 / pipeline), 0.0, last=False).total)
     kinds = [kind(12, memory=none + (one - none) * room) for room in (first, second)]
     options = way(pipeline, 24 / pipeline, whole_layers=whole)
-    found = mixed_prices(SHAPE, options, kinds, A100)
-    assert mixed_fit(SHAPE, options, kinds)[0] == (found.num_bytes.total <= found.limit[0])
+    found = transformer_prices(SHAPE, options, kinds, A100)
+    assert transformer_fit(SHAPE, options, kinds)[0] == (found.num_bytes.total <= found.limit[0])
 
 
 def test_what_fits_nowhere_is_told_with_its_limit():
     kinds = [kind(8, memory=2 * 2**30), kind(8, memory=3 * 2**30)]
-    found = mixed_prices(SHAPE, way(2, 8), kinds, A100)
+    found = transformer_prices(SHAPE, way(2, 8), kinds, A100)
     assert found.num_bytes.total > found.limit
     assert float(found.limit[0]) in (2 * 2**30, 3 * 2**30)
 
 
 def test_messages_between_kinds_are_slow_and_sums_inside_of_one_are_not():
     slow = replace(A100, network_Bps=1e9)
-    apart = mixed_prices(SHAPE, way(2, 16), [kind(16), kind(16)], slow).seconds
-    together = mixed_prices(SHAPE, way(2, 16, placement=Placement.DPT), [kind(16), kind(16)], slow).seconds
+    apart = transformer_prices(SHAPE, way(2, 16), [kind(16), kind(16)], slow).seconds
+    together = transformer_prices(
+        SHAPE, way(2, 16, placement=Placement.DPT), [kind(16), kind(16)], slow
+    ).seconds
     alone = step_seconds(SHAPE, way(2, 16), A100, REACHED)
     assert apart.all_reduce == pytest.approx(float(alone.all_reduce))
     assert apart.point_to_point > alone.point_to_point * 10
@@ -168,9 +170,9 @@ def test_messages_between_kinds_are_slow_and_sums_inside_of_one_are_not():
 def test_a_chain_on_two_kinds_that_are_alike_takes_what_it_takes_on_one():
     chain = convolutional_chain()
     options = way(4, 4)
-    found = mixed_chain(chain, options, [kind(8), kind(8)], A100, precision=BF16, width=2)
-    alone = chain_seconds(chain, options, A100, REACHED, width=2)
-    memory = chain_bytes(chain, options, precision=BF16, width=2)
+    found = chain_prices(chain, options, [kind(8), kind(8)], A100, precision=BF16, width=2)
+    alone = chain_prices(chain, options, [kind(8)], A100, precision=BF16, width=2).seconds
+    memory = chain_prices(chain, options, [kind(8)], A100, precision=BF16, width=2).num_bytes
     assert found.seconds.total == pytest.approx(float(alone.total))
     assert found.num_bytes.total == pytest.approx(float(memory.total))
 
@@ -179,8 +181,8 @@ def test_a_chain_gives_faster_nodes_more_layers():
     chain = convolutional_chain()
     kinds = [kind(8, 3.0), kind(8)]
     options = replace(way(2, 8), microbatch=128.0)
-    found = mixed_chain(chain, options, kinds, A100, precision=BF16, width=2)
-    slow = chain_seconds(chain, options, A100, REACHED, width=2)
+    found = chain_prices(chain, options, kinds, A100, precision=BF16, width=2)
+    slow = chain_prices(chain, options, [kind(8)], A100, precision=BF16, width=2).seconds
     assert found.blocks[0, 0] > found.blocks[1, 0]
     assert found.seconds.total < slow.total
 
@@ -224,8 +226,8 @@ def test_every_rank_has_a_block_for_each_of_its_stages(virtual, pipeline, layers
     shape = replace(SHAPE, layers=float(layers))
     options = way(2 * pipeline, 1, virtual=virtual, schedule=ScheduleKind.INTERLEAVED)
     kinds = [kind(pipeline), kind(pipeline, times, memory)]
-    if mixed_fit(shape, options, kinds)[0] and layers >= 2 * pipeline * virtual:
-        blocks = mixed_prices(shape, options, kinds, A100).blocks
+    if transformer_fit(shape, options, kinds)[0] and layers >= 2 * pipeline * virtual:
+        blocks = transformer_prices(shape, options, kinds, A100).blocks
         assert (blocks >= virtual).all()
 
 
@@ -233,7 +235,7 @@ def test_of_what_goes_to_the_host_the_rank_with_most_counts():
     # The first kind takes more blocks, and is further from its limit.
     kinds = [kind(8, 4.0), kind(8, 1.0, memory=20e9)]
     options = way(2, 8, offload=Offload.OPTIMIZER)
-    found = mixed_prices(SHAPE, options, kinds, A100)
+    found = transformer_prices(SHAPE, options, kinds, A100)
     most = found.blocks.max()
     own = stage_bytes(SHAPE, options, most, last=False)
     assert float(found.num_bytes.host) == pytest.approx(float(own.host))

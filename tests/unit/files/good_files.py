@@ -20,7 +20,7 @@ from shardwright.launch.distribution import read_distribution
 from shardwright.launch.ranks.smp_parameters import check_smp_parameters, read_smp_parameters
 from shardwright.observe.report import gather
 from shardwright.observe.summary import summarize
-from shardwright.planner.chain.profile_file import MeasuredProfile
+from shardwright.planner.profiles import MeasuredProfile
 from shardwright.profile import UnitCost
 
 __all__ = ["READERS", "Reader"]

@@ -7,7 +7,7 @@ from observe.plans import measured_as
 from shardwright.observe import MetricsLog, RunFolder, StepRecord, chrome_trace
 from shardwright.observe.recorded_steps import RankMemoryAfter, RecordedStep, StepsFile
 from shardwright.plan import Plan
-from shardwright.planner.explain.plan_replay import base_setting, play
+from shardwright.planner.replay import base_setting, play
 
 
 def run_folder(

@@ -24,7 +24,7 @@ from shardwright.observe.report.measured import MOST_LANES
 from shardwright.observe.run_record import RunRecord
 from shardwright.observe.summary import own_replicas
 from shardwright.plan import Plan
-from shardwright.planner.chain.batch_statistics import NOT_CUT_FURTHER
+from shardwright.planner.batches import NOT_CUT_FURTHER
 from shardwright.quantities import format_seconds
 
 

@@ -11,7 +11,7 @@ from shardwright.costs.calibration import ACTION_S
 from shardwright.mesh import Mesh
 from shardwright.plan import Plan
 from shardwright.planner import make_plan, overruled_settings, schedule_of, stage_costs_of
-from shardwright.planner.machines.fabric import Fabric
+from shardwright.planner.fabric import Fabric
 from shardwright.schedule import build_schedule, simulate
 
 GRAPH = chain_graph(4)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.planner.partition.blocks import nesting_of, on_boundaries
+from shardwright.planner.cuts import nesting_of, on_boundaries
 
 LABELS = (
     "embed",

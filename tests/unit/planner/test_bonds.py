@@ -6,9 +6,8 @@ import pytest
 from graphs import GraphBuilder, profile_of
 
 from shardwright.model_graph import ModelGraph, Together
-from shardwright.planner.chain.bonds import Bond
-from shardwright.planner.chain.chain import Chain
-from shardwright.planner.chain.model_chain import build_chain
+from shardwright.planner.chain import Bond, Chain
+from shardwright.planner.model_chain import build_chain
 
 PROFILE = profile_of()
 

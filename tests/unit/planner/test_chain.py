@@ -4,8 +4,8 @@ import pytest
 from graphs import GraphBuilder, chain_graph, profile_of
 
 from shardwright.errors import PlanError
-from shardwright.planner.chain.chain import Chain, Flow
-from shardwright.planner.chain.model_chain import build_chain
+from shardwright.planner.chain import Chain, Flow
+from shardwright.planner.model_chain import build_chain
 from shardwright.profile import Profile
 
 PROFILE = profile_of()

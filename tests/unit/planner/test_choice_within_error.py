@@ -10,9 +10,8 @@ from shardwright.config import Config
 from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan
-from shardwright.planner import Candidates, make_plan
-from shardwright.planner.search import search
-from shardwright.planner.search.ranking import error_of_comparison
+from shardwright.planner import Candidates, make_plan, search
+from shardwright.planner.reasons import error_of_comparison
 from shardwright.profile import UnitCost
 
 STAYS = "It is that of the last run: no other is faster by more than predictions err."

@@ -13,7 +13,7 @@ from shardwright.cluster import Cluster, Device, Link
 from shardwright.config import Config
 from shardwright.errors import PlanError
 from shardwright.planner import best_of_meshes, estimate_profile, meshes
-from shardwright.planner.chain.profile_file import MeasuredProfile
+from shardwright.planner.profiles import MeasuredProfile
 from shardwright.torch.units.dry_run import OfflinePlanner, with_data
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from shardwright.config import Config
 from shardwright.errors import InfeasiblePlanError, PlanError
-from shardwright.planner.search.cut_sequences import with_or_without_sequences
+from shardwright.planner.degrees import with_or_without_sequences
 
 
 class FakePlan(SimpleNamespace):

@@ -5,10 +5,10 @@ from graphs import chain_graph, profile_of
 
 from planner.machines import machines
 from shardwright.mesh import Mesh
-from shardwright.planner.chain.model_chain import build_chain
-from shardwright.planner.machines.fabric import Fabric, ReplicaSeconds
-from shardwright.planner.memory.sharing import Sharing
-from shardwright.planner.partition.layout import Layout
+from shardwright.planner.fabric import Fabric, ReplicaSeconds
+from shardwright.planner.layout import Layout
+from shardwright.planner.model_chain import build_chain
+from shardwright.planner.sharing import Sharing
 
 
 def layout(cuts: tuple[int, ...], ranks: tuple[int, ...], *, tied: bool) -> Layout:

@@ -6,7 +6,7 @@ import pytest
 from planned import planned
 
 from shardwright.errors import InfeasiblePlanError, PlanError
-from shardwright.planner.search.funnel import plan_survivors
+from shardwright.planner.degrees import plan_survivors
 
 
 def sieve(expected, actual, **options):

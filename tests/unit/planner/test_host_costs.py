@@ -13,7 +13,7 @@ from shardwright.mesh import Mesh
 from shardwright.observe.plan_text import title_of
 from shardwright.plan import Plan
 from shardwright.planner import Candidates, best_of_meshes, make_plan
-from shardwright.planner.explain.waterfall import break_down
+from shardwright.planner.waterfall import break_down
 
 DEAR = HostCosts(step_s=5e-3, action_s=1e-3, unit_s=1e-4, operation_s=5e-5)
 CHEAP = HostCosts(step_s=1e-3, action_s=1e-4)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from planner.test_layout import lay_out, recompute_profile
 from shardwright.cluster import Link
 from shardwright.costs.calibration import OFFLOADED_CALL_S
-from shardwright.planner.memory.keeping import KeepingPolicy, choose_keeping
-from shardwright.planner.memory.rank_memory import rank_memory
-from shardwright.planner.partition.layout import Layout
+from shardwright.planner.keeping import KeepingPolicy, choose_keeping
+from shardwright.planner.layout import Layout
+from shardwright.planner.rank_memory import rank_memory
 from shardwright.profile import Profile, UnitCost
 
 Way = tuple[bool, bool]  # recomputed, offloaded

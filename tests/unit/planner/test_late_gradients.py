@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from planner.test_layout import lay_out
 from shardwright.plan import MemoryPrediction
-from shardwright.planner.chain.chain import StateBytes
-from shardwright.planner.memory.keeping import KeepingPolicy, choose_keeping
-from shardwright.planner.memory.rank_memory import (
+from shardwright.planner.chain import StateBytes
+from shardwright.planner.keeping import KeepingPolicy, choose_keeping
+from shardwright.planner.layout import Layout
+from shardwright.planner.rank_memory import (
     Above,
     above_at_most,
     in_flight,
     rank_memory,
     scheduled_above,
 )
-from shardwright.planner.partition.layout import Layout
 from shardwright.profile import Profile, UnitCost
 from shardwright.schedule import Action, Kind, Schedule, build_schedule, simulate
 

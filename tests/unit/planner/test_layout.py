@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from planner.test_tables import PROFILE, graphs
 from shardwright.model_graph import ModelGraph
-from shardwright.planner.chain.model_chain import build_chain
-from shardwright.planner.memory.keeping import KeepingPolicy, choose_keeping
-from shardwright.planner.memory.rank_memory import (
+from shardwright.planner.keeping import KeepingPolicy, choose_keeping
+from shardwright.planner.layout import Layout
+from shardwright.planner.model_chain import build_chain
+from shardwright.planner.rank_memory import (
     Above,
     in_flight,
     messages,
@@ -20,7 +21,6 @@ from shardwright.planner.memory.rank_memory import (
     scheduled_above,
     work_bytes,
 )
-from shardwright.planner.partition.layout import Layout
 from shardwright.profile import Profile, UnitCost
 from shardwright.schedule import Action, Edge, Kind, Schedule, build_schedule
 

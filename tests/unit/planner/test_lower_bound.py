@@ -15,9 +15,9 @@ from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan
 from shardwright.planner import build_chain, make_plan
-from shardwright.planner.machines.fabric import Fabric
-from shardwright.planner.search.draft import Draft, make_draft
-from shardwright.planner.search.workload import Demands, Workload
+from shardwright.planner.draft import Draft, make_draft
+from shardwright.planner.fabric import Fabric
+from shardwright.planner.workload import Demands, Workload
 from shardwright.profile import Profile
 from shardwright.schedule import KINDS, place_stages
 

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from planner.machines import machines
 from shardwright.mesh import Mesh
-from shardwright.planner.chain.model_chain import build_chain
-from shardwright.planner.machines.fabric import Fabric
-from shardwright.planner.machines.overlap import Moment, exposed_after, exposed_before, moments_of
-from shardwright.planner.partition.layout import Layout
+from shardwright.planner.fabric import Fabric, Moment, exposed_after, exposed_before, moments_of
+from shardwright.planner.layout import Layout
+from shardwright.planner.model_chain import build_chain
 
 MIB = 2**20
 

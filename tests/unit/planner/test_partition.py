@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from shardwright.cluster import Link
 from shardwright.costs.chain import split
 from shardwright.errors import PlanError
-from shardwright.planner.chain.model_chain import build_chain
-from shardwright.planner.partition.cuts import improve, manual_stages
-from shardwright.planner.partition.objective import build_objective
-from shardwright.planner.partition.tables import Floats, build_tables
+from shardwright.planner.cuts import improve, manual_stages
+from shardwright.planner.model_chain import build_chain
+from shardwright.planner.objective import Floats, build_objective, build_tables
 
 
 def additive(costs: list[float]) -> Floats:

@@ -9,10 +9,8 @@ from planner.test_search import plan as make
 from shardwright.errors import PlanError
 from shardwright.plan import Plan
 from shardwright.plan.prediction import LinkConditions
-from shardwright.planner.explain.memory_over_time import memory_over_time
-from shardwright.planner.explain.plan_replay import Change, base_setting, change_setting, play
-from shardwright.planner.explain.sensitivity import sensitivities
-from shardwright.planner.explain.waterfall import break_down
+from shardwright.planner.replay import Change, base_setting, change_setting, play, sensitivities
+from shardwright.planner.waterfall import break_down, memory_over_time
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

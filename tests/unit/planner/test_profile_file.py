@@ -8,7 +8,7 @@ import pytest
 from shardwright.cluster import Cluster, Device, HostCosts, Link
 from shardwright.errors import ConfigError
 from shardwright.plan import CostRecord
-from shardwright.planner.chain.profile_file import MeasuredProfile, _Cost
+from shardwright.planner.profiles import MeasuredProfile, _Cost
 from shardwright.profile import Cost, UnitCost
 
 

@@ -18,13 +18,13 @@ from shardwright.plan import Plan
 from shardwright.planner import (
     Candidates,
     build_chain,
+    draft,
     make_plan,
     microbatch_counts,
 )
-from shardwright.planner.machines.fabric import Fabric
-from shardwright.planner.search import draft
-from shardwright.planner.search.draft import make_draft
-from shardwright.planner.search.workload import Demands, Workload
+from shardwright.planner.draft import make_draft
+from shardwright.planner.fabric import Fabric
+from shardwright.planner.workload import Demands, Workload
 from shardwright.schedule import Schedule, Simulation, simulate
 
 BLOCKS = 6

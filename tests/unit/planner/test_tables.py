@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.model_graph import ModelGraph
-from shardwright.planner.chain.chain import Chain
-from shardwright.planner.chain.model_chain import build_chain
-from shardwright.planner.partition.tables import build_tables
+from shardwright.planner.chain import Chain
+from shardwright.planner.model_chain import build_chain
+from shardwright.planner.objective import build_tables
 
 CLASSES = {"x": (1.0, 2.0), "y": (0.25, 0.75), "z": (3.0, 4.0)}
 PROFILE = profile_of(CLASSES)

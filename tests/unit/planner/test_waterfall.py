@@ -6,7 +6,7 @@ from planned import planned, plans
 
 from shardwright.errors import PlanError
 from shardwright.plan import Plan
-from shardwright.planner.explain.waterfall import Waterfall, break_down
+from shardwright.planner.waterfall import Waterfall, break_down
 
 
 def by_name(found: Waterfall) -> dict[str, float]:

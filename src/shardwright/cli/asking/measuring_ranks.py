@@ -14,7 +14,7 @@ from shardwright.config import Config
 from shardwright.errors import ShardwrightError
 from shardwright.exit_codes import exit_code_of
 from shardwright.plan import identity
-from shardwright.planner.chain.profile_file import MeasuredProfile
+from shardwright.planner.profiles import MeasuredProfile
 from shardwright.torch.measuring.measured_model import MeasuredModel
 from shardwright.torch.on_this_machine.plan_here import Training, measure_here, plan_here
 

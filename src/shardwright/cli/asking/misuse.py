@@ -155,7 +155,7 @@ def _by_another_way(typed: str, options: Sequence[str]) -> str | None:
         if name in Config.model_fields:
             return f"--set {name}=VALUE, for it is a setting."
     if "--pin" in options:
-        from shardwright.topology.pins import parse_pins, values_of
+        from shardwright.planner.ways.space import parse_pins, values_of
 
         name = typed.lstrip("-").replace("-", "_")
         try:

@@ -132,7 +132,7 @@ def _traced(factory: str, build_on: str, *, on_accelerators: bool) -> "tuple[Sam
 
     from shardwright.cli.asking.factory import advice_on_meta, build
     from shardwright.observe.console import Console
-    from shardwright.planner.chain.layers import chain_of
+    from shardwright.planner.model_chain import chain_of
     from shardwright.torch.units.dry_run import graph_of
     from shardwright.torch.units.on_accelerators import OnAccelerators
 

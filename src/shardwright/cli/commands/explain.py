@@ -18,7 +18,7 @@ from shardwright.observe.explanation import explanation_document, format_explana
 from shardwright.observe.report.data import gather
 from shardwright.observe.timeline import MeasuredEvent, chrome_trace
 from shardwright.plan import Plan
-from shardwright.planner.explain.plan_replay import Change, Replay, base_setting, change_setting, play
+from shardwright.planner.replay import Change, Replay, base_setting, change_setting, play
 from shardwright.quantities import format_bytes, format_seconds
 from shardwright.text_table import align
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from shardwright.cluster import Cluster
     from shardwright.config import Config
     from shardwright.plan import Plan
-    from shardwright.planner.chain.profile_file import MeasuredProfile
+    from shardwright.planner.profiles import MeasuredProfile
 
 __all__ = ["plan"]
 
@@ -119,7 +119,7 @@ def plan(
     """
     # Here, because they import pydantic: --help answers before.
     from shardwright.config import Config
-    from shardwright.planner.chain.profile_file import MeasuredProfile
+    from shardwright.planner.profiles import MeasuredProfile
 
     dtype = None if dtype is None else full_name(dtype)
     resolved = _with_dtype(Config.merge(read_settings(config), parse_settings(settings or ())), dtype)

@@ -23,7 +23,7 @@ from shardwright.cli.asking.settings import ConfigFile, Settings, parse_settings
 from shardwright.cluster import Link
 from shardwright.config import Config
 from shardwright.limits import MOST_RANKS_OF_HOST
-from shardwright.planner.chain.profile_file import MeasuredProfile
+from shardwright.planner.profiles import MeasuredProfile
 from shardwright.quantities import counted, format_bandwidth, format_bytes, format_flops, format_seconds
 from shardwright.text_table import align
 

@@ -24,7 +24,7 @@ from shardwright.text_table import align
 if TYPE_CHECKING:
     from shardwright.cli.asking.factory import Sample
     from shardwright.plan import Plan
-    from shardwright.topology import Answer, Task, Way
+    from shardwright.planner.ways import Answer, Task, Way
 
 __all__ = ["search"]
 
@@ -113,8 +113,8 @@ def search(
         raise UsageError(f"--days is {days:g}, but it must be more than 0, and at most {_MOST_DAYS:g}.")
     # Here, because they import numpy: --help answers before.
     from shardwright.cluster import find_machines
-    from shardwright.topology import Task
-    from shardwright.topology.pins import parse_pins
+    from shardwright.planner.ways import Task
+    from shardwright.planner.ways.space import parse_pins
 
     found = find_machines(machines)
     sample, priced = model_of(model, build_on, on_accelerators=not any(kind.cores for kind, _ in found.nodes))
@@ -171,8 +171,8 @@ def _answers(task: "Task", objective: str) -> "tuple[Answer, Way | None]":
 
     Where nothing fits that runs, the best of all is the answer.
     """
-    from shardwright.topology import largest_batch
-    from shardwright.topology import search as search_all
+    from shardwright.planner.ways import largest_batch
+    from shardwright.planner.ways import search as search_all
 
     def found(task: "Task") -> "Answer":
         if objective == "batch":
@@ -194,7 +194,7 @@ def _plan_of(answer: "Answer", sample: "Sample") -> "Plan":
     from shardwright.config import Config
     from shardwright.costs.run_cluster import cluster_of
     from shardwright.observe.console import Console
-    from shardwright.topology.plans import best_plan
+    from shardwright.planner.ways.answers import best_plan
     from shardwright.torch.units.dry_run import plan_model, with_samples
 
     task = answer.task
@@ -218,7 +218,7 @@ def _plan_of(answer: "Answer", sample: "Sample") -> "Plan":
 
 def _text(answer: "Answer", ideal: "Way | None") -> str:
     from shardwright.cli.showing.ways_table import ways_table
-    from shardwright.topology.explain import ideal_text, not_run_text, reasons
+    from shardwright.planner.ways.answers import ideal_text, not_run_text, reasons
 
     task, best = answer.task, answer.best
     size = f"{format_parameters(task.model.num_parameters)} parameters"
@@ -251,7 +251,7 @@ def _text(answer: "Answer", ideal: "Way | None") -> str:
 
 
 def _tell_why_not(task: "Task", *, as_json: bool) -> None:
-    from shardwright.topology.explain import why_not
+    from shardwright.planner.ways.answers import why_not
 
     found = why_not(task, dict(task.pins))
     if as_json:
@@ -262,7 +262,7 @@ def _tell_why_not(task: "Task", *, as_json: bool) -> None:
 
 
 def _tell_what_if(task: "Task", words: Sequence[str], *, as_json: bool) -> None:
-    from shardwright.topology import search as search_all
+    from shardwright.planner.ways import search as search_all
 
     now, then = (search_all(each).best for each in (task, _changed(task, words)))
     ratio = then.tokens_per_s / now.tokens_per_s
@@ -310,7 +310,7 @@ def _changed(task: "Task", words: Sequence[str]) -> "Task":
 
 
 def _tell_how_many(task: "Task", tokens: float, days: float | None, *, as_json: bool) -> None:
-    from shardwright.topology.cheapest import cheapest, offers
+    from shardwright.planner.ways.answers import cheapest, offers
 
     deadline_s = None if days is None else days * _DAY_S
     found = offers(task, tokens=tokens, deadline_s=deadline_s)

@@ -9,7 +9,7 @@ from shardwright.quantities import format_bytes, format_seconds
 from shardwright.text_table import align
 
 if TYPE_CHECKING:
-    from shardwright.topology import Task, Way
+    from shardwright.planner.ways import Task, Way
 
 __all__ = ["ways_table"]
 

@@ -32,9 +32,8 @@ from shardwright.observe.report.parts import Compared, StepPart, predicted_facto
 from shardwright.observe.report.verdict import Verdict, judge, typical_step_s
 from shardwright.observe.run_folder import RunFolder
 from shardwright.plan import MemoryPrediction, Plan
-from shardwright.planner.explain.memory_over_time import RankMemory, memory_over_time
-from shardwright.planner.explain.plan_replay import Replay, base_setting, play
-from shardwright.planner.explain.waterfall import Waterfall, break_down
+from shardwright.planner.replay import Replay, base_setting, play
+from shardwright.planner.waterfall import RankMemory, Waterfall, break_down, memory_over_time
 from shardwright.printable import printable
 
 

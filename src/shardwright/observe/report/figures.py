@@ -19,7 +19,7 @@ from shardwright.observe.report.measured import WORK, MeasuredTimeline, Span, St
 from shardwright.observe.report.parts import Compared
 from shardwright.observe.report.verdict import typical_step_s
 from shardwright.plan import MemoryPrediction, Plan
-from shardwright.planner.explain.plan_replay import Replay
+from shardwright.planner.replay import Replay
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from typing import Any, Literal, Protocol
 
 from shardwright.observe.report.measured import WORK, MeasuredTimeline, Span, scaled, simulated_spans
 from shardwright.plan import Plan
-from shardwright.planner.explain.plan_replay import Replay
-from shardwright.planner.explain.waterfall import Part, Waterfall
+from shardwright.planner.replay import Replay
+from shardwright.planner.waterfall import Part, Waterfall
 
 
 class Beside(Protocol):

@@ -27,10 +27,10 @@ from shardwright.planner import (
     make_plan,
     microbatch_counts,
 )
-from shardwright.planner.chain.division import Division
-from shardwright.planner.machines.fabric import Fabric
-from shardwright.planner.search.closed_forms import expected_in_turn, expected_seconds
-from shardwright.planner.search.cut_sequences import with_or_without_sequences
+from shardwright.planner.closed_forms import expected_in_turn, expected_seconds
+from shardwright.planner.degrees import with_or_without_sequences
+from shardwright.planner.division import Division
+from shardwright.planner.fabric import Fabric
 from shardwright.profile import Profile, UnitCost
 from shardwright.run.context import context
 from shardwright.run.machine import present_cluster

@@ -32,9 +32,9 @@ from shardwright.planner import (
     make_plan,
     microbatch_counts,
 )
-from shardwright.planner.chain.division import Division
-from shardwright.planner.machines.fabric import Fabric
-from shardwright.planner.search.cut_sequences import with_or_without_sequences
+from shardwright.planner.degrees import with_or_without_sequences
+from shardwright.planner.division import Division
+from shardwright.planner.fabric import Fabric
 from shardwright.profile import Profile
 from shardwright.run.context import Context
 from shardwright.run.cores import OwnCores

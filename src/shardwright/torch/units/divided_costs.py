@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shardwright.placement import BetweenUnits, Cut
-from shardwright.planner.chain.division import DividedUnit, Passage
+from shardwright.planner.division import DividedUnit, Passage
 from shardwright.torch.tensor_parallel.group import Prices
 from shardwright.torch.tensor_parallel.search import (
     CutTensor,

@@ -22,11 +22,11 @@ from shardwright.planner import (
     meshes,
     microbatch_counts,
 )
-from shardwright.planner.chain.division import Division
-from shardwright.planner.chain.profile_file import MeasuredProfile
-from shardwright.planner.machines.fabric import Fabric
-from shardwright.planner.search.closed_forms import expected_in_turn, expected_seconds
-from shardwright.planner.search.cut_sequences import with_or_without_sequences
+from shardwright.planner.closed_forms import expected_in_turn, expected_seconds
+from shardwright.planner.degrees import with_or_without_sequences
+from shardwright.planner.division import Division
+from shardwright.planner.fabric import Fabric
+from shardwright.planner.profiles import MeasuredProfile
 from shardwright.profile import Profile
 from shardwright.quantities import format_bytes
 from shardwright.torch.batch.batch import Arguments, Batch

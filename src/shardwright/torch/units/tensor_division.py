@@ -22,7 +22,7 @@ from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.placement import WHOLE, BetweenUnits, Cut, Placement
 from shardwright.plan import TensorPrices
-from shardwright.planner.chain.division import DividedUnit, Division
+from shardwright.planner.division import DividedUnit, Division
 from shardwright.torch.tensor_parallel.experts import cuts_of_experts, reasons_to_stay, run_own_experts
 from shardwright.torch.tensor_parallel.group import Prices
 from shardwright.torch.tensor_parallel.pinned import pinned_placements

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwright.costs.calibration import DIVIDED_OPERATION_S
 from shardwright.placement import BetweenUnits, Cut
 from shardwright.plan import TensorPrices
-from shardwright.planner.chain.division import Passage
+from shardwright.planner.division import Passage
 from shardwright.torch.measuring import part_timer
 from shardwright.torch.measuring.part_timer import TimesParts
 from shardwright.torch.pytorch.tree import flatten

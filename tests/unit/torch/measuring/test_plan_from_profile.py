@@ -9,7 +9,7 @@ from torch import nn
 from shardwright.cluster import Cluster, Device, Link
 from shardwright.config import Config
 from shardwright.errors import StalePlanError
-from shardwright.planner.chain.profile_file import MeasuredProfile
+from shardwright.planner.profiles import MeasuredProfile
 from shardwright.torch.units.dry_run import plan_model, trace_model
 
 CLUSTER = Cluster(

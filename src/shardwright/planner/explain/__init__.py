@@ -1,1 +1,0 @@
-"""Explains a finished plan from its file: its replay, the parts of its step, what would help."""

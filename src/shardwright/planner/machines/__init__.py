@@ -1,1 +1,0 @@
-"""The machines as a pipeline sees them: links, sums over replicas."""

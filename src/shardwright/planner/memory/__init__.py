@@ -1,1 +1,0 @@
-"""The memory of ranks: at its peak, with sharded states, with recomputation."""

@@ -1,0 +1,400 @@
+"""Sums over all intervals of a chain at once, as numpy tables.
+
+``table[i, j]`` belongs to the stage with atoms i, i+1, ..., j-1; entries with j <= i mean nothing. Additive
+costs need only prefix sums. Costs that count distinct things (a value read by two units of a stage is
+received once) are written as rectangles and integrated once::
+
+            j                 a value made by atom a and read by atoms c and d
+        i ┌───────────────    is received by stage (i, j] if
+     a+1  │    ┌──────────      a < i <= c < j     its first reader in the stage is c
+     ...  │    │ c < j        or c < i <= d < j    its first reader in the stage is d
+      c   │    └──────────
+
+The objective of a split: time, memory, or a weighted mix of both.
+
+For speed, the cost of a stage is its time: compute, exposed transfers, and the recomputation without which it
+would not fit. Memory is a limit. With a memory weight w, the cost mixes the stage's shares of the whole
+model's time and memory, under the same limit::
+
+    (1 - w) * time / time(model) + w * memory / memory(model)
+
+Here the recomputed part is a fraction, the smallest that fits, and so is the offloaded part; the cheaper of
+the two counts. `choose_keeping` chooses whole units.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.cluster import Link
+from shardwright.planner.chain import Chain
+
+__all__ = ["Objective", "OffloadPolicy", "RecomputePolicy", "Tables", "build_objective", "build_tables"]
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tables:
+    """Costs of every possible stage of a chain, for one microbatch.
+
+    Attributes:
+        num_atoms: n; each table has n + 1 rows and columns.
+        compute_s: seconds of the forward and the backward, recomputation not counted.
+        recompute_s: seconds of recomputing all its calls.
+        saved_bytes: bytes kept for the backward, with the values that it sends: backward starts from them.
+        recomputable_bytes: the part of them that recomputation sets free.
+        leaving_bytes: the part of them that units can offload.
+        window_bytes: what the unit that offloads most keeps.
+        work_bytes: temporary memory of its largest unit.
+        recomputed_bytes: memory that its largest unit needs while it is recomputed.
+        parameter_bytes: its parameters and buffers, each once.
+        gradient_bytes: gradients of the trained ones.
+        optimized_bytes: those that an optimizer keeps state for.
+        send_bytes: values that it sends, each once however many stages read it.
+        receive_gradient_bytes: gradients of what it sent.
+        send_gradient_bytes: gradients of what it received.
+    """
+
+    num_atoms: int
+    compute_s: Floats
+    recompute_s: Floats
+    saved_bytes: Floats
+    recomputable_bytes: Floats
+    leaving_bytes: Floats
+    window_bytes: Floats
+    work_bytes: Floats
+    recomputed_bytes: Floats
+    parameter_bytes: Floats
+    gradient_bytes: Floats
+    optimized_bytes: Floats
+    receive_bytes: Floats
+    send_bytes: Floats
+    receive_gradient_bytes: Floats
+    send_gradient_bytes: Floats
+
+
+def build_tables(chain: Chain) -> Tables:
+    """The tables of a chain; for 1000 atoms about a quarter of a second."""
+    n = chain.num_atoms
+    starts = np.asarray(chain.starts)
+    atom = chain.atom_of_call
+
+    def sums(per_call: Floats) -> Floats:
+        prefix = np.concatenate(([0.0], np.cumsum(per_call)))[starts]
+        table: Floats = np.subtract.outer(-prefix, -prefix)
+        return table
+
+    recomputable = chain.column("saved_bytes") - chain.column("kept_bytes")
+    parameters = []
+    for use in chain.parameters:
+        atoms = _atoms(atom, use.calls)
+        parameters.append(([-1, *atoms], use.state(may_be_shared=len(atoms) == 1)))
+    sources = [int(atom[flow.source]) for flow in chain.flows]
+    forward = [
+        ([source, *_atoms(atom, flow.targets, after=source)], float(flow.num_bytes))
+        for source, flow in zip(sources, chain.flows, strict=True)
+    ]
+    gradients = [
+        ([source, *_atoms(atom, flow.gradient_targets, after=source)], float(flow.gradient_bytes))
+        for source, flow in zip(sources, chain.flows, strict=True)
+    ]
+    sent_with_gradient = _leaving(n, gradients)
+    return Tables(
+        num_atoms=n,
+        compute_s=sums(chain.column("forward_s")) + sums(chain.column("backward_s")),
+        recompute_s=sums(chain.column("recompute_s")),
+        saved_bytes=sums(chain.column("saved_bytes") + chain.column("glue_bytes")) + sent_with_gradient,
+        recomputable_bytes=sums(recomputable),
+        leaving_bytes=sums(chain.column("saved_bytes")),
+        window_bytes=_maxima(chain.column("saved_bytes"), starts),
+        work_bytes=_maxima(chain.column("work_bytes"), starts),
+        recomputed_bytes=_maxima(recomputable + chain.column("work_bytes"), starts),
+        parameter_bytes=_entering(n, [(at, float(state.parameters)) for at, state in parameters])
+        + np.minimum(
+            _entering(n, [(at, float(state.gathered)) for at, state in parameters]), chain.most_gathered
+        ),
+        gradient_bytes=_entering(n, [(at, float(state.gradients)) for at, state in parameters]),
+        optimized_bytes=_entering(n, [(at, float(state.optimized)) for at, state in parameters]),
+        receive_bytes=_entering(n, forward),
+        send_bytes=_leaving(n, forward),
+        receive_gradient_bytes=sent_with_gradient,
+        send_gradient_bytes=_entering(n, gradients),
+    )
+
+
+def _atoms(atom: NDArray[np.int64], calls: Sequence[int], after: int = -1) -> list[int]:
+    return [a for a in dict.fromkeys(int(atom[call]) for call in calls) if a > after]
+
+
+def _entering(n: int, rows: Sequence[tuple[list[int], float]]) -> Floats:
+    """For each interval, the bytes of what is made before it and read inside."""
+    corners: list[tuple[int, int, float]] = []
+    for at, size in rows:
+        for before, reader in pairwise(at):
+            corners += [(before + 1, reader + 1, size), (reader + 1, reader + 1, -size)]
+    return _integrate(n, corners)
+
+
+def _leaving(n: int, rows: Sequence[tuple[list[int], float]]) -> Floats:
+    """For each interval, the bytes of what is made inside and read after it."""
+    corners: list[tuple[int, int, float]] = []
+    for at, size in rows:
+        source, last = at[0], at[-1]
+        if last > source:
+            corners += [(0, source + 1, size), (source + 1, source + 1, -size)]
+            corners += [(0, last + 1, -size), (source + 1, last + 1, size)]
+    return _integrate(n, corners)
+
+
+def _integrate(n: int, corners: Sequence[tuple[int, int, float]]) -> Floats:
+    table = np.zeros((n + 2, n + 2))
+    if corners:
+        rows, columns, sizes = (np.array(column) for column in zip(*corners, strict=True))
+        np.add.at(table, (rows.astype(np.int64), columns.astype(np.int64)), sizes)
+        np.cumsum(table, axis=0, out=table)
+        np.cumsum(table, axis=1, out=table)
+    return table[: n + 1, : n + 1]
+
+
+def _maxima(per_call: Floats, starts: NDArray[np.int64]) -> Floats:
+    per_atom = np.maximum.reduceat(per_call, starts[:-1])
+    n = len(per_atom)
+    table = np.zeros((n + 1, n + 1))
+    table[:n, 1:] = np.triu(np.broadcast_to(per_atom, (n, n)))
+    np.maximum.accumulate(table, axis=1, out=table)
+    return table
+
+
+RecomputePolicy = Literal["auto", "none", "full"]
+OffloadPolicy = bool | Literal["auto"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Objective:
+    """Costs of stages; made by `build_objective`.
+
+    Attributes:
+        tables: sums over all intervals of the chain.
+        seconds: compute and exposed transfers of every interval, without recomputation for memory.
+        state_bytes: parameters, gradients and optimizer state of every interval.
+        memory_weight: share of memory in the cost, 0 to 1.
+        limit_bytes: memory of one rank; 0 means no limit.
+        recompute: whether units are recomputed where memory requires it, never, or all.
+        offload: whether units are offloaded where memory requires it, never, or all.
+        horizon: units ahead of their backward that come back.
+        host: the way to where they are offloaded to; None where copies take no time.
+    """
+
+    tables: Tables
+    seconds: Floats
+    state_bytes: Floats
+    memory_weight: float
+    limit_bytes: int
+    recompute: RecomputePolicy
+    offload: OffloadPolicy = False
+    horizon: int = 1
+    host: Link | None = None
+    _cache: dict[tuple[int, float], Floats] = field(default_factory=dict, init=False, repr=False)
+
+    def cost(self, in_flight: int, slowness: float = 1.0) -> Floats:
+        """Cost of every interval as a stage; infinite: impossible."""
+        if (in_flight, slowness) not in self._cache:
+            tables = self.tables
+            saved = in_flight * tables.saved_bytes
+            again, overflow = self._relax(
+                state=self.state_bytes,
+                saved=saved,
+                freeable=in_flight * tables.recomputable_bytes,
+                leaving=in_flight * tables.leaving_bytes,
+                window=tables.window_bytes,
+                compute_s=tables.compute_s,
+                flying=in_flight,
+                work=tables.work_bytes,
+                recomputed=tables.recomputed_bytes,
+                again_s=tables.recompute_s,
+            )
+            cost = self._mix((self.seconds + again) * slowness, self.state_bytes + saved)
+            possible = np.triu(overflow <= 0, 1)
+            self._cache[in_flight, slowness] = np.where(possible, cost, np.inf)
+        return self._cache[in_flight, slowness]
+
+    def rank_key(
+        self,
+        cuts: Sequence[int],
+        *,
+        ranks: Sequence[int],
+        in_flight: Sequence[int],
+        slowness: Sequence[float] = (),
+    ) -> tuple[float, float, float, float]:
+        """The key of a split: bytes missing on the worst rank, on all; dearest rank, dearest stage."""
+        at, owner = np.asarray(cuts), np.asarray(ranks)
+        pick = (at[:-1], at[1:])
+        sums = self._rank_sums(pick, owner, np.asarray(in_flight))
+        again, overflow = self._relax(**sums)
+        times = np.asarray(slowness) if slowness else np.ones(len(again))
+        seconds = self.seconds[pick] * times[owner]
+        cost = self._mix(np.bincount(owner, seconds) + again * times, sums["state"] + sums["saved"])
+        return float(overflow.max()), float(overflow.sum()), float(cost.max()), float(seconds.max())
+
+    def fits(self, cuts: Sequence[int], *, ranks: Sequence[int], in_flight: Sequence[int]) -> bool:
+        """Whether every rank has enough memory without any recomputation but what is asked for."""
+        at = np.asarray(cuts)
+        sums = self._rank_sums((at[:-1], at[1:]), np.asarray(ranks), np.asarray(in_flight))
+        again, overflow = self._relax(**sums)
+        return not again.any() and not overflow.any()
+
+    def _rank_sums(
+        self, pick: tuple[NDArray[np.int64], NDArray[np.int64]], owner: NDArray[np.int64], flying: Any
+    ) -> dict[str, Floats]:
+        """The arguments of `_relax` for each rank."""
+        tables = self.tables
+
+        def total(values: Floats) -> Floats:
+            return np.bincount(owner, values).astype(np.float64)
+
+        def largest(values: Floats) -> Floats:
+            found = np.zeros(int(owner.max()) + 1)
+            np.maximum.at(found, owner, values)
+            return found
+
+        return {
+            "state": total(self.state_bytes[pick]),
+            "saved": total(flying * tables.saved_bytes[pick]),
+            "freeable": total(flying * tables.recomputable_bytes[pick]),
+            "leaving": total(flying * tables.leaving_bytes[pick]),
+            "window": largest(tables.window_bytes[pick]),
+            "compute_s": total(tables.compute_s[pick]),
+            "flying": np.maximum(largest(np.asarray(flying, dtype=np.float64)), 1.0),
+            "work": largest(tables.work_bytes[pick]),
+            "recomputed": largest(tables.recomputed_bytes[pick]),
+            "again_s": total(tables.recompute_s[pick]),
+        }
+
+    def _relax(
+        self,
+        *,
+        state: Floats,
+        saved: Floats,
+        freeable: Floats,
+        leaving: Floats,
+        window: Floats,
+        compute_s: Floats,
+        flying: Any,
+        work: Floats,
+        recomputed: Floats,
+        again_s: Floats,
+    ) -> tuple[Floats, Floats]:
+        """Seconds of recomputation or offload that make it fit, and the bytes that are missing even then."""
+        again = self._recomputed(
+            state=state, saved=saved, freeable=freeable, work=work, recomputed=recomputed, again_s=again_s
+        )
+        if self.offload is False or not (self.limit_bytes or self.offload is True):
+            return again
+        full = self.recompute == "full"
+        if full:  # their inputs leave
+            leaving, saved, work = leaving - freeable, saved - freeable, recomputed
+            window = np.minimum(window, leaving)
+        several = 2 * self.horizon + 1
+        around = np.minimum(several * window, leaving)
+        limit = self.limit_bytes or np.inf
+        missing = state + saved + work - limit
+        to_free = np.full_like(state, np.inf) if self.offload is True else missing + around
+        moved = np.where(missing > 0, np.clip(to_free, 0.0, leaving), 0.0)
+        if self.offload is True:
+            moved = leaving
+        copies_s = np.zeros_like(state)
+        if self.host is not None:
+            copies_s = 2 * moved / flying / self.host.bandwidth_Bps
+        occupancy = 0.0 if self.host is None else self.host.occupancy
+        away_s = np.maximum(copies_s - compute_s, 0.0) + occupancy * copies_s
+        left = np.maximum(np.where(moved > 0, missing + around - leaving, missing), 0.0)
+        if self.offload is True:
+            return away_s, left
+        # Where neither is enough alone, inputs of recomputed units leave, too.
+        both = np.maximum(state + saved - leaving + recomputed + around - limit, 0.0)
+        better = (left < again[1]) | ((left == again[1]) & (away_s < again[0]))
+        seconds, overflow = np.where(better, away_s, again[0]), np.where(better, left, again[1])
+        if self.recompute == "auto":
+            seconds = np.where((overflow > 0) & (both < overflow), again_s + away_s, seconds)
+            overflow = np.minimum(overflow, both)
+        return seconds, overflow
+
+    def _recomputed(
+        self,
+        *,
+        state: Floats,
+        saved: Floats,
+        freeable: Floats,
+        work: Floats,
+        recomputed: Floats,
+        again_s: Floats,
+    ) -> tuple[Floats, Floats]:
+        """Seconds of recomputation that make it fit, and the bytes that are missing even then."""
+        none = np.zeros_like(state)
+        if not self.limit_bytes:
+            return none, none
+        if self.recompute == "full":
+            return none, np.maximum(state + saved - freeable + recomputed - self.limit_bytes, 0.0)
+        missing = state + saved + work - self.limit_bytes
+        if self.recompute == "none":
+            return none, np.maximum(missing, 0.0)
+        to_free = state + saved + recomputed - self.limit_bytes
+        with np.errstate(divide="ignore", invalid="ignore"):
+            fraction = np.where(freeable > 0, np.clip(to_free / freeable, 0.0, 1.0), 0.0)
+        tight = missing > 0
+        # Without anything to free, the larger work memory of recomputation does not count either.
+        left = np.where(freeable > 0, to_free - freeable, missing)
+        return np.where(tight, fraction * again_s, 0.0), np.where(tight, np.maximum(left, 0.0), 0.0)
+
+    def _mix(self, seconds: Floats, held: Floats) -> Floats:
+        if self.memory_weight == 0:
+            return seconds
+        tables = self.tables
+        whole_s = max(float(tables.compute_s[0, -1]), 1e-12)
+        whole_bytes = max(float(self.state_bytes[0, -1] + tables.saved_bytes[0, -1]), 1.0)
+        return (1 - self.memory_weight) * seconds / whole_s + self.memory_weight * held / whole_bytes
+
+
+def build_objective(
+    tables: Tables,
+    *,
+    link: Link | None = None,
+    exposed: float = 1.0,
+    memory_weight: float = 0.0,
+    limit_bytes: int = 0,
+    recompute: RecomputePolicy = "auto",
+    offload: OffloadPolicy = False,
+    horizon: int = 1,
+    host: Link | None = None,
+    optimizer_factor: float = 2.0,
+) -> Objective:
+    """Makes the costs of all stages."""
+    seconds = tables.compute_s
+    if recompute == "full":
+        seconds = seconds + tables.recompute_s
+    if link is not None and exposed > 0:
+        for sent in (
+            tables.receive_bytes,
+            tables.send_bytes,
+            tables.receive_gradient_bytes,
+            tables.send_gradient_bytes,
+        ):
+            seconds = seconds + exposed * (link.latency_s * (sent > 0) + sent / link.bandwidth_Bps)
+    return Objective(
+        tables=tables,
+        seconds=seconds,
+        state_bytes=tables.parameter_bytes
+        + tables.gradient_bytes
+        + optimizer_factor * tables.optimized_bytes,
+        memory_weight=memory_weight,
+        limit_bytes=limit_bytes,
+        recompute=recompute,
+        offload=offload,
+        horizon=horizon,
+        host=host,
+    )

@@ -1,0 +1,228 @@
+"""Estimates a profile without running anything, from each unit's work and a device's rates.
+
+Seconds come from `costs.price`, which prices every way to train, plus an overhead per unit call. For units
+that compute with trained parameters, the weight gradients are a part of the backward.
+
+A measured model as a file: ``shardwright profile`` writes it, ``plan --profile`` reads it.
+
+It holds the costs of units, by cost class, and the machines of the measurement; the model is traced anew. So
+one file serves every number of ranks and every grid, as long as microbatches have measured sizes; the costs
+of other sizes are estimated, and plans say so.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator
+
+from shardwright import __version__
+from shardwright.cluster import Cluster, Device, HostCosts, Link
+from shardwright.costs import calibration_of
+from shardwright.costs.links import RankRates
+from shardwright.errors import ConfigError
+from shardwright.files import Record, UserFile, replace_file
+from shardwright.files.user_file import NonNegative, Positive
+from shardwright.limits import MOST_BYTES, MOST_RANKS, MOST_RANKS_OF_HOST
+from shardwright.model_graph import ModelGraph, Node
+from shardwright.plan import CostRecord
+from shardwright.profile import Profile, UnitCost
+from shardwright.work import Work
+
+__all__ = ["MEASURED_ERROR", "MeasuredProfile", "error_of", "estimate_profile"]
+
+MEASURED_ERROR, _ESTIMATED_ERROR = 0.15, 0.5
+"""The worst of ``benchmarks/planner.py`` on one host, and what is common where units were not measured;
+docs/benchmarks.md."""
+
+
+def estimate_profile(graph: ModelGraph, *, device: Device) -> Profile:
+    """Estimates the cost of every class of units and operations."""
+    rates = _rates(device)
+    costs: dict[str, UnitCost] = {}
+    for node in graph.nodes:
+        if not node.free and node.cost_class not in costs and (node.cost_class or node.kind == "unit"):
+            costs[node.cost_class] = _estimate(graph, node, rates, device.overhead_s)
+    return Profile(costs=costs, device=device.name)
+
+
+def error_of(provenance: str, device: Device) -> float:
+    """The relative error of predictions from measured or estimated units of a device."""
+    if provenance == "measured":
+        return MEASURED_ERROR
+    known = calibration_of(device.family).error if device.family else None
+    return _ESTIMATED_ERROR if known is None else known
+
+
+def _rates(device: Device) -> RankRates:
+    """A device's rates are those that are reached; its family tells what attention and kernels take."""
+    finer = calibration_of(device.family).efficiencies
+    reached = replace(finer, matmul=device.reached, matmul_factor=1.0, memory=1.0)
+    return RankRates(peak=device.flops_per_s, memory=device.memory_Bps, reached=reached)
+
+
+def _estimate(graph: ModelGraph, node: Node, rates: RankRates, overhead_s: float) -> UnitCost:
+    inputs = [graph.values[value].spec for value in node.inputs]
+    outputs = [graph.values[value].spec for value in node.outputs]
+    own = graph.units[node.name].parameters if node.kind == "unit" else ()
+    held = [graph.parameters[name] for name in dict.fromkeys((*own, *node.parameters))]
+    input_bytes = sum(spec.num_bytes for spec in inputs)
+    around = input_bytes + sum(spec.num_bytes for spec in (*outputs, *(p.spec for p in held)))
+    work = Work(product_flops=node.flops, moved_bytes=around) if node.work is None else node.work
+    price = rates.price(work)
+    call_s = overhead_s * (node.kind == "unit")
+    has_backward = any(spec.requires_grad for spec in outputs)
+    trained = any(parameter.spec.requires_grad and not parameter.is_buffer for parameter in held)
+    return UnitCost(
+        forward_s=price.forward + call_s,
+        backward_s=price.backward + 2 * call_s if has_backward else 0.0,
+        weight_s=price.weight if has_backward and trained and node.flops and node.kind == "unit" else 0.0,
+        saved_bytes=node.saved_bytes,
+        work_bytes=node.work_bytes,
+        weight_bytes=node.weight_bytes,
+        split_work_bytes=node.split_work_bytes,
+        input_bytes=input_bytes,
+        flops=node.flops,
+        provenance="estimated",
+    )
+
+
+_MOST_S = 1e6  # days for one unit are a mistake
+Seconds = Annotated[float, Field(ge=0, le=_MOST_S)]
+Bytes = Annotated[int, Field(ge=0, le=MOST_BYTES)]
+Flops = Annotated[int, Field(ge=0, le=10**30)]
+Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredProfile:
+    """The measured costs of a model's units on some machines.
+
+    Attributes:
+        fingerprint: of the model, as plans have it.
+        num_ranks: that measured at the same time.
+    """
+
+    fingerprint: str
+    costs: Mapping[str, UnitCost]
+    cluster: Cluster
+    num_ranks: int
+    when: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """A form that `json` can write."""
+        return {
+            "format": "shardwright-profile",
+            "version": 1,
+            "created_by": f"shardwright {__version__}",
+            "fingerprint": self.fingerprint,
+            "num_ranks": self.num_ranks,
+            "when": self.when,
+            "cluster": asdict(self.cluster),
+            "costs": {key: asdict(cost) for key, cost in self.costs.items()},
+        }
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Writes the file, whole or not at all."""
+        document = _Document.model_validate(self.to_dict())
+        replace_file(path, document.model_dump_json(indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> "MeasuredProfile":
+        """Reads a file."""
+        advice = "shardwright profile makes it anew"
+        file = UserFile(path, what="profile", error=ConfigError, advice=advice)
+        found = file.model(_Document, file.read_json())
+        return cls(
+            fingerprint=found.fingerprint,
+            costs={key: UnitCost(**cost.model_dump()) for key, cost in found.costs.items()},
+            cluster=found.cluster.cluster(),
+            num_ranks=found.num_ranks,
+            when=found.when,
+        )
+
+
+class _Link(Record):
+    latency_s: Seconds
+    bandwidth_Bps: Positive
+    occupancy: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+    def link(self) -> Link:
+        return Link(**self.model_dump())
+
+
+class _Device(Record):
+    name: str
+    family: str = ""
+    memory_bytes: Bytes
+    flops_per_s: Positive
+    reached: Annotated[float, Field(gt=0, le=1)] = 0.7
+    memory_Bps: Positive
+    overhead_s: Seconds
+    update_Bps: NonNegative = 0.0
+
+
+class _HostCosts(Record):
+    step_s: Seconds
+    action_s: Seconds
+    unit_s: Seconds = 0.0
+    operation_s: Seconds = 0.0
+
+    def costs(self) -> HostCosts:
+        return HostCosts(**self.model_dump())
+
+
+class _Cluster(Record):
+    device: _Device
+    ranks_per_node: Annotated[int, Field(ge=1, le=MOST_RANKS_OF_HOST)]
+    cores_per_node: Annotated[int, Field(ge=0, le=MOST_RANKS_OF_HOST)]
+    intra_node: _Link
+    inter_node: _Link
+    host: _Link | None = None
+    host_costs: _HostCosts | None = None
+    loop_costs: _HostCosts | None = None
+    slowness: tuple[Positive, ...] = ()
+
+    def cluster(self) -> Cluster:
+        return Cluster(
+            device=Device(**self.device.model_dump()),
+            ranks_per_node=self.ranks_per_node,
+            cores_per_node=self.cores_per_node,
+            intra_node=self.intra_node.link(),
+            inter_node=self.inter_node.link(),
+            host=None if self.host is None else self.host.link(),
+            host_costs=None if self.host_costs is None else self.host_costs.costs(),
+            loop_costs=None if self.loop_costs is None else self.loop_costs.costs(),
+            slowness=self.slowness,
+        )
+
+
+class _Cost(CostRecord):
+    input_bytes: NonNegativeInt = 0
+    work_bytes: NonNegativeInt = 0
+    split_work_bytes: NonNegativeInt | None = None
+    flops: Flops = 0
+    provenance: Literal["measured", "estimated"] = "measured"
+    spread: Seconds = 0.0
+
+    @field_validator("*")
+    @classmethod
+    def _of_one_call(cls, value: Any, info: ValidationInfo) -> Any:
+        name = str(info.field_name)
+        most = _MOST_S if name.endswith("_s") else MOST_BYTES if name.endswith("_bytes") else inf
+        if isinstance(value, int | float) and value > most:
+            raise ValueError(f"it must be at most {most}")
+        return value
+
+
+class _Document(Record):
+    format: Literal["shardwright-profile"]
+    version: Literal[1]
+    created_by: str
+    fingerprint: str
+    num_ranks: Ranks
+    when: str
+    cluster: _Cluster
+    costs: dict[str, _Cost]

@@ -1,0 +1,368 @@
+"""Explains a choice in sentences with numbers: why this way, what limits it, why not another.
+
+Turns ways into plans: closed forms choose the degrees, simulated schedules choose among them.
+
+::
+
+    all ways ─► closed forms ─► the best of other degrees ─► a plan of each (chain DP, simulation) ─► the best
+
+A plan names the units of a module, so only a model at hand has one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from shardwright.errors import ConfigError, InfeasiblePlanError, PlanError, UsageError
+from shardwright.plan import Plan
+from shardwright.planner.degrees import Planned, plan_survivors
+from shardwright.planner.ways.pricing import fits, memory_of, prices_of
+from shardwright.planner.ways.search import NEAR_TIE, Answer, closest_way, drawbacks, search
+from shardwright.planner.ways.space import all_ways, pin_text
+from shardwright.planner.ways.task import Task
+from shardwright.planner.ways.way import PARTS, Way, describe
+from shardwright.quantities import counted, format_bytes, format_seconds
+
+__all__ = [
+    "Comparison",
+    "Offer",
+    "Sensitivity",
+    "best_plan",
+    "cheapest",
+    "difference",
+    "ideal_text",
+    "not_run_text",
+    "offers",
+    "reasons",
+    "sensitivities",
+    "settings_of",
+    "why_not",
+]
+
+_RATES = {
+    "flops_per_s": "faster matrix products",
+    "memory_Bps": "faster memory of the accelerators",
+    "link_Bps": "faster links inside of nodes",
+    "network_Bps": "a faster network between nodes",
+}
+_MORE = 1.1
+_FELT = 0.002
+_NUM_PARTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """The saving from a rate that is a tenth higher."""
+
+    what: str
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The best way beside one with options that somebody has in mind.
+
+    Attributes:
+        wanted: the best with these options; where nothing fits with them, the one that takes least memory.
+    """
+
+    best: Way
+    wanted: Way
+    fits: bool
+    sentences: tuple[str, ...]
+
+
+def sensitivities(task: Task, way: Way) -> list[Sensitivity]:
+    """For each rate of the machines, what a tenth more of it would spare; the most first."""
+    found = []
+    for name, what in _RATES.items():
+        seconds = float(prices_of(task, way.options, faster={name: _MORE}).seconds.total)
+        found.append(Sensitivity(what, 1 - seconds / way.step_s))
+    return sorted(found, key=lambda each: -each.share)
+
+
+def reasons(answer: Answer) -> list[str]:
+    """The reasons for the best way, its limits, and the basis of the numbers."""
+    task, best = answer.task, answer.best
+    low, high = best.interval_s
+    found = [
+        f"Chosen of {answer.num_ways} ways, of which {answer.num_fitting} fit: {describe(best)} "
+        f"(80% interval {format_seconds(low)} to {format_seconds(high)})."
+    ]
+    if answer.alternatives:
+        found.append(f"The next best with other degrees: {difference(best, answer.alternatives[0])}.")
+    found.append(f"Of a step: {_parts(best)}.")
+    felt = [each for each in sensitivities(task, best) if each.share > _FELT]
+    if felt:
+        texts = [f"{each.what} {each.share:.1%}" for each in felt]
+        found.append(f"A tenth more of one rate would spare: {', '.join(texts)}.")
+    share = best.peak_bytes / best.limit_bytes
+    found.append(
+        f"Peak memory (busiest rank): {format_bytes(best.peak_bytes)} of {format_bytes(best.limit_bytes)} "
+        f"({share:.0%}): {best.memory_text}."
+    )
+    if best.not_run_yet:
+        found.append(
+            f"This version does not run {_listed(best.not_run_yet)} yet, and nothing that it runs fits."
+        )
+    return [*found, f"The times are {best.provenance}."]
+
+
+def ideal_text(best: Way, ideal: Way) -> str:
+    """The best of all ways beside the best that this version runs."""
+    faster, smaller = 1 - ideal.step_s / best.step_s, best.peak_bytes - ideal.peak_bytes
+    gain = f"{faster:.1%} faster" if faster > 0 else f"{format_bytes(smaller)} smaller"
+    return (
+        f"*: the best of all ways, {gain}; this version does not run {_listed(ideal.not_run_yet)} yet.\n"
+        f"{describe(ideal)}"
+    )
+
+
+def not_run_text(ways: Sequence[Way]) -> str:
+    """What ways with a star in the table need that this version does not run."""
+    parts = dict.fromkeys(part for way in ways for part in way.not_run_yet)
+    return f"*: this version does not run {_listed(list(parts))} yet."
+
+
+def _listed(parts: Sequence[str]) -> str:
+    """
+    >>> _listed(["tensor parallelism", "offload", "ZeRO-2"])
+    'tensor parallelism, offload and ZeRO-2'
+    """
+    return " and ".join(part for part in (", ".join(parts[:-1]), parts[-1]) if part)
+
+
+def why_not(task: Task, pins: dict[str, int]) -> Comparison:
+    """Compares the best way with the best one that has these options."""
+    answer = search(replace(task, pins={}))
+    pinned = replace(task, pins=pins)
+    ways = all_ways(pinned)
+    first = f"The best way: {describe(answer.best)}."
+    if fits(task, ways).any():
+        other = search(pinned).best
+        second = f"The best with {_text(pins)}: {difference(answer.best, other)}."
+        return Comparison(answer.best, other, True, (first, second, *_where(answer.best, other)))
+    closest = closest_way(pinned, ways, np.asarray(memory_of(task, ways)[0].total))
+    over = closest.peak_bytes - closest.limit_bytes
+    if over <= 0:
+        second = (
+            f"With {_text(pins)} nothing fits: what {closest.title} offloads is more than the "
+            f"{format_bytes(task.host_bytes)} of the host's memory that a rank may use."
+        )
+        return Comparison(answer.best, closest, False, (first, second))
+    second = (
+        f"With {_text(pins)} nothing fits: what takes least memory ({closest.title}) needs "
+        f"{format_bytes(closest.peak_bytes)} a rank, {format_bytes(over)} too much: {closest.memory_text}."
+    )
+    return Comparison(answer.best, closest, False, (first, second))
+
+
+def difference(best: Way, other: Way) -> str:
+    """Another way, with how much slower it is."""
+    apart = other.step_s / best.step_s - 1
+    return f"{describe(other)}, {abs(apart):.1%} {'slower' if apart >= 0 else 'faster'}"
+
+
+def _where(best: Way, other: Way) -> list[str]:
+    """The parts of a step that differ most, and what speaks against a way that is as fast."""
+    apart = {name: other.seconds[name] - best.seconds[name] for name in best.seconds}
+    felt = [
+        name
+        for name in sorted(apart, key=lambda name: -abs(apart[name]))
+        if abs(apart[name]) > _FELT * best.step_s
+    ]
+    texts = [
+        f"{PARTS[name]} {'+' if apart[name] > 0 else '-'}{format_seconds(abs(apart[name]))}" for name in felt
+    ]
+    found = [f"Where it differs: {', '.join(texts[:_NUM_PARTS])}."] if texts else []
+    if other.step_s < best.step_s * NEAR_TIE and (against := drawbacks(other)):
+        found.append(f"The times are as good as equal, and it {_listed(against)}.")
+    return found
+
+
+def _parts(way: Way) -> str:
+    return ", ".join(f"{name} {seconds / way.step_s:.0%}" for name, seconds in way.waterfall)
+
+
+def _text(pins: dict[str, int]) -> str:
+    return ", ".join(pin_text(name, value) for name, value in pins.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """Training on some of the machines.
+
+    Attributes:
+        dollars: of the whole training; None where a price is not known.
+    """
+
+    num_nodes: int
+    num_ranks: int
+    way: Way
+    seconds: float
+    dollars: float | None
+
+
+def offers(task: Task, *, tokens: float, deadline_s: float | None = None) -> list[Offer]:
+    """Offers of training on 1, 2, 4, ... nodes of one kind, up to all of them; none where nothing fits.
+
+    With a deadline, also on the fewest nodes that meet it, found by halving what lies between two of these.
+    """
+    if len(task.machines.nodes) != 1:
+        raise UsageError("how many machines to take can be asked of one kind at a time. Name one kind.")
+    if not 0 < tokens < float("inf"):
+        raise UsageError(f"tokens is {tokens:g}, but it must be more than 0.")
+    _, most = task.machines.nodes[0]
+    found: dict[int, Offer] = {}
+    refused: ConfigError | None = None
+    for number in sorted({2**n for n in range(most.bit_length())} | {most}):
+        try:
+            found[number] = _offer(task, number, tokens)
+        except InfeasiblePlanError:
+            continue  # too little memory
+        except ConfigError as error:
+            refused = error  # for example, more replicas than the batch has samples
+    if not found and refused is not None:
+        raise refused
+    if deadline_s is not None:
+        found |= _between(task, found, tokens, deadline_s)
+    return [found[number] for number in sorted(found)]
+
+
+def _between(task: Task, known: dict[int, Offer], tokens: float, deadline_s: float) -> dict[int, Offer]:
+    """Numbers of nodes between the last that is too slow and the first that is in time."""
+    in_time = [number for number, offer in sorted(known.items()) if offer.seconds <= deadline_s]
+    if not in_time:
+        return {}
+    high = in_time[0]
+    low = max((number for number in known if number < high), default=high // 2)
+    found: dict[int, Offer] = {}
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            found[middle] = _offer(task, middle, tokens)
+        except (InfeasiblePlanError, ConfigError):
+            low = middle
+            continue
+        if found[middle].seconds <= deadline_s:
+            high = middle
+        else:
+            low = middle
+    return found
+
+
+def _offer(task: Task, number: int, tokens: float) -> Offer:
+    """Training on so many nodes."""
+    kind, _ = task.machines.nodes[0]
+    machines = replace(task.machines, name=f"{kind.name} x {number}", nodes=((kind, number),))
+    way = search(replace(task, machines=machines)).best
+    seconds = tokens / way.tokens_per_s
+    price = machines.price_per_hour
+    return Offer(
+        num_nodes=number,
+        num_ranks=machines.num_ranks,
+        way=way,
+        seconds=seconds,
+        dollars=None if price is None else price * seconds / 3600,
+    )
+
+
+def cheapest(found: list[Offer], *, deadline_s: float | None = None) -> Offer:
+    """The offer to take: of those in time, the one that costs least."""
+    if not found:
+        raise InfeasiblePlanError(
+            "nothing fits on any number of these machines. See what would help: shardwright search, with all."
+        )
+    in_time = [offer for offer in found if deadline_s is None or offer.seconds <= deadline_s]
+    if not in_time:
+        best = min(found, key=lambda offer: offer.seconds)
+        assert deadline_s is not None
+        raise InfeasiblePlanError(
+            f"no number of these machines trains within {format_seconds(deadline_s)}: the fastest, "
+            f"{counted(best.num_nodes, 'node')}, takes {format_seconds(best.seconds)}. Take more or faster "
+            "machines, or fewer tokens."
+        )
+    return min(in_time, key=lambda offer: (offer.dollars or 0.0, offer.num_nodes))
+
+
+_NUM_PLANNED = 3  # each is traced anew, for its own microbatches
+_LEFT_TO_PLANS = {
+    "pipeline": "schedule",
+    "virtual_stages": "virtual",
+    "activation_checkpointing": "recompute",
+}
+"""Settings that a plan chooses itself, by a simulation, unless the option is pinned."""
+
+_NEAR_TIE = 1.01
+
+
+def settings_of(answer: Answer, way: Way) -> dict[str, Any]:
+    """The settings of a plan that a way fixes: its degrees and microbatches, and pinned options."""
+    task = answer.task
+    left = {key for key, option in _LEFT_TO_PLANS.items() if option not in task.pins}
+    found = {key: value for key, value in way.settings.items() if key not in left}
+    low = {"bfloat16": "bf16", "float16": "fp16"}.get(task.dtype)
+    return found | ({low: True} if low else {})
+
+
+def best_plan(
+    answer: Answer,
+    make: Callable[[int, Mapping[str, Any]], Plan],
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Plan:
+    """Plans the best ways that this version runs, and takes the plan with the shortest step."""
+    ways = [way for way in (answer.best, *answer.alternatives) if not way.not_run_yet][:_NUM_PLANNED]
+    if not ways:
+        parts = " and ".join(answer.best.not_run_yet)
+        raise PlanError(
+            f"the best way ({answer.best.title}) needs {parts}, which this version does not run yet, and so "
+            "do those that are next. Add --only-what-runs."
+        )
+
+    begun = count(1)
+
+    def plans_of(way: Way) -> tuple[Plan]:
+        progress(next(begun), len(ways))
+        # Ranks that share experts share a batch.
+        samples = int(way.options.microbatch * way.options.microbatches * way.options.expert_samples)
+        return (make(samples, settings_of(answer, way)),)
+
+    survivors = plan_survivors(
+        ways, [way.step_s for way in ways], plans_of, seconds=lambda way, plan: _step_s(plan)
+    )
+    if not survivors.planned:
+        raise survivors.failures[0]
+    least = min(each.seconds for each in survivors.planned)
+    best = next(each for each in survivors.planned if each.seconds <= least * _NEAR_TIE)
+    why = (*best.plan.why, _reason(answer, best, survivors.planned))
+    return best.plan.model_copy(update={"why": why})
+
+
+def _step_s(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.step_s + plan.prediction.update_s
+
+
+def _reason(answer: Answer, chosen: Planned[Way], planned: Sequence[Planned[Way]]) -> str:
+    others = [
+        f"{each.candidate.title} takes {format_seconds(each.seconds)}"
+        for each in planned
+        if each is not chosen
+    ]
+    best = answer.best
+    missing = ""
+    if best.not_run_yet:
+        missing = (
+            f"The best way, {best.title}, takes {format_seconds(best.step_s)} and needs "
+            f"{' and '.join(best.not_run_yet)}, which this version does not run yet. "
+        )
+    text = missing + (
+        f"Searched: of {answer.num_ways} ways, {answer.num_fitting} of which fit, closed forms left "
+        f"{len(planned)} to simulate; they say {format_seconds(chosen.expected_s)} a step of this one, its "
+        "update included"
+    )
+    return f"{text}. {'; '.join(others)}." if others else f"{text}."

@@ -1,0 +1,383 @@
+"""All ways to train a model on given machines, as columns.
+
+Ways that the formulas can never prefer are left out unless pinned: GPipe (1F1B takes less memory), tensor
+parallelism without sequence parallelism, selective recomputation beside fused attention.
+"""
+
+import difflib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwright.catalogue import LayerChain
+from shardwright.costs import Gathers, Offload, Options, Placement, Recompute, ScheduleKind, Sharded
+from shardwright.errors import ConfigError
+from shardwright.planner.ways.task import NOT_RUN_YET, Task, does_not_run, runs_experts, runs_shards
+
+__all__ = ["NAMES", "all_ways", "divisors", "parse_pins", "pin_text", "values_of"]
+
+NAMES = tuple(field.name for field in fields(Options))
+"""Of the options."""
+
+_LARGEST_MICROBATCH = 64
+_MOST_VIRTUAL = 8
+_MOST_CONTEXT = 64
+
+
+_AXES = (
+    ("microbatch", "microbatches"),
+    ("schedule", "virtual"),
+    ("shard", "sharded"),
+    ("expert",),
+    ("recompute",),
+    ("offload",),
+    ("placement",),
+)
+"""What is left to choose of a mesh; those of one entry are chosen together, and the last change fastest."""
+
+
+def all_ways(task: Task) -> Options:
+    """Every way that the machines, the batch, the model and the pins allow."""
+    _check_pins(task)
+    meshes = [columns for columns in _meshes(task) if len(columns["expert"])]
+    if not meshes:
+        raise ConfigError(_contradiction(task))
+    columns = {name: np.concatenate([each[name] for each in meshes]) for name in meshes[0]}
+    if task.only_what_runs and task.experts > 1:
+        columns = _with_experts_that_run(task, columns)
+    pins, number = task.pins, len(columns["expert"])
+    same = {
+        "flash": pins.get("flash", 1),
+        "hierarchical": pins.get("hierarchical", int(Gathers.FASTER)),
+        "kept_layers": pins.get("kept_layers", 0),
+        "whole_layers": pins.get("whole_layers", 0),
+        "width": task.width,
+    }
+    # One number in memory, however many rows show it.
+    return Options(**columns, **{n: np.broadcast_to(np.float64(v), (number,)) for n, v in same.items()})
+
+
+def _with_experts_that_run(
+    task: Task, columns: Mapping[str, NDArray[np.float64]]
+) -> dict[str, NDArray[np.float64]]:
+    """The ways that have experts shared as the runtime can."""
+    runs = runs_experts(Options(**columns), num_experts=task.experts)
+    if not runs.any():
+        pins = " and ".join(f"{name}={value}" for name, value in task.pins.items())
+        raise ConfigError(
+            f"this version runs no way with {pins}: ranks that share experts may share layers or sequences, "
+            "not both, and no shards. expert is a multiple of context, and more than it; expert * tensor is "
+            f"at most {task.experts}, the experts of a layer. Unpin one of them, or search all ways."
+        )
+    return {name: column[runs] for name, column in columns.items()}
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def _meshes(task: Task) -> Iterator[dict[str, NDArray[np.float64]]]:
+    """For each mesh, all that is left to choose, as columns."""
+    for tensor, pipeline, context in itertools.product(
+        _tensor_degrees(task), _pipeline_degrees(task), _context_degrees(task)
+    ):
+        data, rest = divmod(task.machines.num_ranks, tensor * pipeline * context)
+        if rest or data == 0 or task.batch % data or not _pinned(task, "data", data):
+            continue
+        each = task.batch // data
+        sizes = _chosen(task, "microbatch", [b for b in divisors(each) if b <= _LARGEST_MICROBATCH])
+        rows: list[Sequence[Any]] = [
+            [(b, each // b) for b in sizes if _pinned(task, "microbatches", each // b)],
+            _schedules(task, pipeline),
+            _shards(task, data),
+            _chosen(task, "expert", [e for e in divisors(task.experts) if data * context % e == 0]),
+            _recomputations(task),
+            _offloads(task),
+            _placements(task, pipeline, data),
+        ]
+        columns: dict[str, NDArray[np.float64]] = {}
+        places = np.indices([len(row) for row in rows]).reshape(len(rows), -1)
+        for names, row, at in zip(_AXES, rows, places, strict=True):
+            values = np.array(row, dtype=float).reshape(len(row), len(names))
+            columns |= {name: values[at, number] for number, name in enumerate(names)}
+        # Interleaving takes its microbatches in rounds of as many as there are ranks.
+        is_whole = columns["microbatches"] % pipeline == 0
+        chosen = np.flatnonzero((columns["schedule"] != ScheduleKind.INTERLEAVED) | is_whole)
+        of_mesh = {"tensor": tensor, "pipeline": pipeline, "data": data, "context": context}
+        of_mesh["sequence_parallel"] = task.pins.get("sequence_parallel", int(tensor > 1))
+        yield {name: column[chosen] for name, column in columns.items()} | {
+            name: np.full(len(chosen), float(value)) for name, value in of_mesh.items()
+        }
+
+
+def _tensor_degrees(task: Task) -> list[int]:
+    per_node = min(kind.num_accelerators for kind, _ in task.machines.nodes)
+    fitting = [t for t in divisors(task.heads) if t <= per_node and per_node % t == 0]
+    pinned = task.pins.get("tensor")
+    if pinned is not None and task.heads % pinned == 0:
+        return [pinned]  # over nodes, too, where somebody wants it
+    return _chosen(task, "tensor", fitting)
+
+
+def _pipeline_degrees(task: Task) -> list[int]:
+    layers = task.layers
+    return _chosen(task, "pipeline", [p for p in divisors(task.machines.num_ranks) if p <= layers])
+
+
+def _context_degrees(task: Task) -> list[int]:
+    sequence = task.tokens_of_sample
+    degrees = [c for c in (2**n for n in range(7)) if c <= _MOST_CONTEXT and sequence % (2 * c) == 0]
+    return _chosen(task, "context", degrees or [1])
+
+
+def _schedules(task: Task, pipeline: int) -> list[tuple[int, int]]:
+    """Families of schedules, each with the stages of a rank."""
+    if pipeline == 1:
+        kinds = [(ScheduleKind.ONE_F_ONE_B, 1)]
+    else:
+        most = task.layers // pipeline
+        kinds = [(ScheduleKind.ONE_F_ONE_B, 1), (ScheduleKind.ZB_H1, 1)]
+        kinds += [(ScheduleKind.INTERLEAVED, v) for v in range(2, min(most, _MOST_VIRTUAL) + 1)]
+        if most >= 2:
+            kinds.append((ScheduleKind.ZB_V, 2))
+        if task.pins.get("schedule") == ScheduleKind.GPIPE:
+            kinds = [(ScheduleKind.GPIPE, 1)]
+    return [(k, v) for k, v in kinds if _pinned(task, "schedule", k) and _pinned(task, "virtual", v)]
+
+
+def _shards(task: Task, data: int) -> list[tuple[int, int]]:
+    """Shard groups, each with what they divide."""
+    ways = [(1, int(Sharded.NOTHING))]
+    ways += [
+        (s, int(kind))
+        for s in divisors(data)[1:]
+        for kind in list(Sharded)[1:]
+        if not task.only_what_runs or runs_shards(kind, shard=s, data=data)
+    ]
+    return [(s, k) for s, k in ways if _pinned(task, "shard", s) and _pinned(task, "sharded", k)]
+
+
+def _recomputations(task: Task) -> list[int]:
+    fused = task.pins.get("flash", 1)
+    usual = [Recompute.NONE, Recompute.FULL] if fused else list(Recompute)
+    pinned = task.pins.get("recompute")
+    return [int(pinned)] if pinned is not None else [int(kind) for kind in usual]
+
+
+def _offloads(task: Task) -> list[int]:
+    kinds = [int(kind) for kind in Offload] if task.has_host_memory else [int(Offload.NOTHING)]
+    return _chosen(task, "offload", kinds)
+
+
+def _placements(task: Task, pipeline: int, data: int) -> list[int]:
+    several = pipeline > 1 and data > 1 and task.machines.num_nodes > 1
+    return _chosen(task, "placement", [int(kind) for kind in Placement][: 2 if several else 1])
+
+
+def _chosen(task: Task, name: str, values: Iterable[int]) -> list[int]:
+    """The values that pins and this version allow."""
+    if task.only_what_runs:
+        values = [value for value in values if not does_not_run(name, value)]
+    return [value for value in values if _pinned(task, name, value)]
+
+
+def _pinned(task: Task, name: str, value: int) -> bool:
+    return task.pins.get(name, value) == value
+
+
+def _check_pins(task: Task) -> None:
+    for name, value in task.pins.items():
+        if name not in NAMES:
+            raise ConfigError(f"{name!r} is no option of a topology. They are {', '.join(NAMES)}.")
+        if name == "offload" and value and not task.has_host_memory:
+            raise ConfigError(
+                f"offload is {value}, but {task.machines.name} computes where its memory is, and has no "
+                "other. Unpin it."
+            )
+        if name == "width":
+            raise ConfigError(f"width is {value}, but the dtype ({task.dtype}) decides it. Unpin it.")
+        if value < 0 or (value < 1 and name not in _MAY_BE_ZERO):
+            raise ConfigError(f"{name} is {value}, but it must be at least 1.")
+        if name == "kept_layers" and (isinstance(task.model, LayerChain) or value > task.layers):
+            what = "a chain of layers" if isinstance(task.model, LayerChain) else f"{task.layers} layers"
+            raise ConfigError(f"kept_layers is {value}, but {task.model.name} is {what}. Unpin it.")
+        if task.only_what_runs and does_not_run(name, value):
+            raise ConfigError(
+                f"{name} is {value}, but this version does not run {NOT_RUN_YET[name]}. Unpin it, or search "
+                "all ways."
+            )
+
+
+_MAY_BE_ZERO = frozenset(
+    {
+        "sharded",
+        "schedule",
+        "recompute",
+        "offload",
+        "sequence_parallel",
+        "flash",
+        "hierarchical",
+        "kept_layers",
+        "whole_layers",
+        "placement",
+    }
+)
+
+
+def _contradiction(task: Task) -> str:
+    """The pins that leave nothing: one of them by itself, else two, else all."""
+    ranks, layers = task.machines.num_ranks, task.layers
+    facts = (
+        f"{task.model.name} has {layers} layers and {task.heads} heads, the machines {ranks} ranks, "
+        f"and a step {task.batch} samples"
+    )
+    pins = dict(task.pins)
+    for number in (1, 2):
+        for names in itertools.combinations(pins, number):
+            if not _any_way(task, {name: pins[name] for name in names}):
+                text = " and ".join(f"{name}={pins[name]}" for name in names)
+                return f"no way to train has {text}: {facts}. Unpin {'it' if number == 1 else 'one of them'}."
+    text = ", ".join(f"{name}={value}" for name, value in pins.items()) or "these machines"
+    return f"no way to train has {text}: {facts}."
+
+
+def _any_way(task: Task, pins: dict[str, int]) -> bool:
+    return any(len(columns["expert"]) for columns in _meshes(replace(task, pins=pins)))
+
+
+_CHOICES: Mapping[str, type[IntEnum]] = {
+    "schedule": ScheduleKind,
+    "sharded": Sharded,
+    "recompute": Recompute,
+    "offload": Offload,
+    "placement": Placement,
+    "hierarchical": Gathers,
+}
+_SWITCHES = frozenset({"sequence_parallel", "flash", "whole_layers"})
+_MOST_DIGITS = 12
+_SETTING = "expert_parallel_degree"
+_OTHER_NAMES = {
+    "1f1b": "one_f_one_b",
+    "interleaved_1f1b": "interleaved",
+    "tp": "tensor",
+    "pp": "pipeline",
+    "dp": "data",
+    "cp": "context",
+    "ep": "expert",
+    "tensor_parallel_degree": "tensor",
+    "pipeline_parallel_degree": "pipeline",
+    "data_parallel_degree": "data",
+    "context_parallel_degree": "context",
+    "sharded_data_parallel_degree": "shard",
+    "virtual_stages": "virtual",
+    "vp": "virtual",
+    "zero": "sharded",
+    "mbs": "microbatch",
+    "micro_batch_size": "microbatch",
+    "m": "microbatches",
+    "gradient_accumulation_steps": "microbatches",
+    "pipeline_schedule": "schedule",
+}
+
+
+def parse_pins(texts: Iterable[str]) -> dict[str, int]:
+    """Reads pins.
+
+    >>> parse_pins(["tp=8, zero=3, recompute=full", "schedule=zb_h1"])
+    {'tensor': 8, 'sharded': 3, 'recompute': 2, 'schedule': 3}
+    """
+    found: dict[str, int] = {}
+    experts: int | None = None
+    for text in (part.strip() for whole in texts for part in whole.split(",")):
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or not value:
+            raise ConfigError(f"{text!r} is no option and value, such as tensor=8.")
+        if name.lower().replace("-", "_") == _SETTING:
+            degree = _value(_SETTING, value)
+            if experts not in (None, degree):
+                raise ConfigError(f"{_SETTING} is given as {experts} and as {degree}. Give it once.")
+            experts = degree
+            continue
+        name = _name(name)
+        number = _value(name, value)
+        if found.setdefault(name, number) != number:
+            raise ConfigError(f"{name} is given as {found[name]} and as {number}. Give it once.")
+    if experts is not None:
+        found["expert"] = _expert(experts, found)
+    return found
+
+
+def pin_text(name: str, value: int) -> str:
+    """A pin as somebody would write it.
+
+    >>> pin_text("recompute", 2)
+    'recompute=full'
+    """
+    return f"{name}={_CHOICES[name](value).name.lower() if name in _CHOICES else value}"
+
+
+def values_of(name: str) -> str:
+    """The values that a pin takes by name; empty where it takes numbers.
+
+    >>> values_of("recompute")
+    'none, selective, full'
+    """
+    return ", ".join(choice.lower() for choice in _CHOICES[name].__members__) if name in _CHOICES else ""
+
+
+def _expert(degree: int, pins: Mapping[str, int]) -> int:
+    """The pin for this `expert_parallel_degree` of the settings, which counts no ranks of a sequence."""
+    if degree > 1 and "context" not in pins:
+        raise ConfigError(
+            f"{_SETTING}={degree} is a setting, which does not count the ranks of a sequence; the pin expert "
+            f"does. Pin context as well: context=1, expert={degree}; or context=2, expert={2 * degree}; ..."
+        )
+    number = degree * pins["context"] if degree > 1 else degree
+    if pins.get("expert", number) != number:
+        raise ConfigError(
+            f"{_SETTING}={degree} is expert={number} with context={pins.get('context', 1)}, but expert is "
+            f"given as {pins['expert']}. Give one of the two."
+        )
+    return number
+
+
+def _name(text: str) -> str:
+    plain = text.lower().replace("-", "_")
+    plain = _OTHER_NAMES.get(plain, plain)
+    if plain in NAMES:
+        return plain
+    near = difflib.get_close_matches(plain, [*NAMES, *_OTHER_NAMES, _SETTING], n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(NAMES)}."
+    raise ConfigError(f"{text!r} is no option of a topology; {hint}")
+
+
+def _value(name: str, text: str) -> int:
+    if name in _CHOICES and not text.isdecimal():
+        plain = text.lower().replace("-", "_")
+        plain = _OTHER_NAMES.get(plain, plain).upper()
+        choices = _CHOICES[name]
+        if plain not in choices.__members__:
+            raise ConfigError(f"{name} is {text!r}, but it must be one of {values_of(name)}.")
+        return int(choices[plain])
+    if not text.isdecimal() or len(text) > _MOST_DIGITS:
+        shown = text if len(text) <= _MOST_DIGITS else f"{text[:_MOST_DIGITS]}..."
+        raise ConfigError(
+            f"{name} is {shown!r}, but it must be a whole number of at most {_MOST_DIGITS} digits."
+        )
+    number = int(text)
+    if name in _SWITCHES and number > 1:
+        raise ConfigError(f"{name} is {number}, but it must be 0 or 1.")
+    if name in _CHOICES and number not in list(_CHOICES[name]):
+        raise ConfigError(f"{name} is {number}, but it must be from 0 to {len(_CHOICES[name]) - 1}.")
+    return number

@@ -1,0 +1,253 @@
+"""One way to train: its options, its cost, and its description."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from shardwright.costs import Gathers, Offload, Options, Placement, Recompute, ScheduleKind, Sharded
+from shardwright.planner.ways.pricing import prices_of
+from shardwright.planner.ways.task import NOT_RUN_YET, Task, does_not_run, runs_experts, runs_shards
+from shardwright.quantities import format_bytes, format_seconds
+
+__all__ = ["PARTS", "ZERO", "Way", "describe", "way_of"]
+
+PARTS = {
+    "compute": "computing",
+    "recompute": "recomputation",
+    "imbalance": "imbalance of stages",
+    "tensor": "tensor parallel collectives",
+    "context": "context parallel exchanges",
+    "expert": "expert parallel exchanges",
+    "bubble": "pipeline bubble",
+    "point_to_point": "messages between stages",
+    "gather": "gathers of parameters",
+    "reduce_scatter": "reduce-scatters of gradients",
+    "all_reduce": "all-reduces over replicas",
+    "update": "optimizer",
+    "offload": "transfers to the host",
+    "overhead": "overhead of the runtime",
+}
+"""What the parts of a step are called."""
+
+_MEMORY = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "gathered": "gathered parameters",
+    "work": "work",
+}
+# What shards divide, by the names of Rajbhandari et al. (2020): optimizer state; gradients, too; all.
+ZERO = {Sharded.OPTIMIZER: "ZeRO-1", Sharded.GRADIENTS: "ZeRO-2", Sharded.PARAMETERS: "ZeRO-3"}
+_LEAST_SHARE = 0.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A way to train, priced.
+
+    Attributes:
+        options: of it; each a number.
+        step_s: seconds of a step.
+        interval_s: between these, eight of ten runs should be.
+        seconds: parts that add up to the step.
+        num_bytes: parts that add up to what the neediest rank takes.
+        limit_bytes: that this rank may use.
+        layers: that a pipeline rank has at most, by kind of node; empty where all nodes are alike.
+        provenance: what the seconds rest on.
+        tokens_per_s: of all ranks; of models whose samples have no tokens, samples.
+        flops_per_s: of a rank, without what is recomputed.
+        mfu: model FLOPs utilisation: their share of what the accelerators can do.
+        dollars_per_million_tokens: None where a price is not known.
+        runs_experts: replicas share experts as this version's runtime can, or share none.
+    """
+
+    options: Options
+    step_s: float
+    interval_s: tuple[float, float]
+    seconds: dict[str, float]
+    num_bytes: dict[str, int]
+    limit_bytes: int
+    layers: Mapping[str, int]
+    provenance: str
+    tokens_per_s: float
+    flops_per_s: float
+    mfu: float
+    dollars_per_million_tokens: float | None
+    runs_experts: bool
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory of the neediest rank."""
+        return sum(self.num_bytes.values())
+
+    @property
+    def title(self) -> str:
+        """In one line: ``tensor 8, pipeline 4 (1f1b), data 16; 8 microbatches of 2``."""
+        o = self.options
+        degrees = []
+        for name in ("tensor", "context", "expert"):
+            if getattr(o, name) > 1:
+                degrees.append(f"{name} {int(getattr(o, name))}")
+        if o.pipeline > 1:
+            stages = f", {int(o.virtual)} stages a rank" if o.virtual > 1 else ""
+            degrees.append(f"pipeline {int(o.pipeline)} ({self.schedule}{stages})")
+        degrees.append(f"data {int(o.data)}")
+        if o.sharded:
+            degrees.append(f"{ZERO[Sharded(int(o.sharded))]} over {int(o.shard)}")
+        text = f"{', '.join(degrees)}; {_microbatches(o)}"
+        if o.placement == Placement.DPT:
+            text += "; replicas over nodes"
+        uneven = len(set(self.layers.values())) > 1
+        if uneven:
+            text += f"; layers a rank: {', '.join(f'{n} on {kind}' for kind, n in self.layers.items())}"
+        if o.recompute != Recompute.NONE:
+            text += f"; {Recompute(int(o.recompute)).name.lower()} recomputation"
+        if o.recompute == Recompute.FULL and o.kept_layers:
+            # Where ranks have more or fewer, each keeps the same share of them.
+            text += f" of all but {int(o.kept_layers)} layers {'of a mean' if uneven else 'a'} rank"
+        if o.hierarchical == Gathers.FLAT and o.sharded >= Sharded.GRADIENTS:
+            text += "; gathers in one ring"
+        if o.offload:
+            text += f"; {Offload(int(o.offload)).name.lower()} offloaded to CPU"
+        return text
+
+    @property
+    def schedule(self) -> str:
+        """The family of the pipeline's schedule."""
+        return ScheduleKind(int(self.options.schedule)).family
+
+    @property
+    def not_run_yet(self) -> list[str]:
+        """Parts of it that this version's runtime does not have."""
+        o = self.options
+        found = [text for name, text in NOT_RUN_YET.items() if does_not_run(name, getattr(o, name))]
+        kind = Sharded(int(o.sharded))
+        if not runs_shards(kind, shard=o.shard, data=o.data):
+            found.append(f"{ZERO[kind]} over {int(o.shard)} of {int(o.data)} replicas")
+        if not self.runs_experts:
+            found.append(f"experts over {int(o.expert)} ranks in a way with {self._beside_experts}")
+        return found
+
+    @property
+    def _beside_experts(self) -> str:
+        """What this version does not run beside experts that ranks share."""
+        o = self.options
+        if o.sharded:
+            return ZERO[Sharded(int(o.sharded))]
+        return f"tensor {int(o.tensor)}, context {int(o.context)} and data {int(o.data)}"
+
+    @property
+    def memory_text(self) -> str:
+        """The parts of the memory, largest first."""
+        parts = sorted(self.num_bytes.items(), key=lambda part: -part[1])
+        return ", ".join(f"{format_bytes(size)} {_MEMORY[name]}" for name, size in parts if size)
+
+    @property
+    def waterfall(self) -> list[tuple[str, float]]:
+        """The parts of the step that count, largest first, and what is left; they add up to it."""
+        ordered = sorted(self.seconds.items(), key=lambda part: -part[1])
+        shown = [(PARTS[name], s) for name, s in ordered if s >= _LEAST_SHARE * self.step_s]
+        rest = self.step_s - sum(s for _, s in shown)
+        return [*shown, ("the rest", rest)] if rest > 0 else shown
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings for a training script; empty where this version does not run the way."""
+        o = self.options
+        if self.not_run_yet:
+            return {}
+        # The ranks that share experts share a batch: the samples of so many replicas here.
+        found: dict[str, Any] = {
+            "pipeline_parallel_degree": int(o.pipeline),
+            "data_parallel_degree": int(o.data) // int(o.expert_samples),
+            "microbatches": int(o.microbatches),
+        }
+        if o.tensor > 1:
+            found["tensor_parallel_degree"] = int(o.tensor)
+            found["sequence_parallel"] = bool(o.sequence_parallel)
+        if o.context > 1:
+            found["context_parallel_degree"] = int(o.context)
+        if o.expert > 1:
+            found["expert_parallel_degree"] = int(o.expert_samples)
+        if o.pipeline > 1:
+            found["pipeline"] = self.schedule
+            found["placement_strategy"] = Placement(int(o.placement)).name
+        if o.virtual > 1:
+            found["virtual_stages"] = int(o.virtual)
+        if o.sharded == Sharded.PARAMETERS:
+            found["sharded_data_parallel_degree"] = int(o.shard)
+        elif o.sharded:
+            found["shard_optimizer_state"] = True
+        if o.recompute == Recompute.FULL:
+            found["activation_checkpointing"] = "auto" if o.kept_layers else "full"
+        if o.offload == Offload.ACTIVATIONS:
+            found["offload_activations"] = True
+        return found
+
+    def to_dict(self) -> Mapping[str, Any]:
+        """For JSON."""
+        return {
+            "title": self.title,
+            "options": {f.name: int(getattr(self.options, f.name)) for f in fields(self.options)},
+            "step_s": self.step_s,
+            "interval_s": list(self.interval_s),
+            "seconds": self.seconds,
+            "peak_bytes": self.peak_bytes,
+            "bytes": self.num_bytes,
+            "limit_bytes": self.limit_bytes,
+            "layers": dict(self.layers),
+            "tokens_per_s": self.tokens_per_s,
+            "flops_per_s_of_rank": self.flops_per_s,
+            "mfu": self.mfu,
+            "dollars_per_million_tokens": self.dollars_per_million_tokens,
+            "provenance": self.provenance,
+            "not_run_yet": self.not_run_yet,
+            "settings": self.settings,
+        }
+
+
+def way_of(task: Task, options: Options) -> Way:
+    """Prices one way."""
+    if options.hierarchical == Gathers.FASTER:
+        flat = replace(options, hierarchical=int(Gathers.FLAT))
+        by_nodes = replace(options, hierarchical=int(Gathers.BY_NODES))
+        options = min((by_nodes, flat), key=lambda way: float(prices_of(task, way).seconds.total))
+    prices = prices_of(task, options)
+    total = float(prices.seconds.total)
+    price, ranks = task.machines.price_per_hour, task.machines.num_ranks
+    peak = sum(
+        kind.accelerator.flops_per_s[task.dtype] * kind.num_accelerators * number
+        for kind, number in task.machines.nodes
+    )
+    layers = {}
+    if len(task.kinds) > 1:
+        most = prices.blocks[:, 0]
+        layers = {kind.name: int(n) for (kind, _), n in zip(task.machines.nodes, most, strict=True)}
+    return Way(
+        options=options,
+        step_s=total,
+        interval_s=task.calibration.interval(total),
+        seconds={name: float(getattr(prices.seconds, name)) for name in PARTS},
+        num_bytes={name: int(getattr(prices.num_bytes, name)) for name in _MEMORY},
+        limit_bytes=int(np.max(prices.limit)),
+        layers=layers,
+        provenance=task.calibration.provenance,
+        tokens_per_s=task.tokens / total,
+        flops_per_s=task.flops / total / ranks,
+        mfu=task.flops / total / peak,
+        dollars_per_million_tokens=None if price is None else price / 3600 * total / task.tokens * 1e6,
+        runs_experts=bool(runs_experts(options, num_experts=task.experts)),
+    )
+
+
+def _microbatches(options: Options) -> str:
+    number, size = int(options.microbatches), int(options.microbatch)
+    return f"{number} microbatch{'' if number == 1 else 'es'} of {size}"
+
+
+def describe(way: Way) -> str:
+    """In one line, with seconds and bytes."""
+    return f"{way.title}: {format_seconds(way.step_s)} a step, {format_bytes(way.peak_bytes)} a rank"
