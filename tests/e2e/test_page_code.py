@@ -120,7 +120,6 @@ ROWS: dict[str, Runs | str] = {
     "estimator.md-0": "starts a job of two hosts: tests/unit/launch/test_estimator.py",
     "estimator.md-1": "names Slurm, Kubernetes and Ray: tests/e2e",
     "launch.md-0": "starts ranks from a notebook: tests/ecosystem/test_notebook.py runs quickstart.ipynb",
-    "runtime.md-0": Runs(f"{WRAPPED}\n{_SPREADS}"),
     "script.md-0": Runs(f"{WRAPPED}\nsamples_seen = 0", f"{_SPREADS}; assert samples_seen == 16"),
     "script.md-1": Runs(
         WRAPPED,
@@ -143,6 +142,7 @@ ROWS: dict[str, Runs | str] = {
     ),
     "sharding.md-1": "names options with ... in the place of values",
     "sharding.md-2": Runs(NAMES),
+    "slow_run.md-0": Runs(f"{WRAPPED}\n{_SPREADS}"),
     "testing.md-0": "needs network namespaces: tests/cluster",
     "trackers.md-0": Runs(f"{NAMES}", ranks=1),
 }
