@@ -24,8 +24,8 @@ from models import Task, conv_net, gpt
 from shardwright.config import Config
 from shardwright.planner import best_plans, meshes
 from shardwright.run.context import context
-from shardwright.torch.on_this_machine.plan_here import Training, measure_here, title_of, try_plan
 from shardwright.torch.parameters.sharded_tensor import ShardedTensor
+from shardwright.torch.plan_here import Training, measure_here, title_of, try_plan
 from shardwright_side import Ours
 
 __all__ = ["TASKS", "all_tried", "predicted_and_measured", "predicted_and_used_bytes"]

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from shardwright.errors import CheckpointError, CorruptCheckpointError
-from shardwright.torch.loss_scale.loss_scaler import LossScaler
+from shardwright.torch.loss_scale import LossScaler
 from smdistributed.modelparallel.torch import random_states
 from smdistributed.modelparallel.torch.pickles.files import load_file
 

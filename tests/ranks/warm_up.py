@@ -19,7 +19,7 @@ from zoo import ZOO
 import shardwright
 from shardwright.observe.report.page import packed_library
 from shardwright.torch.batch.batch import Batch
-from shardwright.torch.randomness.rng import get_state, set_state
+from shardwright.torch.randomness import get_state, set_state
 from shardwright.torch.units.model_traces import trace_parts
 
 # Engines import ray, which starts a thread: a process with threads cannot be forked.

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from shardwright.torch.batch.step_output import StepOutput
     from shardwright.torch.checkpoints.checkpoints import Checkpoints
     from shardwright.torch.data import ReplicaLoader, data_loader, distributed_sampler, seed_everything
-    from shardwright.torch.interception.trace_marker import is_tracing
-    from shardwright.torch.loss_scale.grad_scaler import GradScaler
+    from shardwright.torch.interception.step_code import is_tracing
+    from shardwright.torch.loss_scale import GradScaler
     from shardwright.torch.model.distributed_model import DistributedModel
     from shardwright.torch.notebook import notebook_launcher
     from shardwright.torch.optimizer.clipping import clip_grad_norm_

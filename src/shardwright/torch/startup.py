@@ -13,14 +13,16 @@ from shardwright.run.context import context, set_context
 from shardwright.run.reporting import Facts, Reporter
 from shardwright.run.startup import begun, settings_of_call
 from shardwright.torch.data import samplers_checked, seed_everything
-from shardwright.torch.interception.backward_outside import backward_of_results_refused
-from shardwright.torch.interception.update_calls import refuse_updates_inside_steps
-from shardwright.torch.loss_scale.grad_scaler import scalers_agree, scaling_noted
+from shardwright.torch.interception.backward_calls import (
+    backward_of_results_refused,
+    refuse_updates_inside_steps,
+)
+from shardwright.torch.loss_scale import scalers_agree, scaling_noted
 from shardwright.torch.optimizer.clipping import norm_over_stages
-from shardwright.torch.optimizer.unwrapped_optimizers import refuse_optimizers_inside_steps
-from shardwright.torch.script_collectives.sums_over_ranks import metrics_over_replicas
+from shardwright.torch.optimizer.refused_optimizers import refuse_optimizers_inside_steps
 from shardwright.torch.script_run import ScriptRun
 from shardwright.torch.step_end.same_samples import streams_noted
+from shardwright.torch.sums_over_ranks import metrics_over_replicas
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
 __all__ = ["add_tracker", "begin", "init"]

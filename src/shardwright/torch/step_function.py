@@ -14,8 +14,7 @@ from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_result import BatchResult
 from shardwright.torch.batch.splitter import Splitter
 from shardwright.torch.batch.step_output import StepOutput, gather_outputs
-from shardwright.torch.interception.compiled_code import uncompiled
-from shardwright.torch.interception.foreign_wrappers import refuse_wrapped_model
+from shardwright.torch.interception.compiled_code import refuse_wrapped_model, uncompiled
 from shardwright.torch.interception.glue import active_handler
 from shardwright.torch.interception.step_code import ReadingStep
 from shardwright.torch.optimizer.optimizer_trial import is_trying

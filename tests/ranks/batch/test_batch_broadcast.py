@@ -6,7 +6,7 @@ import torch.distributed as dist
 from shardwright.comm.transport import SmallCollectives
 from shardwright.testing import run_ranks
 from shardwright.torch.batch.batch_broadcast import BatchBroadcast
-from shardwright.torch.pytorch.layout import order_of
+from shardwright.torch.pytorch.tensors import order_of
 
 
 def batches():

@@ -41,7 +41,7 @@ def test_a_type_that_cannot_be_multiplied_has_no_rates():
 def probe(folder):
     from shardwright.comm import collective_probe as probe
     from shardwright.comm import rate_probe
-    from shardwright.torch.on_this_machine.rank_probe import main
+    from shardwright.torch.rank_probe import main
 
     # What is measured is not looked at: once is enough.
     probe._ROUNDS, rate_probe._ROUNDS, rate_probe._LONGEST_S = 1, 1, 0.03

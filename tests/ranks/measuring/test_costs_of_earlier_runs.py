@@ -11,7 +11,7 @@ from shardwright.testing import run_ranks
 
 def measured():
     from shardwright.config import Config
-    from shardwright.torch.on_this_machine.plan_here import Training, measure_here
+    from shardwright.torch.plan_here import Training, measure_here
 
     def build():
         return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(3)))

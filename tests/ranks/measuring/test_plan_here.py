@@ -8,7 +8,7 @@ from shardwright.testing import run_ranks
 
 
 def training():
-    from shardwright.torch.on_this_machine.plan_here import Training
+    from shardwright.torch.plan_here import Training
 
     def build():
         torch.manual_seed(0)
@@ -19,7 +19,7 @@ def training():
 
 def planned(settings, *, most):
     from shardwright.config import Config
-    from shardwright.torch.on_this_machine.plan_here import plan_here
+    from shardwright.torch.plan_here import plan_here
 
     return plan_here(training(), config=Config.parse(settings), most=most, steps=2).to_json()
 
@@ -66,7 +66,7 @@ def measured_and_planned(path):
     from shardwright.cli.asking.measuring_ranks import profile_of
     from shardwright.config import Config
     from shardwright.planner.profiles import MeasuredProfile
-    from shardwright.torch.on_this_machine.plan_here import measure_here
+    from shardwright.torch.plan_here import measure_here
     from shardwright.torch.units.dry_run import plan_model
 
     wanted = training()
@@ -100,7 +100,7 @@ def test_a_profile_makes_plans_without_ranks(tmp_path):
 def with_refusals(how_many):
     """Trials of which the first `how_many` are refused on all ranks, as by a runtime that lacks something."""
     from shardwright.errors import UsageError
-    from shardwright.torch.on_this_machine import plan_here as module
+    from shardwright.torch import plan_here as module
 
     before, left = module.try_plan, [how_many]
 

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 from choices import in_sweep
 from shardwright.errors import UsageError
 from shardwright.testing import RanksFailedError, run_ranks
-from shardwright.torch.optimizer.foreign_parameters import refuse_foreign_parameters
+from shardwright.torch.optimizer.refused_optimizers import refuse_foreign_parameters
 
 QUIET = {"run_dir": "off", "profile": "estimated", "microbatches": 2, "timeout_s": 30}
 

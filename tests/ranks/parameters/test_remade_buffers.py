@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import shardwright.torch as sw
 from choices import in_sweep
 from shardwright.testing import run_ranks, run_ranks_outcomes
-from shardwright.torch.counting.trace_guard import LentTensors
+from shardwright.torch.counting.stand_in_data import LentTensors
 from shardwright.torch.parameters.unit_map import UnitMap
 
 QUIET = {"profile": "estimated", "run_dir": "off", "microbatches": 4, "timeout_s": 30}

@@ -9,7 +9,7 @@ import shardwright.torch as sw
 from shardwright.run.context import context
 from shardwright.testing import run_ranks
 from shardwright.torch.measuring import planning
-from shardwright.torch.measuring.tensor_prices import measured_operation_s
+from shardwright.torch.measuring.device_rates import measured_operation_s
 
 
 def measured() -> float:

@@ -16,7 +16,7 @@ from shardwright.exit_codes import exit_code_of
 from shardwright.plan import identity
 from shardwright.planner.profiles import MeasuredProfile
 from shardwright.torch.measuring.measured_model import MeasuredModel
-from shardwright.torch.on_this_machine.plan_here import Training, measure_here, plan_here
+from shardwright.torch.plan_here import Training, measure_here, plan_here
 
 __all__ = ["main", "profile_of"]
 

@@ -133,8 +133,7 @@ def _traced(factory: str, build_on: str, *, on_accelerators: bool) -> "tuple[Sam
     from shardwright.cli.asking.factory import advice_on_meta, build
     from shardwright.observe.console import Console
     from shardwright.planner.model_chain import chain_of
-    from shardwright.torch.units.dry_run import graph_of
-    from shardwright.torch.units.on_accelerators import OnAccelerators
+    from shardwright.torch.units.dry_run import OnAccelerators, graph_of
 
     console = Console()
     with console.phase(f"building {factory}"):

@@ -54,7 +54,7 @@ def probe(
     """
     if not show:
         is_here = run_for_files(
-            "shardwright.torch.on_this_machine.rank_probe",
+            "shardwright.torch.rank_probe",
             lambda paths: [str(path) for path in paths],
             outputs=[out, cluster],
             num_ranks=num_ranks,

@@ -10,75 +10,69 @@ from shardwright.torch._private.autograd import (
     call_after_backward,
     goes_into_gradients,
     gradient_is_wanted,
+    gradient_transform_active,
     newest_node,
+    norms_of,
+    parameters_to_clip,
+    put_saved_tensor_hooks,
+    replace_total_norm,
     run_backward,
     running_node,
     saved_by,
+    saved_tensor_hooks,
     shape_behind,
+    take_saved_tensor_hooks,
+    transforms_beside_hooks,
 )
-from shardwright.torch._private.compiler import compiler_is_used, compiler_of, put_compiler_stance
-from shardwright.torch._private.fake_tensors import (
-    FAKE_FAILURES,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-    fake_failures_unlogged,
-    fake_mode_is_active,
-    new_fake_mode,
-    unset_fake_temporarily,
-)
-from shardwright.torch._private.function_modes import (
-    TorchFunctionMode,
-    function_mode_depth,
-    function_transforms_active,
-    outside_of_functions,
-    pop_function_mode,
-    push_function_mode,
-)
-from shardwright.torch._private.gradient_norms import norms_of, parameters_to_clip, replace_total_norm
 from shardwright.torch._private.modules import (
     BatchNormBase,
     PlainBatchNorm,
+    compiler_is_used,
+    compiler_of,
+    default_group,
     hooks_of_every_module,
+    is_profiled,
     non_persistent_buffers,
     non_persistent_buffers_of,
     num_hooks_registered,
     num_parametrization_caches,
+    put_compiler_stance,
     put_parametrization_cache,
 )
-from shardwright.torch._private.operators import (
+from shardwright.torch._private.tensors import (
+    FAKE_FAILURES,
+    FakeTensor,
+    FakeTensorMode,
     HigherOrderOperator,
+    StorageWeakRef,
+    TorchFunctionMode,
+    UnsupportedOperatorException,
     attention_kernel,
     attention_kernels_allowed,
-    generator_key,
-    is_composite,
-    packed_call,
-)
-from shardwright.torch._private.process_groups import default_group
-from shardwright.torch._private.profiling import is_profiled
-from shardwright.torch._private.saved_tensors import (
-    gradient_transform_active,
-    put_saved_tensor_hooks,
-    saved_tensor_hooks,
-    take_saved_tensor_hooks,
-    transforms_beside_hooks,
-)
-from shardwright.torch._private.storages import (
-    StorageWeakRef,
-    has_storage,
-    memory_of,
-    storage_key,
-    values_of_sparse,
-    weak_storage,
-)
-from shardwright.torch._private.tensor_classes import (
     change_shape_only,
     disabled_torch_function,
     dtensor_of,
+    fake_failures_unlogged,
+    fake_mode_is_active,
+    function_mode_depth,
+    function_transforms_active,
+    generator_key,
+    has_storage,
+    is_composite,
     make_wrapper,
+    memory_of,
+    new_fake_mode,
     new_wrapper,
+    outside_of_functions,
+    packed_call,
+    pop_function_mode,
+    push_function_mode,
     put_in_place,
     spec_like,
+    storage_key,
+    unset_fake_temporarily,
+    values_of_sparse,
+    weak_storage,
     without_subclass_functions,
 )
 

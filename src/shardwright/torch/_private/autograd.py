@@ -1,12 +1,15 @@
-"""Nodes of autograd, and the backward in progress."""
+"""Nodes of autograd, the hooks for what it saves, and what `clip_grad_norm_` is made of."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules._functions import BackwardHookFunction
+from torch.nn.utils import clip_grad
 
 __all__ = [
     "BackwardHookFunction",
@@ -15,11 +18,19 @@ __all__ = [
     "call_after_backward",
     "goes_into_gradients",
     "gradient_is_wanted",
+    "gradient_transform_active",
     "newest_node",
+    "norms_of",
+    "parameters_to_clip",
+    "put_saved_tensor_hooks",
+    "replace_total_norm",
     "run_backward",
     "running_node",
     "saved_by",
+    "saved_tensor_hooks",
     "shape_behind",
+    "take_saved_tensor_hooks",
+    "transforms_beside_hooks",
 ]
 
 _CODE_OF_CUSTOM_BACKWARD = tuple(
@@ -98,3 +109,88 @@ def shape_behind(node: Any) -> tuple[int, ...] | None:
     """The shape of the tensor that a node of autograd has made, its first; None where it is unknown."""
     metadata = getattr(node, "_input_metadata", None)
     return tuple(metadata[0].shape) if metadata else None
+
+
+@contextmanager
+def transforms_beside_hooks() -> Iterator[None]:
+    """Inside, `torch.func` (grad, vjp, jacrev) puts hooks for saved tensors aside; PyTorch refuses them.
+
+    What is counted with such hooks is not seen there, but the code runs.
+    """
+    refuse = torch.autograd.graph.disable_saved_tensors_hooks
+
+    @contextmanager
+    def put_aside(error_message: str) -> Iterator[None]:
+        taken = take_saved_tensor_hooks()
+        try:
+            with refuse(error_message):
+                yield
+        finally:
+            put_saved_tensor_hooks(taken)
+
+    torch.autograd.graph.disable_saved_tensors_hooks = put_aside
+    try:
+        yield
+    finally:
+        torch.autograd.graph.disable_saved_tensors_hooks = refuse
+
+
+def gradient_transform_active() -> bool:
+    """Whether one of `torch.func` that takes gradients (grad, vjp, jacrev, hessian) is at work.
+
+    They refuse hooks for saved tensors meanwhile.
+    """
+    return not torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+
+
+def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The innermost hooks for saved tensors (pack, unpack) that are in force in this thread, if any."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is None else (hooks[0], hooks[1])
+
+
+def take_saved_tensor_hooks() -> list[Any]:
+    """Removes the hooks that `torch.autograd.graph.saved_tensors_hooks` has installed in this thread."""
+    taken: list[Any] = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+        taken.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    return taken[::-1]
+
+
+def put_saved_tensor_hooks(hooks: Sequence[Any]) -> None:
+    """Installs what `take_saved_tensor_hooks` removed."""
+    for pack, unpack in hooks:
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def replace_total_norm(make: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]) -> None:
+    """Puts a function in the place of the one that `clip_grad_norm_` takes norms by.
+
+    Scripts import `clip_grad_norm_` by name before the library could replace it; what it calls is looked up.
+    """
+    original = clip_grad._get_total_norm
+    if getattr(original, "__module__", None) != clip_grad.__name__:
+        return  # replaced already
+    replacement = make(original)
+    clip_grad._get_total_norm = replacement
+    if getattr(torch.nn.utils, "get_total_norm", None) is original:
+        torch.nn.utils.get_total_norm = replacement
+
+
+def parameters_to_clip(caller: FrameType) -> Sequence[torch.Tensor]:
+    """The parameters of `clip_grad_norm_`, if that asks for a norm: it passes on the gradients alone."""
+    if caller.f_code is not inspect.unwrap(clip_grad.clip_grad_norm_).__code__:
+        return ()
+    return tuple(caller.f_locals.get("parameters", ()))
+
+
+def norms_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The norm of each of some tensors of one type and device, in float32 at least.
+
+    On GPUs this is a kernel or two for all of them, as in `torch.nn.utils.clip_grad_norm_`; a function for it
+    is not public.
+    """
+    wide = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else None
+    norms: Sequence[torch.Tensor] = torch._foreach_norm(list(tensors), 2.0, dtype=wide)
+    return norms

@@ -1,11 +1,13 @@
-"""What computes a module's attention: a mark on the module itself, so that copies of it are routed, too.
+"""What computes a module's attention: a mark on it, the table of marks, weights that scripts ask for.
 
 A class that computes attention gets one method replaced, once, by one that looks for the mark. Modules
 without it run the original, so that models which are created elsewhere stay as they are.
 """
 
 import functools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import astuple
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,17 +16,6 @@ import torch
 from torch import nn
 
 from shardwright.torch.attention.kernels import Choice
-
-__all__ = [
-    "PLAIN",
-    "Choices",
-    "is_plain",
-    "is_routed",
-    "left_alone",
-    "mark_left_alone",
-    "mark_routed",
-    "route_method",
-]
 
 # The table's word for attention that keeps all scores because the script wants it to.
 PLAIN = Choice("plain", "flash_attention=False")
@@ -91,3 +82,67 @@ class Choices:
     def of(cls, module: nn.Module) -> Choice | None:
         """What a module took; None before it is called."""
         return cls._of.get(module)
+
+
+log = logging.getLogger(__name__)
+
+# A context variable: each microbatch is a greenlet, which has values of its own.
+_WANTED: ContextVar[bool] = ContextVar("attention weights are wanted", default=False)
+
+
+class _Said:
+    """Whether the script has been told."""
+
+    already = False
+
+
+def call_with_request(
+    original: Callable[..., Any], module: nn.Module, *args: Any, output_attentions: Any = False, **kwargs: Any
+) -> Any:
+    """Calls the forward of an attention module, whose inner functions are not told what it was asked for."""
+    token = _WANTED.set(bool(output_attentions))
+    try:
+        return original(module, *args, output_attentions=output_attentions, **kwargs)
+    finally:
+        _WANTED.reset(token)
+
+
+def weights_are_wanted() -> bool:
+    """Whether the attention module that runs was asked for its weights."""
+    return _WANTED.get()
+
+
+def say_plain(module: nn.Module) -> None:
+    """Takes note of a module that computes plain attention, and tells the script once."""
+    Choices.note(module, Choice("eager", "its weights are asked for"))
+    if not _Said.already:
+        _Said.already = True
+        log.warning(
+            "attention weights are asked for (output_attentions=True, or need_weights=True), and only plain "
+            "attention has them: it is computed where they are, and keeps all scores."
+        )
+
+
+def kernels_of(model: nn.Module) -> dict[str, Choice]:
+    """What the attention of each layer is computed by, by the name of its module."""
+    found = {name: Choices.of(module) or left_alone(module) for name, module in model.named_modules()}
+    return {name: choice for name, choice in found.items() if choice is not None}
+
+
+def attention_table(model: nn.Module) -> str:
+    """The table, with one line for layers that took the same; empty without such layers."""
+    rows: dict[Choice, list[str]] = {}
+    for name, choice in kernels_of(model).items():
+        rows.setdefault(choice, []).append(name)
+    if not rows:
+        return ""
+    cells = [(_names(names), choice.kernel, choice.why_not_fused) for choice, names in rows.items()]
+    widths = [max(len(row[column]) for row in cells) for column in (0, 1)]
+    return "\n".join(
+        f"  {layers:<{widths[0]}}  {kernel:<{widths[1]}}  {why}".rstrip() for layers, kernel, why in cells
+    )
+
+
+def _names(names: Iterable[str]) -> str:
+    first, *rest = names
+    return first if not rest else f"{first} ... {rest[-1]} ({1 + len(rest)})"

@@ -10,7 +10,15 @@ from torch import nn
 
 from shardwright.after_import import after_import
 from shardwright.errors import UsageError
-from shardwright.torch.attention.hugging_face import implementation_of, looks_up_attention, route_lookups
+from shardwright.torch.attention.hugging_face import (
+    implementation_of,
+    looks_up_attention,
+    makes_masks,
+    route_lookups,
+    route_masks,
+    route_scores,
+    scores_of,
+)
 from shardwright.torch.attention.kernels import Choice
 from shardwright.torch.attention.marks import PLAIN, mark_left_alone, mark_routed
 from shardwright.torch.attention.plain_pytorch import (
@@ -19,8 +27,7 @@ from shardwright.torch.attention.plain_pytorch import (
     route_calls,
     route_multihead,
 )
-from shardwright.torch.attention.scores_of_models import makes_masks, route_masks, route_scores, scores_of
-from shardwright.torch.pytorch.module_creation import CreationWatch
+from shardwright.torch.pytorch.modules import CreationWatch
 
 __all__ = ["model_creation", "route_attention"]
 

@@ -17,8 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwright.torch.attention.blockwise import Seen
 from shardwright.torch.attention.kernels import Attention, Choice, attend
-from shardwright.torch.attention.marks import PLAIN, Choices, is_plain, route_method
-from shardwright.torch.attention.weights_wanted import say_plain
+from shardwright.torch.attention.marks import PLAIN, Choices, is_plain, route_method, say_plain
 
 __all__ = ["calls_attention", "is_multihead", "route_calls", "route_multihead"]
 

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from shardwright.errors import UsageError
 from shardwright.torch._private import transforms_beside_hooks
 from shardwright.torch.counting.cost_counter import CostCounter
-from shardwright.torch.interception.attribute_inputs import TakesFound, called_with_hidden, has_hidden
-from shardwright.torch.pytorch.module_hooks import forward_hooks_put
+from shardwright.torch.interception.unit_attributes import TakesFound, called_with_hidden, has_hidden
+from shardwright.torch.pytorch.modules import forward_hooks_put
 from shardwright.torch.pytorch.tree import flatten, leaves
-from shardwright.torch.randomness.python_random import PythonState, get_python_state, set_python_state
+from shardwright.torch.randomness import PythonState, get_python_state, set_python_state
 
 __all__ = [
     "call_recomputed",

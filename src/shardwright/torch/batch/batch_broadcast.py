@@ -13,7 +13,7 @@ from shardwright.run.batch_broadcast import Room, TensorBroadcast
 from shardwright.torch.batch.batch import Arguments, Batch, is_batch_tensor
 from shardwright.torch.batch.batch_header import Leaf, Outline, outline, read_header, written_header
 from shardwright.torch.batch.splitter import refuse_packed
-from shardwright.torch.pytorch.layout import from_memory_order, in_memory_order, order_of
+from shardwright.torch.pytorch.tensors import from_memory_order, in_memory_order, order_of
 from shardwright.torch.pytorch.tree import LEAF, Structure, flatten
 
 __all__ = ["BatchBroadcast", "loaded_another"]

@@ -21,7 +21,7 @@ from shardwright.comm.joining.run_secret import Seal, packed, unpacked
 from shardwright.comm.tensor_codec import decode, encode
 from shardwright.errors import UsageError
 from shardwright.run.batch_broadcast import PLACE, header_read
-from shardwright.torch.pytorch.layout import Order
+from shardwright.torch.pytorch.tensors import Order
 from shardwright.torch.pytorch.tree import LEAF, Structure
 
 __all__ = ["Leaf", "Outline", "outline", "read_header", "written_header"]

@@ -18,11 +18,9 @@ from shardwright.exit_codes import SAVED
 from shardwright.observe.run_folder import show_path
 from shardwright.run.failure import first_cause_named
 from shardwright.run.joint_calls import meet, on_every_rank
-from shardwright.torch.checkpoints.folder_hold import hold_folder, release_folder
+from shardwright.torch.checkpoints.encoded import StateObjects
 from shardwright.torch.checkpoints.resuming import Resumed, open_verified
-from shardwright.torch.checkpoints.save_signals import SaveSignals
-from shardwright.torch.checkpoints.saves import Saves
-from shardwright.torch.checkpoints.state_objects import StateObjects
+from shardwright.torch.checkpoints.saves import Saves, SaveSignals, hold_folder, release_folder
 from shardwright.torch.interception.glue import refuse_inside_step
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.script_run import script_run

@@ -8,18 +8,23 @@ key that begins with ``$``::
     tensor            {"$tensor": "extra/scheduler/base"}      the tensor of that name in the files
 """
 
+import json
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
+from hashlib import sha256
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from shardwright.errors import CheckpointError, CorruptCheckpointError
-
-__all__ = ["decode", "encode"]
+from shardwright.checkpoint.manifest import is_plain_name
+from shardwright.errors import CheckpointError, CorruptCheckpointError, UsageError
+from shardwright.torch.checkpoints.stored import stored
+from shardwright.torch.model.distributed_model import DistributedModel
+from shardwright.torch.tensor_parallel.parts import all_elements
 
 _DEEPEST = 48
 
@@ -175,3 +180,47 @@ _FROM_TEXT: dict[str, Callable[[str], Any]] = {
     "$dtype": _dtype,
     "$device": torch.device,
 }
+
+
+class StateObjects:
+    """The objects that a script has named for saving."""
+
+    def __init__(self, objects: Mapping[str, Any]):
+        self.objects = dict(objects)
+        for name, each in self.objects.items():
+            _check(name, each)
+
+    def taken(self) -> dict[str, Any]:
+        """Their states, by name, with whole tensors; collective over ranks that share layers."""
+        return {name: all_elements(each.state_dict()) for name, each in self.objects.items()}
+
+    def digest(self, name: str, state: Any) -> str:
+        """Equal for states that are the same."""
+        tensors: dict[str, Tensor] = {}
+        document = encode(state, name=f"state/{name}", tensors=tensors)
+        made = sha256(json.dumps(document, sort_keys=True).encode())
+        for tensor in tensors.values():
+            made.update(stored(tensor).data)
+        return made.hexdigest()
+
+
+def _check(name: str, each: Any) -> None:
+    if not isinstance(name, str) or not is_plain_name(name):
+        raise UsageError(
+            f"state has the name {name!r}: use letters, digits, dots, - and _, beginning with a letter or "
+            "digit."
+        )
+    kind = type(each).__name__
+    for method in ("state_dict", "load_state_dict"):
+        if not callable(getattr(each, method, None)):
+            raise UsageError(
+                f"state[{name!r}] is a {kind}, which has no {method}(). Give objects with state_dict() and "
+                "load_state_dict()."
+            )
+    if isinstance(each, Optimizer):
+        raise UsageError(
+            f"state[{name!r}] is an optimizer. Wrap it in sw.DistributedOptimizer: wrapped ones are saved "
+            "without being named."
+        )
+    if isinstance(each, DistributedModel):
+        raise UsageError(f"state[{name!r}] is the model, which is saved without being named. Leave it out.")

@@ -17,16 +17,20 @@ from shardwright.planner import overruled_settings
 from shardwright.run.launch_settings import following
 from shardwright.torch.checkpoints.documents import OptimizerDocument, StateDocument
 from shardwright.torch.checkpoints.encoded import decode
-from shardwright.torch.checkpoints.extra_states import check_extra_states, set_extra_states
 from shardwright.torch.checkpoints.own_loading import (
     check_fits,
     load_model,
     load_optimizer_state,
     refuse_another_kind,
 )
-from shardwright.torch.checkpoints.random_states import further_generators, set_generators
-from shardwright.torch.checkpoints.remade_buffers import remake
-from shardwright.torch.checkpoints.snapshot import optimizer_prefix
+from shardwright.torch.checkpoints.snapshot import (
+    check_extra_states,
+    further_generators,
+    optimizer_prefix,
+    remake,
+    set_extra_states,
+    set_generators,
+)
 from shardwright.torch.checkpoints.stored import dtype_of, read_part
 from shardwright.torch.checkpoints.writer import PLAN, STATE
 from shardwright.torch.model.distributed_model import DistributedModel

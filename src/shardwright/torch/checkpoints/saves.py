@@ -1,32 +1,151 @@
-"""The saves of a run: begun on all ranks, written in the background, and looked after between steps."""
+"""The saves of a run: begun on all ranks, written in the background, asked for by signals."""
 
 import dataclasses
+import json
+import os
 import secrets
+import signal
 import sys
+import threading
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardwright.checkpoint.disk import Disk
-from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.checkpoint.folder import COMMITTED, CheckpointFolder, refuse_one_checkpoint
+from shardwright.checkpoint.hugging_face import TIES
 from shardwright.comm.joining.process_group import default_store
 from shardwright.comm.message_names import Purpose
-from shardwright.errors import CheckpointError
-from shardwright.observe.run_folder import show_path
+from shardwright.errors import CheckpointError, UsageError
+from shardwright.observe.run_folder import hold, release, show_path
+from shardwright.plan import Plan
 from shardwright.run.failure import first_cause_named
 from shardwright.run.joint_calls import meet, on_every_rank
-from shardwright.torch.checkpoints.folder_hold import hold_folder
-from shardwright.torch.checkpoints.run_documents import documents_of_run
-from shardwright.torch.checkpoints.save_signals import SaveSignals
+from shardwright.torch._private import non_persistent_buffers
+from shardwright.torch.checkpoints.encoded import StateObjects
 from shardwright.torch.checkpoints.snapshot import take_snapshot
-from shardwright.torch.checkpoints.state_objects import StateObjects
-from shardwright.torch.checkpoints.writer import CheckpointDraft, SaveUnderWay
+from shardwright.torch.checkpoints.writer import CONFIG, PLAN, CheckpointDraft, SaveUnderWay
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.script_run import ScriptRun
 
-__all__ = ["Saves"]
+_LOCK = ".lock"
+
+
+def hold_folder(path: Path) -> Path:
+    """Keeps other runs from saving in a folder, and makes it; on the first rank."""
+    refuse_one_checkpoint(path)
+    if (path / "checkpoints" / COMMITTED).exists() and not (path / COMMITTED).exists():
+        raise UsageError(
+            f"{path} is the folder of a run, whose checkpoints are in a folder in it: "
+            f'sw.Checkpoints("{path / "checkpoints"}").'
+        )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        holder = hold(path / _LOCK)
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be a folder of checkpoints: {error.strerror}. Give one that can be written."
+        ) from error
+    if holder is not None:
+        raise UsageError(
+            f"another run saves its checkpoints in {path} ({holder}). Wait until it has ended, or give this "
+            "one a folder of its own."
+        )
+    return path
+
+
+def release_folder(path: Path) -> None:
+    """Leaves the folder to others."""
+    release(path / _LOCK)
+
+
+_ALLOWED = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP")
+
+
+class SaveSignals:
+    """Notes that a signal came; somebody looks between two steps.
+
+    A second Ctrl-C ends the process as ever. Children that the process forks (workers of a data loader) pass
+    over SIGINT and SIGUSR1, which a terminal or a launcher sends to all: the process still needs them.
+
+    Attributes:
+        came: number of the first that came; 0 as long as none has.
+    """
+
+    def __init__(self, names: Iterable[str], *, says: bool = True):
+        self.came = 0
+        self._says = says
+        self._owner = os.getpid()
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python allows handlers in the main thread alone
+        for name in [names] if isinstance(names, str) else names:
+            if name not in _ALLOWED:
+                raise UsageError(
+                    f"signals has {name!r}, and may have {', '.join(_ALLOWED)}, as in "
+                    "signals=('SIGTERM', 'SIGUSR1')."
+                )
+            number = getattr(signal, name)
+            self._before[number] = signal.signal(number, self._note)
+
+    def close(self) -> None:
+        """Puts the handlers back that there were before."""
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, handler)
+        self._before.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._owner:
+            if number == signal.SIGTERM:  # somebody ends this child
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        if number == signal.SIGINT and self.came:
+            raise KeyboardInterrupt
+        if number == signal.SIGINT and self._says:
+            os.write(2, b"saving at the end of this step; Ctrl-C again ends at once\n")
+        self.came = self.came or number
+
+
+def documents_of_run(plan: Plan | None, module: nn.Module) -> dict[str, bytes]:
+    """Texts of JSON by the names of their files: the plan, other names, settings of a Hugging Face model."""
+    documents = {}
+    if plan is not None:
+        documents[PLAN] = plan.to_json().encode()
+    if ties := _ties(module):
+        documents[TIES] = json.dumps(ties).encode()
+    to_json = getattr(getattr(module, "config", None), "to_json_string", None)
+    if callable(to_json):  # of a Hugging Face model
+        try:
+            text = to_json(use_diff=False)
+        except TypeError:  # not that of transformers
+            return documents
+        settings = json.loads(text)
+        if not settings.get("architectures"):  # save_pretrained adds it, and pipelines look for it
+            settings["architectures"] = [type(module).__name__]
+        documents[CONFIG] = json.dumps(settings, indent=1).encode()
+    return documents
+
+
+def _ties(module: nn.Module) -> dict[str, str]:
+    """The further names of tied parameters and persistent buffers, each with the first."""
+    kept = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    transient, first = non_persistent_buffers(module), dict[int, str]()
+    ties = {}
+    for name, tensor in kept:
+        if name not in transient and first.setdefault(id(tensor), name) != name:
+            ties[name] = first[id(tensor)]
+    return ties
+
 
 _DONE, _FAILED = 1, 2
 _TICK_S = 0.5

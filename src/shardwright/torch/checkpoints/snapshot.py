@@ -1,34 +1,152 @@
 """Copies what a rank saves at one moment, so that training continues during the write.
 
+Ranks of one replica draw the same numbers; different replicas draw different ones. A run resumed on other
+ranks takes the generators of the saved replica with the same number. A replica with no saved counterpart
+derives its generators from those of a saved replica and its own number.
+
 ::
 
     end of step k      copies of the tensors of this rank      (memory to memory; the only wait)
     step k + 1 ...     a thread writes the copies
 """
 
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from typing import Any
 
+import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.saved import TensorPart
 from shardwright.checkpoint.tensor_index import MODEL
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, CorruptCheckpointError
+from shardwright.torch._private import non_persistent_buffers
 from shardwright.torch.checkpoints.encoded import encode
-from shardwright.torch.checkpoints.extra_states import own_extra_states
 from shardwright.torch.checkpoints.own_parts import OwnPart, model_parts, optimizer_parts
-from shardwright.torch.checkpoints.random_states import generator_states
-from shardwright.torch.checkpoints.remade_buffers import remade_buffers
 from shardwright.torch.checkpoints.stored import stored
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
-from shardwright.torch.script_run import ScriptRun
+from shardwright.torch.parameters.buffer_kind import BufferKind
+from shardwright.torch.pytorch.functions import RELEASED
+from shardwright.torch.script_run import ScriptRun, script_run
 from shardwright.torch.tensor_parallel.parts import all_elements
 
-__all__ = ["RankDocument", "Snapshot", "optimizer_prefix", "take_snapshot"]
+
+def generator_states(device: torch.device) -> dict[str, Any]:
+    """State of all generators of this process."""
+    on_device = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {
+        "torch": torch.random.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(legacy=False),
+        **on_device,
+    }
+
+
+def set_generators(states: Any, device: torch.device) -> None:
+    """Has all generators go on from what `generator_states` gave."""
+    try:
+        torch.random.set_rng_state(states["torch"])
+        random.setstate(states["python"])
+        numpy.random.set_state(states["numpy"])
+        if device.type == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], device)
+    except (LookupError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
+        raise CorruptCheckpointError(f"the checkpoint's random generators cannot be used: {error}") from error
+
+
+def further_generators(states: Any, replica: int) -> None:
+    """Seeds all generators for a replica that the run which saved did not have."""
+    saved = states["torch"] if isinstance(states, dict) and "torch" in states else torch.empty(0)
+    content = saved.numpy().tobytes() if isinstance(saved, Tensor) else b""
+    seed = int.from_bytes(sha256(content + replica.to_bytes(8, "little")).digest()[:4], "little")
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def own_extra_states(model: DistributedModel) -> dict[str, Any]:
+    """States of the modules that this rank runs, by name of the module; one rank saves each."""
+    run = script_run()
+    if run.data_rank:
+        return {}
+    own = {
+        name: all_elements(module.get_extra_state())
+        for name, module in _with_extra_states(model)
+        if model.runs_here(name)
+    }
+    return own if run.is_first_holder else {}
+
+
+def check_extra_states(model: DistributedModel, states: Mapping[str, Any]) -> None:
+    """Refuses a checkpoint in which other modules have saved something than do here."""
+    modules = dict(_with_extra_states(model))
+    different = sorted(modules.keys() ^ states.keys())
+    if different:
+        raise CheckpointError(
+            f"the checkpoint has extra states of {len(states)} modules, and this model has {len(modules)} "
+            f"with get_extra_state(); they differ in {', '.join(map(repr, different[:5]))}. Build the model "
+            "as it was when it was saved."
+        )
+
+
+def set_extra_states(model: DistributedModel, states: Mapping[str, Any]) -> None:
+    """Gives modules their saved extra state; modules without one stay as they are."""
+    for name, module in _with_extra_states(model):
+        if name in states:
+            module.set_extra_state(states[name])
+
+
+def _with_extra_states(model: DistributedModel) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.get_module().named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield name, module
+
+
+def remade_buffers(model: DistributedModel) -> dict[str, list[Any] | None]:
+    """The first form of this rank's buffers that were replaced since, as JSON; None for new ones."""
+    transient = non_persistent_buffers(model.get_module())
+    found: dict[str, list[Any] | None] = {}
+    for name, buffer in model.get_module().named_buffers():
+        first = model.first_buffers.get(name)
+        if name in transient or not model.counts_here(name) or first == BufferKind.of(buffer):
+            continue
+        found[name] = None if first is None else first.to_json()
+    return found
+
+
+def remake(model: DistributedModel, kinds: Mapping[str, BufferKind]) -> None:
+    """Gives buffers of this rank other shapes and types, without values; makes those that are not there."""
+    modules = dict(model.get_module().named_modules(remove_duplicate=False))
+    for name, module, key in _places(kinds, modules):
+        kind, buffer = kinds[name], module._buffers.get(key)
+        if buffer is None:
+            if not model.partitioned or model.counts_here(name):
+                device = _device_of(module, model)
+                module.register_buffer(key, torch.empty(kind.shape, dtype=kind.dtype, device=device))
+        elif not hasattr(buffer, RELEASED) and BufferKind.of(buffer) != kind:
+            buffer.data = torch.empty(kind.shape, dtype=kind.dtype, device=buffer.device)
+
+
+def _places(
+    names: Mapping[str, BufferKind], modules: Mapping[str, nn.Module]
+) -> Iterator[tuple[str, nn.Module, str]]:
+    for name in names:
+        path, _, key = name.rpartition(".")
+        if path in modules:
+            yield name, modules[path], key
+
+
+def _device_of(module: nn.Module, model: DistributedModel) -> torch.device:
+    """The device of a module's tensors, or else of the model's."""
+    for tensors in (module.parameters(), module.buffers(), model.get_module().parameters()):
+        if (first := next(tensors, None)) is not None:
+            return first.device
+    return torch.device("cpu")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,12 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from shardwright.torch._private import FakeTensor, HigherOrderOperator, fake_mode_is_active, storage_key
-from shardwright.torch.counting.operation_work import attention_flops, flops_of, tensors_in, work_of
-from shardwright.torch.counting.repeated_writes import RepeatedWrites
+from shardwright.torch.counting.operation_work import (
+    RepeatedWrites,
+    attention_flops,
+    flops_of,
+    tensors_in,
+    work_of,
+)
 from shardwright.torch.counting.traced_draws import TracedDraws
 from shardwright.torch.interception.deferred import spec_of
-from shardwright.torch.pytorch.reductions import is_batch_norm_in_training, reduced_elements
-from shardwright.torch.randomness.rng import Draw, describe_draw
+from shardwright.torch.pytorch.functions import is_batch_norm_in_training, reduced_elements
+from shardwright.torch.randomness import Draw, describe_draw
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 from shardwright.work import Work
 

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from shardwright.torch._private import hooks_of_every_module
-from shardwright.torch.interception.collected_outputs import collects
+from shardwright.torch.interception.unit_attributes import collects
 
 __all__ = ["HookEffects", "hooks_of"]
 

@@ -25,7 +25,7 @@ from shardwright.errors import TraceError
 from shardwright.model_graph import Node, Together
 from shardwright.torch._private import generator_key
 from shardwright.torch.interception.glue import plain_torch
-from shardwright.torch.randomness.rng import Draw, get_state, is_default
+from shardwright.torch.randomness import Draw, get_state, is_default
 
 __all__ = ["TracedDraws"]
 

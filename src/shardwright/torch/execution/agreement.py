@@ -15,10 +15,9 @@ from shardwright.errors import TraceMismatchError, UsageError
 from shardwright.run.context import Context
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_broadcast import BatchBroadcast, loaded_another
-from shardwright.torch.interception.collected_outputs import collects
-from shardwright.torch.pytorch.autocast import autocast_state
-from shardwright.torch.randomness.python_random import state_as_tensor, state_from_tensor
-from shardwright.torch.randomness.rng import get_state, set_state
+from shardwright.torch.interception.unit_attributes import collects
+from shardwright.torch.pytorch.tensors import autocast_state
+from shardwright.torch.randomness import get_state, set_state, state_as_tensor, state_from_tensor
 from shardwright.torch.tracing.trace_data import Trace
 
 __all__ = ["Agreement", "early_settings", "hooks_between_steps", "path_settings"]

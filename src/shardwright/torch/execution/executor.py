@@ -25,8 +25,8 @@ from shardwright.torch.execution.tensor_channels import TensorChannels
 from shardwright.torch.offload.offloading import Offloading, lasting_storages, storages_of
 from shardwright.torch.program.instructions import Place
 from shardwright.torch.program.program import Program, generators_of
-from shardwright.torch.pytorch.profiled import range_named
-from shardwright.torch.randomness.rng import GeneratorState, run_ahead, set_state
+from shardwright.torch.pytorch.source_line import range_named
+from shardwright.torch.randomness import GeneratorState, run_ahead, set_state
 from shardwright.torch.tracing.recomputed_statistics import RecomputedStatistics
 
 __all__ = ["Executor"]

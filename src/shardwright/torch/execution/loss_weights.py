@@ -31,9 +31,9 @@ from shardwright.torch.backward.loss_reduction import LossForm, Reduction, form_
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_result import Weights
 from shardwright.torch.execution.trained_model import TrainedModel
-from shardwright.torch.loss_scale.gradient_scaling import EarlierGradients
+from shardwright.torch.loss_scale import EarlierGradients
 from shardwright.torch.parameters.sharded_tensor import own_part
-from shardwright.torch.pytorch.module_tree import all_parameters
+from shardwright.torch.pytorch.modules import all_parameters
 from shardwright.torch.pytorch.source_line import line_of
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 

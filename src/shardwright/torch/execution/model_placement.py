@@ -32,7 +32,7 @@ from shardwright.torch.parameters.registration import agree_on_registration
 from shardwright.torch.parameters.residency import Residency, release_remote
 from shardwright.torch.parameters.unit_map import refuse_unknown_units
 from shardwright.torch.program.instructions import KeptOtherwise
-from shardwright.torch.pytorch.module_tree import all_modules
+from shardwright.torch.pytorch.modules import all_modules
 from shardwright.torch.replicas.plan_in_effect import (
     SharingGroups,
     broadcast,

@@ -30,26 +30,28 @@ from shardwright.torch.execution.program_maker import KnownTrace, ProgramMaker
 from shardwright.torch.execution.rank_batch import BatchKind, RankBatch, number_of_parts
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.backward_calls import backward_intercepted
-from shardwright.torch.interception.checkpoint_generators import generators_saved_in_turn
 from shardwright.torch.interception.compiled_code import look_for_compiled_code
-from shardwright.torch.interception.custom_functions import custom_functions_intercepted
-from shardwright.torch.interception.distributions import distributions_unchecked
+from shardwright.torch.interception.coroutine import model_calls_marked
 from shardwright.torch.interception.glue import batch_running
-from shardwright.torch.interception.inference_mode import inference_mode_as_no_grad
-from shardwright.torch.interception.model_calls import model_calls_marked
-from shardwright.torch.interception.padded_encoder import padded_encoders
-from shardwright.torch.interception.scripted_code import scripted_functions_intercepted
+from shardwright.torch.interception.library_code import (
+    custom_functions_intercepted,
+    distributions_unchecked,
+    generators_saved_in_turn,
+    inference_mode_as_no_grad,
+    padded_encoders,
+    scripted_functions_intercepted,
+)
 from shardwright.torch.offload.offloading import offloading_of
 from shardwright.torch.parameters.materialise import Materialiser
 from shardwright.torch.parameters.synchronised_norms import SynchronisedNorms
 from shardwright.torch.program.program import Program, generators_of
 from shardwright.torch.python_state.attribute_watch import AttributeWatch
-from shardwright.torch.randomness.python_random import python_random_kept
+from shardwright.torch.randomness import python_random_kept
 from shardwright.torch.replicas.reducer import (
     refuse_accumulation_hooks,
     refuse_gradient_hooks,
 )
-from shardwright.torch.script_collectives.replica_collectives import over_replicas
+from shardwright.torch.script_collectives import over_replicas
 from shardwright.torch.tracing.batch_statistics import BatchStatistics
 from shardwright.torch.tracing.glue_buffers import GlueBuffers
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.torch.backward.evaluated_values import Shadows
+from shardwright.torch.interception.backward_calls import (
+    refuse_second_backward,
+    refuse_several_numbers,
+    refuse_untrained,
+)
 from shardwright.torch.interception.glue import (
     call_without_hooks,
     plain_torch,
     set_active_handler,
-)
-from shardwright.torch.interception.loss_checks import (
-    refuse_second_backward,
-    refuse_several_numbers,
-    refuse_untrained,
 )
 from shardwright.torch.offload.stage_offload import StageOffload
 from shardwright.torch.pytorch.functions import gradient_of_backward

@@ -30,16 +30,16 @@ from shardwright.torch.execution.one_stage import keep_as_wished
 from shardwright.torch.execution.rank_batch import number_of_parts
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.backward_calls import backward_intercepted
+from shardwright.torch.interception.coroutine import model_calls_marked
 from shardwright.torch.interception.glue import (
     batch_running,
     intercept_calls,
     set_active_handler,
 )
-from shardwright.torch.interception.model_calls import model_calls_marked
 from shardwright.torch.offload.offloading import lasting_storages, offloading_of
 from shardwright.torch.parameters.registration import agree_on_registration
 from shardwright.torch.parameters.synchronised_norms import SynchronisedNorms
-from shardwright.torch.pytorch.profiled import range_named
+from shardwright.torch.pytorch.source_line import range_named
 from shardwright.torch.replicas.gradient_buckets import Reduced
 from shardwright.torch.replicas.reducer import GradientReducer, refuse_accumulation_hooks
 from shardwright.torch.tracing.batch_statistics import BatchStatistics

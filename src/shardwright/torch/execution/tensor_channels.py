@@ -6,7 +6,7 @@ from torch import Tensor
 from shardwright.comm.transport import Receipt, Transport
 from shardwright.runtime import messages
 from shardwright.runtime.crossings import Crossing
-from shardwright.torch.pytorch.layout import Order, from_memory_order, in_memory_order
+from shardwright.torch.pytorch.tensors import Order, from_memory_order, in_memory_order
 
 __all__ = ["TensorChannels"]
 

@@ -5,9 +5,9 @@ from typing import Protocol
 
 from torch import nn
 
-from shardwright.torch.loss_scale.gradient_scaling import GradientScaling
+from shardwright.torch.loss_scale import GradientScaling
 from shardwright.torch.parameters.residency import Residency
-from shardwright.torch.pytorch.module_tree import ModelTree
+from shardwright.torch.pytorch.modules import ModelTree
 from shardwright.torch.replicas.replicas import Replicas
 
 __all__ = ["TrainedModel"]

@@ -27,12 +27,17 @@ from shardwright.torch._private import (
     pop_function_mode,
     push_function_mode,
 )
-from shardwright.torch.interception.attribute_inputs import TakesFound, called_with_hidden, has_hidden
-from shardwright.torch.interception.collected_outputs import COLLECTED, Collected
 from shardwright.torch.interception.compiled_code import run_as_written
 from shardwright.torch.interception.step_code import in_step_code, writes_text
+from shardwright.torch.interception.unit_attributes import (
+    COLLECTED,
+    Collected,
+    TakesFound,
+    called_with_hidden,
+    has_hidden,
+)
 from shardwright.torch.pytorch.functions import answer_for_released, is_metadata
-from shardwright.torch.pytorch.module_hooks import forward_hooks_put, has_backward_hooks
+from shardwright.torch.pytorch.modules import forward_hooks_put, has_backward_hooks
 from shardwright.torch.pytorch.source_line import called_from, user_line
 from shardwright.torch.pytorch.tree import map_tree
 

@@ -1,4 +1,4 @@
-"""Tells a step function's own code, which may read tensor values, from the model's code.
+"""Tells a step function's code from other code: its lines, its errors, whether it is traced.
 
 Model code runs where its tensors are: a module that reads values is placed whole. A step function runs on
 every rank of a replica, so all of them must know what it reads. That takes messages in the middle of a
@@ -14,24 +14,15 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from shardwright.errors import ShardwrightError
 from shardwright.torch.pytorch.functions import READS_DATA
-
-__all__ = [
-    "ReadingStep",
-    "TraceEnds",
-    "asks_for_types",
-    "assumed_loss",
-    "code_of_model",
-    "in_step_code",
-    "reads_values",
-    "writes_text",
-]
+from shardwright.torch.pytorch.source_line import is_the_users
 
 # Greenlets have contexts of their own, so that microbatches do not see each other's.
 _in_step_code: ContextVar[bool] = ContextVar("_in_step_code", default=False)
@@ -180,3 +171,77 @@ def _contents_of_cells(function: FunctionType) -> list[Any]:
         except ValueError:
             continue  # it has no content yet
     return found
+
+
+_SAID = "It is the script's or the model's own error"
+
+
+def is_own(on_fake_data: Exception, on_random_data: Exception) -> bool:
+    """Whether a unit raises by itself, and not for the data that it was traced on: twice the same kind."""
+    return type(on_fake_data) is type(on_random_data) and not isinstance(on_random_data, ShardwrightError)
+
+
+def point_out(error: Exception, module: nn.Module, name: str = "") -> None:
+    """Adds the line and the layer to an error of the user's own code, once."""
+    _add_note(error, f"{_SAID}, seen when the step was traced", module, name)
+
+
+def point_out_in_run(error: Exception, module: nn.Module) -> None:
+    """The same for an error of a step that runs; one that our own code raised is none of the user's."""
+    modules = {id(sub) for sub in module.modules()}
+    for traceback in reversed(list(_tracebacks(error))):
+        frame = traceback.tb_frame
+        if is_the_users(frame) or id(frame.f_locals.get("self")) in modules:
+            _add_note(error, _SAID, module, "")
+            return
+        if frame.f_globals.get("__name__", "").startswith("shardwright."):
+            return
+
+
+def _add_note(error: Exception, said: str, module: nn.Module, name: str) -> None:
+    if isinstance(error, ShardwrightError) or any(_SAID in note for note in getattr(error, "__notes__", ())):
+        return
+    names = {id(sub): ".".join(filter(None, (name, own))) for own, sub in module.named_modules()}
+    line, layer = "", ""
+    for traceback in _tracebacks(error):
+        frame = traceback.tb_frame
+        if is_the_users(frame):
+            line = f": at {frame.f_code.co_filename}:{traceback.tb_lineno}"
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and id(owner) in names:
+            layer = f", in {names[id(owner)] or 'the model'} ({type(owner).__name__})"
+    error.add_note(f"{said}{line}{layer}.")
+
+
+def _tracebacks(error: Exception) -> Iterator[TracebackType]:
+    """From the outermost frame to the one that raised it."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+class _Marker:
+    depth = 0
+
+
+def is_tracing() -> bool:
+    """Whether the step function, or a module of the model, runs only to see or to time what it does.
+
+    The first step calls the step function a few more times than there are microbatches, and so does one
+    whose batch has other shapes. What a script counts in variables of its own counts these calls, unless::
+
+        if not sw.is_tracing():
+            counter += 1
+    """
+    return _Marker.depth > 0
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Code of the script that runs inside runs for no batch."""
+    _Marker.depth += 1
+    try:
+        yield
+    finally:
+        _Marker.depth -= 1

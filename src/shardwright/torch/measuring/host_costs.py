@@ -40,8 +40,7 @@ from shardwright.run.cost_cache import cache_folder, machine_key
 from shardwright.run.rank_ties import Links, ProcessGroups, RankWatch
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.parameters.unit_map import UnitMap
-from shardwright.torch.randomness.python_random import python_random_kept
-from shardwright.torch.randomness.rng import get_state, set_state
+from shardwright.torch.randomness import get_state, python_random_kept, set_state
 
 __all__ = ["Toy", "fitted", "with_host_costs"]
 

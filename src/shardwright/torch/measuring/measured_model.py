@@ -36,10 +36,10 @@ from shardwright.run.context import context
 from shardwright.run.machine import present_cluster
 from shardwright.run.profiler import Profiler, ToProfile
 from shardwright.torch.batch.batch import Arguments, Batch
+from shardwright.torch.measuring.device_rates import update_rate
 from shardwright.torch.measuring.host_costs import with_host_costs
 from shardwright.torch.measuring.measure import on_copies
-from shardwright.torch.measuring.update_rate import update_rate
-from shardwright.torch.offload.tier_rate import with_tier
+from shardwright.torch.offload.offloading import with_tier
 from shardwright.torch.tracing.trace_data import Trace
 from shardwright.torch.units.dry_run import step_of, with_data
 from shardwright.torch.units.model_traces import most_stages, trace_parts

@@ -43,19 +43,15 @@ from shardwright.run.machine import present_cluster
 from shardwright.run.planning import placed_by_hand, plan_of_first_rank, profiles_of
 from shardwright.run.profiler import Profiler, shares_cores
 from shardwright.torch.batch.batch import Batch
+from shardwright.torch.measuring.device_rates import measured_operation_s, measured_prices, update_rate
 from shardwright.torch.measuring.host_costs import with_host_costs
-from shardwright.torch.measuring.last_plan import LastPlan
-from shardwright.torch.measuring.measure import on_copies
-from shardwright.torch.measuring.memory_cache import MemoryCache
-from shardwright.torch.measuring.part_timer import TimesParts
-from shardwright.torch.measuring.tensor_prices import measured_operation_s, measured_prices
-from shardwright.torch.measuring.update_rate import update_rate
-from shardwright.torch.offload.tier_rate import with_tier
+from shardwright.torch.measuring.last_plan import LastPlan, MemoryCache
+from shardwright.torch.measuring.measure import TimesParts, on_copies
+from shardwright.torch.offload.offloading import with_tier
 from shardwright.torch.parameters.manual_partition import rank_of
 from shardwright.torch.parameters.materialise import Materialiser
 from shardwright.torch.parameters.precision import low_precision
-from shardwright.torch.randomness.python_random import SKIPS_BY_PYTHON
-from shardwright.torch.randomness.rng import own_generators
+from shardwright.torch.randomness import SKIPS_BY_PYTHON, own_generators
 from shardwright.torch.tracing.trace_data import Trace
 from shardwright.torch.units.model_traces import most_stages, trace_parts
 from shardwright.torch.units.tensor_division import division_of

@@ -10,8 +10,8 @@ from shardwright.run.context import Context
 from shardwright.run.failure import first_cause_named
 from shardwright.run.joint_calls import call_together
 from shardwright.torch.counting.compiled_modules import without_compilers
-from shardwright.torch.interception.foreign_wrappers import refuse_wrappers
-from shardwright.torch.interception.scripted_code import without_scripted
+from shardwright.torch.interception.compiled_code import refuse_wrappers
+from shardwright.torch.interception.library_code import without_scripted
 from shardwright.torch.parameters.delayed_initialization import refuse_half_built
 from shardwright.torch.parameters.registration import agree_on_registration
 from shardwright.torch.parameters.residency import refuse_released

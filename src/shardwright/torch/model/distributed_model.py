@@ -18,10 +18,9 @@ from shardwright.torch.batch.batch_result import BatchResult, StepEngine
 from shardwright.torch.counting.compiled_modules import without_prefixes
 from shardwright.torch.execution.pipeline_engine import PipelineEngine
 from shardwright.torch.execution.single_engine import SingleEngine
+from shardwright.torch.interception.backward_calls import refuse_no_tensor
 from shardwright.torch.interception.glue import active_handler, plain_torch
-from shardwright.torch.interception.loss_checks import refuse_no_tensor
-from shardwright.torch.loss_scale.gradient_scaling import GradientScaling
-from shardwright.torch.loss_scale.loss_scaler import LossScaler
+from shardwright.torch.loss_scale import GradientScaling, LossScaler
 from shardwright.torch.model.accepted_module import accepted
 from shardwright.torch.model.call_outside import CallOutside, refuse_call
 from shardwright.torch.model.model_state import ModelState

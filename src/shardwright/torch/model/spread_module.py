@@ -13,7 +13,7 @@ from shardwright.run.joint_calls import meet, ranks_with_the_model
 from shardwright.torch.parameters.gathered_values import gathered_values
 from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.parameters.state_gathering import rank_that_runs
-from shardwright.torch.pytorch.module_tree import ModelTree
+from shardwright.torch.pytorch.modules import ModelTree
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.replicas.replicas import Replicas
 

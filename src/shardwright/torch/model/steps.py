@@ -27,10 +27,13 @@ from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_result import BatchResult, Figures, StepEngine
 from shardwright.torch.execution.loss_weights import WeighedGradients
 from shardwright.torch.execution.trained_model import TrainedModel
-from shardwright.torch.interception.backward_outside import BackwardWatch, refuse_backward_outside
-from shardwright.torch.interception.own_errors import point_out_in_run
-from shardwright.torch.interception.update_calls import refuse_updates_inside_steps
-from shardwright.torch.loss_scale.grad_scaler import scaling_begins
+from shardwright.torch.interception.backward_calls import (
+    BackwardWatch,
+    refuse_backward_outside,
+    refuse_updates_inside_steps,
+)
+from shardwright.torch.interception.step_code import point_out_in_run
+from shardwright.torch.loss_scale import scaling_begins
 from shardwright.torch.pytorch.source_line import stacklevel_of_user
 from shardwright.torch.step_end.step_end import StepEnd
 

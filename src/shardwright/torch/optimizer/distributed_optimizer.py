@@ -1,6 +1,7 @@
-"""The optimizer of a rank: the user's own, over the parameters on this rank."""
+"""The optimizer of a rank: the user's own, over this rank's parameters, and timed."""
 
 import inspect
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
@@ -14,26 +15,84 @@ from shardwright.config.config import refuse_misplaced
 from shardwright.errors import UsageError
 from shardwright.run.context import context, is_initialized
 from shardwright.torch.interception.glue import refuse_inside_step
-from shardwright.torch.loss_scale.loss_scaler import LossScaler, scaler_of
+from shardwright.torch.loss_scale import LossScaler, scaler_of
 from shardwright.torch.model.distributed_model import wrapped_model
 from shardwright.torch.optimizer.clipping import clip_grad_norm_
-from shardwright.torch.optimizer.coupling import ELEMENTWISE, refuse_parts_of_the_world
-from shardwright.torch.optimizer.foreign_parameters import refuse_foreign_parameters
-from shardwright.torch.optimizer.optimizer_names import state_by_name
-from shardwright.torch.optimizer.state_part import keep_types, part_of_state, place_state, refuse_other_part
-from shardwright.torch.optimizer.tensor_parts import PARTS, as_parts, placed, with_cuts
-from shardwright.torch.optimizer.unwrapped_optimizers import (
+from shardwright.torch.optimizer.optimizer_state import (
+    PARTS,
+    as_parts,
+    keep_types,
+    part_of_state,
+    place_state,
+    placed,
+    refuse_other_part,
+    state_by_name,
+    with_cuts,
+)
+from shardwright.torch.optimizer.optimizer_trial import ELEMENTWISE, refuse_parts_of_the_world
+from shardwright.torch.optimizer.refused_optimizers import (
     ADVICE_FOR_CLOSURES,
+    UpdatesOverStages,
+    has_stages,
     leaves_update_out,
     needs_closure,
+    refuse_foreign_parameters,
     stepping,
 )
-from shardwright.torch.optimizer.update_clock import UpdateClock
-from shardwright.torch.optimizer.updates_over_stages import UpdatesOverStages, has_stages
 from shardwright.torch.parameters.registration import in_order
-from shardwright.torch.script_collectives.replica_collectives import over_replicas
+from shardwright.torch.script_collectives import over_replicas
 
-__all__ = ["DistributedOptimizer"]
+_MOST_EVENTS = 64
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class UpdateClock:
+    """Adds up the seconds of updates until somebody asks.
+
+    On GPUs nothing waits for them: events are recorded, and read when they are asked for, a step later, or
+    when there are many.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._any = False
+
+    @contextmanager
+    def running(self, device: torch.device) -> Iterator[None]:
+        """Around an update of parameters on a device."""
+        self._any = True
+        if device.type == "cuda":
+            if len(self._events) >= _MOST_EVENTS:
+                self._add_up()
+            begin, end = (_event(), _event())
+            begin.record()
+            yield
+            end.record()
+            self._events.append((begin, end))
+            return
+        start = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - start
+
+    def taken(self) -> float | None:
+        """Seconds of the updates since the last call; None where there were none."""
+        if not self._any:
+            return None
+        self._add_up()
+        seconds, self._seconds = self._seconds, 0.0
+        self._any = False
+        return seconds
+
+    def _add_up(self) -> None:
+        for begin, end in self._events:
+            end.synchronize()
+            self._seconds += begin.elapsed_time(end) / 1e3
+        self._events.clear()
+
 
 _REMEDY = "Call it in the training loop."
 _NAMES = "parameter_names"

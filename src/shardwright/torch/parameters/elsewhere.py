@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import UsageError
 from shardwright.torch._private import disabled_torch_function, make_wrapper
-from shardwright.torch.pytorch.operator_schema import map_arguments, tensors_in, written_tensors
+from shardwright.torch.pytorch.functions import map_arguments, tensors_in, written_tensors
 from shardwright.torch.pytorch.tree import map_tree
 
 __all__ = ["Elsewhere"]

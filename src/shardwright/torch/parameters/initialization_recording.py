@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.torch._private import disabled_torch_function, make_wrapper, put_in_place, storage_key
-from shardwright.torch.pytorch.operator_schema import written_arguments
+from shardwright.torch.pytorch.functions import written_arguments
 from shardwright.torch.pytorch.tree import leaves, map_tree
 
 __all__ = ["DelayedTensor", "InitializationRecording"]

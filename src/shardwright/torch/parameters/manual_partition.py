@@ -12,7 +12,7 @@ from torch import nn
 from shardwright.errors import UsageError
 from shardwright.run.context import context
 from shardwright.run.planning import check_partition, point_out_auto_partition
-from shardwright.torch.pytorch.module_creation import CreationWatch
+from shardwright.torch.pytorch.modules import CreationWatch
 
 __all__ = ["partition", "place_alike", "rank_of", "set_partition"]
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from shardwright.errors import UsageError
 from shardwright.torch._private import disabled_torch_function, make_wrapper, put_in_place
-from shardwright.torch.pytorch.functions import RELEASED
-from shardwright.torch.pytorch.operator_schema import (
+from shardwright.torch.pytorch.functions import (
+    RELEASED,
     is_written,
     map_arguments,
     one_by_one,
@@ -32,7 +32,7 @@ from shardwright.torch.pytorch.operator_schema import (
 )
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.pytorch.tree import map_tree
-from shardwright.torch.randomness.rng import draw_as_elsewhere
+from shardwright.torch.randomness import draw_as_elsewhere
 
 __all__ = ["RemoteTensor", "make_remote", "without_values"]
 

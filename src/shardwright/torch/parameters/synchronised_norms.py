@@ -18,7 +18,7 @@ from shardwright.comm.collectives.backend import normalised_over_ranks
 from shardwright.errors import UsageError
 from shardwright.run.context import Context
 from shardwright.torch._private import PlainBatchNorm, function_mode_depth
-from shardwright.torch.pytorch.module_tree import all_modules
+from shardwright.torch.pytorch.modules import all_modules
 
 __all__ = ["SynchronisedNorms"]
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from shardwright.runtime.assignment import Assignment
 from shardwright.runtime.dataflow import Dataflow, StepFlow
-from shardwright.torch.interception.attribute_inputs import FoundPlace, found_places
-from shardwright.torch.pytorch.slots import Slot
+from shardwright.torch.interception.unit_attributes import FoundPlace, found_places
+from shardwright.torch.pytorch.tree import Slot
 from shardwright.torch.tracing.divided_tail import DividedTail
 from shardwright.torch.tracing.recorded_step import Step
 from shardwright.torch.tracing.trace_data import Trace

@@ -22,7 +22,7 @@ from shardwright.runtime.crossings import Crossing, Crossings, crossings_of, gra
 from shardwright.runtime.dataflow import Dataflow
 from shardwright.torch.program.instructions import Instruction, KeptOtherwise, instructions_of
 from shardwright.torch.program.program_checks import check_trace, pauses_of
-from shardwright.torch.randomness.rng import own_generators
+from shardwright.torch.randomness import own_generators
 from shardwright.torch.tensor_parallel.boundary import Boundary
 from shardwright.torch.tracing.divided_tail import divided_tails
 from shardwright.torch.tracing.trace_data import Trace

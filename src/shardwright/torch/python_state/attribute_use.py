@@ -29,12 +29,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwright.torch.interception.glue import active_handler
-from shardwright.torch.python_state.snapshot import DICTIONARIES, SlotContent, namespace_of
-from shardwright.torch.python_state.watch import ClassWatch
-from shardwright.torch.pytorch.module_tree import OF_EVERY_MODULE
-from shardwright.torch.pytorch.slots import ABSENT, PLAIN, Slot, same_entries
+from shardwright.torch.python_state.snapshot import DICTIONARIES, ClassWatch, SlotContent, namespace_of
+from shardwright.torch.pytorch.modules import OF_EVERY_MODULE
 from shardwright.torch.pytorch.source_line import user_line
-from shardwright.torch.pytorch.tree import leaves
+from shardwright.torch.pytorch.tree import ABSENT, PLAIN, Slot, leaves, same_entries
 
 __all__ = ["Access", "AttributeUse", "AttributeUses"]
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.torch.python_state.reachable import is_plain_object
-from shardwright.torch.pytorch.module_tree import OF_EVERY_MODULE
-from shardwright.torch.pytorch.slots import ABSENT, PLAIN
+from shardwright.torch.python_state.snapshot import is_plain_object
+from shardwright.torch.pytorch.modules import OF_EVERY_MODULE
+from shardwright.torch.pytorch.tree import ABSENT, PLAIN
 
 __all__ = ["AttributeWatch", "plain_attributes"]
 

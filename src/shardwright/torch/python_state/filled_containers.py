@@ -16,9 +16,8 @@ from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from shardwright.torch.interception.attribute_inputs import call_copy
-from shardwright.torch.pytorch.slots import entries_of, put_entries, same_entries
-from shardwright.torch.pytorch.tree import flatten
+from shardwright.torch.interception.unit_attributes import call_copy
+from shardwright.torch.pytorch.tree import entries_of, flatten, put_entries, same_entries
 
 __all__ = ["Containers", "Filled", "fill", "filled_copy", "returning_contents"]
 

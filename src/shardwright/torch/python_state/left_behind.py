@@ -26,14 +26,13 @@ from torch import Tensor, nn
 
 from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.interception.deferred import DeferredTensor
-from shardwright.torch.python_state.reachable import is_of_a_library, walk
-from shardwright.torch.python_state.snapshot import DICTIONARIES, Snapshot
+from shardwright.torch.python_state.snapshot import DICTIONARIES, Snapshot, is_of_a_library, walk
 from shardwright.torch.python_state.watched_numbers import WatchedNumber
-from shardwright.torch.pytorch.module_tree import OF_EVERY_MODULE
-from shardwright.torch.pytorch.script_code import is_script_class
-from shardwright.torch.pytorch.slots import Slot, entries_of
-from shardwright.torch.pytorch.tensor_contents import TensorContents, has_content
-from shardwright.torch.randomness.python_random import kept_state
+from shardwright.torch.pytorch.modules import OF_EVERY_MODULE
+from shardwright.torch.pytorch.source_line import is_script_class
+from shardwright.torch.pytorch.tensors import TensorContents, has_content
+from shardwright.torch.pytorch.tree import Slot, entries_of
+from shardwright.torch.randomness import kept_state
 
 __all__ = ["NothingLeftBehind"]
 

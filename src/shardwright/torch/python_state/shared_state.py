@@ -24,11 +24,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.torch.python_state.reachable import walk
-from shardwright.torch.python_state.watch import ALL, ClassWatch, WatchedDict
-from shardwright.torch.pytorch.module_tree import OF_EVERY_MODULE
-from shardwright.torch.pytorch.slots import ABSENT, PLAIN, entries_of, is_same, put_entries, put_entry
-from shardwright.torch.pytorch.tree import leaves
+from shardwright.torch.python_state.snapshot import ALL, ClassWatch, WatchedDict, walk
+from shardwright.torch.pytorch.modules import OF_EVERY_MODULE
+from shardwright.torch.pytorch.tree import ABSENT, PLAIN, entries_of, is_same, leaves, put_entries, put_entry
 
 __all__ = ["SharedState"]
 

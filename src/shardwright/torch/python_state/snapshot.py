@@ -1,13 +1,19 @@
-"""Snapshots of holders' entries, to compare and restore."""
+"""Snapshots of holders' Python state, walks of what code can get at, watches of reads and writes."""
 
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+import copy
+import math
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from shardwright.torch.pytorch.slots import (
+from shardwright.torch.pytorch.tree import (
     ABSENT,
     Slot,
     entries_of,
@@ -16,10 +22,171 @@ from shardwright.torch.pytorch.slots import (
     put_entries,
     put_entry,
     same_entries,
+    slots_of,
     versions_of,
 )
 
-__all__ = ["DICTIONARIES", "SlotContent", "Snapshot", "namespace_of", "snapshot_of"]
+_METHODS = ("__getattribute__", "__setattr__")
+
+ALL: Any = object()  # in place of a key: every entry is read
+
+OnRead = Callable[[Any, Any], None]
+"""Called with a holder and the key of the slot that is read."""
+
+
+class ClassWatch:
+    """Puts methods into classes that tell of reads and writes, and takes them out again."""
+
+    def __init__(self, on_read: OnRead, on_write: Callable[[Any, str, Callable[[], None]], None]):
+        self._on_read = on_read
+        self._on_write = on_write
+        self._own: dict[type, tuple[Any, ...]] = {}  # methods that a class itself had
+
+    def watch(self, kind: Any, *, reads: bool = True) -> bool:
+        """Watches objects of a class and its children; False for a class that cannot be written to."""
+        if kind in self._own:
+            return True
+        plain_read, plain_write = kind.__getattribute__, kind.__setattr__
+
+        def read(item: Any, key: str) -> Any:
+            self._on_read(item, key)
+            return plain_read(item, key)
+
+        def write(item: Any, key: str, value: Any) -> None:
+            self._on_write(item, key, partial(plain_write, item, key, value))
+
+        self._own[kind] = tuple(vars(kind).get(name) for name in _METHODS)
+        try:
+            if reads:
+                kind.__getattribute__ = read
+            kind.__setattr__ = write
+        except Exception:  # a class that is not Python's own, or that does not let itself be written to
+            self._put_back(kind)
+            return False
+        return True
+
+    def forget(self) -> None:
+        """Leaves the classes as they were."""
+        for kind in list(self._own):
+            self._put_back(kind)
+
+    def _put_back(self, kind: type) -> None:
+        for name, method in zip(_METHODS, self._own.pop(kind), strict=True):
+            if vars(kind).get(name) is method:
+                continue
+            if method is None:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, method)
+
+
+class WatchedDict(dict[Any, Any]):
+    """A dictionary that stands in for another one, and tells when entries of that are read."""
+
+    def __init__(self, original: dict[Any, Any], on_read: OnRead, items: dict[Any, Any]):
+        super().__init__(items)
+        self.original = original
+        self._on_read = on_read
+        self.begin()
+
+    def begin(self) -> None:
+        """Starts a call: entries written from now on are its own, and reads of them are not told."""
+        self._first = entries_of(self)
+
+    def _tell(self, key: Any) -> None:
+        if key is ALL or entries_of(self).get(key, ABSENT) is self._first.get(key, ABSENT):
+            self._on_read(self.original, key)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "WatchedDict":
+        return WatchedDict(self.original, self._on_read, copy.deepcopy(entries_of(self), memo))
+
+
+def _telling(name: str, *, of_all: bool) -> Callable[..., Any]:
+    """A method of dictionaries that tells what it reads: everything, or the entry of its first argument."""
+    plain = getattr(dict, name)
+
+    def method(self: WatchedDict, *args: Any, **kwargs: Any) -> Any:
+        self._tell(ALL if of_all else args[0])
+        return plain(self, *args, **kwargs)
+
+    return method
+
+
+for _name in "__iter__ __len__ __eq__ __or__ __reversed__ copy items keys popitem values".split():
+    setattr(WatchedDict, _name, _telling(_name, of_all=True))
+for _name in "__getitem__ __contains__ get pop setdefault".split():
+    setattr(WatchedDict, _name, _telling(_name, of_all=False))
+
+
+# Other kinds may do things when they are read.
+_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, deque, set})
+_NOTHING_INSIDE = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+)
+_LEAVES = (Tensor, random.Random, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+# Registries, locks, queues.
+_LIBRARIES = (
+    *("torch.", "builtins.", "typing.", "collections.", "functools.", "asyncio.", "concurrent.", "logging."),
+    *("multiprocessing.", "queue.", "threading.", "weakref."),
+)
+_AT_WORK = ("shardwright.", "smdistributed.")  # in the trace
+_LONGEST = 10_000  # what is beyond is data
+
+
+def walk(
+    roots: Iterable[tuple[Any, float]],
+    *,
+    most: float = math.inf,
+    longest: int = _LONGEST,
+    skips: Callable[[Any], bool] = lambda item: False,
+    enters: Callable[[type], bool] = lambda kind: False,
+) -> Iterator[tuple[Any, dict[Any, Any] | None]]:
+    """Goes through objects and what they hold, near ones first, each once."""
+    rest, seen = deque(roots), set[int]()
+    while rest:
+        item, steps = rest.popleft()
+        # Not isinstance(): a proxy may do things when it is asked for its class.
+        kind = type(item)
+        if kind in _NOTHING_INSIDE or id(item) in seen or skips(item):
+            continue
+        holds = enters(item) if issubclass(kind, type) else _has_entries(item)
+        if holds and steps <= 0:
+            continue
+        seen.add(id(item))
+        entries = None
+        is_sized = kind in _CONTAINERS or issubclass(kind, tuple)
+        if holds and most > 0 and (not is_sized or len(item) <= min(most, longest)):
+            entries = entries_of(item)
+            most -= len(entries)
+            rest += [(inner, steps - 1) for inner in entries.values()]
+        yield item, entries
+
+
+def _has_entries(item: Any) -> bool:
+    kind = type(item)
+    if kind in _CONTAINERS or kind is CellType or kind is WatchedDict:
+        return True
+    if issubclass(kind, _LEAVES) or f"{kind.__module__}.".startswith(_AT_WORK):
+        return False
+    if issubclass(kind, tuple | nn.Module):
+        return True
+    return is_plain_object(item) or (not is_of_a_library(kind) and bool(slots_of(kind)))
+
+
+def is_of_a_library(kind: type) -> bool:
+    """Whether a class is one of Python's or torch's, whose objects keep what is not the model's."""
+    return f"{kind.__module__}.".startswith(_LIBRARIES)
+
+
+def is_plain_object(item: Any) -> bool:
+    """Whether it is an object with attributes, of a class of the user's own or of a library of models."""
+    if is_of_a_library(type(item)) or not type(item).__dictoffset__:
+        return False
+    try:
+        return type(vars(item)) is dict
+    except Exception:
+        return False  # a proxy of something that is not there yet
+
 
 DICTIONARIES = frozenset({dict, OrderedDict, defaultdict})
 

@@ -1,10 +1,12 @@
-"""Classifies torch functions: those that ask for metadata, and those that read data.
+"""Classifies torch functions and operators: schemas, reductions, what they change.
 
 Between units every torch function passes through `glue.GlueMode`. Metadata queries are answered at once.
 Functions that read values into Python need data that most ranks do not have.
 """
 
-from collections.abc import Callable, Mapping
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -14,22 +16,6 @@ from torch.distributed import distributed_c10d
 
 from shardwright.errors import UsageError
 from shardwright.torch.pytorch.tree import leaves
-
-__all__ = [
-    "CALLS_UNITS",
-    "KEEP_SHAPE",
-    "NEED_HISTORY",
-    "OF_GRADIENT",
-    "READS_DATA",
-    "asks_for_shape",
-    "gradient_of_backward",
-    "is_metadata",
-    "name_of",
-    "name_of_call",
-    "on_fakes",
-    "reader_of",
-    "unnoticed_changes",
-]
 
 _METADATA_PROPERTIES = (
     "shape dtype device layout ndim requires_grad is_leaf grad_fn names is_cuda is_cpu is_xla is_xpu "
@@ -234,3 +220,108 @@ def name_of(func: Callable[..., Any]) -> str:
 def name_of_call(func: Any) -> str:
     """The name of a call, for errors: ``add()``, ``module Linear``."""
     return f"module {type(func).__name__}" if isinstance(func, nn.Module) else f"{name_of(func)}()"
+
+
+aten = torch.ops.aten
+
+_REDUCTIONS = frozenset(
+    getattr(aten, name)
+    for name in ("mean", "sum", "var", "std", "var_mean", "std_mean", "aminmax", "amin", "amax", "min", "max")
+)
+_BATCH_NORMS = frozenset(
+    getattr(aten, name)
+    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_native_batch_norm_legit")
+    if hasattr(aten, name)
+)
+_TRAINING = 5  # the argument of batch norms
+
+
+def is_batch_norm_in_training(func: Any, args: Sequence[Any]) -> bool:
+    """Whether it is a batch norm that computes statistics; an instance norm is one of a single sample."""
+    is_batch_norm = getattr(func, "overloadpacket", None) in _BATCH_NORMS
+    return is_batch_norm and len(args) > _TRAINING and args[_TRAINING] is True and args[0].shape[0] > 1
+
+
+def reduced_elements(func: Any, args: Sequence[Any]) -> int:
+    """The number of elements that an operation reduces to one; 0 if it reduces nothing.
+
+    >>> reduced_elements(aten.mean.dim, (torch.ones(4, 3, 5, 5), [0, 2, 3]))
+    100
+    >>> reduced_elements(aten.mean.default, (torch.ones(4, 3),))
+    12
+    """
+    if is_batch_norm_in_training(func, args):
+        return int(args[0].numel() // max(1, args[0].shape[1]))
+    if getattr(func, "overloadpacket", None) not in _REDUCTIONS or not isinstance(args[0], Tensor):
+        return 0
+    x, dims = args[0], args[1] if len(args) > 1 else None
+    if isinstance(dims, int):
+        dims = [dims]
+    if not x.dim() or not isinstance(dims, list | tuple) or not dims:
+        return x.numel()
+    return math.prod(x.shape[dim] for dim in dims)
+
+
+def is_written(argument: Any) -> bool:
+    """Whether an operator changes an argument, or a result, in place."""
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
+def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that a call changes in place."""
+    return [
+        args[place] if place < len(args) else kwargs.get(name) for place, name in _written_parameters(func)
+    ]
+
+
+def written_tensors(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that a call changes in place."""
+    return tensors_in(written_arguments(func, args, kwargs))
+
+
+@functools.cache
+def _written_parameters(func: Any) -> tuple[tuple[int, str], ...]:
+    parameters = enumerate(func._schema.arguments)
+    return tuple((place, parameter.name) for place, parameter in parameters if is_written(parameter))
+
+
+def tensors_in(arguments: Sequence[Any]) -> list[Tensor]:
+    """The tensors among arguments of an operator, which are in lists at most."""
+    found: list[Tensor] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            found.append(argument)
+        elif isinstance(argument, list | tuple):
+            found += tensors_in(argument)
+    return found
+
+
+def map_arguments(
+    function: Callable[[Tensor], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of an operator with something else in the place of each tensor."""
+    mapped = {name: _mapped(function, value) for name, value in kwargs.items()}
+    return tuple(_mapped(function, value) for value in args), mapped
+
+
+def _mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_mapped(function, each) for each in value)
+    return value
+
+
+@functools.cache
+def takes_several(func: Any) -> bool:
+    """Whether an operator does the same with each tensor of lists, and `one_by_one` may run it."""
+    return str(func._schema.name).startswith("aten::_foreach_")
+
+
+def one_by_one(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    """Runs an operator of lists on one tensor of each after the other: they are of several kinds."""
+    results: list[Any] = []
+    for index in range(len(args[0])):
+        own = [item[index : index + 1] if isinstance(item, list | tuple) else item for item in args]
+        results += func(*own, **kwargs) or ()
+    return results or None

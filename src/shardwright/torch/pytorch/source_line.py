@@ -1,24 +1,20 @@
-"""Finds the current line of the user's code."""
+"""Finds the current line of the script, tells its code from others', names work for the profiler."""
 
 import functools
 import inspect
+import os
+import site
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from types import CodeType, FrameType
 from typing import Any
 
-__all__ = [
-    "called_from",
-    "custom_function_call",
-    "frames_up_to",
-    "is_running",
-    "is_the_users",
-    "line_of",
-    "outermost_checkpoint",
-    "stacklevel_of_user",
-    "user_line",
-]
+from torch.profiler import record_function
 
+import shardwright
+from shardwright.torch._private import is_profiled
 
 _NOT_THE_USERS = ("torch.", "shardwright.", "smdistributed.", "contextlib")
 
@@ -126,3 +122,31 @@ def custom_function_call() -> int | None:
         callee = name
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+_FOLDERS = {
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *site.getsitepackages(),
+    site.getusersitepackages(),
+    os.path.dirname(shardwright.__file__),
+}
+_NOT_THE_SCRIPTS = (*(f"{folder}{os.sep}" for folder in _FOLDERS), "<frozen ")
+_OURS = ("shardwright.", "smdistributed.")
+
+
+def is_script_file(path: str) -> bool:
+    """Whether a file of code is the script's own, or one that it brings along."""
+    return not path.startswith(_NOT_THE_SCRIPTS)
+
+
+def is_script_class(kind: type) -> bool:
+    """Whether a class is of such a file, or of none: of a notebook, or of a module in C."""
+    if f"{kind.__module__}.".startswith(_OURS) or kind.__module__ == "builtins":
+        return False
+    path = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return path is None or is_script_file(path)
+
+
+def range_named(name: object) -> AbstractContextManager[object]:
+    """A range ``shardwright NAME`` in the profile, if one is being recorded."""
+    return record_function(f"shardwright {name}") if is_profiled() else nullcontext()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shardwright.bucket_size import size_of_buckets
 from shardwright.errors import UsageError
 from shardwright.torch.backward.split_backward import notify_gradients
-from shardwright.torch.pytorch.module_tree import all_parameters
+from shardwright.torch.pytorch.modules import all_parameters
 from shardwright.torch.replicas.bucket_order import BucketOrder, Turn
 from shardwright.torch.replicas.gradient_buckets import (
     Bucket,

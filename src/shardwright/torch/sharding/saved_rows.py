@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwright.errors import UsageError
 from shardwright.torch._private import has_storage, outside_of_functions, storage_key
-from shardwright.torch.pytorch.kept_tensor import KeptTensor
+from shardwright.torch.pytorch.tensors import KeptTensor
 from shardwright.torch.sharding.absent_parameter import AbsentParameter, Bring
 
 __all__ = ["SavedRows"]

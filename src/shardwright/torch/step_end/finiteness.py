@@ -24,7 +24,7 @@ from shardwright.run.context import Context
 from shardwright.torch._private import norms_of, values_of_sparse
 from shardwright.torch.batch.batch_result import BatchResult
 from shardwright.torch.execution.trained_model import TrainedModel
-from shardwright.torch.loss_scale.grad_scaler import losses_were_scaled
+from shardwright.torch.loss_scale import losses_were_scaled
 from shardwright.torch.parameters.sharded_tensor import own_part
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 

@@ -22,11 +22,11 @@ from shardwright.errors import ShardwrightError
 from shardwright.observe.timeline import Row
 from shardwright.run.context import Context
 from shardwright.run.reporting import Reporter
-from shardwright.torch.attention.table import attention_table
+from shardwright.torch.attention.marks import attention_table
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_result import BatchResult, Figures
 from shardwright.torch.execution.trained_model import TrainedModel
-from shardwright.torch.loss_scale.grad_scaler import scale_of_losses
+from shardwright.torch.loss_scale import scale_of_losses
 from shardwright.torch.step_end.finiteness import Finiteness
 from shardwright.torch.step_end.frozen_alike import frozen_otherwise
 from shardwright.torch.step_end.group_numbers import GroupNumbers, row_of

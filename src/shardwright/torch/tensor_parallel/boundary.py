@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.placement import LEAST_CUT_AGAIN, WHOLE, BetweenUnits, Cut, Placement, Whole
-from shardwright.torch.pytorch.layout import Order
+from shardwright.torch.pytorch.tensors import Order
 from shardwright.torch.pytorch.tree import flatten, leaves, map_tree
 from shardwright.torch.tensor_parallel.at_hand import settled
 from shardwright.torch.tensor_parallel.divided_tensor import (

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwright.torch.pytorch.operator_schema import (
+from shardwright.torch.pytorch.functions import (
     map_arguments,
     one_by_one,
     takes_several,

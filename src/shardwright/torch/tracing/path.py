@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.torch._private import FakeTensor, storage_key
-from shardwright.torch.pytorch.autocast import AutocastState, autocast_as, autocast_state
+from shardwright.torch.pytorch.tensors import AutocastState, autocast_as, autocast_state
 from shardwright.torch.pytorch.tree import Structure, leaves
 
 __all__ = ["Path", "PathRecorder"]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from shardwright.runtime.traced import Change
 from shardwright.torch.pytorch.functions import name_of_call
 from shardwright.torch.pytorch.tree import Structure
-from shardwright.torch.randomness.rng import Draw
+from shardwright.torch.randomness import Draw
 
 __all__ = ["Step", "StepResult", "UnitCall"]
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from shardwright.runtime.traced import TensorFacts
 from shardwright.torch._private import storage_key
 from shardwright.torch.counting.traced_draws import TracedDraws
-from shardwright.torch.pytorch.layout import order_of
 from shardwright.torch.pytorch.source_line import user_line
-from shardwright.torch.randomness.python_random import DrawsOfPython
+from shardwright.torch.pytorch.tensors import order_of
+from shardwright.torch.randomness import DrawsOfPython
 from shardwright.torch.tracing.batch_statistics import TracedStatistics
 from shardwright.torch.tracing.calls.call_samples import CallSamples
 from shardwright.torch.tracing.end_finder import EndFinder

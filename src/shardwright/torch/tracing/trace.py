@@ -13,12 +13,11 @@ from shardwright.errors import DeferredReadError
 from shardwright.torch._private import fake_failures_unlogged
 from shardwright.torch.counting.hook_effects import HookEffects
 from shardwright.torch.interception.compiled_code import nothing_compiled
-from shardwright.torch.interception.model_calls import model_calls_marked
-from shardwright.torch.interception.step_code import ReadingStep
-from shardwright.torch.interception.trace_marker import tracing
+from shardwright.torch.interception.coroutine import model_calls_marked
+from shardwright.torch.interception.step_code import ReadingStep, tracing
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.python_state.watched_numbers import NumberReads
-from shardwright.torch.pytorch.slots import Slot
+from shardwright.torch.pytorch.tree import Slot
 from shardwright.torch.tracing.calls.working_memory import WorkingMemory
 from shardwright.torch.tracing.trace_data import Trace
 from shardwright.torch.tracing.trace_request import TraceRequest

@@ -12,10 +12,9 @@ from shardwright.torch.backward.loss_reduction import LossForm
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.counting.hook_effects import HookEffects
 from shardwright.torch.python_state.attribute_use import AttributeUse
-from shardwright.torch.pytorch.autocast import AutocastState
 from shardwright.torch.pytorch.functions import name_of_call
-from shardwright.torch.pytorch.slots import Slot
-from shardwright.torch.pytorch.tree import Structure
+from shardwright.torch.pytorch.tensors import AutocastState
+from shardwright.torch.pytorch.tree import Slot, Structure
 from shardwright.torch.tracing.path import Path
 from shardwright.torch.tracing.recorded_step import Step
 

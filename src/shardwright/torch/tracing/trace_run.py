@@ -19,19 +19,16 @@ from shardwright.torch._private import (
 )
 from shardwright.torch.batch.batch import is_batch_tensor
 from shardwright.torch.counting.hook_effects import hooks_of
-from shardwright.torch.counting.trace_guard import LentTensors, OpenModules
-from shardwright.torch.interception.attribute_inputs import refuse_replaced
+from shardwright.torch.counting.stand_in_data import LentTensors, OpenModules
 from shardwright.torch.interception.glue import GlueMode, set_active_handler
-from shardwright.torch.interception.own_errors import point_out
-from shardwright.torch.interception.step_code import TraceEnds
+from shardwright.torch.interception.step_code import TraceEnds, point_out
+from shardwright.torch.interception.unit_attributes import refuse_replaced
 from shardwright.torch.python_state.attribute_use import AttributeUses
 from shardwright.torch.python_state.left_behind import NothingLeftBehind
-from shardwright.torch.pytorch.module_hooks import hook_registries
-from shardwright.torch.pytorch.slots import Slot
-from shardwright.torch.pytorch.tree import flatten
-from shardwright.torch.randomness.python_random import python_random_kept
-from shardwright.torch.randomness.rng import get_state, set_state
-from shardwright.torch.script_collectives.replica_collectives import over_replicas
+from shardwright.torch.pytorch.modules import hook_registries
+from shardwright.torch.pytorch.tree import Slot, flatten
+from shardwright.torch.randomness import get_state, python_random_kept, set_state
+from shardwright.torch.script_collectives import over_replicas
 from shardwright.torch.tracing.glue_buffers import BufferWatch
 from shardwright.torch.tracing.trace_data import SideEffects, Trace
 from shardwright.torch.tracing.trace_request import TraceRequest

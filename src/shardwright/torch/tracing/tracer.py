@@ -19,13 +19,13 @@ from shardwright.torch._private import gradient_transform_active, storage_key
 from shardwright.torch.backward.batch_data import BatchData
 from shardwright.torch.backward.evaluated_values import Shadows
 from shardwright.torch.backward.loss_reduction import LossForm, form_of_loss
-from shardwright.torch.interception.deferred import DeferredTensor
-from shardwright.torch.interception.glue import plain_torch, without_hooks
-from shardwright.torch.interception.loss_checks import (
+from shardwright.torch.interception.backward_calls import (
     refuse_second_backward,
     refuse_several_numbers,
     refuse_untrained,
 )
+from shardwright.torch.interception.deferred import DeferredTensor
+from shardwright.torch.interception.glue import plain_torch, without_hooks
 from shardwright.torch.interception.step_code import assumed_loss, in_step_code
 from shardwright.torch.pytorch import functions
 from shardwright.torch.pytorch.source_line import user_line

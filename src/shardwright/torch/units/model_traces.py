@@ -1,8 +1,9 @@
-"""Chooses the units of a model and traces it, once for each microbatch size."""
+"""Counts what each module does, chooses the units, and traces once for each microbatch size."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,21 +13,208 @@ from torch import nn
 from shardwright.config import Config
 from shardwright.errors import DeferredReadError, TraceError
 from shardwright.torch.backward.activation_checkpointing import is_marked
-from shardwright.torch.batch.batch import Batch
+from shardwright.torch.batch.batch import Arguments, Batch
 from shardwright.torch.counting.compiled_modules import calls_compiled, compile_units
+from shardwright.torch.counting.cost_counter import CostCounter, Counts
 from shardwright.torch.counting.hook_effects import HookEffects, hooks_of
 from shardwright.torch.interception.glue import intercept_calls, restore_calls
 from shardwright.torch.parameters.unit_map import UnitMap
-from shardwright.torch.pytorch.module_hooks import has_backward_hooks
+from shardwright.torch.pytorch.modules import has_backward_hooks
+from shardwright.torch.pytorch.source_line import frames_up_to
 from shardwright.torch.tracing.calls.working_memory import WorkingMemory
 from shardwright.torch.tracing.trace import trace_step
 from shardwright.torch.tracing.trace_data import Trace
-from shardwright.torch.units.module_costs import discover
-from shardwright.torch.units.unit_choice import ModuleCost, choose_units
-
-__all__ = ["most_stages", "trace_parts"]
+from shardwright.torch.units.unit_choice import Entanglement, ModuleCost, RemadeInForward, choose_units
 
 log = logging.getLogger(__name__)
+
+
+def discover(
+    model: nn.Module,
+    function: Callable[..., Any],
+    arguments: Arguments,
+    *,
+    device: torch.device,
+    hooks: HookEffects | None = None,
+    on_module: Callable[[], None] | None = None,
+) -> dict[str, ModuleCost]:
+    """Costs of every module in one microbatch, by name of the module."""
+    watch = _Watch(on_module)
+    _watched_run(model, function, arguments, device, HookEffects() if hooks is None else hooks, watch)
+    _refuse_unsplittable(model, watch)
+    _keep_whole(model, watch.costs, watch.remade.writers)
+    _keep_entangled_whole(watch.costs, watch.entanglement.whole)
+    return watch.costs
+
+
+def _watched_run(
+    model: nn.Module,
+    function: Callable[..., Any],
+    arguments: Arguments,
+    device: torch.device,
+    hooks: HookEffects,
+    watch: "_Watch",
+) -> None:
+    """Traces the model as one unit, with every call of a module watched."""
+    handles = []
+    try:
+        # Hooks know names, not identities: a model that fake tensors cannot get through is traced as a copy.
+        for name, module in model.named_modules():
+            if _calls_by_itself(module):
+                handles.append(_Counted.calls_of(module, name, watch))
+                continue
+            handles.append(module.register_forward_pre_hook(partial(watch.enter, name)))
+            handles.append(module.register_forward_hook(partial(watch.leave, name)))
+        intercept_calls(model)
+        with watch.entanglement.watching(), hooks.watching(model):
+            trace_step(UnitMap.of(model, [""]), function, arguments, device=device)
+    finally:
+        restore_calls(model)
+        for handle in handles:
+            handle.remove()
+
+
+def _refuse_unsplittable(model: nn.Module, watch: "_Watch") -> None:
+    """Refuses a model of which no module can be placed by itself."""
+    if "" in watch.entanglement.hard:
+        raise TraceError(
+            f"the forward of the model itself {watch.entanglement.hard['']} around modules inside it, which "
+            "then cannot be placed one by one. Move this code and these modules into a module of their own, "
+            "which is then one unit."
+        )
+    if watch.costs.keys() == {""} and _calls_by_itself(model):
+        raise TraceError(
+            f"{type(model).__name__} ({type(model).__module__}) calls layers that it has not registered as "
+            "modules of PyTorch, so that they cannot be placed on stages. Register them in an nn.Module, "
+            "self.layers = nn.ModuleList(model.layers), that calls one after the other; or start one rank "
+            "for each replica: pipeline_parallel_degree 1."
+        )
+
+
+def _keep_entangled_whole(costs: dict[str, ModuleCost], entangled: Iterable[str]) -> None:
+    """Keeps modules whole whose code reaches into the modules inside them."""
+    for module in entangled:
+        name = module
+        while name and name not in costs:  # a container is not called
+            name = name.rpartition(".")[0]
+        if not name:
+            log.warning(
+                "The forward of the model itself calls modules inside it from an autograd.Function, whose "
+                "backward may need tensors of other ranks. Move this code into a module of its own, which is "
+                "then not split."
+            )
+        elif not costs[name].whole:
+            costs[name].whole = True
+            log.info("%s is not split: its own code reaches into the modules inside it", name)
+
+
+def _keep_whole(model: nn.Module, costs: dict[str, ModuleCost], writers: Iterable[str]) -> None:
+    """Keeps modules whole that give buffers another shape: their code may look at it, in each microbatch."""
+    for writer in writers:
+        name = writer
+        while name and (name not in costs or next(model.get_submodule(name).parameters(), None) is None):
+            name = name.rpartition(".")[0]
+        if name and not costs[name].whole:
+            costs[name].whole = True
+            log.info("%s is not split: %s gives a buffer another shape or type", name, writer)
+
+
+def _calls_by_itself(module: nn.Module) -> bool:
+    """Whether its class has another way of being called than `torch.nn.Module`, which may know no hooks."""
+    kind: Any = type(module)
+    own = next(vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base))
+    return getattr(own, "__module__", "").partition(".")[0] not in ("torch", "shardwright")
+
+
+class _Counted:
+    """Mixed into the class of a module that is called in another way (a layer of Keras)."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name, watch = vars(self)[_COUNTED]
+        watch.enter(name, self, args)
+        result = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        watch.leave(name, self, args, result)
+        return result
+
+    @classmethod
+    def calls_of(cls, module: nn.Module, name: str, watch: "_Watch") -> "_Plain":
+        """Shows the calls of a module to a watch, until the result is asked to `remove` that."""
+        kind: Any = type(module)
+        vars(module)[_COUNTED] = name, watch
+        # Such a class may have its own way of setting attributes, too.
+        object.__setattr__(
+            module, "__class__", type(kind.__name__, (cls, kind), {"__module__": kind.__module__})
+        )
+        return _Plain(module, kind)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """A module as it was before it was counted."""
+
+    module: nn.Module
+    kind: type
+
+    def remove(self) -> None:
+        """Makes it so again."""
+        object.__setattr__(self.module, "__class__", self.kind)
+        del vars(self.module)[_COUNTED]
+
+
+_COUNTED = "_shardwright_counted"
+
+
+class _Watch:
+    """Counts what modules do while they are called.
+
+    Attributes:
+        costs: name of a module -> what it has done.
+        entanglement: which modules cannot be split.
+        remade: which give buffers another shape.
+    """
+
+    def __init__(self, on_module: Callable[[], None] | None = None) -> None:
+        self._on_module = on_module
+        self.costs: dict[str, ModuleCost] = {}
+        self.entanglement = Entanglement()
+        self.remade = RemadeInForward()
+        self._names: list[str] = []  # of the calls that are open
+        self._counts: list[tuple[Counts, Counts]] = []  # at their beginning; what modules inside have done
+
+    def __deepcopy__(self, memo: Any) -> "_Watch":
+        return self  # hooks of a copied model count here, too
+
+    def enter(self, name: str, module: nn.Module, args: Any) -> None:
+        """A module is called."""
+        if self._on_module is not None:
+            self._on_module()
+        cost = self.costs.setdefault(name, ModuleCost())
+        cost.calls += 1
+        if not any(self.costs[outer].recomputed for outer in self._names):
+            between = frames_up_to("torch.utils.checkpoint")
+            if between is not None:
+                # Code of the module around it in between: that module recomputes itself, not this one.
+                own_code = any(not n.startswith(("torch.", "shardwright.", "functools")) for n in between)
+                around = self._names[-1] if self._names and own_code else ""
+                self.costs[around or name].recomputed = True
+        self.entanglement.enter(name, module, args)
+        self.remade.enter(name, module, around=self._names[-1] if self._names else None)
+        self._names.append(name)
+        self._counts.append((CostCounter.so_far(), Counts()))
+
+    def leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        """It has returned."""
+        self._names.pop()
+        self.entanglement.leave()
+        self.remade.leave(name, module)
+        before, inside = self._counts.pop()
+        done = CostCounter.so_far() - before
+        if self._counts:
+            outer, children = self._counts[-1]
+            self._counts[-1] = outer, children + done
+        own = done - inside
+        self.costs[name].flops += done.flops
+        self.costs[name].chooses_at_random |= own.draws > 0 and own.reads > 0
 
 
 def most_stages(config: Config, *, pipeline: int, divides: bool) -> int:

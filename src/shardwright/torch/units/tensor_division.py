@@ -29,9 +29,11 @@ from shardwright.torch.tensor_parallel.pinned import pinned_placements
 from shardwright.torch.tensor_parallel.search import Unit, WorkShares, find_placements
 from shardwright.torch.tracing.divided_tail import DividedTail, divided_tails
 from shardwright.torch.tracing.trace_data import Trace
-from shardwright.torch.units.divided_costs import PartTimer, divided_operations, divided_units
-from shardwright.torch.units.divisible_units import (
+from shardwright.torch.units.divided_costs import (
+    PartTimer,
     by_reason,
+    divided_operations,
+    divided_units,
     divisible_units,
     observers_aside,
     parameters_kept_whole,

@@ -14,7 +14,7 @@ import shardwright.torch as sw
 from choices import combinations_of
 from shardwright.errors import UsageError
 from shardwright.torch.attention.kernels import Choice
-from shardwright.torch.attention.table import attention_table, kernels_of
+from shardwright.torch.attention.marks import attention_table, kernels_of
 from six_models import SIX, build
 
 transformers = pytest.importorskip("transformers")
@@ -322,9 +322,9 @@ def test_a_method_of_the_script_is_kept():
 
 @pytest.mark.parametrize("name", SIX)
 def test_weights_that_are_asked_for_come_from_plain_attention(name, caplog, monkeypatch):
-    from shardwright.torch.attention import weights_wanted
+    from shardwright.torch.attention import marks
 
-    monkeypatch.setattr(weights_wanted._Said, "already", False)
+    monkeypatch.setattr(marks._Said, "already", False)
     plain, fused = eager(name), routed(name)
     for mask in (None, padding(left=False)):
         wanted = plain(tokens(), attention_mask=mask, output_attentions=True)

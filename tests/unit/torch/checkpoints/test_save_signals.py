@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from shardwright.torch.checkpoints.save_signals import SaveSignals
+from shardwright.torch.checkpoints.saves import SaveSignals
 
 
 @pytest.mark.parametrize("says", [True, False])

@@ -9,7 +9,7 @@ import torch
 from shardwright.errors import CorruptCheckpointError
 from shardwright.mesh import Mesh
 from shardwright.torch.checkpoints.documents import RankDocument, StateDocument
-from shardwright.torch.checkpoints.random_states import generator_states, set_generators
+from shardwright.torch.checkpoints.snapshot import generator_states, set_generators
 
 GOOD = {
     "step": 2,

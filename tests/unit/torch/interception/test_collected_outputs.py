@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
-from shardwright.torch.interception.attribute_inputs import call_copy
-from shardwright.torch.interception.collected_outputs import COLLECTED, Collected, collects
+from shardwright.torch.interception.unit_attributes import COLLECTED, Collected, call_copy, collects
 from shardwright.torch.python_state.filled_containers import filled_copy
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwright.errors import UsageError
-from shardwright.torch.interception.loss_checks import refuse_no_tensor
+from shardwright.torch.interception.backward_calls import refuse_no_tensor
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwright.errors import UsageError
-from shardwright.torch.loss_scale.loss_scaler import LossScaler
+from shardwright.torch.loss_scale import LossScaler
 
 
 def scales(overflows, **settings):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwright.torch.batch.batch import Batch
-from shardwright.torch.measuring.memory_cache import MemoryCache
+from shardwright.torch.measuring.last_plan import MemoryCache
 from shardwright.torch.tracing.calls import call_samples
 from shardwright.torch.tracing.calls.working_memory import WorkingMemory
 from shardwright.torch.units.dry_run import step_of

@@ -14,8 +14,8 @@ from shardwright.costs.calibration import DIVIDED_OPERATION_S
 from shardwright.placement import BetweenUnits, Cut
 from shardwright.plan import TensorPrices
 from shardwright.planner.division import Passage
-from shardwright.torch.measuring import part_timer
-from shardwright.torch.measuring.part_timer import TimesParts
+from shardwright.torch.measuring import measure
+from shardwright.torch.measuring.measure import TimesParts
 from shardwright.torch.pytorch.tree import flatten
 from shardwright.torch.tensor_parallel.group import Prices
 from shardwright.torch.tensor_parallel.search import Material, Phase, TimedRun, Unit, WorkShares
@@ -141,8 +141,8 @@ def test_large_units_run_less_often(monkeypatch, most_s, runs):
             steps.append(now)
             return 1.0, 2.0
 
-    monkeypatch.setattr(part_timer, "TimedRun", Run)
-    monkeypatch.setattr(part_timer, "_MOST_S", most_s)
+    monkeypatch.setattr(measure, "TimedRun", Run)
+    monkeypatch.setattr(measure, "_MOST_S", most_s)
     assert timed(unit()) == WorkShares(1.0, 1.0)
     assert len(steps) == 2 * runs
 

@@ -8,8 +8,8 @@ from torch import nn
 import shardwright.torch as sw
 from shardwright.observe import read_json_lines
 from shardwright.run.context import context
-from shardwright.torch.measuring.update_rate import update_rate
-from shardwright.torch.optimizer.update_clock import UpdateClock
+from shardwright.torch.measuring.device_rates import update_rate
+from shardwright.torch.optimizer.distributed_optimizer import UpdateClock
 
 
 def test_a_clock_adds_up_until_it_is_asked():

@@ -12,8 +12,7 @@ import torch
 
 from mounts import SmallDisk, in_own_mounts
 from shardwright.errors import UsageError
-from shardwright.torch.offload.disk import DiskTier, _Place
-from shardwright.torch.offload.disk_folder import disk_folder, is_in_memory
+from shardwright.torch.offload.disk import DiskTier, _Place, disk_folder, is_in_memory
 
 
 def content(number, num_bytes=10_000):
@@ -163,9 +162,7 @@ def test_the_folder(tmp_path, monkeypatch, caplog):
     assert disk_folder(named, warns=True) == tmp_path / "there"
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/temporary")
     memory = {"/temporary"}
-    monkeypatch.setattr(
-        "shardwright.torch.offload.disk_folder.is_in_memory", lambda folder: str(folder) in memory
-    )
+    monkeypatch.setattr("shardwright.torch.offload.disk.is_in_memory", lambda folder: str(folder) in memory)
     runs = Config.parse({"run_dir": str(tmp_path / "runs")})
     assert disk_folder(runs, warns=True) == tmp_path / "runs"  # not in memory, as /temporary is
     memory.clear()

@@ -8,7 +8,7 @@ import torch
 from shardwright.cluster import Cluster, Device, Link
 from shardwright.config import Config
 from shardwright.errors import UsageError
-from shardwright.torch.offload import tier_rate
+from shardwright.torch.offload import offloading
 from shardwright.torch.offload.disk import DiskTier
 
 CLUSTER = Cluster(
@@ -32,12 +32,12 @@ def a_run(tmp_path, **settings):
 
 
 def test_nothing_is_measured_where_nothing_is_offloaded(tmp_path):
-    assert tier_rate.with_tier(a_run(tmp_path), CLUSTER) is CLUSTER
+    assert offloading.with_tier(a_run(tmp_path), CLUSTER) is CLUSTER
 
 
 @pytest.mark.parametrize("wanted", [True, "auto"])
 def test_a_file_is_measured(tmp_path, wanted):
-    host = tier_rate.with_tier(a_run(tmp_path, offload_activations=wanted), CLUSTER).host
+    host = offloading.with_tier(a_run(tmp_path, offload_activations=wanted), CLUSTER).host
     assert 1e6 < host.bandwidth_Bps < 1e12
     assert 0 < host.occupancy <= 1
     assert list(tmp_path.iterdir()) == []
@@ -46,7 +46,7 @@ def test_a_file_is_measured(tmp_path, wanted):
 def test_an_estimate_measures_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(DiskTier, "write", lambda *_: pytest.fail("it was measured"))
     run = a_run(tmp_path, offload_activations=True, profile="estimated")
-    assert tier_rate.with_tier(run, CLUSTER).host.bandwidth_Bps == 1e9
+    assert offloading.with_tier(run, CLUSTER).host.bandwidth_Bps == 1e9
 
 
 def test_a_tier_without_room(tmp_path, monkeypatch, caplog):
@@ -55,11 +55,11 @@ def test_a_tier_without_room(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(DiskTier, "write", full)
     with pytest.raises(UsageError, match="the disk is full"):
-        tier_rate.with_tier(a_run(tmp_path, offload_activations=True), CLUSTER)
-    assert tier_rate.with_tier(a_run(tmp_path, offload_activations="auto"), CLUSTER) is CLUSTER
+        offloading.with_tier(a_run(tmp_path, offload_activations=True), CLUSTER)
+    assert offloading.with_tier(a_run(tmp_path, offload_activations="auto"), CLUSTER) is CLUSTER
     assert "nothing is offloaded: rank 0: the disk is full" in caplog.text
 
 
 def test_the_slowest_rank_counts():
-    link = tier_rate._slowest([(2e9, 0.5), (1e9, 0.2)])
+    link = offloading._slowest([(2e9, 0.5), (1e9, 0.2)])
     assert (link.bandwidth_Bps, link.occupancy) == (1e9, 0.5)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from shardwright.torch.python_state.attribute_watch import AttributeWatch
-from shardwright.torch.pytorch.module_tree import all_modules
+from shardwright.torch.pytorch.modules import all_modules
 
 
 def watched(model: nn.Module) -> AttributeWatch:

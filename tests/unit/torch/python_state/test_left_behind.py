@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import shardwright.torch as sw
 from shardwright.errors import TraceError
 from shardwright.torch.python_state.left_behind import NothingLeftBehind
-from shardwright.torch.pytorch.tensor_contents import TensorContents
-from shardwright.torch.units.module_costs import discover
+from shardwright.torch.pytorch.tensors import TensorContents
+from shardwright.torch.units.model_traces import discover
 
 _TABLES: dict[int, Tensor] = {}
 

@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright.torch.python_state.reachable import walk
-from shardwright.torch.python_state.snapshot import Snapshot, snapshot_of
-from shardwright.torch.python_state.watch import ALL, WatchedDict
+from shardwright.torch.python_state.snapshot import ALL, Snapshot, WatchedDict, snapshot_of, walk
 
 
 class Slotted:

@@ -2,8 +2,8 @@
 
 import torch
 
-from shardwright.torch.pytorch import gradient_reach
-from shardwright.torch.pytorch.gradient_reach import gradient_nodes, unreached
+from shardwright.torch.pytorch import tensors
+from shardwright.torch.pytorch.tensors import gradient_nodes, unreached
 
 
 def test_what_lies_behind_an_argument_counts_where_it_is_asked_for():
@@ -25,6 +25,6 @@ def test_what_ran_before_a_call_is_not_walked_through(monkeypatch):
             walked.append(node)
             super().add(node)
 
-    monkeypatch.setattr(gradient_reach, "set", Counted, raising=False)
+    monkeypatch.setattr(tensors, "set", Counted, raising=False)
     assert unreached(given, [result]) == set()
     assert len(walked) == 2

@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from shardwright.torch.pytorch.module_tree import ModelTree, all_modules, all_parameters
+from shardwright.torch.pytorch.modules import ModelTree, all_modules, all_parameters
 
 
 def model() -> nn.Sequential:

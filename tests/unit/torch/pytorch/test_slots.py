@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.torch.pytorch.slots import inside_of, put_entries, same_entries, versions_of
+from shardwright.torch.pytorch.tree import inside_of, put_entries, same_entries, versions_of
 
 items = st.integers(0, 5)
 containers = st.lists(items) | st.dictionaries(items, items) | st.sets(items)

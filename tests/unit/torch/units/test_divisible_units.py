@@ -8,7 +8,7 @@ from shardwright.torch.interception.glue import intercept_calls
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.tracing.divided_tail import divided_tails
 from shardwright.torch.tracing.trace import trace_step
-from shardwright.torch.units.divisible_units import divisible_units
+from shardwright.torch.units.divided_costs import divisible_units
 
 
 def traced(step):

@@ -10,9 +10,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.errors import TraceError
-from shardwright.torch.units.entanglement import Entanglement
-from shardwright.torch.units.module_costs import discover
-from shardwright.torch.units.unit_choice import choose_units
+from shardwright.torch.units.model_traces import discover
+from shardwright.torch.units.unit_choice import Entanglement, choose_units
 
 WIDTH = 4
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardwright.torch.counting.hook_effects import HookEffects
 from shardwright.torch.tensor_parallel.search import Unit, dry_run
-from shardwright.torch.units.divisible_units import observers_aside
+from shardwright.torch.units.divided_costs import observers_aside
 
 
 def block() -> nn.Module:

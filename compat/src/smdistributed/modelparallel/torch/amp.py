@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from shardwright.torch.loss_scale.grad_scaler import GradScaler as AgreeingScaler
+from shardwright.torch.loss_scale import GradScaler as AgreeingScaler
 
 __all__ = ["GradScaler"]
 

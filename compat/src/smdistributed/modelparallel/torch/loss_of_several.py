@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from shardwright.errors import UsageError
-from shardwright.torch.interception.loss_checks import refuse_no_tensor
+from shardwright.torch.interception.backward_calls import refuse_no_tensor
 
 __all__ = ["as_one"]
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 import shardwright.torch as sw
 from shardwright.errors import UsageError
 from shardwright.torch.interception.glue import refuse_inside_step
-from shardwright.torch.loss_scale.loss_scaler import LossScaler
+from shardwright.torch.loss_scale import LossScaler
 from smdistributed.modelparallel.torch.ds_parameters import part_of
 from smdistributed.modelparallel.torch.state_dicts.optimizer import OptimizerStates
 from smdistributed.modelparallel.torch.state_mod import current_run, state

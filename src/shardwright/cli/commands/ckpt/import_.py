@@ -94,7 +94,7 @@ def _reader(found: "FoundModel", key: str | None) -> "Callable[[Path], ModelFile
 
     if found.kind is FileKind.PICKLE:
         # Here, because it imports torch.
-        from shardwright.torch.checkpoints.state_dict_reading import read_state_dict
+        from shardwright.torch.checkpoints.state_dict_files import read_state_dict
 
         return partial(read_state_dict, key=key)
     if key is not None:

@@ -23,7 +23,6 @@ from shardwright.torch.execution.microbatches.shared_by_microbatches import Shar
 from shardwright.torch.execution.microbatches.stage_turns import StageTurns
 from shardwright.torch.execution.microbatches.trace_comparison import TraceComparison
 from shardwright.torch.execution.microbatches.unit_run import unit_run
-from shardwright.torch.interception.attribute_inputs import with_found
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.interception.glue import (
     GlueMode,
@@ -32,6 +31,7 @@ from shardwright.torch.interception.glue import (
     set_active_handler,
 )
 from shardwright.torch.interception.step_code import in_step_code, reads_values
+from shardwright.torch.interception.unit_attributes import with_found
 from shardwright.torch.offload.stage_offload import StageOffload
 from shardwright.torch.program.instructions import Instruction, Place
 from shardwright.torch.program.program import Program

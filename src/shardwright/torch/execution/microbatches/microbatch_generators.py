@@ -8,7 +8,7 @@ from shardwright.errors import TraceMismatchError
 from shardwright.torch.program.instructions import Instruction
 from shardwright.torch.pytorch.functions import name_of_call
 from shardwright.torch.pytorch.source_line import user_line
-from shardwright.torch.randomness.rng import GeneratorState, Turn, get_state, same_state, set_state
+from shardwright.torch.randomness import GeneratorState, Turn, get_state, same_state, set_state
 
 __all__ = ["MicrobatchGenerators"]
 

@@ -10,8 +10,8 @@ from shardwright.torch._private import put_parametrization_cache
 from shardwright.torch.execution.microbatches.own_attributes import OwnAttributes, held_again
 from shardwright.torch.program.program import Program
 from shardwright.torch.python_state.snapshot import SlotContent
-from shardwright.torch.pytorch.module_hooks import OwnHooks
-from shardwright.torch.pytorch.slots import Slot
+from shardwright.torch.pytorch.modules import OwnHooks
+from shardwright.torch.pytorch.tree import Slot
 
 __all__ = ["MicrobatchState"]
 

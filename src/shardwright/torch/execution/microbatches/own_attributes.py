@@ -14,7 +14,7 @@ from shardwright.errors import TraceMismatchError
 from shardwright.torch.program.program import Program
 from shardwright.torch.python_state.attribute_use import AttributeUse
 from shardwright.torch.python_state.snapshot import SlotContent
-from shardwright.torch.pytorch.slots import Slot
+from shardwright.torch.pytorch.tree import Slot
 
 __all__ = ["OwnAttributes", "called_as_now", "held_again"]
 

@@ -30,9 +30,8 @@ from shardwright.torch.program.program import FreeOperations, Program
 from shardwright.torch.pytorch.functions import name_of_call
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.pytorch.tree import leaves
-from shardwright.torch.randomness.python_random import SKIPS_BY_PYTHON
-from shardwright.torch.randomness.rng import get_state, same_state
-from shardwright.torch.script_collectives.replica_collectives import COLLECTIVES
+from shardwright.torch.randomness import SKIPS_BY_PYTHON, get_state, same_state
+from shardwright.torch.script_collectives import COLLECTIVES
 
 __all__ = ["ProgramCursor"]
 

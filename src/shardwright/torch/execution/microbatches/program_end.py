@@ -12,19 +12,19 @@ from shardwright.torch.execution.exchange import Returned
 from shardwright.torch.execution.microbatches.known_values import KnownValues
 from shardwright.torch.execution.microbatches.microbatch_tensors import MicrobatchTensors
 from shardwright.torch.execution.microbatches.program_cursor import ProgramCursor
-from shardwright.torch.interception.glue import refuse_gradient_inside_step
-from shardwright.torch.interception.loss_checks import (
+from shardwright.torch.interception.backward_calls import (
     refuse_gradient_of,
     refuse_second_backward,
     refuse_several_numbers,
     refuse_untrained,
 )
+from shardwright.torch.interception.glue import refuse_gradient_inside_step
 from shardwright.torch.program.instructions import Place
 from shardwright.torch.program.program import Program
 from shardwright.torch.pytorch.functions import NEED_HISTORY, OF_GRADIENT, name_of_call
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.pytorch.tree import flatten, map_tree
-from shardwright.torch.randomness.python_random import get_python_mark
+from shardwright.torch.randomness import get_python_mark
 
 __all__ = ["ProgramEnd"]
 

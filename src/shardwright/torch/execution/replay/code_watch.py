@@ -14,7 +14,7 @@ from torch import Tensor
 
 import shardwright
 from shardwright.torch.execution.replay.held_state import Binding, ImpureError, attribute_behind
-from shardwright.torch.pytorch.slots import entries_of
+from shardwright.torch.pytorch.tree import entries_of
 
 __all__ = ["CodeWatch"]
 

@@ -17,10 +17,10 @@ from shardwright.torch.interception.glue import UnitCall, call_without_hooks
 from shardwright.torch.program.instructions import Instruction, Place
 from shardwright.torch.program.program import Program
 from shardwright.torch.program.step_results import copied_out
-from shardwright.torch.pytorch.autocast import autocast_as
 from shardwright.torch.pytorch.functions import CALLS_UNITS, name_of_call
+from shardwright.torch.pytorch.tensors import autocast_as
 from shardwright.torch.pytorch.tree import Structure
-from shardwright.torch.script_collectives.replica_collectives import COLLECTIVES
+from shardwright.torch.script_collectives import COLLECTIVES
 
 _LARGEST_CONSTANT = 1 << 16  # bytes
 

@@ -35,8 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.torch.python_state.reachable import is_of_a_library
-from shardwright.torch.pytorch.slots import ABSENT, entries_of, slots_of
+from shardwright.torch.python_state.snapshot import is_of_a_library
+from shardwright.torch.pytorch.tree import ABSENT, entries_of, slots_of
 
 __all__ = ["Binding", "HeldState", "ImpureError", "attribute_behind"]
 

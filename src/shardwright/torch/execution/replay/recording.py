@@ -21,13 +21,13 @@ from shardwright.torch.execution.microbatches.microbatch import Microbatch
 from shardwright.torch.execution.microbatches.shared_by_microbatches import SharedByMicrobatches
 from shardwright.torch.execution.replay.code_watch import CodeWatch
 from shardwright.torch.execution.replay.held_state import HeldState, ImpureError
-from shardwright.torch.interception.collected_outputs import COLLECTED
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.interception.step_code import reads_values
+from shardwright.torch.interception.unit_attributes import COLLECTED
 from shardwright.torch.program.instructions import Instruction, Place
 from shardwright.torch.program.program import Program
-from shardwright.torch.pytorch.autocast import AutocastState, autocast_state
 from shardwright.torch.pytorch.functions import name_of_call
+from shardwright.torch.pytorch.tensors import AutocastState, autocast_state
 from shardwright.torch.pytorch.tree import Structure, flatten, leaves
 
 __all__ = ["Call", "GivenObject", "Recording", "RecordingMicrobatch", "Settings", "Source", "settings_now"]

@@ -18,7 +18,7 @@ from shardwright.torch.execution.replay.held_state import HeldState, ImpureError
 from shardwright.torch.execution.replay.recording import Recording, RecordingMicrobatch, settings_now
 from shardwright.torch.execution.replay.replayed_microbatch import ReplayedMicrobatch
 from shardwright.torch.program.program import Program
-from shardwright.torch.pytorch.slots import same_entries
+from shardwright.torch.pytorch.tree import same_entries
 
 __all__ = ["Replay"]
 

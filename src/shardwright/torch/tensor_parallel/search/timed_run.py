@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwright.placement import BetweenUnits, Placement
-from shardwright.torch.pytorch.autocast import AutocastState, autocast_as
+from shardwright.torch.pytorch.tensors import AutocastState, autocast_as
 from shardwright.torch.pytorch.tree import map_tree
 from shardwright.torch.tensor_parallel.boundary import Boundary
 from shardwright.torch.tensor_parallel.group import Prices

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from shardwright.torch._private import num_hooks_registered
 from shardwright.torch.counting.cost_counter import Watch, cost_class
 from shardwright.torch.counting.hook_effects import HookEffects
-from shardwright.torch.pytorch.autocast import autocast_state
+from shardwright.torch.pytorch.tensors import autocast_state
 from shardwright.torch.tracing.calls.traced_call import TracedCall
 from shardwright.torch.tracing.calls.working_memory import WorkingMemory, working_memory
 from shardwright.torch.tracing.trace_data import Sample

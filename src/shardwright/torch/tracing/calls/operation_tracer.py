@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from shardwright.errors import DeferredReadError
 from shardwright.torch._private import HigherOrderOperator
 from shardwright.torch.counting.cost_counter import CostCounter
+from shardwright.torch.interception.backward_calls import refuse_gradient_of
 from shardwright.torch.interception.deferred import REMEDY, REMEDY_IN_HOOK
 from shardwright.torch.interception.glue import plain_torch, refuse_gradient_inside_step
-from shardwright.torch.interception.loss_checks import refuse_gradient_of
 from shardwright.torch.interception.step_code import in_step_code, reads_values, writes_text
 from shardwright.torch.python_state.watched_numbers import plain_numbers
 from shardwright.torch.pytorch import functions
-from shardwright.torch.pytorch.module_hooks import forward_hook_is_running
+from shardwright.torch.pytorch.modules import forward_hook_is_running
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.pytorch.tree import Structure, flatten
-from shardwright.torch.script_collectives.replica_collectives import COLLECTIVES
+from shardwright.torch.script_collectives import COLLECTIVES
 from shardwright.torch.tracing.calls.traced_call import Outcome, TracedCall
 from shardwright.torch.tracing.calls.traced_execution import TracedExecution
 from shardwright.torch.tracing.recording import Recording

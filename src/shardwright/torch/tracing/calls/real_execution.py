@@ -14,12 +14,12 @@ from shardwright.errors import TraceError
 from shardwright.torch.counting.cost_counter import CostCounter
 from shardwright.torch.counting.stand_in_data import copy_of_module, copy_of_object, random_like
 from shardwright.torch.counting.traced_draws import TracedDraws
-from shardwright.torch.interception.own_errors import is_own, point_out
+from shardwright.torch.interception.step_code import is_own, point_out
 from shardwright.torch.python_state.filled_containers import filled_copy
 from shardwright.torch.python_state.snapshot import snapshot_of
 from shardwright.torch.pytorch import functions
 from shardwright.torch.pytorch.tree import flatten, leaves
-from shardwright.torch.randomness.rng import get_state, set_state
+from shardwright.torch.randomness import get_state, set_state
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 from shardwright.torch.tracing.calls.traced_call import Outcome, TracedCall
 from shardwright.torch.tracing.calls.unit_state import UnitState

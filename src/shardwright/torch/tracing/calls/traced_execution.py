@@ -9,9 +9,9 @@ from shardwright.torch._private import FAKE_FAILURES
 from shardwright.torch.counting.cost_counter import CostCounter
 from shardwright.torch.counting.traced_draws import TracedDraws
 from shardwright.torch.python_state.snapshot import Snapshot, snapshot_of
-from shardwright.torch.pytorch.gradient_reach import base_nodes, gradient_nodes, unreached
+from shardwright.torch.pytorch.tensors import base_nodes, gradient_nodes, unreached
 from shardwright.torch.pytorch.tree import leaves
-from shardwright.torch.script_collectives.replica_collectives import refusal_behind
+from shardwright.torch.script_collectives import refusal_behind
 from shardwright.torch.tracing.calls.real_execution import RealExecution
 from shardwright.torch.tracing.calls.traced_call import Outcome, TracedCall
 from shardwright.torch.tracing.calls.unit_state import UnitState

@@ -9,7 +9,7 @@ from shardwright.errors import TraceError
 from shardwright.model_graph import Unit
 from shardwright.torch.counting.cost_counter import class_key
 from shardwright.torch.counting.stand_in_data import copy_of_object
-from shardwright.torch.interception.attribute_inputs import FOUND, found_in
+from shardwright.torch.interception.unit_attributes import FOUND, found_in
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.python_state.filled_containers import fill
 from shardwright.torch.python_state.watched_numbers import plain_numbers

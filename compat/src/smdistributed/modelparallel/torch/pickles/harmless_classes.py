@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy
 
-from shardwright.torch.loss_scale.loss_scaler import LossScaler
-from shardwright.torch.pytorch.script_code import is_script_class
+from shardwright.torch.loss_scale import LossScaler
+from shardwright.torch.pytorch.source_line import is_script_class
 from smdistributed.modelparallel.torch.pickles.stand_ins import (
     SavedArray,
     SavedAttributes,

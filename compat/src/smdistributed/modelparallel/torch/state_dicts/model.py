@@ -17,7 +17,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 import shardwright.torch as sw
 from shardwright.run.joint_calls import meet
-from shardwright.torch.optimizer.tensor_parts import PARTS, parts_entry
+from shardwright.torch.optimizer.optimizer_state import PARTS, parts_entry
 from smdistributed.modelparallel.comm import allgather
 from smdistributed.modelparallel.groups import CommGroup
 from smdistributed.modelparallel.partition_file import store_partition

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwright.torch.pytorch.module_creation import CreationWatch
+from shardwright.torch.pytorch.modules import CreationWatch
 
 __all__ = ["Wish", "marking", "set_mark", "wish_of", "wishes_in"]
 

@@ -1,1 +1,0 @@
-"""Loss scaling for 16-bit gradients."""

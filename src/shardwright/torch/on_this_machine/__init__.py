@@ -1,1 +1,0 @@
-"""Plans and probes the current machines without a script."""

@@ -1,1 +1,0 @@
-"""Random numbers as a single process draws them."""

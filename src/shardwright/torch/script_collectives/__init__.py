@@ -1,1 +1,0 @@
-"""`torch.distributed` collectives that the script or its model calls."""
