@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from shardwright.torch.optimizer.clipping import clip_grad_norm_
     from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
     from shardwright.torch.parameters.delayed_initialization import delay_param_initialization
-    from shardwright.torch.parameters.manual_partition import partition, set_partition
+    from shardwright.torch.parameters.unit_map import partition, set_partition
     from shardwright.torch.startup import add_tracker, init
     from shardwright.torch.step_function import step
     from shardwright.torch.units.dry_run import trace_model

@@ -17,8 +17,8 @@ from zoo_modules import Block, Stack
 from choices import in_sweep
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.pytorch.tree import flatten
-from shardwright.torch.tracing.calls.working_memory import WorkingMemory
 from shardwright.torch.tracing.trace_data import Trace
+from shardwright.torch.tracing.working_memory import WorkingMemory
 from shardwright.torch.units.model_traces import trace_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")

@@ -13,7 +13,7 @@ from zoo_modules import WIDTH, Stack
 
 from shardwright.errors import TraceError
 from shardwright.testing import RanksFailedError, run_ranks
-from shardwright.torch.tracing.recomputed_statistics import (
+from shardwright.torch.tracing.batch_statistics import (
     refuse_recomputed_vectors,
     warn_of_recomputed_buffers,
 )

@@ -35,7 +35,7 @@ from shardwright.torch.checkpoints.stored import dtype_of, read_part
 from shardwright.torch.checkpoints.writer import PLAN, STATE
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
-from shardwright.torch.parameters.buffer_kind import BufferKind
+from shardwright.torch.parameters.parameter_kinds import BufferKind
 from shardwright.torch.script_run import ScriptRun
 
 __all__ = ["Resumed", "open_verified", "problem_of"]

@@ -30,7 +30,7 @@ from shardwright.torch.checkpoints.own_parts import OwnPart, model_parts, optimi
 from shardwright.torch.checkpoints.stored import stored
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
-from shardwright.torch.parameters.buffer_kind import BufferKind
+from shardwright.torch.parameters.parameter_kinds import BufferKind
 from shardwright.torch.pytorch.functions import RELEASED
 from shardwright.torch.script_run import ScriptRun, script_run
 from shardwright.torch.tensor_parallel.parts import all_elements

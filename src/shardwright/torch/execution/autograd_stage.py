@@ -23,7 +23,7 @@ from shardwright.torch._private import run_backward
 from shardwright.torch.backward.split_backward import allow_split, count_uses, put_off_weights
 from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.execution.microbatches.microbatch import Microbatch
-from shardwright.torch.tracing.recomputed_statistics import RecomputedStatistics
+from shardwright.torch.tracing.batch_statistics import RecomputedStatistics
 
 __all__ = ["AutogradStage"]
 

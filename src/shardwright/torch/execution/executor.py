@@ -27,7 +27,7 @@ from shardwright.torch.program.instructions import Place
 from shardwright.torch.program.program import Program, generators_of
 from shardwright.torch.pytorch.source_line import range_named
 from shardwright.torch.randomness import GeneratorState, run_ahead, set_state
-from shardwright.torch.tracing.recomputed_statistics import RecomputedStatistics
+from shardwright.torch.tracing.batch_statistics import RecomputedStatistics
 
 __all__ = ["Executor"]
 

@@ -27,7 +27,7 @@ from shardwright.torch.execution.program_maker import KnownTrace, ProgramMaker
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.offload.offloading import Offloading
 from shardwright.torch.parameters.materialise import Materialiser
-from shardwright.torch.parameters.moving import move_to
+from shardwright.torch.parameters.parameter_kinds import move_to
 from shardwright.torch.parameters.registration import agree_on_registration
 from shardwright.torch.parameters.residency import Residency, release_remote
 from shardwright.torch.parameters.unit_map import refuse_unknown_units

@@ -25,7 +25,7 @@ from shardwright.torch.python_state.watched_numbers import NumberMatters, Number
 from shardwright.torch.pytorch.source_line import line_of
 from shardwright.torch.tensor_parallel.boundary import Boundary
 from shardwright.torch.tensor_parallel.group import TensorGroup
-from shardwright.torch.tracing.recomputed_statistics import (
+from shardwright.torch.tracing.batch_statistics import (
     refuse_recomputed_vectors,
     warn_of_recomputed_buffers,
 )

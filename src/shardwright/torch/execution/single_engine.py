@@ -43,7 +43,7 @@ from shardwright.torch.pytorch.source_line import range_named
 from shardwright.torch.replicas.gradient_buckets import Reduced
 from shardwright.torch.replicas.reducer import GradientReducer, refuse_accumulation_hooks
 from shardwright.torch.tracing.batch_statistics import BatchStatistics
-from shardwright.torch.tracing.step_parameters import point_out_foreign_behind
+from shardwright.torch.tracing.traced_values import point_out_foreign_behind
 
 if TYPE_CHECKING:
     from shardwright.torch.measuring.planning import Planner

@@ -31,7 +31,7 @@ from shardwright.run.context import Context
 from shardwright.run.cost_cache import cache_folder, machine_key
 from shardwright.torch.counting.cost_counter import class_key
 from shardwright.torch.python_state.attribute_watch import plain_attributes
-from shardwright.torch.tracing.calls.working_memory import WorkingMemory
+from shardwright.torch.tracing.working_memory import WorkingMemory
 
 log = logging.getLogger(__name__)
 

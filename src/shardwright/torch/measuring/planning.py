@@ -48,9 +48,9 @@ from shardwright.torch.measuring.host_costs import with_host_costs
 from shardwright.torch.measuring.last_plan import LastPlan, MemoryCache
 from shardwright.torch.measuring.measure import TimesParts, on_copies
 from shardwright.torch.offload.offloading import with_tier
-from shardwright.torch.parameters.manual_partition import rank_of
 from shardwright.torch.parameters.materialise import Materialiser
 from shardwright.torch.parameters.precision import low_precision
+from shardwright.torch.parameters.unit_map import rank_of
 from shardwright.torch.randomness import SKIPS_BY_PYTHON, own_generators
 from shardwright.torch.tracing.trace_data import Trace
 from shardwright.torch.units.model_traces import most_stages, trace_parts

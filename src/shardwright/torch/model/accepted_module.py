@@ -13,9 +13,9 @@ from shardwright.torch.counting.compiled_modules import without_compilers
 from shardwright.torch.interception.compiled_code import refuse_wrappers
 from shardwright.torch.interception.library_code import without_scripted
 from shardwright.torch.parameters.delayed_initialization import refuse_half_built
+from shardwright.torch.parameters.parameter_kinds import refuse_unsendable
 from shardwright.torch.parameters.registration import agree_on_registration
 from shardwright.torch.parameters.residency import refuse_released
-from shardwright.torch.parameters.sendable import refuse_unsendable
 
 __all__ = ["accepted"]
 

@@ -26,10 +26,9 @@ from shardwright.torch.model.call_outside import CallOutside, refuse_call
 from shardwright.torch.model.model_state import ModelState
 from shardwright.torch.model.spread_module import SpreadModule
 from shardwright.torch.model.steps import Steps
-from shardwright.torch.parameters.buffer_kind import first_kinds
 from shardwright.torch.parameters.first_values import Initialise
 from shardwright.torch.parameters.materialise import Materialiser
-from shardwright.torch.parameters.moving import move_to
+from shardwright.torch.parameters.parameter_kinds import first_kinds, move_to
 from shardwright.torch.parameters.precision import cast_inputs, cast_model, cast_outputs, low_precision
 from shardwright.torch.parameters.registration import WrappedOptimizer
 from shardwright.torch.parameters.residency import Residency

@@ -12,9 +12,9 @@ from shardwright.errors import UsageError
 from shardwright.run.context import context
 from shardwright.run.failure import first_cause_named
 from shardwright.run.joint_calls import meet, ranks_with_the_model
+from shardwright.torch.parameters.gathering import gather_state
 from shardwright.torch.parameters.materialise import Materialiser
 from shardwright.torch.parameters.residency import Residency
-from shardwright.torch.parameters.state_gathering import gather_state
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.replicas.replicas import Replicas
 

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from shardwright.errors import UsageError
 from shardwright.run.context import context
 from shardwright.run.joint_calls import meet, ranks_with_the_model
-from shardwright.torch.parameters.gathered_values import gathered_values
+from shardwright.torch.parameters.gathering import gathered_values, rank_that_runs
 from shardwright.torch.parameters.residency import Residency
-from shardwright.torch.parameters.state_gathering import rank_that_runs
 from shardwright.torch.pytorch.modules import ModelTree
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.replicas.replicas import Replicas

@@ -26,14 +26,15 @@ from torch import Tensor, nn
 from shardwright.comm.joining.process_group import tell_from
 from shardwright.errors import UsageError
 from shardwright.torch.parameters.delayed_initialization import recorded_values
-from shardwright.torch.parameters.elsewhere import Elsewhere
 from shardwright.torch.parameters.first_values import (
+    Elsewhere,
     Initialise,
+    Unknown,
     children_first,
     initialise,
     initialise_container,
+    unknown_values,
 )
-from shardwright.torch.parameters.meta_rehearsal import Unknown, unknown_values
 from shardwright.torch.parameters.precision import gradient_dtype, set_gradient_dtype
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.tensor_parallel.divided_tensor import local_of

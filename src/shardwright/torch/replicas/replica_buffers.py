@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import UsageError
-from shardwright.torch.parameters.buffer_kind import BufferKind
+from shardwright.torch.parameters.parameter_kinds import BufferKind
 
 __all__ = ["ReplicaBuffers"]
 

@@ -14,8 +14,8 @@ from shardwright.quantities import format_bytes
 from shardwright.run.context import Context
 from shardwright.run.failure import first_cause_named
 from shardwright.torch.parameters.delayed_initialization import is_recorded
+from shardwright.torch.parameters.parameter_kinds import can_be_sharded
 from shardwright.torch.parameters.precision import gradient_dtype, low_precision
-from shardwright.torch.parameters.shardable import can_be_sharded
 from shardwright.torch.replicas.gradient_buckets import Reduced
 from shardwright.torch.replicas.gradient_hook import GradientHook
 from shardwright.torch.replicas.reducer import GradientReducer

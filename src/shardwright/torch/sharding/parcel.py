@@ -1,14 +1,22 @@
-"""A parcel: sharded parameters that are gathered and released together."""
+"""A parcel: sharded parameters gathered and released together, and kept out of what autograd saves.
 
-from collections.abc import Mapping, Sequence
+Autograd would keep all rows of each parameter that a forward uses. It gets a reference to them instead, and
+the backward gathers the rows again.
+"""
 
-from torch import nn
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 
-from shardwright.torch.sharding.absent_parameter import Bring
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import UsageError
+from shardwright.torch._private import has_storage, outside_of_functions, storage_key
+from shardwright.torch.pytorch.tensors import KeptTensor
 from shardwright.torch.sharding.shard_memory import ShardMemory, Wait
-from shardwright.torch.sharding.sharded_parameter import ShardedParameter
-
-__all__ = ["Parcel", "parcels_of"]
+from shardwright.torch.sharding.sharded_parameter import AbsentParameter, Bring, ShardedParameter
 
 # Elements that are gathered together: what comes later can be on its way while these are used.
 _SIZE = 2**20
@@ -86,3 +94,83 @@ def parcels_of(parameters: Mapping[str, nn.Parameter], *, most: int) -> list[lis
         found[-1].append(name)
         size += parameter.numel()
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The place of a saved tensor among rows that were gathered together."""
+
+    step: int
+    number: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class SavedRows:
+    """Replaces gathered rows in what autograd saves.
+
+    Attributes:
+        keeps_tensors: all other tensors are kept as they are (`KeptTensor`): see `StageOffload`.
+    """
+
+    keeps_tensors = True
+
+    def __init__(self, bring: Callable[[int], Tensor], bring_all: Bring):
+        self._bring = bring
+        self._bring_all = bring_all
+        self._numbers: dict[int, int] = {}
+        self._step = 0
+
+    def come(self, number: int, memory: Tensor) -> None:
+        """Rows are in this memory, until they go."""
+        self._numbers[storage_key(memory)] = number
+
+    def go(self, memory: Tensor) -> None:
+        """They are not found there any more."""
+        self._numbers.pop(storage_key(memory), None)
+
+    def end(self) -> None:
+        """A step has ended: none are found anywhere any more."""
+        self._numbers.clear()
+        self._step += 1
+
+    def in_force(self) -> AbstractContextManager[Any]:
+        """A context in which operations save places instead of rows."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> _Place | KeptTensor:
+        with outside_of_functions():  # code between units is watched
+            return self._packed(tensor)
+
+    def _packed(self, tensor: Tensor) -> _Place | KeptTensor:
+        if isinstance(tensor, AbsentParameter):  # a checkpoint saves its arguments
+            self._bring_all([tensor])
+        number = self._number_of(tensor)
+        if number is not None:
+            offset = int(tensor.storage_offset())
+            return _Place(self._step, number, tensor.dtype, tensor.shape, tensor.stride(), offset)
+        return KeptTensor(tensor)
+
+    def _number_of(self, tensor: Tensor) -> int | None:
+        plain = type(tensor) in (Tensor, torch.nn.Parameter) and has_storage(tensor)
+        if not plain or tensor.is_conj() or tensor.is_neg():
+            return None  # it is kept as it is
+        return self._numbers.get(storage_key(tensor))
+
+    def _unpack(self, packed: _Place | KeptTensor) -> Tensor:
+        with outside_of_functions():
+            return self._unpacked(packed)
+
+    def _unpacked(self, packed: _Place | KeptTensor) -> Tensor:
+        if isinstance(packed, _Place):
+            if packed.step != self._step:
+                raise UsageError(
+                    f"a backward goes through what another step has computed, with a parameter of "
+                    f"{packed.shape.numel()} elements that has changed since. Call it in the step that "
+                    "computes it, or raise sdp_max_live_parameters."
+                )
+            memory = self._bring(packed.number)
+            return memory.view(packed.dtype).as_strided(packed.shape, packed.stride, packed.offset)
+        return packed.get()

@@ -25,7 +25,7 @@ from shardwright.run.context import Context
 from shardwright.torch._private import outside_of_functions
 from shardwright.torch.interception.glue import refuse_inside_step
 from shardwright.torch.parameters.delayed_initialization import recorded_values
-from shardwright.torch.parameters.parameter_watch import watch_parameters
+from shardwright.torch.parameters.parameter_kinds import watch_parameters
 from shardwright.torch.parameters.sharded_tensor import ShardedTensor
 from shardwright.torch.pytorch.modules import all_modules
 from shardwright.torch.pytorch.source_line import user_line

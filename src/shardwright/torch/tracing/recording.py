@@ -1,29 +1,240 @@
-"""The collectors of a trace, each of one kind of facts about the step function that runs."""
+"""The collectors of a trace, each of one kind of facts; the end of a trace whose step function reads."""
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from shardwright.runtime.traced import TensorFacts
-from shardwright.torch._private import storage_key
+from shardwright.torch._private import num_hooks_registered, storage_key
+from shardwright.torch.counting.cost_counter import Watch, cost_class
+from shardwright.torch.counting.hook_effects import HookEffects
 from shardwright.torch.counting.traced_draws import TracedDraws
+from shardwright.torch.interception.deferred import DeferredTensor
+from shardwright.torch.interception.step_code import TraceEnds, in_step_code
 from shardwright.torch.pytorch.source_line import user_line
-from shardwright.torch.pytorch.tensors import order_of
+from shardwright.torch.pytorch.tensors import autocast_state, order_of
+from shardwright.torch.pytorch.tree import leaves
 from shardwright.torch.randomness import DrawsOfPython
-from shardwright.torch.tracing.batch_statistics import TracedStatistics
-from shardwright.torch.tracing.calls.call_samples import CallSamples
-from shardwright.torch.tracing.end_finder import EndFinder
+from shardwright.torch.tracing.batch_statistics import RepeatedBuffers, TracedStatistics
 from shardwright.torch.tracing.hidden_inputs import HiddenInputs
 from shardwright.torch.tracing.path import PathRecorder
-from shardwright.torch.tracing.recomputed_statistics import RepeatedBuffers
-from shardwright.torch.tracing.trace_data import RandomUse
+from shardwright.torch.tracing.together import TracedBuffers
+from shardwright.torch.tracing.trace_data import RandomUse, Sample, TraceEnd, TraceRequest
 from shardwright.torch.tracing.trace_recorder import TraceRecorder
-from shardwright.torch.tracing.trace_request import TraceRequest
-from shardwright.torch.tracing.traced_buffers import TracedBuffers
+from shardwright.torch.tracing.traced_call import TracedCall
 from shardwright.torch.tracing.traced_values import TracedValues
+from shardwright.torch.tracing.working_memory import WorkingMemory, working_memory
 
-__all__ = ["Recording"]
+
+class CallSamples:
+    """The first call of each cost class.
+
+    Args:
+        values: of the trace.
+        memory: cost class -> temporary memory, as far as it is known; what is counted is added. None: it is
+            not counted.
+        watch: is shown what calls make that run to be counted.
+        hooks: knows which hooks of modules change something.
+
+    Attributes:
+        samples: cost class -> arguments of its first call.
+        counts: a call runs to be counted, and not because the step function makes it.
+        num_hooks: hooks that counting has registered, which are none of the step function's.
+    """
+
+    def __init__(
+        self,
+        values: TracedValues,
+        memory: dict[str, WorkingMemory] | None,
+        *,
+        watch: Watch,
+        hooks: HookEffects,
+    ):
+        self.samples: dict[str, Sample] = {}
+        self.counts = False
+        self.num_hooks = 0
+        self._values = values
+        self._watch = watch
+        self._hooks = hooks
+        self._memory = memory
+
+    def cost_class(self, call: TracedCall, kind: str, kept: list[Any] | None = None) -> str:
+        """The cost class of a call, whose arguments are kept if it is the first.
+
+        Args:
+            call: the call.
+            kind: what is called.
+            kept: leaves of the arguments, with copies of what the call may change; by default its fakes.
+        """
+        # What comes from the batch takes no memory when it is kept, unlike what another call made.
+        from_batch = [at for at, item in enumerate(call.items) if self._is_somebody_elses(item)]
+        # What is cast computes in another type than its arguments have.
+        autocast = autocast_state()
+        casts = [f"{device} {dtype}" for device, enabled, dtype in autocast if enabled]
+        noted = " ".join(str(part) for part in (from_batch, casts) if part)
+        if isinstance(call.func, nn.Module):
+            self._hooks.note_call(call.func)
+        key = cost_class(call.func, f"{kind} {noted}" if noted else kind, call.fakes)
+        if key not in self.samples:
+            arguments = call.fakes if kept is None else kept
+            structure = call.structure.without_template()
+            self.samples[key] = Sample(call.func, arguments, structure, autocast, self._hooks)
+        return key
+
+    def working_memory(self, key: str, call: TracedCall) -> WorkingMemory:
+        """The temporary memory of a cost class; counted for the first of its calls."""
+        # A gradient leads back through what ran before, where recomputation would call units once more.
+        if self._memory is None or call.func is torch.autograd.grad:
+            return WorkingMemory()
+        if key not in self._memory:
+            given: Sequence[bool] = [self._is_somebody_elses(item) for item in call.items]
+            before = num_hooks_registered()
+            self.counts = True
+            try:
+                with self._values.fake_mode:
+                    self._memory[key] = working_memory(
+                        call.func,
+                        call.fakes,
+                        call.structure,
+                        given=given,
+                        watch=self._watch,
+                        hooks=self._hooks,
+                    )
+            finally:
+                self.counts = False
+            self.num_hooks += num_hooks_registered() - before
+        return self._memory[key]
+
+    def _is_somebody_elses(self, item: Any) -> bool:
+        """Whether a leaf is a tensor that no node made: the batch's, or a parameter."""
+        return isinstance(item, Tensor) and self._values.find(item) is None
+
+
+class EndFinder:
+    """Finds the end while the step function runs, and leaves it there.
+
+    Places are numbers of nodes so far, and a quarter more behind ``backward``: the same on all ranks. A trace
+    ends where the step function reads a value. It has to end earlier, and is made again, where
+
+    - another rank ends its own earlier;
+    - the step function changes tensors in place, of which other ranks would have the content of before;
+    - it makes what it leaves in a variable of the script, which must hold a tensor on every rank.
+
+    But never before what only a trace can cover: units, parameters, random numbers.
+
+    Args:
+        values: the values of the graph.
+        recorder: knows how many nodes there are.
+        at: the place at which it is left; infinite for the first read.
+        may_read: it is left behind its backward, or at its end, if it has read nothing before.
+
+    Attributes:
+        at: the place at which it was left, or is to be; infinite where it is not.
+        line: where that is in the script; empty where it is nowhere.
+        read_at: the line that reads a value there; empty where none does.
+        changed_at: the first place from which it changes tensors, and does nothing that only a trace can
+            cover; infinite where there is none.
+        seen: values that its code got to see.
+    """
+
+    def __init__(self, values: TracedValues, recorder: TraceRecorder, *, at: float, may_read: bool):
+        self.at = at
+        self.line = self.read_at = ""
+        self.changed_at = math.inf
+        self.seen: list[Tensor] = []
+        self._values = values
+        self._recorder = recorder
+        self._may_read = may_read
+        self._places: dict[int, float] = {}  # of the nodes that code of the step function makes
+        self._traced_up_to = 0.0  # the place behind what no trace may leave out
+
+    @property
+    def _place(self) -> float:
+        return self._recorder.num_nodes + (0.25 if self._is_behind_backward else 0.0)
+
+    @property
+    def _is_behind_backward(self) -> bool:
+        return self._recorder.backward_at is not None
+
+    @property
+    def is_found(self) -> bool:
+        """Whether the trace ends before the step function does, or at the latest then."""
+        return math.isfinite(self.at)
+
+    def come_by(self, *, reads: bool = False) -> None:
+        """Leaves the step function at its end.
+
+        Args:
+            reads: its code reads a value now.
+
+        Raises:
+            TraceEnds: this is the end.
+        """
+        if not in_step_code():
+            return
+        if reads or (self._may_read and self._is_behind_backward):
+            self.at = min(self.at, self._place)
+        if self._place >= self.at:
+            self.line = user_line()
+            self.read_at = self.line if reads else ""
+            raise TraceEnds
+
+    def step_returned(self) -> None:
+        """Ends the trace of a step function that has returned, if it may read values."""
+        if self._may_read:
+            self.at = min(self.at, self._place)
+
+    def must_be_traced(self) -> None:
+        """Keeps the trace from ending before this call: behind its end it would be refused."""
+        self.changed_at = math.inf
+        self._traced_up_to = self._place
+
+    def note_node(self, node: int) -> None:
+        """Records a node of the step function's own code.
+
+        Args:
+            node: its number.
+        """
+        self._places[node] = self._place
+
+    def note_change(self, values: Iterable[int]) -> None:
+        """Records a change in place by the step function's own code.
+
+        Args:
+            values: those of them that are values of the graph.
+        """
+        self.changed_at = min(self.changed_at, self._place)
+        for value in values:
+            # Its other names were made before, and would not change with it on other ranks.
+            _, *views = self._values.in_memory(self._values.memory_of(value))
+            self.changed_at = min(self.changed_at, self._first_made(views))
+
+    def note_seen(self, result: Any) -> None:
+        """Records the tensors that the step function's own code gets."""
+        self.seen += [item for item in leaves(result) if self._values.find(item) is not None]
+
+    def end(self, left: Collection[DeferredTensor]) -> TraceEnd:
+        """The end of the trace, and the place where it should have ended.
+
+        Args:
+            left: what is in variables of the script. What was made before that which must be traced stays a
+                stand-in.
+        """
+        return TraceEnd(at=self.at, line=self.line, read_at=self.read_at, wanted=self._wanted(left))
+
+    def _wanted(self, left: Collection[DeferredTensor]) -> float:
+        """The place at which the trace should have ended; infinite where it need not."""
+        values = (self._values.find(item) for item in left)
+        end = min(self.at, self._first_made(value for value in values if value is not None))
+        return min(end, self.changed_at) if math.isfinite(end) else end
+
+    def _first_made(self, values: Iterable[int]) -> float:
+        """The first place where code of the step function has made one of some values; infinite for none."""
+        made = (self._places.get(self._values[value].producer, math.inf) for value in values)
+        return min((place for place in made if place >= self._traced_up_to), default=math.inf)
 
 
 class Recording:

@@ -1,24 +1,28 @@
-"""The trace of a microbatch: every intercepted step, the graph they form, samples of what to time."""
+"""What is to be traced, and the trace of a microbatch."""
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from shardwright.model_graph import ModelGraph
 from shardwright.runtime.traced import TensorFacts
 from shardwright.torch.backward.loss_reduction import LossForm
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.counting.hook_effects import HookEffects
+from shardwright.torch.interception.step_code import ReadingStep
+from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.python_state.attribute_use import AttributeUse
+from shardwright.torch.python_state.watched_numbers import NumberReads
 from shardwright.torch.pytorch.functions import name_of_call
 from shardwright.torch.pytorch.tensors import AutocastState
 from shardwright.torch.pytorch.tree import Slot, Structure
 from shardwright.torch.tracing.path import Path
 from shardwright.torch.tracing.recorded_step import Step
-
-__all__ = ["RandomUse", "Sample", "SideEffects", "Trace", "TraceEnd"]
+from shardwright.torch.tracing.working_memory import WorkingMemory
 
 
 @dataclass(slots=True)
@@ -195,3 +199,40 @@ class Trace:
         for use in self.effects.attributes:
             rows.append((use.name, use.put_back, [(access.before, access.writes) for access in use.accesses]))
         return hashlib.sha256(repr(rows).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRequest:
+    """A step function that is to be traced, and how: see `trace_step`.
+
+    Attributes:
+        unit_map: the units.
+        function: the step function.
+        arguments: its (args, kwargs).
+        device: where the units compute.
+        batch_size: samples in the microbatch.
+        hooks: knows which hooks of modules change something.
+        numbers: watches the numbers among the arguments.
+        ends_at: see `EndFinder`.
+        units_may_change: modules that raise `DeferredReadError` are kept whole, and another trace is tried.
+        memory: cost class -> temporary memory; what is not there is counted and added. None: it is not
+            counted.
+        on_unit: called with each call of a unit.
+    """
+
+    unit_map: UnitMap
+    function: Callable[..., Any]
+    arguments: Any
+    device: torch.device
+    batch_size: int
+    hooks: HookEffects
+    numbers: NumberReads | None = None
+    ends_at: float = math.inf
+    units_may_change: bool = False
+    memory: dict[str, WorkingMemory] | None = None
+    on_unit: Callable[[], None] | None = None
+
+    @property
+    def may_read(self) -> bool:
+        """Whether the step function's own code has a call that reads values."""
+        return isinstance(self.function, ReadingStep) and self.function.may_read

@@ -30,16 +30,13 @@ from shardwright.torch.interception.step_code import assumed_loss, in_step_code
 from shardwright.torch.pytorch import functions
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.pytorch.tree import leaves
-from shardwright.torch.tracing.aliases import follow_changes
-from shardwright.torch.tracing.calls.operation_tracer import OperationTracer
-from shardwright.torch.tracing.calls.real_execution import RealExecution
-from shardwright.torch.tracing.calls.traced_execution import TracedExecution
-from shardwright.torch.tracing.calls.unit_tracer import UnitTracer
 from shardwright.torch.tracing.glue_buffers import BufferWatch
 from shardwright.torch.tracing.recording import Recording
-from shardwright.torch.tracing.step_parameters import refuse_returned
-from shardwright.torch.tracing.trace_data import SideEffects, Trace
-from shardwright.torch.tracing.trace_request import TraceRequest
+from shardwright.torch.tracing.trace_data import SideEffects, Trace, TraceRequest
+from shardwright.torch.tracing.traced_changes import follow_changes
+from shardwright.torch.tracing.traced_execution import RealExecution, TracedExecution
+from shardwright.torch.tracing.traced_values import refuse_returned
+from shardwright.torch.tracing.unit_tracer import OperationTracer, UnitTracer
 
 __all__ = ["Tracer"]
 

@@ -21,9 +21,9 @@ from shardwright.torch.interception.glue import intercept_calls, restore_calls
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.pytorch.modules import has_backward_hooks
 from shardwright.torch.pytorch.source_line import frames_up_to
-from shardwright.torch.tracing.calls.working_memory import WorkingMemory
 from shardwright.torch.tracing.trace import trace_step
 from shardwright.torch.tracing.trace_data import Trace
+from shardwright.torch.tracing.working_memory import WorkingMemory
 from shardwright.torch.units.unit_choice import Entanglement, ModuleCost, RemadeInForward, choose_units
 
 log = logging.getLogger(__name__)

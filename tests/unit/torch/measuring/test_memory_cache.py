@@ -8,8 +8,8 @@ from torch import nn
 
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.measuring.last_plan import MemoryCache
-from shardwright.torch.tracing.calls import call_samples
-from shardwright.torch.tracing.calls.working_memory import WorkingMemory
+from shardwright.torch.tracing import recording
+from shardwright.torch.tracing.working_memory import WorkingMemory
 from shardwright.torch.units.dry_run import step_of
 from shardwright.torch.units.model_traces import trace_parts
 
@@ -36,7 +36,7 @@ def test_the_second_run_counts_nothing_and_knows_the_same(cache, monkeypatch):
     memory = cache.read()
     first = nodes_of(memory)
     cache.write(memory)
-    monkeypatch.setattr(call_samples, "working_memory", lambda *args, **kwargs: pytest.fail("it was counted"))
+    monkeypatch.setattr(recording, "working_memory", lambda *args, **kwargs: pytest.fail("it was counted"))
     assert nodes_of(cache.read()) == first
     assert any(work_bytes for _, _, work_bytes, _, _ in first)
 

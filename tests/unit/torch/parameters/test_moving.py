@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from shardwright.torch.parameters.moving import move_to
-from shardwright.torch.parameters.remote import make_remote
+from shardwright.torch.parameters.parameter_kinds import move_to
+from shardwright.torch.parameters.residency import make_remote
 
 
 def test_tensors_of_other_ranks_and_without_memory_stay(monkeypatch):

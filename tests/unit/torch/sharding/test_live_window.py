@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.torch.sharding.live_window import LiveWindow
+from shardwright.torch.sharding.arrivals import LiveWindow
 
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=7)
 

@@ -7,7 +7,7 @@ from torch import nn
 from shardwright.torch._private import new_fake_mode
 from shardwright.torch.counting.hook_effects import HookEffects
 from shardwright.torch.pytorch.tree import flatten
-from shardwright.torch.tracing.calls.working_memory import WorkingMemory, working_memory
+from shardwright.torch.tracing.working_memory import WorkingMemory, working_memory
 
 ROWS, WIDTH = 64, 16
 UNIT = ROWS * WIDTH * 4

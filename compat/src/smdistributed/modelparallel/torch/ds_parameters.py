@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.torch.model.distributed_model import DistributedModel
-from shardwright.torch.parameters.shardable import can_be_sharded
+from shardwright.torch.parameters.parameter_kinds import can_be_sharded
 from shardwright.torch.script_run import ScriptRun
 from smdistributed.modelparallel.torch.state_mod import current_run
 

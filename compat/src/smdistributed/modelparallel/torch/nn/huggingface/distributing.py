@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import shardwright.torch as sw
 from shardwright.torch.attention.marks import PLAIN, left_alone
 from shardwright.torch.parameters.delayed_initialization import copy_recorded
-from shardwright.torch.parameters.manual_partition import place_alike
+from shardwright.torch.parameters.unit_map import place_alike
 from shardwright.torch.tensor_parallel.pinned import Pin, pin
 from smdistributed.modelparallel.torch.nn.distributed import (
     DistributedLayerNorm,

@@ -33,8 +33,6 @@ from shardwright.torch.python_state.snapshot import snapshot_of
 from shardwright.torch.pytorch.tree import Structure, leaves
 from shardwright.torch.tracing.traced_values import with_history
 
-__all__ = ["WorkingMemory", "working_memory"]
-
 log = logging.getLogger(__name__)
 
 

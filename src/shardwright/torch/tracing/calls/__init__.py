@@ -1,1 +1,0 @@
-"""Runs the calls of a traced step function on tensors without data."""
