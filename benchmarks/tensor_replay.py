@@ -25,12 +25,12 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from shardwright.text_table import align
 from shardwright.torch.tensor_parallel.boundary import Boundary
-from shardwright.torch.tensor_parallel.direct_call import direct_call
+from shardwright.torch.tensor_parallel.decision import direct_call
 from shardwright.torch.tensor_parallel.divide import divide
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 from shardwright.torch.tensor_parallel.group import Prices, TensorGroup
 from shardwright.torch.tensor_parallel.search import find_placements, units_of
-from shardwright.torch.tensor_parallel.search.no_ranks import group_without_ranks
+from shardwright.torch.tensor_parallel.search.recording import group_without_ranks
 
 BATCH, HEADS = 4, 8
 

@@ -91,7 +91,7 @@ shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 @given(shapes, st.data())
 def test_reshape(shape, data):
-    from shardwright.torch.tensor_parallel.view_dims import cut_after_reshape
+    from shardwright.torch.tensor_parallel.spec import cut_after_reshape
 
     dim = data.draw(st.integers(0, len(shape) - 1))
     bounds = sorted(data.draw(st.lists(st.integers(0, shape[dim]), max_size=3)))
@@ -138,7 +138,7 @@ def test_reshape(shape, data):
     ],
 )
 def test_reshapes_of_models(shape, new_shape, cut, expected):
-    from shardwright.torch.tensor_parallel.view_dims import cut_after_reshape
+    from shardwright.torch.tensor_parallel.spec import cut_after_reshape
 
     assert cut_after_reshape(shape, new_shape, cut) == expected
 

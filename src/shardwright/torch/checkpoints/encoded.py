@@ -24,7 +24,7 @@ from shardwright.checkpoint.manifest import is_plain_name
 from shardwright.errors import CheckpointError, CorruptCheckpointError, UsageError
 from shardwright.torch.checkpoints.stored import stored
 from shardwright.torch.model.distributed_model import DistributedModel
-from shardwright.torch.tensor_parallel.parts import all_elements
+from shardwright.torch.tensor_parallel.divide import all_elements
 
 _DEEPEST = 48
 

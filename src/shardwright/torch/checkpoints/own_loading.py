@@ -23,9 +23,8 @@ from shardwright.torch.checkpoints.own_parts import (
 from shardwright.torch.checkpoints.stored import dtype_of, read_into, read_part
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
-from shardwright.torch.tensor_parallel.divide import divided_alike
+from shardwright.torch.tensor_parallel.divide import divided_alike, in_whole
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of
-from shardwright.torch.tensor_parallel.parts import in_whole
 from shardwright.torch.tensor_parallel.spec import Spec
 
 __all__ = ["check_fits", "load_model", "load_optimizer_state", "own_elements", "refuse_another_kind"]

@@ -28,8 +28,8 @@ from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimiz
 from shardwright.torch.parameters.sharded_tensor import ShardedTensor
 from shardwright.torch.script_run import script_run
 from shardwright.torch.sharding.sharded_parameter import ShardedParameter
+from shardwright.torch.tensor_parallel.divide import cut_of, in_whole
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, whole
-from shardwright.torch.tensor_parallel.parts import cut_of, in_whole
 from shardwright.torch.tensor_parallel.spec import Spec
 
 __all__ = [

@@ -33,7 +33,7 @@ from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimiz
 from shardwright.torch.parameters.parameter_kinds import BufferKind
 from shardwright.torch.pytorch.functions import RELEASED
 from shardwright.torch.script_run import ScriptRun, script_run
-from shardwright.torch.tensor_parallel.parts import all_elements
+from shardwright.torch.tensor_parallel.divide import all_elements
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:

@@ -36,8 +36,8 @@ from shardwright.torch._private import (
 from shardwright.torch.offload.saved_storage import SavedStorage, SavedView
 from shardwright.torch.offload.tier import Copy, Tier
 from shardwright.torch.pytorch.tensors import KeptTensor, version_of
-from shardwright.torch.tensor_parallel.at_hand import known_sum
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, specs_of
+from shardwright.torch.tensor_parallel.placing import known_sum
 
 __all__ = ["Leaving", "StageOffload"]
 

@@ -20,9 +20,8 @@ from torch.optim import Optimizer
 from shardwright.errors import UsageError
 from shardwright.placement import Cut
 from shardwright.run.context import context, is_initialized
-from shardwright.torch.tensor_parallel.divide import placed_again, tensor_group
+from shardwright.torch.tensor_parallel.divide import cut_of, placed_again, placed_like, tensor_group
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, whole
-from shardwright.torch.tensor_parallel.parts import cut_of, placed_like
 
 
 def state_by_name(

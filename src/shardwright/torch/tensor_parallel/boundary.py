@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from shardwright.placement import LEAST_CUT_AGAIN, WHOLE, BetweenUnits, Cut, Placement, Whole
 from shardwright.torch.pytorch.tensors import Order
 from shardwright.torch.pytorch.tree import flatten, leaves, map_tree
-from shardwright.torch.tensor_parallel.at_hand import settled
 from shardwright.torch.tensor_parallel.divided_tensor import (
     DividedTensor,
     local_of,
@@ -31,7 +30,7 @@ from shardwright.torch.tensor_parallel.divided_tensor import (
     wrap,
 )
 from shardwright.torch.tensor_parallel.group import TensorGroup
-from shardwright.torch.tensor_parallel.placing import placed
+from shardwright.torch.tensor_parallel.placing import placed, settled
 from shardwright.torch.tensor_parallel.spec import local_shape, spec_of
 
 __all__ = ["Boundary"]

@@ -1,5 +1,9 @@
 """Decides how an operation runs on the parts of its tensors.
 
+Mixtures of experts multiply by all experts at once, on CPUs in 32 bits, too.
+
+The tensor becomes the view that ``x.transpose(0, 1)`` is; whoever else sees its memory stays as it is.
+
 Of all candidates of the operation's rule, and of the one that is always right (gather everything, and let
 every rank do it all), the cheapest wins: time to change placements, plus this rank's share of the work, plus
 the sum that a pending result takes later. All ranks know all shapes and placements, so they decide alike.
@@ -8,27 +12,140 @@ the sum that a pending result takes later. All ranks know all shapes and placeme
 import functools
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.errors import UsageError
 from shardwright.placement import PARTIAL_SUM, WHOLE, PartialSum, Whole
-from shardwright.torch._private import is_composite, new_fake_mode
-from shardwright.torch.tensor_parallel.call import Call, Input, map_tensors, tensors_of
+from shardwright.torch._private import FakeTensor, change_shape_only, is_composite, new_fake_mode
+from shardwright.torch.pytorch.functions import (
+    map_arguments,
+    one_by_one,
+    takes_several,
+    written_tensors,
+)
+from shardwright.torch.tensor_parallel.call import (
+    Call,
+    Candidate,
+    Form,
+    Input,
+    candidates_of,
+    map_tensors,
+    tensors_of,
+)
 from shardwright.torch.tensor_parallel.decision import Composed, Decision, returned_arguments
-from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
-from shardwright.torch.tensor_parallel.form import Candidate, Form, candidates_of
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, whole, wrap
 from shardwright.torch.tensor_parallel.group import TensorGroup
-from shardwright.torch.tensor_parallel.grouped_products import grouped_product_without_data
-from shardwright.torch.tensor_parallel.lasting_sums import decided_by_kind
-from shardwright.torch.tensor_parallel.nested_decision import NestedDecision
-from shardwright.torch.tensor_parallel.reshaped_in_place import ReshapedInPlace, reshapes_in_place
+from shardwright.torch.tensor_parallel.nested_decision import NestedDecision, decided_by_kind
 from shardwright.torch.tensor_parallel.rules import rule_of
-from shardwright.torch.tensor_parallel.two_groups import OfTwoGroups
 
-__all__ = ["choose", "decide"]
+_GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
+
+
+def grouped_product_without_data(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    """An empty result of a grouped product; None for other operations, and where the usual kernel will do."""
+    if func is not _GROUPED_PRODUCT or args[0].dtype == torch.bfloat16:
+        return None
+    if not (args[0].is_meta or isinstance(args[0], FakeTensor)):
+        return None
+    left, right = args[:2]
+    groups = args[2] if len(args) > 2 else kwargs.get("offs")
+    shape = [left.shape[-2], right.shape[-1]]
+    if left.dim() == right.dim():
+        shape = [left.shape[0] if groups is None else groups.shape[0], *shape]
+    return torch.empty(shape, dtype=kwargs.get("out_dtype") or left.dtype, device=left.device)
+
+
+class GroupedProductsOfAllTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside a mode of tensors without data: gives grouped products of all types their results."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DividedTensor in types:
+            return NotImplemented  # its parts come by
+        found = grouped_product_without_data(func, args, kwargs or {})
+        return func(*args, **(kwargs or {})) if found is None else found
+
+
+_VIEWS = {f"{name}_": name for name in ("as_strided", "squeeze", "t", "transpose", "unsqueeze")}
+_OTHER_MEMORY = ("resize_", "resize_as_", "set_", "resize_output_")
+
+
+def reshapes_in_place(name: str) -> bool:
+    """Whether an operator changes the shape, or the memory, of its first argument."""
+    return name in _VIEWS or name in _OTHER_MEMORY
+
+
+class ReshapedInPlace:
+    """Makes a tensor a view of what it was."""
+
+    fast = None
+
+    def __init__(self, func: Any, name: str):
+        if name in _OTHER_MEMORY:
+            self.run = self._refuse  # type: ignore[method-assign]
+        else:
+            self._view = getattr(torch.ops.aten, _VIEWS[name])
+        self._func = func
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the operation; all ranks of the group do so."""
+        tensor: DividedTensor = args[0]
+        before = wrap(tensor._local, tensor._spec)
+        before._seen = tensor._seen
+        if tensor._spec.copied:
+            before._copy = tensor._copy
+        view = self._view(before, *args[1:], **kwargs)
+        change_shape_only(self._func, args, kwargs)
+        for each in tensor.alike():  # its aliases keep their shape
+            each._seen = True
+        tensor._local, tensor._spec = view._local, view._spec
+        if view._spec.copied:
+            tensor._copy = view._copy
+        return tensor
+
+    def _refuse(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NoReturn:
+        tensor = args[0]
+        if not isinstance(tensor, DividedTensor):
+            raise UsageError(
+                f"{self._func} cannot give an ordinary tensor the memory of one that ranks share."
+            )
+        raise UsageError(
+            f"{self._func} would give a tensor of shape {tuple(tensor.shape)} other memory, but "
+            f"{tensor._spec.group.num_ranks} ranks share it. Make a new tensor, or keep this parameter whole."
+        )
+
+
+class OfTwoGroups:
+    """Runs an operation on tensors of two groups: each pair of lists by itself, others with whole tensors."""
+
+    fast = None
+
+    def __init__(self, func: Any):
+        self._func = func
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the operation; all ranks of the grid do so."""
+        func = self._func
+        if takes_several(func) and len(args[0]) > 1:
+            return one_by_one(func, args, dict(kwargs))
+        keeps_experts = any(map(_is_of_expert, written_tensors(func, args, kwargs)))
+
+        def in_one_group(tensor: Tensor) -> Tensor:
+            is_kept = not isinstance(tensor, DividedTensor) or _is_of_expert(tensor) == keeps_experts
+            return tensor if is_kept else whole(tensor)
+
+        own_args, own_kwargs = map_arguments(in_one_group, args, kwargs)
+        return func(*own_args, **own_kwargs)
+
+
+def _is_of_expert(tensor: Tensor) -> bool:
+    return isinstance(tensor, DividedTensor) and tensor._spec.group.grid is not None
+
 
 _LAST_RESORT = 1000
 """Times as dear as it is: a parameter cut to save memory is gathered where nothing else can be done."""

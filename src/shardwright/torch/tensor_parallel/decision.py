@@ -1,18 +1,21 @@
-"""How an operation runs on the parts of its tensors, once that is decided."""
+"""How an operation runs on the parts of its tensors, once that is decided.
+
+`torch.ops.aten.mm.default(x, y)` takes its arguments apart by the operator's schema each time; `x.mm(y)` has
+a parser that was compiled for it, and runs the same kernel.
+"""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardwright.errors import UsageError
 from shardwright.placement import WHOLE, Cut, PartialSum, Placement, Whole
-from shardwright.torch._private import memory_of
-from shardwright.torch.tensor_parallel.at_hand import settled
-from shardwright.torch.tensor_parallel.call import Call, map_tensors, tensors_of
+from shardwright.torch._private import memory_of, packed_call
+from shardwright.torch.tensor_parallel.call import Call, Candidate, map_tensors, tensors_of
 from shardwright.torch.tensor_parallel.copied_view import CopiedView, count_write, overwrite
-from shardwright.torch.tensor_parallel.direct_call import direct_call
 from shardwright.torch.tensor_parallel.divided_tensor import (
     DividedTensor,
     is_nested,
@@ -20,13 +23,39 @@ from shardwright.torch.tensor_parallel.divided_tensor import (
     placement_in,
     wrap,
 )
-from shardwright.torch.tensor_parallel.form import Candidate
-from shardwright.torch.tensor_parallel.memory_order import in_order, put_in_order
+from shardwright.torch.tensor_parallel.placing import moved_to, note_view, settled
 from shardwright.torch.tensor_parallel.redistribution import replaced
-from shardwright.torch.tensor_parallel.shared_memory import moved_to, note_view
-from shardwright.torch.tensor_parallel.spec import Spec, local_shape, spec_of
+from shardwright.torch.tensor_parallel.spec import Spec, in_order, local_shape, put_in_order, spec_of
 
-__all__ = ["Composed", "Decision", "FastDecision", "returned_arguments"]
+_SAME_ARGUMENTS = """
+add.Tensor add_.Tensor addcdiv_.default addcmul_.default addmm.default bmm.default clone.default cos.default
+detach.default div.Tensor div_.Tensor exp.default expand.default lerp_.Scalar masked_fill.Scalar mean.dim
+mm.default mul.Tensor mul_.Tensor neg.default permute.default pow.Tensor_Scalar relu.default rsqrt.default
+select.int sigmoid.default sin.default sqrt.default squeeze.dim sub.Tensor sub_.Tensor sum.dim_IntList
+t.default tanh.default transpose.int unsqueeze.default view.default
+""".split()
+
+
+def _methods() -> dict[Any, Callable[..., Any]]:
+    found = {}
+    for each in _SAME_ARGUMENTS:
+        name, overload = each.split(".")
+        found[getattr(getattr(torch.ops.aten, name), overload)] = getattr(torch.Tensor, name)
+    # Below autograd, where nobody asks whether a result is a view, these are the same.
+    found[torch.ops.aten._unsafe_view.default] = torch.Tensor.view
+    return found
+
+
+METHODS = _methods()
+"""Methods of tensors that take the arguments of an operator as they are, and call only that operator.
+
+test_direct_call.py proves it of each.
+"""
+
+
+def direct_call(func: Any) -> Callable[..., Any]:
+    """What runs an operator with the least work around it."""
+    return METHODS.get(func) or packed_call(func)
 
 
 class Decision:

@@ -1,41 +1,106 @@
-"""Divides parameters over the ranks of a group, and settles their gradients."""
+"""Divides parameters over ranks, and tells what a rank saves of each.
 
-from collections.abc import Iterable, Mapping
+::
+
+    cut 0 (r0:2 r1:2 r0:1 r1:1)      pieces of rank 0: rows 0 to 1 of the tensor, row 4
+
+PyTorch gives the parameter the value's memory, without a look at its class; a divided tensor has none of its
+own, and the next operation on the parameter ended the process. Scripts assign so in averages of weights, and
+in `torch.nn.utils.vector_to_parameters`.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwright.checkpoint.boxes import Box
 from shardwright.errors import UsageError
 from shardwright.placement import WHOLE, Cut, PartialSum, Placement, Whole
 from shardwright.torch._private import memory_of, put_in_place
-from shardwright.torch.tensor_parallel.assigned_data import gather_assigned_data
+from shardwright.torch.pytorch.tree import flatten
 from shardwright.torch.tensor_parallel.divided_tensor import (
     DividedTensor,
     all_parts,
     divided,
     local_of,
+    placement_of,
     whole,
     wrap,
 )
 from shardwright.torch.tensor_parallel.group import Collectives, Prices, ProcessGroupCollectives, TensorGroup
-from shardwright.torch.tensor_parallel.memory_order import put_in_order
-from shardwright.torch.tensor_parallel.parts import pieces
 from shardwright.torch.tensor_parallel.redistribution import replaced
-from shardwright.torch.tensor_parallel.spec import Spec, spec_of
+from shardwright.torch.tensor_parallel.spec import Spec, put_in_order, spec_of
 
-__all__ = [
-    "divide",
-    "divide_parameter",
-    "divided_alike",
-    "part_as",
-    "placed_again",
-    "put_divided_in_place",
-    "settle_gradients",
-    "shown_in_parts",
-    "shown_whole",
-    "tensor_group",
-]
+
+def cut_of(tensor: Tensor) -> Cut | None:
+    """How ranks share a tensor; None for a whole one."""
+    placement = placement_of(tensor)
+    return placement if isinstance(placement, Cut) else None
+
+
+def pieces(tensor: DividedTensor) -> Iterator[tuple[Box, Tensor]]:
+    """The pieces that this rank has of a cut tensor: where each lies, and a view of its elements."""
+    local = tensor._local.detach()
+    return in_whole(Box.whole(local.shape), local, tensor._spec)
+
+
+def in_whole(box: Box, elements: Tensor, spec: Spec) -> Iterator[tuple[Box, Tensor]]:
+    """The pieces of a box of this rank's part of a cut tensor: where each lies in the whole, and a view."""
+    cut, start = spec.placement, 0
+    assert isinstance(cut, Cut)
+    dim = cut.dim
+    first, last = box.offset[dim], box.offset[dim] + box.shape[dim]
+    for a, b in cut.intervals(spec.group.rank):
+        low, high = max(first, start), min(last, start + b - a)
+        if low < high:
+            offset, shape = list(box.offset), list(box.shape)
+            offset[dim], shape[dim] = a + low - start, high - low
+            yield Box(tuple(offset), tuple(shape)), elements.narrow(dim, low - first, high - low)
+        start += b - a
+
+
+def all_elements(state: Any) -> Any:
+    """A tree with all tensors whole; the tree itself where they are. All ranks of the group call it."""
+    items, structure = flatten(state)
+    if not any(isinstance(item, DividedTensor) for item in items):
+        return state
+    return structure.rebuild([whole(item) if isinstance(item, DividedTensor) else item for item in items])
+
+
+def joined(parts: Sequence[Tensor], cut: Cut) -> Tensor:
+    """The whole tensor."""
+    taken = [0] * len(parts)
+    pieces = []
+    for rank, length in cut.runs:
+        pieces.append(parts[rank].narrow(cut.dim, taken[rank], length))
+        taken[rank] += length
+    return torch.cat(pieces, dim=cut.dim)
+
+
+def placed_like(whole: Tensor, other: Tensor) -> Tensor:
+    """A whole tensor, of which each rank keeps what it has of another of the same shape."""
+    if isinstance(whole, DividedTensor) or not isinstance(other, DividedTensor) or whole.shape != other.shape:
+        return whole
+    spec = other._spec
+    return divided(whole.to(local_of(other).device), spec.placement, spec.group)
+
+
+_DATA: Any = torch.Tensor.data
+
+
+def _assign(tensor: Tensor, value: Tensor) -> None:
+    if isinstance(value, DividedTensor) and not isinstance(tensor, DividedTensor):
+        value = whole(value.detach()).clone()  # what was gathered may be kept for others
+    _DATA.__set__(tensor, value)
+
+
+def gather_assigned_data() -> None:
+    """From now on, a whole tensor takes all elements of what is assigned to its `data`."""
+    torch.Tensor.data = property(_DATA.__get__, _assign)  # type: ignore[assignment]
+
 
 # What a divided tensor has beside that of an ordinary one.
 _OWN = tuple(DividedTensor.__annotations__)

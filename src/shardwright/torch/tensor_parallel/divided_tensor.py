@@ -12,10 +12,9 @@ from shardwright.errors import UsageError
 from shardwright.placement import WHOLE, Cut, Placement, Whole
 from shardwright.torch._private import disabled_torch_function, new_wrapper
 from shardwright.torch.tensor_parallel.group import TensorGroup
-from shardwright.torch.tensor_parallel.memory_order import dense_strides, is_dense
 from shardwright.torch.tensor_parallel.nesting import moved_parts
 from shardwright.torch.tensor_parallel.redistribution import narrowed, replaced
-from shardwright.torch.tensor_parallel.spec import Spec, local_shape, spec_of
+from shardwright.torch.tensor_parallel.spec import Spec, dense_strides, is_dense, local_shape, spec_of
 
 __all__ = [
     "DividedTensor",

@@ -1,6 +1,15 @@
-"""The ranks that share tensors, and what they send each other."""
+"""The ranks that share tensors; pending sums taken once, and the last gathers kept.
 
-from collections import Counter
+The gradient of a linear layer's output is used twice, under two views: for the weight, and for the input.
+Both need its sum over the ranks. So the sum of a whole stretch of memory is kept as long as that lives, until
+someone writes there.
+
+Where tensors between units are cut along the sequence, queries, keys and values of a layer each need all of
+one norm's result, and so do their weights' gradients, one after the other. Two tensors are kept, so that
+memory stays as small as the cut made it.
+"""
+
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -12,11 +21,114 @@ from torch import Tensor
 
 from shardwright.comm._private import all_gather_single
 from shardwright.placement import BetweenUnits, Cut, Placement, Whole
-from shardwright.torch.tensor_parallel.pending_sums import PendingSums
-from shardwright.torch.tensor_parallel.recent_gathers import RecentGathers
-from shardwright.torch.tensor_parallel.transfer import Transfer, transfer
+from shardwright.torch._private import StorageWeakRef, memory_of
+from shardwright.torch.tensor_parallel.spec import Transfer, transfer
 
-__all__ = ["Collectives", "Prices", "ProcessGroupCollectives", "TensorGroup", "Traffic"]
+
+class PendingSums:
+    """The sums already taken of one rank's partial sums."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[StorageWeakRef, Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def knows(self, local: Tensor) -> bool:
+        """Whether the sum of this partial sum was taken, and still holds."""
+        kept = self._kept.get(memory_of(local))
+        if kept is None or local.numel() != kept[1].numel() or local.dtype != kept[1].dtype:
+            return False
+        return not _is_gone(kept[0])
+
+    def known(self, local: Tensor) -> Tensor | None:
+        """The sum over the ranks of a partial sum, if it was taken, and still holds."""
+        return _as(self._kept[memory_of(local)][1], local) if self.knows(local) else None
+
+    def total(self, local: Tensor, summed: Callable[[Tensor], Tensor]) -> Tensor:
+        """The sum over the ranks of a partial sum."""
+        storage = local.untyped_storage()
+        if local.numel() * local.element_size() != storage.nbytes() or not local.numel():
+            return summed(local)
+        known = self.known(local)
+        if known is not None:
+            return known
+        self.forget_dead()
+        total = summed(local.as_strided((local.numel(),), (1,), 0))
+        self._kept[memory_of(local)] = StorageWeakRef(storage), total  # type: ignore[no-untyped-call]
+        return _as(total, local)
+
+    def written(self, memory: int) -> None:
+        """Forgets the sum of memory that was written."""
+        self._kept.pop(memory, None)
+
+    def forget_dead(self) -> None:
+        """Lets go of the sums whose summands are gone."""
+        for memory in [memory for memory, (storage, _) in self._kept.items() if _is_gone(storage)]:
+            del self._kept[memory]
+
+
+def _as(total: Tensor, local: Tensor) -> Tensor:
+    return total.as_strided(local.shape, local.stride(), local.storage_offset())
+
+
+def _is_gone(storage: StorageWeakRef) -> bool:
+    return bool(storage.expired())  # type: ignore[no-untyped-call]
+
+
+MOST_KEPT = 2
+
+
+class RecentGathers:
+    """Whole tensors by this rank's parts. They must not be written to."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[Any, ...], tuple[StorageWeakRef, Tensor]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def knows(self, local: Tensor, spec: Any) -> bool:
+        """Whether a tensor is at hand, or its transpose."""
+        kept = self._kept.get(_key(local, spec))
+        return kept is not None and not kept[0].expired()  # type: ignore[no-untyped-call]
+
+    def whole(self, local: Tensor, spec: Any, gather: Callable[[], Tensor]) -> Tensor:
+        """All elements of a tensor."""
+        key, order = _key(local, spec), order_of(spec.shape, spec.strides)
+        if not self.knows(local, spec):
+            made = gather().permute(order)
+            self._kept[key] = StorageWeakRef(_own(local).untyped_storage()), made  # type: ignore[no-untyped-call]
+        self._kept.move_to_end(key)
+        while len(self._kept) > MOST_KEPT:
+            self._kept.popitem(last=False)
+        return self._kept[key][1].permute([order.index(dim) for dim in range(len(order))])
+
+    def written(self, memory: int) -> None:
+        """Forgets what was gathered from memory that was written."""
+        for key in [key for key in self._kept if key[0] == memory]:
+            del self._kept[key]
+
+    def clear(self) -> None:
+        """Lets go of all."""
+        self._kept.clear()
+
+
+def order_of(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """The dimensions from the widest stride to the narrowest: the same for a tensor and its transpose."""
+    return sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim]))
+
+
+def _own(local: Tensor) -> Tensor:
+    """What this rank has of a part that other ranks share, too."""
+    return getattr(local, "_local", local)
+
+
+def _key(local: Tensor, spec: Any) -> tuple[Any, ...]:
+    order, own = order_of(spec.shape, spec.strides), _own(local)
+    sizes = tuple([(spec.shape[dim], spec.strides[dim], own.stride(dim)) for dim in order])
+    cut, inside = spec.placement, getattr(local, "_spec", None)
+    return memory_of(own), own.storage_offset(), sizes, order.index(cut.dim), cut.runs, inside
 
 
 Decide = Callable[..., Any]

@@ -1,12 +1,20 @@
-"""Places a tensor as asked, or as another one is; ranks exchange what they lack of it."""
+"""Places a tensor as asked, or as another one is; what ranks exchanged already is kept at hand.
 
+A sum over the ranks is pending until it is needed. Then it takes the place of this rank's summand, or goes
+to where tensors are cut, for all further uses: where nothing else sees the summand's memory. An alias sees
+all of it, so it moves along. `torch.utils.checkpoint` makes one of each tensor that a repeated forward keeps,
+and that forward has to take the same way as the first. No other view can move.
+"""
+
+import functools
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwright.placement import Cut, Whole
-from shardwright.torch.tensor_parallel.at_hand import settled
+from shardwright.placement import WHOLE, Cut, Whole
 from shardwright.torch.tensor_parallel.divided_tensor import (
     DividedTensor,
     divided,
@@ -16,11 +24,80 @@ from shardwright.torch.tensor_parallel.divided_tensor import (
     wrap,
 )
 from shardwright.torch.tensor_parallel.group import TensorGroup
-from shardwright.torch.tensor_parallel.memory_order import dense_strides, is_dense
 from shardwright.torch.tensor_parallel.redistribution import replaced
-from shardwright.torch.tensor_parallel.spec import Spec, spec_of
+from shardwright.torch.tensor_parallel.spec import Spec, dense_strides, is_dense, spec_of
 
-__all__ = ["cut_alike", "cut_inside", "part_like", "placed"]
+_ALIASES = frozenset((torch.ops.aten.detach.default, torch.ops.aten.alias.default))
+
+
+def note_view(view: DividedTensor, base: DividedTensor, func: Any) -> None:
+    """Takes note of a view that an operation has made."""
+    if func in _ALIASES and not base._seen and _is_pending(base):
+        if base._aliases is None:
+            base._aliases = [weakref.ref(base)]
+        view._aliases = base._aliases
+        view._aliases.append(weakref.ref(view))
+        return
+    for tensor in (view, *base.alike()):
+        tensor._seen = True
+    if is_nested(base):
+        for part in base._local.alike():  # type: ignore[attr-defined]
+            part._seen = True
+
+
+def moved_to(tensor: DividedTensor, local: Tensor, spec: Spec) -> None:
+    """Gives a tensor, and its aliases, another part in the place of what was pending."""
+    for each in tensor.alike():
+        each._local, each._spec = local, spec
+
+
+def _is_pending(tensor: DividedTensor) -> bool:
+    return tensor._spec.is_pending or (is_nested(tensor) and tensor._local._spec.is_pending)  # type: ignore[attr-defined]
+
+
+def settled(tensor: DividedTensor) -> Tensor:
+    """All elements of a partial sum, added up once for all further uses. They must not be written to."""
+    spec = tensor._spec
+
+    def summed(data: Tensor) -> Tensor:
+        return replaced(
+            spec.group,
+            data,
+            shape=data.shape,
+            strides=data.stride(),
+            source=spec.placement,
+            target=WHOLE,
+        )
+
+    if tensor._seen and is_nested(tensor):
+        return summed(tensor._local)
+    if tensor._seen:
+        return spec.group.sums.total(tensor._local, summed)
+    # Nothing else sees this memory, so the sum may take its place.
+    total = summed(tensor._local)
+    own = spec_of(spec.group, WHOLE, total, shape=spec.shape, strides=spec.strides, offset=spec.offset)
+    moved_to(tensor, total, own)
+    return total
+
+
+def known_sum(tensor: DividedTensor) -> DividedTensor:
+    """Of a partial sum that ranks have added up, the sum; any other tensor as it is. Nobody exchanges."""
+    spec = tensor._spec
+    is_pending = spec.is_pending and not is_nested(tensor)
+    total = spec.group.sums.known(tensor._local) if is_pending else None
+    if total is None:
+        return tensor
+    return wrap(total, spec_of(spec.group, WHOLE, total, shape=spec.shape, strides=spec.strides))
+
+
+def at_hand(tensor: DividedTensor) -> Tensor:
+    """All elements of a cut tensor, kept for others that need them soon; nobody may write to them.
+
+    All ranks of its group call it.
+    """
+    gathers = tensor._spec.group.gathers
+    gather = functools.partial(whole, tensor)
+    return gather() if gathers is None else gathers.whole(tensor._local, tensor._spec, gather)
 
 
 def placed(tensor: Tensor, cut: Cut, group: TensorGroup) -> DividedTensor:

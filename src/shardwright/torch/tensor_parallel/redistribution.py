@@ -12,8 +12,7 @@ from torch import Tensor
 
 from shardwright.placement import Cut, PartialSum, Placement, Whole
 from shardwright.torch.tensor_parallel.group import TensorGroup
-from shardwright.torch.tensor_parallel.memory_order import dense_strides, is_dense, put_in_order
-from shardwright.torch.tensor_parallel.spec import local_shape
+from shardwright.torch.tensor_parallel.spec import dense_strides, is_dense, local_shape, put_in_order
 
 __all__ = ["all_to_all", "narrowed", "own_part", "replaced", "write_part"]
 

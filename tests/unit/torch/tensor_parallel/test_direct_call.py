@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.torch.tensor_parallel.direct_call import METHODS, direct_call
+from shardwright.torch.tensor_parallel.decision import METHODS, direct_call
 
 ATEN = torch.ops.aten
 

@@ -14,7 +14,7 @@ from shardwright.torch.tensor_parallel.divide import divide, settle_gradients, t
 from shardwright.torch.tensor_parallel.divided_tensor import divided, placement_of, whole, wrap
 from shardwright.torch.tensor_parallel.group import Prices
 from shardwright.torch.tensor_parallel.search import Unit, dry_run
-from shardwright.torch.tensor_parallel.search.no_ranks import group_without_ranks
+from shardwright.torch.tensor_parallel.search.recording import group_without_ranks
 from shardwright.torch.tensor_parallel.spec import spec_of
 
 aten = torch.ops.aten

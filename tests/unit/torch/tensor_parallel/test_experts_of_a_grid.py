@@ -10,11 +10,12 @@ from test_stacked_experts import WIDTH, Block
 from torch import nn
 
 from shardwright.placement import PARTIAL_SUM, BetweenUnits, Cut
+from shardwright.torch.tensor_parallel import experts as exchange
 from shardwright.torch.tensor_parallel.boundary import Boundary
 from shardwright.torch.tensor_parallel.divide import divide, settle_gradients
 from shardwright.torch.tensor_parallel.divided_tensor import local_of, whole, wrap
-from shardwright.torch.tensor_parallel.experts import cuts_of_experts, exchange, run_own_experts
-from shardwright.torch.tensor_parallel.experts.passages import summand
+from shardwright.torch.tensor_parallel.expert_passages import summand
+from shardwright.torch.tensor_parallel.experts import cuts_of_experts, run_own_experts
 from shardwright.torch.tensor_parallel.spec import spec_of
 
 OUTER = INNER = 2

@@ -11,12 +11,11 @@ from test_rules import _compare, _copy, _gathered, _same
 from torch import Tensor
 
 from shardwright.placement import BetweenUnits, Cut, Placement, Whole
-from shardwright.torch.tensor_parallel.at_hand import at_hand
 from shardwright.torch.tensor_parallel.boundary import Boundary
 from shardwright.torch.tensor_parallel.call import map_tensors, tensors_of
 from shardwright.torch.tensor_parallel.divided_tensor import is_nested, whole, wrap
 from shardwright.torch.tensor_parallel.group import Traffic
-from shardwright.torch.tensor_parallel.placing import placed
+from shardwright.torch.tensor_parallel.placing import at_hand, placed
 from shardwright.torch.tensor_parallel.redistribution import replaced
 from shardwright.torch.tensor_parallel.spec import spec_of
 

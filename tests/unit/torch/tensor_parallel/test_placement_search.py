@@ -16,10 +16,8 @@ from shardwright.torch.tensor_parallel.divide import divide, settle_gradients
 from shardwright.torch.tensor_parallel.divided_tensor import whole
 from shardwright.torch.tensor_parallel.group import Prices
 from shardwright.torch.tensor_parallel.search import Unit, dry_run, find_placements, units_of
-from shardwright.torch.tensor_parallel.search.cut_candidates import cut_candidates
-from shardwright.torch.tensor_parallel.search.flow import Flow
-from shardwright.torch.tensor_parallel.search.no_ranks import group_without_ranks
-from shardwright.torch.tensor_parallel.search.recording import record
+from shardwright.torch.tensor_parallel.search.flow import Flow, cut_candidates
+from shardwright.torch.tensor_parallel.search.recording import group_without_ranks, record
 
 WIDTH, HEADS = 24, 4
 

@@ -4,9 +4,8 @@ import torch
 
 from shardwright.placement import Cut
 from shardwright.torch.tensor_parallel.divided_tensor import divided
-from shardwright.torch.tensor_parallel.group import Prices
-from shardwright.torch.tensor_parallel.recent_gathers import MOST_KEPT, RecentGathers
-from shardwright.torch.tensor_parallel.search.no_ranks import group_without_ranks
+from shardwright.torch.tensor_parallel.group import MOST_KEPT, Prices, RecentGathers
+from shardwright.torch.tensor_parallel.search.recording import group_without_ranks
 
 
 def test_a_tensor_is_gathered_once():

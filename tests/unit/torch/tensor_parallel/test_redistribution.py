@@ -8,8 +8,8 @@ from random_calls import Draw, parts_of
 from ranks_in_threads import on_ranks
 
 from shardwright.placement import PARTIAL_SUM, WHOLE, Cut
-from shardwright.torch.tensor_parallel.memory_order import dense_strides, in_order, is_dense, put_in_order
 from shardwright.torch.tensor_parallel.redistribution import own_part, replaced
+from shardwright.torch.tensor_parallel.spec import dense_strides, in_order, is_dense, put_in_order
 
 
 @settings(max_examples=200, deadline=None)

@@ -10,10 +10,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwright.placement import BetweenUnits, Cut
+from shardwright.torch.tensor_parallel import experts as exchange
 from shardwright.torch.tensor_parallel.boundary import Boundary
 from shardwright.torch.tensor_parallel.divide import divide, settle_gradients
 from shardwright.torch.tensor_parallel.divided_tensor import divided, whole
-from shardwright.torch.tensor_parallel.experts import cuts_of_experts, exchange, run_own_experts
+from shardwright.torch.tensor_parallel.experts import cuts_of_experts, run_own_experts
 from shardwright.torch.tensor_parallel.group import Prices, Traffic
 
 WIDTH, INNER = 6, 5

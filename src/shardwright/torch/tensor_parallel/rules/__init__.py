@@ -5,25 +5,24 @@ from typing import Any
 
 import torch
 
-from shardwright.torch.tensor_parallel.call import name_of
+from shardwright.torch.tensor_parallel.call import RULES, Rule, name_of
 from shardwright.torch.tensor_parallel.rules import (
     attention,
     convolution,
-    creation,
-    embedding,
-    foreach,
     indexing,
-    loss,
-    normalisation,
-    pooling,
-    products,
-    random,
     reductions,
     softmax,
     views,
 )
+from shardwright.torch.tensor_parallel.rules import convolution as pooling
+from shardwright.torch.tensor_parallel.rules import elementwise as creation
+from shardwright.torch.tensor_parallel.rules import elementwise as foreach
+from shardwright.torch.tensor_parallel.rules import elementwise as random
+from shardwright.torch.tensor_parallel.rules import reductions as normalisation
+from shardwright.torch.tensor_parallel.rules import reductions as products
+from shardwright.torch.tensor_parallel.rules import softmax as embedding
+from shardwright.torch.tensor_parallel.rules import softmax as loss
 from shardwright.torch.tensor_parallel.rules.elementwise import elementwise
-from shardwright.torch.tensor_parallel.rules.registry import RULES, Rule
 
 __all__ = ["rule_of"]
 

@@ -20,12 +20,10 @@ import torch
 from torch import Tensor
 
 from shardwright.placement import PARTIAL_SUM, WHOLE, Cut, Placement, Whole
-from shardwright.torch.tensor_parallel.call import Call, Input
-from shardwright.torch.tensor_parallel.form import Candidate
+from shardwright.torch.tensor_parallel.call import Call, Candidate, Input, rule
 from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.redistribution import replaced
 from shardwright.torch.tensor_parallel.rules import ring_attention
-from shardwright.torch.tensor_parallel.rules.registry import rule
 
 __all__: list[str] = []
 

@@ -1,8 +1,6 @@
 """Look-ups and scattered writes: dimensions that are not looked up may be cut."""
 
-from shardwright.torch.tensor_parallel.call import Call, Input
-from shardwright.torch.tensor_parallel.form import Form, Letters, broadcast
-from shardwright.torch.tensor_parallel.rules.registry import rule
+from shardwright.torch.tensor_parallel.call import Call, Form, Input, Letters, broadcast, rule
 
 __all__: list[str] = []
 

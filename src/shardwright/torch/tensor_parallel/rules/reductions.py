@@ -1,19 +1,214 @@
-"""Sums, means, extrema and norms over dimensions, and operations along one dimension."""
+"""Matrix products, norms, sums, means, extrema: what is summed over is cut, or whole."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwright.placement import PARTIAL_SUM, WHOLE, Cut
-from shardwright.torch.tensor_parallel.call import Call
-from shardwright.torch.tensor_parallel.form import Candidate, Form, Letters, candidates_of
+from shardwright.placement import PARTIAL_SUM, WHOLE, Cut, Placement
+from shardwright.torch.tensor_parallel.call import (
+    Call,
+    Candidate,
+    Form,
+    Input,
+    Letters,
+    broadcast,
+    candidates_of,
+    letters,
+    rule,
+)
+from shardwright.torch.tensor_parallel.divided_tensor import whole
 from shardwright.torch.tensor_parallel.group import TensorGroup
-from shardwright.torch.tensor_parallel.rules.registry import rule
+from shardwright.torch.tensor_parallel.redistribution import own_part, replaced
 
-__all__ = ["reduced_dims"]
+_PRODUCTS = {
+    "mm": "mk,kn->mn",
+    "bmm": "bmk,bkn->bmn",
+    "mv": "mk,k->m",
+    "dot": "k,k->",
+    "vdot": "k,k->",
+    "addmm": "mk,kn->mn",
+    "addmv": "mk,k->m",
+    "baddbmm": "bmk,bkn->bmn",
+    "ger": "m,n->mn",
+    "outer": "m,n->mn",
+    "addr": "m,n->mn",
+}
+
+
+@rule(*_PRODUCTS)
+def products(call: Call) -> Form:
+    """A product, with something added if there is a third tensor."""
+    name = call.name[:-1] if call.name.endswith("_") else call.name
+    (left, right), (result,) = letters(_PRODUCTS[name])
+    inputs: tuple[Letters, ...] = (left, right)
+    terms: tuple[tuple[int, ...], ...] = ((0, 1),)
+    sizes = dict(zip(left + right, call.inputs[-2].shape + call.inputs[-1].shape, strict=True))
+    if len(call.inputs) == 3:
+        shape = tuple(sizes[letter] for letter in result)
+        inputs, terms = (broadcast(call.inputs[0].shape, shape, result), left, right), ((0,), (1, 2))
+    flops = 2.0
+    for size in sizes.values():
+        flops *= size
+    return Form(inputs, (result,), sums=(frozenset(left) - frozenset(result),), terms=terms, flops=flops)
+
+
+@rule("_grouped_mm")
+def grouped_product(call: Call) -> list[Candidate] | None:
+    """Products of several matrices at once, of experts: rows, columns, or the dimension between, in groups.
+
+    Offsets say where the groups begin. ``g`` counts groups; a grouped dimension stays whole.
+    """
+    left, right = call.inputs[:2]
+    if call.get("bias") is not None:
+        return None
+    text, grouped = {
+        (2, 3): ("mk,gkn->mn", "mg"),
+        (3, 2): ("gmk,kn->mn", "ng"),
+        (2, 2): ("mk,kn->gmn", "kg"),
+        (3, 3): ("gmk,gkn->gmn", ""),
+    }[left.ndim, right.ndim]
+    inputs, outputs = letters(text)
+    offsets: tuple[Letters, ...] = () if call.get("offs") is None else ((None,),)
+    flops = 2.0 * left.numel * right.shape[-1]
+    form = Form(
+        inputs + offsets,
+        outputs,
+        uncut=frozenset(grouped),
+        sums=(frozenset("k") - frozenset(grouped),),
+        terms=((0, 1),),
+        flops=flops,
+    )
+    call.flops = flops
+    return [each for each in candidates_of(call, form) if _is_aligned(call, each)]
+
+
+def _is_aligned(call: Call, candidate: Candidate) -> bool:
+    """Whether each rank's rows begin at a multiple of 16 bytes, as the kernel demands."""
+    for one, placement in zip(call.inputs[:2], candidate.inputs, strict=False):
+        if isinstance(placement, Cut):
+            lengths = {placement.length(rank) for rank in range(call.num_ranks)}
+            if any(length * one.dtype.itemsize % 16 for length in lengths) or 0 in lengths:
+                return False
+    return True
+
+
+@rule("native_layer_norm", "_fused_rms_norm")
+def layer_norm(call: Call) -> Form:
+    """Rows may be cut."""
+    data = call.inputs[0]
+    num_rows = data.ndim - len(call["normalized_shape"])
+    names = tuple(range(data.ndim))
+    rows = names[:num_rows]
+    statistics = (*rows, *(None for _ in names[num_rows:]))
+    inputs = (names, *(names[num_rows:] for _ in call.inputs[1:]))
+    outputs = (names, *(statistics for _ in call.outputs[1:]))
+    return Form(inputs, outputs, uncut=frozenset(names[num_rows:]))
+
+
+@rule("native_layer_norm_backward", "_fused_rms_norm_backward")
+def gradient_of_layer_norm(call: Call) -> Form:
+    """Gradients of weight and bias are sums over the rows."""
+    data = call["input"]
+    num_rows = data.ndim - len(call["normalized_shape"])
+    names = tuple(range(data.ndim))
+    rows, normalised = names[:num_rows], names[num_rows:]
+    statistics = (*rows, *(None for _ in normalised))
+    inputs = []
+    for name, one in call.arguments.items():
+        if isinstance(one, Input):
+            of_statistics = name in ("mean", "rstd")
+            inputs.append(
+                normalised if name in ("weight", "bias") else statistics if of_statistics else names
+            )
+    return Form(
+        tuple(inputs),
+        (names, *(normalised for _ in call.outputs[1:])),
+        uncut=frozenset(normalised),
+        sums=(frozenset(), *(frozenset(rows) for _ in call.outputs[1:])),
+        terms=((0,),),
+    )
+
+
+@rule("native_group_norm", "native_group_norm_backward")
+def group_norm(call: Call) -> list[Candidate] | None:
+    """Samples may be cut, or channels into whole groups."""
+    data: Input = call["input"]
+    backward = call.name.endswith("_backward")
+    cut = next((one.cut for one in call.inputs if one.cut is not None and one.ndim == data.ndim), None)
+    if cut is None or cut.dim > 1 or not cut.reaches(call.num_ranks):
+        return None
+    of_groups = cut
+    if cut.dim == 1:
+        per_group = data.shape[1] // call["group"]
+        found = cut.over(per_group)
+        if found is None:
+            return None
+        of_groups = found
+    of_weight: Placement = cut.at(0) if cut.dim == 1 else WHOLE
+    inputs: list[Placement] = []
+    for name, one in call.arguments.items():
+        if isinstance(one, Input):
+            of_statistics = name in ("mean", "rstd")
+            inputs.append(of_weight if name in ("weight", "bias") else of_groups if of_statistics else cut)
+    if backward:
+        of_sums: Placement = PARTIAL_SUM if cut.dim == 0 else of_weight
+        outputs: tuple[Placement, ...] = (cut, of_sums, of_sums)
+    else:
+        outputs = (cut, of_groups, of_groups)
+
+    def arguments(rank: int) -> Mapping[str, Any]:
+        if cut.dim == 0:
+            return {"N": cut.length(rank)}
+        return {"C": cut.length(rank), "group": of_groups.length(rank)}
+
+    return [Candidate(tuple(inputs), outputs, arguments, share=1 / call.num_ranks)]
+
+
+@rule("native_batch_norm", "_native_batch_norm_legit", "native_batch_norm_backward")
+def batch_norm(call: Call) -> list[Candidate]:
+    """Channels may be cut. Running statistics that are whole are put together again."""
+    data: Input = call["input"]
+    names = tuple("c" if dim == 1 else dim for dim in range(data.ndim))
+    # In evaluation the saved statistics are empty.
+    inputs = tuple(
+        names if one.ndim == data.ndim else ("c",) if one.numel else (None,) for one in call.inputs
+    )
+    is_backward = call.name.endswith("_backward")
+    statistics = ("c",) if is_backward or call["training"] else (None,)
+    outputs = tuple(names if index == 0 else statistics for index in range(len(call.outputs)))
+    form = Form(inputs, outputs, uncut=frozenset(set(names) - {"c"}), fills_all=True)
+    found = candidates_of(call, form)
+    running = [call[name].index for name in ("running_mean", "running_var") if isinstance(call[name], Input)]
+    if is_backward or not call["training"] or any(call.inputs[index].cut for index in running):
+        return found
+    return [_with_whole_statistics(each, running) for each in found]
+
+
+def _with_whole_statistics(candidate: Candidate, running: list[int]) -> Candidate:
+    """Takes running statistics whole, and leaves them so."""
+    inputs = list(candidate.inputs)
+    cut = inputs[0]
+    for index in running:
+        inputs[index] = WHOLE
+
+    def compute(group: TensorGroup, func: Any, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+        wholes = args[3:5]
+        channels = cut.at(0) if isinstance(cut, Cut) else None
+        if channels is None or wholes[0] is None:
+            return func(*args, **kwargs)
+        parts = [own_part(whole(each), channels, group.rank).clone() for each in wholes]
+        results = func(*args[:3], *parts, *args[5:], **kwargs)
+        for each, part in zip(wholes, parts, strict=True):
+            updated = replaced(
+                group, part, shape=each.shape, strides=each.stride(), source=channels, target=WHOLE
+            )
+            each.copy_(updated)
+        return results
+
+    return replace(candidate, inputs=tuple(inputs), compute=compute)
 
 
 def reduced_dims(call: Call, name: str = "dim") -> list[int]:

@@ -27,14 +27,12 @@ import torch
 from torch import Tensor
 
 from shardwright.placement import WHOLE, Cut, Placement
-from shardwright.torch.tensor_parallel.call import Call, Input
+from shardwright.torch.tensor_parallel.call import Call, Candidate, Input
 from shardwright.torch.tensor_parallel.divided_tensor import whole
-from shardwright.torch.tensor_parallel.form import Candidate
 from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.placing import cut_alike, cut_inside, part_like
 from shardwright.torch.tensor_parallel.redistribution import all_to_all
-from shardwright.torch.tensor_parallel.spec import local_shape
-from shardwright.torch.tensor_parallel.transfer import Transfer
+from shardwright.torch.tensor_parallel.spec import Transfer, local_shape
 
 __all__ = ["LONG_BYTES", "ring"]
 

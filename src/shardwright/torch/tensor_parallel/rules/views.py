@@ -7,12 +7,9 @@ import torch
 from torch import Tensor
 
 from shardwright.placement import PARTIAL_SUM, Cut, Placement
-from shardwright.torch.tensor_parallel.call import Call, Input
-from shardwright.torch.tensor_parallel.form import Candidate, Compute, Form, broadcast
+from shardwright.torch.tensor_parallel.call import Call, Candidate, Compute, Form, Input, broadcast, rule
 from shardwright.torch.tensor_parallel.group import TensorGroup
-from shardwright.torch.tensor_parallel.rules.registry import rule
-from shardwright.torch.tensor_parallel.spec import local_shape
-from shardwright.torch.tensor_parallel.view_dims import cut_after_reshape
+from shardwright.torch.tensor_parallel.spec import cut_after_reshape, local_shape
 
 __all__: list[str] = []
 

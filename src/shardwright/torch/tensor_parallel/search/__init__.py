@@ -33,15 +33,14 @@ from shardwright.torch.tensor_parallel.search.dry_run import (
     DividedOperations,
     DryRun,
     Phase,
+    TimedRun,
     dry_run,
     dry_run_of_operation,
 )
 from shardwright.torch.tensor_parallel.search.found_placements import FoundPlacements, WorkShares
-from shardwright.torch.tensor_parallel.search.material import Material
-from shardwright.torch.tensor_parallel.search.no_ranks import group_without_ranks
+from shardwright.torch.tensor_parallel.search.recording import group_without_ranks
 from shardwright.torch.tensor_parallel.search.search import find_placements
-from shardwright.torch.tensor_parallel.search.timed_run import TimedRun
-from shardwright.torch.tensor_parallel.search.unit import Unit, is_small, results_of, units_of
+from shardwright.torch.tensor_parallel.search.unit import Material, Unit, is_small, results_of, units_of
 
 __all__ = [
     "CutTensor",

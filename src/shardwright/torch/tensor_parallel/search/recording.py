@@ -1,4 +1,4 @@
-"""One step of a unit as a list of operations, forward and backward.
+"""One step of a unit as a list of operations, forward and backward; ranks that are not there.
 
 Tensors have no data, unless the way of the step depends on values (a loop over the experts that some token
 takes). Then the step runs on random numbers; where the unit is too large for that, the innermost module that
@@ -14,18 +14,21 @@ is kept whole.
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwright.placement import BetweenUnits
 from shardwright.torch._private import FAKE_FAILURES, memory_of
 from shardwright.torch.pytorch.tree import leaves, map_tree
 from shardwright.torch.tensor_parallel.call import name_of, tensors_of
-from shardwright.torch.tensor_parallel.search.material import Material
+from shardwright.torch.tensor_parallel.deciding import decide
+from shardwright.torch.tensor_parallel.group import Prices, TensorGroup
 from shardwright.torch.tensor_parallel.search.unit import (
     Boundary,
+    Material,
     Results,
     StandIn,
     Unit,
@@ -35,7 +38,42 @@ from shardwright.torch.tensor_parallel.search.unit import (
     tensors_in,
 )
 
-__all__ = ["Operation", "Recording", "own_call", "record", "recorded", "step_of"]
+
+class _NoRanks:
+    """Collectives of which only shapes count; the numbers are some that can be computed with."""
+
+    def __init__(self, rank: int, num_ranks: int):
+        self.rank, self.num_ranks = rank, num_ranks
+
+    def all_reduce(self, data: Tensor, operation: Literal["sum", "max", "min"]) -> None:
+        pass
+
+    def all_gather(self, output: Tensor, data: Tensor) -> None:
+        output.view(self.num_ranks, -1).copy_(data)
+
+    def all_to_all(self, output: Tensor, data: Tensor, receives: Sequence[int], sends: Sequence[int]) -> None:
+        output.zero_()
+
+
+def groups_without_ranks(
+    rank: int, num_ranks: int, prices: Prices, between: BetweenUnits | None
+) -> TensorGroup:
+    """The same for the ranks that share a batch: where they share it in two ways, both groups."""
+    if between is None or between.inner_ranks == 1:
+        return group_without_ranks(rank, num_ranks, prices)
+    place, own = divmod(rank, between.inner_ranks)
+    group = group_without_ranks(place, between.num_ranks, replace(prices, sums_wait=True))
+    group.holds(group_without_ranks(own, between.inner_ranks, prices))
+    experts = group_without_ranks(rank, num_ranks, prices)
+    group.share_experts(experts, range(own, num_ranks, between.inner_ranks))
+    return group
+
+
+def group_without_ranks(rank: int, num_ranks: int, prices: Prices) -> TensorGroup:
+    """A group of one process that decides, and counts what it would send, as a rank of so many."""
+    group = TensorGroup(_NoRanks(rank, num_ranks), decide, prices=prices)
+    group.is_alone = True
+    return group
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The units whose placements are sought, and how a large model comes apart into them.
+"""The units whose placements are sought, what their tensors are made of, and placements in common.
 
 All units of a kind (the same modules, shapes and arguments) get the same placements, so one of them is
 recorded. The rest of the model (embedding, head, loss) is a unit of its own, with stand-ins for the others::
@@ -9,7 +9,9 @@ recorded. The rest of the model (embedding, head, loss) is a unit of its own, wi
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,23 +19,75 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
+from shardwright.placement import Cut, Placement
+from shardwright.torch._private import FakeTensor, new_fake_mode, unset_fake_temporarily
 from shardwright.torch.pytorch.tree import flatten, leaves, map_tree
-from shardwright.torch.tensor_parallel.search.material import Material
+from shardwright.torch.tensor_parallel.deciding import GroupedProductsOfAllTypes
+from shardwright.torch.tensor_parallel.spec import is_dense
 
-__all__ = [
-    "Boundary",
-    "Following",
-    "Results",
-    "Run",
-    "StandIn",
-    "Unit",
-    "copy_of",
-    "is_small",
-    "kind_of",
-    "results_of",
-    "tensors_in",
-    "units_of",
-]
+_SPREAD = 0.02
+"""Of random parameters and activations: small enough for deep stacks of products."""
+
+
+class Material:
+    """Makes tensors like others.
+
+    Attributes:
+        is_random: they have random numbers, or those of the others where these have data.
+    """
+
+    def __init__(self, *, is_random: bool = False):
+        self.is_random = is_random
+        self._fake = new_fake_mode()
+        self._generator = torch.Generator().manual_seed(0)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Operations inside make tensors of this material, and leave the generators as they were."""
+        if self.is_random:
+            with unset_fake_temporarily(), torch.random.fork_rng(devices=_gpus()):
+                torch.manual_seed(0)
+                yield
+        else:
+            with self._fake, GroupedProductsOfAllTypes():  # type: ignore[no-untyped-call]
+                yield
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """A leaf, or a parameter, like a tensor."""
+        if self.is_random:
+            with unset_fake_temporarily():
+                made = self._with_data(tensor)
+        else:
+            with self._fake:
+                device = _device(tensor)
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return made.requires_grad_(tensor.requires_grad)
+
+    def _with_data(self, tensor: Tensor) -> Tensor:
+        if not (tensor.is_meta or isinstance(tensor, FakeTensor)):
+            return tensor.detach().clone()
+        device = _device(tensor)
+        if not tensor.is_floating_point():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+        numbers = torch.randn(tensor.shape, generator=self._generator) * _SPREAD
+        if not is_dense(tensor.shape, tensor.stride()):
+            return numbers.to(device, tensor.dtype)
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return made.copy_(numbers)
+
+
+def _gpus() -> list[int]:
+    """The GPUs whose generators are to be kept: seeding seeds those of all."""
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return [*range(torch.cuda.device_count())] if in_use else []
+
+
+def _device(tensor: Tensor) -> torch.device:
+    """A tensor on the meta device gets its memory in the first step: it is on the CPU, as its inputs are."""
+    return torch.device("cpu") if tensor.is_meta else tensor.device
+
 
 Boundary = Callable[[Sequence[Tensor]], None]
 """Told of tensors that must be whole, because they leave a unit or enter one."""
@@ -276,3 +330,77 @@ def units_of(
     for name in units:
         found[name] = Unit(model.get_submodule(name), calls[name][0], calls[name][1])
     return found
+
+
+@dataclass(slots=True)
+class Role:
+    """Parameters with one placement.
+
+    Attributes:
+        num_elements: of all of them, tied ones counted once.
+        itemsize: bytes of an element.
+        members: kinds of units, by index, and the names within a unit.
+        full_names: of all parameters, in the model.
+        pinned: the one that they have in any case; None where it is searched.
+    """
+
+    shape: tuple[int, ...]
+    num_elements: int = 0
+    itemsize: int = 4
+    members: list[tuple[int, str]] = field(default_factory=list)
+    full_names: list[str] = field(default_factory=list)
+    cuts: list[Cut] = field(default_factory=list)
+    pinned: Placement | None = None
+
+    def local_elements(self, cut: Cut | None, num_ranks: int) -> float:
+        """Elements of the rank with the largest part."""
+        if cut is None:
+            return self.num_elements
+        return self.num_elements * max(cut.length(rank) for rank in range(num_ranks)) / cut.size
+
+
+def roles_of(
+    kinds: Sequence[Sequence[tuple[str, Unit]]], pinned: Mapping[str, Placement] | None = None
+) -> list[Role]:
+    """The roles of all parameters."""
+    pinned = pinned or {}
+    role_of: dict[tuple[object, ...], Role] = {}
+    role_of_tensor: dict[int, Role] = {}
+    for index, units in enumerate(kinds):
+        for unit_name, unit in units:
+            for name, parameter in own_parameters(unit):
+                shape = tuple(parameter.shape)
+                # Layers of a list, or experts, are alike.
+                full_name = f"{unit_name}.{name}" if unit_name else name
+                pin = pinned.get(full_name)
+                key = index, re.sub(r"\d+", "*", name), shape, pin
+                role = role_of_tensor.get(id(parameter)) or role_of.get(key)
+                if role is None:
+                    role = Role(shape, itemsize=parameter.element_size(), pinned=pin)
+                role_of.setdefault(key, role)
+                if id(parameter) not in role_of_tensor:
+                    role.num_elements += parameter.numel()
+                    role.full_names.append(full_name)
+                role_of_tensor[id(parameter)] = role
+                if (index, name) not in role.members:
+                    role.members.append((index, name))
+    return list({id(role): role for role in role_of.values()}.values())
+
+
+def pins_within(
+    unit_name: str, unit: Unit, pinned: Mapping[str, Placement]
+) -> tuple[tuple[str, Placement], ...]:
+    """The pinned parameters of a unit, by their names within it: units with others are of another kind."""
+    prefix = f"{unit_name}." if unit_name else ""
+    own = ((name, pinned.get(prefix + name)) for name, _ in own_parameters(unit))
+    return tuple((name, pin) for name, pin in own if pin is not None)
+
+
+def own_parameters(unit: Unit) -> list[tuple[str, nn.Parameter]]:
+    """Parameters of a unit by name, without those of units within it."""
+    inner = tuple(f"{name}." for name in unit.stand_ins)
+    return [
+        (name, each)
+        for name, each in unit.module.named_parameters()
+        if not inner or not name.startswith(inner)
+    ]

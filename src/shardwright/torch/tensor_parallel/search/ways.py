@@ -11,13 +11,12 @@ from torch import Tensor
 
 from shardwright.placement import WHOLE, BetweenUnits, Cut, Placement, Whole
 from shardwright.torch._private import FAKE_FAILURES
-from shardwright.torch.tensor_parallel.call import Call, Input
+from shardwright.torch.tensor_parallel.call import Call, Candidate, Input
 from shardwright.torch.tensor_parallel.deciding import choose
 from shardwright.torch.tensor_parallel.decision import Decision, returned_arguments
-from shardwright.torch.tensor_parallel.form import Candidate
 from shardwright.torch.tensor_parallel.group import TensorGroup
-from shardwright.torch.tensor_parallel.search.material import Material
 from shardwright.torch.tensor_parallel.search.recording import Operation, Recording
+from shardwright.torch.tensor_parallel.search.unit import Material
 from shardwright.torch.tensor_parallel.spec import local_shape
 
 __all__ = ["Way", "Ways"]

@@ -16,7 +16,7 @@ import shardwright.torch as sw
 from shardwright.errors import UsageError
 from shardwright.run.joint_calls import meet
 from shardwright.torch.script_run import ScriptRun
-from shardwright.torch.tensor_parallel.parts import cut_of, placed_like
+from shardwright.torch.tensor_parallel.divide import cut_of, placed_like
 from smdistributed.modelparallel.comm import allgather
 from smdistributed.modelparallel.groups import CommGroup, members
 from smdistributed.modelparallel.torch.deferred_calls import when_model_is_there

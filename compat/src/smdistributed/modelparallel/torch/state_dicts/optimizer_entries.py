@@ -20,7 +20,7 @@ from shardwright.torch.checkpoints.own_loading import own_elements
 from shardwright.torch.checkpoints.own_parts import MASTER, kept_here
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
-from shardwright.torch.tensor_parallel.parts import placed_like
+from shardwright.torch.tensor_parallel.divide import placed_like
 
 __all__ = ["MASTER", "Entries", "Part", "entries_in", "merged", "own_part", "parts_of", "put_together"]
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from shardwright.errors import CheckpointError
 from shardwright.placement import Cut
 from shardwright.torch.optimizer.optimizer_state import PARTS, parts_entry
+from shardwright.torch.tensor_parallel.divide import cut_of, joined
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
-from shardwright.torch.tensor_parallel.parts import cut_of, joined
 from smdistributed.modelparallel.comm import allgather
 from smdistributed.modelparallel.groups import CommGroup
 from smdistributed.modelparallel.torch.state_mod import current_run

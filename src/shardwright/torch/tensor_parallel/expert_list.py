@@ -2,6 +2,17 @@
 
 ::
 
+    found = torch.zeros(tokens, width)                       a sum over the ranks, of zeros so far
+    for i in experts that some token takes:                  the routes are whole: all ranks know which
+        found.index_add_(0, token, experts[i](x[token]))     a summand is added to a summand
+
+Experts give sums over the ranks, to which only one has something to add. Such a sum stays one where it is
+added to another one. An ordinary tensor of zeros cannot become one, so zeros are made as sums in the first
+place. Numbers of routes go to all ranks as soon as there are some: what follows from them is the same
+everywhere.
+
+::
+
     rank 0, has the expert     x ──gather──► x ──► expert ──────► y, a summand
     rank 1, has others         x ──gather──► x ──► its shape ───► 0, a summand
 
@@ -10,25 +21,183 @@ expert on all ranks, and gets a sum over the ranks to which one of them has some
 What an expert gets is whole on all ranks by then, as a rule.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.errors import UsageError
 from shardwright.placement import Cut
-from shardwright.torch.pytorch.tree import flatten
-from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
-from shardwright.torch.tensor_parallel.experts.class_before import put_before
-from shardwright.torch.tensor_parallel.experts.passages import Entered, entered, summed
-from shardwright.torch.tensor_parallel.experts.routing_code import RoutingCode, routing_paused
-from shardwright.torch.tensor_parallel.experts.without_data import Slot, in_slots, results_without_data
+from shardwright.torch._private import fake_mode_is_active, new_fake_mode, unset_fake_temporarily
+from shardwright.torch.pytorch.tree import Structure, flatten, map_tree
+from shardwright.torch.tensor_parallel.call import name_of
+from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, placement_of, whole
+from shardwright.torch.tensor_parallel.expert_passages import Entered, entered, summand, summed
 from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.spec import Spec
 
-__all__ = ["cuts_of_listed_experts", "reasons_to_stay", "run_listed_experts"]
+_CLASSES: dict[tuple[type, type], type] = {}
+
+
+def put_before(first: type, module: nn.Module) -> None:
+    """Makes a class the first base of that of a module, once; names stay as they are."""
+    own = type(module)
+    if issubclass(own, first):
+        return
+    if (first, own) not in _CLASSES:
+        names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+        _CLASSES[first, own] = type(own.__name__, (first, own), names)
+    module.__class__ = _CLASSES[first, own]
+
+
+# What an empty tensor has may be anything, also zeros.
+_ZEROS = frozenset(["zeros", "zeros_like", "new_zeros", "empty", "empty_like", "new_empty"])
+
+
+class _Underway(threading.local):
+    """The code underway in this thread."""
+
+    def __init__(self) -> None:
+        self.modes: list[RoutingCode] = []
+
+
+_UNDERWAY = _Underway()
+
+
+class RoutingCode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, zeros of two dimensions or more are sums over the ranks, and all ranks have whole numbers."""
+
+    def __init__(self, group: TensorGroup):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._group = group
+        self.is_paused = False
+
+    def __enter__(self) -> "RoutingCode":
+        _UNDERWAY.modes.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _UNDERWAY.modes.remove(self)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if self.is_paused or func.namespace != "aten":
+            return results
+        if name_of(func) in _ZEROS:
+            return self._zeros(results)
+        if any(each.alias_info is not None for each in func._schema.returns):
+            return results
+        return map_tree(_known, results) if _is_divided(results) else results
+
+    def _zeros(self, made: Tensor) -> Tensor:
+        if made.dim() < 2 or not made.is_floating_point() or not made.is_contiguous():
+            return made
+        return summand(torch.zeros(made.shape, dtype=made.dtype, device=made.device), self._group)
+
+
+def _is_divided(results: Any) -> bool:
+    if isinstance(results, tuple | list):
+        return any(each.__class__ is DividedTensor for each in results)
+    return results.__class__ is DividedTensor
+
+
+def _known(result: Any) -> Any:
+    """Whole numbers on all ranks; any other tensor as it is."""
+    is_cut = isinstance(result, Tensor) and isinstance(placement_of(result), Cut)
+    return whole(result) if is_cut and not result.is_floating_point() else result
+
+
+@contextmanager
+def routing_paused() -> Iterator[None]:
+    """Inside, everything is as elsewhere: an expert computes for itself."""
+    paused = [mode for mode in _UNDERWAY.modes if not mode.is_paused]
+    for mode in paused:
+        mode.is_paused = True
+    try:
+        yield
+    finally:
+        for mode in paused:
+            mode.is_paused = False
+
+
+class Slot(NamedTuple):
+    """Where a module has a parameter."""
+
+    module: nn.Module
+    key: str
+    parameter: Any  # nn.Parameter, which is a `DividedTensor`
+
+
+@contextmanager
+def in_slots(slots: Sequence[Slot], tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, modules have other tensors in the place of their parameters."""
+    try:
+        for (module, key, _), tensor in zip(slots, tensors, strict=True):
+            module._parameters[key] = tensor  # type: ignore[assignment]
+        yield
+    finally:
+        for module, key, parameter in slots:
+            module._parameters[key] = parameter
+
+
+def results_without_data(
+    forward: Callable[..., Any], given: Sequence[Any], structure: Structure, slots: Sequence[Slot]
+) -> Any:
+    """What an expert gives, without data. The random numbers that it draws are drawn."""
+    device, is_alone = slots[0].parameter.device, slots[0].parameter._spec.group.is_alone
+    # Types depend on autocast, which goes by the device, and so does which kernel draws.
+    goes_by_device = torch.is_autocast_enabled(device.type) or device.type != "cpu"
+    fakes = new_fake_mode() if goes_by_device and not fake_mode_is_active() else nullcontext()
+    target = device if goes_by_device else torch.device("meta")
+
+    def like(item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return item
+        return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device=target)
+
+    with torch.no_grad(), fakes, _Draws(device, is_alone=is_alone):
+        args, kwargs = structure.rebuild([like(each) for each in given])
+        with in_slots(slots, [like(slot.parameter) for slot in slots]):
+            try:
+                return forward(*args, **kwargs)
+            except (NotImplementedError, RuntimeError) as error:
+                raise UsageError(
+                    "an expert of a list does not run on tensors without data, of which ranks that do not "
+                    f"have it learn the shape of what it gives ({type(error).__name__}: {error}). Route "
+                    "tokens outside of it, or set expert_parallel_degree to 1."
+                ) from error
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Draws the random numbers that the rank with the expert draws: generators stay alike on all ranks."""
+
+    def __init__(self, device: torch.device, *, is_alone: bool):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device, self._is_alone = device, is_alone
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and not self._is_alone:
+            with unset_fake_temporarily():
+                own_kwargs = {key: self._with_data(value) for key, value in kwargs.items()}
+                func(*(self._with_data(each) for each in args), **own_kwargs)
+        return func(*args, **kwargs)
+
+    def _with_data(self, value: Any) -> Any:
+        """Zeros in the place of a tensor, and this rank's device in the place of none."""
+        if isinstance(value, torch.device):
+            return self._device
+        if not isinstance(value, Tensor):
+            return value
+        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self._device)
+        return made.zero_()
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,22 +29,10 @@ import torch
 from torch import Tensor
 
 from shardwright.placement import PARTIAL_SUM, Cut
-from shardwright.torch.tensor_parallel.at_hand import at_hand
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, whole, wrap
 from shardwright.torch.tensor_parallel.group import TensorGroup
-from shardwright.torch.tensor_parallel.placing import placed
+from shardwright.torch.tensor_parallel.placing import at_hand, placed
 from shardwright.torch.tensor_parallel.spec import Spec, spec_of
-
-__all__ = [
-    "Entered",
-    "ask_for_the_number",
-    "entered",
-    "keep_a_number",
-    "own_part",
-    "placed_like",
-    "summand",
-    "summed",
-]
 
 
 class Entered(NamedTuple):
