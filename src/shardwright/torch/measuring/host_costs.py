@@ -69,9 +69,6 @@ class Toy:
 def fitted(toys: Mapping[Toy, float]) -> HostCosts:
     """The costs that explain the seconds of steps of toys best, relative to each; none is negative.
 
-    Args:
-        toys: with the seconds that a step takes beside computing.
-
     >>> round(fitted({Toy(2, 0, 2): 3e-3, Toy(2, 0, 6): 7e-3}).action_s, 9)
     0.0005
     """

@@ -40,11 +40,7 @@ _FORMAT = 1
 
 
 class MemoryCache:
-    """The file with the temporary memory of cost classes; none with ``SHARDWRIGHT_CACHE=off``.
-
-    Args:
-        context: of the run.
-    """
+    """The file with the temporary memory of cost classes; none with ``SHARDWRIGHT_CACHE=off``."""
 
     def __init__(self, context: Context):
         self._off = os.environ.get("SHARDWRIGHT_CACHE") == "off"
@@ -79,11 +75,7 @@ class MemoryCache:
 
 
 def _memory(numbers: list[int]) -> WorkingMemory:
-    """What the file says of a class.
-
-    Raises:
-        TypeError, ValueError: it says something else.
-    """
+    """What the file says of a class."""
     if any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError("bytes that are none")
     work_bytes, weight_bytes, split_work_bytes = numbers
@@ -95,13 +87,7 @@ _KEPT = 200
 
 
 class LastPlan:
-    """The plan of the last run like this one, in a file beside the measured costs.
-
-    Args:
-        context: of the run.
-        model: the whole model.
-        samples: of a batch of one replica.
-    """
+    """The plan of the last run like this one, in a file beside the measured costs."""
 
     def __init__(self, context: Context, model: nn.Module, *, samples: int):
         self._context = context

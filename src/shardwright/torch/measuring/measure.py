@@ -47,13 +47,7 @@ _Seconds = tuple[float, float, float]
 
 
 class Clock:
-    """Tells the time when a device has done all that was asked of it.
-
-    Args:
-        device: the device.
-        share_cores: tell the time for which the calling thread had a core. It takes part in what several
-            threads do at once.
-    """
+    """Tells the time when a device has done all that was asked of it."""
 
     def __init__(self, device: torch.device, *, share_cores: bool):
         self.device = device
@@ -102,18 +96,7 @@ def measure_class(
     share_cores: bool = False,
     others_bytes: int = _MOST_OTHERS_BYTES,
 ) -> Timing:
-    """Times one cost class.
-
-    Args:
-        sample: what to run.
-        device: where.
-        train: time the backward as well.
-        share_cores: processes that do the same take turns on the cores.
-        others_bytes: what a rank uses between two calls of a unit, which takes its place in the caches.
-
-    Raises:
-        Exception: whatever the call raises on random data; the caller estimates instead.
-    """
+    """Times one cost class."""
 
     def measured() -> Timing:
         with over_replicas(sends=False):

@@ -68,11 +68,7 @@ class MeasuredModel:
     samples: int = 0
 
     def plans(self, mesh: Mesh, config: Config) -> list[Plan]:
-        """The best plan of one grid for each number of microbatches.
-
-        Raises:
-            PlanError: there is none; the message is that of the last.
-        """
+        """The best plan of one grid for each number of microbatches."""
         candidates = self.candidates[_units_of(mesh)]
         failures: list[PlanError] = []
         for counts in count_groups(candidates, sorted(candidates), config=config):
@@ -136,19 +132,7 @@ def measure_model(
     config: Config,
     grids: Sequence[Mesh],
 ) -> MeasuredModel:
-    """Times the units of a model; collective over all ranks, in a run of one pipeline.
-
-    Args:
-        model: any module, with data or on the meta device.
-        arguments: one batch of one replica.
-        loss: as for `shardwright.torch.trace_model`.
-        config: settings; a pinned number of microbatches is the only one.
-        grids: that it may run on.
-
-    Raises:
-        PlanError: the batch cannot be cut into microbatches.
-        TraceError: the model cannot be traced; the line is named.
-    """
+    """Times the units of a model; collective over all ranks, in a run of one pipeline."""
     run = context()
     assert run.reporter is not None
     batch = Batch(with_data(arguments, "cpu")).to(run.device)

@@ -78,10 +78,6 @@ class Planner:
 
         An evaluation that comes before training is planned as if it had gradients: the plan must do for
         both. Then no trace is returned, as that of the evaluation is another one.
-
-        Raises:
-            PlanError: the settings cannot be met, or nothing fits.
-            TraceError: the model cannot be traced.
         """
         context = self._context
         last = LastPlan(context, self._model, samples=batch.num_samples or 0)

@@ -82,13 +82,7 @@ class TracedStatistics:
             self._reduced_between |= outcome.cost.reduced
 
     def layers(self, unit_map: UnitMap, state: Iterable[str], *, samples: int) -> tuple[str, ...]:
-        """Names of the layers, in the order of the modules; of batch norms without a module, the lines.
-
-        Args:
-            unit_map: of the model.
-            state: names of the buffers that the code between units changes.
-            samples: of a microbatch.
-        """
+        """Names of the layers, in the order of the modules; of batch norms without a module, the lines."""
 
         def are_over_batch(reduced: Iterable[int]) -> bool:
             return any(size and size % samples == 0 for size in reduced)
@@ -136,12 +130,7 @@ def _is_inside(name: str, unit: str) -> bool:
 
 
 class BatchStatistics:
-    """Says once, when a model is first trained, of which samples its statistics are.
-
-    Args:
-        config: whether they must be those of the batch.
-        prints: whether this rank says it.
-    """
+    """Says once, when a model is first trained, of which samples its statistics are."""
 
     def __init__(self, config: Config, *, prints: bool):
         self._config = config
@@ -154,16 +143,7 @@ class BatchStatistics:
         self._traced = tuple(dict.fromkeys((*self._traced, *layers)))
 
     def training_begins(self, model: nn.Module, batch: Batch, *, microbatches: int) -> None:
-        """Checks a batch with gradients, before its first microbatch.
-
-        Args:
-            model: the user's.
-            batch: that of this replica.
-            microbatches: parts into which it is cut.
-
-        Raises:
-            UsageError: they must be those of the batch, and the batch is cut.
-        """
+        """Checks a batch with gradients, before its first microbatch."""
         if self._is_done or not model.training:
             return
         self._is_done = True
@@ -203,15 +183,7 @@ class RepeatedBuffers:
         undecided: Iterable[str] = (),
         has_gradient: bool,
     ) -> None:
-        """Records a call of a unit, or an operation between units.
-
-        Args:
-            node: of the graph.
-            again: names of buffers that are changed a second time if the call has a backward.
-            once: names of those that are changed otherwise, too.
-            undecided: names of those that are so if something with gradients comes after it.
-            has_gradient: the result of the call has.
-        """
+        """Records a call of a unit, or an operation between units."""
         frame = outermost_checkpoint()
         for name in again:
             self._again.setdefault(name, []).append(node)
@@ -231,11 +203,7 @@ class RepeatedBuffers:
         return bool(self._undecided)
 
     def names(self, contributing: Collection[int]) -> dict[str, bool]:
-        """Name -> whether the buffer is changed once in the forward, and so a second time.
-
-        Args:
-            contributing: the nodes that have a backward.
-        """
+        """Name -> whether the buffer is changed once in the forward, and so a second time."""
         once = self._once.union(name for _, name in self._undecided)
         return {
             name: len(nodes) == 1 and name not in once
@@ -245,12 +213,7 @@ class RepeatedBuffers:
 
 
 class RecomputedStatistics:
-    """Batch norms whose forward is recomputed.
-
-    Args:
-        model: the model.
-        repeated: of each microbatch, the buffers that are changed a second time, and whether just so.
-    """
+    """Batch norms whose forward is recomputed."""
 
     def __init__(self, model: nn.Module, repeated: Sequence[Mapping[str, bool]]):
         names = dict.fromkeys(name for each in repeated for name in each)
@@ -275,15 +238,7 @@ class RecomputedStatistics:
 
 
 def refuse_recomputed_vectors(model: nn.Module, repeated: Iterable[str]) -> None:
-    """Refuses that a spectral norm is computed again when further microbatches have changed its vectors.
-
-    Args:
-        model: the model.
-        repeated: names of the buffers that are changed a second time.
-
-    Raises:
-        TraceError: one is.
-    """
+    """Refuses that a spectral norm is computed again when further microbatches have changed its vectors."""
     for name in repeated:
         path, _, key = name.rpartition(".")
         if is_of_spectral_norm(model.get_submodule(path), key):
@@ -295,12 +250,7 @@ def refuse_recomputed_vectors(model: nn.Module, repeated: Iterable[str]) -> None
 
 
 def warn_of_recomputed_buffers(model: nn.Module, repeated: Mapping[str, bool]) -> None:
-    """Warns of buffers whose second change cannot be made in the first forward.
-
-    Args:
-        model: the model.
-        repeated: from `RepeatedBuffers.names`.
-    """
+    """Warns of buffers whose second change cannot be made in the first forward."""
     others = [
         name
         for name, just_so in repeated.items()

@@ -58,9 +58,6 @@ def divided_tails(trace: Trace) -> dict[int, DividedTail]:
     """The tail of each unit that has one, by the node of the unit.
 
     Whether ranks share the unit does not count here: the results of one that is whole are whole.
-
-    Args:
-        trace: of a microbatch.
     """
     # Code that reads values, or runs again in the backward, may ask for more than it did in the trace.
     if trace.ends or trace.recomputes:
@@ -148,11 +145,6 @@ class _Finder:
 class TailRun:
     """Runs a tail behind its unit, to see what ranks exchange there.
 
-    Args:
-        tail: the operations.
-        trace: with samples of them.
-        like: makes a tensor like one of a sample.
-
     Attributes:
         inside: the tensors that stayed as they were, once it has run.
     """
@@ -176,14 +168,7 @@ class TailRun:
             self._arguments[number] = sample, items
 
     def __call__(self, result: Any) -> Sequence[Tensor]:
-        """Runs the operations.
-
-        Args:
-            result: of the unit.
-
-        Returns:
-            What others get whole, and what the step function returns.
-        """
+        """Runs the operations."""
         unit = next(step for step in self.trace.steps if step.node == self.tail.unit)
         made = _written(unit, result)
         for number in self.tail.steps:

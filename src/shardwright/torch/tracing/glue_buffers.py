@@ -55,12 +55,7 @@ class BufferWatch:
     def changed(
         self, has_value: Callable[[Any], bool], *, under_another_name: Callable[[Tensor], bool]
     ) -> dict[str, bool]:
-        """Names of changed buffers, and whether what comes from units went into them.
-
-        Args:
-            has_value: tells whether a tensor is a value of the traced graph.
-            under_another_name: tells whether what comes from units went into its memory, by a view of it.
-        """
+        """Names of changed buffers, and whether what comes from units went into them."""
         found = {}
         for name, (buffer, version) in self._before.items():
             from_units = has_value(buffer) or has_value(self.last(name)) or under_another_name(buffer)
@@ -78,11 +73,7 @@ class BufferWatch:
         return before is not None and not torch.allclose(before, buffer, rtol=0.0, atol=0.0, equal_nan=True)
 
     def replaced(self, is_value: Callable[[Any], bool]) -> dict[str, str]:
-        """Names of the buffers whose place has a value of the graph now; of another shape, with both shapes.
-
-        Args:
-            is_value: tells whether a tensor is a value of the traced graph.
-        """
+        """Names of buffers whose place has a value of the graph now; of another shape, with both shapes."""
         found = {}
         for name, (buffer, _) in self._before.items():
             last = self.last(name)
@@ -97,12 +88,7 @@ def _described(tensor: Tensor) -> str:
 
 
 class GlueBuffers:
-    """Changed buffers of a placed model.
-
-    Args:
-        model: the whole model.
-        ranks: name of a changed buffer -> pipeline rank of its home.
-    """
+    """Changed buffers of a placed model."""
 
     def __init__(self, model: nn.Module, ranks: Mapping[str, int]):
         self._ranks = ranks
@@ -126,13 +112,7 @@ class GlueBuffers:
         return buffer
 
     def agree(self, pipeline_rank: int, ranks: tuple[int, ...], group: dist.ProcessGroup) -> None:
-        """Gives every rank what the home has; collective over the replica.
-
-        Args:
-            pipeline_rank: this one.
-            ranks: world ranks of the replica, by pipeline rank.
-            group: the replica.
-        """
+        """Gives every rank what the home has; collective over the replica."""
         with torch.no_grad():
             for name, owner in self._ranks.items():
                 own = self._own[name]

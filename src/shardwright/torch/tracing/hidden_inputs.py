@@ -32,11 +32,7 @@ __all__ = ["HiddenInputs"]
 
 
 class HiddenInputs:
-    """Sees what each call of a unit makes, changes and uses.
-
-    Args:
-        values: of the trace.
-    """
+    """Sees what each call of a unit makes, changes and uses."""
 
     def __init__(self, values: TracedValues):
         # Called with the tensors that each operation of a call is given.
@@ -55,13 +51,7 @@ class HiddenInputs:
 
     @contextmanager
     def of_call(self, node: int, unit: nn.Module, fakes: Sequence[Any]) -> Iterator[None]:
-        """Follows the call of a unit, which is made inside.
-
-        Args:
-            node: index of the call.
-            unit: the unit.
-            fakes: leaves of its arguments.
-        """
+        """Follows the call of a unit, which is made inside."""
         self._node, self._used = node, set()
         self._given = {id(fake) for fake in fakes if isinstance(fake, Tensor)}
         self._state.enter(node, unit, fakes)
@@ -180,12 +170,7 @@ class HiddenInputs:
         self._given.update(id(tensor) for tensor in tensors_in(items))
 
     def ran_on_a_copy(self, held: Sequence[Tensor], changed: Sequence[Tensor]) -> None:
-        """Records a call on a copy of its unit, of which nobody knows the tensors that it has read.
-
-        Args:
-            held: plain tensors that the unit has.
-            changed: those that the call has changed.
-        """
+        """Records a call on a copy of its unit, of which nobody knows the tensors that it has read."""
         for tensor in held:
             self._note_real(tensor, self._readers)
         for tensor in changed:
@@ -215,11 +200,7 @@ class HiddenInputs:
         )
 
     def together(self, nodes: Sequence[Node]) -> list[Together]:
-        """Groups calls with those that left what they use, and users of a tensor with those that change it.
-
-        Raises:
-            DeferredReadError: code between units reads such a tensor.
-        """
+        """Groups calls with those that left what they use, users of a tensor with those that change it."""
         for memory, writers in self._writers.items():
             users = {*writers, *self._readers.get(memory, ())}
             if None in users:

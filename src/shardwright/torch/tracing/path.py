@@ -100,11 +100,7 @@ class Path:
     model: nn.Module
 
     def taken_by(self, leaves: Sequence[Any]) -> bool:
-        """Whether Python would read the same values with these arguments.
-
-        Args:
-            leaves: of a microbatch of the same structure, shapes and types as the traced one.
-        """
+        """Whether Python would read the same values with these arguments."""
         if not self.calls:
             return True
         try:
@@ -156,11 +152,7 @@ class _Noted:
 
 
 class PathRecorder:
-    """Notes the free operations of a trace.
-
-    Args:
-        batch: leaves of the step function's arguments.
-    """
+    """Notes the free operations of a trace."""
 
     def __init__(self, batch: Sequence[Any]):
         self._reads_data = False  # values that may differ from one microbatch to the next
@@ -185,17 +177,7 @@ class PathRecorder:
         draws: bool,
         reads: bool,
     ) -> None:
-        """Notes one operation that has run.
-
-        Args:
-            func: the torch function.
-            items: leaves of its arguments.
-            structure: their structure.
-            result: what it returned.
-            versions: from before it ran.
-            draws: it took random numbers.
-            reads: it looked at values, or the shape of its result follows from values.
-        """
+        """Notes one operation that has run."""
         results = leaves(result)
         changed = {
             _memory(item)
@@ -217,12 +199,7 @@ class PathRecorder:
         self._noted.append(_Noted(func, items, structure, results, changed, draws, outcome, autocast))
 
     def path(self, model: nn.Module, names: Mapping[int, str]) -> Path | None:
-        """The operations that lead to reads, none where nothing was read; None if they cannot be run again.
-
-        Args:
-            model: the whole model.
-            names: id of a buffer -> its name.
-        """
+        """The operations that lead to reads, none where nothing was read; None if they cannot run again."""
         if not self._reads_data:
             return Path((), {}, {}, frozenset(), model)
         if not self._can_be_followed:

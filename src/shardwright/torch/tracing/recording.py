@@ -32,13 +32,6 @@ from shardwright.torch.tracing.working_memory import WorkingMemory, working_memo
 class CallSamples:
     """The first call of each cost class.
 
-    Args:
-        values: of the trace.
-        memory: cost class -> temporary memory, as far as it is known; what is counted is added. None: it is
-            not counted.
-        watch: is shown what calls make that run to be counted.
-        hooks: knows which hooks of modules change something.
-
     Attributes:
         samples: cost class -> arguments of its first call.
         counts: a call runs to be counted, and not because the step function makes it.
@@ -62,13 +55,7 @@ class CallSamples:
         self._memory = memory
 
     def cost_class(self, call: TracedCall, kind: str, kept: list[Any] | None = None) -> str:
-        """The cost class of a call, whose arguments are kept if it is the first.
-
-        Args:
-            call: the call.
-            kind: what is called.
-            kept: leaves of the arguments, with copies of what the call may change; by default its fakes.
-        """
+        """The cost class of a call, whose arguments are kept if it is the first."""
         # What comes from the batch takes no memory when it is kept, unlike what another call made.
         from_batch = [at for at, item in enumerate(call.items) if self._is_somebody_elses(item)]
         # What is cast computes in another type than its arguments have.
@@ -125,12 +112,6 @@ class EndFinder:
 
     But never before what only a trace can cover: units, parameters, random numbers.
 
-    Args:
-        values: the values of the graph.
-        recorder: knows how many nodes there are.
-        at: the place at which it is left; infinite for the first read.
-        may_read: it is left behind its backward, or at its end, if it has read nothing before.
-
     Attributes:
         at: the place at which it was left, or is to be; infinite where it is not.
         line: where that is in the script; empty where it is nowhere.
@@ -165,14 +146,7 @@ class EndFinder:
         return math.isfinite(self.at)
 
     def come_by(self, *, reads: bool = False) -> None:
-        """Leaves the step function at its end.
-
-        Args:
-            reads: its code reads a value now.
-
-        Raises:
-            TraceEnds: this is the end.
-        """
+        """Leaves the step function at its end."""
         if not in_step_code():
             return
         if reads or (self._may_read and self._is_behind_backward):
@@ -193,19 +167,11 @@ class EndFinder:
         self._traced_up_to = self._place
 
     def note_node(self, node: int) -> None:
-        """Records a node of the step function's own code.
-
-        Args:
-            node: its number.
-        """
+        """Records a node of the step function's own code."""
         self._places[node] = self._place
 
     def note_change(self, values: Iterable[int]) -> None:
-        """Records a change in place by the step function's own code.
-
-        Args:
-            values: those of them that are values of the graph.
-        """
+        """Records a change in place by the step function's own code."""
         self.changed_at = min(self.changed_at, self._place)
         for value in values:
             # Its other names were made before, and would not change with it on other ranks.
@@ -217,12 +183,7 @@ class EndFinder:
         self.seen += [item for item in leaves(result) if self._values.find(item) is not None]
 
     def end(self, left: Collection[DeferredTensor]) -> TraceEnd:
-        """The end of the trace, and the place where it should have ended.
-
-        Args:
-            left: what is in variables of the script. What was made before that which must be traced stays a
-                stand-in.
-        """
+        """The end of the trace, and the place where it should have ended."""
         return TraceEnd(at=self.at, line=self.line, read_at=self.read_at, wanted=self._wanted(left))
 
     def _wanted(self, left: Collection[DeferredTensor]) -> float:
@@ -239,14 +200,6 @@ class EndFinder:
 
 class Recording:
     """Collects the facts of a trace while the step function runs.
-
-    Args:
-        request: the step function, and how it is traced.
-        batch: leaves of its arguments.
-        buffers: those outside of units, by first name.
-        state: names of those whose content is a value of the graph.
-        counters: names of changed ones that every rank keeps.
-        was_there: tells whether a tensor that is no parameter and no buffer was there before the trace.
 
     Attributes:
         values: the values of the graph, and all fake tensors.
@@ -290,11 +243,7 @@ class Recording:
         self.repeated_buffers = RepeatedBuffers()
 
     def tensor_facts(self, shapes_asked: Iterable[int]) -> TensorFacts:
-        """Facts about the tensors behind the values.
-
-        Args:
-            shapes_asked: values whose shape Python has asked for.
-        """
+        """Facts about the tensors behind the values."""
         orders = {index: order_of(value.fake) for index, value in enumerate(self.values)}
         return TensorFacts(
             memory=tuple(storage_key(value.fake) for value in self.values),

@@ -34,25 +34,14 @@ class Regions:
         self._with_gradients: set[FrameType] = set()
 
     def note(self, node: int, frame: FrameType, line: str) -> None:
-        """Records a node inside a call.
-
-        Args:
-            node: its index.
-            frame: the call.
-            line: from where it is called.
-        """
+        """Records a node inside a call."""
         self._nodes.setdefault(frame, []).append(node)
         self._lines.setdefault(frame, line)
         if torch.is_grad_enabled():
             self._with_gradients.add(frame)
 
     def together(self, *, trains: bool) -> list[Together]:
-        """The nodes of each call.
-
-        Args:
-            trains: the trace has a backward. One without it may have calls that matter when the model is
-                trained, so it counts all; one with it, those that have gradients.
-        """
+        """The nodes of each call."""
         return [
             Together(
                 tuple(nodes),
@@ -89,15 +78,7 @@ def buffer_together(name: str, nodes: Sequence[Node], readers: set[int], writers
 def gradient_together(
     nodes: Sequence[Node], node: int, producers: Mapping[int, int], trained: Collection[int], *, deep: bool
 ) -> Together:
-    """Groups a call of `torch.autograd.grad` with the nodes that it goes back to.
-
-    Args:
-        nodes: of the trace.
-        node: the call.
-        producers: value -> node that makes it.
-        trained: values that require gradients.
-        deep: it goes back to parameters or to the batch, so through everything.
-    """
+    """Groups a call of `torch.autograd.grad` with the nodes that it goes back to."""
     found = {node, *(producers[value] for value in nodes[node].inputs)}
     pending = list(found) if deep else []
     while pending:
@@ -118,13 +99,7 @@ def gradient_together(
 def parameters_together(
     steps: Sequence[Step], nodes: Sequence[Node], held: Mapping[str, Collection[str]]
 ) -> list[Together]:
-    """Groups the changes of parameters, and of units' buffers, with all their users.
-
-    Args:
-        steps: of the trace.
-        nodes: of the trace.
-        held: unit -> names of its parameters.
-    """
+    """Groups the changes of parameters, and of units' buffers, with all their users."""
     changed = {name: step.line for step in steps for name in step.changed_parameters}
     found = []
     for name, line in changed.items():
@@ -174,12 +149,6 @@ def counters_together(steps: Sequence[Step], nodes: Sequence[Node]) -> list[Toge
 class TracedBuffers:
     """Changed buffers: values of the graph, or counters that every rank keeps for itself.
 
-    Args:
-        values: of the trace.
-        buffers: outside of units, by first name.
-        state: names of those whose content is a value of the graph.
-        counters: names of those that every rank changes.
-
     Attributes:
         initial: value -> name of the buffer of which it is the content at the start.
     """
@@ -197,12 +166,7 @@ class TracedBuffers:
         self._counters = {storage_key(buffer): name for name, buffer in buffers.items() if name in counters}
 
     def first_read(self, item: Tensor, node: int) -> int | None:
-        """The content of a buffer at the start; None for another tensor.
-
-        Args:
-            item: a tensor that is no value yet.
-            node: that reads it, and counts as its producer.
-        """
+        """The content of a buffer at the start; None for another tensor."""
         name = self._state.get(id(item))
         if name is None:
             return None

@@ -44,14 +44,7 @@ from shardwright.torch.tracing.working_memory import WorkingMemory
 
 
 class TraceRun:
-    """One run of a step function, to be traced once.
-
-    Args:
-        request: the step function, and how it is traced.
-        state: buffers whose content is a value of the graph.
-        counters: changed buffers that every rank keeps.
-        watched: changed attributes, whose use is of interest.
-    """
+    """One run of a step function, to be traced once."""
 
     def __init__(
         self,
@@ -88,12 +81,7 @@ class TraceRun:
         self._lent = LentTensors(request.unit_map, tracer.lend, device=request.device)
 
     def trace(self) -> tuple[Trace, dict[str, bool], list[Slot]]:
-        """Traces the step function.
-
-        Returns:
-            The trace; the buffers outside of units that were changed (`BufferWatch.changed`); the attributes
-            of modules that were changed or written.
-        """
+        """Traces the step function."""
         tracer = self._tracer
         tracer.before_step = self._look
         tracer.watch_uses(lambda items: self._use.used(items, inside=True))
@@ -227,28 +215,7 @@ def trace_step(
     units_may_change: bool = False,
     on_unit: Callable[[], None] | None = None,
 ) -> Trace:
-    """Traces one microbatch.
-
-    Args:
-        unit_map: the units, whose calls must be intercepted (`glue.intercept_calls`).
-        function: the step function.
-        arguments: its (args, kwargs).
-        device: where the units compute.
-        batch_size: samples in the microbatch.
-        memory: cost class -> what calls need for a moment; what is not there is counted, by one or two more
-            forwards and backwards, and added. None: that is not found out.
-        agree_on_end: for a `ReadingStep`, gives the first place at which a trace of any rank ends; all call
-            it. None for what this rank alone finds.
-        numbers: watches those among the arguments.
-        hooks: knows which hooks of modules change something.
-        units_may_change: the caller keeps modules whole that raise `DeferredReadError`, and tries again.
-        on_unit: called with each call of a unit.
-
-    Raises:
-        DeferredReadError: Python code reads a value that only one rank will have; the line is named.
-        TraceError: the loss does not depend on the model.
-        NumberMatters: a number that is watched is wanted itself.
-    """
+    """Traces one microbatch."""
     request = TraceRequest(
         unit_map=unit_map,
         function=function,
@@ -339,9 +306,6 @@ def _refuse_to_count(request: TraceRequest, changed: Mapping[str, bool], attribu
 
     Ranks could count with it, each for itself. But it may go another way in the next microbatch than in the
     trace, as a codebook does that takes its first values from the first batch. As a unit it can.
-
-    Raises:
-        DeferredReadError: there is one.
     """
     modules = dict(request.unit_map.model.named_modules())
     owners = {name: modules.get(name.rpartition(".")[0]) for name in changed}

@@ -49,14 +49,7 @@ class CallResults:
 
     @classmethod
     def of(cls, call: TracedCall, outcome: Outcome, values: TracedValues, node: int) -> "CallResults":
-        """Gives a value to every new tensor.
-
-        Args:
-            call: the call.
-            outcome: what it gave and did, with fake tensors.
-            values: of the trace.
-            node: index of the call's node.
-        """
+        """Gives a value to every new tensor."""
         sources = {id(item): position for position, item in enumerate(call.items) if is_opaque(item)}
         sources |= {id(fake): p for p, fake in enumerate(call.fakes) if isinstance(fake, Tensor)}
         results, structure = flatten(outcome.output)
@@ -97,11 +90,6 @@ class CallResults:
 class TraceRecorder:
     """The steps of a trace, in order of execution.
 
-    Args:
-        values: of the trace.
-        buffers: outside of units.
-        was_there: tells whether a tensor that is no parameter and no buffer was there before the trace.
-
     Attributes:
         steps: everything that is intercepted.
         batch_memory: memory of the microbatch: that it is saved takes no further memory.
@@ -135,12 +123,7 @@ class TraceRecorder:
     # ---- calls ----
 
     def reads(self, items: list[Any]) -> list[tuple[int, int]]:
-        """The values among the leaves of arguments: (position, value).
-
-        Raises:
-            DeferredReadError: a tensor left a unit by another way than as its result.
-            UsageError: a tensor of another call of a step function is among them.
-        """
+        """The values among the leaves of arguments: (position, value)."""
         found = []
         for position, item in enumerate(items):
             value = self._values.find(item)
@@ -177,17 +160,7 @@ class TraceRecorder:
         outcome: Outcome,
         unit: UnitCall | None = None,
     ) -> Any:
-        """Adds a call that has run.
-
-        Args:
-            node: what is known of its node besides outputs and what is saved.
-            call: the call.
-            outcome: what it gave and did.
-            unit: what is known of the call of a unit besides what its outcome tells.
-
-        Returns:
-            Its result as the step function gets it: with deferred tensors.
-        """
+        """Adds a call that has run."""
         index = len(self._nodes)
         self._note_region(index)
         self._note_gradient(index, call)
@@ -228,11 +201,7 @@ class TraceRecorder:
         )
 
     def pass_backward(self, loss: int | None) -> None:
-        """Records the call of ``backward``.
-
-        Args:
-            loss: the value that it is given.
-        """
+        """Records the call of ``backward``."""
         self.loss = loss
         self.backward_at = len(self.steps)
 
@@ -288,13 +257,7 @@ class TraceRecorder:
     def together(
         self, watch: BufferWatch, held: Mapping[str, set[str]], hidden: HiddenInputs
     ) -> tuple[Together, ...]:
-        """Nodes that must have one home.
-
-        Args:
-            watch: knows what buffers refer to now.
-            held: unit -> names of its parameters.
-            hidden: knows which units use what they were not given.
-        """
+        """Nodes that must have one home."""
         found = [
             *self._regions.together(trains=self.loss is not None),
             *self._buffers.together(self.steps, self._nodes, watch),

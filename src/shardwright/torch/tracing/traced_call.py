@@ -87,16 +87,7 @@ class TracedCall:
         fake: Callable[[Any], Any],
         line: str,
     ) -> "TracedCall":
-        """A call as it runs on fake tensors.
-
-        Args:
-            func: the unit's module, or the torch function.
-            items: leaves of its arguments, as the step function gives them.
-            structure: their structure.
-            reads: (position among the leaves, value) of each value among them.
-            fake: gives the fake tensor for a tensor, and anything else as it is.
-            line: where in the user's code.
-        """
+        """A call as it runs on fake tensors."""
         arguments = structure.rebuild([fake(item) for item in items])
         return cls(func, items, structure, reads, arguments, leaves(arguments), line)
 
@@ -140,18 +131,7 @@ class TracedCall:
         ordinal: int = 0,
         detached: tuple[int, ...] = (),
     ) -> Node:
-        """Its node in the graph, but for outputs and what autograd saves.
-
-        Args:
-            kind: of the node; see `Node` for this and the following.
-            name: of the unit or the function.
-            outcome: what the call gave and did.
-            cost_class: key of its cost.
-            memory: what it needs for a moment.
-            parameters: names of those that it reads.
-            ordinal: how often the unit was called before.
-            detached: values that get no gradient from it.
-        """
+        """Its node in the graph, but for outputs and what autograd saves."""
         return Node(
             kind=kind,
             name=name,
@@ -189,12 +169,7 @@ _Place = tuple[dict[str, Any], str, bool]  # where it is, its name, whether it i
 
 
 class UnitState:
-    """The tensors that a unit holds before a call.
-
-    Args:
-        unit: the unit.
-        twin: a copy of it that runs in its place.
-    """
+    """The tensors that a unit holds before a call."""
 
     def __init__(self, unit: nn.Module, twin: nn.Module | None = None):
         self._own = [tensor for _, tensor in _entries(unit)]
@@ -207,12 +182,7 @@ class UnitState:
         return [tensor for tensor in self._own if type(tensor) is Tensor]
 
     def with_writes(self, outcome: Outcome, results: Sequence[Any]) -> Outcome:
-        """Adds to the outcome of a call what it has changed of the unit.
-
-        Args:
-            outcome: with what was counted.
-            results: leaves of what the call has returned.
-        """
+        """Adds to the outcome of a call what it has changed of the unit."""
         cost = outcome.cost
         return replace(
             outcome,
@@ -224,11 +194,7 @@ class UnitState:
         )
 
     def _changed(self, written: Collection[int]) -> list[Tensor]:
-        """The unit's tensors that the call has written to, and the parameters and buffers that it replaced.
-
-        Args:
-            written: memory that operations of the call have written to (`storage_key`).
-        """
+        """The unit's tensors that the call has written to, the parameters and buffers that it replaced."""
         return [
             own
             for own, ((registry, key, registered), before, memory) in zip(

@@ -36,12 +36,7 @@ def view_of(tensor: Tensor) -> View:
 
 
 def follow_changes(steps: Sequence[Step], results: Iterable[int]) -> None:
-    """Drops changes that nobody reads, and finds for the others what they are views of.
-
-    Args:
-        steps: of a whole trace, whose `changes` are shortened and `bases` filled in.
-        results: values that are needed at the end: the loss, and what the step function returns.
-    """
+    """Drops changes that nobody reads, and finds for the others what they are views of."""
     live = set(results)
     for step in reversed(steps):
         if step.changes:
@@ -66,12 +61,7 @@ def _bases(kept: Sequence[Change], every: Sequence[Change]) -> tuple[Change, ...
 
 
 class TracedChanges:
-    """Follows changes in place.
-
-    Args:
-        values: of the trace.
-        was_there: tells whether a tensor that is no parameter and no buffer was there before the trace.
-    """
+    """Follows changes in place."""
 
     def __init__(self, values: TracedValues, was_there: Callable[[Tensor], bool]):
         self._values = values
@@ -80,13 +70,7 @@ class TracedChanges:
         self._fake_memory: dict[int, int] = {}  # of tensors that every rank had: real memory -> their fake's
 
     def of_call(self, node: int, call: TracedCall, outcome: Outcome) -> tuple[Change, ...]:
-        """The changes of a call that has run; every tensor that shares their memory gets a new value.
-
-        Args:
-            node: index of the call's node.
-            call: the call.
-            outcome: what it did.
-        """
+        """The changes of a call that has run; every tensor that shares their memory gets a new value."""
         values = self._values
         changed = call.changed(outcome)
         changes: list[Change] = []

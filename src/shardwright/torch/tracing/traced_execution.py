@@ -33,15 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class RealExecution:
-    """Calls on random data during a trace.
-
-    Args:
-        values: of the trace.
-        hidden: finds out what units use without having been given it.
-        path: notes which shapes follow from values of free tensors.
-        draws: knows the generators of the script's own.
-        device: where to compute.
-    """
+    """Calls on random data during a trace."""
 
     def __init__(
         self,
@@ -63,17 +55,6 @@ class RealExecution:
         """Runs a copy of a unit.
 
         It gets the free tensors that it would get (token ids, masks), and random data in place of others.
-
-        Args:
-            call: the call.
-            name: of the unit.
-            kept: leaves of the arguments from before the attempt on fake tensors.
-            cost: counts.
-            error: what the attempt raised.
-
-        Raises:
-            TraceError: it cannot run on random data, either, for another reason.
-            Exception: it raises this by itself, whatever its data.
         """
         module = call.func
         assert isinstance(module, nn.Module)
@@ -245,14 +226,7 @@ def _has_fractions(tensor: Tensor) -> bool:
 
 
 class TracedExecution:
-    """Calls on fake tensors, and on random data where these cannot get through.
-
-    Args:
-        values: of the trace.
-        hidden: finds out what units use without having been given it.
-        draws: random numbers of the trace.
-        real: runs on random data.
-    """
+    """Calls on fake tensors, and on random data where these cannot get through."""
 
     def __init__(self, values: TracedValues, hidden: HiddenInputs, draws: TracedDraws, real: RealExecution):
         self._values = values
@@ -269,16 +243,7 @@ class TracedExecution:
             return self._real.operation(call, CostCounter(row=self._draws))
 
     def unit(self, call: TracedCall, name: str, kept: list[Any]) -> Outcome:
-        """Runs a unit on fake tensors, or, where it cannot, a copy of it on random data.
-
-        Args:
-            call: of the unit.
-            name: of the unit.
-            kept: leaves of the arguments, as an attempt cannot change them.
-
-        Raises:
-            TraceError: neither works.
-        """
+        """Runs a unit on fake tensors, or, where it cannot, a copy of it on random data."""
         module = call.func
         assert isinstance(module, nn.Module)
         attributes = snapshot_of(module)

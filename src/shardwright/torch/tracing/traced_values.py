@@ -58,10 +58,6 @@ class TracedValue:
 class TracedValues:
     """All values of a trace, in the order in which they are made, and all fake tensors.
 
-    Args:
-        names: id of a parameter or buffer -> its first name.
-        device: where units compute.
-
     Attributes:
         fake_mode: to be in force where fake tensors are computed with.
         names: those given, and those of what was lent.
@@ -153,12 +149,6 @@ class TracedValues:
         """Has the fakes of free tensors the history of these: a gradient by one of them may be asked for.
 
         ``x = pos * 2; torch.autograd.grad(energy(x).sum(), pos)`` finds its way back through the fakes.
-
-        Args:
-            func: a torch function that has run on free tensors.
-            items: leaves of its arguments.
-            structure: their structure.
-            result: what it gave.
         """
         if not any(
             isinstance(item, Tensor) and self._has_history(item) for item in (*items, *leaves(result))
@@ -236,13 +226,7 @@ def with_history(fake: Tensor, mode: AbstractContextManager[Any]) -> Tensor:
 def point_out_foreign(
     items: Sequence[Any], known: Collection[int], was_there: Callable[[Tensor], bool]
 ) -> None:
-    """Warns of trained parameters that are not the model's, be they `nn.Parameter` or plain tensors.
-
-    Args:
-        items: leaves of the arguments of a call.
-        known: ids of the model's parameters, and of what stands for them.
-        was_there: tells whether a plain tensor was there before the step function was called.
-    """
+    """Warns of trained parameters that are not the model's, be they `nn.Parameter` or plain tensors."""
     for item in items:
         if not isinstance(item, Tensor) or not item.requires_grad or id(item) in known:
             continue
@@ -259,12 +243,7 @@ def point_out_foreign(
 
 
 def point_out_foreign_behind(loss: Tensor, parameters: Iterable[Tensor]) -> None:
-    """Warns of trained parameters behind a loss that are not the model's, where there are replicas.
-
-    Args:
-        loss: of a microbatch.
-        parameters: of the whole model, and what computes in their place.
-    """
+    """Warns of trained parameters behind a loss that are not the model's, where there are replicas."""
     known = {id(parameter) for parameter in parameters}
     pending = [loss.grad_fn]
     seen: set[Any] = set()
@@ -286,11 +265,7 @@ def point_out_foreign_behind(loss: Tensor, parameters: Iterable[Tensor]) -> None
 
 
 def refuse_returned(results: Iterable[Any], values: TracedValues) -> None:
-    """Refuses parameters and buffers among the leaves of what a traced step function returns.
-
-    Raises:
-        UsageError: there is one; its name is given.
-    """
+    """Refuses parameters and buffers among the leaves of what a traced step function returns."""
     for item in results:
         if id(item) in values.lent_for:
             name = values.names[id(item)]

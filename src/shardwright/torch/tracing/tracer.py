@@ -44,14 +44,6 @@ __all__ = ["Tracer"]
 class Tracer:
     """Runs calls of a step function on tensors without data, and has them recorded.
 
-    Args:
-        request: the step function, and how it is traced.
-        batch: leaves of its arguments.
-        watch: finds out which buffers change.
-        state: buffers whose content is a value of the graph.
-        counters: changed buffers that every rank keeps.
-        was_there: tells whether a tensor that is no parameter and no buffer was there before the trace.
-
     Attributes:
         before_step: called before every call, with the leaves of its arguments, and before ``backward``.
         after_unit: called after every call of a unit.
@@ -110,15 +102,7 @@ class Tracer:
             self._batch_shapes.append(tuple(tensor.shape))
 
     def asked(self, func: Callable[..., Any], item: Any) -> None:
-        """Records a tensor whose shape Python asks for.
-
-        Args:
-            func: which is no operation on tensors.
-            item: what it is given.
-
-        Raises:
-            TraceError: it copies a tensor that only one rank has.
-        """
+        """Records a tensor whose shape Python asks for."""
         value = self._values.find(item)
         if func is Tensor.__deepcopy__:
             self._refuse_copy(item, value)
@@ -264,14 +248,7 @@ class Tracer:
         effects: SideEffects,
         left: Collection[DeferredTensor],
     ) -> Trace:
-        """Makes the trace.
-
-        Args:
-            result: what the step function returned.
-            together: nodes that must have one home.
-            effects: what it changes besides values of the graph.
-            left: what is in variables of the script at its end.
-        """
+        """Makes the trace."""
         recording, recorder, unit_map = self._recording, self._recorder, self._request.unit_map
         recorder.forget_frames()
         recorder.share_results()
@@ -307,12 +284,7 @@ class Tracer:
         )
 
     def _graph(self, returned: Sequence[int], together: tuple[Together, ...]) -> ModelGraph:
-        """The graph of all that was recorded.
-
-        Args:
-            returned: values that the step function returns.
-            together: nodes that must have one home.
-        """
+        """The graph of all that was recorded."""
         recording, recorder, request = self._recording, self._recorder, self._request
         # Behind its end, it may use all that it has seen.
         seen = (self._values.find(item) for item in self.end.seen) if self.end.is_found else ()

@@ -36,11 +36,6 @@ from shardwright.torch.tracing.working_memory import WorkingMemory
 class UnitTracer:
     """Runs units on tensors without data, and records their calls.
 
-    Args:
-        recording: of the trace.
-        execution: runs calls on tensors without data.
-        unit_map: the units.
-
     Attributes:
         held: unit -> names of the parameters and buffers that it had at the start.
         recomputes: the step function itself recomputes a unit.
@@ -57,11 +52,7 @@ class UnitTracer:
         self._mutates: set[str] = set()
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Traces one call; returns its result with deferred tensors.
-
-        Raises:
-            TraceError: it is called with other weights than its own.
-        """
+        """Traces one call; returns its result with deferred tensors."""
         recording, name = self._recording, self._unit_map.units[id(module)]
         self._refuse_other_weights(module, name)
         recomputed = called_from("torch.utils.checkpoint")
@@ -102,15 +93,7 @@ class UnitTracer:
         return self._recording.values.find(item) is not None
 
     def _run(self, call: TracedCall, name: str) -> tuple[Outcome, str, WorkingMemory]:
-        """Runs a unit.
-
-        Args:
-            call: of the unit.
-            name: of the unit.
-
-        Returns:
-            What the call gave and did, its cost class, and what it needs for a moment.
-        """
+        """Runs a unit."""
         recording = self._recording
         node, module = recording.recorder.num_nodes, call.func
         assert isinstance(module, nn.Module)
@@ -182,14 +165,7 @@ class UnitTracer:
 
 
 class OperationTracer:
-    """Runs torch functions on tensors without data, or for real where they are free, and records them.
-
-    Args:
-        recording: of the trace.
-        execution: runs calls on tensors without data.
-        model: the whole model.
-        was_there: tells whether a tensor that is no parameter and no buffer was there before the trace.
-    """
+    """Runs torch functions on tensors without data, or for real where they are free, and records them."""
 
     def __init__(
         self,
@@ -204,11 +180,7 @@ class OperationTracer:
         self._was_there = was_there
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Traces one call.
-
-        Raises:
-            DeferredReadError: it reads a value that only one rank has.
-        """
+        """Traces one call."""
         found = self._recording
         items, structure = flatten((args, kwargs))
         if (plain := plain_numbers(items)) is not None:

@@ -61,16 +61,7 @@ def working_memory(
     hooks: HookEffects,
     watch: Watch | None = None,
 ) -> WorkingMemory:
-    """Counts for one call, without a trace of it, under the fake mode of its arguments.
-
-    Args:
-        func: a module or torch function.
-        fakes: leaves of its arguments, fake tensors in place of real ones.
-        structure: their structure.
-        given: for each leaf, whether its memory is somebody else's: a part of the batch, a parameter.
-        hooks: knows which hooks of the module change something: no other is to notice.
-        watch: is shown what the call makes, as it may leave some of it where others find it.
-    """
+    """Counts for one call, without a trace of it, under the fake mode of its arguments."""
     if not torch.is_grad_enabled():
         return WorkingMemory()
     # Those of a recomputation around this call would run all that is recomputed, at the first backward.
