@@ -24,7 +24,7 @@ from machine import circumstances
 from shardwright.quantities import format_bytes, format_seconds
 from shardwright.testing import run_ranks
 from shardwright.testing.cluster import Cluster, missing_for_networks
-from shardwright.text_table import align
+from shardwright.text import align
 
 _SIZES = [2**exponent for exponent in range(10, 27, 2)]
 _SLOW_SIZES = [2**exponent for exponent in range(10, 23, 2)]

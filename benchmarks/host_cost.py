@@ -26,7 +26,7 @@ from host_cost_profile import functions_table, modules_table
 from host_cost_race import Result, Sides
 from host_cost_ranks import Row
 from sections import Section, parser_for, run_sections
-from shardwright.text_table import align
+from shardwright.text import align
 
 _LAYOUTS = ("one", "1F1B", "Interleaved1F1B", "replicas", "shards")
 _PROFILED_STEPS = 20

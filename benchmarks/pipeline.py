@@ -35,7 +35,7 @@ from machine import circumstances
 from memory import measure_memory, memory_check, memory_table
 from overhead import measure_overhead, overhead_table
 from race import Final, Result
-from shardwright.text_table import align
+from shardwright.text import align
 from speed_report import finals_table, prediction_check, prediction_rows, speed_checks, speed_tables
 
 SECTIONS = "ABCDEFGH"

@@ -33,7 +33,7 @@ from planner_ranks import TASKS, all_tried, predicted_and_measured, predicted_an
 from shardwright.quantities import format_bytes, format_seconds
 from shardwright.testing import run_ranks
 from shardwright.testing.cluster import Cluster, missing_for_networks
-from shardwright.text_table import align
+from shardwright.text import align
 
 _RATE = 1e9
 _TIMEOUT_S = 900

@@ -39,7 +39,7 @@ from shardwright.planner import (
     microbatch_counts,
 )
 from shardwright.schedule import build_schedule, chain_edges, place_stages, simulate, unit_costs
-from shardwright.text_table import align
+from shardwright.text import align
 from shardwright.torch.units.dry_run import OfflinePlanner, trace_model
 
 _BATCH = 64

@@ -31,7 +31,7 @@ from published_memory import memory_ratios
 from published_runs import family, measured_run, why_not
 from shardwright.costs.calibration import TENTH, document_of
 from shardwright.costs.fit import Fit, MeasuredRun, Runs, fit, leave_out, ratios
-from shardwright.text_table import align
+from shardwright.text import align
 
 _HERE = Path(__file__).with_name("published")
 _FAMILIES = ("A100", "H100")

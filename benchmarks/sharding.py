@@ -34,7 +34,7 @@ from check import Check
 from sections import Figures, Section, parser_for, run_sections
 from shardwright.quantities import format_bytes, format_seconds
 from shardwright.testing.cluster import Cluster, missing_for_networks
-from shardwright.text_table import align
+from shardwright.text import align
 
 _RATES = {"100 Mbit/s": 100e6, "1 Gbit/s": 1e9, "no limit": None}
 _SCRIPT = str(Path(__file__).with_name("sharding_ranks.py"))

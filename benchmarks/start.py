@@ -25,7 +25,7 @@ from pathlib import Path
 
 from check import Check
 from sections import Section, parser_for, run_sections
-from shardwright.text_table import align
+from shardwright.text import align
 
 _RANKS = 2
 _SCRIPT = Path(__file__).with_name("start_script.py")

@@ -30,7 +30,7 @@ os.environ["PYTHONWARNINGS"] = "ignore"
 from check import Check
 from sections import Section, parser_for, run_sections
 from shardwright.quantities import format_bytes, format_seconds
-from shardwright.text_table import align
+from shardwright.text import align
 
 _SCRIPT = str(Path(__file__).with_name("tensor_parallel_ranks.py"))
 _MODELS = ("llama", "gpt_neox")

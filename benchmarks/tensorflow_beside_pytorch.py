@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from check import Check
 from machine import circumstances
 from shardwright.testing import run_ranks
-from shardwright.text_table import align
+from shardwright.text import align
 from tensorflow_pipeline import (
     MICROBATCHES,
     QUICK,

@@ -34,7 +34,7 @@ import numpy as np
 from check import Check, lines
 from machine import circumstances
 from shardwright.testing import run_ranks
-from shardwright.text_table import align
+from shardwright.text import align
 
 VOCABULARY, MICROBATCHES, RANKS = 512, 8, 2
 WARM_UP = 2

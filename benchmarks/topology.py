@@ -24,7 +24,7 @@ from shardwright.catalogue import Transformer, find_architecture
 from shardwright.cluster import parse_inventory
 from shardwright.planner.ways import Task, search
 from shardwright.quantities import format_seconds
-from shardwright.text_table import align
+from shardwright.text import align
 
 _TRILLION = Transformer(
     name="gpt-1t",

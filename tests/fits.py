@@ -1,6 +1,6 @@
 """Lines that a terminal of 80 columns would break."""
 
-from shardwright.text_folding import folded
+from shardwright.text import folded
 
 __all__ = ["too_wide"]
 

@@ -1,15 +1,15 @@
-"""Patches modules that a script may import, without importing them for every script."""
+"""Patches modules that a script may import; keeps Python's garbage collector away from imports."""
 
+import gc
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
-
-__all__ = ["after_import"]
 
 
 def after_import(name: str, action: Callable[[Any], None]) -> None:
@@ -109,3 +109,21 @@ class _ThenActs(Loader):
         if name.startswith("_"):  # also asked of copies that have no `_loader` yet
             raise AttributeError(name)
         return getattr(self._loader, name)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Collects nothing inside, as each pass would look at all modules anew: a quarter of an import.
+
+    What was made inside then counts as old: else the next object would start a pass over all of it.
+    """
+    was_enabled, frozen = gc.isenabled(), gc.get_freeze_count()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if not frozen:  # what somebody else has frozen stays so
+            gc.freeze()
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
-from shardwright.printable import printable
+from shardwright.text import printable
 
 __all__ = [
     "CheckpointError",

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from shardwright.printable import printable, shown
+from shardwright.text import printable, shown
 
 __all__ = ["describe", "field_names", "join"]
 

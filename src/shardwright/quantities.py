@@ -1,4 +1,4 @@
-"""Formats and parses seconds, bytes and counts.
+"""Seconds, bytes and FLOPs as text; and upper limits of requests, beyond which is a typo.
 
 GiB = 2**30 bytes, GB = 10**9 bytes.
 """
@@ -6,19 +6,24 @@ GiB = 2**30 bytes, GB = 10**9 bytes.
 import re
 
 from shardwright.errors import ConfigError
-from shardwright.printable import shown
+from shardwright.text import shown
 
-__all__ = [
-    "beside_prediction",
-    "counted",
-    "format_bandwidth",
-    "format_bytes",
-    "format_count",
-    "format_flops",
-    "format_parameters",
-    "format_seconds",
-    "parse_bytes",
-]
+MOST_RANKS = 1_000_000
+MOST_DIMS = 64  # of a tensor
+MOST_NODES = 100_000
+MOST_RANKS_OF_HOST = 4096
+MOST_MICROBATCHES = 100_000
+MOST_STAGES_OF_RANK = 10_000
+MOST_RESTARTS = 1_000_000
+MOST_STEPS = 10**15
+MOST_UNITS = 100_000
+MOST_ELEMENTS = 10**15  # of parameters
+MOST_BYTES = 2**60
+MOST_TIMES = 1e9  # as fast, or as slow
+
+MOST_SECONDS = 1e6
+"""Of a timeout: eleven days. What waits counts milliseconds in 32 bits, which end soon after."""
+
 
 _LONGEST = 100  # letters of a size
 _DAYS = 3

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardwright.config import Config, names
 from shardwright.errors import ConfigError
-from shardwright.printable import control_in
+from shardwright.text import control_in
 
 
 def problem(settings: dict[str, Any]) -> str:

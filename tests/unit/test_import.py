@@ -9,7 +9,7 @@ import pytest
 
 import shardwright
 import shardwright.torch as sw
-from shardwright.collector import collector_paused
+from shardwright.after_import import collector_paused
 
 
 def seconds_of(code):

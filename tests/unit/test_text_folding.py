@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.text_folding import folded
-from shardwright.text_table import align
+from shardwright.text import align, folded
 
 
 def test_a_table_continues_in_its_column() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from shardwright.catalogue.transformer import LatentAttention, Transformer
 from shardwright.errors import ConfigError
-from shardwright.printable import shown
+from shardwright.text import shown
 
 __all__ = ["Document", "Fields", "from_hugging_face"]
 

@@ -18,7 +18,7 @@ from shardwright.cli.asking.application import new_application, say, show_text
 from shardwright.cli.asking.misuse import CommandLineError, refuse_former, reworded
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.exit_codes import FAILED, OK, USAGE, exit_code_of
-from shardwright.printable import control_in, shown
+from shardwright.text import control_in, shown
 
 __all__ = ["COMMANDS", "Command", "main"]
 

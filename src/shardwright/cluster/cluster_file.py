@@ -34,9 +34,9 @@ from shardwright.cluster.named import kind_called
 from shardwright.errors import ConfigError
 from shardwright.files import Record, UserFile, format_yaml, replace_file
 from shardwright.files.user_file import NonNegative, NumBytes, Positive
-from shardwright.limits import MOST_BYTES, MOST_NODES, MOST_RANKS_OF_HOST
-from shardwright.printable import shown
 from shardwright.problems import describe, field_names
+from shardwright.quantities import MOST_BYTES, MOST_NODES, MOST_RANKS_OF_HOST
+from shardwright.text import shown
 
 __all__ = ["CLUSTER_VERSION", "read_inventory", "write_inventory"]
 

@@ -12,9 +12,8 @@ from typing import Any
 from shardwright.cluster.cluster import Accelerator, Inventory, NodeKind
 from shardwright.errors import ConfigError
 from shardwright.files.documents import parse_yaml
-from shardwright.limits import MOST_NODES
-from shardwright.printable import shown
-from shardwright.quantities import parse_bytes
+from shardwright.quantities import MOST_NODES, parse_bytes
+from shardwright.text import shown
 
 __all__ = ["THIS_CPU", "host_memory_bytes", "kind_called", "node_kinds", "parse_inventory"]
 

@@ -13,7 +13,7 @@ from shardwright.collectives.steps import Topology
 from shardwright.errors import ConfigError
 from shardwright.files import Record, UserFile, replace_file
 from shardwright.files.user_file import NonNegative, Positive
-from shardwright.limits import MOST_RANKS
+from shardwright.quantities import MOST_RANKS
 
 
 @dataclass(frozen=True, slots=True)

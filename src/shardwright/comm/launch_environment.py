@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwright.errors import LaunchError
-from shardwright.limits import MOST_NODES, MOST_RANKS
-from shardwright.printable import control_in, shown
+from shardwright.quantities import MOST_NODES, MOST_RANKS
+from shardwright.text import control_in, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,8 @@ from collections.abc import Mapping
 
 from shardwright.comm.launch_environment import LaunchEnvironment, Variables, expand_hosts
 from shardwright.errors import LaunchError
-from shardwright.limits import MOST_NODES
-from shardwright.printable import shown
+from shardwright.quantities import MOST_NODES
+from shardwright.text import shown
 
 __all__ = [
     "LaunchEnvironment",

@@ -17,8 +17,8 @@ from shardwright.config.names import canonical, dictionary_of, ignored_names
 from shardwright.config.settings import Settings
 from shardwright.errors import ConfigError, UsageError
 from shardwright.mesh import Mesh
-from shardwright.printable import shown
 from shardwright.problems import describe, join
+from shardwright.text import shown
 
 __all__ = ["Config", "contradictions", "outside_pipeline", "refuse_misplaced"]
 

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from shardwright.errors import ConfigError
-from shardwright.printable import printable, shown
+from shardwright.text import printable, shown
 
 __all__ = ["advice_for", "canonical", "dictionary_of", "ignored_names"]
 

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from shardwright.errors import ConfigError
-from shardwright.limits import (
+from shardwright.mesh import canonical_placement
+from shardwright.quantities import (
     MOST_BYTES,
     MOST_DIMS,
     MOST_ELEMENTS,
@@ -21,10 +22,9 @@ from shardwright.limits import (
     MOST_STAGES_OF_RANK,
     MOST_STEPS,
     MOST_UNITS,
+    parse_bytes,
 )
-from shardwright.mesh import canonical_placement
-from shardwright.printable import control_in, shown
-from shardwright.quantities import parse_bytes
+from shardwright.text import control_in, shown
 
 __all__ = [
     "Degree",

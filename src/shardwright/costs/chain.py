@@ -51,7 +51,7 @@ from shardwright.costs.step import (
     update_seconds,
 )
 from shardwright.errors import PlanError
-from shardwright.work import Work
+from shardwright.model_graph import Work
 
 __all__ = [
     "Group",

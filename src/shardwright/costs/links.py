@@ -19,7 +19,7 @@ import numpy as np
 
 from shardwright.costs.calibration import Efficiencies
 from shardwright.costs.inputs import Numbers, Rates
-from shardwright.work import Work
+from shardwright.model_graph import Work
 
 __all__ = [
     "ATTENTION_BACKWARD",

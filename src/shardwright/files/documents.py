@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from shardwright.printable import control_in, shown
+from shardwright.text import control_in, shown
 
 __all__ = ["DocumentError", "check_document", "format_yaml", "no_name_twice", "parse_json", "parse_yaml"]
 

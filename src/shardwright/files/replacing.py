@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from shardwright.files.user_file import KIND_OF_FILE
-from shardwright.printable import control_in
+from shardwright.text import control_in
 
 __all__ = ["check_place", "is_left_by_another", "open_to_append", "replace_file"]
 

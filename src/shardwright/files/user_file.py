@@ -27,9 +27,9 @@ from pydantic import (
 
 from shardwright.errors import ConfigError, ShardwrightError
 from shardwright.files.documents import DocumentError, parse_json, parse_yaml
-from shardwright.printable import printable
 from shardwright.problems import describe, field_names, join
 from shardwright.quantities import parse_bytes
+from shardwright.text import printable
 
 _Model = TypeVar("_Model", bound=BaseModel)
 

@@ -22,8 +22,8 @@ from shardwright.launch.ranks.rank_environment import to_words, with_plain_value
 from shardwright.launch.ranks.request import framework_parameters
 from shardwright.launch.ranks.smp_parameters import check_world
 from shardwright.launch.running_job import RunningJob
-from shardwright.limits import MOST_NODES, MOST_RESTARTS
-from shardwright.printable import control_in, printable
+from shardwright.quantities import MOST_NODES, MOST_RESTARTS
+from shardwright.text import control_in, printable
 
 _MP_PARAMETERS = "mp_parameters"
 _MODULE_DIR = "SM_MODULE_DIR"

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwright.errors import ConfigError
-from shardwright.limits import MOST_RANKS_OF_HOST
-from shardwright.printable import control_in, shown
+from shardwright.quantities import MOST_RANKS_OF_HOST
+from shardwright.text import control_in, shown
 
 __all__ = [
     "check_count",

@@ -16,7 +16,7 @@ from shardwright.errors import LaunchError
 from shardwright.launch.job_spec import JobSpec
 from shardwright.launch.processes import SAVED_AND_REQUEUE, ExitLog, WorkerExit
 from shardwright.launch.ranks.verdict import exit_code, failure_report
-from shardwright.printable import printable
+from shardwright.text import printable
 
 Status = Literal["InProgress", "Stopping", "Completed", "Failed", "Stopped"]
 Outcome = tuple[int, str]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import shardwright
-from shardwright.text_folding import cut, folded
+from shardwright.text import cut, folded
 
 CHAIN = (
     r"(?:During handling of the above exception, another exception occurred:"

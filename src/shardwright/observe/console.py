@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from shardwright.observe.metrics import StepRecord
-from shardwright.printable import printable
 from shardwright.quantities import format_count, format_seconds
-from shardwright.text_folding import cut, folded
+from shardwright.text import cut, folded, printable
 
 _PATIENCE_S = 2.0
 _BETWEEN_PARTS_S = 10.0

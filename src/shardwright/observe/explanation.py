@@ -10,7 +10,7 @@ from shardwright.observe.report.parts import Compared
 from shardwright.plan import Alternative
 from shardwright.planner.replay import Sensitivity, sensitivities
 from shardwright.quantities import format_bytes, format_seconds
-from shardwright.text_table import align
+from shardwright.text import align
 
 __all__ = ["explanation_document", "format_explanation"]
 

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from shardwright.errors import UsageError
 from shardwright.files import DocumentError, UserFile, open_to_append, parse_json
-from shardwright.printable import shown
+from shardwright.text import shown
 
 _MOST_BYTES = 2 * 2**30  # millions of steps
 

@@ -4,9 +4,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from shardwright.plan import MemoryPrediction, Plan, Prediction
-from shardwright.printable import printable
 from shardwright.quantities import counted, format_bytes, format_parameters, format_seconds
-from shardwright.text_table import align
+from shardwright.text import align, printable
 
 __all__ = [
     "MEMORY_COLUMNS",

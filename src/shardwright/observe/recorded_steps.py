@@ -20,10 +20,10 @@ from pydantic import Field
 
 from shardwright.errors import UsageError
 from shardwright.files import Record, UserFile
-from shardwright.limits import MOST_RANKS
 from shardwright.observe.metrics import FOREIGN
 from shardwright.observe.run_folder import RunFolder
 from shardwright.observe.timeline import MeasuredEvent
+from shardwright.quantities import MOST_RANKS
 from shardwright.schedule import Action, Kind
 
 __all__ = ["ChosenSteps", "RankMemoryAfter", "RecordedStep", "StepsFile", "read_recorded_steps"]

@@ -36,7 +36,7 @@ from typing import IO, Literal
 
 from shardwright.errors import ConfigError
 from shardwright.files import is_left_by_another, open_to_append, replace_file
-from shardwright.printable import control_in, printable, shown
+from shardwright.text import control_in, printable, shown
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from shardwright.observe.plan_text import seconds_of_one_process
 from shardwright.observe.run_folder import RunFolder, show_path
 from shardwright.plan import Plan
 from shardwright.quantities import beside_prediction, format_seconds
-from shardwright.text_table import align
+from shardwright.text import align
 
 _LATEST = 1000
 """Steps whose medians are told: those of a long run that began slowly."""

@@ -14,10 +14,10 @@ from pydantic import (
 )
 
 from shardwright.files import Record
-from shardwright.limits import MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES_OF_RANK, MOST_STEPS
 from shardwright.mesh import canonical_placement
 from shardwright.model_graph import ModelGraph
 from shardwright.plan.prediction import Seconds
+from shardwright.quantities import MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES_OF_RANK, MOST_STEPS
 
 __all__ = [
     "Alternative",

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwright.plan import Plan, stage_of_label
 from shardwright.quantities import format_bytes, format_seconds
-from shardwright.text_table import align
+from shardwright.text import align
 
 __all__ = ["Change", "PlanDiff", "diff_plans"]
 

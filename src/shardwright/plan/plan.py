@@ -35,10 +35,9 @@ from shardwright.plan.decision import (
 from shardwright.plan.older_versions import brought_up
 from shardwright.plan.prediction import Prediction
 from shardwright.plan.tensor_plan import TensorPlan, cuts_by_name
-from shardwright.printable import shown
 from shardwright.problems import describe, field_names, join
 from shardwright.quantities import format_bytes, format_seconds
-from shardwright.text_table import align
+from shardwright.text import align, shown
 
 __all__ = ["PLAN_VERSION", "REMEDY", "Plan", "stage_of_label"]
 

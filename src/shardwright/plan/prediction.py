@@ -11,8 +11,8 @@ from pydantic import Field, NonNegativeInt, SerializerFunctionWrapHandler, model
 
 from shardwright.files import Record
 from shardwright.files.user_file import Positive
-from shardwright.limits import MOST_RANKS, MOST_RANKS_OF_HOST
 from shardwright.profile import Cost
+from shardwright.quantities import MOST_RANKS, MOST_RANKS_OF_HOST
 
 __all__ = [
     "Conditions",

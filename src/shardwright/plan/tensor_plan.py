@@ -29,8 +29,8 @@ from pydantic import (
 
 from shardwright.errors import StalePlanError
 from shardwright.files import Record
-from shardwright.limits import MOST_DIMS
 from shardwright.placement import Cut
+from shardwright.quantities import MOST_DIMS
 
 __all__ = ["CutText", "TensorPlan", "TensorPrices", "cuts_by_name", "cuts_by_pattern", "pattern_of"]
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.bucket_size import size_of_buckets
 from shardwright.cluster import Cluster, HostCosts, Link
 from shardwright.costs.calibration import ACTION_S, STEP_S
 from shardwright.mesh import Mesh
 from shardwright.plan import TensorPrices
 from shardwright.planner.layout import Layout
+from shardwright.shard_layout import size_of_buckets
 
 __all__ = [
     "NO_SUMS",

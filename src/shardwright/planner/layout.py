@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwright.bucket_size import size_of_buckets
 from shardwright.costs.calibration import OFFLOADED_CALL_S
 from shardwright.planner.chain import Chain, ParameterUse, StateBytes
 from shardwright.schedule import Edge, StageCost
+from shardwright.shard_layout import size_of_buckets
 
 __all__ = ["Layout"]
 

@@ -10,7 +10,7 @@ from math import prod
 
 from shardwright.catalogue import Layer, LayerChain
 from shardwright.errors import PlanError, UsageError
-from shardwright.model_graph import ModelGraph, Node
+from shardwright.model_graph import ModelGraph, Node, Work
 from shardwright.planner.chain import (
     CallCost,
     Chain,
@@ -22,7 +22,6 @@ from shardwright.planner.chain import (
 )
 from shardwright.planner.division import Division
 from shardwright.profile import Cost, Profile, UnitCost
-from shardwright.work import Work
 
 __all__ = ["build_chain", "chain_of"]
 

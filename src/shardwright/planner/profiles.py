@@ -25,11 +25,10 @@ from shardwright.costs.links import RankRates
 from shardwright.errors import ConfigError
 from shardwright.files import Record, UserFile, replace_file
 from shardwright.files.user_file import NonNegative, Positive
-from shardwright.limits import MOST_BYTES, MOST_RANKS, MOST_RANKS_OF_HOST
-from shardwright.model_graph import ModelGraph, Node
+from shardwright.model_graph import ModelGraph, Node, Work
 from shardwright.plan import CostRecord
 from shardwright.profile import Profile, UnitCost
-from shardwright.work import Work
+from shardwright.quantities import MOST_BYTES, MOST_RANKS, MOST_RANKS_OF_HOST
 
 __all__ = ["MEASURED_ERROR", "MeasuredProfile", "error_of", "estimate_profile"]
 

@@ -15,10 +15,9 @@ from dataclasses import asdict, dataclass, field, replace
 from shardwright.cluster import Link
 from shardwright.config import Config
 from shardwright.errors import PlanError
-from shardwright.limits import MOST_TIMES
 from shardwright.plan import Plan, Prediction
 from shardwright.plan.prediction import Conditions, LinkConditions
-from shardwright.quantities import counted, format_bytes
+from shardwright.quantities import MOST_TIMES, counted, format_bytes
 from shardwright.schedule import Edge, Schedule, Simulation, StageCost, build_schedule, simulate
 
 __all__ = [

@@ -12,8 +12,8 @@ from shardwright.errors import ConfigError
 from shardwright.files import DocumentError, UserFile, parse_json
 from shardwright.plan import Plan
 from shardwright.planner import overruled_settings
-from shardwright.printable import shown
 from shardwright.problems import join
+from shardwright.text import shown
 
 __all__ = ["following", "given_settings", "settings_from"]
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from shardwright.model_graph import ModelGraph, Node, ParameterSpec, TensorSpec, Unit, Value
+from shardwright.model_graph import ModelGraph, Node, ParameterSpec, TensorSpec, Unit, Value, Work
 from shardwright.tensorflow.step_graph import READS, Operation, StepGraph
-from shardwright.work import Work
 
 __all__ = ["ModelVariable", "model_graph"]
 

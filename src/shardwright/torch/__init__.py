@@ -7,8 +7,7 @@ and the processes of a data loader, do without.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shardwright.after_import import after_import
-from shardwright.collector import collector_paused
+from shardwright.after_import import after_import, collector_paused
 from shardwright.comm.collectives.backend import register_backend
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from shardwright.costs import calibration_of, calibration_of_nodes
 from shardwright.costs.calibration import ACTION_S, STEP_S
 from shardwright.costs.links import RankRates
 from shardwright.costs.run_cluster import cluster_of
-from shardwright.work import Work
+from shardwright.model_graph import Work
 
 REACHED = replace(
     calibration_of("A100").efficiencies,

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import ShardwrightError
-from shardwright.printable import printable
+from shardwright.text import printable
 
 from .good_files import READERS, Reader
 

@@ -22,8 +22,7 @@ from shardwright.observe.plan_text import format_plan_in_full
 from shardwright.observe.report import gather
 from shardwright.observe.report.page import render_page
 from shardwright.plan import Plan
-from shardwright.printable import control_in, printable
-from shardwright.text_table import align
+from shardwright.text import align, control_in, printable
 
 from .good_files import READERS
 

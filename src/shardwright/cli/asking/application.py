@@ -10,9 +10,8 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from shardwright.cli.asking.misuse import Group
-from shardwright.limits import MOST_NODES
-from shardwright.printable import printable
-from shardwright.text_folding import folded
+from shardwright.quantities import MOST_NODES
+from shardwright.text import folded, printable
 
 __all__ = [
     "NUM_RANKS",

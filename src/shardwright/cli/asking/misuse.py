@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from shardwright.errors import ConfigError, UsageError
-from shardwright.printable import printable
+from shardwright.text import printable
 
 __all__ = ["CommandLineError", "Group", "refuse_former", "reworded"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwright.errors import ConfigError, UsageError
-from shardwright.printable import printable
+from shardwright.text import printable
 
 if TYPE_CHECKING:
     from shardwright.catalogue import LayerChain, Transformer

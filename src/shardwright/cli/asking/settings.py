@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from shardwright.errors import ConfigError, UsageError
-from shardwright.printable import printable
+from shardwright.text import printable
 
 __all__ = ["ConfigFile", "Settings", "named_values", "number_of", "parse_settings", "read_settings"]
 

@@ -8,7 +8,7 @@ import typer
 from shardwright.cli.asking.application import AsJson, print_json, show_text
 from shardwright.errors import UsageError
 from shardwright.quantities import format_bytes, format_parameters
-from shardwright.text_table import align
+from shardwright.text import align
 
 __all__ = ["catalogue"]
 

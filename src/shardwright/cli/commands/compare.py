@@ -13,7 +13,7 @@ from shardwright.exit_codes import FAILED
 from shardwright.observe.report import gather
 from shardwright.observe.report.comparison import compare as compare_runs
 from shardwright.plan.diff import diff_plans
-from shardwright.text_table import align
+from shardwright.text import align
 
 __all__ = ["compare"]
 

@@ -7,7 +7,7 @@ import typer
 
 from shardwright.cli.asking.application import AsJson, print_json, show_text
 from shardwright.exit_codes import ENVIRONMENT
-from shardwright.text_table import align
+from shardwright.text import align
 
 __all__ = ["doctor"]
 

@@ -13,14 +13,13 @@ from shardwright.cli.asking.run_path import read_plan, run_path
 from shardwright.cli.asking.settings import named_values, number_of
 from shardwright.errors import UsageError
 from shardwright.files import replace_file
-from shardwright.limits import MOST_MICROBATCHES, MOST_RANKS
 from shardwright.observe.explanation import explanation_document, format_explanation
 from shardwright.observe.report.data import gather
 from shardwright.observe.timeline import MeasuredEvent, chrome_trace
 from shardwright.plan import Plan
 from shardwright.planner.replay import Change, Replay, base_setting, change_setting, play
-from shardwright.quantities import format_bytes, format_seconds
-from shardwright.text_table import align
+from shardwright.quantities import MOST_MICROBATCHES, MOST_RANKS, format_bytes, format_seconds
+from shardwright.text import align
 
 __all__ = ["explain"]
 

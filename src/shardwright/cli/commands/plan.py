@@ -30,7 +30,7 @@ from shardwright.cli.asking.model import (
 )
 from shardwright.cli.asking.settings import ConfigFile, Settings, parse_settings, read_settings
 from shardwright.errors import UsageError
-from shardwright.limits import MOST_RANKS
+from shardwright.quantities import MOST_RANKS
 
 if TYPE_CHECKING:
     from shardwright.cluster import Cluster

@@ -21,8 +21,8 @@ from shardwright.collectives.choose_on_devices import choice_rows, choices_by_si
 from shardwright.collectives.prices import PRICES_VARIABLE, read_prices
 from shardwright.errors import ConfigError
 from shardwright.files import UserFile
-from shardwright.limits import MOST_RANKS_OF_HOST
-from shardwright.text_table import align
+from shardwright.quantities import MOST_RANKS_OF_HOST
+from shardwright.text import align
 
 __all__ = ["choices_text", "probe"]
 

@@ -22,10 +22,16 @@ from shardwright.cli.asking.on_ranks import refuse_unwritable, run_for_files
 from shardwright.cli.asking.settings import ConfigFile, Settings, parse_settings, read_settings
 from shardwright.cluster import Link
 from shardwright.config import Config
-from shardwright.limits import MOST_RANKS_OF_HOST
 from shardwright.planner.profiles import MeasuredProfile
-from shardwright.quantities import counted, format_bandwidth, format_bytes, format_flops, format_seconds
-from shardwright.text_table import align
+from shardwright.quantities import (
+    MOST_RANKS_OF_HOST,
+    counted,
+    format_bandwidth,
+    format_bytes,
+    format_flops,
+    format_seconds,
+)
+from shardwright.text import align
 
 __all__ = ["profile"]
 

@@ -23,7 +23,6 @@ from shardwright.launch.ranks.agent import torchrun_command, torchrun_line
 from shardwright.launch.ranks.meeting_place import check_endpoint
 from shardwright.launch.ranks.request import LaunchRequest
 from shardwright.launch.ranks.smp_parameters import check_smp_parameters, read_smp_parameters
-from shardwright.limits import MOST_RANKS_OF_HOST, MOST_RESTARTS, MOST_SECONDS
 from shardwright.observe.run_folder import check_name, free_name
 from shardwright.observe.run_record import (
     Again,
@@ -35,7 +34,7 @@ from shardwright.observe.run_record import (
     going_further,
 )
 from shardwright.plan import Plan
-from shardwright.quantities import counted
+from shardwright.quantities import MOST_RANKS_OF_HOST, MOST_RESTARTS, MOST_SECONDS, counted
 
 __all__ = ["run"]
 

@@ -13,7 +13,7 @@ from shardwright.observe.run_folder import RunFolder
 from shardwright.observe.run_record import read_record, saved_step
 from shardwright.observe.summary import RunSummary, summarize
 from shardwright.quantities import format_seconds
-from shardwright.text_table import align
+from shardwright.text import align
 
 __all__ = ["runs"]
 

@@ -14,7 +14,7 @@ from shardwright.cli.asking.application import (
 )
 from shardwright.cli.showing.schedule_picture import SchedulePicture
 from shardwright.errors import UsageError
-from shardwright.limits import MOST_MICROBATCHES, MOST_RANKS, MOST_SECONDS, MOST_STAGES_OF_RANK
+from shardwright.quantities import MOST_MICROBATCHES, MOST_RANKS, MOST_SECONDS, MOST_STAGES_OF_RANK
 from shardwright.schedule import (
     KINDS,
     Schedule,

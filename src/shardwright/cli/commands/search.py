@@ -19,7 +19,7 @@ from shardwright.cli.asking.model import (
 from shardwright.cli.asking.settings import named_values, number_of
 from shardwright.errors import ConfigError, InfeasiblePlanError, UsageError
 from shardwright.quantities import format_bytes, format_parameters, format_seconds
-from shardwright.text_table import align
+from shardwright.text import align
 
 if TYPE_CHECKING:
     from shardwright.cli.asking.factory import Sample

@@ -14,7 +14,7 @@ from shardwright.observe.plan_text import format_plan, format_plan_in_full
 from shardwright.observe.run_folder import RunFolder
 from shardwright.observe.summary import format_summary, summarize
 from shardwright.plan import Plan
-from shardwright.printable import printable
+from shardwright.text import printable
 
 __all__ = ["show"]
 

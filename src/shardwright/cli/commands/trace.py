@@ -7,8 +7,8 @@ import typer
 from shardwright.cli.asking.application import AsJson, BuildOn, Factory, print_json, show_text
 from shardwright.cli.asking.model import check_factory
 from shardwright.cli.showing.graph_text import format_graph
-from shardwright.limits import MOST_STAGES_OF_RANK
 from shardwright.observe.console import Console
+from shardwright.quantities import MOST_STAGES_OF_RANK
 
 __all__ = ["trace"]
 

@@ -3,9 +3,8 @@
 from itertools import zip_longest
 
 from shardwright.model_graph import ModelGraph
-from shardwright.printable import printable
 from shardwright.quantities import counted, format_bytes, format_flops, format_parameters
-from shardwright.text_table import align
+from shardwright.text import align, printable
 
 __all__ = ["feeds", "format_graph"]
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from shardwright.cluster import Accelerator, Inventory, NodeKind
 from shardwright.quantities import counted, format_bandwidth, format_bytes, format_flops, format_seconds
-from shardwright.text_table import align
+from shardwright.text import align
 
 __all__ = ["format_machines"]
 

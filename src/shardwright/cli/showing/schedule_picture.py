@@ -10,7 +10,7 @@ from shardwright.quantities import format_seconds
 from shardwright.schedule import Schedule, StageCost, bubble_seconds, peak_activations, simulate
 from shardwright.schedule.actions import Action
 from shardwright.schedule.schedule import draw_rows
-from shardwright.text_table import align
+from shardwright.text import align
 
 __all__ = ["SchedulePicture"]
 

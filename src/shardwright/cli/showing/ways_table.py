@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardwright.costs import Offload, Recompute
 from shardwright.quantities import format_bytes, format_seconds
-from shardwright.text_table import align
+from shardwright.text import align
 
 if TYPE_CHECKING:
     from shardwright.planner.ways import Task, Way

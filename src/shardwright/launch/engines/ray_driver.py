@@ -29,7 +29,7 @@ from shardwright.comm.joining.run_secret import SECRET, new_secret
 from shardwright.launch.processes import EXITS_VARIABLE, ExitLog, WorkerExit
 from shardwright.launch.ranks.request import LaunchRequest, job_variables, result_folders
 from shardwright.launch.ranks.verdict import WORKER_CRASHED, exit_code, failure_report
-from shardwright.printable import printable
+from shardwright.text import printable
 
 _GRACE_S = 30.0
 

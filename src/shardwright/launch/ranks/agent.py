@@ -19,7 +19,7 @@ from shardwright.errors import LaunchError
 from shardwright.launch.processes import EXITS_VARIABLE, SAVED_AND_REQUEUE, ExitLog
 from shardwright.launch.ranks.request import LaunchRequest, job_variables, result_folders
 from shardwright.launch.ranks.verdict import WORKER_CRASHED, exit_code, failure_report
-from shardwright.printable import printable
+from shardwright.text import printable
 
 
 def as_it_is(words: Iterable[str]) -> list[str]:

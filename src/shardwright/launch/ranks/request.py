@@ -34,8 +34,8 @@ from shardwright.launch.ranks.rank_environment import (
     to_text,
 )
 from shardwright.launch.ranks.smp_parameters import encode_smp_parameters, read_smp_parameters
-from shardwright.limits import MOST_NODES, MOST_RANKS_OF_HOST, MOST_RESTARTS, MOST_SECONDS
-from shardwright.printable import control_in, shown
+from shardwright.quantities import MOST_NODES, MOST_RANKS_OF_HOST, MOST_RESTARTS, MOST_SECONDS
+from shardwright.text import control_in, shown
 
 CPU_MODE = "shardwright.cpu_mode"
 """The module that starts a script in CPU mode."""

@@ -15,9 +15,9 @@ from typing import Any, TypeGuard, get_args
 from shardwright.config import Config, PipelineKind
 from shardwright.errors import ConfigError
 from shardwright.files import DocumentError, UserFile, parse_json
-from shardwright.limits import MOST_RANKS
-from shardwright.printable import printable, shown
 from shardwright.problems import join
+from shardwright.quantities import MOST_RANKS
+from shardwright.text import printable, shown
 
 __all__ = ["check_smp_parameters", "check_world", "encode_smp_parameters", "read_smp_parameters"]
 

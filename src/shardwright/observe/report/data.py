@@ -34,7 +34,7 @@ from shardwright.observe.run_folder import RunFolder
 from shardwright.plan import MemoryPrediction, Plan
 from shardwright.planner.replay import Replay, base_setting, play
 from shardwright.planner.waterfall import RankMemory, Waterfall, break_down, memory_over_time
-from shardwright.printable import printable
+from shardwright.text import printable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

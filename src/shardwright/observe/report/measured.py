@@ -8,13 +8,13 @@ from typing import Any
 
 from shardwright.errors import UsageError
 from shardwright.files import UserFile
-from shardwright.limits import MOST_RANKS
 from shardwright.observe.metrics import FOREIGN, Metric, finite, number_or_none, to_number
 from shardwright.observe.recorded_steps import RecordedStep, read_recorded_steps
 from shardwright.observe.run_folder import RunFolder
 from shardwright.observe.timeline import HOST_LANE, MEMORY_IN_USE
-from shardwright.printable import printable, shown
+from shardwright.quantities import MOST_RANKS
 from shardwright.schedule import Kind, Simulation
+from shardwright.text import printable, shown
 
 MOST_LANES = 24
 """Ranks shown one by one; of more, some stand for all."""

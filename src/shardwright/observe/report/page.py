@@ -35,8 +35,8 @@ from shardwright.observe.report.sections import (
 from shardwright.observe.report.timeline_chart import Figure, escape
 from shardwright.observe.report.verdict import Verdict
 from shardwright.plan import Plan
-from shardwright.printable import printable
 from shardwright.quantities import counted, format_bytes, format_parameters, format_seconds
+from shardwright.text import printable
 
 _WIDTH, _HEIGHT, _MOST_POINTS = 240, 44, 200
 

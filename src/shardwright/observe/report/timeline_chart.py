@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardwright.observe.report.measured import WORK, Span
-from shardwright.printable import printable
+from shardwright.text import printable
 
 
 def escape(text: str) -> str:

@@ -24,8 +24,8 @@ from shardwright.costs import (
     known_runtimes,
 )
 from shardwright.errors import ConfigError
-from shardwright.limits import MOST_RANKS
-from shardwright.printable import shown
+from shardwright.quantities import MOST_RANKS
+from shardwright.text import shown
 
 __all__ = ["MOST_BATCH", "NOT_RUN_YET", "Task", "does_not_run", "runs_experts", "runs_shards"]
 

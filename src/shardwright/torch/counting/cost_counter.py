@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from shardwright.model_graph import Work
 from shardwright.torch._private import FakeTensor, HigherOrderOperator, fake_mode_is_active, storage_key
 from shardwright.torch.counting.operation_work import (
     RepeatedWrites,
@@ -26,7 +27,6 @@ from shardwright.torch.interception.deferred import spec_of
 from shardwright.torch.pytorch.functions import is_batch_norm_in_training, reduced_elements
 from shardwright.torch.randomness import Draw, describe_draw
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
-from shardwright.work import Work
 
 __all__ = ["CostCounter", "Counts", "Watch", "class_key", "cost_class"]
 

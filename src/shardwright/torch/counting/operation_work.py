@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from shardwright.model_graph import Work
 from shardwright.torch.pytorch.source_line import called_from, outermost_checkpoint
-from shardwright.work import Work
 
 aten = torch.ops.aten
 

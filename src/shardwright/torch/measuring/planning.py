@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright.after_import import collector_paused
 from shardwright.cluster import Cluster
-from shardwright.collector import collector_paused
 from shardwright.comm.joining.process_group import tell_all
 from shardwright.config import Config
 from shardwright.costs.calibration import DIVIDED_OPERATION_S

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.bucket_size import size_of_buckets
 from shardwright.errors import UsageError
+from shardwright.shard_layout import size_of_buckets
 from shardwright.torch.backward.split_backward import notify_gradients
 from shardwright.torch.pytorch.modules import all_parameters
 from shardwright.torch.replicas.bucket_order import BucketOrder, Turn

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shardwright.model_graph import Work
 from shardwright.torch.units.dry_run import trace_model
-from shardwright.work import Work
 
 SAMPLES, WIDTH = 4, 8
 

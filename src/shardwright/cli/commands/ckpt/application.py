@@ -22,7 +22,7 @@ from shardwright.cli.commands.ckpt.import_ import import_
 from shardwright.errors import CheckpointError, CorruptCheckpointError, NonFiniteError, UsageError
 from shardwright.observe.run_folder import held
 from shardwright.quantities import counted, format_bytes
-from shardwright.text_table import align
+from shardwright.text import align
 
 __all__ = ["application"]
 
