@@ -13,16 +13,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    SerializerFunctionWrapHandler,
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_serializer,
 )
 
 from shardwright.errors import ConfigError, ShardwrightError
@@ -197,6 +199,17 @@ class Record(BaseModel):
 
     # Validators are made with the first object of a class: most processes use few of the classes.
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    left_out: ClassVar[tuple[str, ...]] = ()
+    """Fields that files leave out at their defaults: versions that do not know them read such files."""
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = serialize(self)
+        for name in self.left_out:
+            if getattr(self, name) == type(self).model_fields[name].get_default(call_default_factory=True):
+                found.pop(name, None)
+        return found
 
     @field_validator("*", mode="before")
     @classmethod

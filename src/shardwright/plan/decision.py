@@ -2,14 +2,12 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
     NonNegativeInt,
-    SerializerFunctionWrapHandler,
     field_validator,
-    model_serializer,
     model_validator,
 )
 
@@ -47,6 +45,8 @@ class MeshPlan(Record):
         expert: ranks that share the experts of a stage.
         placement_strategy: permutation of ``D``, ``P``, ``T``; the rightmost varies fastest over the ranks.
     """
+
+    left_out: ClassVar = ("tensor", "context", "expert")
 
     pipeline: Degree = 1
     data: Degree = 1
@@ -106,13 +106,6 @@ class MeshPlan(Record):
         """How ranks share a batch, behind other degrees: `` x context 2``; empty where they do not."""
         degrees = {"context": self.context, "expert": self.expert, "tensor": self.tensor}
         return "".join(f" x {name} {degree}" for name, degree in degrees.items() if degree > 1)
-
-    @model_serializer(mode="wrap")
-    def _without_ones(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves `tensor`, `context` and `expert` out where they are 1, for older versions."""
-        found: dict[str, Any] = serialize(self)
-        ones = [name for name in ("tensor", "context", "expert") if found.get(name) == 1]
-        return {name: value for name, value in found.items() if name not in ones}
 
 
 class SchedulePlan(Record):

@@ -3,20 +3,21 @@
 A plan is the runtime's only input: "automatic", "manual" and "from a file" differ only in who wrote it. The
 file is versioned JSON, and carries a fingerprint of the model, so that another model's plan is refused with
 the difference.
+
+Files of older versions of the format are read:
+
+| version | what it changed |
+| --- | --- |
+| 2 | `prediction.memory` has the unit in its names: `activations_bytes`, not `activations` |
+| 2, later | no corrections by earlier runs: `prediction.correction`, `prediction.conditions.outside_s` |
 """
 
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import (
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, ValidationError, model_validator
 
 from shardwright import __version__
 from shardwright.errors import PlanError, StalePlanError
@@ -32,14 +33,13 @@ from shardwright.plan.decision import (
     Trial,
     difference_of_units,
 )
-from shardwright.plan.older_versions import brought_up
 from shardwright.plan.prediction import Prediction
 from shardwright.plan.tensor_plan import TensorPlan, cuts_by_name
 from shardwright.problems import describe, field_names, join
 from shardwright.quantities import format_bytes, format_seconds
 from shardwright.text import align, shown
 
-__all__ = ["PLAN_VERSION", "REMEDY", "Plan", "stage_of_label"]
+__all__ = ["PLAN_VERSION", "REMEDY", "Plan", "brought_up", "stage_of_label"]
 
 PLAN_VERSION = 2
 
@@ -65,6 +65,8 @@ class Plan(Record):
         pins: the settings that the user fixed.
         trials: plans that were run for some steps before this one was chosen, itself first.
     """
+
+    left_out: ClassVar = ("tensor",)
 
     plan_version: Literal[2] = 2
     created_by: str = f"shardwright {__version__}"
@@ -290,14 +292,6 @@ class Plan(Record):
                 f"Start {self.mesh.world_size}, or make the plan anew."
             )
 
-    @model_serializer(mode="wrap")
-    def _without_tensor(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves `tensor` out where it is None: such files are read by versions that do not know it."""
-        found: dict[str, Any] = serialize(self)
-        if found.get("tensor") is None:
-            found.pop("tensor", None)
-        return found
-
     def table(self) -> str:
         """The stages as a text table."""
         header = ["stage", "rank", "units", "parameters", "forward", "backward", "sends"]
@@ -337,3 +331,38 @@ def _span(units: Sequence[str]) -> str:
 def stage_of_label(plan: Plan) -> Mapping[str, int]:
     """The stage of every unit call."""
     return {label: index for index, stage in enumerate(plan.stages) for label in stage.units}
+
+
+_MEMORY = ("parameters", "gradients", "optimizer", "activations", "batch", "work")
+
+
+def brought_up(document: dict[str, Any]) -> dict[str, Any]:
+    """A plan's JSON object in the form of this version; what is of none of the older ones stays as it is."""
+    version = document.get("plan_version")
+    found = _from_1(document) if version == 1 and not isinstance(version, bool) else document
+    return _without_corrections(found)
+
+
+def _without_corrections(document: dict[str, Any]) -> dict[str, Any]:
+    prediction = document.get("prediction")
+    if not isinstance(prediction, dict):
+        return document
+    kept = {name: value for name, value in prediction.items() if name != "correction"}
+    if isinstance(conditions := kept.get("conditions"), dict):
+        kept["conditions"] = {name: value for name, value in conditions.items() if name != "outside_s"}
+    return {**document, "prediction": kept}
+
+
+def _from_1(document: dict[str, Any]) -> dict[str, Any]:
+    found = {**document, "plan_version": 2}
+    prediction = document.get("prediction")
+    if isinstance(prediction, dict) and isinstance(memory := prediction.get("memory"), list):
+        found["prediction"] = {**prediction, "memory": [_with_units(part) for part in memory]}
+    return found
+
+
+def _with_units(memory: Any) -> Any:
+    """The memory of a rank; anything else is for the reader to refuse."""
+    if not isinstance(memory, dict):
+        return memory
+    return {f"{name}_bytes" if name in _MEMORY else name: value for name, value in memory.items()}

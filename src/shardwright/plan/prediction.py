@@ -5,9 +5,9 @@ has neither the model nor the cluster.
 """
 
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, NonNegativeInt
 
 from shardwright.files import Record
 from shardwright.files.user_file import Positive
@@ -79,6 +79,8 @@ class Conditions(Record):
         memory_limit_bytes: memory that a rank may use; 0: no limit was known.
     """
 
+    left_out: ClassVar = ("settling_s", "forward_overhead_s")
+
     flows: tuple[FlowConditions, ...] = ()
     hosts: tuple[NonNegativeInt, ...]
     intra_node: LinkConditions
@@ -96,15 +98,6 @@ class Conditions(Record):
     hidden_s: Seconds = 0.0
     window_s: Seconds = 0.0
     memory_limit_bytes: NonNegativeInt = 0
-
-    @model_serializer(mode="wrap")
-    def _without_newer(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves newer fields out where they are 0: versions that do not know them read such files."""
-        found: dict[str, Any] = serialize(self)
-        for name in ("settling_s", "forward_overhead_s"):
-            if found.get(name) == 0:
-                del found[name]
-        return found
 
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -141,6 +134,8 @@ class StagePrediction(CostRecord):
         exchange_bytes: that one of them sends meanwhile.
     """
 
+    left_out: ClassVar = ("forward_exchange_s", "backward_exchange_s", "exchange_bytes")
+
     recompute_s: Seconds = 0.0
     offload_bytes: NonNegativeInt = 0
     window_bytes: NonNegativeInt = 0
@@ -150,15 +145,6 @@ class StagePrediction(CostRecord):
     forward_exchange_s: Seconds = 0.0
     backward_exchange_s: Seconds = 0.0
     exchange_bytes: NonNegativeInt = 0
-
-    @model_serializer(mode="wrap")
-    def _without_exchange(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves the exchange out where there is none: versions that do not know it read such files."""
-        found: dict[str, Any] = serialize(self)
-        if not (self.exchange_bytes or self.forward_exchange_s or self.backward_exchange_s):
-            for name in ("forward_exchange_s", "backward_exchange_s", "exchange_bytes"):
-                found.pop(name, None)
-        return found
 
 
 class MemoryPrediction(Record):
@@ -206,6 +192,8 @@ class Prediction(Record):
         conditions: what the step was simulated with; None in plans of versions that did not keep it.
     """
 
+    left_out: ClassVar = ("alone_s", "replicas_s")
+
     step_s: Seconds
     sync_s: Seconds = 0.0
     bubble: Fraction
@@ -217,12 +205,3 @@ class Prediction(Record):
     alone_s: Seconds = 0.0
     replicas_s: Seconds = 0.0
     conditions: Conditions | None = None
-
-    @model_serializer(mode="wrap")
-    def _without_newer(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves newer fields out where they are 0: versions that do not know them read such files."""
-        found: dict[str, Any] = serialize(self)
-        for name in ("alone_s", "replicas_s"):
-            if found.get(name) == 0:
-                del found[name]
-        return found

@@ -15,16 +15,14 @@ without any, each rank has all of it.
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     Field,
     PlainSerializer,
     PlainValidator,
-    SerializerFunctionWrapHandler,
     ValidationInfo,
     field_validator,
-    model_serializer,
 )
 
 from shardwright.errors import StalePlanError
@@ -165,6 +163,8 @@ class TensorPlan(Record):
             these ranks share layers; left out of files where there are none.
     """
 
+    left_out: ClassVar = ("between_units", "cut_again", "experts")
+
     prices: TensorPrices
     cuts: dict[str, CutText] = Field(default_factory=dict)
     between_units: Annotated[int, Field(ge=0, le=MOST_DIMS)] | None = None
@@ -206,15 +206,3 @@ class TensorPlan(Record):
             cut_again=cut_again,
             experts=tuple(name for name in by_pattern if name in of_experts),
         )
-
-    @model_serializer(mode="wrap")
-    def _without_whole(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves out how tensors are cut where they are not: versions that do not know it read such files."""
-        found: dict[str, Any] = serialize(self)
-        if found.get("between_units") is None:
-            found.pop("between_units", None)
-        if found.get("cut_again") is None:
-            found.pop("cut_again", None)
-        if not found.get("experts"):
-            found.pop("experts", None)
-        return found

@@ -30,6 +30,7 @@ __all__ = [
     "ActionGraph",
     "Message",
     "check_host_copies",
+    "check_owner",
     "compile_actions",
     "host_copies_of",
     "row_with_host_copies",
@@ -150,6 +151,20 @@ def host_copies_of(
             yield rank_of[consumer], Action(kind, waits.stage, waits.microbatch), leaves_s, ends_s
 
 
+def check_owner(action: Action, rank: int, stage_ranks: Sequence[int], num_microbatches: int) -> None:
+    """Refuses an action of a stage or a microbatch that is not there, or of another rank's stage."""
+    if not (0 <= action.stage < len(stage_ranks) and 0 <= action.microbatch < num_microbatches):
+        raise ScheduleError(
+            f"rank {rank} holds {action}, but there are {len(stage_ranks)} stages and {num_microbatches} "
+            "microbatches, numbered from 0. Remove it."
+        )
+    if stage_ranks[action.stage] != rank:
+        raise ScheduleError(
+            f"rank {rank} holds {action}, but stage {action.stage} is on rank {stage_ranks[action.stage]}. "
+            "Move the action there."
+        )
+
+
 class _Compiler:
     """Holds the tables while a graph is made."""
 
@@ -179,7 +194,7 @@ class _Compiler:
                     table = self.weight
                 else:
                     continue
-                self._check_owner(action, rank)
+                check_owner(action, rank, self.ranks, self.m)
                 key = action.stage * m + action.microbatch
                 if table[key] >= 0:
                     raise ScheduleError(f"rank {rank} runs {action} twice. Remove one of the two.")
@@ -188,14 +203,6 @@ class _Compiler:
             self.graph.rows.append(range(first, len(actions)))
         self.graph.sends = [[] for _ in actions]
         self.graph.num_inputs = [0] * len(actions)
-
-    def _check_owner(self, action: Action, rank: int) -> None:
-        stage, microbatch = action.stage, action.microbatch
-        if not (0 <= stage < len(self.ranks) and 0 <= microbatch < self.m and self.ranks[stage] == rank):
-            raise ScheduleError(
-                f"row {rank} holds {action}, but with stage_ranks {tuple(self.ranks)} and {self.m} "
-                "microbatches it has no such work. Move the action to the rank of its stage, or remove it."
-            )
 
     def check_complete(self) -> None:
         """Refuses rows that leave out a microbatch of some stage."""
@@ -271,7 +278,7 @@ class _Compiler:
                 if action.is_compute:
                     latest += 1
                 elif action.kind is Kind.SEND_F or action.kind is Kind.SEND_B:
-                    self._check_owner(action, rank)
+                    check_owner(action, rank, self.ranks, self.m)
                     self._read_send(action, rank, latest, index)
         self._check_all_sent()
 

@@ -17,8 +17,8 @@ That rows reach their end shows in `simulate`, which refuses a deadlock.
 from collections.abc import Iterator, Sequence
 
 from shardwright.errors import ScheduleError
-from shardwright.schedule.action_graph import check_host_copies
-from shardwright.schedule.actions import COMPUTE, TRANSFERS, Action, Edge, Kind, check_edges
+from shardwright.schedule.action_graph import check_owner, compile_actions
+from shardwright.schedule.actions import TRANSFERS, Action, Edge, Kind, check_edges
 from shardwright.schedule.lower import lower
 from shardwright.schedule.schedule import Schedule
 
@@ -26,9 +26,6 @@ __all__ = ["validate"]
 
 MessageKey = tuple[Kind, int, int, int]
 """Kind of its send, sending stage, receiving stage, microbatch."""
-
-_Places = dict[tuple[Kind, int, int], int]
-"""(kind, stage, microbatch) -> place in the row of the stage's rank."""
 
 _SENDS = (Kind.SEND_F, Kind.SEND_B)
 
@@ -46,110 +43,28 @@ def validate(schedule: Schedule, edges: Sequence[Edge] | None = None) -> None:
     >>> from shardwright.schedule import build_schedule
     >>> validate(build_schedule("zb_v", stage_ranks=(0, 1, 1, 0), num_microbatches=4))
     """
-    edges = check_edges(edges, num_stages=schedule.num_stages)
-    places = _find_compute(schedule)
-    _check_complete(schedule, places)
-    _check_local_order(schedule, places, edges)
+    num_stages = schedule.num_stages
+    edges = check_edges(edges, num_stages=num_stages)
     for rank, row in enumerate(schedule.actions):
-        check_host_copies(row, rank)
+        for action in row:
+            check_owner(action, rank, schedule.stage_ranks, schedule.num_microbatches)
+            if (action.peer is None) == (action.kind in TRANSFERS) or (
+                action.peer or 0
+            ) >= schedule.num_stages:
+                raise ScheduleError(
+                    f"rank {rank}: {action} names peer stage {action.peer}. "
+                    f"A transfer has one of {num_stages} stages, all else none."
+                )
+    compile_actions(
+        [[action for action in row if action.kind not in TRANSFERS] for row in schedule.actions],
+        stage_ranks=schedule.stage_ranks,
+        num_microbatches=schedule.num_microbatches,
+        edges=edges,
+    )
     if not schedule.has_transfers:
         schedule = lower(schedule, edges)
-        places = _find_compute(schedule)
-    messages = list(_expected_messages(schedule, edges))
-    _check_transfers(schedule, places, messages)
+    _check_transfers(schedule, list(_expected_messages(schedule, edges)))
     _check_channels(schedule)
-
-
-def _find_compute(schedule: Schedule) -> _Places:
-    places: _Places = {}
-    for rank, row in enumerate(schedule.actions):
-        for place, action in enumerate(row):
-            _check_owner(schedule, rank, action)
-            key = (action.kind, action.stage, action.microbatch)
-            if action.kind in COMPUTE and key in places:
-                raise ScheduleError(f"rank {rank} runs {action} twice. Remove one of the two.")
-            if action.kind in COMPUTE:
-                places[key] = place
-    return places
-
-
-def _check_owner(schedule: Schedule, rank: int, action: Action) -> None:
-    n, m = schedule.num_stages, schedule.num_microbatches
-    if not 0 <= action.stage < n or not 0 <= action.microbatch < m:
-        raise ScheduleError(
-            f"rank {rank} holds {action}, but there are {n} stages and {m} microbatches, numbered from 0. "
-            "Remove it."
-        )
-    owner = schedule.stage_ranks[action.stage]
-    if owner != rank:
-        raise ScheduleError(
-            f"rank {rank} holds {action}, but stage {action.stage} is on rank {owner}. Move the action there."
-        )
-    if (action.peer is None) == (action.kind in TRANSFERS) or (action.peer or 0) not in range(n):
-        raise ScheduleError(
-            f"rank {rank}: {action} names peer stage {action.peer}. "
-            f"A transfer has one of {n} stages, all else none."
-        )
-
-
-def _check_complete(schedule: Schedule, places: _Places) -> None:
-    has_backward = schedule.has_backward
-    for stage, rank in enumerate(schedule.stage_ranks):
-        for k in range(schedule.num_microbatches):
-            if (Kind.FORWARD, stage, k) not in places:
-                _refuse_missing(Action(Kind.FORWARD, stage, k), rank)
-            halves = [(kind, stage, k) in places for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)]
-            if (Kind.BACKWARD, stage, k) in places:
-                if any(halves):
-                    half = Kind.BACKWARD_INPUT if halves[0] else Kind.BACKWARD_WEIGHT
-                    raise ScheduleError(
-                        f"rank {rank} runs {Action(half, stage, k)} and the whole backward "
-                        f"{Action(Kind.BACKWARD, stage, k)} too. Keep B, or I and W."
-                    )
-            elif any(halves) and not all(halves):
-                missing = Kind.BACKWARD_WEIGHT if halves[0] else Kind.BACKWARD_INPUT
-                _refuse_missing(Action(missing, stage, k), rank)
-            elif has_backward and not any(halves):
-                _refuse_missing(Action(Kind.BACKWARD, stage, k), rank)
-
-
-def _refuse_missing(action: Action, rank: int) -> None:
-    raise ScheduleError(
-        f"{action} is missing. Add it to the row of rank {rank}, which runs stage {action.stage}."
-    )
-
-
-def _check_local_order(schedule: Schedule, places: _Places, edges: Sequence[Edge]) -> None:
-    """Checks the order of a rank's own work in its row."""
-    for kind, stage, k in places:
-        if kind is Kind.BACKWARD_WEIGHT:
-            _check_pair(schedule, places, (Kind.BACKWARD_INPUT, stage, k), (kind, stage, k))
-        elif kind is not Kind.FORWARD:
-            _check_pair(schedule, places, (Kind.FORWARD, stage, k), (kind, stage, k))
-    for edge in edges:
-        if schedule.stage_ranks[edge.source] != schedule.stage_ranks[edge.target]:
-            continue
-        for k in range(schedule.num_microbatches):
-            _check_pair(schedule, places, (Kind.FORWARD, edge.source, k), (Kind.FORWARD, edge.target, k))
-            if edge.has_gradient and schedule.has_backward:
-                first, second = _backward(places, edge.target, k), _backward(places, edge.source, k)
-                _check_pair(schedule, places, (first, edge.target, k), (second, edge.source, k))
-
-
-def _check_pair(
-    schedule: Schedule, places: _Places, first: tuple[Kind, int, int], second: tuple[Kind, int, int]
-) -> None:
-    if places[first] > places[second]:
-        raise ScheduleError(
-            f"rank {schedule.stage_ranks[second[1]]} runs {Action(*second)} before {Action(*first)}, "
-            "which it needs. Put it later in its row."
-        )
-
-
-def _backward(places: _Places, stage: int, microbatch: int) -> Kind:
-    """The action that makes and takes gradients."""
-    whole = (Kind.BACKWARD, stage, microbatch) in places
-    return Kind.BACKWARD if whole else Kind.BACKWARD_INPUT
 
 
 def _expected_messages(schedule: Schedule, edges: Sequence[Edge]) -> Iterator[MessageKey]:
@@ -173,8 +88,9 @@ def _message_key(action: Action) -> MessageKey:
     return (action.kind, action.stage, peer, action.microbatch)
 
 
-def _check_transfers(schedule: Schedule, places: _Places, messages: Sequence[MessageKey]) -> None:
+def _check_transfers(schedule: Schedule, messages: Sequence[MessageKey]) -> None:
     """Each message is sent once, after it is made, and received once, before it is used."""
+    places = {(a.kind, a.stage, a.microbatch): at for row in schedule.actions for at, a in enumerate(row)}
     expected = set(messages)
     found: dict[tuple[bool, MessageKey], tuple[int, Action]] = {}
     for rank, row in enumerate(schedule.actions):
@@ -204,7 +120,9 @@ def _check_transfers(schedule: Schedule, places: _Places, messages: Sequence[Mes
                     f"Add it to the row of rank {rank}, or lower the compute actions anew."
                 )
             place, action = found[is_send, key]
-            compute = Kind.FORWARD if kind is Kind.SEND_F else _backward(places, stage, k)
+            is_whole = (Kind.BACKWARD, stage, k) in places
+            backward = Kind.BACKWARD if is_whole else Kind.BACKWARD_INPUT
+            compute = Kind.FORWARD if kind is Kind.SEND_F else backward
             if (place < places[compute, stage, k]) == is_send:
                 relation = "before it is made" if is_send else "after it is needed"
                 raise ScheduleError(

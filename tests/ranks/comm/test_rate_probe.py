@@ -50,8 +50,8 @@ def probe(folder):
 
 
 def test_the_present_machines_are_a_cluster(tmp_path):
+    from shardwright.cli.commands.catalogue import format_machines
     from shardwright.cli.commands.probe import choices_text
-    from shardwright.cli.showing.machines_text import format_machines
     from shardwright.collectives.prices import read_prices
 
     run_ranks(probe, 2, str(tmp_path), timeout_s=150)

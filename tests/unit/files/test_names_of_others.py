@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from observe.run_folders import run_folder
 from planned import planned
 
-from shardwright.cli.showing.graph_text import format_graph
+from shardwright.cli.commands.trace import format_graph
 from shardwright.errors import ConfigError, PlanError
 from shardwright.launch import Estimator, Kubernetes, Slurm
 from shardwright.model_graph import ModelGraph

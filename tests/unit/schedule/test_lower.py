@@ -271,5 +271,5 @@ def test_compute_that_cannot_run_is_refused(rows, words):
 
 def test_an_action_on_the_wrong_rank_is_refused():
     rows = ((Action(Kind.FORWARD, 1, 0),), (Action(Kind.FORWARD, 0, 0),))
-    with pytest.raises(ScheduleError, match="row 0 holds 1F0"):
+    with pytest.raises(ScheduleError, match="rank 0 holds 1F0"):
         lower(Schedule("test", (0, 1), 1, rows))

@@ -280,7 +280,7 @@ ONE = unit_costs(1)
         ),
         (
             {"schedule": Schedule("x", (0,), 1, ((FORWARD, Action(Kind.SEND_F, 3, 0, 1)),)), "costs": ONE},
-            "row 0 holds 3SEND_F0",
+            "rank 0 holds 3SEND_F0",
         ),
     ],
 )

@@ -43,13 +43,13 @@ def test_a_sound_schedule_passes():
         (("0F0 0F1 0B0",), "0B1 is missing"),
         (("0F0 0F0 0B0",), "rank 0 runs 0F0 twice"),
         (("0F0 0B0 0B0",), "rank 0 runs 0B0 twice"),
-        (("0F0 0B0 0W0",), "runs 0W0 and the whole backward 0B0 too"),
-        (("0F0 0I0 0W0 0B0",), "runs 0I0 and the whole backward 0B0 too"),
+        (("0F0 0B0 0W0",), "0B0 and its half 0W0 are both there"),
+        (("0F0 0I0 0W0 0B0",), "rank 0 runs 0B0 twice"),
         # 2. In order.
-        (("0B0 0F0",), "rank 0 runs 0B0 before 0F0, which it needs"),
-        (("0F0 0W0 0I0",), "rank 0 runs 0W0 before 0I0"),
-        (("0F0 1F0 0B0 1B0",), "rank 0 runs 0B0 before 1B0"),
-        (("1F0 0F0 1B0 0B0",), "rank 0 runs 1F0 before 0F0"),
+        (("0B0 0F0",), "0B0 needs 0F0, which comes after it"),
+        (("0F0 0W0 0I0",), "0W0 needs 0I0, which"),
+        (("0F0 1F0 0B0 1B0",), "0B0 needs 1B0, which"),
+        (("1F0 0F0 1B0 0B0",), "1F0 needs 0F0, which"),
         # Compute alone can deadlock across ranks.
         (("0F0 2F0 0F1 2F1 2B0 2B1 0B0 0B1", "1F1 1F0 1B0 1B1"), "2F0 on rank 0 waits for ever"),
         # 3. Each message is sent and received once, in time.

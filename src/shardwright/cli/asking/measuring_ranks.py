@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shardwright.cli.asking.application import say
 from shardwright.cli.asking.factory import build
-from shardwright.cli.asking.measuring_order import Order
+from shardwright.cli.asking.on_ranks import Order
 from shardwright.config import Config
 from shardwright.errors import ShardwrightError
 from shardwright.exit_codes import exit_code_of

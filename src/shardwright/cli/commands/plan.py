@@ -18,7 +18,6 @@ from shardwright.cli.asking.application import (
     say,
     show_text,
 )
-from shardwright.cli.asking.measuring_order import RANKS, Order, refuse_broken
 from shardwright.cli.asking.model import (
     DTYPE_HELP,
     DTYPES,
@@ -33,6 +32,7 @@ from shardwright.errors import UsageError
 from shardwright.quantities import MOST_RANKS
 
 if TYPE_CHECKING:
+    from shardwright.cli.asking.on_ranks import Order
     from shardwright.cluster import Cluster
     from shardwright.config import Config
     from shardwright.plan import Plan
@@ -118,6 +118,7 @@ def plan(
     shardwright plan model.py:build -n 2 --verify 3
     """
     # Here, because they import pydantic: --help answers before.
+    from shardwright.cli.asking.on_ranks import Order
     from shardwright.config import Config
     from shardwright.planner.profiles import MeasuredProfile
 
@@ -316,10 +317,10 @@ def _check(config: "Config", world: int) -> None:
 
 
 def _verified(
-    order: Order, *, world: int, num_nodes: int, node_rank: int | None, endpoint: str | None
+    order: "Order", *, world: int, num_nodes: int, node_rank: int | None, endpoint: str | None
 ) -> "Plan | None":
     """The plan that was fastest of those that were tried; None on hosts that have not got it."""
-    from shardwright.cli.asking.on_ranks import run_for_files
+    from shardwright.cli.asking.on_ranks import RANKS, refuse_broken, run_for_files
     from shardwright.plan import Plan
 
     if world % num_nodes:

@@ -15,7 +15,7 @@ from shardwright.cli.asking.application import (
     show_text,
 )
 from shardwright.cli.asking.on_ranks import run_for_files
-from shardwright.cli.showing.machines_text import format_machines
+from shardwright.cli.commands.catalogue import format_machines
 from shardwright.cluster.cluster_file import read_inventory
 from shardwright.collectives.choose_on_devices import choice_rows, choices_by_size, crossovers
 from shardwright.collectives.prices import PRICES_VARIABLE, read_prices

@@ -17,8 +17,7 @@ from shardwright.cli.asking.application import (
     say,
     show_text,
 )
-from shardwright.cli.asking.measuring_order import RANKS, Order, refuse_broken
-from shardwright.cli.asking.on_ranks import refuse_unwritable, run_for_files
+from shardwright.cli.asking.on_ranks import RANKS, Order, refuse_broken, refuse_unwritable, run_for_files
 from shardwright.cli.asking.settings import ConfigFile, Settings, parse_settings, read_settings
 from shardwright.cluster import Link
 from shardwright.config import Config

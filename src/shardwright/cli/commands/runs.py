@@ -1,12 +1,12 @@
 """``shardwright runs``: lists the runs of a folder."""
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from shardwright.cli.asking.application import AsJson, print_json, show_text
-from shardwright.cli.showing.summary_document import summary_document
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.observe.console import format_loss, format_rate
 from shardwright.observe.run_folder import RunFolder
@@ -15,7 +15,7 @@ from shardwright.observe.summary import RunSummary, summarize
 from shardwright.quantities import format_seconds
 from shardwright.text import align
 
-__all__ = ["runs"]
+__all__ = ["runs", "summary_document"]
 
 RunDir = Annotated[Path, typer.Argument(metavar="DIR", help="Folder that holds the run folders.")]
 
@@ -97,3 +97,19 @@ def _row(folder: Path, summary: RunSummary | str) -> list[str]:
         shown(summary.step_predicted_s, "s"),
         shown(summary.bubble, "%"),
     ]
+
+
+def summary_document(summary: RunSummary) -> dict[str, Any]:
+    """The numbers of a summary, with their units in their names, and without its table.
+
+    >>> document = summary_document(RunSummary(steps=3, throughput=8.0, throughput_unit="samples/s"))
+    >>> document["samples_per_s"], "stages" in document
+    (8.0, False)
+    """
+    rate = "tokens_per_s" if summary.throughput_unit == "tok/s" else "samples_per_s"
+    document = asdict(summary)
+    for name in ("stages", "throughput_unit"):
+        del document[name]
+    document[rate] = document.pop("throughput")
+    document[f"{rate}_of_one_process"] = document.pop("single_throughput")
+    return document

@@ -7,7 +7,7 @@ import typer
 
 from shardwright.cli.asking.application import AsJson, print_json, show_text
 from shardwright.cli.asking.run_path import is_plan, listing, read_plan, run_path
-from shardwright.cli.showing.summary_document import summary_document
+from shardwright.cli.commands.runs import summary_document
 from shardwright.errors import UsageError
 from shardwright.observe.metrics import read_json_lines
 from shardwright.observe.plan_text import format_plan, format_plan_in_full

@@ -15,8 +15,8 @@ from shardwright.checkpoint.folder import COMMITTED, CheckpointFolder, Commit
 from shardwright.checkpoint.recovery import Order
 from shardwright.checkpoint.saved import shortened
 from shardwright.cli.asking.application import AsJson, new_application, print_json, say, show_text
-from shardwright.cli.asking.ckpt_folder import checkpoint_folder, named_checkpoint
 from shardwright.cli.asking.model import DTYPES
+from shardwright.cli.asking.run_path import checkpoint_folder, named_checkpoint
 from shardwright.cli.commands.ckpt.export import export
 from shardwright.cli.commands.ckpt.import_ import import_
 from shardwright.errors import CheckpointError, CorruptCheckpointError, NonFiniteError, UsageError

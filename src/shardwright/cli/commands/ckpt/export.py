@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwright.cli.asking.application import AsJson, print_json, say, show_text
-from shardwright.cli.asking.ckpt_folder import named_checkpoint
+from shardwright.cli.asking.run_path import named_checkpoint
 from shardwright.errors import CheckpointError, ConfigError
 from shardwright.quantities import format_bytes, parse_bytes
 

@@ -10,7 +10,7 @@ import typer
 
 from shardwright.checkpoint.folder import refuse_one_checkpoint
 from shardwright.cli.asking.application import AsJson, print_json, say, show_text
-from shardwright.cli.asking.ckpt_folder import folder_of
+from shardwright.cli.asking.run_path import folder_of
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.observe.run_folder import held
 from shardwright.quantities import format_bytes

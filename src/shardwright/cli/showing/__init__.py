@@ -1,1 +1,0 @@
-"""The output side of commands, as text."""
