@@ -30,19 +30,6 @@ from shardwright.errors import (
     UsageError,
 )
 
-__all__ = [
-    "CORRUPT",
-    "ENVIRONMENT",
-    "FAILED",
-    "HANG",
-    "NON_FINITE",
-    "NO_PLAN",
-    "OK",
-    "SAVED",
-    "USAGE",
-    "exit_code_of",
-]
-
 OK = 0
 FAILED = 1
 USAGE = 2

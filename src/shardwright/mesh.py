@@ -46,8 +46,6 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 
 from shardwright.errors import ConfigError
 
-__all__ = ["Axes", "Axis", "AxisName", "Mesh", "canonical_placement"]
-
 AxisName = Literal["pp", "dp_replicate", "dp_shard", "cp", "ep", "tp"]
 Axes = AxisName | Literal["rdp", "share", "dp", "mp", "world"] | tuple[AxisName, ...]
 """An axis, a union of axes that has a name, or any other union."""

@@ -25,18 +25,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Self
 
-__all__ = [
-    "LEAST_CUT_AGAIN",
-    "PARTIAL_SUM",
-    "WHOLE",
-    "BetweenUnits",
-    "Cut",
-    "PartialSum",
-    "Placement",
-    "Run",
-    "Whole",
-]
-
 _TEXT = re.compile(r"cut (?P<dim>\d{1,3}) \((?P<runs>r\d{1,7}:\d{1,15}( r\d{1,7}:\d{1,15})*)\)")
 
 

@@ -9,8 +9,6 @@ from pydantic import BaseModel
 
 from shardwright.text import printable, shown
 
-__all__ = ["describe", "field_names", "join"]
-
 _RULES = {
     "bool_parsing": "true or false",
     "bool_type": "true or false",

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, Self
 
-__all__ = ["Cost", "Profile", "Provenance", "UnitCost"]
-
 Provenance = Literal["measured", "estimated"]
 
 

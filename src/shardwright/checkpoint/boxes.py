@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-__all__ = ["Box", "boxes_of_range", "covered_once"]
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:

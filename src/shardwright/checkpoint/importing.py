@@ -19,8 +19,6 @@ from shardwright.checkpoint.tensor_index import INDEX, MODEL, Piece, TensorEntry
 from shardwright.errors import CheckpointError
 from shardwright.quantities import counted
 
-__all__ = ["STATE", "Imported", "import_model"]
-
 STATE = "state.json"
 
 

@@ -27,8 +27,6 @@ from shardwright.checkpoint.safe_files import read_regular, reading
 from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["FolderFound", "Order", "recover"]
-
 
 class Order(StrEnum):
     """The sort key of checkpoints."""

@@ -22,15 +22,6 @@ from typing import Any, BinaryIO
 from shardwright.checkpoint.safe_files import open_regular, parse, size_of
 from shardwright.errors import CorruptCheckpointError
 
-__all__ = [
-    "ITEM_BYTES",
-    "StoredTensor",
-    "TensorFile",
-    "TensorSource",
-    "file_content",
-    "streamed_content",
-]
-
 ITEM_BYTES = {
     "C128": 16,
     "F64": 8,

@@ -29,8 +29,6 @@ from shardwright.collectives.steps import (
 )
 from shardwright.errors import ScheduleError
 
-__all__ = ["ReplayOutcome", "replay"]
-
 RankMemory = tuple[Memory, int]
 """A memory, and the rank whose it is; of shared memory, the first rank of the node."""
 

@@ -38,22 +38,6 @@ from torch.jit import _builtins
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _device
 
-__all__ = [
-    "CORE",
-    "PlainBatchNorm",
-    "device_constructors",
-    "intercept_calls",
-    "leave_cuda_uninitialised",
-    "let_checkpoints_be_written",
-    "let_ddp_take_synchronised_norms",
-    "let_fsdp_broadcast_weights",
-    "let_fsdp_move_weights",
-    "let_optimizers_be_capturable",
-    "let_torchscript_take",
-    "remember_device_constructors",
-    "translate_device_contexts",
-]
-
 CORE: Any = torch._C
 PlainBatchNorm: Any = _BatchNorm
 

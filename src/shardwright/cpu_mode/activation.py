@@ -13,8 +13,6 @@ from shardwright.cpu_mode import modules as synchronised_norms
 from shardwright.cpu_mode import tensors as factories
 from shardwright.errors import LaunchError
 
-__all__ = ["enable", "is_enabled"]
-
 _NOTICE = "shardwright: CPU mode: what this script puts on CUDA devices is on the CPU (--device cpu)"
 
 

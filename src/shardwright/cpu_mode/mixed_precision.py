@@ -10,8 +10,6 @@ import torch
 from shardwright.cpu_mode import _private
 from shardwright.cpu_mode.replacement import is_cuda, put_all
 
-__all__ = ["put_in_force"]
-
 
 class _Own(threading.local):
     """The type for the CPU that the script has, while that for CUDA is in its place; else None.

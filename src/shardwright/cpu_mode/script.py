@@ -11,8 +11,6 @@ from pathlib import Path
 from shardwright.errors import UsageError
 from shardwright.exit_codes import USAGE
 
-__all__ = ["from_command_line", "module", "script"]
-
 
 def from_command_line(words: list[str], *, usage: str) -> Callable[[], None]:
     """What runs the script or module of a command line, ``SCRIPT ...`` or ``-m MODULE ...``.

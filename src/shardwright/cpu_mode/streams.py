@@ -12,18 +12,6 @@ import torch
 from shardwright.cpu_mode import _private
 from shardwright.cpu_mode.replacement import index_of, is_cuda
 
-__all__ = [
-    "CURRENT",
-    "Event",
-    "ExternalStream",
-    "Stream",
-    "StreamContext",
-    "current_stream",
-    "default_stream",
-    "put_in_force",
-    "set_stream",
-]
-
 
 class _Current(threading.local):
     """What is current in a thread.

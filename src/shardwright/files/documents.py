@@ -15,8 +15,6 @@ import yaml
 
 from shardwright.text import control_in, shown
 
-__all__ = ["DocumentError", "check_document", "format_yaml", "no_name_twice", "parse_json", "parse_yaml"]
-
 _DEEPEST = 64
 _MOST_DIGITS = 30
 _SHOWN = 200  # letters of a name

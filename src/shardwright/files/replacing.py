@@ -15,8 +15,6 @@ from typing import BinaryIO
 from shardwright.files.user_file import KIND_OF_FILE
 from shardwright.text import control_in
 
-__all__ = ["check_place", "is_left_by_another", "open_to_append", "replace_file"]
-
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 

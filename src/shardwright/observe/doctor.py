@@ -20,8 +20,6 @@ from shardwright.errors import LaunchError
 from shardwright.observe.surroundings import HIDDEN, may_be_secret
 from shardwright.quantities import format_bytes
 
-__all__ = ["Findings", "examine"]
-
 _PACKAGES = (
     "shardwright",
     "torch",

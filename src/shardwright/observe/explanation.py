@@ -12,8 +12,6 @@ from shardwright.planner.replay import Sensitivity, sensitivities
 from shardwright.quantities import format_bytes, format_seconds
 from shardwright.text import align
 
-__all__ = ["explanation_document", "format_explanation"]
-
 _BAR = 30
 
 

@@ -7,16 +7,6 @@ from shardwright.plan import MemoryPrediction, Plan, Prediction
 from shardwright.quantities import counted, format_bytes, format_parameters, format_seconds
 from shardwright.text import align, printable
 
-__all__ = [
-    "MEMORY_COLUMNS",
-    "format_plan",
-    "format_plan_briefly",
-    "format_plan_in_full",
-    "memory_cells",
-    "seconds_of_one_process",
-    "title_of",
-]
-
 _FEW_STAGES = 4
 
 MEMORY_COLUMNS = ("parameters", "gradients", "optimizer", "activations", "work", "sum")

@@ -26,8 +26,6 @@ from shardwright.observe.timeline import MeasuredEvent
 from shardwright.quantities import MOST_RANKS
 from shardwright.schedule import Action, Kind
 
-__all__ = ["ChosenSteps", "RankMemoryAfter", "RecordedStep", "StepsFile", "read_recorded_steps"]
-
 _EARLY = 3
 """The first step that does nothing but train: the one before still sizes what the first one began."""
 

@@ -18,8 +18,6 @@ from shardwright.errors import LaunchError
 from shardwright.testing.job import Job, RankStatus, receive, send
 from shardwright.testing.nursery import hash_seeds
 
-__all__ = ["ForkServerClient", "preload", "this_process_client"]
-
 _SERVER_START_S = 180.0
 _SERVER_END_S = 10.0
 _MARGIN_S = 30.0

@@ -28,8 +28,6 @@ from shardwright.testing.job import Job, RankStatus, receive, send
 from shardwright.testing.nursery import Nursery, import_always, import_once, require_one_thread
 from shardwright.testing.run import CallerGoneError, Run, StoreProcess
 
-__all__ = ["main"]
-
 _POLL_S = 1.0
 
 

@@ -19,8 +19,6 @@ from shardwright.testing.client import this_process_client
 from shardwright.testing.job import Job, RankFiles, RankReport, RankStatus, payload, value_place
 from shardwright.testing.outcome import Outcome, RanksFailedError
 
-__all__ = ["run_ranks", "run_ranks_outcomes"]
-
 T = TypeVar("T")
 Environ = Mapping[str, str | None] | Callable[[int], Mapping[str, str | None]]
 

@@ -23,8 +23,6 @@ from shardwright.errors import ConfigError, UsageError
 from shardwright.run.context import is_initialized
 from shardwright.run.startup import shutdown
 
-__all__ = ["notebook_launcher"]
-
 _RESULT = "result"
 
 

@@ -23,8 +23,6 @@ from shardwright.errors import ConfigError, LaunchError
 
 log = logging.getLogger(__name__)
 
-__all__ = ["connect", "tell_all_through"]
-
 declare(Prices)
 
 

@@ -17,8 +17,6 @@ from shardwright.launch.processes import cores_of_host
 from shardwright.launch.ranks.rank_environment import as_json, host_names
 from shardwright.launch.running_job import RunningJob
 
-__all__ = ["Local", "LocalCluster"]
-
 _PORT = 29500
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _RATE = re.compile(r"\s*([\d.]+)\s*([kmg]?)(?:bit|bps|bit/s|b/s)?\s*", re.IGNORECASE)

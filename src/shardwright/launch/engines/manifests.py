@@ -19,19 +19,6 @@ from shardwright.launch.engines.engine import ShellText, shell_line
 from shardwright.launch.job_spec import JobSpec
 from shardwright.launch.process_text import refuse_half_characters
 
-__all__ = [
-    "REPLICATED_JOB",
-    "Pods",
-    "code_map",
-    "is_env_name",
-    "job_set",
-    "needs_secret",
-    "secret_object",
-    "shell_script",
-    "to_yaml",
-    "train_job",
-]
-
 REPLICATED_JOB = "node"
 """The name of the jobs, and of their container, in Kubeflow's runtimes."""
 

@@ -23,8 +23,6 @@ from shardwright.launch.engines.engine import HostCommand, ProcessesJob, launche
 from shardwright.launch.job_spec import JobSpec, own_environ
 from shardwright.launch.running_job import RunningJob
 
-__all__ = ["Ray"]
-
 
 class Ray:
     """Runs jobs with ``ray[train]``: ``pip install 'shardwright[ray]'``.

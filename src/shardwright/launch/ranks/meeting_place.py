@@ -14,8 +14,6 @@ from typing import Any
 from shardwright.errors import LaunchError
 from shardwright.quantities import counted
 
-__all__ = ["check_endpoint", "is_own", "told_if_long", "wait_until_answered"]
-
 _TRIES_S = 2.0
 """A resolver that has just started may need a second question."""
 _NEW_POD_S = 300.0

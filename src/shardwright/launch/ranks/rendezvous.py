@@ -36,8 +36,6 @@ from shardwright.comm.joining.run_secret import seal_of_run
 from shardwright.comm.joining.store import LOOPBACK, SealedStore, loopback_tcp_store
 from shardwright.launch.ranks.meeting_place import is_own, told_if_long, wait_until_answered
 
-__all__ = ["BACKEND"]
-
 BACKEND = "shardwright"
 """The name of these ways in a LaunchConfig of torchelastic."""
 

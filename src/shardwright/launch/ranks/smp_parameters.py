@@ -19,8 +19,6 @@ from shardwright.problems import join
 from shardwright.quantities import MOST_RANKS
 from shardwright.text import printable, shown
 
-__all__ = ["check_smp_parameters", "check_world", "encode_smp_parameters", "read_smp_parameters"]
-
 _PIPELINES = ("simple", "interleaved", "_only_forward")
 _OUR_PIPELINES = tuple(kind for kind in get_args(PipelineKind) if kind != "auto")
 _BACKENDS = ("auto", "nccl", "gloo")

@@ -11,8 +11,6 @@ from shardwright.launch.processes import SAVED_AND_REQUEUE, WorkerExit
 from shardwright.launch.worker_output import begins_last_words, fold
 from shardwright.quantities import format_seconds
 
-__all__ = ["WORKER_CRASHED", "exit_code", "failure_report", "first_cause_first"]
-
 WORKER_CRASHED = 5
 _SAME = "with the same error"
 _NOTICED = "noticed it, and ended"

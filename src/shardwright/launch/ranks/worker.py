@@ -34,8 +34,6 @@ from shardwright.launch.ranks.rank_environment import rank_variables
 from shardwright.launch.ranks.verdict import failure_report
 from shardwright.launch.worker_output import Tee, last_words
 
-__all__ = ["Supervisor", "main"]
-
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _GRACE_AFTER_FAILURE_S = 5.0
 _GRACE_AFTER_SECOND_SIGNAL_S = 1.0

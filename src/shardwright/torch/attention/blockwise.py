@@ -23,8 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Seen", "blockwise_attention"]
-
 # Scores of a block: some MiB, which stay in the cache of a core; a GPU needs more to be busy.
 _SCORES_ON_CPU = 2**19
 _SCORES_ON_GPU = 2**25

@@ -36,8 +36,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shardwright.torch._private import FakeTensor, attention_kernel, function_transforms_active
 from shardwright.torch.attention.blockwise import Seen, blockwise_attention
 
-__all__ = ["Attention", "Choice", "attend", "choose", "traced_for_accelerators"]
-
 _FUSED_ON_CPU = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 _16_BITS = frozenset({torch.bfloat16, torch.float16})
 _LARGEST_HEAD_OF_WHEEL = 256

@@ -29,8 +29,6 @@ from shardwright.torch.attention.plain_pytorch import (
 )
 from shardwright.torch.pytorch.modules import CreationWatch
 
-__all__ = ["model_creation", "route_attention"]
-
 
 @contextmanager
 def model_creation(*, flash_attention: bool | None = True) -> Iterator[None]:

@@ -19,8 +19,6 @@ from shardwright.torch.attention.blockwise import Seen
 from shardwright.torch.attention.kernels import Attention, Choice, attend
 from shardwright.torch.attention.marks import PLAIN, Choices, is_plain, route_method, say_plain
 
-__all__ = ["calls_attention", "is_multihead", "route_calls", "route_multihead"]
-
 _CALLED = "scaled_dot_product_attention"
 
 

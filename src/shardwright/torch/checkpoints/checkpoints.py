@@ -25,8 +25,6 @@ from shardwright.torch.interception.glue import refuse_inside_step
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.script_run import script_run
 
-__all__ = ["Checkpoints"]
-
 
 class Checkpoints:
     """Saves a run and resumes it; every rank makes one, after wrapping.

@@ -10,8 +10,6 @@ from shardwright.mesh import Mesh
 from shardwright.problems import describe, join
 from shardwright.torch.checkpoints.snapshot import RankDocument
 
-__all__ = ["OptimizerDocument", "SavedLayout", "StateDocument"]
-
 
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)

@@ -27,8 +27,6 @@ from shardwright.torch.tensor_parallel.divide import divided_alike, in_whole
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of
 from shardwright.torch.tensor_parallel.spec import Spec
 
-__all__ = ["check_fits", "load_model", "load_optimizer_state", "own_elements", "refuse_another_kind"]
-
 _MOST_NAMES = 5
 
 

@@ -32,20 +32,6 @@ from shardwright.torch.tensor_parallel.divide import cut_of, in_whole
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, whole
 from shardwright.torch.tensor_parallel.spec import Spec
 
-__all__ = [
-    "MASTER",
-    "Kept",
-    "OwnPart",
-    "box_of_rows",
-    "boxes_of_update",
-    "has_rows",
-    "kept_here",
-    "model_parts",
-    "optimizer_parts",
-    "sharded_of",
-    "shared_spec",
-]
-
 MASTER = "#master"
 """Key under which the copy in float32 of a parameter in 16 bits is saved, beside the optimizer's state."""
 

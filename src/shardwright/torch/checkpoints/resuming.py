@@ -38,8 +38,6 @@ from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimiz
 from shardwright.torch.parameters.parameter_kinds import BufferKind
 from shardwright.torch.script_run import ScriptRun
 
-__all__ = ["Resumed", "open_verified", "problem_of"]
-
 declare(Commit)
 
 log = logging.getLogger(__name__)

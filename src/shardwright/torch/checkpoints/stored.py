@@ -11,8 +11,6 @@ from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.checkpoint.tensor_file import StoredTensor
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["dtype_name", "dtype_of", "read_into", "read_part", "stored", "tensor_of"]
-
 _NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",

@@ -36,8 +36,6 @@ from shardwright.mesh import Mesh
 from shardwright.torch.checkpoints.documents import StateDocument
 from shardwright.torch.checkpoints.snapshot import RankDocument, Snapshot
 
-__all__ = ["CONFIG", "PLAN", "STATE", "CheckpointDraft", "SaveUnderWay"]
-
 CONFIG = "config.json"
 PLAN = "plan.json"
 STATE = "state.json"

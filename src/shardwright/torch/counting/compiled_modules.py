@@ -16,15 +16,6 @@ from shardwright.errors import UsageError
 from shardwright.torch._private import compiler_of
 from shardwright.torch.counting.cost_counter import class_key
 
-__all__ = [
-    "calls_compiled",
-    "compile_as",
-    "compile_units",
-    "is_compiled",
-    "without_compilers",
-    "without_prefixes",
-]
-
 _PREFIX = "_orig_mod."
 
 

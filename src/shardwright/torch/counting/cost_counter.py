@@ -28,8 +28,6 @@ from shardwright.torch.pytorch.functions import is_batch_norm_in_training, reduc
 from shardwright.torch.randomness import Draw, describe_draw
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 
-__all__ = ["CostCounter", "Counts", "Watch", "class_key", "cost_class"]
-
 aten = torch.ops.aten
 
 

@@ -28,8 +28,6 @@ from torch import Tensor, nn
 from shardwright.torch._private import hooks_of_every_module
 from shardwright.torch.interception.unit_attributes import collects
 
-__all__ = ["HookEffects", "hooks_of"]
-
 T = TypeVar("T")
 
 _BEFORE, _AFTER = "_forward_pre_hooks", "_forward_hooks"

@@ -27,8 +27,6 @@ from shardwright.torch._private import generator_key
 from shardwright.torch.interception.glue import plain_torch
 from shardwright.torch.randomness import Draw, get_state, is_default
 
-__all__ = ["TracedDraws"]
-
 _FIRST_SEED = 0x5EED_0000_0000
 
 

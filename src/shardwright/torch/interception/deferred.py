@@ -10,8 +10,6 @@ from shardwright.torch._private import disabled_torch_function, make_wrapper
 from shardwright.torch.interception.glue import active_handler, plain_torch
 from shardwright.torch.interception.step_code import in_step_code
 
-__all__ = ["REMEDY", "REMEDY_IN_HOOK", "DeferredTensor", "spec_of"]
-
 REMEDY = (
     "Return the tensor from the step function and read it from the StepOutput, "
     "or compute it inside a module that is placed as a whole."

@@ -41,25 +41,6 @@ from shardwright.torch.pytorch.modules import forward_hooks_put, has_backward_ho
 from shardwright.torch.pytorch.source_line import called_from, user_line
 from shardwright.torch.pytorch.tree import map_tree
 
-__all__ = [
-    "GlueMode",
-    "Handler",
-    "Realised",
-    "UnitCall",
-    "active_handler",
-    "batch_is_running",
-    "batch_running",
-    "call_without_hooks",
-    "has_units_inside",
-    "intercept_calls",
-    "plain_torch",
-    "refuse_gradient_inside_step",
-    "refuse_inside_step",
-    "restore_calls",
-    "set_active_handler",
-    "without_hooks",
-]
-
 
 class Handler(Protocol):
     """Handles the operations and unit calls of a step function.

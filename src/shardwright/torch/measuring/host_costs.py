@@ -42,8 +42,6 @@ from shardwright.torch.batch.batch import Batch
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.randomness import get_state, python_random_kept, set_state
 
-__all__ = ["Toy", "fitted", "with_host_costs"]
-
 log = logging.getLogger(__name__)
 
 _WIDTH = 8

@@ -45,8 +45,6 @@ from shardwright.torch.units.dry_run import step_of, with_data
 from shardwright.torch.units.model_traces import most_stages, trace_parts
 from shardwright.torch.units.tensor_division import division_of
 
-__all__ = ["MeasuredModel", "measure_model"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredModel:

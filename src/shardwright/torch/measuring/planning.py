@@ -56,8 +56,6 @@ from shardwright.torch.tracing.trace_data import Trace
 from shardwright.torch.units.model_traces import most_stages, trace_parts
 from shardwright.torch.units.tensor_division import division_of
 
-__all__ = ["Planner"]
-
 log = logging.getLogger(__name__)
 
 _OF_PARTS = 0.25

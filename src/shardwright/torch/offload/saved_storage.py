@@ -21,8 +21,6 @@ from shardwright.torch.pytorch.tensors import refuse_changed, version_of
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, specs_of, wrap
 from shardwright.torch.tensor_parallel.spec import Spec
 
-__all__ = ["SavedStorage", "SavedView"]
-
 
 class _Layout(NamedTuple):
     """How a tensor lies in its storage; of one that ranks share, how this rank's part does.

@@ -39,8 +39,6 @@ from shardwright.torch.pytorch.tensors import KeptTensor, version_of
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of, specs_of
 from shardwright.torch.tensor_parallel.placing import known_sum
 
-__all__ = ["Leaving", "StageOffload"]
-
 
 class _Outer:
     """A tensor that the hooks around ours keep in their way."""

@@ -23,8 +23,6 @@ from shardwright.torch.model.distributed_model import wrapped_model
 from shardwright.torch.parameters.sharded_tensor import own_part
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of
 
-__all__ = ["clip_grad_norm_", "gradient_norm", "norm_over_stages"]
-
 _REMEDY = "Clip between it and optimizer.step()."
 
 

@@ -25,15 +25,6 @@ from shardwright.run.memory import large_blocks_given_back
 from shardwright.torch._private import storage_key
 from shardwright.torch.parameters.initialization_recording import DelayedTensor, InitializationRecording
 
-__all__ = [
-    "cast_recorded",
-    "copy_recorded",
-    "delay_param_initialization",
-    "is_recorded",
-    "recorded_values",
-    "refuse_half_built",
-]
-
 _RECORDINGS: list[InitializationRecording] = []
 
 

@@ -16,8 +16,6 @@ from shardwright.torch._private import disabled_torch_function, make_wrapper, pu
 from shardwright.torch.pytorch.functions import written_arguments
 from shardwright.torch.pytorch.tree import leaves, map_tree
 
-__all__ = ["DelayedTensor", "InitializationRecording"]
-
 # Smaller tensors are made at once: code looks at their values, and they take no memory to speak of.
 _SMALL = 2**14
 

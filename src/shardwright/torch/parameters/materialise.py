@@ -39,8 +39,6 @@ from shardwright.torch.parameters.precision import gradient_dtype, set_gradient_
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
-__all__ = ["Materialiser"]
-
 Then = Mapping[int, Callable[[Tensor], None]]
 
 _NOTHING: Then = {}

@@ -18,16 +18,6 @@ from shardwright.torch._private import put_in_place
 from shardwright.torch.parameters.delayed_initialization import cast_recorded
 from shardwright.torch.pytorch.tree import map_tree
 
-__all__ = [
-    "cast_inputs",
-    "cast_model",
-    "cast_outputs",
-    "gradient_dtype",
-    "is_low",
-    "low_precision",
-    "set_gradient_dtype",
-]
-
 _LOW = (torch.bfloat16, torch.float16)
 
 

@@ -29,8 +29,6 @@ from shardwright.run.context import Context
 from shardwright.torch._private import non_persistent_buffers_of
 from shardwright.torch.parameters.delayed_initialization import is_recorded
 
-__all__ = ["WrappedOptimizer", "agree_on_registration", "in_order"]
-
 log = logging.getLogger(__name__)
 
 _IN_ORDER = (nn.Sequential, nn.ModuleList)

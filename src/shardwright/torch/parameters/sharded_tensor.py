@@ -37,8 +37,6 @@ from shardwright.torch.tensor_parallel.spec import Spec
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor  # takes long to import, and few runs need it
 
-__all__ = ["ShardedTensor", "own_part"]
-
 # Functions beside those that PyTorch calls pointwise.
 _KEEPS_ROWS = frozenset(
     f"aten::{name}"

@@ -20,8 +20,6 @@ from shardwright.run.context import Context
 from shardwright.torch._private import PlainBatchNorm, function_mode_depth
 from shardwright.torch.pytorch.modules import all_modules
 
-__all__ = ["SynchronisedNorms"]
-
 
 class SynchronisedNorms:
     """The synchronised batch norms of a model."""

@@ -34,8 +34,6 @@ from shardwright.torch.pytorch.modules import OF_EVERY_MODULE
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.pytorch.tree import ABSENT, PLAIN, Slot, leaves, same_entries
 
-__all__ = ["Access", "AttributeUse", "AttributeUses"]
-
 # Parameters, buffers, modules, hooks. Flags that a forward sets are of interest, whoever has declared them.
 _OWN = OF_EVERY_MODULE - {"training"}
 _NUMBERS = PLAIN - {type(None)}

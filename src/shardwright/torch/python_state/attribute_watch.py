@@ -18,8 +18,6 @@ from shardwright.torch.python_state.snapshot import is_plain_object
 from shardwright.torch.pytorch.modules import OF_EVERY_MODULE
 from shardwright.torch.pytorch.tree import ABSENT, PLAIN
 
-__all__ = ["AttributeWatch", "plain_attributes"]
-
 log = logging.getLogger(__name__)
 
 _Place = tuple[int, str, str]

@@ -19,8 +19,6 @@ from typing import Any, NamedTuple, NoReturn
 from shardwright.torch.interception.unit_attributes import call_copy
 from shardwright.torch.pytorch.tree import entries_of, flatten, put_entries, same_entries
 
-__all__ = ["Containers", "Filled", "fill", "filled_copy", "returning_contents"]
-
 
 class Filled(NamedTuple):
     """The result of a call that changes containers among its arguments.

@@ -34,8 +34,6 @@ from shardwright.torch.pytorch.tensors import TensorContents, has_content
 from shardwright.torch.pytorch.tree import Slot, entries_of
 from shardwright.torch.randomness import kept_state
 
-__all__ = ["NothingLeftBehind"]
-
 _STEPS = 3  # from an object to those that it holds
 _MOST = 200_000  # entries of what modules hold, and of the rest
 _MOST_IN_ARRAYS = 2**26  # bytes

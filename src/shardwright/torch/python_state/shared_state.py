@@ -28,8 +28,6 @@ from shardwright.torch.python_state.snapshot import ALL, ClassWatch, WatchedDict
 from shardwright.torch.pytorch.modules import OF_EVERY_MODULE
 from shardwright.torch.pytorch.tree import ABSENT, PLAIN, entries_of, is_same, leaves, put_entries, put_entry
 
-__all__ = ["SharedState"]
-
 _LONGEST = 1_000  # a longer container is data
 _NUMBERS = PLAIN - {type(None)}
 _Entries = dict[Any, Any]

@@ -20,8 +20,6 @@ from typing import Any
 
 from shardwright.torch.pytorch.tree import Structure
 
-__all__ = ["NumberMatters", "NumberPath", "NumberReads", "WatchedNumber", "numbers_among", "plain_numbers"]
-
 _MOST_STEPS = 256  # computing again takes time, too
 _NO_NUMBERS = frozenset({type(None), str, bytes})
 

@@ -21,8 +21,6 @@ from shardwright.comm.collectives.shardwright_process_group import ShardwrightPr
 from shardwright.errors import TraceMismatchError
 from shardwright.shard_layout import ShardLayout
 
-__all__ = ["DeviceMemory", "HostMemory", "HostsMemory", "ShardMemory", "memory_for"]
-
 Wait = Callable[[], None]
 """Waits until all rows are there."""
 

@@ -35,8 +35,6 @@ from shardwright.torch.sharding.shard_memory import memory_for
 from shardwright.torch.sharding.sharded_parameter import ShardedParameter
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of
 
-__all__ = ["Sharding"]
-
 
 class Sharding:
     """The sharded parameters of this rank.

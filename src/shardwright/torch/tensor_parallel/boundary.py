@@ -33,8 +33,6 @@ from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.placing import placed, settled
 from shardwright.torch.tensor_parallel.spec import local_shape, spec_of
 
-__all__ = ["Boundary"]
-
 
 class _Placed(torch.autograd.Function):
     """A tensor in another placement, with history. Its gradient is that of the tensor, wherever it is."""

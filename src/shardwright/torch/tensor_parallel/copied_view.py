@@ -28,8 +28,6 @@ from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.redistribution import own_part, replaced
 from shardwright.torch.tensor_parallel.spec import Spec
 
-__all__ = ["CopiedView", "count_write", "overwrite"]
-
 
 class CopiedView:
     """The copy that stands for a view of a divided tensor.

@@ -16,21 +16,6 @@ from shardwright.torch.tensor_parallel.nesting import moved_parts
 from shardwright.torch.tensor_parallel.redistribution import narrowed, replaced
 from shardwright.torch.tensor_parallel.spec import Spec, dense_strides, is_dense, local_shape, spec_of
 
-__all__ = [
-    "DividedTensor",
-    "all_parts",
-    "divided",
-    "is_in",
-    "is_nested",
-    "local_of",
-    "part_in",
-    "placement_in",
-    "placement_of",
-    "specs_of",
-    "whole",
-    "wrap",
-]
-
 # Kinds of scalars, in place of their values, in the key of a decision: True == 1 == 1.0 in Python.
 _TRUE, _FALSE, _FLOAT, _ZERO, _OTHER = "true", "false", "float", "zero", "other"
 

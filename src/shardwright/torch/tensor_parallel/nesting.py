@@ -25,8 +25,6 @@ from dataclasses import dataclass
 
 from shardwright.placement import Cut, Placement
 
-__all__ = ["MovedParts", "agreed_placement", "moved_parts", "own_placement"]
-
 
 @dataclass(frozen=True, slots=True)
 class MovedParts:

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from shardwright.errors import UsageError
 from shardwright.placement import WHOLE, Cut, Placement
 
-__all__ = ["Pin", "pin", "pin_whole", "pinned_placements"]
-
 _MARK = "_shardwright_pins"
 
 

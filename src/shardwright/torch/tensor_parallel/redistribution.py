@@ -14,8 +14,6 @@ from shardwright.placement import Cut, PartialSum, Placement, Whole
 from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.spec import dense_strides, is_dense, local_shape, put_in_order
 
-__all__ = ["all_to_all", "narrowed", "own_part", "replaced", "write_part"]
-
 
 def replaced(
     group: TensorGroup,

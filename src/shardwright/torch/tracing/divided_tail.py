@@ -20,8 +20,6 @@ from shardwright.torch.pytorch.tree import leaves
 from shardwright.torch.tracing.recorded_step import Step
 from shardwright.torch.tracing.trace_data import Sample, Trace
 
-__all__ = ["DividedTail", "TailRun", "divided_tails"]
-
 _ON_PARTS = frozenset(
     "__getitem__ __mul__ __rmul__ __truediv__ bfloat16 clone contiguous detach div divide double flatten "
     "float half log_softmax movedim mul multiply narrow permute reshape select softmax squeeze tanh to "

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from shardwright.torch.parameters.unit_map import UnitMap
 
-__all__ = ["BufferWatch", "GlueBuffers"]
-
 _Place = tuple[nn.Module, str]
 _FLAG = 64  # elements of a buffer whose content is compared, because `.data.fill_()` leaves no other mark
 

@@ -28,8 +28,6 @@ from shardwright.torch.python_state.shared_state import SharedState
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.tracing.traced_values import TracedValues, with_history
 
-__all__ = ["HiddenInputs"]
-
 
 class HiddenInputs:
     """Sees what each call of a unit makes, changes and uses."""

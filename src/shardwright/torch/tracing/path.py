@@ -26,8 +26,6 @@ from shardwright.torch._private import FakeTensor, storage_key
 from shardwright.torch.pytorch.tensors import AutocastState, autocast_as, autocast_state
 from shardwright.torch.pytorch.tree import Structure, leaves
 
-__all__ = ["Path", "PathRecorder"]
-
 log = logging.getLogger(__name__)
 
 # What an operation may get besides tensors, if it is to be run again later: things that nothing changes.

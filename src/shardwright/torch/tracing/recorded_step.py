@@ -10,8 +10,6 @@ from shardwright.torch.pytorch.functions import name_of_call
 from shardwright.torch.pytorch.tree import Structure
 from shardwright.torch.randomness import Draw
 
-__all__ = ["Step", "StepResult", "UnitCall"]
-
 _NUMBERS = frozenset({bool, int, float, str})
 
 

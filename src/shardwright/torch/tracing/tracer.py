@@ -38,8 +38,6 @@ from shardwright.torch.tracing.traced_execution import RealExecution, TracedExec
 from shardwright.torch.tracing.traced_values import refuse_returned
 from shardwright.torch.tracing.unit_tracer import OperationTracer, UnitTracer
 
-__all__ = ["Tracer"]
-
 
 class Tracer:
     """Runs calls of a step function on tensors without data, and has them recorded.

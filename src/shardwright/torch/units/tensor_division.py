@@ -41,8 +41,6 @@ from shardwright.torch.units.divided_costs import (
     warn_of_whole,
 )
 
-__all__ = ["division_of"]
-
 log = logging.getLogger(__name__)
 
 

@@ -25,8 +25,6 @@ from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.redistribution import replaced
 from shardwright.torch.tensor_parallel.rules import ring_attention
 
-__all__: list[str] = []
-
 _KERNELS = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention",

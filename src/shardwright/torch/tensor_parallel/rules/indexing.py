@@ -2,8 +2,6 @@
 
 from shardwright.torch.tensor_parallel.call import Call, Form, Input, Letters, broadcast, rule
 
-__all__: list[str] = []
-
 
 @rule("index_select", "index_fill")
 def index_select(call: Call) -> Form | None:

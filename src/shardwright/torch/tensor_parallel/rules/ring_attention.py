@@ -34,8 +34,6 @@ from shardwright.torch.tensor_parallel.placing import cut_alike, cut_inside, par
 from shardwright.torch.tensor_parallel.redistribution import all_to_all
 from shardwright.torch.tensor_parallel.spec import Transfer, local_shape
 
-__all__ = ["LONG_BYTES", "ring"]
-
 LONG_BYTES = 8 * 2**20
 """Of all keys and values: from there on, ranks do not gather them where a ring will do."""
 

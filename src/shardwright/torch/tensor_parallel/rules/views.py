@@ -11,8 +11,6 @@ from shardwright.torch.tensor_parallel.call import Call, Candidate, Compute, For
 from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.spec import cut_after_reshape, local_shape
 
-__all__: list[str] = []
-
 _Arguments = Callable[[int], Mapping[str, Any]]
 
 

@@ -19,8 +19,6 @@ from shardwright.torch.tensor_parallel.search.recording import Operation, Record
 from shardwright.torch.tensor_parallel.search.unit import Material
 from shardwright.torch.tensor_parallel.spec import local_shape
 
-__all__ = ["Way", "Ways"]
-
 # Operations that look at cuts which earlier ones made known.
 _HEED_CUTS = frozenset(["embedding_dense_backward", "slice_backward"])
 
