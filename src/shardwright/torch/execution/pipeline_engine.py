@@ -29,18 +29,10 @@ from shardwright.torch.execution.placed_model import PlacedModel
 from shardwright.torch.execution.program_maker import KnownTrace, ProgramMaker
 from shardwright.torch.execution.rank_batch import BatchKind, RankBatch, number_of_parts
 from shardwright.torch.execution.trained_model import TrainedModel
-from shardwright.torch.interception.backward_calls import backward_intercepted
 from shardwright.torch.interception.compiled_code import look_for_compiled_code
 from shardwright.torch.interception.coroutine import model_calls_marked
 from shardwright.torch.interception.glue import batch_running
-from shardwright.torch.interception.library_code import (
-    custom_functions_intercepted,
-    distributions_unchecked,
-    generators_saved_in_turn,
-    inference_mode_as_no_grad,
-    padded_encoders,
-    scripted_functions_intercepted,
-)
+from shardwright.torch.interception.library_code import patched_for_stages
 from shardwright.torch.offload.offloading import offloading_of
 from shardwright.torch.parameters.materialise import Materialiser
 from shardwright.torch.parameters.synchronised_norms import SynchronisedNorms
@@ -111,16 +103,7 @@ class PipelineEngine:
     def run(self, function: Callable[..., Any], batch: Batch, figures: Figures | None = None) -> BatchResult:
         """Runs one batch; collective over all ranks."""
         look_for_compiled_code()
-        with (
-            self._norms.in_force(),
-            inference_mode_as_no_grad(),
-            custom_functions_intercepted(),
-            scripted_functions_intercepted(),
-            backward_intercepted(),
-            generators_saved_in_turn(),
-            padded_encoders(),
-            distributions_unchecked(),
-        ):
+        with self._norms.in_force(), patched_for_stages():
             try:
                 return self._run(function, batch, figures)
             finally:

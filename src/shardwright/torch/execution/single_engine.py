@@ -29,13 +29,13 @@ from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.execution.one_stage import keep_as_wished
 from shardwright.torch.execution.rank_batch import number_of_parts
 from shardwright.torch.execution.trained_model import TrainedModel
-from shardwright.torch.interception.backward_calls import backward_intercepted
 from shardwright.torch.interception.coroutine import model_calls_marked
 from shardwright.torch.interception.glue import (
     batch_running,
     intercept_calls,
     set_active_handler,
 )
+from shardwright.torch.interception.library_code import patched_backward
 from shardwright.torch.offload.offloading import lasting_storages, offloading_of
 from shardwright.torch.parameters.registration import agree_on_registration
 from shardwright.torch.parameters.synchronised_norms import SynchronisedNorms
@@ -211,7 +211,7 @@ class SingleEngine:
                 self._norms.synchronised(),
                 saving,
                 tensor_backward(handler),
-                backward_intercepted(),
+                patched_backward(),
                 range_named(f"microbatch {index}"),
                 model_calls_marked(self._model.get_module()) if watch or watched else nullcontext(),
                 watch or watched or nullcontext(),

@@ -39,10 +39,8 @@ from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.pytorch.tree import leaves
 
 
-@contextmanager
-def backward_intercepted() -> Iterator[None]:
-    """Has `torch.autograd.backward` go to the active handler."""
-    original = torch.autograd.backward
+def backward_intercepted(original: Callable[..., None]) -> Callable[..., None]:
+    """A `torch.autograd.backward` that goes to the active handler."""
 
     def backward(
         tensors: Any,
@@ -67,11 +65,7 @@ def backward_intercepted() -> Iterator[None]:
         with plain_torch():
             handler.backward(roots[0], gradient)
 
-    torch.autograd.backward = backward
-    try:
-        yield
-    finally:
-        torch.autograd.backward = original
+    return backward
 
 
 _MARK = "shardwright: called outside of a step"

@@ -1,36 +1,26 @@
-"""PyTorch's own Python code between units: what runs whole, without checks, or as in evaluation.
+"""PyTorch's own Python code in steps over several ranks: a table of what runs otherwise, laid for a batch.
 
-PyTorch does not show calls of a `torch.autograd.Function` to function modes. Unintercepted, the operations
-inside its forward would pass for the step function's own, and a tensor from inside would be sent without the
-function's backward.
-
-The checks of `torch.distributions` read values into Python (``if not valid.all(): raise``), which only one
-rank has. They change nothing else. They still run inside units, and for a distribution with
-``validate_args=True``.
-
-Without gradients, PyTorch's encoder takes a fast path when it is given a padding mask: it packs the sequences
-into a nested tensor, which leaves zeros at the padded places. It does not while torch functions are
-intercepted, as between the units of a step function: the padded places then hold what the layers computed. A
-reader of them, such as a mean over the sequence, would differ from a plain loop.
-
-`torch.inference_mode` is taken as `torch.no_grad`: inference tensors have no version counters, which a trace
-needs to see changes in place. The mode also belongs to the thread, while a step function may be suspended
-midway. Results are the same.
-
-`checkpoint` saves the state of the generators before it runs the code, and restores it to recompute. But a
-unit inside gets its own state only when it is called, so the saved state would be that of whatever ran before
-on this rank. So the state of the next draw is set before `checkpoint` saves.
-
-PyTorch does not show calls of TorchScript functions and modules (`torch.jit.script`, `torch.jit.trace`) to
-function modes, and fake tensors cannot pass through them. A function's call between units is one operation. A
-scripted module is replaced in the model by a Python module that owns its parameters and buffers, so they are
-released, sharded and replaced like any others.
+======================  ===================================================================================
+``Function.apply``      A custom function between units is one operation: function modes see the operations
+                        in its forward alone, and nothing of its backward.
+``ScriptFunction``      So is a scripted function, into which fake tensors cannot pass; a scripted module
+                        becomes a Python module that owns its parameters and buffers.
+``autograd.backward``   goes to the active handler: see `backward_calls`.
+``get_rng_state``       of `torch.utils.checkpoint` gives the state of the next draw: a unit in it gets its
+                        own only when it is called.
+``TransformerEncoder``  has zeros at padded places between units, as its fast path leaves them in a plain
+                        evaluation, which no function mode may see.
+``Distribution``        looks at no values between units, which one rank alone has, unless it is told to.
+``inference_mode``      is ``no_grad``: its tensors count no changes in place, and it belongs to the thread,
+                        while a step function may be suspended midway.
+======================  ===================================================================================
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -41,6 +31,7 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from shardwright.errors import UsageError
 from shardwright.torch._private import BackwardHookFunction, FakeTensor, UnsupportedOperatorException
+from shardwright.torch.interception.backward_calls import backward_intercepted
 from shardwright.torch.interception.glue import active_handler, plain_torch
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.pytorch.tree import leaves
@@ -49,11 +40,8 @@ from shardwright.torch.pytorch.tree import leaves
 _WITH_MESSAGES = ("torch.distributed.nn.functional", "torch.nn.modules._functions")
 
 
-@contextmanager
-def custom_functions_intercepted() -> Iterator[None]:
-    """Has `apply` of every custom function go to the active handler."""
-    kind: Any = torch.autograd.Function
-    original = kind.__dict__["apply"]
+def _apply(original: Any) -> Any:
+    """`apply` of every custom function."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         function = MethodType(original.__func__, cls)
@@ -75,11 +63,7 @@ def custom_functions_intercepted() -> Iterator[None]:
         with plain_torch():
             return handler.operation(function, args, kwargs)
 
-    kind.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        kind.apply = original
+    return classmethod(apply)
 
 
 class _InsideUnits:
@@ -92,23 +76,8 @@ class _InsideUnits:
         return self._default and active_handler() is None
 
 
-@contextmanager
-def distributions_unchecked() -> Iterator[None]:
-    """Distributions that are used between units do not look at values, unless they are told to."""
-    kind: Any = Distribution
-    before = kind.__dict__["_validate_args"]
-    kind._validate_args = _InsideUnits(before)
-    try:
-        yield
-    finally:
-        kind._validate_args = before
-
-
-@contextmanager
-def padded_encoders() -> Iterator[None]:
-    """Encoders that are called between units give what the nested way gives."""
-    kind: Any = nn.TransformerEncoder
-    plain = kind.forward
+def _padded(plain: Any) -> Any:
+    """The forward of an encoder."""
 
     def forward(
         self: nn.TransformerEncoder,
@@ -135,11 +104,7 @@ def padded_encoders() -> Iterator[None]:
         output = output.masked_fill(is_padding.unsqueeze(-1), 0.0)
         return output if self.norm is None else self.norm(output)
 
-    kind.forward = forward
-    try:
-        yield
-    finally:
-        kind.forward = plain
+    return forward
 
 
 def _may_pack(encoder: nn.TransformerEncoder, src: Tensor) -> bool:
@@ -156,28 +121,6 @@ def _may_pack(encoder: nn.TransformerEncoder, src: Tensor) -> bool:
     )
 
 
-@contextmanager
-def inference_mode_as_no_grad() -> Iterator[None]:
-    """Leaves inference mode, and has code inside enter `torch.no_grad` in its place."""
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.no_grad(), _replaced():
-            yield
-    else:
-        with _replaced():
-            yield
-
-
-@contextmanager
-def _replaced() -> Iterator[None]:
-    kind: Any = torch.inference_mode
-    enter, leave = kind.__enter__, kind.__exit__
-    kind.__enter__, kind.__exit__ = _enter, _leave
-    try:
-        yield
-    finally:
-        kind.__enter__, kind.__exit__ = enter, leave
-
-
 def _enter(self: Any) -> None:
     self._grad_enabled_before = torch.is_grad_enabled()
     torch.set_grad_enabled(not self.mode)
@@ -187,10 +130,8 @@ def _leave(self: Any, *exc_info: object) -> None:
     torch.set_grad_enabled(self._grad_enabled_before)
 
 
-@contextmanager
-def generators_saved_in_turn() -> Iterator[None]:
-    """Has `torch.utils.checkpoint` save the state from which the code that it runs will draw."""
-    original = torch.get_rng_state
+def _saved_in_turn(original: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The state from which the code that `torch.utils.checkpoint` runs will draw."""
 
     def get_rng_state() -> Tensor:
         handler: Any = active_handler()
@@ -199,18 +140,11 @@ def generators_saved_in_turn() -> Iterator[None]:
             handler.set_next_generators()
         return original()
 
-    torch.get_rng_state = get_rng_state
-    try:
-        yield
-    finally:
-        torch.get_rng_state = original
+    return get_rng_state
 
 
-@contextmanager
-def scripted_functions_intercepted() -> Iterator[None]:
-    """Has calls of scripted functions between units go to the active handler."""
-    kind: Any = torch.jit.ScriptFunction
-    original = kind.__call__
+def _called(original: Any) -> Any:
+    """The call of a scripted function."""
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         handler = active_handler()
@@ -219,11 +153,7 @@ def scripted_functions_intercepted() -> Iterator[None]:
         with plain_torch():
             return handler.operation(_Scripted(function), args, kwargs)
 
-    kind.__call__ = call
-    try:
-        yield
-    finally:
-        kind.__call__ = original
+    return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,3 +266,69 @@ def without_scripted(module: nn.Module) -> nn.Module:
                 if isinstance(inner, torch.jit.ScriptModule):
                     outer._modules[name] = replaced(inner)
     return module
+
+
+# ---- the table
+
+
+class _Patch:
+    """An entry of a class or module that is another in steps.
+
+    Args:
+        holder: what has it.
+        name: of the entry.
+        make: gives the one for steps, from the usual one.
+    """
+
+    def __init__(self, holder: Any, name: str, make: Callable[[Any], Any]):
+        self._holder, self._name, self._make = holder, name, make
+        self._usual = self._own = None
+
+    def lay(self) -> Callable[[], None] | None:
+        """Puts it in its place, and gives what undoes it; None where it is there."""
+        usual = vars(self._holder)[self._name]
+        if usual is self._own:
+            return None
+        if usual is not self._usual:
+            self._usual, self._own = usual, self._make(usual)
+        setattr(self._holder, self._name, self._own)
+        return partial(setattr, self._holder, self._name, usual)
+
+
+_PATCHES = (
+    _Patch(torch.autograd, "backward", backward_intercepted),
+    _Patch(torch.autograd.Function, "apply", _apply),
+    _Patch(torch.jit.ScriptFunction, "__call__", _called),
+    _Patch(torch, "get_rng_state", _saved_in_turn),
+    _Patch(nn.TransformerEncoder, "forward", _padded),
+    _Patch(Distribution, "_validate_args", _InsideUnits),
+    _Patch(torch.inference_mode, "__enter__", lambda _: _enter),
+    _Patch(torch.inference_mode, "__exit__", lambda _: _leave),
+)
+
+
+@contextmanager
+def patched_for_stages() -> Iterator[None]:
+    """Has the table in force, and leaves inference mode."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad(), _laid(_PATCHES):
+            yield
+    else:
+        with _laid(_PATCHES):
+            yield
+
+
+def patched_backward() -> AbstractContextManager[None]:
+    """Has what a rank alone needs of the table in force."""
+    return _laid(_PATCHES[:1])
+
+
+@contextmanager
+def _laid(patches: Iterable[_Patch]) -> Iterator[None]:
+    undo = [patch.lay() for patch in patches]
+    try:
+        yield
+    finally:
+        for each in undo:
+            if each is not None:
+                each()

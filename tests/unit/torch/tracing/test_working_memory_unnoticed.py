@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwright.torch.interception.backward_calls import backward_intercepted
 from shardwright.torch.interception.glue import intercept_calls
+from shardwright.torch.interception.library_code import patched_backward
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.tracing.trace import trace_step
 
@@ -73,7 +73,7 @@ def test_the_backward_of_an_operation_is_not_that_of_the_step_function():
     def step(x):
         torch.autograd.backward(torch.log_softmax(layer(x), -1).sum())
 
-    with backward_intercepted():
+    with patched_backward():
         trace = trace_step(unit_map, step, ((torch.ones(2, 4),), {}), memory={})
     work = {node.name: node.work_bytes for node in trace.graph.nodes}
     assert work["log_softmax"] >= 2 * 2 * 4 * 4  # the gradients of its result and of its argument
