@@ -21,7 +21,7 @@ from shardwright.torch.loss_scale import scalers_agree, scaling_noted
 from shardwright.torch.optimizer.clipping import norm_over_stages
 from shardwright.torch.optimizer.refused_optimizers import refuse_optimizers_inside_steps
 from shardwright.torch.script_run import ScriptRun
-from shardwright.torch.step_end.same_samples import streams_noted
+from shardwright.torch.step_end.training_alike import streams_noted
 from shardwright.torch.sums_over_ranks import metrics_over_replicas
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 

@@ -521,7 +521,7 @@ def test_settings_that_are_no_settings():
 )
 def test_what_is_no_model(kind, remedy):
     from shardwright.errors import UsageError
-    from shardwright.torch.model.accepted_module import accepted
+    from shardwright.torch.model.spread_module import accepted
 
     with pytest.raises(UsageError, match=remedy):
         accepted(nn.Linear if kind == "class" else nn.Linear(1, 1).state_dict(), None)

@@ -173,7 +173,7 @@ def told(clip, accumulated=1):
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardwright.torch.step_end.own_scaling").addHandler(handler)
+    logging.getLogger("shardwright.torch.step_end.training_alike").addHandler(handler)
 
     @sw.step
     def train(model: Any, x: Tensor) -> Tensor:

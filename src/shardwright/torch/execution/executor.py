@@ -1,14 +1,16 @@
-"""Runs one batch on one pipeline rank: all its microbatches, through the rank's stages."""
+"""Walks a rank's actions of a batch, and the tensors that these send and receive."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from shardwright.comm.transport import Transport
+from shardwright.comm.transport import Receipt, Transport
 from shardwright.run.memory import memory_in_use
+from shardwright.runtime import messages
 from shardwright.runtime.action_loop import MeasuredRow, run_actions
+from shardwright.runtime.crossings import Crossing
 from shardwright.runtime.messages import Messages
 from shardwright.schedule import Kind
 from shardwright.torch._private import is_profiled
@@ -16,20 +18,54 @@ from shardwright.torch.backward.split_backward import allow_split
 from shardwright.torch.execution.autograd_stage import AutogradStage
 from shardwright.torch.execution.exchange import Returned
 from shardwright.torch.execution.microbatches.microbatch import Microbatch
+from shardwright.torch.execution.microbatches.microbatch_state import OwnAttributes
 from shardwright.torch.execution.microbatches.microbatch_tensors import MicrobatchTensors
-from shardwright.torch.execution.microbatches.own_attributes import OwnAttributes
-from shardwright.torch.execution.microbatches.shared_by_microbatches import SharedByMicrobatches
+from shardwright.torch.execution.microbatches.stage_turns import SharedByMicrobatches
 from shardwright.torch.execution.rank_batch import RankBatch
 from shardwright.torch.execution.replay.replay import Replay
-from shardwright.torch.execution.tensor_channels import TensorChannels
 from shardwright.torch.offload.offloading import Offloading, lasting_storages, storages_of
 from shardwright.torch.program.instructions import Place
 from shardwright.torch.program.program import Program, generators_of
 from shardwright.torch.pytorch.source_line import range_named
+from shardwright.torch.pytorch.tensors import Order, from_memory_order, in_memory_order
 from shardwright.torch.randomness import GeneratorState, run_ahead, set_state
 from shardwright.torch.tracing.batch_statistics import RecomputedStatistics
 
-__all__ = ["Executor"]
+
+class TensorChannels:
+    """See `shardwright.runtime.messages.Channels`.
+
+    Args:
+        transport: to the other ranks of the pipeline.
+        device: where received tensors are put.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device):
+        self._transport = transport
+        self._device = device
+
+    def post_receive(self, crossing: Crossing, source: int) -> messages.Receipt:
+        """Announces that the next tensor from a rank can be taken."""
+        dtype = getattr(torch, crossing.spec.dtype)
+        receipt = self._transport.post_receive(
+            crossing.message_shape, source, dtype=dtype, device=self._device
+        )
+        return receipt if crossing.order is None else _Reordered(receipt, crossing.order)
+
+    def send(self, tensor: Tensor, crossing: Crossing, target: int) -> None:
+        """Starts sending a tensor to a rank."""
+        self._transport.send(in_memory_order(tensor, crossing.order), target)
+
+
+class _Reordered:
+    """A receive of a tensor whose dims are sent in the order of memory."""
+
+    def __init__(self, receipt: Receipt, order: Order):
+        self._receipt = receipt
+        self._order = order
+
+    def wait(self) -> Tensor:
+        return from_memory_order(self._receipt.wait(), self._order)
 
 
 class Executor:

@@ -24,8 +24,7 @@ from shardwright.torch.execution.agreement import (
 from shardwright.torch.execution.exchange import Outputs, Returned, Told
 from shardwright.torch.execution.executor import Executor
 from shardwright.torch.execution.loss_weights import LossWeights
-from shardwright.torch.execution.model_placement import ModelPlacement
-from shardwright.torch.execution.placed_model import PlacedModel
+from shardwright.torch.execution.model_placement import ModelPlacement, PlacedModel
 from shardwright.torch.execution.program_maker import KnownTrace, ProgramMaker
 from shardwright.torch.execution.rank_batch import BatchKind, RankBatch, number_of_parts
 from shardwright.torch.execution.trained_model import TrainedModel

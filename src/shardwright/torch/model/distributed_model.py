@@ -21,11 +21,9 @@ from shardwright.torch.execution.single_engine import SingleEngine
 from shardwright.torch.interception.backward_calls import refuse_no_tensor
 from shardwright.torch.interception.glue import active_handler, plain_torch
 from shardwright.torch.loss_scale import GradientScaling, LossScaler
-from shardwright.torch.model.accepted_module import accepted
-from shardwright.torch.model.call_outside import CallOutside, refuse_call
 from shardwright.torch.model.model_state import ModelState
-from shardwright.torch.model.spread_module import SpreadModule
-from shardwright.torch.model.steps import Steps
+from shardwright.torch.model.spread_module import SpreadModule, accepted
+from shardwright.torch.model.steps import CallOutside, Steps, refuse_call
 from shardwright.torch.parameters.first_values import Initialise
 from shardwright.torch.parameters.materialise import Materialiser
 from shardwright.torch.parameters.parameter_kinds import first_kinds, move_to

@@ -1,4 +1,4 @@
-"""Runs step functions: the work before and after a batch that all engines share.
+"""Calls of a wrapped model in steps, and outside of them.
 
 ::
 
@@ -8,7 +8,7 @@
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 from weakref import WeakSet
@@ -17,7 +17,7 @@ import torch
 
 from shardwright.comm.joining.process_group import groups_in_doubt
 from shardwright.comm.message_names import Purpose
-from shardwright.errors import PeerLostError
+from shardwright.errors import PeerLostError, UsageError
 from shardwright.run.context import Context
 from shardwright.run.cores import OwnCores
 from shardwright.run.failure import STEP, first_cause_named, out_of_data
@@ -25,6 +25,7 @@ from shardwright.run.joint_calls import call_together, ranks_with_the_model
 from shardwright.run.memory import give_back_freed_memory
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_result import BatchResult, Figures, StepEngine
+from shardwright.torch.batch.splitter import Splitter
 from shardwright.torch.execution.loss_weights import WeighedGradients
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.backward_calls import (
@@ -32,12 +33,62 @@ from shardwright.torch.interception.backward_calls import (
     refuse_backward_outside,
     refuse_updates_inside_steps,
 )
-from shardwright.torch.interception.step_code import point_out_in_run
+from shardwright.torch.interception.step_code import ReadingStep, point_out_in_run
 from shardwright.torch.loss_scale import scaling_begins
-from shardwright.torch.pytorch.source_line import stacklevel_of_user
+from shardwright.torch.pytorch.source_line import stacklevel_of_user, user_line
 from shardwright.torch.step_end.step_end import StepEnd
 
-__all__ = ["Steps"]
+
+class CallOutside:
+    """Runs a model on a batch that is not cut, so that each rank gets what it returns in one process.
+
+    Stages work one after the other. A step function has them work at once, on microbatches.
+
+    Args:
+        forward: calls the model.
+    """
+
+    def __init__(self, forward: Callable[..., Any]):
+        def call_of_the_model(*args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+        self._function = ReadingStep(call_of_the_model)
+
+    def run(
+        self,
+        run_step: Callable[[Callable[..., Any], Batch], BatchResult],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Runs the model; collective over the ranks of the replica.
+
+        Args:
+            run_step: runs a step function on a batch.
+            args: of the model.
+            kwargs: of the model.
+        """
+        batch = Batch((tuple(args), dict(kwargs)), Splitter(in_one=True))
+        return run_step(self._function, batch).results[0]
+
+
+def refuse_call(*, trains: bool, has_parts: bool) -> None:
+    """Refuses calls outside of step functions that cannot be evaluations.
+
+    Args:
+        trains: gradients are recorded.
+        has_parts: ranks have their parts of the model: a step has been made.
+    """
+    if trains:
+        raise UsageError(
+            f"{user_line()}: the model is spread over ranks, so what trains it is called inside a function "
+            "decorated with @sw.step. For an evaluation, call the model under torch.no_grad(), on all ranks."
+        )
+    if not has_parts:
+        raise UsageError(
+            f"{user_line()}: the model is to be spread over ranks, which its first step decides by a batch "
+            "that is cut into microbatches. Decorate the function that calls it here with @sw.step, or "
+            "call it after the first training step."
+        )
 
 
 class Steps:

@@ -24,7 +24,6 @@ from shardwright.errors import UsageError
 from shardwright.shard_layout import size_of_buckets
 from shardwright.torch.backward.split_backward import notify_gradients
 from shardwright.torch.pytorch.modules import all_parameters
-from shardwright.torch.replicas.bucket_order import BucketOrder, Turn
 from shardwright.torch.replicas.gradient_buckets import (
     Bucket,
     Reduced,
@@ -32,7 +31,7 @@ from shardwright.torch.replicas.gradient_buckets import (
     ShardedBucket,
     SummedBucket,
 )
-from shardwright.torch.replicas.gradient_hook import GradientHook, HookedBucket
+from shardwright.torch.replicas.gradient_hook import BucketOrder, GradientHook, HookedBucket, Turn
 
 __all__ = ["GradientReducer", "refuse_accumulation_hooks", "refuse_gradient_hooks"]
 

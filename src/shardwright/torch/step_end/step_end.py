@@ -28,10 +28,8 @@ from shardwright.torch.batch.batch_result import BatchResult, Figures
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.loss_scale import scale_of_losses
 from shardwright.torch.step_end.finiteness import Finiteness
-from shardwright.torch.step_end.frozen_alike import frozen_otherwise
 from shardwright.torch.step_end.group_numbers import GroupNumbers, row_of
-from shardwright.torch.step_end.own_scaling import OwnScaling
-from shardwright.torch.step_end.same_samples import SameSamples
+from shardwright.torch.step_end.training_alike import OwnScaling, SameSamples, frozen_otherwise
 
 __all__ = ["Column", "StepEnd"]
 

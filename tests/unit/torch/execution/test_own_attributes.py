@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardwright.errors import TraceMismatchError
-from shardwright.torch.execution.microbatches.own_attributes import OwnAttributes
+from shardwright.torch.execution.microbatches.microbatch_state import OwnAttributes
 from shardwright.torch.program.program import _read_in
 from shardwright.torch.python_state.attribute_use import Access, AttributeUse
 from shardwright.torch.tracing.trace_data import SideEffects

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.torch.replicas.bucket_order import BucketOrder, Turn
+from shardwright.torch.replicas.gradient_hook import BucketOrder, Turn
 
 
 class Noted:

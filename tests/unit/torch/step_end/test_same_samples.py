@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from shardwright.mesh import Mesh
-from shardwright.torch.step_end.same_samples import SameSamples
+from shardwright.torch.step_end.training_alike import SameSamples
 
 # The second rank of a pipeline may load anything.
 SAME = [2.5, 1.0, 2.5, 1.1]

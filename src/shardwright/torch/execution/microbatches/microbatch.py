@@ -14,15 +14,12 @@ from torch import Tensor, nn
 from shardwright.errors import TraceMismatchError
 from shardwright.torch.execution.exchange import Returned
 from shardwright.torch.execution.microbatches.known_values import KnownValues
-from shardwright.torch.execution.microbatches.microbatch_generators import MicrobatchGenerators
 from shardwright.torch.execution.microbatches.microbatch_state import MicrobatchState
 from shardwright.torch.execution.microbatches.microbatch_tensors import MicrobatchTensors
 from shardwright.torch.execution.microbatches.program_cursor import ProgramCursor
-from shardwright.torch.execution.microbatches.program_end import ProgramEnd
-from shardwright.torch.execution.microbatches.shared_by_microbatches import SharedByMicrobatches
-from shardwright.torch.execution.microbatches.stage_turns import StageTurns
-from shardwright.torch.execution.microbatches.trace_comparison import TraceComparison
-from shardwright.torch.execution.microbatches.unit_run import unit_run
+from shardwright.torch.execution.microbatches.program_end import ProgramEnd, TraceComparison
+from shardwright.torch.execution.microbatches.stage_turns import SharedByMicrobatches, StageTurns
+from shardwright.torch.execution.microbatches.unit_run import MicrobatchGenerators, unit_run
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.interception.glue import (
     GlueMode,
@@ -34,8 +31,8 @@ from shardwright.torch.interception.step_code import in_step_code, reads_values
 from shardwright.torch.interception.unit_attributes import with_found
 from shardwright.torch.offload.stage_offload import StageOffload
 from shardwright.torch.program.instructions import Instruction, Place
-from shardwright.torch.program.program import Program
-from shardwright.torch.program.step_results import (
+from shardwright.torch.program.program import (
+    Program,
     copied_out,
     given_back,
     leave_stand_ins,

@@ -15,8 +15,7 @@ from shardwright.torch.execution.replay.held_state import ImpureError
 from shardwright.torch.execution.replay.recording import Call, GivenObject, Recording, Settings, Source
 from shardwright.torch.interception.glue import UnitCall, call_without_hooks
 from shardwright.torch.program.instructions import Instruction, Place
-from shardwright.torch.program.program import Program
-from shardwright.torch.program.step_results import copied_out
+from shardwright.torch.program.program import Program, copied_out
 from shardwright.torch.pytorch.functions import CALLS_UNITS, name_of_call
 from shardwright.torch.pytorch.tensors import autocast_as
 from shardwright.torch.pytorch.tree import Structure

@@ -18,7 +18,7 @@ from shardwright.torch._private import (
     saved_tensor_hooks,
 )
 from shardwright.torch.execution.microbatches.microbatch import Microbatch
-from shardwright.torch.execution.microbatches.shared_by_microbatches import SharedByMicrobatches
+from shardwright.torch.execution.microbatches.stage_turns import SharedByMicrobatches
 from shardwright.torch.execution.replay.code_watch import CodeWatch
 from shardwright.torch.execution.replay.held_state import HeldState, ImpureError
 from shardwright.torch.interception.deferred import DeferredTensor
