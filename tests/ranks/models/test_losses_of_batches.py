@@ -63,6 +63,16 @@ def _masked(z: Tensor, y: Tensor, n: Tensor) -> Tensor:
     return (_each(z, y) * mask).sum() / mask.sum().clamp(min=1)
 
 
+def _weighed(z: Tensor, y: Tensor, n: Tensor) -> Tensor:
+    weights = 5.0 + y.clamp(min=0)  # their sum is more than there are samples
+    return (_each(z, y) * weights).sum() / weights.sum()
+
+
+def _by_samples(z: Tensor, y: Tensor, n: Tensor) -> Tensor:
+    mask = y != -100
+    return (_each(z, y) * mask).sum(1).sum() / mask.sum().clamp(min=1)
+
+
 LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "sum": lambda z, y, n: _each(z, y).sum() + z.square().sum(),
     "mean": lambda z, y, n: z.square().mean(),
@@ -70,6 +80,16 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "sum over the labels of the batch": lambda z, y, n: _each(z, y).sum() / n,
     "ignored labels": lambda z, y, n: F.cross_entropy(z.flatten(0, 1), y.flatten()),
     "masked": _masked,
+    "large weights": _weighed,
+    "masked, by samples": _by_samples,
+    "connections": lambda z, y, n: F.ctc_loss(
+        z.log_softmax(2).transpose(0, 1),
+        y.clamp(min=1)[:, :2],
+        torch.full((len(z),), LENGTH),
+        torch.full((len(z),), 2),
+        reduction="sum",
+        zero_infinity=True,
+    ),
     "smoothed": lambda z, y, n: F.cross_entropy(z.flatten(0, 1), y.flatten(), label_smoothing=0.002),
     "picked rows": lambda z, y, n: z[y > 2].square().mean(),
     "weights of classes": lambda z, y, n: F.cross_entropy(z.flatten(0, 1), y.flatten(), weight=WEIGHTS),

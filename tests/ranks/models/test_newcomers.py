@@ -333,19 +333,37 @@ def test_a_loss_with_weights_trains_as_a_part_of_the_model(stages):
     assert run_ranks(job, 2) == pytest.approx([0.0, 0.0], abs=1e-12)
 
 
-def test_clipping_inside_a_step_function():
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("clip", "gradients are clipped inside a step function"),
+        ("clamp", "the gradient of a parameter is used inside a step function"),
+        ("rate", "lr of a parameter group of the optimizer is changed inside a step function"),
+    ],
+)
+@pytest.mark.parametrize("stages", [2, 1])
+def test_gradients_and_rates_inside_a_step_function(stages, what, said):
+    """Of replicas gradients were None there, so nothing was clipped; a rate was halved by each microbatch."""
+
     def job():
-        script = Script(first_step=False)
+        script = Script(first_step=False, settings={"pipeline_parallel_degree": stages, "microbatches": 2})
+        optimizer = script.sw.DistributedOptimizer(torch.optim.SGD(script.model.parameters(), lr=0.1))
 
         @script.sw.step
         def train(model, x):
             loss = model(x).square().mean()
             model.backward(loss)
-            clip_grad_norm_(model.parameters(), 1.0)
+            if what == "clip":
+                clip_grad_norm_(model.parameters(), 1.0)
+            elif what == "clamp":
+                [p.grad.clamp_(-1, 1) for p in model.parameters() if p.grad is not None]
+            else:
+                optimizer.param_groups[0]["lr"] *= 0.5
+            return loss
 
-        train(script.model, script.x)
+        train(script.model, script.x + script.sw.rank())
 
-    assert "gradients are clipped inside a step function" in fails(job)
+    assert said in fails(job)
 
 
 @pytest.mark.parametrize("shards", [1, in_sweep(2)])

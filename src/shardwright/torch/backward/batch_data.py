@@ -16,11 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardwright.torch._private import TorchFunctionMode
+from shardwright.torch._private import TorchFunctionMode, storage_key
+from shardwright.torch.interception.glue import refuse_gradient_inside_step
 from shardwright.torch.interception.step_code import in_step_code
-from shardwright.torch.pytorch.functions import is_metadata
+from shardwright.torch.pytorch.functions import OF_GRADIENT, is_metadata
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.pytorch.tree import leaves
 
@@ -31,7 +32,7 @@ _OVER_ROWS = frozenset(
     "var_mean vector_norm".split()
 )
 _DIM_COMES_THIRD = frozenset("norm normalize quantile vector_norm".split())
-_COUNTS = frozenset("sum count_nonzero".split())
+_COUNTS = frozenset("bincount count_nonzero sum".split())
 _DRAW_ROWS = frozenset("randint randperm".split())
 _TAKE_ROWS = frozenset("__getitem__ index_select take_along_dim gather".split())
 
@@ -80,17 +81,22 @@ class BatchData:
                 self._counts.update({id(item): item for item in made})
             elif given[0].is_floating_point():
                 marks.append(f"{name}() over the samples of its data ({user_line()})")
-        elif not marks and any(id(item) in self._counts for item in given):
-            if self._joins_rows(given):  # weights / weights.sum()
+        elif not marks and any(id(item) in self._counts and not self._is_trained(item) for item in given):
+            if self._joins_rows(given):  # weights / weights.sum(), or losses * weights / weights.sum()
                 marks.append(f"a sum over the samples of its data ({user_line()})")
             elif not any(map(self._is_trained, given)):
                 self._counts.update({id(item): item for item in made})
         if not marks:
             return
-        free = [item for item in given if id(item) in self._statistics and not self._is_trained(item)]
+        both = self._statistics.keys() | self._counts.keys()
+        free = [item for item in given if id(item) in both and not self._is_trained(item)]
         if free and any(map(self._is_trained, given)):
             self.found = marks[0]
         self._statistics.update({id(item): (item, marks[0]) for item in made})
+
+    def is_count(self, tensor: Tensor) -> bool:
+        """Whether a number has been counted in the data: how many labels, or the sum of weights."""
+        return storage_key(tensor) in {storage_key(each) for each in self._counts.values()}
 
     def _other_order(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Looks whether samples are put in another order, to be paired with others of their microbatch."""
@@ -130,8 +136,12 @@ class BatchData:
         return numbers != rows and sorted(numbers) == rows
 
     def _joins_rows(self, given: Sequence[Tensor]) -> bool:
-        rows = [item for item in given if item.dim() and item.shape[0] == self._samples]
-        return bool(rows) and not any(map(self._is_trained, given))
+        """Whether one of some tensors has rows of samples; the others are sums over them."""
+        others = [item for item in given if item.dim() and id(item) not in self._counts]
+        return any(
+            item.shape[0] == self._samples or (item.shape[0] % self._samples == 0 and self._is_trained(item))
+            for item in others
+        )
 
     def _goes_over_samples(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether an operation joins the samples of the tensor that it is given first."""
@@ -140,6 +150,8 @@ class BatchData:
         of = args[0]
         if not of.dim() or of.shape[0] % self._samples:
             return False
+        if name == "bincount":
+            return True
         if of.shape[0] != self._samples and not self._is_trained(of):  # no rows: weights of classes
             return False
         at = 2 if name in _DIM_COMES_THIRD else 1
@@ -155,13 +167,20 @@ class WatchedData(TorchFunctionMode):
 
     Args:
         samples: in the microbatch.
+
+    Attributes:
+        is_behind_backward: its gradients are not those of the batch yet, and nobody may use them.
     """
 
     def __init__(self, samples: int) -> None:
         super().__init__()
+        self.is_behind_backward: Callable[[], bool] = lambda: False
         self.data = BatchData(samples, lambda tensor: tensor.requires_grad)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_gradient = func in OF_GRADIENT and isinstance(args[0], nn.Parameter)
+        if is_gradient and in_step_code() and self.is_behind_backward():
+            refuse_gradient_inside_step()
         result = func(*args, **(kwargs or {}))
         if in_step_code() and not is_metadata(func):
             self.data.operation(func, args, kwargs or {}, result)

@@ -48,9 +48,10 @@ def form_of_loss(
     samples: int,
     constants: Collection[int] = (),
     is_fixed: Callable[[Tensor], bool] = lambda tensor: False,
+    is_count: Callable[[Tensor], bool] = lambda tensor: False,
 ) -> LossForm:
     """Reads from autograd's graph how a loss is reduced."""
-    walk = LossWalk(loss, samples, constants, is_fixed)
+    walk = LossWalk(loss, samples, constants, is_fixed, is_count)
     try:
         found = walk.flow(loss.grad_fn, 0) if loss.grad_fn is not None else Rows.FIXED
     except Neither as answer:
@@ -61,7 +62,7 @@ def form_of_loss(
     kinds = {term.reduction for term in terms} - {Reduction.UNKNOWN}
     aside = next((term.reason for term in terms if term.reduction is Reduction.NEITHER), "")
     if not kinds:
-        return LossForm(Reduction.UNKNOWN, reason=walk.unknown)
+        return LossForm(Reduction.UNKNOWN, reason=walk.unknown, is_certain=not walk.guesses)
     if Reduction.SUM in kinds and len(kinds) > 1:
         return LossForm(Reduction.NEITHER, reason=aside or "it adds a sum and a mean over samples")
     kinds.discard(Reduction.NEITHER)
@@ -69,7 +70,8 @@ def form_of_loss(
         return LossForm(Reduction.NEITHER, reason=aside)
     if Reduction.WEIGHTED not in kinds:
         divisor = max(term.divisor for term in terms)
-        return LossForm(max(kinds), reason=aside, divisor=divisor, is_certain=not walk.guesses)
+        certain, of_data = not walk.guesses, walk.of_number
+        return LossForm(max(kinds), reason=aside, divisor=divisor, of_data=of_data, is_certain=certain)
     counts = tuple(
         term.count or (lambda: float(samples))
         for term in terms

@@ -67,14 +67,17 @@ class LossWalk:
         samples: int,
         constants: Collection[int],
         is_fixed: Callable[[Tensor], bool],
+        is_count: Callable[[Tensor], bool],
     ):
         self._loss = loss
         self._samples = max(samples, 1)
         self._constants = constants
         self._is_fixed = is_fixed
+        self._is_count = is_count
         self._known: dict[Any, Flow] = {}
         self.unknown = ""
         self.guesses = False
+        self.of_number = ""
 
     def flow(self, node: Any, depth: int) -> Flow:
         """What a node has made: rows, or a value of the batch."""
@@ -157,12 +160,27 @@ class LossWalk:
         flows = self._children(node, depth)
         moving = [flow for flow in flows if flow is not Rows.FIXED]
         if len(moving) < 2:
+            self._look_at_factor(node, moving)
             return moving[0] if moving else Rows.FIXED
         if any(_is_unknown(flow) for flow in moving):
             return self._not_known("a product")
         if any(isinstance(flow, tuple) for flow in moving):
             raise Neither("it multiplies by a value of the whole batch")
         return self._joined(moving, outer=node)
+
+    def _look_at_factor(self, node: Any, moving: Sequence[Flow]) -> None:
+        """Notes that a mean is multiplied by a number that may be that of its samples."""
+        factor = saved_by(node, "other")
+        is_mean = [
+            isinstance(flow, tuple) and all(t.reduction is Reduction.MEAN for t in flow) for flow in moving
+        ]
+        if self._samples < 2 or not any(is_mean) or not isinstance(factor, Tensor) or not is_number(factor):
+            return
+        with unset_fake_temporarily():
+            if float(factor) == self._samples:
+                self.of_number = (
+                    f"the number {self._samples}, by which it multiplies a mean over as many samples"
+                )
 
     def _divided(self, node: Any, depth: int) -> Flow:
         above = node.next_functions[0][0]
@@ -202,7 +220,8 @@ class LossWalk:
             return Term(Reduction.MEAN) if is_size else replace(term, divisor=by)
         if storage_key(divisor) in self._constants:
             return term
-        if not isinstance(divisor, FakeTensor) and abs(number_in(divisor)) > max(prod(term.shape), 1):
+        is_here = isinstance(divisor, FakeTensor) or self._is_count(divisor)
+        if not is_here and abs(number_in(divisor)) > max(prod(term.shape), 1):
             return term  # more than there is in this microbatch: a number of the whole batch
         return Term(Reduction.WEIGHTED, count=lambda: self._divisor(divisor))
 

@@ -127,6 +127,11 @@ class LossWeights:
                     '@sw.step(loss_reduction="mean"), or "sum" where they add up.'
                 )
 
+    @property
+    def is_split(self) -> bool:
+        """Whether a batch is computed in several parts: microbatches, or those of replicas."""
+        return len(self._parts) * self._replicas > 1
+
     def watch_data(self) -> BatchData | None:
         """Follows the data of the first microbatch where code behind a trace computes the loss; once."""
         key = f"{line_of(self._function)}: data"
@@ -143,12 +148,12 @@ class LossWeights:
                 "is a sum over samples: microbatches, and replicas, add up to what one process has. If it is "
                 'a mean, say so: @sw.step(loss_reduction="mean").'
             )
-        elif form.reduction is Reduction.UNKNOWN:
+        elif form.reduction is Reduction.UNKNOWN and form.is_certain:
             self._warn_once(
                 f"is computed by {form.reason or 'code'}, which shows no sum and no mean. It is taken for a "
                 'mean over samples; @sw.step(loss_reduction="sum") says otherwise.'
             )
-        elif form.reason and form.reduction is not Reduction.NEITHER:
+        elif form.reason and form.reduction not in (Reduction.NEITHER, Reduction.UNKNOWN):
             self._warn_once(
                 f"has a term that is no mean over samples: {form.reason}. That term is the mean of those of "
                 "the microbatches, and not quite that of one process."
@@ -203,9 +208,9 @@ class LossWeights:
             return Reduction.MEAN
         is_guess = form is not None and not form.is_certain
         if form is None or is_guess or form.reduction is Reduction.WEIGHTED:
-            here = self._form_here(loss, self._parts[index])
-            if is_guess and here.reduction is not Reduction.UNKNOWN:
-                form = None
+            here = self._form_here(loss, self._parts[index], form)
+            if is_guess and not (here.reduction is Reduction.UNKNOWN and form.reduction):
+                form = None  # the graph at hand knows better
             if here.reduction is Reduction.SUM:
                 before, self._divisor = self._divisor or here.divisor, here.divisor
                 if before != here.divisor:
@@ -225,7 +230,7 @@ class LossWeights:
             form = form or here
         return Reduction.MEAN if form.reduction in (Reduction.NEITHER, Reduction.UNKNOWN) else form.reduction
 
-    def _form_here(self, loss: Tensor, part: Batch) -> LossForm:
+    def _form_here(self, loss: Tensor, part: Batch, traced: LossForm | None) -> LossForm:
         """How a loss is reduced over the samples of a microbatch, which is at hand."""
         uncut = {
             storage_key(leaf)
@@ -241,8 +246,16 @@ class LossWeights:
                 self._own.update(storage_key(each) for each in (*all_parameters(module), *module.buffers()))
             return storage_key(tensor) in self._own
 
-        form = form_of_loss(loss, samples=part.num_samples or 1, constants=uncut, is_fixed=is_fixed)
-        return form if self.data is None else replace(form, of_data=self.data.found)
+        def is_count(divisor: Tensor) -> bool:
+            if self.data is not None and self.data.is_count(divisor):
+                self._function.divides_by_counts = True
+            is_weighted = traced is not None and traced.reduction is Reduction.WEIGHTED
+            return is_weighted or bool(getattr(self._function, "divides_by_counts", False))
+
+        form = form_of_loss(
+            loss, samples=part.num_samples or 1, constants=uncut, is_fixed=is_fixed, is_count=is_count
+        )
+        return form if self.data is None else replace(form, of_data=self.data.found or form.of_data)
 
     def _alike(self, counts: Sequence[float]) -> float:
         """What counts in the first term; the others of a microbatch should have the same share of theirs."""

@@ -184,7 +184,7 @@ class SingleEngine:
         """Calls the step function with one microbatch; its backward comes back to the handler."""
         index = len(loop.results)
         offload = None
-        is_new = len(loop.weights.shares) > 1 and index == 0 and function not in self._evaluated
+        is_new = index == 0 and function not in self._evaluated and loop.weights.is_split
         watch = WatchedEvaluation() if is_new and not torch.is_grad_enabled() else None
         watched = self._watched_data(function, part) if is_new and watch is None else None
         loop.weights.data = None if watched is None else watched.data
@@ -201,6 +201,8 @@ class SingleEngine:
             offloaded=self._offloaded,
             shadows=None if watch is None else watch.shadows,
         )
+        if watched is not None:
+            watched.is_behind_backward = lambda: handler.backward_s != (0.0, 0.0)
         args, kwargs = part.arguments
         begun_s = time.perf_counter()
         before = set_active_handler(handler)

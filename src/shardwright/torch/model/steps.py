@@ -35,7 +35,7 @@ from shardwright.torch.interception.backward_calls import (
 )
 from shardwright.torch.interception.step_code import ReadingStep, point_out_in_run
 from shardwright.torch.loss_scale import scaling_begins
-from shardwright.torch.pytorch.source_line import stacklevel_of_user, user_line
+from shardwright.torch.pytorch.source_line import line_of, stacklevel_of_user, user_line
 from shardwright.torch.step_end.step_end import StepEnd
 
 
@@ -146,7 +146,9 @@ class Steps:
         hint = ""
         if function not in self._trained_by:
             hint = _hint_for_evaluations(current)
-        if function not in self._run_before:
+        is_first = function not in self._run_before
+        numbers = self._step_end.numbers.now() if is_first else {}
+        if is_first:
             self._run_before.add(function)
             refuse_updates_inside_steps(current.cleanup)
         together = call_together(_called(function), _ranks_of_a_step(current), hint=hint)
@@ -166,12 +168,24 @@ class Steps:
                     raise
                 if result.losses is not None:
                     self._trained_by.add(function)
+                    if is_first:
+                        self._refuse_changed_numbers(function, numbers)
                     total = self._step_end.come(result, batch, begun_s=begun_s)
                     if result.weights is not None:
                         self._weighed.divide(function, result.weights, total)
             if result.losses is None and self.called_to_train and current.rank == 0:
                 self._point_out_missing_backward(function)
         return result
+
+    def _refuse_changed_numbers(self, function: Any, before: Mapping[Any, Any]) -> None:
+        """Refuses a step function that sets numbers of an optimizer, such as its learning rate."""
+        now = self._step_end.numbers.now()
+        changed = next((key for key, value in before.items() if now.get(key) != value), None)
+        if changed is not None:
+            raise UsageError(
+                f"{line_of(function)}: {changed[-1]} of a parameter group of the optimizer is changed inside "
+                "a step function, which runs once for each microbatch and trace. Set it in the training loop."
+            )
 
     def _labels_a_sample(self, batch: Batch) -> float:
         """What weighs losses of a first batch, see `LossWeights`; collective over all ranks."""

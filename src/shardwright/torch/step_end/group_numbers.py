@@ -14,7 +14,7 @@ the optimizer was wrapped, and those of a rank without a parameter in the group.
 """
 
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, ref
 from zlib import crc32
@@ -64,6 +64,10 @@ class GroupNumbers:
                 self._unwrapped.append(ref(optimizer))
         self._updates[optimizer] += 1
         return is_first
+
+    def now(self) -> dict[Hashable, Sequence[float]]:
+        """Those that Python has."""
+        return {key: _flat(value) for key, value in self._numbers() if not isinstance(value, Tensor)}
 
     def digests(self) -> tuple[float | Tensor, ...]:
         """Digests, equal on ranks with equal numbers: of all numbers, and of those common to stages.

@@ -207,7 +207,7 @@ class Tracer:
                 is_fixed=lambda tensor: bool(self._values.lent_in([storage_key(tensor)])),
             )
             # Counts would hold on to all that was computed.
-            self._loss = replace(form, counts=(), of_data=self._data.found)
+            self._loss = replace(form, counts=(), of_data=self._data.found or form.of_data)
         self._recorder.pass_backward(value)
 
     def assume_loss(self) -> None:

@@ -30,6 +30,15 @@ OF_DATA: dict[str, Loss] = {
     "over the largest": lambda z, w, mask: (z / w.max()).square().mean(),
     "over its own mean": lambda z, w, mask: (z.square() / z.square().mean().detach()).mean(),
     "samples above the mean": _worst,
+    "losses over the number of labels": lambda z, w, mask: (z.mean(2) * mask / mask.sum()).sum(),
+    "weights by the classes there are": lambda z, w, mask: F.cross_entropy(
+        z[:, 0], mask[:, 0].long(), weight=1 / torch.bincount(mask[:, 0].long(), minlength=5).clamp(min=1)
+    ),
+    "logits by the classes there are": lambda z, w, mask: (
+        (z.flatten(0, 1) + torch.bincount(mask.flatten().long(), minlength=5).clamp(min=1).log())
+        .logsumexp(1)
+        .mean()
+    ),
 }
 
 
@@ -49,6 +58,10 @@ ORDERS: dict[str, Loss] = {
 }
 OTHERS: dict[str, Loss] = {
     "a masked mean": lambda z, w, mask: (z.square().mean(2) * mask).sum() / mask.sum().clamp(min=1),
+    "sums of features over a count": lambda z, w, mask: (z.mean(2).sum(0) / mask.sum(0)).mean(),
+    "a count of clamped labels": lambda z, w, mask: (
+        (z.mean(2) * mask).sum() / (mask.sum() + 1e-6).clamp(min=1)
+    ),
     "a mean by weights": lambda z, w, mask: (z.mean((1, 2)) * w).sum() / w.sum(),
     "means of samples": lambda z, w, mask: ((z.mean(2) * mask).sum(1) / mask.sum(1)).mean(),
     "targets of samples": lambda z, w, mask: (z.mean((1, 2)) - mask.mean(1)).square().mean(),

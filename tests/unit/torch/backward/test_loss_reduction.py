@@ -180,6 +180,16 @@ def test_what_is_not_known_says_so(loss: Loss) -> None:
     assert form.reason
 
 
+def test_a_mean_times_the_number_of_its_samples_is_pointed_out() -> None:
+    z = _batch()[0]
+    size = sum(SIZES)
+    assert (
+        f"the number {size}, by which it multiplies a mean" in _form(z.square().mean() * size, size).of_data
+    )
+    assert _form(z.square().mean() * (size + 1), size).of_data == ""
+    assert _form(z.square().sum() * size, size).of_data == ""
+
+
 def test_labels_that_are_probabilities_are_no_crash() -> None:
     z = _batch()[0]
     assert _form(F.cross_entropy(z[:, 0], z.detach()[:, 1].softmax(-1)), sum(SIZES)).reduction is not None
