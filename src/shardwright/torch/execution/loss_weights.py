@@ -209,7 +209,7 @@ class LossWeights:
         is_guess = form is not None and not form.is_certain
         if form is None or is_guess or form.reduction is Reduction.WEIGHTED:
             here = self._form_here(loss, self._parts[index], form)
-            if is_guess and not (here.reduction is Reduction.UNKNOWN and form.reduction):
+            if form is None or (is_guess and (here.reduction or not form.reduction)):
                 form = None  # the graph at hand knows better
             if here.reduction is Reduction.SUM:
                 before, self._divisor = self._divisor or here.divisor, here.divisor
