@@ -143,7 +143,7 @@ ROWS: dict[str, Runs | str] = {
     "sharding.md-1": "names options with ... in the place of values",
     "sharding.md-2": Runs(NAMES),
     "slow_run.md-0": Runs(f"{WRAPPED}\n{_SPREADS}"),
-    "testing.md-0": "needs network namespaces: tests/cluster",
+    "testing.md-1": "needs network namespaces: tests/cluster",
     "trackers.md-0": Runs(f"{NAMES}", ranks=1),
 }
 """What blocks need, by page, number and language."""
