@@ -5,7 +5,7 @@ Each file has a checksum, and any number of ranks restores what any other has sa
 """
 
 import os
-from collections.abc import Mapping, Sequence
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,17 @@ import tensorflow as tf
 from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import CheckpointFolder, refuse_one_checkpoint
-from shardwright.checkpoint.manifest import FileEntry
 from shardwright.checkpoint.saved import (
     SavedCheckpoint,
     TensorPart,
-    add_file,
-    add_tensors,
-    not_finite_in,
     shortened,
 )
 from shardwright.checkpoint.tensor_file import StoredTensor
-from shardwright.checkpoint.tensor_index import INDEX, MODEL, TensorIndex
+from shardwright.checkpoint.tensor_index import MODEL
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.run.failure import first_cause_named
 from shardwright.run.joint_calls import meet, on_every_rank
+from shardwright.run.saving import CheckpointDraft, RankSnapshot, SaveUnderWay, new_draft
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.keras_run import keras_run
 from shardwright.tensorflow.variables import tf_variable, variables_by_name
@@ -109,60 +106,28 @@ class CheckpointManager:
         run = self._run
         with first_cause_named(run):
             meet("CheckpointManager.save()")
-            draft, number = run.from_first_rank(self._begin)
-            try:
-                told = run.from_all_ranks(on_every_rank(run, lambda: self._written(Path(draft))))
-            except CheckpointError as error:
-                if run.rank == 0:
-                    self._folder.discard(Path(draft))
-                raise CheckpointError(
-                    f"the checkpoint was not saved: {error}. Those from before stay."
-                ) from error
-            path: str = run.from_first_rank(lambda: self._commit(Path(draft), number, told))
-        return path
-
-    def _begin(self) -> tuple[str, int]:
-        try:
-            commits = self._folder.commits()
-            number = commits[-1].step + 1 if commits else 1
-            return str(self._folder.begin(number)), number
-        except OSError as error:
+            snapshot = on_every_rank(run, self._snapshot)
+            draft = run.from_first_rank(self._new_draft)
+            under_way = SaveUnderWay(run, draft, snapshot, folder=self._folder, disk=self._disk)
+            under_way.wait()
+            problem, remark = run.from_first_rank(lambda: (under_way.problem, under_way.remark))
+        if problem is not None:
             raise CheckpointError(
-                f"a checkpoint cannot be saved in {self.directory}: {error.strerror}. Those from before stay."
-            ) from error
+                f"the checkpoint was not saved in {self.directory}: {problem.rstrip('.')}. Those from before "
+                "stay."
+            )
+        if remark and run.rank == 0:
+            warnings.warn(f"{self.directory}: {remark}", stacklevel=2)
+        return str(self.directory / draft.name)
 
-    def _written(self, draft: Path) -> dict[str, str]:
-        """Writes what this rank saves; gives what the first rank has to know of it."""
+    def _new_draft(self) -> CheckpointDraft:
+        commits = self._folder.commits()
+        return new_draft(self._folder, commits[-1].step + 1 if commits else 1, keep=self._keep)
+
+    def _snapshot(self) -> RankSnapshot:
+        """What this rank saves."""
         parts = [_part(key, variable) for key, variable in self._mine().items()]
-        file, entries = add_tensors(draft, f"rank-{self._run.rank:05}.safetensors", parts, disk=self._disk)
-        return {
-            "file": file.to_bytes().decode(),
-            "index": TensorIndex(tensors=dict(entries)).to_bytes().decode(),
-            "not_finite": "\n".join(not_finite_in(parts, parameters=self._parameters())),
-        }
-
-    def _commit(self, draft: Path, number: int, told: Sequence[Mapping[str, str]]) -> str:
-        """On the first rank."""
-        try:
-            files = {
-                f"rank-{rank:05}.safetensors": FileEntry.from_bytes(each["file"].encode(), name="a report")
-                for rank, each in enumerate(told)
-            }
-            indices = [TensorIndex.from_bytes(each["index"].encode(), name="a report") for each in told]
-            index = TensorIndex.joined(each.tensors for each in indices)
-            files[INDEX] = add_file(draft, INDEX, [index.to_bytes()], disk=self._disk)
-            bad = [name for each in told for name in each["not_finite"].splitlines()]
-            made = self._folder.commit(draft, step=number, files=files, not_finite=bad)
-            if self._keep is not None:
-                self._folder.collect(keep=self._keep)
-        except (OSError, CheckpointError) as error:
-            self._folder.discard(draft)
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(
-                f"the checkpoint was not saved in {self.directory}: {error.strerror}. Those from before stay."
-            ) from error
-        return str(self.directory / made.name)
+        return RankSnapshot(parts, self._parameters(), {})
 
     def _mine(self) -> dict[str, Any]:
         """What this rank saves, by name; the first replica saves for all, but for slots that others have."""

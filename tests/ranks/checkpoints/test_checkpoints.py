@@ -76,7 +76,7 @@ def test_a_plan_of_format_1_in_a_checkpoint_is_followed(tmp_path: Path) -> None:
         import shardwright.torch as sw
         from shardwright.checkpoint.saved import SavedCheckpoint
         from shardwright.run.context import context
-        from shardwright.torch.checkpoints.writer import PLAN
+        from shardwright.torch.checkpoints.documents import PLAN
 
         read = SavedCheckpoint.document
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from cli.calling import call
 from shardwright.checkpoint.folder import CheckpointFolder
+from shardwright.checkpoint.hugging_face import CONFIG
 from shardwright.checkpoint.importing import STATE
-from shardwright.torch.checkpoints import writer
 from shardwright.torch.checkpoints.documents import StateDocument
 
 _HALVES = (("a.weight", "a.bias"), ("b.weight", "count", "empty"))
@@ -164,10 +164,9 @@ def test_the_documents_are_those_of_a_model_alone(tmp_path, capsys):
     assert json.loads(out)["checkpoint"] == "step-00000000"
     saved = CheckpointFolder(tmp_path / "run").open()
     saved.check()
-    assert STATE == writer.STATE
     document = StateDocument.from_content(saved.document(STATE), name=STATE)
     assert document == StateDocument(step=0, layout=None)
-    assert saved.document(writer.CONFIG) == {"model_type": "gpt2"}
+    assert saved.document(CONFIG) == {"model_type": "gpt2"}
     assert set(saved.index.tensors) == {f"model/{name}" for name in _state()}
 
 

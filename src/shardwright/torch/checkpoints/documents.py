@@ -1,14 +1,20 @@
 """Assembles a checkpoint's document, everything but tensors, from what the ranks saved."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
+from shardwright.checkpoint.importing import STATE
+from shardwright.checkpoint.safe_files import parse
 from shardwright.errors import CorruptCheckpointError
 from shardwright.mesh import Mesh
 from shardwright.problems import describe, join
 from shardwright.torch.checkpoints.snapshot import RankDocument
+
+PLAN = "plan.json"
+"""The name of the file of the plan, beside those of `STATE` and `CONFIG`."""
 
 
 class _Record(BaseModel):
@@ -141,6 +147,12 @@ class StateDocument(_Record):
             random={str(rank): d.random for rank, d in enumerate(documents)},
             buffers={name: kind for d in documents for name, kind in d.buffers.items()},
         )
+
+    def to_bytes(self) -> bytes:
+        """A file of it; what cannot be read again is refused."""
+        content = json.dumps(self.to_content(), allow_nan=False).encode()
+        parse(content, name=STATE)
+        return content
 
     def to_content(self) -> dict[str, Any]:
         """A form that `json` can write."""

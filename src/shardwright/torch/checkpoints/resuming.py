@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint.folder import CheckpointFolder, Commit
+from shardwright.checkpoint.importing import STATE
 from shardwright.checkpoint.safe_files import reading
 from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.comm.codec import declare
@@ -15,7 +16,7 @@ from shardwright.errors import CheckpointError, CorruptCheckpointError, PlanErro
 from shardwright.plan import Plan
 from shardwright.planner import overruled_settings
 from shardwright.run.launch_settings import following
-from shardwright.torch.checkpoints.documents import OptimizerDocument, StateDocument
+from shardwright.torch.checkpoints.documents import PLAN, OptimizerDocument, StateDocument
 from shardwright.torch.checkpoints.encoded import decode
 from shardwright.torch.checkpoints.own_loading import (
     check_fits,
@@ -32,7 +33,6 @@ from shardwright.torch.checkpoints.snapshot import (
     set_generators,
 )
 from shardwright.torch.checkpoints.stored import dtype_of, read_part
-from shardwright.torch.checkpoints.writer import PLAN, STATE
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from shardwright.torch.parameters.parameter_kinds import BufferKind

@@ -1,14 +1,12 @@
 """The saves of a run: begun on all ranks, written in the background, asked for by signals."""
 
-import dataclasses
 import json
 import os
-import secrets
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,18 +16,19 @@ from torch import nn
 
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import COMMITTED, CheckpointFolder, refuse_one_checkpoint
-from shardwright.checkpoint.hugging_face import TIES
-from shardwright.comm.joining.process_group import default_store
+from shardwright.checkpoint.hugging_face import CONFIG, TIES
+from shardwright.checkpoint.importing import STATE
 from shardwright.comm.message_names import Purpose
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.observe.run_folder import hold, release, show_path
 from shardwright.plan import Plan
 from shardwright.run.failure import first_cause_named
 from shardwright.run.joint_calls import meet, on_every_rank
+from shardwright.run.saving import CheckpointDraft, SaveUnderWay, new_draft
 from shardwright.torch._private import non_persistent_buffers
+from shardwright.torch.checkpoints.documents import PLAN, StateDocument
 from shardwright.torch.checkpoints.encoded import StateObjects
-from shardwright.torch.checkpoints.snapshot import take_snapshot
-from shardwright.torch.checkpoints.writer import CONFIG, PLAN, CheckpointDraft, SaveUnderWay
+from shardwright.torch.checkpoints.snapshot import RankDocument, take_snapshot
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.script_run import ScriptRun
 
@@ -199,18 +198,25 @@ class Saves:
             current, lambda: take_snapshot(current, self._model, mine, alike=alike, copies=copies)
         )
         draft = current.from_first_rank(lambda: self._new_draft(step))
-        draft = dataclasses.replace(draft, alike=alike)
+        others = self._others(step, alike) if current.rank == 0 else lambda _: {}
         self._under_way = SaveUnderWay(
-            draft,
-            snapshot,
-            mesh=current.mesh,
-            rank=current.rank,
-            store=default_store() if current.mesh.world_size > 1 else None,
-            folder=self._folder,
-            disk=self._disk,
-            timeout_s=current.config.timeout_s,
+            current, draft, snapshot, folder=self._folder, disk=self._disk, others=others
         )
         self.last_step = step
+
+    def _others(self, step: int, alike: Mapping[str, bool]) -> Callable[[Any], Mapping[str, bytes]]:
+        """Gives the files beside tensors, as the run is now; on the first rank."""
+        current = self._context
+        assert current.reporter is not None
+        mesh, calls = current.mesh, current.reporter.num_steps
+        of_run = documents_of_run(current.plan, self._model.module)
+
+        def files(documents: Sequence[Mapping[str, Any]]) -> Mapping[str, bytes]:
+            ranks = [RankDocument(**each) for each in documents]
+            state = StateDocument.joined(step, mesh, ranks, alike=alike, calls=calls)
+            return {STATE: state.to_bytes(), **of_run}
+
+        return files
 
     def wait(self) -> None:
         """Waits until what was saved is committed, or has failed; collective."""
@@ -269,27 +275,9 @@ class Saves:
     def _new_draft(self, step: int) -> CheckpointDraft:
         """On the first rank."""
         hold_folder(self.folder)
-        try:
-            if not self._collected and self.folder.is_dir():
-                self._folder.collect(keep=None)  # what crashes have left
-                self._collected = True
-            path = self._folder.begin(step)
-        except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint of step {step} cannot be saved in {self.folder}: {error.strerror}. Those "
-                "from before stay. Give a folder that can be written, on a disk that has room."
-            ) from error
-        key = f"shardwright/checkpoint/{secrets.token_hex(8)}"
-        assert self._context.reporter is not None
-        return CheckpointDraft(
-            path=path,
-            step=step,
-            key=key,
-            alike={},
-            documents=documents_of_run(self._context.plan, self._model.module),
-            keep=self._keep,
-            calls=self._context.reporter.num_steps,
-        )
+        draft = new_draft(self._folder, step, keep=self._keep, collects=not self._collected)
+        self._collected = True
+        return draft
 
     def _finish(self, under_way: SaveUnderWay) -> None:
         """Tells how a save has ended; collective."""

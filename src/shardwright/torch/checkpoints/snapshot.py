@@ -12,7 +12,7 @@ derives its generators from those of a saved replica and its own number.
 
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from typing import Any
 
@@ -24,6 +24,7 @@ from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.saved import TensorPart
 from shardwright.checkpoint.tensor_index import MODEL
 from shardwright.errors import CheckpointError, CorruptCheckpointError
+from shardwright.run.saving import RankSnapshot
 from shardwright.torch._private import non_persistent_buffers
 from shardwright.torch.checkpoints.encoded import encode
 from shardwright.torch.checkpoints.own_parts import OwnPart, model_parts, optimizer_parts
@@ -171,19 +172,6 @@ class RankDocument:
     buffers: dict[str, list[Any] | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A rank's part of a checkpoint.
-
-    Attributes:
-        parameters: full names of the tensors that are parameters of the model.
-    """
-
-    parts: list[TensorPart]
-    document: RankDocument
-    parameters: frozenset[str]
-
-
 def optimizer_prefix(number: int) -> str:
     """Of the names of the tensors of an optimizer: the first wrapped one, the second, ..."""
     return "optimizer/" if number == 0 else f"optimizer{number + 1}/"
@@ -196,7 +184,7 @@ def take_snapshot(
     *,
     alike: Mapping[str, bool],
     copies: bool,
-) -> Snapshot:
+) -> RankSnapshot:
     """Takes what this rank has of the run."""
     own: list[OwnPart] = [*model_parts(model)]
     for number, optimizer in enumerate(context.optimizers):
@@ -224,7 +212,9 @@ def take_snapshot(
         content = stored(_copy(tensor) if copies else tensor)
         parts.append(TensorPart(name, whole=tuple(tensor.shape), box=box, stored=content))
     parameters = frozenset(f"{MODEL}{name}" for name, _ in model.local_named_parameters())
-    return Snapshot(parts, document, parameters)
+    # Not by `asdict`, which copies states.
+    beside = {field.name: getattr(document, field.name) for field in fields(document)}
+    return RankSnapshot(parts, parameters, beside)
 
 
 def _parts_of(own: OwnPart, *, copies: bool) -> list[TensorPart]:

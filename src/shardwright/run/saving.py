@@ -13,32 +13,28 @@ collective call. A writing rank reports every second, so that the others notice 
 import contextlib
 import errno
 import json
+import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import Store  # type: ignore[attr-defined]
-
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.manifest import FileEntry
-from shardwright.checkpoint.safe_files import parse
-from shardwright.checkpoint.saved import LARGEST_TEXT, add_file, add_tensors, not_finite_in
+from shardwright.checkpoint.saved import LARGEST_TEXT, TensorPart, add_file, add_tensors, not_finite_in
 from shardwright.checkpoint.tensor_index import INDEX, TensorEntry, TensorIndex
 from shardwright.comm.codec import declare
+from shardwright.comm.joining.process_group import default_store
 from shardwright.comm.joining.run_secret import not_from_a_stranger
 from shardwright.errors import CheckpointError, ShardwrightError
-from shardwright.mesh import Mesh
-from shardwright.torch.checkpoints.documents import StateDocument
-from shardwright.torch.checkpoints.snapshot import RankDocument, Snapshot
+from shardwright.run.context import Context
 
-CONFIG = "config.json"
-PLAN = "plan.json"
-STATE = "state.json"
+Document = Mapping[str, Any]
+"""What a rank saves beside its parts of tensors, as JSON."""
 
 _BEAT_S = 1.0
 _LOOK_S = 0.02
@@ -56,7 +52,7 @@ class _Said:
 
     file: FileEntry
     tensors: Mapping[str, TensorEntry]
-    document: RankDocument
+    document: Document
     not_finite: Sequence[str]
 
 
@@ -67,26 +63,64 @@ class CheckpointDraft:
     Attributes:
         step: how many steps were done.
         key: under which ranks speak of it in the store; new for each.
-        alike: for each name of a state, whether all ranks have the same.
-        documents: further files of JSON, by name.
         keep: how many checkpoints stay; None for all.
-        calls: of step functions that trained, in all of the run.
     """
 
     path: Path
     step: int
     key: str
-    alike: Mapping[str, bool]
-    documents: Mapping[str, bytes]
     keep: int | None
-    calls: int
+
+    @property
+    def name(self) -> str:
+        """Of the folder, when it is committed."""
+        return self.path.name.partition(".tmp-")[0]
 
 
 declare(CheckpointDraft)
 
 
+def new_draft(
+    folder: CheckpointFolder, step: int, *, keep: int | None, collects: bool = False
+) -> CheckpointDraft:
+    """Makes the folder of a new checkpoint, and removes what crashes have left; on the first rank."""
+    try:
+        if collects and folder.root.is_dir():
+            folder.collect(keep=None)
+        path = folder.begin(step)
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint of step {step} cannot be saved in {folder.root}: {error.strerror}. Those from "
+            "before stay. Give a folder that can be written, on a disk that has room."
+        ) from error
+    key = f"shardwright/checkpoint/{secrets.token_hex(8)}"
+    return CheckpointDraft(path=path, step=step, key=key, keep=keep)
+
+
+@dataclass(frozen=True, slots=True)
+class RankSnapshot:
+    """A rank's part of a checkpoint.
+
+    Attributes:
+        parameters: full names of the tensors that are parameters of the model.
+        document: what else it saves, as JSON.
+    """
+
+    parts: Sequence[TensorPart]
+    parameters: Collection[str]
+    document: Document
+
+
 class SaveUnderWay:
     """A rank's part in writing a checkpoint. Starts at once.
+
+    Args:
+        run: the run.
+        draft: made by the first rank.
+        snapshot: of this rank; let go of when it is written.
+        folder: of the checkpoint.
+        disk: writes files.
+        others: further files, by name, for the documents of all ranks; on the first rank.
 
     Attributes:
         step: how many steps were done.
@@ -96,25 +130,24 @@ class SaveUnderWay:
 
     def __init__(
         self,
+        run: Context,
         draft: CheckpointDraft,
-        snapshot: Snapshot,
+        snapshot: RankSnapshot,
         *,
-        mesh: Mesh,
-        rank: int,
-        store: Store | None,
         folder: CheckpointFolder,
         disk: Disk,
-        timeout_s: float,
+        others: Callable[[Sequence[Document]], Mapping[str, bytes]] = lambda _: {},
     ):
         self.step = draft.step
         self._draft = draft
-        self._snapshot: Snapshot | None = snapshot
-        self._mesh = mesh
-        self._rank = rank
-        self._store = store
+        self._snapshot: RankSnapshot | None = snapshot
+        self._others_of = others
+        self._world_size = run.mesh.world_size
+        self._rank = run.rank
+        self._store = default_store() if run.mesh.world_size > 1 else None
         self._folder = folder
         self._disk = disk
-        self._timeout_s = timeout_s
+        self._timeout_s = run.config.timeout_s
         self._problem: str | None = None
         self.remark = ""
         self._ended = threading.Event()
@@ -124,7 +157,7 @@ class SaveUnderWay:
         self._thread = threading.Thread(target=self._run, name="shardwright-checkpoint")
         self._thread.start()
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait(self, timeout_s: float | None = None) -> bool:
         """Waits for this rank's part; on the first rank, for all. Returns whether that has ended."""
         return self._ended.wait(timeout_s)
 
@@ -172,7 +205,7 @@ class SaveUnderWay:
             del snapshot
             self._commit({0: own, **self._others()})
 
-    def _written(self, name: str, snapshot: Snapshot) -> _Said:
+    def _written(self, name: str, snapshot: RankSnapshot) -> _Said:
         """Writes the file of this rank, and looks whether its weights are finite."""
         file, tensors = add_tensors(self._draft.path, name, snapshot.parts, disk=self._disk)
         bad = not_finite_in(snapshot.parts, parameters=snapshot.parameters)
@@ -185,7 +218,7 @@ class SaveUnderWay:
         said = {
             "file": own.file.model_dump(),
             "tensors": {key: value.model_dump() for key, value in own.tensors.items()},
-            "document": asdict(own.document),
+            "document": own.document,
             "not_finite": own.not_finite,
         }
         content = json.dumps(said).encode()
@@ -208,7 +241,7 @@ class SaveUnderWay:
         """The reports of the other ranks, once all have written."""
         assert self._store is not None
         found = {}
-        pulses = {rank: ("", time.monotonic()) for rank in range(1, self._mesh.world_size)}
+        pulses = {rank: ("", time.monotonic()) for rank in range(1, self._world_size)}
         pause_s = _LOOK_S
         while pulses:
             for rank in list(pulses):
@@ -254,8 +287,7 @@ class SaveUnderWay:
             name: TensorEntry.model_validate_json(json.dumps(entry))
             for name, entry in report["tensors"].items()
         }
-        document = RankDocument(**report["document"])
-        return _Said(FileEntry(**report["file"]), tensors, document, report["not_finite"])
+        return _Said(FileEntry(**report["file"]), tensors, report["document"], report["not_finite"])
 
     def _take(self, key: str) -> str:
         assert self._store is not None
@@ -270,11 +302,8 @@ class SaveUnderWay:
         files = {f"rank-{rank:05}.safetensors": said.file for rank, said in ranks.items()}
         self._refuse_folders_apart(files)
         index = TensorIndex.joined(said.tensors for said in ranks.values())
-        documents = [ranks[rank].document for rank in sorted(ranks)]
-        state = StateDocument.joined(draft.step, self._mesh, documents, alike=draft.alike, calls=draft.calls)
-        content = json.dumps(state.to_content(), allow_nan=False).encode()
-        parse(content, name=STATE)  # what cannot be read again is not committed
-        for name, text in {INDEX: index.to_bytes(), STATE: content, **draft.documents}.items():
+        others = self._others_of([ranks[rank].document for rank in sorted(ranks)])
+        for name, text in {INDEX: index.to_bytes(), **others}.items():
             if len(text) > LARGEST_TEXT:
                 raise CheckpointError(
                     f"{name} has {len(text)} bytes, and at most {LARGEST_TEXT} could be read again. Keep "
