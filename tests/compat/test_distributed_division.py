@@ -52,7 +52,7 @@ def compare(case: str) -> Any:
     """Differences of loss and gradients, the share of layers held, and what was sent."""
     from shardwright.torch.tensor_parallel.divide import divide, settle_gradients, tensor_group
     from shardwright.torch.tensor_parallel.divided_tensor import local_of, whole
-    from shardwright.torch.tensor_parallel.pinned import pinned_placements
+    from shardwright.torch.units.tensor_division import pinned_placements
 
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)

@@ -249,7 +249,7 @@ def test_an_unknown_option_is_pointed_out():
 
 def test_embeddings_are_distributed_on_request():
     def placed(distributed: bool) -> Any:
-        from shardwright.torch.tensor_parallel.pinned import pinned_placements
+        from shardwright.torch.units.tensor_division import pinned_placements
 
         _, model = both("GPT-2", distribute_embedding=distributed)
         found = pinned_placements(model.get_module(), num_ranks=2)

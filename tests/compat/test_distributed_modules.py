@@ -10,7 +10,7 @@ from torch import nn
 import smdistributed.modelparallel.torch as smp
 from compat.reference_layers import PlainAttention, PlainLayer, PlainLMHead, PlainOutput, PlainTransformer
 from shardwright.errors import UsageError
-from shardwright.torch.tensor_parallel.pinned import pinned_placements
+from shardwright.torch.units.tensor_division import pinned_placements
 from smdistributed.modelparallel.torch.nn import FusedLayerNorm
 from smdistributed.modelparallel.torch.nn.flash_attention import alibi_slopes
 

@@ -130,7 +130,7 @@ def test_as_documented():
 
 def test_what_is_not_marked_stays_whole():
     def pins():
-        from shardwright.torch.tensor_parallel.pinned import pinned_placements
+        from shardwright.torch.units.tensor_division import pinned_placements
 
         smp.init(QUIET)
         with smp.tensor_parallelism():

@@ -13,9 +13,7 @@ COMPAT = SOURCES.parents[1] / "compat" / "src"
 
 # Where a module that unpickles may be imported, and why.
 ALLOWED = {
-    "checkpoint/model_source.py": {
-        "pickletools"
-    },  # lists what a file of the user's names, and runs none of it
+    "checkpoint/importing.py": {"pickletools"},  # lists what a file of the user's names, and runs none of it
     "comm/joining/run_secret.py": {"pickle"},  # only under the code of the run's secret
     "testing/job.py": {"cloudpickle"},  # writes for `authenticated_objects`
     "testing/rank.py": {"cloudpickle"},
@@ -46,7 +44,7 @@ LOADS_IN_COMPAT = {"smdistributed/modelparallel/torch/pickles/files.py"}
 CODE = {"eval", "exec", "os.system", "os.popen", "np.load", "numpy.load", "Listener", "Client"}
 CODE |= {f"yaml.{name}" for name in ("load", "load_all", "full_load", "unsafe_load")}
 # The script that the user names; and YAML with a loader of plain data, which refuses tags besides.
-RUNS_CODE = {("cpu_mode/script.py", "exec"), ("files/documents.py", "yaml.load")}
+RUNS_CODE = {("cpu_mode/activation.py", "exec"), ("files/documents.py", "yaml.load")}
 
 
 class Source:

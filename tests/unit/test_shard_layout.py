@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.shard_layout import ShardLayout
+from shardwright.placement import ShardLayout
 
 shapes = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple), max_size=4).map(tuple)
 

@@ -1,4 +1,4 @@
-"""Finds the rank that failed first, and words the loss of a peer.
+"""Finds the rank that failed first.
 
 A failing rank leaves a note at the store before it ends; one that loses a peer names it. A rank that loses a
 peer follows these notes to the first cause: a rank with an error of its own, or one without a note because it
@@ -10,7 +10,6 @@ was killed. Gloo's error may not name the lost rank: then all notes are read. ::
 
 import json
 import queue
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -18,51 +17,6 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from shardwright.comm.joining.run_secret import ForgedError, not_from_a_stranger
-from shardwright.errors import PeerLostError, PeerTimeoutError
-
-_LATE = r"Timed out waiting \d+ms for"
-_TIMED_OUT = re.compile(_LATE, re.IGNORECASE)
-
-_LATE_REMEDY = (
-    "It hangs, is at another place of the script, or its host cannot be reached; its log may tell. If it may "
-    "take longer, raise the setting timeout_s."
-)
-
-# What gloo, NCCL, the TCP store and Shardwright say when the other end has gone.
-_PEER_GONE = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|failed to (recv|connect)"
-    r"|recvBytes|sendBytes|PeerLostError|PeerTimeoutError|ncclRemoteError|ncclSystemError"
-    rf"|remote process exited|{_LATE}",
-    re.IGNORECASE,
-)
-
-
-def names_a_lost_peer(error: str) -> bool:
-    """Says whether a traceback, or any text of an error, ends with the loss of a peer: a consequence,
-    not a cause.
-
-    >>> names_a_lost_peer("RuntimeError: Connection closed by peer [127.0.0.1]:1234")
-    True
-    >>> names_a_lost_peer("ValueError: boom")
-    False
-    """
-    lines = error.splitlines()
-    # The source lines of a traceback may hold such words too, in a handler for example: only the
-    # message counts.
-    start = next((i for i in range(len(lines) - 1, -1, -1) if lines[i].lstrip().startswith("File ")), 0)
-    return _PEER_GONE.search("\n".join(lines[start:])) is not None
-
-
-def lost_peer(message: str, *, rank: int | None = None) -> PeerLostError:
-    """The error for a message that quotes what gloo or NCCL said, with what to do.
-
-    >>> type(lost_peer("receiving failed: Timed out waiting 8000ms for recv operation")).__name__
-    'PeerTimeoutError'
-    """
-    if not _TIMED_OUT.search(message):
-        return PeerLostError(message, rank=rank)
-    return PeerTimeoutError(f"{message}. {_LATE_REMEDY}", rank=rank)
-
 
 _T = TypeVar("_T")
 

@@ -22,12 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.comm.blame import lost_peer
 from shardwright.comm.local_peers import LocalPeers
-from shardwright.comm.message_names import Purpose
+from shardwright.comm.message_names import Purpose, lost_peer
 from shardwright.comm.tensor_codec import bytes_of
 from shardwright.errors import PeerLostError
-from shardwright.shard_layout import size_of_buckets
+from shardwright.placement import size_of_buckets
 
 _TAG_LIMIT = 2**30
 # Sends whose memory is held at most. Waiting for the oldest cannot deadlock: schedules are proved under

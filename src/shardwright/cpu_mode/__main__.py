@@ -3,8 +3,7 @@
 import sys
 from collections.abc import Callable
 
-from shardwright.cpu_mode.activation import enable
-from shardwright.cpu_mode.script import from_command_line
+from shardwright.cpu_mode.activation import enable, from_command_line
 
 _USAGE = """\
 usage: python -m shardwright.cpu_mode SCRIPT [ARGUMENTS]

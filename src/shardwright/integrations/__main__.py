@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from shardwright.after_import import after_import
-from shardwright.cpu_mode.script import from_command_line
+from shardwright.cpu_mode.activation import from_command_line
 
 _STANDS_IN = {
     "accelerate": "shardwright.integrations.accelerate",

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from shardwright.cluster import Cluster, HostCosts, Link
 from shardwright.costs.calibration import ACTION_S, STEP_S
 from shardwright.mesh import Mesh
+from shardwright.placement import size_of_buckets
 from shardwright.plan import TensorPrices
 from shardwright.planner.layout import Layout
-from shardwright.shard_layout import size_of_buckets
 
 __all__ = [
     "NO_SUMS",

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwright.costs.calibration import OFFLOADED_CALL_S
+from shardwright.placement import size_of_buckets
 from shardwright.planner.chain import Chain, ParameterUse, StateBytes
 from shardwright.schedule import Edge, StageCost
-from shardwright.shard_layout import size_of_buckets
 
 __all__ = ["Layout"]
 

@@ -4,8 +4,8 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from shardwright.comm.blame import Blame, Note, lost_peer, names_a_lost_peer
-from shardwright.comm.message_names import listed
+from shardwright.comm.blame import Blame, Note
+from shardwright.comm.message_names import listed, lost_peer, names_a_lost_peer
 from shardwright.errors import PeerLostError, PeerTimeoutError, UsageError
 from shardwright.run.context import Context
 

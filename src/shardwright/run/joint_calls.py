@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from shardwright.comm.blame import names_a_lost_peer
 from shardwright.comm.joining.process_group import default_store, groups_in_doubt
+from shardwright.comm.message_names import names_a_lost_peer
 from shardwright.comm.roll_call import Call, RollCall
 from shardwright.comm.whereabouts import Stalls, Whereabouts
 from shardwright.errors import CheckpointError, PeerLostError, ShardwrightError, UsageError

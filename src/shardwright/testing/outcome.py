@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwright.comm.blame import names_a_lost_peer
+from shardwright.comm.message_names import names_a_lost_peer
 from shardwright.errors import ShardwrightError
 from shardwright.testing.job import StopReason
 

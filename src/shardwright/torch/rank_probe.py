@@ -26,8 +26,13 @@ from shardwright.comm.collective_probe import measure_prices
 from shardwright.comm.collectives.communicator import Communicator
 from shardwright.comm.collectives.connect import connect
 from shardwright.comm.joining.process_group import default_store
-from shardwright.comm.probe_ranks import device_prices
-from shardwright.comm.rate_probe import DTYPES, MemoryRates, measure_memory_rates, measure_products
+from shardwright.comm.probe_ranks import (
+    DTYPES,
+    MemoryRates,
+    device_prices,
+    measure_memory_rates,
+    measure_products,
+)
 from shardwright.config import Config
 from shardwright.observe.console import Console
 from shardwright.quantities import counted

@@ -6,7 +6,7 @@ import torch
 
 from fits import too_wide
 from shardwright.cluster.cluster_file import read_inventory
-from shardwright.comm.rate_probe import measure_memory_rates, measure_products
+from shardwright.comm.probe_ranks import measure_memory_rates, measure_products
 from shardwright.testing import run_ranks
 
 
@@ -40,11 +40,11 @@ def test_a_type_that_cannot_be_multiplied_has_no_rates():
 
 def probe(folder):
     from shardwright.comm import collective_probe as probe
-    from shardwright.comm import rate_probe
+    from shardwright.comm import probe_ranks
     from shardwright.torch.rank_probe import main
 
     # What is measured is not looked at: once is enough.
-    probe._ROUNDS, rate_probe._ROUNDS, rate_probe._LONGEST_S = 1, 1, 0.03
+    probe._ROUNDS, probe_ranks._ROUNDS, probe_ranks._LONGEST_S = 1, 1, 0.03
     sys.argv = ["probe", f"{folder}/prices.json", f"{folder}/cluster.yaml"]
     main()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from choices import combinations_of, in_sweep, some_combinations
 from shardwright.errors import ConfigError
-from shardwright.shard_layout import ShardLayout
+from shardwright.placement import ShardLayout
 from shardwright.testing import RanksFailedError, run_ranks
 
 DEGREE_2 = {"sharded_data_parallel_degree": 2}

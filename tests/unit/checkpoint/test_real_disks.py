@@ -13,8 +13,7 @@ from mounts import SmallDisk, in_own_mounts
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.hugging_face import ModelTensors, export_files
-from shardwright.checkpoint.importing import import_model
-from shardwright.checkpoint.model_source import read_tensor_file
+from shardwright.checkpoint.importing import import_model, read_tensor_file
 from shardwright.cli import main
 from shardwright.errors import CheckpointError
 from shardwright.torch.checkpoints.state_dict_files import export_state_dict

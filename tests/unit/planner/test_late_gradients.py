@@ -109,7 +109,7 @@ def test_rows_of_shared_gradients_come_with_the_backward_too() -> None:
 
 
 def test_whole_gradients_are_there_until_they_are_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwright.shard_layout._LEAST_BYTES", 1)
+    monkeypatch.setattr("shardwright.placement._LEAST_BYTES", 1)
     # Above its rows, each has 200 bytes more: one is filled, and one is reduced.
     assert sharing(400, 200).reduced_gradients().tolist() == [400, 400, 200, 0]
 

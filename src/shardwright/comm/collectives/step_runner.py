@@ -37,9 +37,9 @@ from shardwright.collectives.steps import (
     Step,
     Tell,
 )
-from shardwright.comm.blame import lost_peer
 from shardwright.comm.collectives.reduction import Reduction
 from shardwright.comm.local_peers import close_in_children
+from shardwright.comm.message_names import lost_peer
 from shardwright.errors import PeerLostError, PeerTimeoutError, TraceMismatchError
 from shardwright.quantities import format_bytes
 

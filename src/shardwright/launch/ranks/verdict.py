@@ -5,7 +5,7 @@ import signal
 from collections.abc import Sequence
 
 from shardwright import errors
-from shardwright.comm.blame import names_a_lost_peer
+from shardwright.comm.message_names import names_a_lost_peer
 from shardwright.exit_codes import FAILED, exit_code_of
 from shardwright.launch.processes import SAVED_AND_REQUEUE, WorkerExit
 from shardwright.launch.worker_output import begins_last_words, fold

@@ -7,14 +7,15 @@ from typing import Any
 
 from shardwright.errors import UsageError
 from shardwright.observe.metrics import read_steps
-from shardwright.observe.report.facts import RunFacts, read_facts
-from shardwright.observe.report.figures import (
+from shardwright.observe.report.facts import (
     MemoryRow,
+    RunFacts,
     compare_figures,
     compare_spent,
     memory_rows,
     on_cpus,
     peaks_by_rank,
+    read_facts,
 )
 from shardwright.observe.report.measured import (
     MeasuredTimeline,

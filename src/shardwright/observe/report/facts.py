@@ -1,17 +1,34 @@
-"""What a run was: command, model, machine, versions, commit, settings."""
+"""What a run was, and its figures that stand beside their predictions.
 
-from collections.abc import Mapping
+What a process uses has more in it than a plan predicts: the interpreter, libraries, data of the script. A
+recorded step tells how much that is, so it is taken off::
+
+    in use at the end of each action  -  in use after the step  +  parameters, gradients, optimizer state
+                                      └── what was there beside the training ──┘
+
+Temporaries of an operation are gone at the end of its action, so the prediction to compare with is that
+without them.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from statistics import median
 from typing import Any
 
 from shardwright.config import Config
 from shardwright.errors import UsageError
 from shardwright.files import UserFile
+from shardwright.mesh import Mesh
 from shardwright.observe.metrics import read_json_lines
+from shardwright.observe.report.measured import WORK, MeasuredTimeline, Span, StepMetrics, simulated_spans
+from shardwright.observe.report.parts import Compared
+from shardwright.observe.report.verdict import typical_step_s
 from shardwright.observe.run_folder import RunFolder
 from shardwright.observe.run_record import read_record
 from shardwright.observe.surroundings import without_secrets
+from shardwright.plan import MemoryPrediction, Plan
+from shardwright.planner.replay import Replay
 
 _UNSHOWN = frozenset({"run_dir", "run_name", "ignored"})
 
@@ -112,3 +129,136 @@ def _texts(value: object) -> dict[str, str]:
 
 def _text(value: object) -> str:
     return value if isinstance(value, str) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """The peak of one pipeline rank, in bytes; None where it is not known.
+
+    Attributes:
+        predicted: parameters, gradients, optimizer state and activations.
+        measured: the same, at the end of the action where it was most.
+    """
+
+    rank: int
+    predicted: float | None
+    measured: float | None
+
+    @property
+    def difference(self) -> float | None:
+        """measured - predicted."""
+        if self.predicted is None or self.measured is None:
+            return None
+        return self.measured - self.predicted
+
+
+def memory_rows(
+    stack: Sequence[MemoryPrediction], timelines: Sequence[MeasuredTimeline], *, num_ranks: int
+) -> tuple[MemoryRow, ...]:
+    """The peak of every rank, in the recorded step where it was most."""
+    measured: dict[int, float] = {}
+    for timeline in timelines:
+        for rank, other_bytes in timeline.other_bytes.items():
+            peak = max((in_use for _, in_use in timeline.memory.get(rank, ())), default=0.0)
+            if peak:
+                measured[rank] = max(measured.get(rank, 0.0), peak - other_bytes)
+    if not measured:
+        return ()
+    return tuple(
+        MemoryRow(rank, _at_ends(stack[rank]) if stack else None, measured.get(rank))
+        for rank in range(num_ranks)
+    )
+
+
+def _at_ends(memory: MemoryPrediction) -> float:
+    return (
+        memory.parameters_bytes + memory.gradients_bytes + memory.optimizer_bytes + memory.activations_bytes
+    )
+
+
+def compare_figures(
+    plan: Plan | None, steps: Sequence[StepMetrics], peaks: Sequence[float], rows: Sequence[MemoryRow]
+) -> tuple[Compared, ...]:
+    """Step time, the optimizer's update and peak memory."""
+    prediction = plan.prediction if plan is not None else None
+    updates = [step.update_s for step in steps if step.update_s is not None]
+    return (
+        Compared("step time (s)", prediction.step_s if prediction else None, typical_step_s(steps)),
+        Compared(
+            "optimizer's update (s)",
+            prediction.update_s or None if prediction else None,
+            median(updates) if updates else None,
+        ),
+        _peak_memory(plan, peaks, rows),
+    )
+
+
+def _peak_memory(plan: Plan | None, peaks: Sequence[float], rows: Sequence[MemoryRow]) -> Compared:
+    """What a device has allocated, or what a step has in use without the process around it."""
+    name = "peak memory (bytes)"
+    memory = () if plan is None or plan.prediction is None else plan.prediction.memory
+    predicted = max((part.peak_bytes for part in memory), default=None)
+    if not on_cpus(plan):
+        return Compared(name, predicted, max(peaks, default=None))
+    known = [row for row in rows if row.measured is not None]
+    if known:
+        most = max(known, key=lambda row: row.measured or 0.0)
+        return Compared("memory without temporaries (bytes)", most.predicted, most.measured)
+    return Compared(name, predicted, max(peaks, default=None), _WHOLE_PROCESS if peaks else "")
+
+
+_WHOLE_PROCESS = "measured of the whole process: Python and its libraries are a part of it"
+
+
+def on_cpus(plan: Plan | None) -> bool:
+    """Whether a run's ranks compute on the cores of their hosts; of a run without a plan, it is taken so."""
+    if plan is None or plan.prediction is None:
+        return True
+    conditions = plan.prediction.conditions
+    return conditions is not None and conditions.cores > 0
+
+
+def compare_spent(
+    replay: Replay | None, timeline: MeasuredTimeline | None, num_ranks: int
+) -> tuple[Compared, ...]:
+    """Forward with code outside of the model, backward, and the rest of the schedule, in which ranks wait."""
+    forward_s, *others = _means(() if replay is None else simulated_spans(replay.simulation), num_ranks)
+    measured = _means(() if timeline is None else timeline.spans, num_ranks)
+    names = ("forward (s)", "backward (s)", "waiting and idle (s)")
+    return tuple(map(Compared, names, (forward_s, *others), measured))
+
+
+def _means(spans: Sequence[Span], num_ranks: int) -> tuple[float | None, ...]:
+    if not spans:
+        return (None, None, None)
+    sums = {"forward": 0.0, "backward": 0.0}
+    for span in spans:
+        if span.kind in WORK:
+            sums[WORK[span.kind]] += (span.end_s - span.start_s) / num_ranks
+    end_s = max((span.end_s for span in spans if span.kind in WORK), default=0.0)
+    if not end_s:
+        return (None, None, None)  # nothing but waiting was recorded
+    return sums["forward"], sums["backward"], end_s - sum(sums.values())
+
+
+def peaks_by_rank(plan: Plan | None, steps: Sequence[StepMetrics]) -> tuple[float, ...]:
+    """Measured peak of each pipeline rank: the largest over its replicas and over all steps."""
+    by_rank: Mapping[int, float] = {}
+    for step in steps:
+        by_rank = {r: max(peak, by_rank.get(r, 0.0)) for r, peak in enumerate(step.peak_bytes)} or by_rank
+    if plan is None or len(by_rank) != plan.mesh.world_size:
+        return tuple(by_rank.values())
+    mesh = Mesh.of(
+        world_size=plan.mesh.world_size,
+        pipeline=plan.mesh.pipeline,
+        data=plan.mesh.data,
+        tensor=plan.mesh.tensor,
+        context=plan.mesh.context,
+        expert=plan.mesh.expert,
+        placement=plan.mesh.placement_strategy,
+    )
+    found = [0.0] * plan.mesh.pipeline
+    for rank, peak in by_rank.items():
+        where = mesh.group_rank("pp", rank)
+        found[where] = max(found[where], peak)
+    return tuple(found)

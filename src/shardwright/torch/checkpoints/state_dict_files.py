@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwright.checkpoint.disk import Disk, fresh_folder
 from shardwright.checkpoint.hugging_face import CONFIG, Exported, ModelTensors, config_text
-from shardwright.checkpoint.model_source import (
+from shardwright.checkpoint.importing import (
     ModelFile,
     names_in_archive,
     names_in_old_file,

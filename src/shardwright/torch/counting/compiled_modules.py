@@ -1,20 +1,40 @@
-"""Models, and modules inside them, that the script has passed to `torch.compile`.
+"""Modules that are compiled or have hooks: what of them belongs to a computation.
 
 The wrapper that `torch.compile(module)` returns is removed. Parameter names are those without the wrapper,
 and the module calls its compiled code itself, as after ``module.compile()``. Where a compiled module is
 split, each unit inside it is compiled in the same way; units of one kind share the code.
+
+A unit runs many times to be timed. Hooks that count, print or collect must not see these runs, yet the unit
+must be timed with the hooks that belong to its computation::
+
+    hook                                                        runs while a unit is measured
+    PyTorch's own (weight_norm, spectral_norm, pruning)         yes
+    returns other values, or sets a tensor (seen in a trace)    yes; what they count counts that
+    uses a context variable (`collected_outputs`)               yes: what it collects leaves the unit
+    of the unit itself                                          no: it runs around the unit, as glue
+    any other, and all for gradients                            no
+
+Hooks that collect are there also where the traced step function alone has registered them, as transformers
+does in the first forward that wants their lists: a trace leaves no hooks behind.
+
+A forward that fails without the other hooks (it reads what they left somewhere) is measured with them.
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from functools import partial
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwright.errors import UsageError
-from shardwright.torch._private import compiler_of
+from shardwright.torch._private import compiler_of, hooks_of_every_module
 from shardwright.torch.counting.cost_counter import class_key
+from shardwright.torch.interception.unit_attributes import collects
 
 _PREFIX = "_orig_mod."
 
@@ -144,3 +164,166 @@ def _unwrapped(module: nn.Module, name: str) -> nn.Module:
         if compiler is not None and not is_compiled(module):
             _set_call(module, _new_call(compiler, class_key(module)))
     return module
+
+
+T = TypeVar("T")
+
+_BEFORE, _AFTER = "_forward_pre_hooks", "_forward_hooks"
+_LIBRARIES = ("torch", "shardwright")
+_FOR_GRADIENTS = ("_backward_pre_hooks", "_backward_hooks")
+
+
+class HookEffects:
+    """Finds the hooks that change what modules compute, and runs modules with only those."""
+
+    def __init__(self) -> None:
+        self._changing: dict[int, Any] = {}
+        self._collecting: dict[nn.Module, list[Any]] = {}
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Inside, takes note of hooks that return something else or set tensors of their modules."""
+        observed: list[tuple[dict[int, Any], int, _Observed]] = []
+        for module in model.modules():
+            for name in (_BEFORE, _AFTER):
+                registry = getattr(module, name)
+                for number, hook in registry.items():
+                    registry[number] = own = _Observed(
+                        hook, partial(self._note, hook), before=name == _BEFORE
+                    )
+                    observed.append((registry, number, own))
+        try:
+            yield
+        finally:
+            for registry, number, own in observed:
+                if registry.get(number) is own:
+                    registry[number] = own.hook
+
+    def note_call(self, unit: nn.Module) -> None:
+        """Takes note of the hooks inside a unit that collect, as the step function has registered them."""
+        for module in unit.modules():
+            if module is not unit and (
+                own := [hook for hook in module._forward_hooks.values() if collects(hook)]
+            ):
+                self._collecting[module] = own
+
+    def unseen(self, func: Any, call: Callable[[], T]) -> T:
+        """Calls something with hooks that only look on put aside, or with those that its forward needs."""
+        if not isinstance(func, nn.Module):
+            return call()
+        try:
+            with _hooks_alone(func, self._takes_part, self._collecting):
+                return call()
+        except Exception:
+            if not any(self._looks_on_inside(func)):
+                raise
+        with _hooks_alone(func, lambda hook: True, self._collecting):
+            return call()
+
+    @contextmanager
+    def aside(self, units: Iterable[nn.Module]) -> Iterator[None]:
+        """Inside, hooks of units that only look on do not run, nor do those of what is copied from them."""
+        with ExitStack() as put_back:
+            for unit in units:
+                put_back.enter_context(_hooks_alone(unit, self._takes_part, self._collecting))
+            yield
+
+    def looks_on(self, units: Iterable[nn.Module]) -> bool:
+        """Whether units have forward hooks inside that only look on."""
+        return any(any(self._looks_on_inside(unit)) for unit in units)
+
+    def _note(self, hook: Any) -> None:
+        self._changing[id(hook)] = hook
+
+    def _takes_part(self, hook: Any) -> bool:
+        return id(hook) in self._changing or _is_of_a_library(hook) or collects(_function_of(hook))
+
+    def _looks_on_inside(self, unit: nn.Module) -> Iterator[bool]:
+        for module in unit.modules():
+            if module is not unit:
+                for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+                    yield not self._takes_part(hook)
+
+
+class _Observed:
+    """In the place of a forward hook: tells when that has changed something."""
+
+    def __init__(self, hook: Callable[..., Any], changes: Callable[[], None], *, before: bool):
+        self.hook = hook
+        self._changes = changes
+        self._before = before
+
+    def __call__(self, module: nn.Module, *given: Any) -> Any:
+        tensors = _tensors_of(module) if self._before else {}
+        result = self.hook(module, *given)
+        if self._returns_other(given, result) or (self._before and _tensors_of(module) != tensors):
+            self._changes()
+        return result
+
+    def _returns_other(self, given: tuple[Any, ...], result: Any) -> bool:
+        unchanged = given[0] if self._before else given[-1]
+        alone = unchanged[0] if self._before and len(unchanged) == 1 else unchanged
+        return not any(result is same for same in (None, unchanged, alone))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Observed":
+        return _Observed(deepcopy(self.hook, memo), self._changes, before=self._before)
+
+
+def _tensors_of(module: nn.Module) -> dict[str, int]:
+    named = {**vars(module), **module._parameters, **module._buffers}
+    return {key: id(item) for key, item in named.items() if isinstance(item, Tensor)}
+
+
+@contextmanager
+def _hooks_alone(
+    unit: nn.Module, stays: Callable[[Any], bool], collecting: Mapping[nn.Module, Sequence[Any]]
+) -> Iterator[None]:
+    """Inside, a unit has hooks of libraries, and modules inside it forward hooks that stay; no others."""
+    with ExitStack() as put_back:
+        for registry in hooks_of_every_module():
+            put_back.callback(registry.update, dict(registry))
+            registry.clear()
+        for module in unit.modules():
+            for name in (_BEFORE, _AFTER, *_FOR_GRADIENTS):
+                keep = _is_of_a_library if module is unit or name in _FOR_GRADIENTS else stays
+                registry = getattr(module, name)
+                added = collecting.get(module, ()) if name == _AFTER else ()
+                added = () if any(map(collects, registry.values())) else added
+                if added or not all(map(keep, registry.values())):
+                    kept = OrderedDict((number, hook) for number, hook in registry.items() if keep(hook))
+                    kept.update((-number, hook) for number, hook in enumerate(added, start=1))
+                    put_back.callback(setattr, module, name, registry)
+                    setattr(module, name, kept)
+        yield
+
+
+def hooks_of(model: nn.Module) -> list[Callable[..., Any]]:
+    """The forward hooks of a model, as functions, without those of PyTorch and of this library."""
+    return [
+        _function_of(hook)
+        for module in model.modules()
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        if not _is_of_a_library(hook)
+    ]
+
+
+def _function_of(hook: Any) -> Callable[..., Any]:
+    """A function, with variables of its own: of an object that is called, its method."""
+    if isinstance(hook, _Observed):
+        hook = hook.hook
+    found: Callable[..., Any] = (
+        hook if hasattr(hook, "__code__") or isinstance(hook, partial) else hook.__call__
+    )
+    return found
+
+
+def _is_of_a_library(hook: Any) -> bool:
+    """Whether a hook is a function of PyTorch or ours, or an object of a class of theirs or of a child."""
+    while isinstance(hook, partial | _Observed):
+        hook = hook.func if isinstance(hook, partial) else hook.hook
+    hook = getattr(hook, "__self__", hook)  # of a method
+    if isinstance(hook, nn.Module):
+        kinds: tuple[Any, ...] = (type(hook),)  # any module's class is a child of PyTorch's
+    else:
+        kinds = (hook,) if hasattr(hook, "__code__") else type(hook).__mro__
+    return any(str(kind.__module__).partition(".")[0] in _LIBRARIES for kind in kinds)

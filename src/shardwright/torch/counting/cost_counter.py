@@ -17,12 +17,12 @@ from shardwright.model_graph import Work
 from shardwright.torch._private import FakeTensor, HigherOrderOperator, fake_mode_is_active, storage_key
 from shardwright.torch.counting.operation_work import (
     RepeatedWrites,
+    TracedDraws,
     attention_flops,
     flops_of,
     tensors_in,
     work_of,
 )
-from shardwright.torch.counting.traced_draws import TracedDraws
 from shardwright.torch.interception.deferred import spec_of
 from shardwright.torch.pytorch.functions import is_batch_norm_in_training, reduced_elements
 from shardwright.torch.randomness import Draw, describe_draw

@@ -44,7 +44,7 @@ from shardwright.torch.replicas.reducer import (
 )
 from shardwright.torch.script_collectives import over_replicas
 from shardwright.torch.tracing.batch_statistics import BatchStatistics
-from shardwright.torch.tracing.glue_buffers import GlueBuffers
+from shardwright.torch.tracing.together import GlueBuffers
 
 if TYPE_CHECKING:
     from shardwright.torch.measuring.planning import Planner

@@ -16,7 +16,7 @@ from shardwright.torch.batch.batch import Batch
 from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.program.program import Program
-from shardwright.torch.tracing.glue_buffers import GlueBuffers
+from shardwright.torch.tracing.together import GlueBuffers
 
 __all__ = ["BatchKind", "RankBatch", "number_of_parts"]
 

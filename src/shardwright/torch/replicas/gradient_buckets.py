@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
-from shardwright.shard_layout import ShardLayout
+from shardwright.placement import ShardLayout
 from shardwright.torch.parameters.precision import gradient_dtype
 from shardwright.torch.tensor_parallel.divide import divided_alike, settle_gradients
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
-from shardwright.shard_layout import size_of_buckets
+from shardwright.placement import size_of_buckets
 from shardwright.torch.backward.split_backward import notify_gradients
 from shardwright.torch.pytorch.modules import all_parameters
 from shardwright.torch.replicas.gradient_buckets import (

@@ -19,7 +19,7 @@ from shardwright.comm._private import all_gather_single
 from shardwright.comm.collectives.communicator import Communicator
 from shardwright.comm.collectives.shardwright_process_group import ShardwrightProcessGroup
 from shardwright.errors import TraceMismatchError
-from shardwright.shard_layout import ShardLayout
+from shardwright.placement import ShardLayout
 
 Wait = Callable[[], None]
 """Waits until all rows are there."""

@@ -15,7 +15,6 @@ from shardwright.errors import UsageError
 from shardwright.placement import WHOLE, Cut, PartialSum, Placement, Whole
 from shardwright.torch._private import memory_of, packed_call
 from shardwright.torch.tensor_parallel.call import Call, Candidate, map_tensors, tensors_of
-from shardwright.torch.tensor_parallel.copied_view import CopiedView, count_write, overwrite
 from shardwright.torch.tensor_parallel.divided_tensor import (
     DividedTensor,
     is_nested,
@@ -23,7 +22,14 @@ from shardwright.torch.tensor_parallel.divided_tensor import (
     placement_in,
     wrap,
 )
-from shardwright.torch.tensor_parallel.placing import moved_to, note_view, settled
+from shardwright.torch.tensor_parallel.placing import (
+    CopiedView,
+    count_write,
+    moved_to,
+    note_view,
+    overwrite,
+    settled,
+)
 from shardwright.torch.tensor_parallel.redistribution import replaced
 from shardwright.torch.tensor_parallel.spec import Spec, in_order, local_shape, put_in_order, spec_of
 

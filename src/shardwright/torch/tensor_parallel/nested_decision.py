@@ -16,7 +16,6 @@ from torch import Tensor
 
 from shardwright.placement import PARTIAL_SUM, WHOLE, Cut, Placement
 from shardwright.torch.tensor_parallel.call import Call, Candidate, name_of, tensors_of
-from shardwright.torch.tensor_parallel.copied_view import count_write
 from shardwright.torch.tensor_parallel.decision import Decision, FastDecision
 from shardwright.torch.tensor_parallel.divided_tensor import (
     DividedTensor,
@@ -28,7 +27,7 @@ from shardwright.torch.tensor_parallel.divided_tensor import (
 )
 from shardwright.torch.tensor_parallel.group import TensorGroup
 from shardwright.torch.tensor_parallel.nesting import agreed_placement, own_placement
-from shardwright.torch.tensor_parallel.placing import at_hand, moved_to, note_view
+from shardwright.torch.tensor_parallel.placing import at_hand, count_write, moved_to, note_view
 from shardwright.torch.tensor_parallel.spec import spec_of
 
 # Positional arguments that a result is linear in: it is the sum of all terms, each of them a product.

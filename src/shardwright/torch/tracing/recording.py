@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from shardwright.runtime.traced import TensorFacts
 from shardwright.torch._private import num_hooks_registered, storage_key
+from shardwright.torch.counting.compiled_modules import HookEffects
 from shardwright.torch.counting.cost_counter import Watch, cost_class
-from shardwright.torch.counting.hook_effects import HookEffects
-from shardwright.torch.counting.traced_draws import TracedDraws
+from shardwright.torch.counting.operation_work import TracedDraws
 from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.interception.step_code import TraceEnds, in_step_code
 from shardwright.torch.pytorch.source_line import user_line

@@ -22,7 +22,7 @@ from shardwright.torch._private import (
     transforms_beside_hooks,
 )
 from shardwright.torch.batch.batch import is_batch_tensor
-from shardwright.torch.counting.hook_effects import HookEffects, hooks_of
+from shardwright.torch.counting.compiled_modules import HookEffects, hooks_of
 from shardwright.torch.counting.stand_in_data import LentTensors, OpenModules
 from shardwright.torch.interception.compiled_code import nothing_compiled
 from shardwright.torch.interception.coroutine import model_calls_marked
@@ -37,7 +37,7 @@ from shardwright.torch.pytorch.modules import hook_registries
 from shardwright.torch.pytorch.tree import Slot, flatten
 from shardwright.torch.randomness import get_state, python_random_kept, set_state
 from shardwright.torch.script_collectives import over_replicas
-from shardwright.torch.tracing.glue_buffers import BufferWatch
+from shardwright.torch.tracing.together import BufferWatch
 from shardwright.torch.tracing.trace_data import SideEffects, Trace, TraceRequest
 from shardwright.torch.tracing.tracer import Tracer
 from shardwright.torch.tracing.working_memory import WorkingMemory

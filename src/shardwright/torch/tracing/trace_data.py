@@ -12,7 +12,7 @@ from shardwright.model_graph import ModelGraph
 from shardwright.runtime.traced import TensorFacts
 from shardwright.torch.backward.loss_reduction import LossForm
 from shardwright.torch.batch.batch import Batch
-from shardwright.torch.counting.hook_effects import HookEffects
+from shardwright.torch.counting.compiled_modules import HookEffects
 from shardwright.torch.interception.step_code import ReadingStep
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.python_state.attribute_use import AttributeUse

@@ -14,10 +14,10 @@ from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.python_state.filled_containers import Filled
 from shardwright.torch.pytorch.source_line import outermost_checkpoint, user_line
 from shardwright.torch.pytorch.tree import Structure, flatten
-from shardwright.torch.tracing.glue_buffers import BufferWatch
 from shardwright.torch.tracing.hidden_inputs import HiddenInputs
 from shardwright.torch.tracing.recorded_step import Step, StepResult, UnitCall
 from shardwright.torch.tracing.together import (
+    BufferWatch,
     Regions,
     TracedBuffers,
     counters_together,

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from shardwright.errors import TraceError
 from shardwright.torch._private import FAKE_FAILURES
 from shardwright.torch.counting.cost_counter import CostCounter
+from shardwright.torch.counting.operation_work import TracedDraws
 from shardwright.torch.counting.stand_in_data import copy_of_module, copy_of_object, random_like
-from shardwright.torch.counting.traced_draws import TracedDraws
 from shardwright.torch.interception.step_code import is_own, point_out
 from shardwright.torch.python_state.filled_containers import filled_copy
 from shardwright.torch.python_state.snapshot import Snapshot, snapshot_of

@@ -30,8 +30,8 @@ from shardwright.torch.interception.step_code import assumed_loss, in_step_code
 from shardwright.torch.pytorch import functions
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.pytorch.tree import leaves
-from shardwright.torch.tracing.glue_buffers import BufferWatch
 from shardwright.torch.tracing.recording import Recording
+from shardwright.torch.tracing.together import BufferWatch
 from shardwright.torch.tracing.trace_data import SideEffects, Trace, TraceRequest
 from shardwright.torch.tracing.traced_changes import follow_changes
 from shardwright.torch.tracing.traced_execution import RealExecution, TracedExecution

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.torch._private import put_saved_tensor_hooks, storage_key, take_saved_tensor_hooks
 from shardwright.torch.backward.split_backward import put_off_weights, split_modules, unsplit
+from shardwright.torch.counting.compiled_modules import HookEffects
 from shardwright.torch.counting.cost_counter import Watch
-from shardwright.torch.counting.hook_effects import HookEffects
 from shardwright.torch.counting.stand_in_data import copy_of_object
 from shardwright.torch.interception.glue import plain_torch
 from shardwright.torch.python_state.snapshot import snapshot_of

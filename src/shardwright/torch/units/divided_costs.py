@@ -17,8 +17,7 @@ from torch import nn
 from shardwright.model_graph import ModelGraph
 from shardwright.placement import WHOLE, BetweenUnits, Cut, Placement
 from shardwright.planner.division import DividedUnit, Passage
-from shardwright.torch.counting.compiled_modules import calls_compiled, is_compiled
-from shardwright.torch.counting.hook_effects import HookEffects
+from shardwright.torch.counting.compiled_modules import HookEffects, calls_compiled, is_compiled
 from shardwright.torch.interception.unit_attributes import FOUND
 from shardwright.torch.python_state.filled_containers import filled_copy
 from shardwright.torch.pytorch.modules import has_backward_hooks

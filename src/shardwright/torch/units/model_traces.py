@@ -14,9 +14,8 @@ from shardwright.config import Config
 from shardwright.errors import DeferredReadError, TraceError
 from shardwright.torch.backward.activation_checkpointing import is_marked
 from shardwright.torch.batch.batch import Arguments, Batch
-from shardwright.torch.counting.compiled_modules import calls_compiled, compile_units
+from shardwright.torch.counting.compiled_modules import HookEffects, calls_compiled, compile_units, hooks_of
 from shardwright.torch.counting.cost_counter import CostCounter, Counts
-from shardwright.torch.counting.hook_effects import HookEffects, hooks_of
 from shardwright.torch.interception.glue import intercept_calls, restore_calls
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.pytorch.modules import has_backward_hooks

@@ -8,8 +8,8 @@ from torch import nn
 
 from shardwright.errors import UsageError
 from shardwright.placement import WHOLE, Cut
-from shardwright.torch.tensor_parallel.pinned import Pin, pin, pin_whole, pinned_placements
 from shardwright.torch.tensor_parallel.search import Unit, find_placements
+from shardwright.torch.units.tensor_division import Pin, pin, pin_whole, pinned_placements
 
 
 def two_layers():

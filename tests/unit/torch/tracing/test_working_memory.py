@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shardwright.torch._private import new_fake_mode
-from shardwright.torch.counting.hook_effects import HookEffects
+from shardwright.torch.counting.compiled_modules import HookEffects
 from shardwright.torch.pytorch.tree import flatten
 from shardwright.torch.tracing.working_memory import WorkingMemory, working_memory
 

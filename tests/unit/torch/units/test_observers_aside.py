@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwright.torch.counting.hook_effects import HookEffects
+from shardwright.torch.counting.compiled_modules import HookEffects
 from shardwright.torch.tensor_parallel.search import Unit, dry_run
 from shardwright.torch.units.divided_costs import observers_aside
 

@@ -16,7 +16,7 @@ from shardwright.observe.run_folder import held
 from shardwright.quantities import format_bytes
 
 if TYPE_CHECKING:
-    from shardwright.checkpoint.model_source import FoundModel, ModelFile
+    from shardwright.checkpoint.importing import FoundModel, ModelFile
 
 __all__ = ["import_"]
 
@@ -53,8 +53,7 @@ def import_(
     Nothing in the files is ever executed. For example: shardwright ckpt import gpt2/ -o checkpoints
     """
     # Here, because it imports numpy: --help answers before.
-    from shardwright.checkpoint.importing import import_model
-    from shardwright.checkpoint.model_source import find_model
+    from shardwright.checkpoint.importing import find_model, import_model
 
     try:
         found = find_model(source)
@@ -90,7 +89,7 @@ def import_(
 
 def _reader(found: "FoundModel", key: str | None) -> "Callable[[Path], ModelFile]":
     """The reader of a file of a model."""
-    from shardwright.checkpoint.model_source import FileKind, read_tensor_file
+    from shardwright.checkpoint.importing import FileKind, read_tensor_file
 
     if found.kind is FileKind.PICKLE:
         # Here, because it imports torch.

@@ -14,8 +14,8 @@ from shardwright.torch.interception.glue import plain_torch
 from shardwright.torch.program.instructions import Instruction
 from shardwright.torch.program.program import Program
 from shardwright.torch.pytorch.tree import flatten
-from shardwright.torch.tracing.glue_buffers import GlueBuffers
 from shardwright.torch.tracing.recorded_step import Step
+from shardwright.torch.tracing.together import GlueBuffers
 
 __all__ = ["MicrobatchTensors"]
 

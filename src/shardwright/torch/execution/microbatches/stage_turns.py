@@ -16,7 +16,7 @@ from shardwright.torch.execution.microbatches.microbatch_state import OwnAttribu
 from shardwright.torch.execution.microbatches.program_cursor import ProgramCursor
 from shardwright.torch.interception.coroutine import Coroutine
 from shardwright.torch.pytorch.source_line import user_line
-from shardwright.torch.tracing.glue_buffers import GlueBuffers
+from shardwright.torch.tracing.together import GlueBuffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shardwright.checkpoint.model_source import names_in_archive, names_in_old_file, pickle_in_archive
+from shardwright.checkpoint.importing import names_in_archive, names_in_old_file, pickle_in_archive
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 from smdistributed.modelparallel.torch.pickles.harmless_classes import harmless
 from smdistributed.modelparallel.torch.pickles.stand_ins import without_stand_ins

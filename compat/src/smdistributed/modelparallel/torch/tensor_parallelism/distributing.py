@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
-from shardwright.torch.tensor_parallel.pinned import Pin, pin, pin_whole
+from shardwright.torch.units.tensor_division import Pin, pin, pin_whole
 from smdistributed.modelparallel.torch.nn import distributed
 from smdistributed.modelparallel.torch.nn.distributed import (
     DistributedEmbedding,

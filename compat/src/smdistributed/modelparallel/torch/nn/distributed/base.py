@@ -14,7 +14,7 @@ class DistributedModule(nn.Module):
     """Base of modules that know how ranks share them.
 
     They are ordinary modules: sizes are those of the whole, and with tensor_parallel_degree 1 nothing is cut.
-    With more, their parameters are cut where they say (`shardwright.torch.tensor_parallel.pinned`), and the
+    With more, their parameters are cut where they say (`shardwright.torch.units.tensor_division`), and the
     ranks of a tensor-parallel group compute together what one would compute alone.
 
     Attributes:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.torch.tensor_parallel.pinned import Pin, pin
+from shardwright.torch.units.tensor_division import Pin, pin
 from smdistributed.modelparallel.torch.nn.distributed.base import DistributedModule
 from smdistributed.modelparallel.torch.nn.distributed.first_weights import FirstWeights
 

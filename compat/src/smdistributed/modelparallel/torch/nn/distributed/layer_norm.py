@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.torch.tensor_parallel.pinned import pin_whole
+from shardwright.torch.units.tensor_division import pin_whole
 from smdistributed.modelparallel.torch.nn.distributed.base import DistributedModule
 
 __all__ = ["DistributedLayerNorm"]

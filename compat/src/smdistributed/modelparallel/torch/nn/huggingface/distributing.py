@@ -19,7 +19,7 @@ import shardwright.torch as sw
 from shardwright.torch.attention.marks import PLAIN, left_alone
 from shardwright.torch.parameters.delayed_initialization import copy_recorded
 from shardwright.torch.parameters.unit_map import place_alike
-from shardwright.torch.tensor_parallel.pinned import Pin, pin
+from shardwright.torch.units.tensor_division import Pin, pin
 from smdistributed.modelparallel.torch.nn.distributed import (
     DistributedLayerNorm,
     DistributedTransformerLayer,
