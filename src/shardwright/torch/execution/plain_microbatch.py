@@ -6,7 +6,7 @@ offload everything, speaks of units, so the first batch is traced for them.
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,13 +25,11 @@ from shardwright.torch.interception.backward_calls import (
 from shardwright.torch.interception.glue import (
     call_without_hooks,
     intercept_calls,
-    plain_torch,
     restore_calls,
     set_active_handler,
 )
 from shardwright.torch.offload.stage_offload import StageOffload
 from shardwright.torch.parameters.unit_map import UnitMap, refuse_unknown_units
-from shardwright.torch.pytorch.functions import gradient_of_backward
 from shardwright.torch.pytorch.tree import leaves
 from shardwright.torch.replicas.reducer import GradientReducer
 from shardwright.torch.tracing.trace import trace_step
@@ -173,7 +171,7 @@ class PlainMicrobatch:
             self._opens.begin()
         if self._reducer is not None:
             self._reducer.on_backward(0, begins=True, last=self._is_last)
-        with self._brought_back():
+        with nullcontext() if self._offload is None else self._brought_back(self._offload):
             if factor != 0:  # nothing in it counts: it may be NaN
                 start = torch.ones_like(loss) if gradient is None else gradient
                 torch.autograd.backward(loss, start * factor)
@@ -182,17 +180,14 @@ class PlainMicrobatch:
         self.backward_s = (begin_s, self._moment())
 
     @contextmanager
-    def _brought_back(self) -> Iterator[None]:
+    def _brought_back(self, offload: StageOffload) -> Iterator[None]:
         """Surrounds the backward: what was offloaded comes back ahead of its use."""
-        if self._offload is None:
-            yield
-            return
-        self._offload.offload()
-        waited_s = self._offload.waited_s
-        self._offload.load()
+        offload.offload()
+        waited_s = offload.waited_s
+        offload.load()
         yield
-        self.waited_s = waited_s, self._offload.waited_s - waited_s
-        self._offload.end()
+        self.waited_s = waited_s, offload.waited_s - waited_s
+        offload.end()
 
     def model_begins(self) -> None:
         """Does nothing: the whole model is here."""
@@ -208,23 +203,3 @@ class PlainMicrobatch:
         if self._in_use is not None:
             self.memory.append(self._in_use())
         return now_s
-
-
-class tensor_backward:  # noqa: N801  (a context manager)
-    """Makes ``loss.backward()`` inside a step function mean ``model.backward(loss)``."""
-
-    def __init__(self, handler: PlainMicrobatch):
-        self._handler = handler
-        self._original = Tensor.backward
-
-    def __enter__(self) -> None:
-        handler = self._handler
-
-        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            with plain_torch():
-                handler.backward(loss, gradient_of_backward(*args, **kwargs))
-
-        Tensor.backward = backward  # type: ignore[assignment,method-assign]
-
-    def __exit__(self, *exc_info: object) -> None:
-        Tensor.backward = self._original  # type: ignore[method-assign]

@@ -48,7 +48,7 @@ from shardwright.torch.tracing.traced_values import point_out_foreign_behind
 if TYPE_CHECKING:
     from shardwright.torch.measuring.planning import Planner
 
-from shardwright.torch.execution.plain_microbatch import PlainMicrobatch, tensor_backward
+from shardwright.torch.execution.plain_microbatch import PlainMicrobatch
 
 __all__ = ["SingleEngine"]
 
@@ -117,8 +117,14 @@ class SingleEngine:
         self._offloading.begin_batch()
         lasting = self._lasting(parts)
         try:
-            for part in parts:
-                self._run_microbatch(function, part, loop, lasting)
+            with (
+                batch_running(),
+                self._norms.synchronised(),
+                self._model.replicas.saving(),
+                patched_backward(),
+            ):
+                for part in parts:
+                    self._run_microbatch(function, part, loop, lasting)
         finally:
             self._offloading.end_batch()
         trains = bool(loop.losses)
@@ -207,13 +213,7 @@ class SingleEngine:
         begun_s = time.perf_counter()
         before = set_active_handler(handler)
         try:
-            saving = self._model.replicas.saving()
             with (
-                batch_running(),
-                self._norms.synchronised(),
-                saving,
-                tensor_backward(handler),
-                patched_backward(),
                 range_named(f"microbatch {index}"),
                 model_calls_marked(self._model.get_module()) if watch or watched else nullcontext(),
                 watch or watched or nullcontext(),

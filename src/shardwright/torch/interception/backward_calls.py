@@ -68,6 +68,20 @@ def backward_intercepted(original: Callable[..., None]) -> Callable[..., None]:
     return backward
 
 
+def tensor_backward_intercepted(original: Callable[..., None]) -> Callable[..., None]:
+    """A `Tensor.backward` that goes to the active handler."""
+
+    def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        handler = active_handler()
+        if handler is None:
+            original(loss, *args, **kwargs)
+            return
+        with plain_torch():
+            handler.backward(loss, gradient_of_backward(*args, **kwargs))
+
+    return backward
+
+
 _MARK = "shardwright: called outside of a step"
 
 

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from shardwright.errors import UsageError
 from shardwright.torch._private import BackwardHookFunction, FakeTensor, UnsupportedOperatorException
-from shardwright.torch.interception.backward_calls import backward_intercepted
+from shardwright.torch.interception.backward_calls import backward_intercepted, tensor_backward_intercepted
 from shardwright.torch.interception.glue import active_handler, plain_torch
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.pytorch.tree import leaves
@@ -295,8 +295,10 @@ class _Patch:
         return partial(setattr, self._holder, self._name, usual)
 
 
+_BACKWARD = _Patch(torch.autograd, "backward", backward_intercepted)
+_OF_TENSORS = _Patch(Tensor, "backward", tensor_backward_intercepted)  # function modes see it over stages
 _PATCHES = (
-    _Patch(torch.autograd, "backward", backward_intercepted),
+    _BACKWARD,
     _Patch(torch.autograd.Function, "apply", _apply),
     _Patch(torch.jit.ScriptFunction, "__call__", _called),
     _Patch(torch, "get_rng_state", _saved_in_turn),
@@ -319,8 +321,8 @@ def patched_for_stages() -> Iterator[None]:
 
 
 def patched_backward() -> AbstractContextManager[None]:
-    """Has what a rank alone needs of the table in force."""
-    return _laid(_PATCHES[:1])
+    """Has what a rank that holds the whole model needs in force."""
+    return _laid((_BACKWARD, _OF_TENSORS))
 
 
 @contextmanager
