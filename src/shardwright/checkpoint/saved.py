@@ -1,17 +1,16 @@
 """A checkpoint on disk: during its write, invisible until committed; and opened for reading."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from shardwright.checkpoint.disk import Disk
-from shardwright.checkpoint.float_types import not_finite
 from shardwright.checkpoint.manifest import FileEntry, Manifest
 from shardwright.checkpoint.safe_files import parse, read_regular, reading
 from shardwright.checkpoint.tensor_file import StoredTensor, TensorFile, file_content
-from shardwright.checkpoint.tensor_index import INDEX, MODEL, Box, Piece, TensorEntry, TensorIndex
+from shardwright.checkpoint.tensor_index import INDEX, Box, Piece, TensorEntry, TensorIndex
 from shardwright.errors import CorruptCheckpointError
 
 
@@ -54,20 +53,6 @@ def add_tensors(
         piece = Piece(file=name, key=key, offset=part.box.offset, shape=part.box.shape)
         entries[part.name] = TensorEntry(dtype=part.stored.dtype, shape=part.whole, pieces=(*pieces, piece))
     return add_file(folder, name, file_content(stored), disk=disk), entries
-
-
-def not_finite_in(parts: Iterable[TensorPart], *, parameters: Collection[str]) -> list[str]:
-    """Weights that have infinities or NaN, by their names in the model.
-
-    Buffers may be infinite, as masks for attention are, but no buffer is NaN on purpose.
-    """
-    found: dict[str, None] = {}
-    for part in parts:
-        if part.name.startswith(MODEL) and part.name not in found:
-            problem = not_finite(part.stored.data, part.stored.dtype)
-            if problem.nan or (problem.infinite and part.name in parameters):
-                found[part.name] = None
-    return [name.removeprefix(MODEL) for name in found]
 
 
 LARGEST_TEXT = 2**30

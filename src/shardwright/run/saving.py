@@ -16,17 +16,18 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from shardwright.checkpoint.disk import Disk
+from shardwright.checkpoint.float_types import not_finite
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.manifest import FileEntry
-from shardwright.checkpoint.saved import LARGEST_TEXT, TensorPart, add_file, add_tensors, not_finite_in
-from shardwright.checkpoint.tensor_index import INDEX, TensorEntry, TensorIndex
+from shardwright.checkpoint.saved import LARGEST_TEXT, TensorPart, add_file, add_tensors
+from shardwright.checkpoint.tensor_index import INDEX, MODEL, TensorEntry, TensorIndex
 from shardwright.comm.codec import declare
 from shardwright.comm.joining.process_group import default_store
 from shardwright.comm.joining.run_secret import not_from_a_stranger
@@ -364,3 +365,17 @@ def _told(error: Exception) -> str:
             where += ": give a folder that all hosts share"
         return f"{error.strerror}{where}"
     return f"{type(error).__name__}: {error}"
+
+
+def not_finite_in(parts: Iterable[TensorPart], *, parameters: Collection[str]) -> list[str]:
+    """Weights that have infinities or NaN, by their names in the model.
+
+    Buffers may be infinite, as masks for attention are, but no buffer is NaN on purpose.
+    """
+    found: dict[str, None] = {}
+    for part in parts:
+        if part.name.startswith(MODEL) and part.name not in found:
+            problem = not_finite(part.stored.data, part.stored.dtype)
+            if problem.nan or (problem.infinite and part.name in parameters):
+                found[part.name] = None
+    return [name.removeprefix(MODEL) for name in found]

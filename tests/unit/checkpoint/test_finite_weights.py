@@ -9,7 +9,7 @@ from checkpoint.checkpoints import pair, save, save_bad
 from shardwright.checkpoint.float_types import NotFinite, not_finite
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.manifest import Manifest
-from shardwright.checkpoint.saved import not_finite_in
+from shardwright.run.saving import not_finite_in
 
 NAN, INFINITE = NotFinite(nan=True), NotFinite(infinite=True)
 
