@@ -26,7 +26,7 @@ from shardwright.run.ranks import (
 )
 from shardwright.run.startup import shutdown
 from shardwright.tensorflow.checkpoints import CheckpointManager
-from shardwright.tensorflow.delayed import delayed_initialization
+from shardwright.tensorflow.keras_run import delayed_initialization
 from shardwright.tensorflow.model import DistributedModel
 from shardwright.tensorflow.startup import init
 from shardwright.tensorflow.step import step

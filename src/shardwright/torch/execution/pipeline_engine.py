@@ -12,8 +12,7 @@ from shardwright.comm.joining.store import ValueBoard
 from shardwright.errors import UsageError
 from shardwright.run.context import Context, replica_board
 from shardwright.torch.backward.evaluated_values import forms_of_batch
-from shardwright.torch.batch.batch import Batch
-from shardwright.torch.batch.batch_gradients import BatchGradients
+from shardwright.torch.batch.batch import Batch, BatchGradients
 from shardwright.torch.batch.batch_result import BatchResult, Figures
 from shardwright.torch.execution.agreement import (
     Agreement,

@@ -12,8 +12,7 @@ import torch
 
 from shardwright.comm.joining.run_secret import ForgedError, Seal
 from shardwright.errors import LaunchError, UsageError
-from shardwright.torch.batch.batch_broadcast import _describe
-from shardwright.torch.batch.batch_header import outline, read_header, written_header
+from shardwright.torch.batch.batch_broadcast import _describe, outline, read_header, written_header
 from shardwright.torch.pytorch.tree import flatten
 
 SEAL = Seal(b"key")
