@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, TypeAdapter, field_validator
 
 from shardwright.collectives.steps import Topology
 from shardwright.errors import ConfigError
@@ -130,9 +130,6 @@ class _Line(Record):
     alpha_s: NonNegative
     Bps: Positive
 
-    def line(self) -> Line:
-        return Line(self.alpha_s, self.Bps)
-
 
 Finite = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
 Node = Annotated[list[Annotated[int, Field(ge=0, lt=MOST_RANKS)]], Field(min_length=1)]
@@ -149,9 +146,6 @@ class _Curve(Record):
             raise ValueError("the sizes must ascend")
         return points
 
-    def curve(self) -> Curve:
-        return Curve(tuple(self.points))
-
 
 class _DevicePrices(Record):
     everyone: dict[str, _Line]
@@ -159,23 +153,6 @@ class _DevicePrices(Record):
     inside: dict[str, _Line]
     reorder: _Line
     source: str
-
-    def prices(self) -> DevicePrices:
-        return DevicePrices(
-            everyone=_lines(self.everyone),
-            across=_lines(self.across),
-            inside=_lines(self.inside),
-            reorder=self.reorder.line(),
-            source=self.source,
-        )
-
-
-def _curves(records: dict[str, _Curve]) -> dict[str, Curve]:
-    return {name: record.curve() for name, record in records.items()}
-
-
-def _lines(records: dict[str, _Line]) -> dict[str, Line]:
-    return {name: record.line() for name, record in records.items()}
 
 
 class _Document(Record):
@@ -213,18 +190,8 @@ def read_prices(path: str | os.PathLike[str]) -> tuple[Prices, Topology]:
     advice = "shardwright probe measures them anew"
     file = UserFile(path, what="prices", error=ConfigError, advice=advice)
     found = file.model(_Document, file.read_json())
-    prices = Prices(
-        own=_curves(found.own),
-        copy=found.copy_.line(),
-        combine=found.combine.line(),
-        note_s=found.note_s,
-        message=found.message.line(),
-        local_message=found.local_message.line(),
-        gloo=_curves(found.gloo),
-        source=found.source,
-        devices=None if found.devices is None else found.devices.prices(),
-    )
-    return prices, Topology(tuple(map(tuple, found.nodes)))
+    plain = found.model_dump(by_alias=True, exclude={"format", "version", "nodes"})
+    return TypeAdapter(Prices).validate_python(plain), Topology(tuple(map(tuple, found.nodes)))
 
 
 # A node with NVLink, and a link of 200 Gbit/s to other nodes for each of its ranks.

@@ -117,7 +117,7 @@ def custom_function_call() -> int | None:
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name == "torch.autograd.function" and frame.f_code.co_name == "apply":
-            # Recomputation is understood: see `activation_checkpointing.py`.
+            # Recomputation is understood: see `torch/backward/activation_checkpointing.py`.
             return None if callee == "torch.utils.checkpoint" else id(frame)
         callee = name
         frame = frame.f_back  # type: ignore[assignment]

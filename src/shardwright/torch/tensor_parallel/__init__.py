@@ -12,7 +12,7 @@ backward, comes by with the shapes that the script sees::
 
 Each operation has a *rule* (`rules/`): which placements of its arguments give which placements of its
 results. Most rules are one line of letters, ``mk,kn->mn``: a letter may be cut, all tensors that have it are
-cut alike, and a result that lacks it is a sum over the ranks, which stays pending (`form.py`). A call has
+cut alike, and a result that lacks it is a sum over the ranks, which stays pending (`call.py`). A call has
 several *candidates*; the cheapest, by the price of changing placements, is taken, and the decision is kept
 (`deciding.py`). An operation without a rule gathers its arguments, and every rank does it all: slower, never
 wrong. So exactness rests on the rules alone, not on knowing a model.
@@ -23,23 +23,21 @@ The way of an operation, file by file:
 
     ====================== ================================================================================
     `divided_tensor.py`    The class. It looks its decision up by operation, tensors and scalars.
-    `deciding.py`          Chooses among the candidates of the rule; `decision.py` runs the operation so.
-    `call.py`, `form.py`   The operation as a rule sees it, and what a rule says of it.
+    `deciding.py`          Chooses among the candidates of the rule; `decision.py` runs the operation so,
+                           `nested_decision.py` where ranks form a grid or tokens find their experts.
+    `call.py`              The operation as a rule sees it, and what a rule says of it.
     `rules/`               The rules, one file a family of operations.
-    `view_dims.py`         Where the cut goes in a reshape.
-    `redistribution.py`    Changes a placement; `transfer.py` says what that sends, to the byte.
-    `pending_sums.py`      Takes a pending sum once for all that see it.
-    `memory_order.py`      Keeps parts in memory as the whole would be: kernels count on it.
-    `grouped_products.py`  Shapes that a kernel of experts refuses to tell without data.
-    `copied_view.py`       A view that no part has is a copy; writes go to and fro.
-    `reshaped_in_place.py` Operations that change a tensor's own shape.
+    `redistribution.py`    Changes a placement; `placing.py` keeps what was exchanged, and copies of views.
     `nesting.py`           Ranks in a grid: a part of a tensor that other ranks share in turn.
-    `spec.py`, `group.py`  What is known of a tensor; the ranks, their traffic and their decisions.
+    `spec.py`, `group.py`  What is known of a tensor, what a change of it sends, to the byte; the ranks, their
+                           pending sums and last gathers.
+    `boundary.py`          What leaves a unit whose tensors ranks share.
     `divide.py`            Divides a module's parameters, and settles their gradients once a step.
+    `experts.py`           Experts of which each rank has some; `expert_list.py` for those of a list.
     `search/`              Finds how to divide them, by the same rules, without running anything.
     ====================== ================================================================================
 
 To write a rule: add a function to a file of `rules/` with ``@rule("name")``, and a case to the fuzz test
 (`tests/unit/torch/tensor_parallel/random_calls.py`), which tries it with random placements on 2 and 3 ranks.
-Kernels that take a layout for granted need `memory_order.py`; arguments that are shapes go to `Form.sizes`.
+Kernels that take a layout for granted need `spec.py`; arguments that are shapes go to `Form.sizes`.
 """

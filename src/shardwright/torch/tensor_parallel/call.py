@@ -219,7 +219,7 @@ class Candidate:
         compute: runs in place of the operation.
         share: of the operation's work that one rank does.
         exchange_s: seconds of what `compute` exchanges, at least.
-        copies: the result of a view has memory of its own (`copied_view.py`).
+        copies: the result of a view has memory of its own (`placing.py`).
     """
 
     inputs: tuple[Placement, ...]

@@ -34,7 +34,7 @@ class DividedTensor(torch.Tensor):
     _spec: Spec
     _copy: Any  # `CopiedView`, where `_spec.copied`
     _seen: bool  # a view that is no alias shares this memory
-    _aliases: Any  # references to the tensor and its aliases; None: it has none (`shared_memory.py`)
+    _aliases: Any  # references to the tensor and its aliases; None: it has none (`placing.py`)
 
     # Without it every method of a tensor, even `shape`, takes a detour through Python.
     __torch_function__ = disabled_torch_function

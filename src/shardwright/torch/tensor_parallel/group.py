@@ -229,8 +229,8 @@ class TensorGroup:
             gathered as a last resort, and sums go to where tensors are cut.
         gathers: the last ones, where tensors between units are cut; None: nothing is kept.
         is_alone: the other ranks are not there: a search, or a dry run.
-        routes_tokens: some module of theirs calls experts of a list; see `lasting_sums.py`.
-        writes: of memory that copied views stand for: how many views, how many writes (`copied_view.py`).
+        routes_tokens: some module of theirs calls experts of a list; see `nested_decision.py`.
+        writes: of memory that copied views stand for: how many views, how many writes (`placing.py`).
         inner: the ranks that share each rank's parts in turn (`nesting.py`); None where each part is one
             rank's own.
         is_inner: it is the inner group of another one.
@@ -277,7 +277,7 @@ class TensorGroup:
         return (self.experts if is_of_expert else self.inner) or self
 
     def route_tokens(self) -> None:
-        """Has operations be decided as `lasting_sums.py` says, from now on."""
+        """Has operations be decided as `nested_decision.py` says, from now on."""
         for each in (self, self.grid, self.grid and self.grid.inner):
             if each is not None:
                 each.routes_tokens = True

@@ -1,6 +1,6 @@
 """Changes the placement of a tensor: what this rank has of it becomes what it should have.
 
-`transfer.py` lists the collective of each change, and what it sends. Pieces travel as bytes, so that every
+`spec.py` lists the collective of each change, and what it sends. Pieces travel as bytes, so that every
 type of elements can travel; only sums travel as numbers.
 """
 

@@ -43,7 +43,7 @@ class Spec:
     Attributes:
         group: the ranks that share the tensor.
         shape, strides, offset: of the tensor as the script sees it.
-        copied: the tensor is a view for the script, but has memory of its own (see `copied_view.py`).
+        copied: the tensor is a view for the script, but has memory of its own (see `placing.py`).
         apart: of a part that an inner group cuts: stands for how each rank of the outer group has its own
             part cut; 0 where all have them cut alike, or evenly, each by its own length (see `nesting.py`).
         is_pending: it is a partial sum.

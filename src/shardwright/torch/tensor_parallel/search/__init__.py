@@ -10,17 +10,14 @@
 The way of a plan, file by file:
 
     ====================== ================================================================================
-    `unit.py`              A call of a module; what kind it is. `units_of` takes a model apart into units.
-    `material.py`          What the tensors of a step are made of: shapes alone, or random numbers.
+    `unit.py`              A call of a module, its kind, its tensors, and parameters that get one placement.
+                           `units_of` takes a model apart into units.
     `recording.py`         One step of a unit, written down below autograd.
-    `flow.py`              Follows a plan through that step: what it costs, operation by operation.
-    `cut_candidates.py`    Which cuts of a parameter are worth a try: views of its results say so.
-    `role.py`              Parameters that get one placement: of all layers of a kind, or tied.
+    `flow.py`              Follows a plan through that step, and tells which cuts of a parameter to try;
+                           `ways.py` decides each operation once.
     `search.py`            Starts, moves and what follows from them; the cheapest plan wins.
-    `plan_price.py`        Work, exchange and memory of a plan.
-    `explanation.py`       How it was found, printed.
-    `dry_run.py`           Runs a plan on divided tensors without data: what a rank sends, to the byte.
-    `timed_run.py`         Runs it with data: what a rank's part takes.
+    `found_placements.py`  Work, exchange and memory of a plan, and how it was found, printed.
+    `dry_run.py`           Runs a plan without data, to the byte, or with data: what a rank's part takes.
     ====================== ================================================================================
 
 A module whose way depends on values is recorded on random numbers. What cannot be recorded is kept whole, and

@@ -10,7 +10,7 @@ So most of a plan follows from one move::
 
 Starts: all whole; columns and rows in turn along the step; the hidden dimension. From each, the best move is
 taken again and again, and then changes of single roles, until none makes the plan cheaper. What is pinned
-(`pinned.py`) is so in all of them.
+(`torch/units/tensor_division.py`) is so in all of them.
 """
 
 import functools

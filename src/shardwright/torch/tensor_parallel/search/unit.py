@@ -105,7 +105,7 @@ def _plain_run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 class Following(Protocol):
-    """Operations behind a unit that take its results as ranks have them (see `divided_tail.py`).
+    """Operations behind a unit that take its results as ranks have them: `torch/tracing/divided_tail.py`.
 
     Attributes:
         inside: the tensors that stay so, once they have run.
