@@ -33,6 +33,7 @@ _OVER_ROWS = frozenset(
 )
 _DIM_COMES_THIRD = frozenset("norm normalize quantile vector_norm".split())
 _COUNTS = frozenset("bincount count_nonzero sum".split())
+_KEPT_ABOVE = frozenset("clamp clamp_ clamp_min clip max maximum".split())
 _DRAW_ROWS = frozenset("randint randperm".split())
 _TAKE_ROWS = frozenset("__getitem__ index_select take_along_dim gather".split())
 
@@ -46,10 +47,12 @@ class BatchData:
 
     Attributes:
         found: what a loss is computed with, and where; empty without.
+        is_clamped: a sum over the samples is kept above a number: ``mask.sum().clamp(min=1)``.
     """
 
     def __init__(self, samples: int, is_trained: Callable[[Tensor], bool]):
         self.found = ""
+        self.is_clamped = False
         self._samples = samples
         self._is_trained = is_trained
         self._statistics: dict[int, tuple[Tensor, str]] = {}  # with the tensor, which must not go away
@@ -85,6 +88,7 @@ class BatchData:
             if self._joins_rows(given):  # weights / weights.sum(), or losses * weights / weights.sum()
                 marks.append(f"a sum over the samples of its data ({user_line()})")
             elif not any(map(self._is_trained, given)):
+                self.is_clamped |= name in _KEPT_ABOVE
                 self._counts.update({id(item): item for item in made})
         if not marks:
             return

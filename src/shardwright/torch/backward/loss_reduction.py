@@ -31,6 +31,7 @@ class LossForm:
         reason: why it, or a term of it, is neither or unknown: what the loss does.
         divisor: the number that a sum is divided by.
         of_data: a statistic of the batch's data that it is computed with.
+        is_clamped: a count that it may be divided by is kept above a number.
         is_certain: no operation stands behind it of which a trace knows the shapes alone: ``loss[mask]``.
     """
 
@@ -40,6 +41,7 @@ class LossForm:
     divisor: float = 1.0
     of_data: str = ""
     is_certain: bool = True
+    is_clamped: bool = False
 
 
 def form_of_loss(

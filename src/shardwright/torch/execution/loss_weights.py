@@ -159,9 +159,9 @@ class LossWeights:
                 "the microbatches, and not quite that of one process."
             )
 
-    def _warn_once(self, what: str) -> None:
+    def _warn_once(self, what: str, *, tells: bool = False) -> None:
         line = f"{line_of(self._function)}: the loss {what}"
-        if self._tells and line not in self._told:
+        if (tells or self._tells) and line not in self._told:
             self._told.add(line)
             log.warning("%s", line)
 
@@ -222,6 +222,7 @@ class LossWeights:
                 self.check([here])
             if here.counts:
                 self._count = self._alike([count() for count in here.counts])
+                self._look_for_clamped(form)
             elif form is not None and not is_guess:
                 self._warn_once(
                     "is a mean over labels that another stage counts: microbatches count by their samples. "
@@ -229,6 +230,19 @@ class LossWeights:
                 )
             form = form or here
         return Reduction.MEAN if form.reduction in (Reduction.NEITHER, Reduction.UNKNOWN) else form.reduction
+
+    def _look_for_clamped(self, form: LossForm | None) -> None:
+        """Points out a count of 1 that may be none: the loss of its microbatch is not 0."""
+        if self.data is not None and self.data.is_clamped:
+            self._function.clamps_counts = True
+        is_clamped = form.is_clamped if form is not None else getattr(self._function, "clamps_counts", False)
+        if is_clamped and self._count == 1:
+            self._warn_once(
+                "is divided by a count that is kept at 1 or more, and is 1 in a microbatch. If nothing "
+                "counts there, that microbatch has a share all the same, other than in one process. Count in "
+                "the whole batch, before the step function, and pass the number; or set microbatches to 1.",
+                tells=True,
+            )
 
     def _form_here(self, loss: Tensor, part: Batch, traced: LossForm | None) -> LossForm:
         """How a loss is reduced over the samples of a microbatch, which is at hand."""

@@ -50,6 +50,7 @@ class ReadingStep:
         may_read: whether its code has a call that reads, maybe one that not every step and rank makes.
         weighs_labels: its loss is a mean over labels; None as long as nobody knows.
         divides_by_counts: its loss is divided by what it has counted in its own samples.
+        clamps_counts: one of those is kept above a number.
         has_forward: the forward of the model itself counts as its code: it reads values behind its modules.
     """
 
@@ -59,7 +60,7 @@ class ReadingStep:
         self.loss_reduction = loss_reduction
         self.may_read = _mentions_readers(function)
         self.weighs_labels: bool | None = None
-        self.divides_by_counts = False
+        self.divides_by_counts = self.clamps_counts = False
         self.has_forward = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -207,7 +207,8 @@ class Tracer:
                 is_fixed=lambda tensor: bool(self._values.lent_in([storage_key(tensor)])),
             )
             # Counts would hold on to all that was computed.
-            self._loss = replace(form, counts=(), of_data=self._data.found or form.of_data)
+            of_data, is_clamped = self._data.found or form.of_data, self._data.is_clamped
+            self._loss = replace(form, counts=(), of_data=of_data, is_clamped=is_clamped)
         self._recorder.pass_backward(value)
 
     def assume_loss(self) -> None:
