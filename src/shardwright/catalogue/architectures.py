@@ -11,8 +11,6 @@ from shardwright.catalogue.transformer import Transformer
 from shardwright.errors import UsageError
 from shardwright.files.documents import parse_yaml
 
-__all__ = ["ARCHITECTURES", "find_architecture"]
-
 
 def _known() -> dict[str, Transformer]:
     text = files("shardwright.catalogue").joinpath("architectures.yaml").read_text(encoding="utf-8")

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["LatentAttention", "Layer", "LayerChain", "Transformer"]
-
 Positions = Literal["learned", "rotary", "alibi", "relative", "none"]
 
 _RELATIVE_BUCKETS = 32

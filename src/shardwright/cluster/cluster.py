@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Accelerator", "Cluster", "Device", "HostCosts", "Inventory", "Link", "NodeKind", "Rate", "Source"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Device:

@@ -15,8 +15,6 @@ from shardwright.files.documents import parse_yaml
 from shardwright.quantities import MOST_NODES, parse_bytes
 from shardwright.text import shown
 
-__all__ = ["THIS_CPU", "host_memory_bytes", "kind_called", "node_kinds", "parse_inventory"]
-
 # Of cgroups, version 2 and 1; in a container, its own.
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 

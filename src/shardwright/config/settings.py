@@ -26,25 +26,6 @@ from shardwright.quantities import (
 )
 from shardwright.text import control_in, shown
 
-__all__ = [
-    "Degree",
-    "Elements",
-    "Microbatches",
-    "Name",
-    "Norm",
-    "PipelineKind",
-    "Port",
-    "Seconds",
-    "Seed",
-    "Settings",
-    "Stages",
-    "Steps",
-    "Units",
-    "Weight",
-    "Whole",
-    "no_bool",
-]
-
 
 def no_bool(value: Any) -> Any:
     """Refuses true and false, which pydantic reads as 1 and 0: a slip would become "one microbatch"."""

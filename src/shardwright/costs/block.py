@@ -29,8 +29,6 @@ from shardwright.costs.links import (
 )
 from shardwright.costs.shape import Shape
 
-__all__ = ["BlockSeconds", "block_seconds", "head_seconds", "kept_bytes", "tokens_of", "whole_block_bytes"]
-
 _WHOLE = 10  # bytes of a token and hidden element that tensor parallelism leaves whole
 _SCORES = 5  # bytes of a token, head and key
 

@@ -18,8 +18,6 @@ from shardwright.costs.inputs import Options, Rates
 from shardwright.costs.shape import Shape
 from shardwright.costs.step import step_seconds
 
-__all__ = ["Fit", "MeasuredRun", "Runs", "fit", "leave_out", "ratios"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:

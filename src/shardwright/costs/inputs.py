@@ -14,19 +14,6 @@ from numpy.typing import NDArray
 
 from shardwright.cluster import Inventory
 
-__all__ = [
-    "Columns",
-    "Gathers",
-    "Numbers",
-    "Offload",
-    "Options",
-    "Placement",
-    "Rates",
-    "Recompute",
-    "ScheduleKind",
-    "Sharded",
-]
-
 Numbers = Any
 """A float, or an array of them."""
 

@@ -21,17 +21,6 @@ from shardwright.costs.calibration import Efficiencies
 from shardwright.costs.inputs import Numbers, Rates
 from shardwright.model_graph import Work
 
-__all__ = [
-    "ATTENTION_BACKWARD",
-    "ELEMENTWISE_BACKWARD",
-    "Price",
-    "RankRates",
-    "gather_seconds",
-    "hop_seconds",
-    "ring_rate",
-    "ring_seconds",
-]
-
 
 def ring_rate(
     rates: Rates, *, ranks: Numbers, stride: Numbers, link_share: Numbers, network_share: Numbers

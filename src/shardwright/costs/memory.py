@@ -13,20 +13,6 @@ from shardwright.costs.block import kept_bytes, tokens_of, whole_block_bytes
 from shardwright.costs.inputs import Columns, Numbers, Offload, Options, Recompute, ScheduleKind, Sharded
 from shardwright.costs.shape import Shape
 
-__all__ = [
-    "BF16",
-    "FP32",
-    "Precision",
-    "RankBytes",
-    "in_flight",
-    "needier",
-    "offloaded",
-    "offloaded_activations",
-    "rank_bytes",
-    "stage_bytes",
-    "state_bytes",
-]
-
 _ON_THEIR_WAY = 3  # blocks of what is offloaded
 _LIVE_BLOCKS = 2  # gathered ones: in use, and fetched ahead
 

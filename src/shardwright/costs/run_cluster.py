@@ -12,8 +12,6 @@ from shardwright.costs.kinds import KindOfRank
 from shardwright.costs.step import UPDATE_BYTES, UPDATE_BYTES_32
 from shardwright.errors import ConfigError
 
-__all__ = ["cluster_of", "kinds_of"]
-
 
 def cluster_of(machines: Inventory, *, dtype: str) -> Cluster:
     """The machines of a run with one rank on each accelerator.

@@ -19,20 +19,6 @@ from shardwright.costs.inputs import (
 from shardwright.costs.links import gather_seconds, hop_seconds, ring_rate, ring_seconds
 from shardwright.costs.shape import Shape
 
-__all__ = [
-    "UPDATE_BYTES",
-    "UPDATE_BYTES_32",
-    "StepSeconds",
-    "all_reduce_seconds",
-    "bubble_seconds",
-    "rank_parameters",
-    "shard_seconds",
-    "step_of_stages",
-    "step_seconds",
-    "update_seconds",
-    "updated_parameters",
-]
-
 UPDATE_BYTES, UPDATE_BYTES_32 = 36, 28
 """That Adam moves for a parameter: in 16 bits with a copy in 32, and in 32 without."""
 

@@ -25,6 +25,8 @@ from shardwright.integrations.step_model import StepModel
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.script_run import script_run
 
+__all__ = ["Accelerator"]
+
 _ON_CPUS = "ACCELERATE_USE_CPU"
 
 

@@ -31,6 +31,8 @@ from shardwright.torch.batch.step_output import StepOutput
 from shardwright.torch.pytorch.tree import map_tree
 from shardwright.torch.script_run import script_run
 
+__all__ = ["ShardwrightStrategy"]
+
 _logged: ContextVar[dict[str, Tensor]] = ContextVar("logged")
 """What the microbatch that is running has logged: each is a coroutine, with a context of its own."""
 

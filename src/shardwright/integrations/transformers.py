@@ -24,6 +24,8 @@ from shardwright.integrations.step_model import backward_of_share, batch_size, c
 from shardwright.torch.batch.step_output import StepOutput
 from shardwright.torch.pytorch.tree import map_tree
 
+__all__ = ["Trainer"]
+
 _STATE = "shardwright"
 """A folder in each checkpoint of the Trainer: optimizer, scheduler, and the generators of all ranks."""
 

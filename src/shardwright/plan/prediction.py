@@ -14,17 +14,6 @@ from shardwright.files.user_file import Positive
 from shardwright.profile import Cost
 from shardwright.quantities import MOST_RANKS, MOST_RANKS_OF_HOST
 
-__all__ = [
-    "Conditions",
-    "CostRecord",
-    "FlowConditions",
-    "LinkConditions",
-    "MemoryPrediction",
-    "Prediction",
-    "Seconds",
-    "StagePrediction",
-]
-
 Seconds = Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)]
 
 

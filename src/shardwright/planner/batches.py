@@ -13,15 +13,6 @@ from shardwright.errors import PlanError
 from shardwright.model_graph import ModelGraph
 from shardwright.profile import Profile
 
-__all__ = [
-    "count_groups",
-    "microbatch_counts",
-    "statistics_are_split",
-    "statistics_of_whole_batch",
-    "statistics_reasons",
-    "too_few_samples",
-]
-
 NOT_CUT_FURTHER = "not cut further"
 """Ends the reason for few microbatches, by which others know that more are none to advise."""
 

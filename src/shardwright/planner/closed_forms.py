@@ -48,8 +48,6 @@ from shardwright.planner.model_chain import chain_of
 from shardwright.planner.profiles import estimate_profile
 from shardwright.profile import Profile
 
-__all__ = ["expected_in_turn", "expected_seconds"]
-
 _ROOM = 0.7
 """Plans need 0.75 to 1.3 times the memory of the closed forms: what needs this share of it may still fit."""
 

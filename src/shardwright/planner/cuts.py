@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 
 from shardwright.errors import PlanError
 
-__all__ = ["block_of", "improve", "manual_stages", "nesting_of", "on_boundaries"]
-
 # So many cuts may also move in groups.
 _FEW_CUTS = 16
 

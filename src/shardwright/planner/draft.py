@@ -21,8 +21,6 @@ from shardwright.planner.rank_memory import Above, above_at_most, in_flight, ran
 from shardwright.planner.workload import Workload, least_seconds
 from shardwright.schedule import Kind, Schedule, Simulation, build_schedule, simulate, splits_backward
 
-__all__ = ["Draft", "Option", "make_draft"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Option:

@@ -24,8 +24,6 @@ from shardwright.planner.sharing import Sharing
 from shardwright.planner.workload import Demands, Workload
 from shardwright.schedule import place_stages
 
-__all__ = ["drafts_of", "refine", "schedule_families", "seconds_without_pipeline", "tie_variants"]
-
 _MOST_TIES = 2
 _MOST_BONDS = 3
 

@@ -13,8 +13,6 @@ from shardwright.planner.workload import Workload
 from shardwright.quantities import format_bytes
 from shardwright.schedule import place_stages
 
-__all__ = ["infeasible"]
-
 _FACTORS = (2, 4, 8, 16, 32, 64)
 _MOST_RANKS = 64
 

@@ -25,8 +25,6 @@ from shardwright.planner.chain import SavedValue
 from shardwright.planner.layout import Layout
 from shardwright.planner.rank_memory import gradients_come_late, messages
 
-__all__ = ["KeepingPolicy", "choose_keeping"]
-
 _Way = Literal["recompute", "offload"]
 _Move = tuple[int, _Way]
 

@@ -16,8 +16,6 @@ from shardwright.planner.fabric import Fabric
 from shardwright.planner.profiles import error_of
 from shardwright.planner.reasons import alternatives, rank, reasons
 
-__all__ = ["plan_of", "predict"]
-
 _MOVED_BY_ADAM = 7  # numbers for each parameter: four are read, three are written
 
 

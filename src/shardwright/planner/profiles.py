@@ -30,8 +30,6 @@ from shardwright.plan import CostRecord
 from shardwright.profile import Profile, UnitCost
 from shardwright.quantities import MOST_BYTES, MOST_RANKS, MOST_RANKS_OF_HOST
 
-__all__ = ["MEASURED_ERROR", "MeasuredProfile", "error_of", "estimate_profile"]
-
 MEASURED_ERROR, _ESTIMATED_ERROR = 0.15, 0.5
 """The worst of ``benchmarks/planner.py`` on one host, and what is common where units were not measured;
 docs/benchmarks.md."""

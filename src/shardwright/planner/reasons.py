@@ -20,20 +20,6 @@ from shardwright.planner.profiles import MEASURED_ERROR, error_of
 from shardwright.profile import Profile
 from shardwright.quantities import format_bytes, format_seconds
 
-__all__ = [
-    "SIMPLICITY",
-    "alternatives",
-    "cuts_of",
-    "describe_memory",
-    "error_of_comparison",
-    "is_of",
-    "kept_plan",
-    "rank",
-    "reasons",
-    "tensor_reasons",
-    "title",
-]
-
 SIMPLICITY = ("1f1b", "gpipe", "zb_h1", "interleaved_1f1b", "zb_v")
 """Schedule families in the order of simplicity. 1F1B needs less memory than GPipe for the same time."""
 

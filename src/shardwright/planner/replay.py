@@ -20,20 +20,6 @@ from shardwright.plan.prediction import Conditions, LinkConditions
 from shardwright.quantities import MOST_TIMES, counted, format_bytes
 from shardwright.schedule import Edge, Schedule, Simulation, StageCost, build_schedule, simulate
 
-__all__ = [
-    "Change",
-    "Replay",
-    "Sensitivity",
-    "Setting",
-    "base_setting",
-    "change_setting",
-    "overruled_settings",
-    "play",
-    "schedule_of",
-    "sensitivities",
-    "stage_costs_of",
-]
-
 
 def overruled_settings(plan: Plan, config: Config) -> Iterator[str]:
     """The settings that a plan does not keep, a sentence each."""

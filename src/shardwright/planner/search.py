@@ -45,8 +45,6 @@ from shardwright.planner.reasons import (
 from shardwright.planner.workload import Demands
 from shardwright.profile import Profile
 
-__all__ = ["Candidates", "make_plan"]
-
 Candidates = Mapping[int, tuple[ModelGraph, Profile]]
 """For each number of microbatches, the graph traced at that microbatch size and its profile."""
 

@@ -14,8 +14,6 @@ from shardwright.config import Config
 from shardwright.mesh import Mesh
 from shardwright.planner.chain import Chain, ParameterUse, StateBytes
 
-__all__ = ["Sharing"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:

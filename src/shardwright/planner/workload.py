@@ -28,8 +28,6 @@ from shardwright.planner.objective import (
 from shardwright.planner.rank_memory import in_flight
 from shardwright.schedule import Edge, Kind, build_schedule
 
-__all__ = ["Demands", "Workload", "least_seconds"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demands:

@@ -19,8 +19,6 @@ from shardwright.comm.tensor_codec import DecodeError, decode, encode
 from shardwright.comm.transport import SmallCollectives
 from shardwright.errors import LaunchError
 
-__all__ = ["PLACE", "Room", "TensorBroadcast", "header_read"]
-
 PLACE = "the batch"
 """For which headers are sealed."""
 
@@ -58,11 +56,7 @@ class TensorBroadcast:
         return tensors
 
     def send(self, tensors: Sequence[Tensor], header: bytes | None) -> None:
-        """Sends them, on the first rank.
-
-        Args:
-            header: says what they are; None: what those before were.
-        """
+        """Sends them, on the first rank."""
         if header is None or header == self._header:
             self._broadcast([self._number(0), *tensors])
             return
@@ -72,11 +66,7 @@ class TensorBroadcast:
         self._broadcast(tensors)
 
     def receive(self, read: Callable[[bytes], Room]) -> list[Tensor]:
-        """Takes them, on the other ranks.
-
-        Args:
-            read: is called with a header that is new.
-        """
+        """Takes them, on the other ranks."""
         number, tensors = self._number(0), self._empty()
         self._broadcast([number, *tensors])
         header_bytes = int(number.item())

@@ -21,8 +21,6 @@ from shardwright.observe import Observer, Phase, RunFolder
 from shardwright.plan import Plan
 from shardwright.run.rank_ties import Links, ProcessGroups, RankWatch
 
-__all__ = ["Context", "Reports", "context", "is_initialized", "replica_board", "set_context"]
-
 declare(Plan)
 
 _T = TypeVar("_T")

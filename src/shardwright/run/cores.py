@@ -16,8 +16,6 @@ import torch
 
 from shardwright.run.context import Context
 
-__all__ = ["OwnCores"]
-
 
 class OwnCores:
     """Cores that no other rank of this host computes on, if there are enough."""

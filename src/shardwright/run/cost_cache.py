@@ -17,8 +17,6 @@ from shardwright.run.context import Context
 from shardwright.run.machine import cores_of_host, device_name
 from shardwright.run.timing import Timing
 
-__all__ = ["CostCache", "cache_folder", "machine_key"]
-
 log = logging.getLogger(__name__)
 
 # Another one for another meaning of what is in the file.
@@ -35,12 +33,7 @@ def cache_folder() -> Path:
 
 
 def machine_key(context: Context, *, framework: str = "") -> str:
-    """The same for machines on which units cost the same: device, versions, ranks and cores of a host.
-
-    Args:
-        context: of a run on the machine.
-        framework: that runs the units, with its version, beside PyTorch.
-    """
+    """The same for machines on which units cost the same: device, versions, ranks and cores of a host."""
     described: list[Any] = [
         _FORMAT,
         device_name(context.device),
@@ -54,12 +47,7 @@ def machine_key(context: Context, *, framework: str = "") -> str:
 
 
 class CostCache:
-    """The file with the timings of cost classes on machines like this; none with ``SHARDWRIGHT_CACHE=off``.
-
-    Args:
-        context: of the run, whose machine is meant.
-        framework: as for `machine_key`.
-    """
+    """The file with timings of cost classes on machines like this; none with ``SHARDWRIGHT_CACHE=off``."""
 
     def __init__(self, context: Context, *, framework: str = ""):
         self._off = os.environ.get("SHARDWRIGHT_CACHE") == "off"
@@ -91,11 +79,7 @@ class CostCache:
 
 
 def _timing(found: Any) -> Timing:
-    """A timing of the file.
-
-    Raises:
-        TypeError, ValueError: it is none.
-    """
+    """A timing of the file."""
     timing = Timing(**found)
     if not isinstance(timing.inferred, bool):
         raise TypeError("inferred is no truth value")

@@ -37,8 +37,6 @@ from shardwright.run.context import Context
 from shardwright.run.launch_settings import following
 from shardwright.run.rank_ties import RankWatch
 
-__all__ = ["IMPORTED_FOR_MODEL", "joined"]
-
 _ContextT = TypeVar("_ContextT", bound=Context)
 _PORTS = ("SHARDWRIGHT_MASTER_PORT", "MASTER_PORT")
 

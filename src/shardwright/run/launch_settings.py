@@ -15,8 +15,6 @@ from shardwright.planner import overruled_settings
 from shardwright.problems import join
 from shardwright.text import shown
 
-__all__ = ["following", "given_settings", "settings_from"]
-
 
 def given_settings(
     config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | None",

@@ -20,8 +20,6 @@ from shardwright.comm.transport import Transport
 from shardwright.run.context import Context
 from shardwright.run.memory import give_back_freed_memory
 
-__all__ = ["cores_of_host", "device_name", "memory_of_rank", "present_cluster", "seconds_of_products"]
-
 _SMALL_BYTES, _LARGE_BYTES = 4 * 1024, 1024 * 1024
 # Networks take bursts faster than what follows them: where a large message takes less than this, a larger one
 # is timed.
@@ -40,10 +38,6 @@ def present_cluster(context: Context, update_rate: Callable[[Context], float] | 
 
     Links are timed with a few messages between the first two ranks of a host, and between the first two
     hosts.
-
-    Args:
-        context: the run.
-        update_rate: measures how many bytes of parameters its optimizers update a second; None: not known.
     """
     estimates = context.config.profile == "estimated"
     cores = cores_of_host() // max(1, torch.get_num_threads()) if context.device.type == "cpu" else 0

@@ -17,14 +17,6 @@ import torch
 
 from shardwright.comm._private import uses_gpus
 
-__all__ = [
-    "give_back_freed_memory",
-    "keep_freed_memory",
-    "large_blocks_given_back",
-    "memory_in_use",
-    "peak_memory",
-]
-
 # From malloc.h. A threshold that is set no longer adapts itself, so both are needed.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _NEVER = -1

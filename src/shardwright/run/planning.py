@@ -12,14 +12,6 @@ from shardwright.profile import Profile
 from shardwright.run.context import Context, context
 from shardwright.run.profiler import Profiler, ToProfile, Traced
 
-__all__ = [
-    "check_partition",
-    "placed_by_hand",
-    "plan_of_first_rank",
-    "point_out_auto_partition",
-    "profiles_of",
-]
-
 
 def profiles_of(
     run: Context,
@@ -29,14 +21,7 @@ def profiles_of(
     budget_s: float,
     again: bool = False,
 ) -> dict[int, Profile]:
-    """The costs for each number of microbatches; collective over all ranks, where they are measured.
-
-    Args:
-        run: whose cluster is known.
-        traces: by number of microbatches.
-        profiler: makes what measures them; None: they are estimated, as settings may have it anyway.
-        budget_s: as for `Profiler.measure`, and so is `again`.
-    """
+    """The costs for each number of microbatches; collective over all ranks, where they are measured."""
     assert run.cluster is not None
     assert run.reporter is not None
     device = run.cluster.device
@@ -65,12 +50,7 @@ def check_partition(rank: int) -> None:
 
 
 def point_out_auto_partition(*, of: str, stacklevel: int) -> None:
-    """Warns of a placement by hand that the planner does not heed.
-
-    Args:
-        of: what is placed: modules, or layers.
-        stacklevel: of the caller's line.
-    """
+    """Warns of a placement by hand that the planner does not heed."""
     if context().config.auto_partition:
         warnings.warn(
             f"placement by hand changes nothing: auto_partition is true, so the planner places the {of}. "
@@ -82,13 +62,7 @@ def point_out_auto_partition(*, of: str, stacklevel: int) -> None:
 def placed_by_hand(
     units: Iterable[str], rank_at: Callable[[str], int | None], *, separator: str
 ) -> dict[str, int]:
-    """The pipeline rank of each unit that the user has placed, by name; the innermost placement wins.
-
-    Args:
-        units: their names.
-        rank_at: where the user has put a part of the model by its path; "" is all of it.
-        separator: in these.
-    """
+    """The pipeline rank of each unit that the user has placed, by name; the innermost placement wins."""
     placed = {}
     for name in units:
         parts = name.split(separator)
@@ -103,16 +77,7 @@ def placed_by_hand(
 
 
 def plan_of_first_rank(context: Context, plan: Callable[[], Plan], *, on_all: bool) -> Plan:
-    """The first rank's plan; collective over all ranks.
-
-    Args:
-        context: the run.
-        plan: makes it.
-        on_all: all ranks make one, as they time parts of units: they will compute at the same time.
-
-    Raises:
-        ShardwrightError: what `plan` raised on the first rank.
-    """
+    """The first rank's plan; collective over all ranks."""
     if on_all and context.rank > 0:
         with suppress(Exception), _unsaid():  # that of the first rank counts, its error and what it says
             plan()

@@ -25,8 +25,6 @@ from shardwright.run.memory import give_back_freed_memory
 from shardwright.run.timing import Timing, unit_cost
 from shardwright.run.turns import Share, Turns
 
-__all__ = ["Profiler", "ToProfile", "Traced", "shares_cores", "typical"]
-
 log = logging.getLogger(__name__)
 
 # Operations on less than this many bytes take microseconds: they are not timed.
@@ -66,14 +64,7 @@ class ToProfile:
 
 
 class Profiler:
-    """Measures the cost classes of traces; collective over all ranks.
-
-    Args:
-        context: the run.
-        time_class: times a class of a trace, given its key, and whether ranks take turns on the cores.
-        framework: as for `machine_key`.
-        units_alone: classes of operations between units are left to the estimates.
-    """
+    """Measures the cost classes of traces; collective over all ranks."""
 
     def __init__(
         self,
@@ -96,14 +87,6 @@ class Profiler:
 
         A class that the budget leaves no time for is inferred from the others. One that cannot be run on
         random data is left out, with a line in the log.
-
-        Args:
-            sizes: the traces of all sizes of microbatches.
-            budget_s: seconds that timing may take, less where steps are short (see `turns`). What earlier
-                runs have timed takes none of them.
-            phase: is told how far it is.
-            again: an earlier run was the same. On a machine that is slower now, or faster, all that it has
-                timed takes as much more or less as one class does, and is not timed anew.
         """
         classes = _classes_worth_timing([size.trace for size in sizes], units_alone=self._units_alone)
         known, outdated = self._known(classes, again=again)

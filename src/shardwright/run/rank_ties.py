@@ -10,8 +10,6 @@ from shardwright.comm.roll_call import RollCall
 from shardwright.comm.transport import SmallCollectives, Transport
 from shardwright.comm.whereabouts import Whereabouts
 
-__all__ = ["Links", "ProcessGroups", "RankWatch"]
-
 
 @dataclass(slots=True)
 class ProcessGroups:

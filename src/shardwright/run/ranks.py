@@ -6,28 +6,6 @@ import torch.distributed as dist
 from shardwright.run.context import context
 from shardwright.run.joint_calls import meet
 
-__all__ = [
-    "barrier",
-    "device",
-    "dp_rank",
-    "dp_size",
-    "get_dp_group",
-    "get_dp_process_group",
-    "get_mp_group",
-    "local_rank",
-    "local_size",
-    "mp_rank",
-    "mp_size",
-    "pp_rank",
-    "pp_size",
-    "rank",
-    "rdp_rank",
-    "rdp_size",
-    "size",
-    "tp_rank",
-    "tp_size",
-]
-
 
 def rank() -> int:
     """This rank among all, from 0."""

@@ -38,8 +38,6 @@ from shardwright.run.machine import memory_of_rank
 from shardwright.run.memory import peak_memory
 from shardwright.run.step_recording import BatchRecord, StepRecording
 
-__all__ = ["FIGURES", "Facts", "Reporter"]
-
 NO_FOLDER = "off"
 
 log = logging.getLogger(__name__)
@@ -137,15 +135,7 @@ class Reporter:
         loss: float | None,
         skipped: int = 0,
     ) -> None:
-        """A training step ended; collective.
-
-        Args:
-            step: what this rank did.
-            figures: of each rank, `FIGURES` and perhaps others behind.
-            seconds: how long it took.
-            loss: of the batch of this replica.
-            skipped: how many updates were left out so far.
-        """
+        """A training step ended; collective."""
         context = self._context
         self.num_steps += 1
         number = self.num_steps

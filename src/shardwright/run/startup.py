@@ -17,18 +17,11 @@ from shardwright.run.joint_calls import prepare
 from shardwright.run.launch_settings import given_settings
 from shardwright.run.reporting import Facts, Reporter
 
-__all__ = ["be_brief", "begun", "settings_of_call", "shutdown"]
-
 _ContextT = TypeVar("_ContextT", bound=Context)
 
 
 def settings_of_call(config: Any, others: Mapping[str, Any]) -> tuple[Config, Plan | None]:
-    """The settings of a script's call of ``init``, and the plan to follow; refuses a second call.
-
-    Args:
-        config: what was given, see `given_settings`.
-        others: what was given by keyword, where nothing is taken.
-    """
+    """The settings of a script's call of ``init``, and the plan to follow; refuses a second call."""
     refuse_misplaced("sw.init", others, takes=("config",))
     if is_initialized():
         raise UsageError("init was called before. Call it once; shutdown() ends a run.")
@@ -44,15 +37,7 @@ def begun(
     facts: Callable[[_ContextT], Facts],
     check: Callable[[_ContextT], None] | None = None,
 ) -> _ContextT:
-    """A run of joined ranks, which reports; collective over them.
-
-    Args:
-        settings: of the script and its launcher.
-        plan: to follow; None: one is made in the first step.
-        kind: what a front end makes of a run.
-        facts: gives what it tells of the script.
-        check: refuses settings that it does not heed.
-    """
+    """A run of joined ranks, which reports; collective over them."""
     made = joined(settings, plan, kind=kind)
     if check is not None:
         check(made)

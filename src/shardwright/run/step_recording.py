@@ -16,8 +16,6 @@ from shardwright.run.context import Context
 from shardwright.run.memory import memory_in_use
 from shardwright.schedule import Action, Edge, Schedule, Simulation, simulate
 
-__all__ = ["BatchRecord", "StepRecording"]
-
 declare(Action)
 
 _TRACED_EVERY = 10
@@ -55,12 +53,7 @@ class BatchRecord:
 
 
 class StepRecording:
-    """Records some steps of a run, the same ones on all ranks.
-
-    Args:
-        context: the run.
-        state_bytes: of parameters, gradients, and what optimizers keep, on this rank; None: not known.
-    """
+    """Records some steps of a run, the same ones on all ranks."""
 
     def __init__(self, context: Context, *, state_bytes: Callable[[], int | None]):
         self._context = context
@@ -77,12 +70,6 @@ class StepRecording:
         """A training step ended; collective over the ranks of a replica.
 
         Returns its actions on all ranks, if it was chosen to be recorded; else nothing.
-
-        Args:
-            step: what this rank did.
-            number: of the step.
-            seconds: how long it took.
-            observer: writes it down.
         """
         is_chosen, draws = self._chosen.wants(number), self._draws(number)
         self._chosen.done(number)

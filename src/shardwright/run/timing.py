@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from shardwright.model_graph import ModelGraph, Node
 from shardwright.profile import Cost, UnitCost
 
-__all__ = ["Timing", "repetitions", "unit_cost"]
-
 _BUDGET_S = 0.05
 _MIN_RUNS, _MAX_RUNS = 3, 15
 # What the runtime takes for one more call in a forward: `benchmarks/pipeline.py --only E` with 1 to 32 units.
@@ -30,12 +28,7 @@ class Timing(Cost):
 
     @classmethod
     def of_runs(cls, runs: Sequence[Sequence[float]], *, input_s: float | None = None) -> "Timing":
-        """The medians of several runs: seconds of the forward, of the backward, perhaps of others.
-
-        Args:
-            runs: by run.
-            input_s: of the gradients of inputs, where these come by themselves.
-        """
+        """The medians of several runs: seconds of the forward, of the backward, perhaps of others."""
         forward_s, backward_s, *_ = (statistics.median(column) for column in zip(*runs, strict=True))
         totals = [sum(seconds) for seconds in runs]
         middle = statistics.median(totals)

@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 
 from shardwright.run.timing import Timing
 
-__all__ = ["Share", "Turns"]
-
 _MOST_TURNS = 8
 _LITTLE_DOUBT = 0.05
 """Of the seconds of a step: not much more than plans differ by."""
@@ -68,11 +66,7 @@ class Turns:
     failed: set[str] = field(default_factory=set)
 
     def next(self, spent_s: float) -> str | None:
-        """The class to time next; None where the budget is spent, or little is in doubt.
-
-        Args:
-            spent_s: seconds spent so far. One class is known in any case.
-        """
+        """The class to time next; None where the budget is spent, or little is in doubt."""
         if spent_s >= self.budget_s and (self.timed or self.remembered or self.failed):
             return None
         done = self.failed | {key for key, timing in self.remembered.items() if not timing.inferred}

@@ -21,8 +21,6 @@ from typing import Protocol
 from shardwright.runtime.messages import Messages, Sender
 from shardwright.schedule import Action, Kind, Schedule
 
-__all__ = ["MeasuredRow", "Stage", "run_actions"]
-
 
 class Stage(Sender, Protocol):
     """One stage of this rank, as a front end computes it.

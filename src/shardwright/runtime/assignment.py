@@ -7,8 +7,6 @@ from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan, stage_of_label
 from shardwright.runtime.homes import home_stages
 
-__all__ = ["Assignment", "assign"]
-
 
 @dataclass(frozen=True, slots=True)
 class Assignment:

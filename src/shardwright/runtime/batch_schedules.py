@@ -8,8 +8,6 @@ from shardwright.plan import SchedulePlan
 from shardwright.runtime.crossings import Crossings
 from shardwright.schedule import Edge, Schedule, StageCost, build_schedule, lower
 
-__all__ = ["BatchSchedules", "RankProgram", "check_one_order", "homes_of_buffers", "merged_edges"]
-
 
 class RankProgram(Protocol):
     """The part of one pipeline rank in a microbatch.

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from shardwright.model_graph import TensorSpec
 from shardwright.runtime.dataflow import Dataflow
 
-__all__ = ["Crossing", "Crossings", "PartOf", "crossings_of", "gradients_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Crossing:

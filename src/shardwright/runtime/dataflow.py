@@ -20,8 +20,6 @@ from typing import Any
 from shardwright.errors import TraceError
 from shardwright.runtime.traced import Change, TracedFunction, TracedStep, View
 
-__all__ = ["Copy", "Dataflow", "Keep", "StepFlow", "may_change"]
-
 
 @dataclass(frozen=True, slots=True)
 class Keep:

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from shardwright.errors import TraceError
 from shardwright.model_graph import ModelGraph, Together
 
-__all__ = ["home_stages"]
-
 
 def home_stages(graph: ModelGraph, stage_of_call: Mapping[int, int], stage_ranks: Sequence[int]) -> list[int]:
     """The stage that computes each node.

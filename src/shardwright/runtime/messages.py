@@ -8,8 +8,6 @@ from shardwright.runtime.batch_schedules import RankProgram
 from shardwright.runtime.crossings import Crossing
 from shardwright.schedule import Action, Kind
 
-__all__ = ["Channels", "Messages", "Receipt", "Sender"]
-
 
 class Receipt(Protocol):
     """A receive that was posted."""

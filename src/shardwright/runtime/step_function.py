@@ -8,8 +8,6 @@ from typing import Any, ClassVar, NoReturn
 
 from shardwright.errors import UsageError
 
-__all__ = ["MicrobatchValues", "StepParameters", "microbatch_sizes", "parameters_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class StepParameters:
@@ -31,15 +29,7 @@ class StepParameters:
 
 
 def parameters_of(function: Callable[..., Any], *, named: Iterable[str]) -> StepParameters:
-    """The parameters of a step function.
-
-    Args:
-        function: the step function.
-        named: parameters that options name.
-
-    Raises:
-        UsageError: it is no plain function, or has no such parameters.
-    """
+    """The parameters of a step function."""
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise UsageError(
             f"the step function {function.__name__} is a generator or asynchronous: it would return before "

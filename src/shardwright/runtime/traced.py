@@ -9,8 +9,6 @@ from typing import Any, Protocol
 
 from shardwright.model_graph import ModelGraph
 
-__all__ = ["Change", "TensorFacts", "TracedFunction", "TracedStep", "View"]
-
 
 @dataclass(frozen=True, slots=True)
 class View:

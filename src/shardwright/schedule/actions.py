@@ -12,20 +12,6 @@ from math import isfinite
 from shardwright.errors import ScheduleError
 from shardwright.profile import Cost
 
-__all__ = [
-    "COMPUTE",
-    "HOST_COPIES",
-    "TRANSFERS",
-    "Action",
-    "Edge",
-    "Kind",
-    "StageCost",
-    "chain_edges",
-    "check_costs",
-    "check_edges",
-    "unit_costs",
-]
-
 
 class Kind(StrEnum):
     """Kinds of actions.

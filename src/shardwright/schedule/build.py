@@ -32,8 +32,6 @@ from shardwright.schedule.placement import check_kind, check_request
 from shardwright.schedule.schedule import Schedule
 from shardwright.schedule.zero_bubble import zb_h1, zb_v
 
-__all__ = ["bubble_seconds", "build_schedule", "peak_activations", "splits_backward"]
-
 _FAMILIES = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,

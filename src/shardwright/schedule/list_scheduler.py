@@ -43,19 +43,6 @@ from shardwright.schedule.actions import Action, Kind, chain_edges
 from shardwright.schedule.placement import Request, Rows, stages_by_rank
 from shardwright.schedule.replay import Timeline, action_seconds, replay
 
-__all__ = [
-    "Order",
-    "Policy",
-    "Ration",
-    "deepest_first",
-    "fastest",
-    "forward_only",
-    "join_halves",
-    "list_schedule",
-    "most_in_flight",
-    "oldest_first",
-]
-
 Order = Callable[[int, int], tuple[int, ...]]
 """(stage, microbatch) -> key; the smallest goes first."""
 

@@ -28,8 +28,6 @@ from shardwright.schedule.actions import Action, Edge, Kind, check_edges, unit_c
 from shardwright.schedule.replay import action_seconds, replay
 from shardwright.schedule.schedule import Schedule
 
-__all__ = ["lower"]
-
 
 def lower(schedule: Schedule, edges: Sequence[Edge] | None = None, *, lookahead: int = 2) -> Schedule:
     """Adds the transfers that the edges ask for.

@@ -17,8 +17,6 @@ from shardwright.schedule.action_graph import compile_actions, host_copies_of, r
 from shardwright.schedule.actions import HOST_COPIES, TRANSFERS, Action, Kind, chain_edges, unit_costs
 from shardwright.schedule.replay import action_seconds, replay
 
-__all__ = ["Schedule", "draw_rows"]
-
 
 @dataclass(frozen=True, slots=True)
 class Schedule:

@@ -32,8 +32,6 @@ from shardwright.schedule.replay import (
 )
 from shardwright.schedule.schedule import Schedule
 
-__all__ = ["Event", "Simulation", "simulate"]
-
 
 class Event(NamedTuple):
     """One action on the predicted timeline."""

@@ -22,8 +22,6 @@ from shardwright.schedule.actions import TRANSFERS, Action, Edge, Kind, check_ed
 from shardwright.schedule.lower import lower
 from shardwright.schedule.schedule import Schedule
 
-__all__ = ["validate"]
-
 MessageKey = tuple[Kind, int, int, int]
 """Kind of its send, sending stage, receiving stage, microbatch."""
 

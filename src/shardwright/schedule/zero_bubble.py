@@ -46,8 +46,6 @@ from shardwright.schedule.list_scheduler import (
 )
 from shardwright.schedule.placement import Request, Rows, hops_to_end, is_chain, is_v, stages_by_rank
 
-__all__ = ["zb_h1", "zb_v"]
-
 
 def zb_h1(request: Request) -> Rows:
     """The paper's rows where rank i runs stage i; else the same bounds, p - s being changes of rank + 1."""

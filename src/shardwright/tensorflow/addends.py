@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 
 from shardwright.tensorflow.step_graph import Operation, StepGraph
 
-__all__ = ["Addends", "taken_apart"]
-
 _ADDITIONS = frozenset(("AddN", "AddV2", "Add"))
 
 

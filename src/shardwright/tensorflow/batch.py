@@ -10,8 +10,6 @@ import tensorflow as tf
 from shardwright.errors import UsageError
 from shardwright.runtime.step_function import StepParameters, microbatch_sizes
 
-__all__ = ["Arguments", "Splitter"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:

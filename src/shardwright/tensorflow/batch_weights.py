@@ -17,8 +17,6 @@ from shardwright.tensorflow.loss_reduction import LossReduction
 from shardwright.tensorflow.recorder import Recorder
 from shardwright.tensorflow.trace import Trace
 
-__all__ = ["BatchWeights", "Weight", "factor_of", "told_as_sums"]
-
 # None: each microbatch counts 1, as against the mean over all. ("mean", what a sample counts), or
 # ("sum", what a microbatch counts, samples of the batch).
 Weight = tuple[Any, ...] | None

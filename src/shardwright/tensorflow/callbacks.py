@@ -14,8 +14,6 @@ from shardwright.tensorflow import _private
 from shardwright.tensorflow.keras_run import KerasRun
 from shardwright.tensorflow.whole import whole_model
 
-__all__ = ["callbacks_over_ranks", "joined_by_all"]
-
 
 @contextmanager
 def callbacks_over_ranks(run: KerasRun) -> Iterator[None]:

@@ -18,8 +18,6 @@ from shardwright.comm.transport import Receipt, Transport
 from shardwright.runtime import messages
 from shardwright.runtime.crossings import Crossing
 
-__all__ = ["TensorChannels", "call_in_turn", "to_tensorflow", "to_torch"]
-
 
 def to_torch(tensor: Any) -> Tensor:
     """The same memory as a tensor of PyTorch."""

@@ -13,8 +13,6 @@ from typing import Any
 from shardwright.model_graph import ModelGraph, Node, ParameterSpec, TensorSpec, Unit, Value, Work
 from shardwright.tensorflow.step_graph import READS, Operation, StepGraph
 
-__all__ = ["ModelVariable", "model_graph"]
-
 # Operations that multiply matrices, as oneDNN and cuBLAS do.
 _PRODUCTS = frozenset("MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum".split())
 _CONVOLUTIONS = frozenset(

@@ -17,8 +17,6 @@ from shardwright.tensorflow.loss_reduction import Kind, piece_of
 from shardwright.tensorflow.step_graph import StepGraph
 from shardwright.tensorflow.trace import Trace
 
-__all__ = ["Divisors", "with_shares"]
-
 
 class Divisors:
     """The divisors of a microbatch, computed from its arguments alone."""

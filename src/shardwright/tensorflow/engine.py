@@ -37,8 +37,6 @@ from shardwright.tensorflow.step_end import StepEnd
 from shardwright.tensorflow.trace import Trace, trace_step
 from shardwright.tensorflow.variables import Variables, tf_variable
 
-__all__ = ["Engine"]
-
 # Of a tensor, up to which what a loss is to its samples is tried with microbatches of their own size.
 _MOST_BYTES = 128 << 20
 

@@ -21,8 +21,6 @@ from shardwright.tensorflow.program import Program
 from shardwright.tensorflow.stage import Results
 from shardwright.tensorflow.trace import spec_of
 
-__all__ = ["Agreement", "broadcast_tensors", "exchange_results", "share_variables"]
-
 
 class Agreement:
     """Compares and shares what ranks of a replica must have in common."""

@@ -18,8 +18,6 @@ from shardwright.tensorflow.program import Program
 from shardwright.tensorflow.routes import Part
 from shardwright.tensorflow.stage import PieceStage, Results, Store, positions_of
 
-__all__ = ["Executor"]
-
 _PARTS: Mapping[Kind, Part] = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",

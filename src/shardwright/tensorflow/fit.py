@@ -23,14 +23,6 @@ from shardwright.tensorflow.recorder import Recorder
 from shardwright.tensorflow.step import step
 from shardwright.tensorflow.step_output import mean_of
 
-__all__ = [
-    "averaged_over_replicas",
-    "logs_of",
-    "predict_function",
-    "test_function",
-    "train_function",
-]
-
 Logs = dict[str, Any]
 
 

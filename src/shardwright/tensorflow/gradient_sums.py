@@ -17,8 +17,6 @@ import tensorflow as tf
 
 from shardwright.model_graph import TensorSpec
 
-__all__ = ["GradientSums"]
-
 _Key = tuple[int, TensorSpec]
 
 

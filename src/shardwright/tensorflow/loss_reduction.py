@@ -27,8 +27,6 @@ from shardwright.tensorflow.routes import Piece
 from shardwright.tensorflow.step_graph import READS, Operation, StepGraph
 from shardwright.tensorflow.trace import Trace
 
-__all__ = ["Kind", "LossReduction", "loss_reduction", "piece_of"]
-
 Kind = Literal["mean", "sum", "neither", "unknown"]
 
 _Array = np.ndarray[Any, Any]

@@ -21,8 +21,6 @@ from shardwright.tensorflow.channels import call_in_turn
 from shardwright.tensorflow.keras_run import KerasRun
 from shardwright.tensorflow.optimizer import apply_nothing, applying, load_slots, put_aside
 
-__all__ = ["loss_scales_over_stages"]
-
 
 @contextmanager
 def loss_scales_over_stages(run: KerasRun) -> Iterator[None]:

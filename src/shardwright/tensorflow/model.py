@@ -18,8 +18,6 @@ from shardwright.tensorflow.keras_run import keras_run
 from shardwright.tensorflow.variables import tf_variable
 from shardwright.tensorflow.whole import optimizer_from_file, whole_model, whole_optimizer
 
-__all__ = ["DistributedModel"]
-
 
 class DistributedModel(tf.keras.Model):  # type: ignore[misc]
     """A Keras model whose layers the ranks of a pipeline share.

@@ -15,15 +15,6 @@ from shardwright.tensorflow.channels import call_in_turn
 from shardwright.tensorflow.keras_run import KerasRun
 from shardwright.tensorflow.variables import tf_variable
 
-__all__ = [
-    "apply_nothing",
-    "applying",
-    "has_nothing_here",
-    "load_slots",
-    "optimizers_over_stages",
-    "put_aside",
-]
-
 
 @contextmanager
 def optimizers_over_stages(run: KerasRun) -> Iterator[None]:

@@ -16,8 +16,6 @@ from shardwright.tensorflow.step_graph import StepGraph
 from shardwright.tensorflow.step_output import GradientOutput, StepOutput
 from shardwright.tensorflow.trace import Trace
 
-__all__ = ["Changed", "Leaf", "Outputs", "Prepared"]
-
 
 @dataclass(frozen=True, slots=True)
 class Leaf:

@@ -14,8 +14,6 @@ from shardwright.tensorflow.routes import Part, Piece, has_effect
 from shardwright.tensorflow.step_graph import StepGraph
 from shardwright.tensorflow.trace import Trace
 
-__all__ = ["BuiltPiece", "PieceBuilder", "Pieces"]
-
 
 @dataclass(frozen=True, slots=True)
 class BuiltPiece:

@@ -21,8 +21,6 @@ from shardwright.errors import TraceError
 from shardwright.tensorflow.addends import Addends, taken_apart
 from shardwright.tensorflow.step_graph import READS, Operation, StepGraph
 
-__all__ = ["Phase", "Place", "Placement", "place"]
-
 # So that what makes a tensor that cannot be sent goes where that is used.
 _NEVER_SENT = 1 << 60
 

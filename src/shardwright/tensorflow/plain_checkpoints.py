@@ -19,8 +19,6 @@ from shardwright.tensorflow import _private
 from shardwright.tensorflow.keras_run import KerasRun
 from shardwright.tensorflow.variables import tf_variable, variables_by_name
 
-__all__ = ["plain_checkpoints_over_ranks"]
-
 _REMEDY = (
     "Nothing was written. Save by sw.CheckpointManager(checkpoint, directory) on all ranks: it takes the "
     "same tf.train.Checkpoint, and any number of ranks restores it. model.save_weights() on all ranks writes "

@@ -30,8 +30,6 @@ from shardwright.tensorflow.unit_timing import TimedStep
 from shardwright.tensorflow.units import UnitCalls, choose_units, layer_names, rank_of
 from shardwright.tensorflow.variables import tf_variable, variables_by_name
 
-__all__ = ["Planning"]
-
 
 @dataclass(slots=True)
 class Planning:

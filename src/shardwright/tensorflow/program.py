@@ -10,8 +10,6 @@ from shardwright.tensorflow.routes import Part, Routes
 from shardwright.tensorflow.step_graph import StepGraph
 from shardwright.tensorflow.trace import Trace
 
-__all__ = ["Program", "Work"]
-
 
 @dataclass(frozen=True, slots=True)
 class Work:

@@ -11,9 +11,6 @@ from shardwright.errors import UsageError
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.variables import tf_variable
 
-__all__ = ["LayerCall", "Note", "Recorder"]
-
-
 _ASK_NO_VALUE = frozenset(("VariableShape", "VarIsInitializedOp"))
 
 

@@ -24,8 +24,6 @@ from shardwright.tensorflow.channels import call_in_turn, to_tensorflow, to_torc
 from shardwright.tensorflow.stage import Results
 from shardwright.tensorflow.variables import tf_variable
 
-__all__ = ["Replicas", "SharedUpdates"]
-
 
 class Replicas:
     """The ranks with the same stages, one in each replica."""

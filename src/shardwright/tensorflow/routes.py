@@ -14,8 +14,6 @@ from shardwright.runtime.crossings import Crossing, Crossings
 from shardwright.tensorflow.placement import Placement
 from shardwright.tensorflow.step_graph import READS, Operation, StepGraph
 
-__all__ = ["Part", "Piece", "Routes", "has_effect", "routes_of"]
-
 Part = Literal["forward", "backward", "inputs", "weights"]
 
 

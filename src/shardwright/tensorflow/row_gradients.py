@@ -24,8 +24,6 @@ import tensorflow as tf
 from shardwright.tensorflow.recorder import Recorder
 from shardwright.tensorflow.trace import Trace
 
-__all__ = ["Rows", "dense", "rows_of", "rows_together"]
-
 
 @dataclass(frozen=True, slots=True)
 class Rows:

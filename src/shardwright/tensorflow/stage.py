@@ -19,8 +19,6 @@ from shardwright.runtime.messages import Messages
 from shardwright.tensorflow.program import Program
 from shardwright.tensorflow.routes import Part
 
-__all__ = ["PieceStage", "Results", "Store", "positions_of"]
-
 
 class Results:
     """The outputs of a batch that this rank makes.

@@ -21,8 +21,6 @@ from shardwright.tensorflow.optimizer import optimizers_over_stages
 from shardwright.tensorflow.plain_checkpoints import plain_checkpoints_over_ranks
 from shardwright.tensorflow.whole import parts_over_ranks
 
-__all__ = ["init"]
-
 # A step inside of a tf.function waits in one of these threads for pieces that need another.
 _FEWEST_THREADS = 2
 

@@ -13,8 +13,6 @@ from shardwright.tensorflow.engine import Engine
 from shardwright.tensorflow.keras_run import keras_run
 from shardwright.tensorflow.outputs import Outputs
 
-__all__ = ["step"]
-
 
 def step(
     function: Callable[..., Any] | None = None,

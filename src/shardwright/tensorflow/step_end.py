@@ -20,8 +20,6 @@ from shardwright.schedule import Schedule
 from shardwright.tensorflow.batch import Arguments
 from shardwright.tensorflow.program import Program
 
-__all__ = ["StepEnd"]
-
 
 class StepEnd:
     """The end of every training step."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from shardwright.model_graph import TensorSpec
 
-__all__ = ["READS", "Operation", "StepGraph", "unknown_line"]
-
 # Operations that look at a variable and leave it as it is.
 READS = frozenset(("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"))
 # What gives a tensor another shape or type: next to nothing beside the products that a weight is in.

@@ -9,8 +9,6 @@ from shardwright.errors import UsageError
 from shardwright.runtime.step_function import MicrobatchValues
 from shardwright.tensorflow.row_gradients import Rows, rows_together
 
-__all__ = ["GradientOutput", "StepOutput", "mean_of"]
-
 
 class StepOutput(MicrobatchValues):
     """The tensors that a step function returned, one for each microbatch, on every rank.

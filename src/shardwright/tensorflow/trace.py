@@ -14,8 +14,6 @@ from shardwright.tensorflow.recorder import Recorder
 from shardwright.tensorflow.step_graph import Operation, StepGraph
 from shardwright.tensorflow.units import UnitCalls
 
-__all__ = ["Trace", "spec_of", "trace_step"]
-
 _WITHOUT_BYTES = (tf.variant, tf.resource, tf.string)
 
 

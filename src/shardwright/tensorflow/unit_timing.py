@@ -28,8 +28,6 @@ from shardwright.tensorflow.routes import Part, routes_of
 from shardwright.tensorflow.step_graph import StepGraph
 from shardwright.tensorflow.trace import Trace
 
-__all__ = ["TimedStep"]
-
 
 @dataclass(slots=True)
 class TimedStep:

@@ -19,8 +19,6 @@ from shardwright.tensorflow import _private
 from shardwright.tensorflow.recorder import LayerCall
 from shardwright.tensorflow.variables import tf_variable
 
-__all__ = ["UnitCalls", "choose_units", "layer_names", "partition", "rank_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class UnitCalls:

@@ -8,8 +8,6 @@ import tensorflow as tf
 
 from shardwright.tensorflow import _private
 
-__all__ = ["Variables", "tf_variable", "variables_by_name"]
-
 
 def tf_variable(variable: Any) -> Any:
     """TensorFlow's own variable behind one of Keras; any other thing as it is."""

@@ -24,8 +24,6 @@ from shardwright.tensorflow.keras_run import KerasRun
 from shardwright.tensorflow.trace import spec_of
 from shardwright.tensorflow.variables import tf_variable, variables_by_name
 
-__all__ = ["optimizer_from_file", "parts_over_ranks", "whole_model", "whole_optimizer"]
-
 
 @contextmanager
 def whole_model(run: KerasRun, where: str, variables: Sequence[Any] | None = None) -> Iterator[None]:

@@ -30,16 +30,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.run.context import context, is_initialized
 
-__all__ = [
-    "ReplicaLoader",
-    "data_loader",
-    "distributed_sampler",
-    "order_of_epoch",
-    "remaining_batches",
-    "samplers_checked",
-    "seed_everything",
-]
-
 
 def data_loader(
     dataset: Any,

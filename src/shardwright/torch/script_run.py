@@ -6,8 +6,6 @@ from shardwright.run.reporting import Reporter
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
 
-__all__ = ["ScriptRun", "script_run"]
-
 
 class ScriptRun(Context):
     """A run, with the classes of this front end."""

@@ -25,8 +25,6 @@ from shardwright.torch.step_end.training_alike import streams_noted
 from shardwright.torch.sums_over_ranks import metrics_over_replicas
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
-__all__ = ["add_tracker", "begin", "init"]
-
 
 def init(
     config: "Mapping[str, Any] | Config | Plan | str | os.PathLike[str] | None" = None, **others: Any

@@ -20,8 +20,6 @@ from shardwright.torch.interception.step_code import ReadingStep
 from shardwright.torch.optimizer.optimizer_trial import is_trying
 from shardwright.torch.script_run import script_run
 
-__all__ = ["step"]
-
 _P = ParamSpec("_P")
 
 

@@ -13,20 +13,6 @@ from shardwright.cli.asking.misuse import Group
 from shardwright.quantities import MOST_NODES
 from shardwright.text import folded, printable
 
-__all__ = [
-    "NUM_RANKS",
-    "AsJson",
-    "BuildOn",
-    "Endpoint",
-    "Factory",
-    "NodeRank",
-    "NumNodes",
-    "new_application",
-    "print_json",
-    "say",
-    "show_text",
-]
-
 NUM_RANKS = ("--num-ranks", "-n")
 """The number of ranks, in every command that has one."""
 

@@ -30,8 +30,6 @@ from shardwright.cli.asking.model import check_factory, split_factory
 from shardwright.errors import ShardwrightError, TraceError, UsageError
 from shardwright.run.joining import IMPORTED_FOR_MODEL
 
-__all__ = ["Sample", "advice_on_meta", "build"]
-
 
 @dataclass(frozen=True, slots=True)
 class Sample:

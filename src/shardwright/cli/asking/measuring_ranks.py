@@ -18,8 +18,6 @@ from shardwright.planner.profiles import MeasuredProfile
 from shardwright.torch.measuring.measured_model import MeasuredModel
 from shardwright.torch.plan_here import Training, measure_here, plan_here
 
-__all__ = ["main", "profile_of"]
-
 
 def _training(order: Order) -> Training:
     """The training that the factory builds."""

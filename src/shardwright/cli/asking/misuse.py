@@ -16,8 +16,6 @@ from typer.core import TyperGroup
 from shardwright.errors import ConfigError, UsageError
 from shardwright.text import printable
 
-__all__ = ["CommandLineError", "Group", "refuse_former", "reworded"]
-
 # Of the copy of click in typer, or of click itself: that depends on the version of typer.
 _click = sys.modules[typer.BadParameter.__module__]
 CommandLineError: type[Exception] = _click.UsageError

@@ -14,19 +14,6 @@ if TYPE_CHECKING:
     from shardwright.cli.asking.factory import Sample
     from shardwright.plan import Plan
 
-__all__ = [
-    "DTYPES",
-    "DTYPE_HELP",
-    "Machines",
-    "Output",
-    "check_factory",
-    "check_output",
-    "full_name",
-    "model_of",
-    "split_factory",
-    "write_plan",
-]
-
 _FINE_STAGES = 64  # units are as fine as so many stages need
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}

@@ -7,16 +7,6 @@ from shardwright.checkpoint.folder import COMMITTED, CheckpointFolder, refuse_on
 from shardwright.checkpoint.manifest import MANIFEST
 from shardwright.errors import PlanError, UsageError
 
-__all__ = [
-    "checkpoint_folder",
-    "folder_of",
-    "is_plan",
-    "listing",
-    "named_checkpoint",
-    "read_plan",
-    "run_path",
-]
-
 if TYPE_CHECKING:
     from shardwright.plan import Plan
 

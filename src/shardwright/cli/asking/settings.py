@@ -9,8 +9,6 @@ import typer
 from shardwright.errors import ConfigError, UsageError
 from shardwright.text import printable
 
-__all__ = ["ConfigFile", "Settings", "named_values", "number_of", "parse_settings", "read_settings"]
-
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings, YAML or JSON.")]
 Settings = Annotated[
     list[str] | None,

@@ -21,8 +21,6 @@ from shardwright.text import align
 if TYPE_CHECKING:
     from shardwright.cluster import Accelerator, Inventory, NodeKind
 
-__all__ = ["catalogue", "format_machines"]
-
 MachinesToShow = Annotated[
     str | None,
     typer.Argument(metavar="MACHINES", help="Show these: names, such as p4d.24xlarge*4, or a cluster file."),

@@ -15,8 +15,6 @@ from shardwright.observe.report.comparison import compare as compare_runs
 from shardwright.plan.diff import diff_plans
 from shardwright.text import align
 
-__all__ = ["compare"]
-
 _MOST_DIFFERENCES = 12
 _LONGEST = 160  # letters of one side of a difference
 

@@ -9,8 +9,6 @@ from shardwright.cli.asking.application import AsJson, print_json, show_text
 from shardwright.exit_codes import ENVIRONMENT
 from shardwright.text import align
 
-__all__ = ["doctor"]
-
 
 def doctor(as_json: AsJson = False) -> None:
     """Show what this machine has, and what will be in the way: a block to paste into an issue.

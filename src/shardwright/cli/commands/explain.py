@@ -21,8 +21,6 @@ from shardwright.planner.replay import Change, Replay, base_setting, change_sett
 from shardwright.quantities import MOST_MICROBATCHES, MOST_RANKS, format_bytes, format_seconds
 from shardwright.text import align
 
-__all__ = ["explain"]
-
 _MOST_ROWS = 32
 _CHANGES = ("microbatches", "schedule", "slow", "bandwidth", "latency")
 

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from shardwright.plan import Plan
     from shardwright.planner.profiles import MeasuredProfile
 
-__all__ = ["plan"]
-
 _MOST_TRIAL_STEPS = 10_000
 
 NumRanks = Annotated[int, typer.Option(*NUM_RANKS, min=1, max=MOST_RANKS, help="Ranks of the run.")]

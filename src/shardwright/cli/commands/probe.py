@@ -24,8 +24,6 @@ from shardwright.files import UserFile
 from shardwright.quantities import MOST_RANKS_OF_HOST
 from shardwright.text import align
 
-__all__ = ["choices_text", "probe"]
-
 Out = Annotated[Path, typer.Argument(metavar="FILE", help="Where the prices go, or are.")]
 NumRanks = Annotated[int, typer.Option(*NUM_RANKS, min=1, max=MOST_RANKS_OF_HOST, help="Ranks on this host.")]
 ClusterOption = Annotated[

@@ -32,8 +32,6 @@ from shardwright.quantities import (
 )
 from shardwright.text import align
 
-__all__ = ["profile"]
-
 NumRanks = Annotated[
     int,
     typer.Option(

@@ -11,8 +11,6 @@ from shardwright.cli.asking.run_path import run_path
 from shardwright.observe.report import gather, write_report
 from shardwright.observe.run_folder import RunFolder
 
-__all__ = ["report"]
-
 RunOrPlan = Annotated[
     Path,
     typer.Argument(

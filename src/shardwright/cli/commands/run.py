@@ -36,8 +36,6 @@ from shardwright.observe.run_record import (
 from shardwright.plan import Plan
 from shardwright.quantities import MOST_RANKS_OF_HOST, MOST_RESTARTS, MOST_SECONDS, counted
 
-__all__ = ["run"]
-
 
 class Device(StrEnum):
     """The devices on which ranks compute."""

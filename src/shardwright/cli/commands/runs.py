@@ -15,8 +15,6 @@ from shardwright.observe.summary import RunSummary, summarize
 from shardwright.quantities import format_seconds
 from shardwright.text import align
 
-__all__ = ["runs", "summary_document"]
-
 RunDir = Annotated[Path, typer.Argument(metavar="DIR", help="Folder that holds the run folders.")]
 
 

@@ -16,8 +16,6 @@ from shardwright.observe.summary import format_summary, summarize
 from shardwright.plan import Plan
 from shardwright.text import printable
 
-__all__ = ["show"]
-
 RunOrPlan = Annotated[
     Path,
     typer.Argument(

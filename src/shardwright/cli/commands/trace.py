@@ -12,8 +12,6 @@ from shardwright.observe.console import Console
 from shardwright.quantities import MOST_STAGES_OF_RANK, counted, format_bytes, format_flops, format_parameters
 from shardwright.text import align, printable
 
-__all__ = ["feeds", "format_graph", "trace"]
-
 Stages = Annotated[
     int,
     typer.Option(

@@ -27,8 +27,6 @@ from shardwright.costs import (
 )
 from shardwright.planner.ways.task import Task
 
-__all__ = ["fits", "memory_of", "prices_of", "with_least_recomputation"]
-
 _ROWS_OF_BLOCK = 2**14
 """A column of so many numbers takes 128 KiB."""
 

@@ -19,8 +19,6 @@ from shardwright.costs import Gathers, Offload, Options, Placement, Recompute, S
 from shardwright.errors import ConfigError
 from shardwright.planner.ways.task import NOT_RUN_YET, Task, does_not_run, runs_experts, runs_shards
 
-__all__ = ["NAMES", "all_ways", "divisors", "parse_pins", "pin_text", "values_of"]
-
 NAMES = tuple(field.name for field in fields(Options))
 """Of the options."""
 

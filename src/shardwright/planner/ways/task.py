@@ -27,8 +27,6 @@ from shardwright.errors import ConfigError
 from shardwright.quantities import MOST_RANKS
 from shardwright.text import shown
 
-__all__ = ["MOST_BATCH", "NOT_RUN_YET", "Task", "does_not_run", "runs_experts", "runs_shards"]
-
 MOST_BATCH = 10_000_000
 _MOST_SEQUENCE = 100_000_000
 

@@ -8,8 +8,6 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.protobuf import trackable_object_graph_pb2
 
-__all__ = ["SavedObject", "saved_graph", "saved_objects"]
-
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 
 

@@ -9,9 +9,6 @@ import tensorflow as tf
 from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.eager import context, execute
 
-__all__ = ["added", "direct_call", "replaced"]
-
-
 # Of these the executor makes operations that the one for a single thread does not take.
 _CONTROL_FLOW = frozenset("While StatelessWhile If StatelessIf Case StatelessCase".split())
 

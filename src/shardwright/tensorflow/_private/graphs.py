@@ -14,16 +14,6 @@ from tensorflow.python.ops import gradients_util
 
 from shardwright.tensorflow._private.functions import replaced
 
-__all__ = [
-    "functions_inlined",
-    "give_instead",
-    "gradients_told",
-    "is_stateful",
-    "line_of",
-    "operations_told",
-    "outside_of_functions",
-]
-
 # Frames of these are not the user's.
 _LIBRARIES = ("/tensorflow/", "/keras/src/", "/tf_keras/src/", "/shardwright/")
 

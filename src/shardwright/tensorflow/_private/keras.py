@@ -8,23 +8,6 @@ import tensorflow as tf
 
 from shardwright.tensorflow._private.functions import replaced
 
-__all__ = [
-    "backups_left_to_another",
-    "boards_left_to_another",
-    "count_batch",
-    "is_building",
-    "keras_model_class",
-    "layers_of",
-    "layers_told",
-    "new_layers_told",
-    "parts_called",
-    "stays_without_slots",
-    "steps_per_execution",
-    "uses_keras_3",
-    "variables_without_metrics",
-    "weights_logged",
-]
-
 
 def uses_keras_3() -> bool:
     """Whether ``tf.keras`` is Keras 3; with ``TF_USE_LEGACY_KERAS=1`` it is tf_keras."""

@@ -9,14 +9,6 @@ import tensorflow as tf
 from shardwright.tensorflow._private.functions import replaced
 from shardwright.tensorflow._private.keras import uses_keras_3
 
-__all__ = [
-    "loss_scale_classes",
-    "replaced_finite_check",
-    "scaled_optimizer",
-    "scales_made_early",
-    "update_scale",
-]
-
 
 def loss_scale_classes() -> list[tuple[type, str]]:
     """(class, method) of optimizers around others, which take gradients of scaled losses."""

@@ -11,19 +11,6 @@ from shardwright.tensorflow._private.functions import replaced
 from shardwright.tensorflow._private.keras import uses_keras_3
 from shardwright.tensorflow._private.loss_scales import scaled_optimizer
 
-__all__ = [
-    "count_update",
-    "has_slots",
-    "is_slot",
-    "make_slots",
-    "optimizer_bases",
-    "optimizer_classes",
-    "optimizer_v2_key",
-    "optimizer_variables",
-    "replaced_global_norm",
-    "slots_of",
-]
-
 
 def optimizer_classes() -> list[tuple[type, str]]:
     """(class, method) wherever Keras takes pairs of gradients and variables: all that optimizers inherit."""

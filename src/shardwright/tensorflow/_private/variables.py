@@ -9,8 +9,6 @@ from tensorflow.python.ops import resource_variable_ops
 
 from shardwright.errors import UsageError
 
-__all__ = ["given_back", "given_up", "made_without_value", "without_autocast"]
-
 
 def without_autocast(variable: Any) -> Any:
     """TensorFlow's variable inside of legacy Keras' `AutoCastVariable` of mixed precision; any other itself.

@@ -19,14 +19,6 @@ from shardwright.torch.pytorch.modules import forward_hooks_put
 from shardwright.torch.pytorch.tree import flatten, leaves
 from shardwright.torch.randomness import PythonState, get_python_state, set_python_state
 
-__all__ = [
-    "call_recomputed",
-    "is_marked",
-    "mark_recomputed",
-    "marked_inside",
-    "set_activation_checkpointing",
-]
-
 log = logging.getLogger(__name__)
 
 _MARK = "_shardwright_recomputation"

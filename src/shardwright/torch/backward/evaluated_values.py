@@ -21,8 +21,6 @@ from shardwright.torch.interception.step_code import in_step_code
 from shardwright.torch.pytorch.functions import is_metadata, on_fakes
 from shardwright.torch.pytorch.tree import leaves, map_tree
 
-__all__ = ["Shadows", "WatchedEvaluation", "forms_of_batch"]
-
 
 class Shadows:
     """Repeats the operations of an evaluation on tensors with a history."""

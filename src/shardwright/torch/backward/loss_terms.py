@@ -11,20 +11,6 @@ from torch import Tensor
 
 from shardwright.torch._private import FakeTensor, saved_by
 
-__all__ = [
-    "Flow",
-    "Neither",
-    "Reduction",
-    "Rows",
-    "Term",
-    "dims_of",
-    "is_leaf",
-    "is_number",
-    "labels_of",
-    "name_of_node",
-    "number_in",
-]
-
 
 class Reduction(IntEnum):
     """How the losses of microbatches make that of their batch."""

@@ -28,9 +28,6 @@ from shardwright.torch.backward.loss_terms import (
     number_in,
 )
 
-__all__ = ["LossWalk"]
-
-
 _LINEAR = frozenset(
     "Alias AsStrided Clone Copy Diagonal Expand Neg Permute ReshapeAlias Select Slice Split SplitWithSizes "
     "Squeeze Swapaxes T ToCopy Transpose Unbind UnsafeSplit UnsafeView Unsqueeze View ViewAs NanToNum Where "

@@ -31,8 +31,6 @@ from shardwright.torch._private import (
 from shardwright.torch.interception.glue import active_handler
 from shardwright.torch.parameters.precision import gradient_dtype
 
-__all__ = ["allow_split", "count_uses", "notify_gradients", "put_off_weights", "split_modules", "unsplit"]
-
 Work = Callable[[], None]
 
 # Fake tensors stand for plain ones where memory is counted; other subclasses have backwards of their own.

@@ -14,8 +14,6 @@ from shardwright.torch._private import storage_key
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.pytorch.tree import flatten
 
-__all__ = ["BatchResult", "Figures", "StepEngine", "Weights", "detached", "places_of"]
-
 
 class Weights(Protocol):
     """How much microbatches count: see `LossWeights`."""
@@ -94,13 +92,7 @@ class StepEngine(Protocol):
     def reduced(self) -> set[int]: ...
 
     def run(self, function: Callable[..., Any], batch: Batch, figures: Figures | None = None) -> BatchResult:
-        """Collective over all ranks.
-
-        Args:
-            function: the step function.
-            batch: its arguments.
-            figures: gives those of this rank when gradients are done: they may go with other messages.
-        """
+        """Collective over all ranks."""
         ...
 
 

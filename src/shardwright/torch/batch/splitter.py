@@ -14,8 +14,6 @@ from shardwright.planner.batches import too_few_samples
 from shardwright.runtime.step_function import StepParameters
 from shardwright.torch.pytorch.tree import Structure, flatten
 
-__all__ = ["Argument", "Splitter", "cuts_itself", "is_batch_tensor", "refuse_packed"]
-
 log = logging.getLogger(__name__)
 
 
@@ -72,11 +70,7 @@ class Splitter(StepParameters):
         )
 
     def split(self, arguments: Sequence[Argument], num_microbatches: int) -> list[list[Argument]]:
-        """The arguments of each microbatch, in the same order.
-
-        Raises:
-            UsageError: the batch is smaller than the number of microbatches, or tensors differ in size.
-        """
+        """The arguments of each microbatch, in the same order."""
         self._check(arguments, num_microbatches)
         parts = [self._split_one(argument, num_microbatches) for argument in arguments]
         return [list(each) for each in zip(*parts, strict=True)] if parts else [[]] * num_microbatches
@@ -86,15 +80,7 @@ class Splitter(StepParameters):
         arguments: Sequence[Argument],
         change: Callable[[Sequence[tuple[Tensor, int]]], Sequence[Tensor]],
     ) -> list[Any]:
-        """The arguments with other tensors in the place of those that are cut.
-
-        Args:
-            arguments: of a batch.
-            change: called with all of them and the axes along which they are cut.
-
-        Raises:
-            UsageError: an argument is cut that is no tensor.
-        """
+        """The arguments with other tensors in the place of those that are cut."""
         cut: list[tuple[Tensor, int]] = []
         for name, _, leaves, _ in arguments:
             if name in self.lists or (name not in self.non_split and any(map(cuts_itself, leaves))):

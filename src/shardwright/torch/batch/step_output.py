@@ -12,8 +12,6 @@ from shardwright.errors import UsageError
 from shardwright.runtime.step_function import MicrobatchValues
 from shardwright.torch.pytorch.tree import flatten
 
-__all__ = ["StepOutput", "gather_outputs"]
-
 _LONGEST_NAMES = 200
 
 

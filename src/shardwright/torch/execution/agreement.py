@@ -20,21 +20,13 @@ from shardwright.torch.pytorch.tensors import autocast_state
 from shardwright.torch.randomness import get_state, set_state, state_as_tensor, state_from_tensor
 from shardwright.torch.tracing.trace_data import Trace
 
-__all__ = ["Agreement", "early_settings", "hooks_between_steps", "path_settings"]
-
-
 log = logging.getLogger(__name__)
 
 Hooks = tuple[tuple[int, tuple[Any, ...], tuple[Any, ...]], ...]
 
 
 def path_settings(modules: Sequence[nn.Module], hooks: Hooks) -> dict[str, Any]:
-    """The settings that decide the path through a model, beside batch and function, by their names in errors.
-
-    Args:
-        modules: of the whole model.
-        hooks: from `hooks_between_steps`; ranks can compare how many there are.
-    """
+    """Settings that decide the path through a model, beside batch and function, by their names in errors."""
     return {
         "gradient mode (torch.no_grad)": torch.is_grad_enabled(),
         "autocast": autocast_state(),
@@ -97,16 +89,7 @@ class Agreement:
         self._broadcast = BatchBroadcast(context.links.replica, source=self._first, device=context.device)
 
     def on_batch(self, batch: Batch, settings: Mapping[str, Any], *, function: Callable[..., Any]) -> Batch:
-        """The batch of the first rank of the replica, whose settings must be those of this rank, too.
-
-        Args:
-            batch: what this rank's script passed to the step function.
-            settings: see `path_settings`.
-            function: the step function.
-
-        Raises:
-            UsageError: they are others, or the first rank calls another step function.
-        """
+        """The batch of the first rank of the replica, whose settings must be those of this rank, too."""
         if settings != self._settings:
             self._settings = dict(settings)
             self._digests = " ".join(f"{crc32(repr(value).encode()):x}" for value in settings.values())
@@ -155,11 +138,7 @@ class Agreement:
             )
 
     def on_trace(self, trace: Trace) -> None:
-        """Refuses a model that the ranks of a replica trace differently.
-
-        Raises:
-            TraceMismatchError: they do.
-        """
+        """Refuses a model that the ranks of a replica trace differently."""
         described = [f"{n.kind} {n.label} {n.inputs} at {n.line}" for n in trace.graph.nodes]
         mine = (trace.graph.fingerprint, described)
         gathered = tell_all(mine, group=self._context.groups.model)
@@ -186,11 +165,7 @@ class Agreement:
         return float(self._context.links.replica.gather(mine, Purpose.AGREEMENT).min())
 
     def on_random_numbers(self, generators: Sequence[torch.Generator] = ()) -> None:
-        """Gives all ranks of the replica the generators of its first.
-
-        Args:
-            generators: of the script's own, that are drawn from.
-        """
+        """Gives all ranks of the replica the generators of its first."""
         context = self._context
         assert context.links.replica is not None
         agreed: list[Tensor | None] = []

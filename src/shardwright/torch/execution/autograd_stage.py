@@ -25,8 +25,6 @@ from shardwright.torch.execution.loss_weights import LossWeights
 from shardwright.torch.execution.microbatches.microbatch import Microbatch
 from shardwright.torch.tracing.batch_statistics import RecomputedStatistics
 
-__all__ = ["AutogradStage"]
-
 
 @dataclass(slots=True, kw_only=True)
 class AutogradStage:

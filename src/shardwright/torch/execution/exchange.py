@@ -22,8 +22,6 @@ from shardwright.torch.interception.deferred import DeferredTensor
 from shardwright.torch.program.program import Program
 from shardwright.torch.pytorch.tree import flatten
 
-__all__ = ["Outputs", "Returned", "Told"]
-
 _ROOM = 64  # numbers of 8 bytes in the row of a rank, for its outputs
 
 
@@ -61,13 +59,7 @@ class Told(NamedTuple):
 
 
 class Outputs:
-    """What the ranks of a replica have made of the outputs of one batch.
-
-    Args:
-        context: the run.
-        returned: what the step function returned on this rank, by microbatch.
-        programs: of each microbatch.
-    """
+    """What the ranks of a replica have made of the outputs of one batch."""
 
     def __init__(self, context: Context, returned: Sequence[Returned], programs: Sequence[Program]):
         self._context = context
@@ -84,13 +76,6 @@ class Outputs:
         """Refuses what ranks have computed if it was not the same microbatches, each by the same graph.
 
         Collective over the replica; to be called before anything else that depends on what was computed.
-
-        Args:
-            losses: how much each counts; the rank that has them tells the others.
-            figures: for the end of the step.
-
-        Raises:
-            TraceMismatchError: ranks of the replica have computed other things in this step.
         """
         context = self._context
         assert context.links.replica is not None
@@ -128,15 +113,7 @@ class Outputs:
         return all(each.loss_at is not None or not each.trains for each in self._returned)
 
     def exchange(self, small: Tensor) -> tuple[list[Any], list[Tensor | None], list[tuple[int, ...]]]:
-        """Gives all stages of the replica what each has made; collective over them.
-
-        Args:
-            small: as `refuse_other_paths` gives them.
-
-        Returns:
-            The results with all tensors in place, without autograd history; the loss of each microbatch;
-            where its result has that loss.
-        """
+        """Gives all stages of the replica what each has made; collective over them."""
         context, flat = self._context, self._flat
         assert context.links.stages is not None
         for owner, places in enumerate(self._of_owner):

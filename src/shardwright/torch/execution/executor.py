@@ -33,12 +33,7 @@ from shardwright.torch.tracing.batch_statistics import RecomputedStatistics
 
 
 class TensorChannels:
-    """See `shardwright.runtime.messages.Channels`.
-
-    Args:
-        transport: to the other ranks of the pipeline.
-        device: where received tensors are put.
-    """
+    """See `shardwright.runtime.messages.Channels`."""
 
     def __init__(self, transport: Transport, device: torch.device):
         self._transport = transport
@@ -70,15 +65,6 @@ class _Reordered:
 
 class Executor:
     """Runs batches on one pipeline rank.
-
-    Args:
-        transport: messages to the other ranks of the pipeline.
-        model: the whole model.
-        device: where received tensors are put.
-        on_backward: called with a stage when a backward of it begins and when it has ended: see
-            `GradientReducer.on_backward`.
-        offloading: of what units keep, on this rank.
-        replays: microbatches may be run from a list of calls (see `Replay`).
 
     Attributes:
         row: when this rank did what in the batch before.

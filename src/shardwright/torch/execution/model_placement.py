@@ -76,15 +76,7 @@ class PlacedModel:
     sums_nothing: bool
 
     def refuse_changes(self, modules: Sequence[nn.Module], *, rank: int) -> None:
-        """Refuses a model that the script has changed since in a way that other ranks cannot follow.
-
-        Args:
-            modules: of the whole model, as it is now.
-            rank: this world rank.
-
-        Raises:
-            UsageError: parameters were added or replaced.
-        """
+        """Refuses a model that the script has changed since in a way that other ranks cannot follow."""
         if self.parameters is not None and parameter_ids(modules) != self.parameters:
             known = self.parameters
             found = next((n for n, p in modules[0].named_parameters() if id(p) not in known), "one is gone")
@@ -101,18 +93,7 @@ def parameter_ids(modules: Sequence[nn.Module]) -> frozenset[int]:
 
 
 class ModelPlacement:
-    """Makes the plan of a model, unless there is one, and puts it into effect.
-
-    Args:
-        context: the run; its plan is set if none was given.
-        model: the wrapped model.
-        planner: makes the plan from the first batch.
-        materialiser: gives memory to a model on the meta device.
-        agreement: compares with other ranks.
-        programs: is told of the units.
-        statistics: is told of layers that compute statistics over samples.
-        offloading: of this rank.
-    """
+    """Makes the plan of a model, unless there is one, and puts it into effect."""
 
     def __init__(
         self,
@@ -139,16 +120,7 @@ class ModelPlacement:
         self._of_experts: frozenset[str] = frozenset()
 
     def make(self, function: Callable[..., Any], batch: Batch) -> tuple[PlacedModel, KnownTrace | None]:
-        """Places the units; collective over all ranks.
-
-        Args:
-            function: the step function.
-            batch: its first batch.
-
-        Returns:
-            The placed model, and the trace by which it was placed; None for that where the model may be
-            another one since.
-        """
+        """Places the units; collective over all ranks."""
         context, module = self._context, self._model.get_module()
         if context.mesh.expert > 1:
             run_own_experts(module)  # before calls of units are intercepted: copies of units are as they were
@@ -205,11 +177,7 @@ class ModelPlacement:
         return context.plan, trace
 
     def _take_room(self, plan: Plan) -> None:
-        """Makes sure of room for what units offload, before anything is computed.
-
-        Raises:
-            UsageError: a rank has none; on every rank.
-        """
+        """Makes sure of room for what units offload, before anything is computed."""
         if not any(stage.offload for stage in plan.stages):
             return
         context, problem = self._context, None
@@ -235,15 +203,7 @@ class ModelPlacement:
     def _traced(
         self, plan: Plan, known: Trace | None, function: Callable[..., Any], part: Batch, *, again: bool
     ) -> Trace:
-        """The trace of a microbatch, the same on all ranks, by the units of the plan.
-
-        Args:
-            plan: the plan.
-            known: the trace that it rests on.
-            function: the step function.
-            part: the microbatch.
-            again: that trace does not hold any more.
-        """
+        """The trace of a microbatch, the same on all ranks, by the units of the plan."""
         # All ranks or none: they agree on where it ends. (Another model has other units than the plan.)
         again = again or known is None or set(known.unit_names) != set(plan.unit_names)
         if self._agreement.on_any(again) or known is None:

@@ -32,17 +32,9 @@ from shardwright.torch.tracing.batch_statistics import (
 from shardwright.torch.tracing.trace import trace_step
 from shardwright.torch.tracing.trace_data import Trace
 
-__all__ = ["KnownTrace", "ProgramMaker"]
-
 
 class KnownTrace:
-    """A trace that serves microbatches of its signature, as long as nothing but the batch has changed.
-
-    Args:
-        part: the microbatch that was traced.
-        trace: the trace.
-        assignment: where its nodes run.
-    """
+    """A trace that serves microbatches of its signature, as long as nothing but the batch has changed."""
 
     def __init__(self, part: Batch, trace: Trace, assignment: Assignment):
         self.trace = trace
@@ -55,14 +47,7 @@ class KnownTrace:
 
 
 class ProgramMaker:
-    """Caches the programs of the microbatches seen so far, and makes those of others.
-
-    Args:
-        context: the run, with its plan by the time that programs are made.
-        model: the wrapped model.
-        agreement: compares with other ranks.
-        attributes: knows which attributes of modules programs depend on.
-    """
+    """Caches the programs of the microbatches seen so far, and makes those of others."""
 
     def __init__(
         self, context: Context, model: TrainedModel, agreement: Agreement, attributes: AttributeWatch
@@ -90,11 +75,7 @@ class ProgramMaker:
         return self._units
 
     def set_units(self, names: Sequence[str]) -> UnitMap:
-        """Looks for the units in the model, as it is now, and intercepts their calls.
-
-        Args:
-            names: of the units.
-        """
+        """Looks for the units in the model, as it is now, and intercepts their calls."""
         self._units = UnitMap.of(self._model.get_module(), names)
         compile_units(self._model.get_module(), names)
         for unit in self._units.modules.values():
@@ -113,14 +94,7 @@ class ProgramMaker:
         divided: frozenset[str],
         group: TensorGroup | None = None,
     ) -> None:
-        """Takes the placement of the units.
-
-        Args:
-            residency: what is held where.
-            kept: calls whose activations are not kept as they are.
-            divided: names of the parameters of which this rank has a part.
-            group: the ranks that share its batch; None where each has its own.
-        """
+        """Takes the placement of the units."""
         self._group = group
         self._residency = residency
         self._kept = kept
@@ -160,13 +134,6 @@ class ProgramMaker:
         Ranks agree on where a trace ends, so that all of them make it, or none: they ask each other whether
         one has to. But not in every step, where there was nothing to agree on the first time: then each rank
         traces what it has to (an attribute that was set on it alone), and asks where it finds an end now.
-
-        Args:
-            function: the step function.
-            parts: the microbatches.
-            path: what programs depend on: the step function, settings, hooks.
-            attributes: and which attributes of modules.
-            known: the trace by which the units were placed, in the first step.
         """
         if self._circumstances.key != (path, attributes):
             self._circumstances = Circumstances((path, attributes))
@@ -197,11 +164,7 @@ class ProgramMaker:
         *,
         together: bool = False,
     ) -> Program:
-        """The program of one microbatch.
-
-        Args:
-            together: all ranks trace, or none does.
-        """
+        """The program of one microbatch."""
         circumstances = self._circumstances
         found = self._cache.find(part, circumstances)
         if self._on_any(found is None, together):
@@ -249,13 +212,7 @@ class ProgramMaker:
     def _trace_watching_numbers(
         self, function: Callable[..., Any], part: Batch, *, together: bool
     ) -> tuple[Trace, NumberPath | None]:
-        """A trace, and for which numbers among the arguments it holds; None for those of this part alone.
-
-        Args:
-            function: the step function.
-            part: arguments of a microbatch.
-            together: all ranks trace now, and all of them keep the same.
-        """
+        """A trace, and for which numbers among the arguments it holds; None for those of this part alone."""
         reads, asked = NumberReads(), False
 
         def agree_on_end(end: float) -> float:

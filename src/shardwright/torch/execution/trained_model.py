@@ -10,8 +10,6 @@ from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.pytorch.modules import ModelTree
 from shardwright.torch.replicas.replicas import Replicas
 
-__all__ = ["TrainedModel"]
-
 
 class TrainedModel(Protocol):
     """The wrapped model: see `DistributedModel`.

@@ -35,8 +35,6 @@ from shardwright.torch.replicas.replicas import Replicas
 from shardwright.torch.step_end.step_end import StepEnd
 from shardwright.torch.tracing.tracer import Tracer
 
-__all__ = ["DistributedModel", "wrapped_model"]
-
 log = logging.getLogger(__name__)
 
 

@@ -18,8 +18,6 @@ from shardwright.torch.parameters.residency import Residency
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.replicas.replicas import Replicas
 
-__all__ = ["ModelState"]
-
 
 class ModelState:
     """Gathers the state of a model over stages and shards, and loads it."""

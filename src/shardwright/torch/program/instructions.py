@@ -15,8 +15,6 @@ from shardwright.torch.tracing.divided_tail import DividedTail
 from shardwright.torch.tracing.recorded_step import Step
 from shardwright.torch.tracing.trace_data import Trace
 
-__all__ = ["Instruction", "KeptOtherwise", "Place", "UnitAttributes", "instructions_of"]
-
 
 class Place(IntEnum):
     """The ranks that execute a step."""

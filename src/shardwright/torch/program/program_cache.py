@@ -18,8 +18,6 @@ from shardwright.torch.tracing.trace_data import Trace
 
 log = logging.getLogger(__name__)
 
-__all__ = ["Circumstances", "ProgramCache", "signature_of"]
-
 # A path that is never taken twice (a length that Python reads) must not fill the memory. Nor must arguments
 # that are others in every step (a step number).
 _PATHS_KEPT = 32

@@ -18,8 +18,6 @@ from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import UsageError
 from shardwright.torch.parameters.parameter_kinds import BufferKind
 
-__all__ = ["ReplicaBuffers"]
-
 log = logging.getLogger(__name__)
 
 _SMALL_BYTES = 2**16

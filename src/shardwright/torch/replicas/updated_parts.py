@@ -24,8 +24,6 @@ from shardwright.torch.parameters.precision import is_low
 from shardwright.torch.tensor_parallel.divide import divided_alike, part_as, put_divided_in_place
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of
 
-__all__ = ["UpdatedParts"]
-
 # Elements that are gathered in one message.
 _MESSAGE = 4 * 2**20
 

@@ -28,8 +28,6 @@ from shardwright.torch.loss_scale import losses_were_scaled
 from shardwright.torch.parameters.sharded_tensor import own_part
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
-__all__ = ["Finiteness"]
-
 _MOST_IN_A_ROW = 20
 _MOST_NAMES = 3
 _MOST_FINDINGS = 4

@@ -28,8 +28,6 @@ from shardwright.comm.message_names import Purpose, listed
 from shardwright.errors import UsageError
 from shardwright.run.context import Context
 
-__all__ = ["GroupNumbers", "row_of"]
-
 # Optimizer, group, and name of the number in it.
 _Key: TypeAlias = tuple[int, int, str]
 _Numbers: TypeAlias = dict[_Key, Any]

@@ -31,8 +31,6 @@ from shardwright.torch.step_end.finiteness import Finiteness
 from shardwright.torch.step_end.group_numbers import GroupNumbers, row_of
 from shardwright.torch.step_end.training_alike import OwnScaling, SameSamples, frozen_otherwise
 
-__all__ = ["Column", "StepEnd"]
-
 
 class Column(IntEnum):
     """The columns of a rank's row; values that may be on a GPU come last.
@@ -114,11 +112,7 @@ class StepEnd:
         return total / len(rows)
 
     def figures_of(self, batch: Batch) -> Figures:
-        """Gives the row of this rank, but for the losses, as soon as gradients are done.
-
-        Args:
-            batch: as this rank was given it.
-        """
+        """Gives the row of this rank, but for the losses, as soon as gradients are done."""
 
         def of(row: Row | None) -> list[float]:
             if row is None:

@@ -24,8 +24,6 @@ from shardwright.observe.run_folder import held
 from shardwright.quantities import counted, format_bytes
 from shardwright.text import align
 
-__all__ = ["application"]
-
 application = new_application(
     text="List, verify, recover, export, import and clear checkpoints.",
     other_names={"to": "output", **DTYPES},

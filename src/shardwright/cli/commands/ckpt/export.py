@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from shardwright.checkpoint.hugging_face import Exported, ModelTensors
     from shardwright.checkpoint.saved import SavedCheckpoint
 
-__all__ = ["export"]
-
 
 class Format(StrEnum):
     """The formats of exported models."""

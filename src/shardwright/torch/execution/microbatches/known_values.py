@@ -37,20 +37,9 @@ from shardwright.torch.program.program import Program
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.pytorch.tree import leaves
 
-__all__ = ["KnownValues"]
-
 
 class KnownValues:
     """The values of other ranks' tensors that one microbatch knows.
-
-    Args:
-        index: which microbatch.
-        program: what this rank does.
-        cursor: knows the tensors that were made here.
-        tensors: what came in for the stages of this rank.
-        board: where values are put up.
-        wait: leaves the microbatch until the rank has nothing else to do, for a value of a stage.
-        device: where this rank computes.
 
     Attributes:
         is_behind_end: the program has ended for this microbatch: every rank runs what follows.
@@ -97,11 +86,7 @@ class KnownValues:
                 self._own_values.note(value, item)
 
     def before_change(self, values: Collection[int]) -> None:
-        """Posts values that a step changes in place, here or on another rank, as they are before.
-
-        Args:
-            values: as their stand-ins name them.
-        """
+        """Posts values that a step changes in place, here or on another rank, as they are before."""
         self._own_values.before_change(values)
         self._changes.update(values)
 
@@ -130,11 +115,7 @@ class KnownValues:
     # ---- what others made ----
 
     def here(self, item: Any) -> Any:
-        """The same tensor as this rank computes with it; anything else as it is.
-
-        Raises:
-            TraceMismatchError: it is a parameter, or a tensor that ranks have changed each in its own way.
-        """
+        """The same tensor as this rank computes with it; anything else as it is."""
         value = self.value_of(item)
         if value is None:
             self._cursor.refuse_placed(item)
@@ -153,15 +134,7 @@ class KnownValues:
         return self._known[value]
 
     def refuse_history(self, name: str, arguments: Any) -> None:
-        """Refuses a call that needs the history of a tensor that stages have made.
-
-        Args:
-            name: of what is called.
-            arguments: with tensors among them.
-
-        Raises:
-            TraceMismatchError: one of them is such a tensor.
-        """
+        """Refuses a call that needs the history of a tensor that stages have made."""
         if any(self.value_of(item) is not None for item in leaves(arguments)):
             raise TraceMismatchError(
                 f"{user_line()}: {name} is called behind a value that the step function has read, for a "
@@ -170,11 +143,7 @@ class KnownValues:
 
     @contextmanager
     def refusing_changes(self) -> Iterator[None]:
-        """Refuses a change in place of what has other names: other ranks have a copy for each of them.
-
-        Raises:
-            TraceMismatchError: there was one.
-        """
+        """Refuses a change in place of what has other names: other ranks have a copy for each of them."""
         shared = [
             (tensor, tensor._version)
             for value, tensor in self._known.items()

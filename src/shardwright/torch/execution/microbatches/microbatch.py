@@ -44,19 +44,11 @@ from shardwright.torch.pytorch.functions import CALLS_UNITS, gradient_of_backwar
 from shardwright.torch.pytorch.tree import flatten, leaves, map_tree
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, whole
 
-__all__ = ["Microbatch"]
-
 log = logging.getLogger(__name__)
 
 
 class Microbatch:
     """The handler of a step function while it runs.
-
-    Args:
-        index: which microbatch.
-        program: what this rank does.
-        arguments: (args, kwargs) of the step function.
-        batch: what it shares with the other microbatches of this rank.
 
     Attributes:
         index: which microbatch.
@@ -293,13 +285,7 @@ class Microbatch:
         return nullcontext() if offload is None else offload.keeping(instruction.step.func)
 
     def _given(self, instruction: Instruction, result: Any, given: Mapping[int, Any]) -> Any:
-        """The result of a step of this rank, as the step function gets it.
-
-        Args:
-            instruction: the step.
-            result: what it returned.
-            given: see `given_back`.
-        """
+        """The result of a step of this rank, as the step function gets it."""
         result = with_stand_ins(result, given)
         self._cursor.note_made(result, given.values(), instruction.values)
         self._note_seen(result)  # by the step function, if that has called a unit itself

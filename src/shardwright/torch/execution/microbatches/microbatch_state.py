@@ -20,11 +20,7 @@ from shardwright.torch.pytorch.tree import Slot
 
 
 class OwnAttributes:
-    """The attributes that the microbatches of one batch change.
-
-    Args:
-        programs: of all microbatches.
-    """
+    """The attributes that the microbatches of one batch change."""
 
     def __init__(self, programs: Sequence[Program]):
         places: dict[tuple[int, str], list[AttributeUse]] = {}
@@ -48,11 +44,7 @@ class OwnAttributes:
 
     @contextmanager
     def of(self, microbatch: int) -> Iterator[None]:
-        """Swaps in the attributes that this microbatch finds; records what it writes.
-
-        Raises:
-            TraceMismatchError: it writes what a later one has read already.
-        """
+        """Swaps in the attributes that this microbatch finds; records what it writes."""
         found = self._put_for(microbatch)
         changed = []
         try:
@@ -117,11 +109,7 @@ class OwnAttributes:
                     written.pop(microbatch, None)
 
     def finish(self) -> None:
-        """Leaves the attributes as a plain loop would: as the last microbatch wrote them.
-
-        Raises:
-            TraceMismatchError: one did not put back what it found.
-        """
+        """Leaves the attributes as a plain loop would: as the last microbatch wrote them."""
         for number, read_in in enumerate(self._read_in):
             if self._put_back[number] and any(turn is not None for turn in read_in):
                 self._check_put_back(number)
@@ -160,13 +148,7 @@ def held_again(contents: Sequence[SlotContent]) -> Iterator[None]:
 
 
 def called_as_now(call: Callable[..., Any], places: Sequence[tuple[nn.Module, str]]) -> Callable[..., Any]:
-    """A call that finds in these attributes what is there now, whenever it is made.
-
-    Args:
-        call: the call.
-        places: (module, name of the attribute); one that holds a tensor with a graph is left out, which
-            would be kept for long.
-    """
+    """A call that finds in these attributes what is there now, whenever it is made."""
     contents = [SlotContent.of(module, key) for module, key in places]
     contents = [c for c in contents if not (isinstance(c.value, Tensor) and c.value.requires_grad)]
     if not contents:
@@ -180,14 +162,7 @@ def called_as_now(call: Callable[..., Any], places: Sequence[tuple[nn.Module, st
 
 
 class MicrobatchState:
-    """The hooks, cached weights and attributes of one microbatch.
-
-    Args:
-        index: which microbatch.
-        program: what this rank does.
-        model: the whole model.
-        attributes: those that microbatches change; None where they change none.
-    """
+    """The hooks, cached weights and attributes of one microbatch."""
 
     def __init__(self, index: int, program: Program, model: nn.Module, attributes: OwnAttributes | None):
         self._index = index
@@ -217,12 +192,7 @@ class MicrobatchState:
             self._parametrizations = put_parametrization_cache(outside)
 
     def note_left(self, stage: int, places: Sequence[Slot]) -> None:
-        """Records what a unit has left in its attributes, for its backward.
-
-        Args:
-            stage: of the unit.
-            places: the attributes.
-        """
+        """Records what a unit has left in its attributes, for its backward."""
         if places and self._has_backward:
             self._left.setdefault(stage, {}).update((place, SlotContent.of(*place)) for place in places)
 

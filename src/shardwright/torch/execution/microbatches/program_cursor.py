@@ -33,17 +33,9 @@ from shardwright.torch.pytorch.tree import leaves
 from shardwright.torch.randomness import SKIPS_BY_PYTHON, get_state, same_state
 from shardwright.torch.script_collectives import COLLECTIVES
 
-__all__ = ["ProgramCursor"]
-
 
 class ProgramCursor:
     """Follows the calls of one microbatch.
-
-    Args:
-        index: which microbatch.
-        program: what this rank does.
-        parameters: gives the identities of the model's parameters.
-        device: where this rank computes.
 
     Attributes:
         position: number of instructions that are done or passed over.
@@ -111,11 +103,7 @@ class ProgramCursor:
         return self._program.instructions[self.position :]
 
     def has_work(self, stage: int | None = None) -> bool:
-        """Whether anything is left that this rank computes, but for what stands for code behind the end.
-
-        Args:
-            stage: in this stage; in any of its stages unless given.
-        """
+        """Whether anything is left that this rank computes, but for what stands for code behind the end."""
         rest = islice(self._program.instructions, self.position, None)
         mine = (each for each in rest if each.place is Place.HERE and each.step.func is not assumed_loss)
         return any(stage is None or each.stage == stage for each in mine)
@@ -182,13 +170,7 @@ class ProgramCursor:
     # ---- what came of them ----
 
     def note_made(self, result: Any, given: Iterable[Any], values: Mapping[int, int]) -> None:
-        """Records the results of this rank's step.
-
-        Args:
-            result: with tensors in it.
-            given: free tensors that it may have given back as they were.
-            values: position among the leaves of the result -> value.
-        """
+        """Records the results of this rank's step."""
         free = {id(item) for item in given}
         for position, item in enumerate([result] if isinstance(result, Tensor) else leaves(result)):
             if isinstance(item, Tensor) and id(item) not in free:
@@ -217,11 +199,7 @@ class ProgramCursor:
         return made[1] if made is not None and made[0]() is item else None
 
     def refuse_placed(self, item: Any) -> None:
-        """Refuses a tensor that not every rank has, and that is no value.
-
-        Raises:
-            TraceMismatchError: it is a parameter, or what a step has changed on its rank alone.
-        """
+        """Refuses a tensor that not every rank has, and that is no value."""
         if not isinstance(item, Tensor):
             return
         spoilt = bool(self._spoilt) and storage_key(item) in self._spoilt
@@ -240,12 +218,7 @@ class ProgramCursor:
         self._made.clear()
 
     def mismatch(self, found: str, line: str = "") -> NoReturn:
-        """Refuses a step function that goes another way than the trace.
-
-        Args:
-            found: what it calls.
-            line: where; the line that is being executed unless given.
-        """
+        """Refuses a step function that goes another way than the trace."""
         position, program = self.position, self._program
         expected = "the end of the step function"
         if position == program.trace.backward_at and not self._behind_backward:

@@ -29,23 +29,14 @@ from shardwright.torch.randomness import get_python_mark
 
 
 class TraceComparison:
-    """Compares the stand-ins of a microbatch with those of the trace.
-
-    Args:
-        index: which microbatch.
-        program: what this rank does.
-    """
+    """Compares the stand-ins of a microbatch with those of the trace."""
 
     def __init__(self, index: int, program: Program):
         self._index = index
         self._program = program
 
     def arguments(self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuses another argument of a step than in the trace.
-
-        Raises:
-            TraceMismatchError: there is one.
-        """
+        """Refuses another argument of a step than in the trace."""
         step = instruction.step
         items: Sequence[Any] = args if step.flat else flatten((args, kwargs))[0]
         for position, expected, elsewhere in instruction.expects:
@@ -86,13 +77,6 @@ class ProgramEnd:
         output = model(batch)          program: each rank runs its stages
         loss = criterion(output)       program: on the rank of the last stage
         if loss.item() > 10: ...       behind its end: on every rank
-
-    Args:
-        program: what this rank does.
-        cursor: knows how far the microbatch has come.
-        tensors: what came in for the stages of this rank.
-        known: the values of other ranks.
-        enter: waits for the turn of a stage of this rank.
     """
 
     def __init__(
@@ -116,12 +100,7 @@ class ProgramEnd:
         return self._known.is_behind_end
 
     def passes(self, *, on_path: bool = True) -> bool:
-        """Whether code of the step function is behind the end, which it may have come to now.
-
-        Args:
-            on_path: what it does is what the trace has next; the program ends where it is not, if no unit
-                is left.
-        """
+        """Whether code of the step function is behind the end, which it may have come to now."""
         cursor = self._cursor
         if not self.is_passed and (cursor.is_at_end or (not on_path and not cursor.has_units_left)):
             self._pass()
@@ -173,11 +152,7 @@ class ProgramEnd:
     def take_loss(
         self, loss: Tensor, gradient: Tensor | None, *, behind_backward: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The loss given to ``backward``, and its gradient, as this rank has them; no loss on other ranks.
-
-        Raises:
-            TraceError: no rank has a way back from it.
-        """
+        """The loss given to ``backward``, and its gradient, as this rank has them; no loss on other ranks."""
         refuse_second_backward(behind_backward)
         refuse_several_numbers(loss, gradient)
         if self._program.loss_stage is None:
@@ -192,13 +167,7 @@ class ProgramEnd:
         return loss, self._known.here(gradient)
 
     def returned(self, result: Any, loss: Tensor | None, *, trains: bool) -> Returned:
-        """The return value of the step function, as this rank knows it.
-
-        Args:
-            result: as it was returned.
-            loss: given to ``backward``; None without one.
-            trains: it has called ``backward``.
-        """
+        """The return value of the step function, as this rank knows it."""
         items, structure = flatten(result)
         valued = [(place, self._known.value_of(item)) for place, item in enumerate(items)]
         return Returned(
@@ -210,11 +179,7 @@ class ProgramEnd:
         )
 
     def refuse_model(self, *, behind_backward: bool) -> None:
-        """Refuses calls of the model, and of modules in it, behind the end.
-
-        Raises:
-            UsageError: it is behind us.
-        """
+        """Refuses calls of the model, and of modules in it, behind the end."""
         if not (self.is_passed or self._cursor.is_at_end):
             return
         if behind_backward:

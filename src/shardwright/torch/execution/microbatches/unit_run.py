@@ -22,13 +22,7 @@ from shardwright.torch.tracing.recorded_step import Step
 
 
 def unit_run(instruction: Instruction, *, boundary: Boundary | None, microbatch: int) -> Callable[..., Any]:
-    """Runs the unit of an instruction.
-
-    Args:
-        instruction: the call of the unit.
-        boundary: places what ranks share; None where they share nothing.
-        microbatch: which one.
-    """
+    """Runs the unit of an instruction."""
     unit, allowed = instruction.step.func, instruction.flow.may_change
     call: Callable[..., Any] = partial(call_without_hooks, unit)
     if not instruction.step.flat:
@@ -50,11 +44,7 @@ def _recomputed(unit: nn.Module, call: Callable[..., Any], *args: Any, **kwargs:
 
 
 def refuse_other_contents(step: Step, *, microbatch: int) -> NoReturn:
-    """Refuses the call of a unit that leaves other entries in containers than other ranks find in theirs.
-
-    Raises:
-        TraceMismatchError: always.
-    """
+    """Refuses the call of a unit that leaves other entries in containers than other ranks find in theirs."""
     raise TraceMismatchError(
         f"{step.call} leaves other entries in a list or a dictionary among its arguments in microbatch "
         f"{microbatch} than in the trace, by which other ranks go. Give it a new container in every "
@@ -63,12 +53,7 @@ def refuse_other_contents(step: Step, *, microbatch: int) -> NoReturn:
 
 
 class MicrobatchGenerators:
-    """Gives each step of a microbatch the generators as a plain loop would have them there.
-
-    Args:
-        index: which microbatch.
-        device: where this rank computes.
-    """
+    """Gives each step of a microbatch the generators as a plain loop would have them there."""
 
     def __init__(self, index: int, device: torch.device):
         self._index = index
@@ -79,12 +64,7 @@ class MicrobatchGenerators:
         self._must_leave: GeneratorState | None = None
 
     def run_ahead(self, turns: Mapping[int, Turn], own: tuple[torch.Generator, ...]) -> None:
-        """Takes what was run ahead for this microbatch.
-
-        Args:
-            turns: position of a step that draws random numbers -> what it must find, and leave.
-            own: generators of the script's own, that are drawn from.
-        """
+        """Takes what was run ahead for this microbatch."""
         self._turns, self._own = turns, own
 
     def set_for_next(self, position: int) -> None:
@@ -104,11 +84,7 @@ class MicrobatchGenerators:
             self._must_leave = get_state(self._device, self._own)
 
     def after_step(self, instruction: Instruction) -> None:
-        """Refuses a step that has drawn more or less than was run ahead for all other steps.
-
-        Raises:
-            TraceMismatchError: it has.
-        """
+        """Refuses a step that has drawn more or less than was run ahead for all other steps."""
         if self._must_leave is None:
             return
         if same_state(self._must_leave, get_state(self._device, self._own)):

@@ -26,8 +26,6 @@ from shardwright.torch.program.program import Program
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.tensor_parallel.divided_tensor import whole
 
-__all__ = ["OwnValues", "TakenValues"]
-
 _SMALL_BYTES = 2**16
 
 # A value, and how often the program has changed it in place.
@@ -36,12 +34,6 @@ _Name: TypeAlias = tuple[int, int]
 
 class OwnValues:
     """The values that one microbatch makes on this rank and posts for the others.
-
-    Args:
-        index: which microbatch.
-        program: what this rank does.
-        board: where values are put up.
-        changes: how often the program has changed a value so far; kept by the caller.
 
     Attributes:
         is_behind_backward: nothing that was made before the backward will be put up from now on.
@@ -98,11 +90,7 @@ class OwnValues:
                 self._put_up_large(value, tensor)
 
     def put_up(self, value: int, tensor: Tensor) -> None:
-        """Posts a value that the step function uses.
-
-        Raises:
-            TraceMismatchError: a module has changed it since it was put up with others, and not in the trace.
-        """
+        """Posts a value that the step function uses."""
         self.put_up_small()
         if self._versions.get(value, tensor._version) != tensor._version:
             raise TraceMismatchError(
@@ -141,14 +129,7 @@ class OwnValues:
 
 
 class TakenValues:
-    """The values that one microbatch takes from other ranks.
-
-    Args:
-        index: which microbatch.
-        program: what this rank does.
-        board: where values are put up.
-        changes: how often the program has changed a value so far; kept by the caller.
-    """
+    """The values that one microbatch takes from other ranks."""
 
     def __init__(self, index: int, program: Program, board: ValueBoard, changes: Mapping[int, int]):
         self._index = index
@@ -163,17 +144,7 @@ class TakenValues:
         self._bundles.clear()
 
     def take(self, value: int, *, is_behind_backward: bool) -> bytes:
-        """Waits for a value.
-
-        Args:
-            value: which one.
-            is_behind_backward: this rank has passed its backward.
-
-        Raises:
-            TraceMismatchError: the rank that has it has not come by where it would put it up, or its shape is
-                another one than in the trace.
-            PeerLostError: that rank has ended, or does not answer.
-        """
+        """Waits for a value."""
         packed = self._taken(
             value, self._program.stage_ranks[self._program.home_of[value]], is_behind_backward
         )

@@ -16,8 +16,6 @@ import shardwright
 from shardwright.torch.execution.replay.held_state import Binding, ImpureError, attribute_behind
 from shardwright.torch.pytorch.tree import entries_of
 
-__all__ = ["CodeWatch"]
-
 # What PyTorch does in Python is its operations, which are seen as such, and the settings of its threads.
 _TRUSTED = tuple(
     os.path.dirname(os.path.abspath(str(each.__file__))) + os.sep for each in (torch, shardwright, greenlet)
@@ -69,14 +67,7 @@ class CodeWatch:
         return kept
 
     def resolve(self, roots: Iterable[Any]) -> None:
-        """Finds what the lines that have run name.
-
-        Args:
-            roots: the step function, and objects that functions were given.
-
-        Raises:
-            ImpureError: they change variables, or the variables of a function are not to be found.
-        """
+        """Finds what the lines that have run name."""
         if self.failure:
             raise ImpureError(self.failure)
         for code, lines in self._lines.items():

@@ -10,8 +10,6 @@ from torch import Tensor
 from shardwright.torch.program.instructions import Instruction
 from shardwright.torch.pytorch.tree import leaves
 
-__all__ = ["FlatCall", "run_calls"]
-
 
 @dataclass(slots=True)
 class FlatCall:
@@ -49,12 +47,7 @@ class FlatCall:
 
 
 def run_calls(running: Any, turn: int | None) -> None:
-    """Runs the calls of a turn.
-
-    Args:
-        running: the `ReplayedMicrobatch`.
-        turn: a stage, or None.
-    """
+    """Runs the calls of a turn."""
     for context, calls in running.flat.turns.get(turn, ()):
         if context is None:
             _run(running, calls)

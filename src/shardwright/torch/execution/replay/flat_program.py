@@ -23,8 +23,6 @@ from shardwright.torch.script_collectives import COLLECTIVES
 
 _LARGEST_CONSTANT = 1 << 16  # bytes
 
-__all__ = ["FlatProgram", "why_not"]
-
 
 def why_not(program: Program) -> str:
     """What a trace knows to stand in the way of a replay; empty where nothing does."""
@@ -59,18 +57,10 @@ def why_not(program: Program) -> str:
 class FlatProgram:
     """What this rank runs of a microbatch.
 
-    Args:
-        program: of this rank.
-        recording: of a microbatch of it.
-        before: another one.
-
     Attributes:
         result: places of the leaves of the result.
         result_structure: of that.
         trains: it has called ``backward``.
-
-    Raises:
-        ImpureError: turns of stages do not follow each other, or objects are others each time.
     """
 
     def __init__(self, program: Program, recording: Recording, before: Recording):

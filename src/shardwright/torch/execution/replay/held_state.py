@@ -38,8 +38,6 @@ from torch import Tensor, nn
 from shardwright.torch.python_state.snapshot import is_of_a_library
 from shardwright.torch.pytorch.tree import ABSENT, entries_of, slots_of
 
-__all__ = ["Binding", "HeldState", "ImpureError", "attribute_behind"]
-
 _PLAIN = frozenset(
     {type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), type(NotImplemented)}
     | {torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator, re.Pattern}
@@ -79,11 +77,6 @@ class TooMuchError(ImpureError):
 class Binding:
     """A variable.
 
-    Args:
-        name: for messages.
-        holder: a dictionary of variables or attributes, or a cell.
-        key: in the dictionary.
-
     Attributes:
         value: what it holds.
         is_followed: that is a module, of which one attribute alone is used.
@@ -103,11 +96,7 @@ class Binding:
 
 
 def attribute_behind(module: ModuleType, name: str) -> Binding:
-    """A variable of a module.
-
-    Raises:
-        ImpureError: the module is none of Python's code.
-    """
+    """A variable of a module."""
     is_python = str(getattr(module, "__file__", None)).endswith(".py")
     if not is_python and not _is_pure_module(module.__name__):
         raise ImpureError(f"the module {module.__name__} is used")
@@ -120,18 +109,7 @@ def _is_pure_module(name: str | None) -> bool:
 
 
 class HeldState:
-    """What code can get at, as it is now.
-
-    Args:
-        bindings: the variables that it names.
-        given: the objects that it is given.
-        names: of the attributes of the model's modules that it may use: what a script sets there leads to
-            another program, so not all of them are followed.
-        modules: ids of the model's modules.
-
-    Raises:
-        ImpureError: that cannot be compared later, or is no part of it.
-    """
+    """What code can get at, as it is now."""
 
     def __init__(
         self,
@@ -313,14 +291,7 @@ def _content_of_cache(cached: Any) -> tuple[int, int]:
 
 
 class _Held:
-    """Some entries of a holder.
-
-    Args:
-        name: for messages.
-        read: gives the entries of the holder.
-        holder: what has them.
-        counted: how many it has in all counts, too.
-    """
+    """Some entries of a holder."""
 
     __slots__ = ("counted", "expected", "holder", "name", "read")
 

@@ -30,8 +30,6 @@ from shardwright.torch.pytorch.functions import name_of_call
 from shardwright.torch.pytorch.tensors import AutocastState, autocast_state
 from shardwright.torch.pytorch.tree import Structure, flatten, leaves
 
-__all__ = ["Call", "GivenObject", "Recording", "RecordingMicrobatch", "Settings", "Source", "settings_now"]
-
 Source = tuple[Any, ...]
 """Where a leaf comes from::
 
@@ -192,13 +190,7 @@ class _Before:
 
 
 class RecordingMicrobatch(Microbatch):
-    """A microbatch that is run as ever, and recorded.
-
-    Args:
-        recording: is filled.
-        watch: of the code that runs.
-        state: what it could get at behind an earlier microbatch; None in the first that is recorded.
-    """
+    """A microbatch that is run as ever, and recorded."""
 
     def __init__(
         self,

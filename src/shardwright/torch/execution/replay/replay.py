@@ -44,15 +44,7 @@ class _NoState:
 
 
 class ReplayedMicrobatch:
-    """A microbatch that is run from a list of calls; see `Microbatch` for what the executor asks of it.
-
-    Args:
-        index: which microbatch.
-        program: what this rank does.
-        flat: the same as lists.
-        batch_leaves: of the arguments.
-        batch: what it shares with the other microbatches of this rank.
-    """
+    """A microbatch that is run from a list of calls; see `Microbatch` for what the executor asks of it."""
 
     is_behind_end = False
     state = _NoState()
@@ -132,9 +124,6 @@ _BATCHES_BETWEEN_AUDITS = 500
 class Replay:
     """The replay of one program.
 
-    Args:
-        program: of this rank.
-
     Attributes:
         why_not: it is not replayed; empty where it is, or may be.
     """
@@ -188,14 +177,7 @@ class Replay:
     def microbatch(
         self, index: int, part: Any, shared: SharedByMicrobatches, *, from_list: bool
     ) -> Microbatch | ReplayedMicrobatch:
-        """A microbatch of the batch.
-
-        Args:
-            index: which.
-            part: its arguments.
-            shared: what it shares with others.
-            from_list: see `begin_batch`.
-        """
+        """A microbatch of the batch."""
         if from_list:
             assert self._flat is not None
             return ReplayedMicrobatch(index, self._program, self._flat, part.leaves, shared)
