@@ -84,7 +84,8 @@ def _commands():
 def folder(tmp_path_factory):
     """What a reader has."""
     path = tmp_path_factory.mktemp("reader")
-    (path / "examples").symlink_to(ROOT / "examples")
+    for name in ("examples", "benchmarks"):
+        (path / name).symlink_to(ROOT / name)
     (path / "train.py").write_text(TRAIN)
     launcher = [sys.executable, "-m", "shardwright", "run", "-q", "-n", "2"]
     for words in ([sys.executable, "-c", GPT2], [*launcher, "train.py"], [*launcher, "--fresh", "train.py"]):
