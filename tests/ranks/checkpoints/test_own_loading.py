@@ -10,10 +10,11 @@ from sharded import QUIET, Net, batches, loss_of, on_hosts, optimizer_of
 from torch import Tensor
 
 from choices import in_sweep
+from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.saved import TensorPart, add_file, add_tensors
-from shardwright.checkpoint.tensor_index import INDEX, Box, TensorIndex
+from shardwright.checkpoint.tensor_index import INDEX, TensorIndex
 from shardwright.testing import RanksFailedError, run_ranks
 
 PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 4}

@@ -6,8 +6,7 @@ import shlex
 import pytest
 
 from shardwright.errors import UsageError
-from shardwright.launch.ranks.agent import torchrun_command, torchrun_line
-from shardwright.launch.ranks.request import LaunchRequest
+from shardwright.launch.ranks.request import LaunchRequest, torchrun_command, torchrun_line
 from shardwright.observe.console import Console
 
 

@@ -19,9 +19,8 @@ from shardwright.config import Config
 from shardwright.errors import UsageError
 from shardwright.exit_codes import FAILED
 from shardwright.launch.processes import cores_of_host
-from shardwright.launch.ranks.agent import torchrun_command, torchrun_line
 from shardwright.launch.ranks.meeting_place import check_endpoint
-from shardwright.launch.ranks.request import LaunchRequest
+from shardwright.launch.ranks.request import LaunchRequest, torchrun_command, torchrun_line
 from shardwright.launch.ranks.smp_parameters import check_smp_parameters, read_smp_parameters
 from shardwright.observe.run_folder import check_name, free_name
 from shardwright.observe.run_record import (

@@ -4,59 +4,21 @@ import contextlib
 import dataclasses
 import logging
 import os
-import shlex
 import signal
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from shardwright.comm.joining.run_secret import SECRET, has_secret, new_secret
 from shardwright.errors import LaunchError
 from shardwright.launch.processes import EXITS_VARIABLE, SAVED_AND_REQUEUE, ExitLog
-from shardwright.launch.ranks.request import LaunchRequest, job_variables, result_folders
+from shardwright.launch.ranks.request import LaunchRequest, as_it_is, job_variables, result_folders
 from shardwright.launch.ranks.verdict import WORKER_CRASHED, exit_code, failure_report
 from shardwright.text import printable
-
-
-def as_it_is(words: Iterable[str]) -> list[str]:
-    """Words that reach scripts unchanged: torchelastic takes each for a template, for `${local_rank}`.
-
-    >>> as_it_is(["pa$$word", "--epochs"])
-    ['pa$$$$word', '--epochs']
-    """
-    return [word.replace("$", "$$") for word in words]
-
-
-def torchrun_command(request: LaunchRequest) -> list[str]:
-    """The words of the command line."""
-    words = ["torchrun"]
-    if request.num_nodes == 1:
-        words += ["--standalone", "--local-addr=127.0.0.1"]
-    elif request.node_rank is None:
-        words += [
-            f"--nnodes={request.num_nodes}",
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={request.endpoint}",
-        ]
-    else:
-        host, _, port = (request.endpoint or "").rpartition(":")
-        words += [f"--nnodes={request.num_nodes}", f"--node-rank={request.node_rank}"]
-        words += [f"--master-addr={host}", f"--master-port={port}"]
-    words += [f"--nproc-per-node={request.num_ranks}", f"--max-restarts={request.max_restarts}"]
-    words += [f"--log-dir={request.logs}", "--redirects=3", "--tee=3"]
-    return [*words, *as_it_is(request.script)]
-
-
-def torchrun_line(request: LaunchRequest, environ: Mapping[str, str]) -> str:
-    """The command line for a shell: makes the run folder, sets the variables, starts torchrun."""
-    variables = [f"{name}={value}" for name, value in request.worker_environ(environ).items()]
-    make_folder = shlex.join(["mkdir", "-p", str(request.logs)])
-    return f"{make_folder} && {shlex.join(['env', *variables, *torchrun_command(request)])}"
-
 
 try:
     import torch

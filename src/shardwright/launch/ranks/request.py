@@ -1,4 +1,4 @@
-"""A launch request, and the variables that its ranks' scripts read.
+"""A launch request, the variables that its ranks' scripts read, and its command line of torchrun.
 
 This takes two steps, since a launcher does not know its host's number before the hosts have met::
 
@@ -16,7 +16,7 @@ It imports no framework.
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -272,3 +272,39 @@ def job_variables(request: LaunchRequest, environ: Mapping[str, str], *, num_gpu
         )
     )
     return without_too_long(missing(known, environ))
+
+
+def as_it_is(words: Iterable[str]) -> list[str]:
+    """Words that reach scripts unchanged: torchelastic takes each for a template, for `${local_rank}`.
+
+    >>> as_it_is(["pa$$word", "--epochs"])
+    ['pa$$$$word', '--epochs']
+    """
+    return [word.replace("$", "$$") for word in words]
+
+
+def torchrun_command(request: LaunchRequest) -> list[str]:
+    """The words of the command line."""
+    words = ["torchrun"]
+    if request.num_nodes == 1:
+        words += ["--standalone", "--local-addr=127.0.0.1"]
+    elif request.node_rank is None:
+        words += [
+            f"--nnodes={request.num_nodes}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={request.endpoint}",
+        ]
+    else:
+        host, _, port = (request.endpoint or "").rpartition(":")
+        words += [f"--nnodes={request.num_nodes}", f"--node-rank={request.node_rank}"]
+        words += [f"--master-addr={host}", f"--master-port={port}"]
+    words += [f"--nproc-per-node={request.num_ranks}", f"--max-restarts={request.max_restarts}"]
+    words += [f"--log-dir={request.logs}", "--redirects=3", "--tee=3"]
+    return [*words, *as_it_is(request.script)]
+
+
+def torchrun_line(request: LaunchRequest, environ: Mapping[str, str]) -> str:
+    """The command line for a shell: makes the run folder, sets the variables, starts torchrun."""
+    variables = [f"{name}={value}" for name, value in request.worker_environ(environ).items()]
+    make_folder = shlex.join(["mkdir", "-p", str(request.logs)])
+    return f"{make_folder} && {shlex.join(['env', *variables, *torchrun_command(request)])}"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.saved import SavedCheckpoint
-from shardwright.checkpoint.tensor_index import Box
 from shardwright.errors import CheckpointError
 from shardwright.torch._private import non_persistent_buffers
 from shardwright.torch.checkpoints.own_parts import (

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoint.tensor_index import Box, boxes_of_range
+from shardwright.checkpoint.boxes import Box, boxes_of_range
 from shardwright.errors import CheckpointError
 from shardwright.torch._private import non_persistent_buffers
 from shardwright.torch.model.distributed_model import DistributedModel

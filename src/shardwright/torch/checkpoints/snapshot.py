@@ -20,8 +20,9 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.saved import TensorPart
-from shardwright.checkpoint.tensor_index import MODEL, Box
+from shardwright.checkpoint.tensor_index import MODEL
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 from shardwright.run.saving import RankSnapshot
 from shardwright.torch._private import non_persistent_buffers

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.checkpoint.tensor_file import StoredTensor
-from shardwright.checkpoint.tensor_index import Box
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 
 _NAMES = {
