@@ -8,28 +8,28 @@ from shardwright.catalogue.transformer import LatentAttention, Transformer
 from shardwright.errors import ConfigError
 from shardwright.text import shown
 
-__all__ = ["Document", "Fields", "from_hugging_face"]
+__all__ = ["from_hugging_face"]
 
-Document = Mapping[str, Any]
+_Document = Mapping[str, Any]
 
 _MOST = 10**9
 _MOST_LAYERS = 100_000
 
 
-class Fields:
+class _Fields:
     """Entries of a configuration, checked; of several names, the first that it has counts."""
 
-    def __init__(self, document: Document):
+    def __init__(self, document: _Document):
         self._document = document
 
-    def inner(self, name: str) -> "Fields":
+    def inner(self, name: str) -> "_Fields":
         """The fields of a part of the model; of a file that has no such part, its own."""
         found = self._document.get(name)
         if found is None:
             return self
         if not isinstance(found, Mapping):
             raise ConfigError(f"{name} is {shown(found)}, but it must be an object.")
-        return Fields({"model_type": self.kind, **found})
+        return _Fields({"model_type": self.kind, **found})
 
     def windowed(self, layers: int, *, every: int) -> int:
         """How many layers attend to a window; where no list says it, all but one in `every`."""
@@ -86,7 +86,7 @@ class Fields:
         return default if found is None else found
 
 
-def from_hugging_face(document: Document, *, name: str | None = None) -> Transformer:
+def from_hugging_face(document: _Document, *, name: str | None = None) -> Transformer:
     """The architecture that a ``config.json`` describes."""
     kind = document.get("model_type")
     if not isinstance(kind, str) or kind not in _READERS:
@@ -94,10 +94,10 @@ def from_hugging_face(document: Document, *, name: str | None = None) -> Transfo
             f"model_type is {shown(kind)}, but only {', '.join(sorted(_READERS))} can be read. Pass the "
             "model itself (package.module:function) instead of its configuration."
         )
-    return _READERS[kind](Fields(document), name or str(kind))
+    return _READERS[kind](_Fields(document), name or str(kind))
 
 
-def _usual(fields: Fields, **more: Any) -> dict[str, Any]:
+def _usual(fields: _Fields, **more: Any) -> dict[str, Any]:
     """What most configurations call alike."""
     found = {
         "layers": fields.layers("num_hidden_layers"),
@@ -116,7 +116,7 @@ _NO_BIASES: dict[str, Any] = dict.fromkeys(
 )
 
 
-def _gpt2(fields: Fields, name: str) -> Transformer:
+def _gpt2(fields: _Fields, name: str) -> Transformer:
     hidden = fields.number("n_embd")
     return Transformer(
         name=name,
@@ -129,7 +129,7 @@ def _gpt2(fields: Fields, name: str) -> Transformer:
     )
 
 
-def _gptj(fields: Fields, name: str) -> Transformer:
+def _gptj(fields: _Fields, name: str) -> Transformer:
     return replace(
         _gpt2(fields, name),
         tied=fields.flag("tie_word_embeddings", False),
@@ -141,7 +141,7 @@ def _gptj(fields: Fields, name: str) -> Transformer:
     )
 
 
-def _gpt_neox(fields: Fields, name: str) -> Transformer:
+def _gpt_neox(fields: _Fields, name: str) -> Transformer:
     biases = fields.flag("attention_bias", True)
     return Transformer(
         name=name,
@@ -154,7 +154,7 @@ def _gpt_neox(fields: Fields, name: str) -> Transformer:
     )
 
 
-def _bloom(fields: Fields, name: str) -> Transformer:
+def _bloom(fields: _Fields, name: str) -> Transformer:
     hidden = fields.number("hidden_size", "n_embed")
     return Transformer(
         name=name,
@@ -169,13 +169,13 @@ def _bloom(fields: Fields, name: str) -> Transformer:
     )
 
 
-def _opt(fields: Fields, name: str) -> Transformer:
+def _opt(fields: _Fields, name: str) -> Transformer:
     # The table has two entries for padding.
     sequence = fields.number("max_position_embeddings") + 2
     return Transformer(name=name, **_usual(fields, sequence=sequence), ffn=fields.number("ffn_dim"))
 
 
-def _llama(fields: Fields, name: str) -> Transformer:
+def _llama(fields: _Fields, name: str) -> Transformer:
     usual = _usual(fields)
     biases = fields.flag("attention_bias", False)
     return Transformer(
@@ -194,11 +194,11 @@ def _llama(fields: Fields, name: str) -> Transformer:
     )
 
 
-def _qwen3(fields: Fields, name: str) -> Transformer:
+def _qwen3(fields: _Fields, name: str) -> Transformer:
     return replace(_llama(fields, name), head_norms=True)
 
 
-def _qwen3_moe(fields: Fields, name: str) -> Transformer:
+def _qwen3_moe(fields: _Fields, name: str) -> Transformer:
     fields.refuse_other("decoder_sparse_step", 1)
     fields.refuse_other("mlp_only_layers", [])
     return replace(
@@ -209,7 +209,7 @@ def _qwen3_moe(fields: Fields, name: str) -> Transformer:
     )
 
 
-def _deepseek_v3(fields: Fields, name: str) -> Transformer:
+def _deepseek_v3(fields: _Fields, name: str) -> Transformer:
     """Without the modules that predict further tokens, which Hugging Face's class does not have either."""
     usual, expert = _usual(fields), fields.number("moe_intermediate_size")
     rotary = fields.number("qk_rope_head_dim")
@@ -239,7 +239,7 @@ def _deepseek_v3(fields: Fields, name: str) -> Transformer:
     )
 
 
-def _gpt_oss(fields: Fields, name: str) -> Transformer:
+def _gpt_oss(fields: _Fields, name: str) -> Transformer:
     usual, biases = _usual(fields), fields.flag("attention_bias", True)
     return Transformer(
         name=name,
@@ -260,7 +260,7 @@ def _gpt_oss(fields: Fields, name: str) -> Transformer:
     )
 
 
-def _gemma3(fields: Fields, name: str) -> Transformer:
+def _gemma3(fields: _Fields, name: str) -> Transformer:
     """The language model, without the encoder of images; absent fields are those of the class."""
     text = fields.inner("text_config")
     layers = text.layers("num_hidden_layers", default=26)
@@ -283,7 +283,7 @@ def _gemma3(fields: Fields, name: str) -> Transformer:
     )
 
 
-def _llama4(fields: Fields, name: str) -> Transformer:
+def _llama4(fields: _Fields, name: str) -> Transformer:
     """The language model, without the encoder of images, where each block has experts (Scout)."""
     text = fields.inner("text_config")
     layers, ffn = text.layers("num_hidden_layers"), text.number("intermediate_size")
@@ -298,7 +298,7 @@ def _llama4(fields: Fields, name: str) -> Transformer:
     )
 
 
-def _t5(fields: Fields, name: str) -> Transformer:
+def _t5(fields: _Fields, name: str) -> Transformer:
     layers = fields.layers("num_layers")
     return Transformer(
         name=name,
@@ -317,7 +317,7 @@ def _t5(fields: Fields, name: str) -> Transformer:
     )
 
 
-_READERS: dict[str, Callable[[Fields, str], Transformer]] = {
+_READERS: dict[str, Callable[[_Fields, str], Transformer]] = {
     "bloom": _bloom,
     "deepseek_v3": _deepseek_v3,
     "gemma3": _gemma3,

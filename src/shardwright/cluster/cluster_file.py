@@ -38,9 +38,9 @@ from shardwright.problems import describe, field_names
 from shardwright.quantities import MOST_BYTES, MOST_NODES, MOST_RANKS_OF_HOST
 from shardwright.text import shown
 
-__all__ = ["CLUSTER_VERSION", "read_inventory", "write_inventory"]
+__all__ = ["read_inventory", "write_inventory"]
 
-CLUSTER_VERSION = 1
+_CLUSTER_VERSION = 1
 _MOST_KINDS = 1000
 _ADVICE = "shardwright probe measures the present machines; docs/clusters.md has the format"
 
@@ -56,9 +56,9 @@ def read_inventory(path: str | os.PathLike[str]) -> Inventory:
     if not isinstance(document, dict):
         raise file.refused("holds no fields")
     version = document.get("cluster_version")
-    if version != CLUSTER_VERSION:
+    if version != _CLUSTER_VERSION:
         raise ConfigError(
-            f"{file} has cluster_version {shown(version)}, but this version reads {CLUSTER_VERSION}."
+            f"{file} has cluster_version {shown(version)}, but this version reads {_CLUSTER_VERSION}."
         )
     try:
         return _File.model_validate(document).inventory()
@@ -189,7 +189,7 @@ class _File(_Record):
 
 
 def _plain(machines: Inventory) -> dict[str, Any]:
-    document: dict[str, Any] = {"cluster_version": CLUSTER_VERSION, "name": machines.name}
+    document: dict[str, Any] = {"cluster_version": _CLUSTER_VERSION, "name": machines.name}
     if machines.measured:
         document["measured"] = machines.measured
     document["nodes"] = [_plain_node(kind, number) for kind, number in machines.nodes]

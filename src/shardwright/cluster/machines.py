@@ -8,12 +8,12 @@ from shardwright.cluster.named import parse_inventory
 from shardwright.errors import ConfigError
 from shardwright.quantities import format_bytes
 
-__all__ = ["DEVICE_BASE_BYTES", "DEVICE_MARGIN", "find_machines", "memory_for", "usable_bytes"]
+__all__ = ["find_machines", "memory_for", "usable_bytes"]
 
-DEVICE_MARGIN = 0.06
+_DEVICE_MARGIN = 0.06
 """Of memory, what an allocator cannot use."""
 
-DEVICE_BASE_BYTES = 2 * 2**30
+_DEVICE_BASE_BYTES = 2 * 2**30
 """Of memory, what the driver, its kernels, and the buffers of collectives take."""
 
 _FILES = (".yaml", ".yml", ".json")
@@ -37,16 +37,16 @@ def usable_bytes(kind: NodeKind) -> int:
     memory = kind.accelerator.memory_bytes
     if kind.cores:
         return memory
-    usable = int(memory / (1 + DEVICE_MARGIN) - DEVICE_BASE_BYTES)
+    usable = int(memory / (1 + _DEVICE_MARGIN) - _DEVICE_BASE_BYTES)
     if usable <= 0:
         raise ConfigError(
             f"{kind.accelerator.name} has {format_bytes(memory)}, of which drivers and allocators take "
-            f"{DEVICE_MARGIN:.0%} and {format_bytes(DEVICE_BASE_BYTES)}: nothing is left for a model. Check "
-            "its memory in the cluster file."
+            f"{_DEVICE_MARGIN:.0%} and {format_bytes(_DEVICE_BASE_BYTES)}: nothing is left for a model. "
+            "Check its memory in the cluster file."
         )
     return usable
 
 
 def memory_for(kind: NodeKind, num_bytes: int) -> int:
     """Memory that accelerators need for tensors of so many bytes: the inverse of `usable_bytes`."""
-    return num_bytes if kind.cores else int((num_bytes + DEVICE_BASE_BYTES) * (1 + DEVICE_MARGIN))
+    return num_bytes if kind.cores else int((num_bytes + _DEVICE_BASE_BYTES) * (1 + _DEVICE_MARGIN))

@@ -20,10 +20,10 @@ from shardwright.mesh import Mesh
 from shardwright.problems import describe, join
 from shardwright.text import shown
 
-__all__ = ["Config", "contradictions", "outside_pipeline", "refuse_misplaced"]
+__all__ = ["Config", "refuse_misplaced"]
 
 
-def contradictions(settings: Settings) -> Iterator[str]:
+def _contradictions(settings: Settings) -> Iterator[str]:
     """What the settings ask for together and cannot be had: one text for each, with its remedy."""
     degree = settings.pipeline_parallel_degree
     if not settings.auto_partition and settings.default_partition is None and settings.plan is None:
@@ -32,7 +32,7 @@ def contradictions(settings: Settings) -> Iterator[str]:
             "sw.partition need a place. Set default_partition, for example 0."
         )
     if degree is not None and settings.default_partition is not None and settings.default_partition >= degree:
-        yield outside_pipeline(settings.default_partition, degree)
+        yield _outside_pipeline(settings.default_partition, degree)
     yield from _of_sharing(settings)
     if settings.ddp is False and (settings.data_parallel_degree or 1) > 1:
         yield (
@@ -72,7 +72,7 @@ def _of_sharing(settings: Settings) -> Iterator[str]:
         )
 
 
-def outside_pipeline(default: int, degree: int) -> str:
+def _outside_pipeline(default: int, degree: int) -> str:
     """The error for a `default_partition` that is no pipeline rank."""
     return (
         f"default_partition is {default}, but pipeline_parallel_degree is {degree}: "
@@ -117,7 +117,7 @@ class Config(Settings):
         """
         config, problems = cls._read(layers)
         if config is not None:
-            problems += contradictions(config)
+            problems += _contradictions(config)
         _refuse(problems)
         assert config is not None
         return config
@@ -238,7 +238,7 @@ class Config(Settings):
                 f"Remove ddp, or start {pipeline * share} rank{'s' if pipeline * share > 1 else ''}."
             )
         if self.default_partition is not None and self.default_partition >= pipeline:
-            raise ConfigError(outside_pipeline(self.default_partition, pipeline))
+            raise ConfigError(_outside_pipeline(self.default_partition, pipeline))
         return Mesh.of(
             world_size=world_size,
             pipeline=pipeline,

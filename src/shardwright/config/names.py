@@ -12,7 +12,7 @@ from typing import Any
 from shardwright.errors import ConfigError
 from shardwright.text import printable, shown
 
-__all__ = ["advice_for", "canonical", "dictionary_of", "ignored_names"]
+__all__ = ["canonical", "dictionary_of", "ignored_names"]
 
 _RENAMED = {"partitions": "pipeline_parallel_degree"}
 
@@ -116,7 +116,7 @@ def _same(a: Any, b: Any) -> bool:
 def _unknown(raw_key: str, key: str, known: Collection[str]) -> str:
     names = [*known, *_RENAMED, *_NOT_YET, *_WITHOUT_EFFECT, "load_partition", "partition_file"]
     close = get_close_matches(key, names, n=1, cutoff=0.6)
-    advice = advice_for(key.lower()) or (f"Did you mean {close[0]}?" if close else "Remove it.")
+    advice = _advice_for(key.lower()) or (f"Did you mean {close[0]}?" if close else "Remove it.")
     return f"{printable(raw_key)} is not a setting. {advice}"
 
 
@@ -180,10 +180,10 @@ _WORDS |= {word: f"Did you mean {ours}?" for ours, words in _DEGREES.items() for
 _WORDS |= {word: advice for advice, words in _ADVICE.items() for word in words}
 
 
-def advice_for(word: str) -> str | None:
+def _advice_for(word: str) -> str | None:
     """What to do in place of a setting of that name; None where we know of none.
 
-    >>> advice_for("schedule")
+    >>> _advice_for("schedule")
     'Did you mean pipeline?'
     """
     return _WORDS.get(word)

@@ -16,7 +16,6 @@ __all__ = [
     "DIVIDED_OPERATION_S",
     "OFFLOADED_CALL_S",
     "OF_ACCELERATORS",
-    "OWN",
     "PRIORS",
     "REACHED",
     "STEP_S",
@@ -24,7 +23,6 @@ __all__ = [
     "UNIT_S",
     "Calibration",
     "Efficiencies",
-    "Prior",
     "calibration_of",
     "calibration_of_nodes",
     "document_of",
@@ -62,11 +60,11 @@ A transformer's block keeps some 23 tensors in 8 storages, for which the rank's 
 0.6 ms in each direction. The rest is waiting for the thread that copies, which takes Python's lock in turn.
 """
 
-OWN = {"layer_s": 3 * UNIT_S, "microbatch_s": 2 * ACTION_S, "step_s": STEP_S}
+_OWN = {"layer_s": 3 * UNIT_S, "microbatch_s": 2 * ACTION_S, "step_s": STEP_S}
 """The same, as parameters of `Efficiencies`."""
 
 
-class Prior(NamedTuple):
+class _Prior(NamedTuple):
     """The prior of a parameter before any measurement: a log-normal distribution.
 
     Attributes:
@@ -139,29 +137,29 @@ class Efficiencies:
 OF_ACCELERATORS = frozenset(Efficiencies.names()[:10])
 """Parameters of a family of accelerators; the others are those of a runtime on it."""
 
-PRIORS: dict[str, Prior] = {
-    "matmul": Prior(0.8, 0.15),
-    "half_size": Prior(25, 0.5),
-    "memory": Prior(0.8, 0.1),
-    "elementwise": Prior(1.0, 0.3),
-    "scores_bytes": Prior(12, 0.4),
-    "scores": Prior(0.4, 0.5),
-    "flash_forward": Prior(0.55, 0.3),
-    "flash_backward": Prior(0.45, 0.3),
-    "kernel_s": Prior(6e-6, 0.4),
-    "update": Prior(0.6, 0.5),
-    "link": Prior(0.6, 0.3),
-    "matmul_factor": Prior(1.0, 0.1),
-    "scores_factor": Prior(1.0, 0.3),
-    "gather_network": Prior(0.4, 0.5),
-    "gather_link": Prior(0.6, 0.4),
-    "hierarchical_network": Prior(0.55, 0.4),
-    "reduce_network": Prior(0.5, 0.5),
-    "point_to_point": Prior(0.5, 0.6),
-    "overlap": Prior(0.5, 0.6),
-    "layer_s": Prior(1e-4, 1.0),
-    "microbatch_s": Prior(1e-3, 1.0),
-    "step_s": Prior(0.03, 1.0),
+PRIORS: dict[str, _Prior] = {
+    "matmul": _Prior(0.8, 0.15),
+    "half_size": _Prior(25, 0.5),
+    "memory": _Prior(0.8, 0.1),
+    "elementwise": _Prior(1.0, 0.3),
+    "scores_bytes": _Prior(12, 0.4),
+    "scores": _Prior(0.4, 0.5),
+    "flash_forward": _Prior(0.55, 0.3),
+    "flash_backward": _Prior(0.45, 0.3),
+    "kernel_s": _Prior(6e-6, 0.4),
+    "update": _Prior(0.6, 0.5),
+    "link": _Prior(0.6, 0.3),
+    "matmul_factor": _Prior(1.0, 0.1),
+    "scores_factor": _Prior(1.0, 0.3),
+    "gather_network": _Prior(0.4, 0.5),
+    "gather_link": _Prior(0.6, 0.4),
+    "hierarchical_network": _Prior(0.55, 0.4),
+    "reduce_network": _Prior(0.5, 0.5),
+    "point_to_point": _Prior(0.5, 0.6),
+    "overlap": _Prior(0.5, 0.6),
+    "layer_s": _Prior(1e-4, 1.0),
+    "microbatch_s": _Prior(1e-3, 1.0),
+    "step_s": _Prior(0.03, 1.0),
 }
 """From publications and data sheets; wide where these differ."""
 
@@ -241,7 +239,7 @@ def calibration_of(family: str, runtime: str = "shardwright") -> Calibration:
     """
     families = _document()["accelerators"]
     known = families.get(family)
-    own = OWN if runtime == _OWN_RUNTIME else {}
+    own = _OWN if runtime == _OWN_RUNTIME else {}
     medians = {name: prior.median for name, prior in PRIORS.items()} | own
     if known is None:
         text = f"not calibrated for {family}: what is usual on other accelerators"

@@ -53,21 +53,13 @@ from shardwright.costs.step import (
 from shardwright.errors import PlanError
 from shardwright.model_graph import Work
 
-__all__ = [
-    "Group",
-    "by_group",
-    "chain_prices",
-    "flops_per_s",
-    "flops_share",
-    "split",
-    "stage_ends",
-]
+__all__ = ["chain_prices", "flops_per_s", "split", "stage_ends"]
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class _Group:
     """Candidates that cut the chain alike.
 
     Attributes:
@@ -120,7 +112,7 @@ def stage_ends(
     return cuts[1:]
 
 
-def by_group(chain: LayerChain, options: Options, kinds: Sequence[KindOfRank], price: Any, kind: Any) -> Any:
+def _by_group(chain: LayerChain, options: Options, kinds: Sequence[KindOfRank], price: Any, kind: Any) -> Any:
     """Prices each group of candidates at once."""
     number = np.broadcast(*(getattr(options, name) for name in options.names())).size
     is_one = all(np.ndim(getattr(options, name)) == 0 for name in options.names())
@@ -132,7 +124,9 @@ def by_group(chain: LayerChain, options: Options, kinds: Sequence[KindOfRank], p
     return kind(**{name: column[0] if is_one else column for name, column in columns.items()})
 
 
-def _groups(chain: LayerChain, options: Options, kinds: Sequence[KindOfRank], number: int) -> Iterator[Group]:
+def _groups(
+    chain: LayerChain, options: Options, kinds: Sequence[KindOfRank], number: int
+) -> Iterator[_Group]:
     """Candidates by what cuts the chain: stages, their order and nodes, what a backward computes again."""
     keys = np.stack(
         [
@@ -154,7 +148,7 @@ def _groups(chain: LayerChain, options: Options, kinds: Sequence[KindOfRank], nu
         if len(kinds) > 1:
             of_each = [min(map(flops_per_s, there)) for there in of_ranks]
             speeds = tuple(of_each[rank] / min(of_each) for rank in ranks)
-        yield Group(chosen, flat.take(chosen), stage_ends(weights, stages, speeds), ranks, of_ranks)
+        yield _Group(chosen, flat.take(chosen), stage_ends(weights, stages, speeds), ranks, of_ranks)
 
 
 def _kinds_of_ranks(
@@ -169,10 +163,10 @@ def _kinds_of_ranks(
 
 def flops_per_s(kind: KindOfRank) -> float:
     """FLOPs of matrix products that a node reaches in a second."""
-    return float(kind.rates.flops_per_s * flops_share(kind.reached))
+    return float(kind.rates.flops_per_s * _flops_share(kind.reached))
 
 
-def flops_share(reached: Efficiencies) -> float:
+def _flops_share(reached: Efficiencies) -> float:
     """The share of a device's peak that matrix products reach."""
     return float(min(reached.matmul * reached.matmul_factor, 1.0))
 
@@ -265,7 +259,7 @@ def chain_prices(
     number = np.broadcast(*(getattr(options, name) for name in options.names())).size
     limit, blocks = np.zeros(number), np.zeros((len(kinds), number))
 
-    def measure(group: Group) -> RankBytes:
+    def measure(group: _Group) -> RankBytes:
         found, limit[group.chosen] = _bytes_of(chain, group, precision, width)
         layers = group.of_ranks(np.ones(len(chain.layers)))
         for index, kind in enumerate(kinds):
@@ -273,7 +267,7 @@ def chain_prices(
             blocks[index, group.chosen] = max(own, default=0.0)
         return found
 
-    def price(group: Group) -> StepSeconds:
+    def price(group: _Group) -> StepSeconds:
         apart = all(len(there) == 1 for there in group.kinds)
         return _seconds_of(
             chain,
@@ -283,8 +277,8 @@ def chain_prices(
         )
 
     return Prices(
-        seconds=by_group(chain, options, kinds, price, StepSeconds),
-        num_bytes=by_group(chain, options, kinds, measure, RankBytes),
+        seconds=_by_group(chain, options, kinds, price, StepSeconds),
+        num_bytes=_by_group(chain, options, kinds, measure, RankBytes),
         limit=limit,
         blocks=blocks,
     )
@@ -294,7 +288,7 @@ def _memory_rate(kind: KindOfRank) -> float:
     return float(kind.rates.memory_Bps * min(kind.reached.memory, 1.0))
 
 
-def _seconds_of(chain: LayerChain, group: Group, rates: Rates, width: int) -> StepSeconds:
+def _seconds_of(chain: LayerChain, group: _Group, rates: Rates, width: int) -> StepSeconds:
     o = group.options
     p, m = o.pipeline, o.microbatches
     reached = min((kind for there in group.kinds for kind in there), key=flops_per_s).reached
@@ -331,7 +325,7 @@ def _seconds_of(chain: LayerChain, group: Group, rates: Rates, width: int) -> St
     )
 
 
-def _price(chain: LayerChain, group: Group, reached: Efficiencies, width: int) -> Price:
+def _price(chain: LayerChain, group: _Group, reached: Efficiencies, width: int) -> Price:
     """Seconds of a microbatch on each pipeline rank: (candidates, ranks)."""
 
     def of_ranks(name: str) -> Floats:
@@ -340,7 +334,7 @@ def _price(chain: LayerChain, group: Group, reached: Efficiencies, width: int) -
     samples = np.asarray(group.options.microbatch)[:, None]
     # The slowest nodes of each pipeline rank; their shares are in what they reach.
     rates = RankRates(
-        peak=group.slowest(flops_per_s) / flops_share(reached),
+        peak=group.slowest(flops_per_s) / _flops_share(reached),
         memory=group.slowest(_memory_rate) / min(reached.memory, 1.0),
         reached=replace(reached, kernel_s=-group.slowest(lambda kind: -kind.reached.kernel_s)),
     )
@@ -357,7 +351,7 @@ def _price(chain: LayerChain, group: Group, reached: Efficiencies, width: int) -
 
 
 def _exchange_seconds(
-    chain: LayerChain, group: Group, rates: Rates, reached: Efficiencies, width: int
+    chain: LayerChain, group: _Group, rates: Rates, reached: Efficiencies, width: int
 ) -> Floats:
     """Seconds in which ranks that share layers exchange for a microbatch: (candidates, pipeline ranks)."""
     ranks = np.asarray(group.options.tensor, dtype=float)
@@ -374,7 +368,7 @@ def _exchange_seconds(
     return found
 
 
-def _crossing(chain: LayerChain, group: Group) -> float:
+def _crossing(chain: LayerChain, group: _Group) -> float:
     """Numbers of a sample that cross the widest cut."""
     cuts = [end - 1 for end in group.ends[:-1]]
     return max((chain.layers[cut].crossing for cut in cuts), default=0.0)
@@ -389,14 +383,14 @@ def _hop_seconds(options: Options, num_bytes: float, rates: Rates, reached: Effi
     return np.where(options.pipeline > 1, 2 * crossings * once, 0.0)
 
 
-def _kept(chain: LayerChain, group: Group) -> Floats:
+def _kept(chain: LayerChain, group: _Group) -> Floats:
     """Numbers that the layers of each pipeline rank keep of a sample: (ranks,)."""
     full = np.asarray(group.options.recompute)[0] == Recompute.FULL
     return group.of_ranks(np.array(chain.column("inputs" if full else "kept")))
 
 
 def _offload_seconds(
-    chain: LayerChain, group: Group, rates: Rates, reached: Efficiencies, computing: Floats, width: int
+    chain: LayerChain, group: _Group, rates: Rates, reached: Efficiencies, computing: Floats, width: int
 ) -> Numbers:
     """Transfers of activations to the host and back, beyond what computing hides."""
     o = group.options
@@ -405,7 +399,7 @@ def _offload_seconds(
     return np.where(o.offload == Offload.ACTIVATIONS, beyond, 0.0)
 
 
-def _bytes_of(chain: LayerChain, group: Group, precision: Precision, width: int) -> tuple[RankBytes, Floats]:
+def _bytes_of(chain: LayerChain, group: _Group, precision: Precision, width: int) -> tuple[RankBytes, Floats]:
     """The memory of the rank closest to its limit, with that limit: all ranks are worked out."""
     o = group.options
     parameters = group.of_ranks(np.array(chain.column("parameters"), dtype=float))

@@ -32,15 +32,7 @@ from shardwright.costs.step import (
     updated_parameters,
 )
 
-__all__ = [
-    "KindOfRank",
-    "Prices",
-    "StagesAlike",
-    "rates_among",
-    "stages_alike",
-    "transformer_fit",
-    "transformer_prices",
-]
+__all__ = ["KindOfRank", "Prices", "rates_among", "stages_alike", "transformer_fit", "transformer_prices"]
 
 _BISECTIONS = 30
 _ROUNDING = 1e-9
@@ -64,7 +56,7 @@ class KindOfRank:
 
 
 @dataclass(frozen=True, slots=True)
-class StagesAlike:
+class _StagesAlike:
     """Neighbouring pipeline ranks on the same kinds of nodes.
 
     Attributes:
@@ -93,7 +85,7 @@ class Prices(Columns):
     blocks: Numbers = 0.0
 
 
-def stages_alike(ranks: Sequence[int], pipeline: int, *, apart: bool) -> list[StagesAlike]:
+def stages_alike(ranks: Sequence[int], pipeline: int, *, apart: bool) -> list[_StagesAlike]:
     """Groups the stages of a pipeline by the kinds of nodes that they lie on.
 
     >>> [(each.kinds, each.stages) for each in stages_alike([8, 4], 6, apart=True)]
@@ -101,7 +93,7 @@ def stages_alike(ranks: Sequence[int], pipeline: int, *, apart: bool) -> list[St
     """
     ends = np.cumsum(ranks)
     total = int(ends[-1])
-    found: list[StagesAlike] = []
+    found: list[_StagesAlike] = []
     for stage in range(pipeline):
         first, behind = stage * total // pipeline, (stage + 1) * total // pipeline
         kinds = tuple(
@@ -113,7 +105,7 @@ def stages_alike(ranks: Sequence[int], pipeline: int, *, apart: bool) -> list[St
         if found and found[-1].kinds == kinds and not last:
             found[-1] = replace(found[-1], stages=found[-1].stages + 1)
         else:
-            found.append(StagesAlike(kinds, 1, last))
+            found.append(_StagesAlike(kinds, 1, last))
     return found
 
 
@@ -189,7 +181,7 @@ def _as_asked(options: Options, columns: dict[str, Floats]) -> dict[str, Numbers
     return {name: column[0] for name, column in columns.items()}
 
 
-def _groups(options: Options, ranks: Sequence[int]) -> Iterator[tuple[NDArray[np.intp], list[StagesAlike]]]:
+def _groups(options: Options, ranks: Sequence[int]) -> Iterator[tuple[NDArray[np.intp], list[_StagesAlike]]]:
     """Candidates whose stages lie on the same kinds of nodes."""
     apart = (options.pipeline > 1) & (options.placement == Placement.PDT)
     distinct, which = np.unique(np.where(apart, options.pipeline, -options.pipeline), return_inverse=True)
@@ -205,7 +197,7 @@ class _Group:
         self,
         shape: Shape,
         options: Options,
-        alike: list[StagesAlike],
+        alike: list[_StagesAlike],
         kinds: Sequence[KindOfRank],
         between: Rates,
         precision: Precision,
@@ -291,7 +283,7 @@ class _Group:
             found.append(self._wide(np.floor((limit - none) / np.maximum(one - none, 1.0) + _ROUNDING)))
         return np.stack(found)
 
-    def _bytes(self, each: StagesAlike, blocks: Numbers) -> RankBytes:
+    def _bytes(self, each: _StagesAlike, blocks: Numbers) -> RankBytes:
         none, one = self._of_no_block_and_of_one(each.last)
         ends = {
             field.name: (getattr(none, field.name), getattr(one, field.name)) for field in fields(RankBytes)

@@ -1,6 +1,6 @@
 """A transformer as the closed forms see it: numbers, or arrays with an entry for each model."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 
@@ -73,31 +73,19 @@ class Shape(Columns):
     def of(cls, model: Transformer, *, sequence: int | None = None) -> "Shape":
         """The shape of an architecture."""
         layers = model.layers + model.encoder_layers
-        latent = model.latent
+        alike = {f.name: float(getattr(model, f.name)) for f in fields(cls) if hasattr(model, f.name)}
+        if model.latent is not None:
+            alike |= {name: float(value) for name, value in asdict(model.latent).items()}
         return cls(
-            layers=float(layers),
-            hidden=float(model.hidden),
-            heads=float(model.heads),
-            head_width=float(model.head_width),
-            key_heads=float(model.key_heads if latent is None else model.heads),
-            ffn=float(model.ffn),
-            gated=float(model.gated),
-            vocabulary=float(model.vocabulary),
-            sequence=float(sequence or model.sequence),
-            causal=float(model.causal),
-            experts=float(model.experts),
-            experts_per_token=float(model.experts_per_token),
-            shared_ffn=float(model.shared_ffn),
-            dense=model.dense_layers / layers,
-            dense_ffn=float(model.dense_ffn),
-            query_rank=0.0 if latent is None else float(latent.query_rank),
-            key_rank=0.0 if latent is None else float(latent.key_rank),
-            rotary_width=0.0 if latent is None else float(latent.rotary_width),
-            value_width=0.0 if latent is None else float(latent.value_width),
-            window=float(model.window),
-            windowed=model.windowed_layers / layers,
-            cross=model.layers / layers if model.encoder_layers else 0.0,
-            tied=float(model.tied),
+            **alike
+            | {
+                "layers": float(layers),
+                "key_heads": float(model.key_heads if model.latent is None else model.heads),
+                "sequence": float(sequence or model.sequence),
+                "dense": model.dense_layers / layers,
+                "windowed": model.windowed_layers / layers,
+                "cross": model.layers / layers if model.encoder_layers else 0.0,
+            }
         )
 
     @property

@@ -20,7 +20,6 @@ from shardwright.quantities import MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES_OF
 __all__ = [
     "Alternative",
     "MeshPlan",
-    "Microbatches",
     "ModelIdentity",
     "SchedulePlan",
     "StagePlan",
@@ -30,7 +29,7 @@ __all__ = [
 ]
 
 Degree = Annotated[int, Field(ge=1, le=MOST_RANKS)]
-Microbatches = Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)]
+_Microbatches = Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)]
 
 
 class MeshPlan(Record):
@@ -120,8 +119,8 @@ class SchedulePlan(Record):
     """
 
     kind: Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"]
-    microbatches: Microbatches
-    active_microbatches: Microbatches | None = None
+    microbatches: _Microbatches
+    active_microbatches: _Microbatches | None = None
     reduce_every_microbatch: bool = False
 
 
@@ -192,7 +191,7 @@ class Alternative(Record):
     """A runner-up, and its predicted cost."""
 
     schedule: str
-    microbatches: Microbatches
+    microbatches: _Microbatches
     stages: Annotated[int, Field(ge=1, le=MOST_RANKS * MOST_STAGES_OF_RANK)]
     step_s: Seconds
     peak_bytes: NonNegativeInt

@@ -9,7 +9,7 @@ from shardwright.plan import Plan, stage_of_label
 from shardwright.quantities import format_bytes, format_seconds
 from shardwright.text import align
 
-__all__ = ["Change", "PlanDiff", "diff_plans"]
+__all__ = ["Change", "diff_plans"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanDiff:
+class _PlanDiff:
     """The differences between two plans.
 
     Attributes:
@@ -41,9 +41,9 @@ class PlanDiff:
         return "\n".join(lines)
 
 
-def diff_plans(first: Plan, second: Plan) -> PlanDiff:
+def diff_plans(first: Plan, second: Plan) -> _PlanDiff:
     """Compares two plans; reasons and runners-up, which are text about the predictions, do not count."""
-    return PlanDiff(
+    return _PlanDiff(
         decision=(
             *_fields(first, second, ("model.fingerprint", "model.num_parameters")),
             *_units(first, second),

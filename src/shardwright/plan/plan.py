@@ -39,7 +39,7 @@ from shardwright.problems import describe, field_names, join
 from shardwright.quantities import format_bytes, format_seconds
 from shardwright.text import align, shown
 
-__all__ = ["PLAN_VERSION", "REMEDY", "Plan", "brought_up", "stage_of_label"]
+__all__ = ["PLAN_VERSION", "REMEDY", "Plan", "stage_of_label"]
 
 PLAN_VERSION = 2
 
@@ -238,7 +238,7 @@ class Plan(Record):
             raise PlanError(f"{source} holds {shown(document)}, but a plan is a JSON object.")
         if "plan_version" not in document:
             raise PlanError(f"{source} has no plan_version, so it is no plan. Plans are in run folders.")
-        document = brought_up(document)
+        document = _brought_up(document)
         version = document.get("plan_version")
         if version != PLAN_VERSION or isinstance(version, bool):
             raise StalePlanError(
@@ -336,7 +336,7 @@ def stage_of_label(plan: Plan) -> Mapping[str, int]:
 _MEMORY = ("parameters", "gradients", "optimizer", "activations", "batch", "work")
 
 
-def brought_up(document: dict[str, Any]) -> dict[str, Any]:
+def _brought_up(document: dict[str, Any]) -> dict[str, Any]:
     """A plan's JSON object in the form of this version; what is of none of the older ones stays as it is."""
     version = document.get("plan_version")
     found = _from_1(document) if version == 1 and not isinstance(version, bool) else document

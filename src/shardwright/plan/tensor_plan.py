@@ -30,7 +30,7 @@ from shardwright.files import Record
 from shardwright.placement import Cut
 from shardwright.quantities import MOST_DIMS
 
-__all__ = ["CutText", "TensorPlan", "TensorPrices", "cuts_by_name", "cuts_by_pattern", "pattern_of"]
+__all__ = ["TensorPlan", "TensorPrices", "cuts_by_name", "cuts_by_pattern", "pattern_of"]
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -43,7 +43,7 @@ def _cut(value: Any) -> Cut:
     return Cut.parse(value)
 
 
-CutText = Annotated[Cut, PlainValidator(_cut), PlainSerializer(str, return_type=str)]
+_CutText = Annotated[Cut, PlainValidator(_cut), PlainSerializer(str, return_type=str)]
 """A cut; in files, its text."""
 
 
@@ -166,7 +166,7 @@ class TensorPlan(Record):
     left_out: ClassVar = ("between_units", "cut_again", "experts")
 
     prices: TensorPrices
-    cuts: dict[str, CutText] = Field(default_factory=dict)
+    cuts: dict[str, _CutText] = Field(default_factory=dict)
     between_units: Annotated[int, Field(ge=0, le=MOST_DIMS)] | None = None
     cut_again: Annotated[int, Field(ge=0, le=MOST_DIMS)] | None = None
     experts: tuple[str, ...] = ()

@@ -37,7 +37,6 @@ __all__ = [
     "Bond",
     "CallCost",
     "Chain",
-    "Floats",
     "Flow",
     "ParameterUse",
     "SavedValue",
@@ -148,7 +147,7 @@ def _readers_before(graph: ModelGraph, group: Together, placed: Sequence[int], l
     return found
 
 
-Floats = NDArray[np.float64]
+_Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,9 +307,9 @@ class Chain:
     reductions: int = 1
     most_reduced: int = 0
     operations: int = 0
-    _columns: dict[str, Floats] = field(default_factory=dict, init=False, repr=False)
+    _columns: dict[str, _Floats] = field(default_factory=dict, init=False, repr=False)
 
-    def column(self, name: str) -> Floats:
+    def column(self, name: str) -> _Floats:
         """One attribute of the costs of all calls; NaN where it is not known."""
         if name not in self._columns:
             values = (getattr(cost, name) for cost in self.costs)

@@ -24,15 +24,7 @@ from shardwright.mesh import Mesh
 from shardwright.plan import Plan
 from shardwright.quantities import format_seconds
 
-__all__ = [
-    "Planned",
-    "Survivors",
-    "best_of_meshes",
-    "best_plans",
-    "meshes",
-    "plan_survivors",
-    "with_or_without_sequences",
-]
+__all__ = ["Planned", "best_of_meshes", "best_plans", "meshes", "plan_survivors", "with_or_without_sequences"]
 
 _TRUST = 1.5
 """A plan takes no less than its closed form, divided by this."""
@@ -57,7 +49,7 @@ class Planned(Generic[Candidate]):
 
 
 @dataclass(frozen=True, slots=True)
-class Survivors(Generic[Candidate]):
+class _Survivors(Generic[Candidate]):
     """The candidates that closed forms left.
 
     Attributes:
@@ -78,7 +70,7 @@ def plan_survivors(
     *,
     seconds: Callable[[Candidate, Plan], float],
     most: int = 1,
-) -> Survivors[Candidate]:
+) -> _Survivors[Candidate]:
     """Plans the candidates that may be among the best; all of them where none can be planned."""
     planned: list[Planned[Candidate]] = []
     failures: dict[int, PlanError] = {}
@@ -89,13 +81,13 @@ def plan_survivors(
             last = sorted(planned, key=lambda each: each.seconds)[most - 1]
             # Where closed forms say too much of all, or too little, that of the best says it, too.
             if expected[number] > _TRUST * max(last.seconds, last.expected_s):
-                return Survivors(planned, _in_order(failures), len(order) - place)
+                return _Survivors(planned, _in_order(failures), len(order) - place)
         try:
             for plan in make(candidate):
                 planned.append(Planned(candidate, plan, seconds(candidate, plan), expected[number]))
         except PlanError as error:
             failures[number] = error
-    return Survivors(planned, _in_order(failures), 0)
+    return _Survivors(planned, _in_order(failures), 0)
 
 
 def _in_order(failures: dict[int, PlanError]) -> list[PlanError]:
@@ -180,7 +172,7 @@ def _survivors(
     expected: Sequence[float] | None,
     *,
     most: int,
-) -> Survivors[Mesh]:
+) -> _Survivors[Mesh]:
     """The plans of the grids that may be among the best."""
     survivors = plan_survivors(
         candidates,
@@ -206,7 +198,7 @@ def _simplicity(each: Planned[Mesh]) -> tuple[int, int, int]:
     return each.candidate.tensor, each.candidate.pipeline, each.candidate.shard
 
 
-def _choice(best: Planned[Mesh], rivals: Sequence[Planned[Mesh]], survivors: Survivors[Mesh]) -> str:
+def _choice(best: Planned[Mesh], rivals: Sequence[Planned[Mesh]], survivors: _Survivors[Mesh]) -> str:
     text = f"Degrees: {_title(best)}, the most samples a second of {len(rivals) + 1} grids of ranks"
     apart = []
     if survivors.failures:

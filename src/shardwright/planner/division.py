@@ -21,7 +21,7 @@ from shardwright.placement import BetweenUnits, Cut
 from shardwright.plan import TensorPlan, TensorPrices
 from shardwright.profile import Profile, UnitCost
 
-__all__ = ["DividedUnit", "Division", "Passage"]
+__all__ = ["UNDIVIDED", "DividedUnit", "Division", "Passage"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +161,7 @@ class Division:
 
     def settling_s(self, name: str) -> float:
         """Seconds of settling the gradients of a unit, once a step."""
-        unit = self.units.get(name, _WHOLE)
+        unit = self.unit(name)
         return self.prices.exchange_s(unit.settling_calls, unit.settling_bytes)
 
     def held(self, name: str, num: int) -> int:
@@ -171,10 +171,8 @@ class Division:
             return num
         return -(-num * max(cut.length(rank) for rank in range(self.degree)) // cut.size)
 
-    def exchange_seconds(self, name: str, samples: int) -> tuple[float, float]:
-        """Seconds of the exchange in the forward of a unit on so many samples, and in its backward."""
-        forward_s, backward_s, _ = self.exchange_of(self.units.get(name, _WHOLE), samples)
-        return forward_s, backward_s
+    def unit(self, name: str) -> DividedUnit:
+        return self.units.get(name, _WHOLE)
 
     def exchange_of(self, unit: DividedUnit, samples: int) -> tuple[float, float, int]:
         """Seconds of an exchange in the forward and the backward, and the bytes that a rank sends in both."""
@@ -185,24 +183,27 @@ class Division:
         )
         return forward_s, backward_s, round((unit.forward.num_bytes + unit.backward.num_bytes) * size)
 
-    def sent_bytes(self, name: str, samples: int) -> int:
-        """Bytes that a rank sends in a forward and a backward of a unit on so many samples."""
-        return self.exchange_of(self.units.get(name, _WHOLE), samples)[2]
-
     def collectives(self, name: str) -> int:
         """Collectives in a forward and a backward of a unit."""
-        unit = self.units.get(name, _WHOLE)
+        unit = self.unit(name)
         return unit.forward.calls + unit.backward.calls
 
     def dispatch_s(self, name: str) -> float:
         """What Python takes for the operations of a unit on divided tensors, forward and backward."""
-        unit = self.units.get(name, _WHOLE)
+        unit = self.unit(name)
         return (unit.forward.operations + unit.backward.operations) * self.operation_s
 
     def shares(self, name: str) -> tuple[float, float]:
         """What is left of a unit's work, and of the bytes that it keeps, on the busiest rank."""
-        unit = self.units.get(name, _WHOLE)
+        unit = self.unit(name)
         return (unit.forward.share + 2 * unit.backward.share) / 3, unit.kept_share
 
 
 _WHOLE = DividedUnit()
+
+UNDIVIDED = Division(
+    degree=1,
+    samples=1,
+    prices=TensorPrices(latency_s=0.0, bandwidth_Bps=1.0, flops_per_s=1.0, memory_Bps=1.0),
+)
+"""Each rank has all of the layers of its stage, and exchanges nothing for them."""

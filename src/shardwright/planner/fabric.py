@@ -24,16 +24,7 @@ from shardwright.placement import size_of_buckets
 from shardwright.plan import TensorPrices
 from shardwright.planner.layout import Layout
 
-__all__ = [
-    "NO_SUMS",
-    "Fabric",
-    "Moment",
-    "Moments",
-    "ReplicaSeconds",
-    "exposed_after",
-    "exposed_before",
-    "moments_of",
-]
+__all__ = ["Fabric", "Moment", "ReplicaSeconds", "exposed_after", "exposed_before", "moments_of"]
 
 _MOST_BUCKET_BYTES = 25 * 2**20  # as users find it set
 
@@ -52,7 +43,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
+class _Moments:
     """The moments of the trained parameters of a rank.
 
     Attributes:
@@ -63,7 +54,7 @@ class Moments:
     gradients: list[Moment]
     rows: list[Moment]
 
-    def slower(self, factor: float) -> "Moments":
+    def slower(self, factor: float) -> "_Moments":
         """The same, where computing takes so many times as long."""
         if factor == 1:
             return self
@@ -71,7 +62,7 @@ class Moments:
             [Moment(moment.seconds * factor, moment.num_bytes) for moment in moments]
             for moments in (self.gradients, self.rows)
         )
-        return Moments(gradients, rows)
+        return _Moments(gradients, rows)
 
     @property
     def window_s(self) -> float:
@@ -79,7 +70,7 @@ class Moments:
         return max((moment.seconds for moment in self.gradients), default=0.0)
 
 
-def moments_of(layout: Layout, *, splits: bool) -> list[Moments]:
+def moments_of(layout: Layout, *, splits: bool) -> list[_Moments]:
     """For each rank, its trained parameters beside what it computes.
 
     Of several stages of a rank, the lowest has the last backward and the first forward: what others use comes
@@ -94,7 +85,7 @@ def moments_of(layout: Layout, *, splits: bool) -> list[Moments]:
         (chain.column("weight_s") if splits else chain.column("backward_s") + again_s) * times
     )
     rank_of = np.asarray(layout.ranks)[layout.stage_of_call].tolist()
-    found = [Moments([], []) for _ in range(layout.num_ranks)]
+    found = [_Moments([], []) for _ in range(layout.num_ranks)]
     for use, ranks in layout.holders():
         for rank in ranks if use.trained else ():
             lowest = min(layout.stages_of(rank))
@@ -168,7 +159,7 @@ class ReplicaSeconds:
 
 _USUAL = HostCosts(step_s=STEP_S, action_s=ACTION_S)
 
-NO_SUMS = ReplicaSeconds(0.0, 0.0, 0.0)
+_NO_SUMS = ReplicaSeconds(0.0, 0.0, 0.0)
 """There is one replica."""
 
 
@@ -305,7 +296,7 @@ class Fabric:
         Parameters that replicas share are summed in two hops, and gathered where they are on several hosts.
         """
         if self.mesh.data == 1:
-            return NO_SUMS
+            return _NO_SUMS
         gatherings, trained = layout.gatherings(), layout.trained_bytes()
         of_ranks = [
             self._replica_seconds(rank, trained[rank], moments, layout.chain.reductions, gatherings[rank])
@@ -314,7 +305,7 @@ class Fabric:
         return max(of_ranks, key=lambda each: (each.exposed_s, each.total_s))
 
     def _replica_seconds(
-        self, rank: int, trained: tuple[int, int], moments: Moments, reductions: int, gatherings: int
+        self, rank: int, trained: tuple[int, int], moments: _Moments, reductions: int, gatherings: int
     ) -> "ReplicaSeconds":
         """The seconds of one pipeline rank."""
         first = self.mesh.rank_of(pp=rank)

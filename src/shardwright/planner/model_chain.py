@@ -20,7 +20,7 @@ from shardwright.planner.chain import (
     bonds_of_groups,
     bonds_of_units,
 )
-from shardwright.planner.division import Division
+from shardwright.planner.division import UNDIVIDED, Division
 from shardwright.profile import Cost, Profile, UnitCost
 
 __all__ = ["build_chain", "chain_of"]
@@ -37,8 +37,8 @@ def build_chain(graph: ModelGraph, profile: Profile, division: Division | None =
         )
     nodes = [graph.nodes[call] for call in calls]
     _check(nodes, profile)
-    if division is not None:
-        profile = division.profile(graph, profile)
+    division = division or UNDIVIDED
+    profile = division.profile(graph, profile)
     costs = [profile.costs[node.cost_class] for node in nodes]
     homes = graph.home_calls()
     chain = Chain(
@@ -69,23 +69,21 @@ def _check(nodes: Sequence[Node], profile: Profile) -> None:
 
 
 def _with_exchange(
-    costs: tuple[CallCost, ...], graph: ModelGraph, homes: Sequence[int | None], division: Division | None
+    costs: tuple[CallCost, ...], graph: ModelGraph, homes: Sequence[int | None], division: Division
 ) -> tuple[CallCost, ...]:
     """The costs of calls with what they, and the operations at home with them, exchange.
 
     Gradients of a unit are settled at its first call.
     """
-    if division is None:
-        return costs
     found = []
     for cost, node in zip(costs, (graph.nodes[call] for call in graph.calls), strict=True):
-        forward_s, backward_s = division.exchange_seconds(node.name, graph.batch_size)
+        forward_s, backward_s, num_bytes = division.exchange_of(division.unit(node.name), graph.batch_size)
         found.append(
             replace(
                 cost,
                 forward_exchange_s=forward_s,
                 backward_exchange_s=backward_s,
-                exchange_bytes=division.sent_bytes(node.name, graph.batch_size),
+                exchange_bytes=num_bytes,
                 settling_s=0.0 if node.ordinal else division.settling_s(node.name),
             )
         )
@@ -109,7 +107,7 @@ def _with_operations(
     homes: Sequence[int | None],
     costs: Sequence[UnitCost],
     profile: Profile,
-    division: Division | None,
+    division: Division,
 ) -> tuple[CallCost, ...]:
     """The costs of calls with those of the operations whose homes they are."""
     totals: list[Cost] = list(costs)
@@ -117,7 +115,7 @@ def _with_operations(
     for number, (node, home) in enumerate(zip(graph.nodes, homes, strict=True)):
         if home is None:
             continue
-        share = 1.0 if division is None else division.share_of_operation(number)
+        share = division.share_of_operation(number)
         # While a node's backward runs, the gradients of its results and of its inputs are there.
         around = (value for value in (*node.inputs, *node.outputs) if graph.values[value].spec.requires_grad)
         gradients = sum(_bytes_of(graph, value, division) for value in around)
@@ -149,13 +147,12 @@ def _call_cost(unit: UnitCost, total: Cost, glue_bytes: int, gradient_bytes: int
     )
 
 
-def _bytes_of(graph: ModelGraph, value: int, division: Division | None) -> int:
+def _bytes_of(graph: ModelGraph, value: int, division: Division) -> int:
     """Bytes of a tensor between units, on a rank."""
-    spec = graph.values[value].spec
-    return spec.num_bytes if division is None else division.between_bytes(value, spec)
+    return division.between_bytes(value, graph.values[value].spec)
 
 
-def _flows(graph: ModelGraph, homes: Sequence[int | None], division: Division | None) -> tuple[Flow, ...]:
+def _flows(graph: ModelGraph, homes: Sequence[int | None], division: Division) -> tuple[Flow, ...]:
     contributing = graph.contributing()
     consumers = graph.consumers()
     flows = []
@@ -187,7 +184,7 @@ def _flows(graph: ModelGraph, homes: Sequence[int | None], division: Division | 
 
 
 def _saved_values(
-    graph: ModelGraph, homes: Sequence[int | None], division: Division | None
+    graph: ModelGraph, homes: Sequence[int | None], division: Division
 ) -> tuple[SavedValue, ...]:
     savers: dict[int, list[int]] = {}
     glue_savers: dict[int, list[int]] = {}
@@ -225,11 +222,8 @@ def _saved_values(
 
 
 def _parameter_uses(
-    graph: ModelGraph, homes: Sequence[int | None], division: Division | None
+    graph: ModelGraph, homes: Sequence[int | None], division: Division
 ) -> tuple[ParameterUse, ...]:
-    def held(name: str, num: int) -> int:
-        return num if division is None else division.held(name, num)
-
     uses: dict[str, set[int]] = {}
     for node, home in zip(graph.nodes, homes, strict=True):
         own = graph.units[node.name].parameters if node.kind == "unit" else ()
@@ -239,10 +233,10 @@ def _parameter_uses(
     return tuple(
         ParameterUse(
             name=name,
-            num_bytes=held(name, parameter.spec.num_bytes),
+            num_bytes=division.held(name, parameter.spec.num_bytes),
             trained=parameter.spec.requires_grad and not parameter.is_buffer,
             calls=tuple(sorted(uses[name])),
-            num_elements=held(name, prod(parameter.spec.shape)),
+            num_elements=division.held(name, prod(parameter.spec.shape)),
             is_buffer=parameter.is_buffer,
         )
         for name, parameter in graph.parameters.items()
@@ -272,6 +266,7 @@ def chain_of(graph: ModelGraph, *, name: str, division: Division | None = None) 
     calls = graph.calls
     if not calls:
         raise UsageError(f"{name} calls no module, so there is nothing to divide. Name a model with layers.")
+    division = division or UNDIVIDED
     samples = max(graph.batch_size, 1)
     width = _width(graph)
     homes = [0 if home is None else home for home in graph.home_calls()]
@@ -286,7 +281,8 @@ def chain_of(graph: ModelGraph, *, name: str, division: Division | None = None) 
     layers = []
     for number, (call, of_layer) in enumerate(zip(calls, sums, strict=True)):
         inputs = sum(_bytes_of(graph, value, division) for value in of_layer.inputs)
-        name_of_unit = graph.nodes[call].name
+        unit = graph.nodes[call].name
+        _, _, sent = division.exchange_of(division.unit(unit), graph.batch_size)
         layers.append(
             Layer(
                 name=graph.nodes[call].label,
@@ -303,11 +299,9 @@ def chain_of(graph: ModelGraph, *, name: str, division: Division | None = None) 
                 kept=of_layer.kept * per_sample,
                 inputs=inputs * per_sample,
                 crossing=crossing[number] * per_sample,
-                collectives=0 if division is None else division.collectives(name_of_unit),
-                dispatch_s=0.0 if division is None else division.dispatch_s(name_of_unit),
-                sent=0.0
-                if division is None
-                else division.sent_bytes(name_of_unit, graph.batch_size) * per_sample,
+                collectives=division.collectives(unit),
+                dispatch_s=division.dispatch_s(unit),
+                sent=sent * per_sample,
             )
         )
     return LayerChain(name=name, layers=tuple(layers), source="traced")
@@ -319,7 +313,7 @@ def _add(
     index: int,
     seen: set[str],
     saved: set[int],
-    division: Division | None,
+    division: Division,
 ) -> None:
     node = graph.nodes[index]
     own = graph.units[node.name].parameters if node.kind == "unit" else ()
@@ -327,13 +321,11 @@ def _add(
         spec = graph.parameters[parameter]
         if parameter not in seen and not spec.is_buffer:
             seen.add(parameter)
-            elements = _elements(spec.spec.shape)
-            of_layer.parameters += elements if division is None else division.held(parameter, elements)
+            of_layer.parameters += division.held(parameter, prod(spec.spec.shape))
     work = _work_around(graph, node) if node.work is None else node.work
-    share = kept_share = 1.0
-    if division is not None and node.kind == "op":
+    if node.kind == "op":
         share = kept_share = division.share_of_operation(index)
-    elif division is not None:
+    else:
         share, kept_share = division.shares(node.name)
     of_layer.work += work.of_size(share)
     # A value that several nodes keep is there once.
@@ -351,7 +343,7 @@ def _work_around(graph: ModelGraph, node: Node) -> Work:
     return Work(products=1, product_flops=node.flops, kernels=3, moved_bytes=touched)
 
 
-def _crossing(graph: ModelGraph, homes: list[int], layers: int, division: Division | None) -> list[int]:
+def _crossing(graph: ModelGraph, homes: list[int], layers: int, division: Division) -> list[int]:
     """Bytes of values that are made up to each layer and read behind it."""
     readers: Mapping[int, Iterable[int]] = dict(enumerate(graph.consumers()))
     change = [0] * (layers + 1)
@@ -375,16 +367,9 @@ def _width(graph: ModelGraph) -> int:
     """Bytes of a number: of most parameters."""
     narrow = wide = 0
     for parameter in graph.parameters.values():
-        size = _elements(parameter.spec.shape)
+        size = prod(parameter.spec.shape)
         if parameter.spec.dtype in _BITS_16:
             narrow += size
         else:
             wide += size
     return 2 if narrow > wide else 4
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    found = 1
-    for size in shape:
-        found *= size
-    return found

@@ -22,10 +22,10 @@ Here the recomputed part is a fraction, the smallest that fits, and so is the of
 the two counts. `choose_keeping` chooses whole units.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,13 +33,13 @@ from numpy.typing import NDArray
 from shardwright.cluster import Link
 from shardwright.planner.chain import Chain
 
-__all__ = ["Objective", "OffloadPolicy", "RecomputePolicy", "Tables", "build_objective", "build_tables"]
+__all__ = ["Objective", "OffloadPolicy", "RecomputePolicy", "build_objective", "build_tables"]
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tables:
+class _Tables:
     """Costs of every possible stage of a chain, for one microbatch.
 
     Attributes:
@@ -78,7 +78,7 @@ class Tables:
     send_gradient_bytes: Floats
 
 
-def build_tables(chain: Chain) -> Tables:
+def build_tables(chain: Chain) -> _Tables:
     """The tables of a chain; for 1000 atoms about a quarter of a second."""
     n = chain.num_atoms
     starts = np.asarray(chain.starts)
@@ -104,7 +104,7 @@ def build_tables(chain: Chain) -> Tables:
         for source, flow in zip(sources, chain.flows, strict=True)
     ]
     sent_with_gradient = _leaving(n, gradients)
-    return Tables(
+    return _Tables(
         num_atoms=n,
         compute_s=sums(chain.column("forward_s")) + sums(chain.column("backward_s")),
         recompute_s=sums(chain.column("recompute_s")),
@@ -174,6 +174,21 @@ RecomputePolicy = Literal["auto", "none", "full"]
 OffloadPolicy = bool | Literal["auto"]
 
 
+class _Sums(NamedTuple):
+    """What counts of stages, or of ranks: states, what is kept, may be freed, may leave."""
+
+    state: Floats
+    saved: Floats
+    freeable: Floats
+    leaving: Floats
+    window: Floats
+    compute_s: Floats
+    flying: Any
+    work: Floats
+    recomputed: Floats
+    again_s: Floats
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Objective:
     """Costs of stages; made by `build_objective`.
@@ -190,7 +205,7 @@ class Objective:
         host: the way to where they are offloaded to; None where copies take no time.
     """
 
-    tables: Tables
+    tables: _Tables
     seconds: Floats
     state_bytes: Floats
     memory_weight: float
@@ -206,18 +221,7 @@ class Objective:
         if (in_flight, slowness) not in self._cache:
             tables = self.tables
             saved = in_flight * tables.saved_bytes
-            again, overflow = self._relax(
-                state=self.state_bytes,
-                saved=saved,
-                freeable=in_flight * tables.recomputable_bytes,
-                leaving=in_flight * tables.leaving_bytes,
-                window=tables.window_bytes,
-                compute_s=tables.compute_s,
-                flying=in_flight,
-                work=tables.work_bytes,
-                recomputed=tables.recomputed_bytes,
-                again_s=tables.recompute_s,
-            )
+            again, overflow = self._relax(self._sums(in_flight, lambda each: each, lambda each: each))
             cost = self._mix((self.seconds + again) * slowness, self.state_bytes + saved)
             possible = np.triu(overflow <= 0, 1)
             self._cache[in_flight, slowness] = np.where(possible, cost, np.inf)
@@ -235,121 +239,109 @@ class Objective:
         at, owner = np.asarray(cuts), np.asarray(ranks)
         pick = (at[:-1], at[1:])
         sums = self._rank_sums(pick, owner, np.asarray(in_flight))
-        again, overflow = self._relax(**sums)
+        again, overflow = self._relax(sums)
         times = np.asarray(slowness) if slowness else np.ones(len(again))
         seconds = self.seconds[pick] * times[owner]
-        cost = self._mix(np.bincount(owner, seconds) + again * times, sums["state"] + sums["saved"])
+        cost = self._mix(np.bincount(owner, seconds) + again * times, sums.state + sums.saved)
         return float(overflow.max()), float(overflow.sum()), float(cost.max()), float(seconds.max())
 
     def fits(self, cuts: Sequence[int], *, ranks: Sequence[int], in_flight: Sequence[int]) -> bool:
         """Whether every rank has enough memory without any recomputation but what is asked for."""
         at = np.asarray(cuts)
         sums = self._rank_sums((at[:-1], at[1:]), np.asarray(ranks), np.asarray(in_flight))
-        again, overflow = self._relax(**sums)
+        again, overflow = self._relax(sums)
         return not again.any() and not overflow.any()
 
     def _rank_sums(
         self, pick: tuple[NDArray[np.int64], NDArray[np.int64]], owner: NDArray[np.int64], flying: Any
-    ) -> dict[str, Floats]:
-        """The arguments of `_relax` for each rank."""
-        tables = self.tables
-
-        def total(values: Floats) -> Floats:
-            return np.bincount(owner, values).astype(np.float64)
+    ) -> _Sums:
+        """The sums of each rank."""
 
         def largest(values: Floats) -> Floats:
             found = np.zeros(int(owner.max()) + 1)
             np.maximum.at(found, owner, values)
             return found
 
-        return {
-            "state": total(self.state_bytes[pick]),
-            "saved": total(flying * tables.saved_bytes[pick]),
-            "freeable": total(flying * tables.recomputable_bytes[pick]),
-            "leaving": total(flying * tables.leaving_bytes[pick]),
-            "window": largest(tables.window_bytes[pick]),
-            "compute_s": total(tables.compute_s[pick]),
-            "flying": np.maximum(largest(np.asarray(flying, dtype=np.float64)), 1.0),
-            "work": largest(tables.work_bytes[pick]),
-            "recomputed": largest(tables.recomputed_bytes[pick]),
-            "again_s": total(tables.recompute_s[pick]),
-        }
-
-    def _relax(
-        self,
-        *,
-        state: Floats,
-        saved: Floats,
-        freeable: Floats,
-        leaving: Floats,
-        window: Floats,
-        compute_s: Floats,
-        flying: Any,
-        work: Floats,
-        recomputed: Floats,
-        again_s: Floats,
-    ) -> tuple[Floats, Floats]:
-        """Seconds of recomputation or offload that make it fit, and the bytes that are missing even then."""
-        again = self._recomputed(
-            state=state, saved=saved, freeable=freeable, work=work, recomputed=recomputed, again_s=again_s
+        sums = self._sums(
+            flying,
+            lambda values: np.bincount(owner, values).astype(np.float64),
+            largest,
+            pick=pick,
         )
+        return sums._replace(flying=np.maximum(largest(np.asarray(flying, dtype=np.float64)), 1.0))
+
+    def _sums(
+        self,
+        flying: Any,
+        total: Callable[[Floats], Floats],
+        largest: Callable[[Floats], Floats],
+        pick: Any = ...,
+    ) -> _Sums:
+        tables = self.tables
+        return _Sums(
+            state=total(self.state_bytes[pick]),
+            saved=total(flying * tables.saved_bytes[pick]),
+            freeable=total(flying * tables.recomputable_bytes[pick]),
+            leaving=total(flying * tables.leaving_bytes[pick]),
+            window=largest(tables.window_bytes[pick]),
+            compute_s=total(tables.compute_s[pick]),
+            flying=flying,
+            work=largest(tables.work_bytes[pick]),
+            recomputed=largest(tables.recomputed_bytes[pick]),
+            again_s=total(tables.recompute_s[pick]),
+        )
+
+    def _relax(self, s: _Sums) -> tuple[Floats, Floats]:
+        """Seconds of recomputation or offload that make it fit, and the bytes that are missing even then."""
+        again = self._recomputed(s)
         if self.offload is False or not (self.limit_bytes or self.offload is True):
             return again
-        full = self.recompute == "full"
-        if full:  # their inputs leave
-            leaving, saved, work = leaving - freeable, saved - freeable, recomputed
+        leaving, saved, work, window = s.leaving, s.saved, s.work, s.window
+        if self.recompute == "full":  # their inputs leave
+            leaving, saved, work = leaving - s.freeable, saved - s.freeable, s.recomputed
             window = np.minimum(window, leaving)
         several = 2 * self.horizon + 1
         around = np.minimum(several * window, leaving)
         limit = self.limit_bytes or np.inf
-        missing = state + saved + work - limit
-        to_free = np.full_like(state, np.inf) if self.offload is True else missing + around
+        missing = s.state + saved + work - limit
+        to_free = np.full_like(s.state, np.inf) if self.offload is True else missing + around
         moved = np.where(missing > 0, np.clip(to_free, 0.0, leaving), 0.0)
         if self.offload is True:
             moved = leaving
-        copies_s = np.zeros_like(state)
+        copies_s = np.zeros_like(s.state)
         if self.host is not None:
-            copies_s = 2 * moved / flying / self.host.bandwidth_Bps
+            copies_s = 2 * moved / s.flying / self.host.bandwidth_Bps
         occupancy = 0.0 if self.host is None else self.host.occupancy
-        away_s = np.maximum(copies_s - compute_s, 0.0) + occupancy * copies_s
+        away_s = np.maximum(copies_s - s.compute_s, 0.0) + occupancy * copies_s
         left = np.maximum(np.where(moved > 0, missing + around - leaving, missing), 0.0)
         if self.offload is True:
             return away_s, left
         # Where neither is enough alone, inputs of recomputed units leave, too.
-        both = np.maximum(state + saved - leaving + recomputed + around - limit, 0.0)
+        both = np.maximum(s.state + saved - leaving + s.recomputed + around - limit, 0.0)
         better = (left < again[1]) | ((left == again[1]) & (away_s < again[0]))
         seconds, overflow = np.where(better, away_s, again[0]), np.where(better, left, again[1])
         if self.recompute == "auto":
-            seconds = np.where((overflow > 0) & (both < overflow), again_s + away_s, seconds)
+            seconds = np.where((overflow > 0) & (both < overflow), s.again_s + away_s, seconds)
             overflow = np.minimum(overflow, both)
         return seconds, overflow
 
-    def _recomputed(
-        self,
-        *,
-        state: Floats,
-        saved: Floats,
-        freeable: Floats,
-        work: Floats,
-        recomputed: Floats,
-        again_s: Floats,
-    ) -> tuple[Floats, Floats]:
+    def _recomputed(self, s: _Sums) -> tuple[Floats, Floats]:
         """Seconds of recomputation that make it fit, and the bytes that are missing even then."""
-        none = np.zeros_like(state)
+        none = np.zeros_like(s.state)
         if not self.limit_bytes:
             return none, none
         if self.recompute == "full":
-            return none, np.maximum(state + saved - freeable + recomputed - self.limit_bytes, 0.0)
-        missing = state + saved + work - self.limit_bytes
+            return none, np.maximum(s.state + s.saved - s.freeable + s.recomputed - self.limit_bytes, 0.0)
+        missing = s.state + s.saved + s.work - self.limit_bytes
         if self.recompute == "none":
             return none, np.maximum(missing, 0.0)
-        to_free = state + saved + recomputed - self.limit_bytes
+        to_free = s.state + s.saved + s.recomputed - self.limit_bytes
         with np.errstate(divide="ignore", invalid="ignore"):
-            fraction = np.where(freeable > 0, np.clip(to_free / freeable, 0.0, 1.0), 0.0)
+            fraction = np.where(s.freeable > 0, np.clip(to_free / s.freeable, 0.0, 1.0), 0.0)
         tight = missing > 0
         # Without anything to free, the larger work memory of recomputation does not count either.
-        left = np.where(freeable > 0, to_free - freeable, missing)
-        return np.where(tight, fraction * again_s, 0.0), np.where(tight, np.maximum(left, 0.0), 0.0)
+        left = np.where(s.freeable > 0, to_free - s.freeable, missing)
+        return np.where(tight, fraction * s.again_s, 0.0), np.where(tight, np.maximum(left, 0.0), 0.0)
 
     def _mix(self, seconds: Floats, held: Floats) -> Floats:
         if self.memory_weight == 0:
@@ -361,7 +353,7 @@ class Objective:
 
 
 def build_objective(
-    tables: Tables,
+    tables: _Tables,
     *,
     link: Link | None = None,
     exposed: float = 1.0,

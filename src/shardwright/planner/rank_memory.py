@@ -36,7 +36,6 @@ from shardwright.schedule import Kind, Schedule, StageCost
 
 __all__ = [
     "Above",
-    "Messages",
     "above_at_most",
     "gradients_come_late",
     "in_flight",
@@ -44,14 +43,13 @@ __all__ = [
     "offloaded_bytes",
     "rank_memory",
     "scheduled_above",
-    "update_bytes",
     "work_bytes",
 ]
 
 # Numbers of state for each number of a parameter.
 _ADAM = 2.0
 
-# Messages from one rank to another that are written and not yet read (see `Messages`): where no simulation
+# Messages from one rank to another that are written and not yet read (see `_Messages`): where no simulation
 # tells, and at most, since the sender of one more waits (`comm.local_link`).
 _UNREAD, _MOST_UNREAD = 2, 4
 
@@ -105,7 +103,7 @@ def rank_memory(
     above: Sequence[Above] | None = None,
 ) -> tuple[MemoryPrediction, ...]:
     """Peak memory of each rank."""
-    updates = update_bytes(layout, optimizer_factor=optimizer_factor)
+    updates = _update_bytes(layout, optimizer_factor=optimizer_factor)
     rows = zip(
         layout.state_bytes(), map(int, activation_bytes), above or above_at_most(layout), updates, strict=True
     )
@@ -296,7 +294,7 @@ def _stage_above(
 
 
 @dataclass(frozen=True, slots=True)
-class Messages:
+class _Messages:
     """Bytes of the messages of one rank.
 
     What leaves is copied at once into memory that sender and receiver share, one ring for each rank that it
@@ -319,7 +317,7 @@ class Messages:
         return self.value * forwards_left + 2 * self.gradient + self.leaving
 
 
-def messages(layout: Layout, unread: Mapping[tuple[int, int], int] | None = None) -> list[Messages]:
+def messages(layout: Layout, unread: Mapping[tuple[int, int], int] | None = None) -> list[_Messages]:
     """The messages of each rank; `unread` is that of a `Simulation`."""
     values = [0] * layout.num_ranks
     gradients = [0] * layout.num_ranks
@@ -334,10 +332,10 @@ def messages(layout: Layout, unread: Mapping[tuple[int, int], int] | None = None
     leaving = [0] * layout.num_ranks
     for pair, num_bytes in largest.items():
         leaving[pair[0]] += min((unread or {}).get(pair, _UNREAD), _MOST_UNREAD) * num_bytes
-    return [Messages(*each) for each in zip(values, gradients, leaving, strict=True)]
+    return [_Messages(*each) for each in zip(values, gradients, leaving, strict=True)]
 
 
-def update_bytes(layout: Layout, *, optimizer_factor: float) -> list[int]:
+def _update_bytes(layout: Layout, *, optimizer_factor: float) -> list[int]:
     """For each rank, what an update of its largest parameter takes: Adam computes with two copies."""
     found = [0] * layout.num_ranks
     rank_of = np.asarray(layout.ranks)[layout.stage_of_call].tolist()

@@ -35,9 +35,9 @@ from shardwright.plan import MemoryPrediction, Plan
 from shardwright.planner.replay import Setting, base_setting, play
 from shardwright.schedule import Kind, Simulation, StageCost
 
-__all__ = ["Part", "PartKind", "RankMemory", "Waterfall", "break_down", "memory_over_time"]
+__all__ = ["Part", "RankMemory", "Waterfall", "break_down", "memory_over_time"]
 
-PartKind = Literal[
+_PartKind = Literal[
     "compute", "recomputation", "communication", "bubble", "imbalance", "overhead", "remainder"
 ]
 
@@ -53,7 +53,7 @@ class Part:
     """
 
     name: str
-    kind: PartKind
+    kind: _PartKind
     seconds: float
     meaning: str
 
@@ -69,7 +69,7 @@ class Waterfall:
     parts: tuple[Part, ...]
     step_s: float
 
-    def seconds(self, kind: PartKind) -> float:
+    def seconds(self, kind: _PartKind) -> float:
         """Sum of the parts of a kind."""
         return sum(part.seconds for part in self.parts if part.kind == kind)
 
@@ -191,7 +191,7 @@ def _work_of_ranks(plan: Plan, setting: Setting) -> list[_Work]:
 def _waiting_parts(setting: Setting) -> Iterator[Part]:
     if setting.link is None:
         return
-    steps: tuple[tuple[str, PartKind, Callable[[Link], Link], int, str], ...] = (
+    steps: tuple[tuple[str, _PartKind, Callable[[Link], Link], int, str], ...] = (
         (
             "messages: latency",
             "communication",

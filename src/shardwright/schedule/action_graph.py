@@ -26,15 +26,7 @@ from typing import NoReturn
 from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import HOST_COPIES, TRANSFERS, Action, Edge, Kind
 
-__all__ = [
-    "ActionGraph",
-    "Message",
-    "check_host_copies",
-    "check_owner",
-    "compile_actions",
-    "host_copies_of",
-    "row_with_host_copies",
-]
+__all__ = ["ActionGraph", "check_owner", "compile_actions", "host_copies_of", "row_with_host_copies"]
 
 _Key = tuple[int, int]  # stage, microbatch
 
@@ -64,7 +56,7 @@ def row_with_host_copies(row: Sequence[Action], stages: Collection[int]) -> tupl
     return tuple(found)
 
 
-def check_host_copies(row: Sequence[Action], rank: int) -> None:
+def _check_host_copies(row: Sequence[Action], rank: int) -> None:
     """Refuses copies that no run could make.
 
     What a forward keeps is offloaded once, after it, and loaded once before the backward (``B``, or ``I``).
@@ -101,7 +93,7 @@ def _refuse_copy(rank: int, action: Action, why: str, remedy: str) -> NoReturn:
     raise ScheduleError(f"rank {rank}: {action}: {why}. {remedy}.")
 
 
-Message = tuple[int, int, int]
+_Message = tuple[int, int, int]
 """The action that waits for it, the channel it takes, the number of its price.
 
 Prices: 2 * edge for a value, + 1 for its gradient; behind all edges, 4 * stage for an offload, + 1 for a
@@ -126,7 +118,7 @@ class ActionGraph:
 
     actions: list[Action] = field(default_factory=list)
     rows: list[range] = field(default_factory=list)
-    sends: list[list[Message]] = field(default_factory=list)
+    sends: list[list[_Message]] = field(default_factory=list)
     num_inputs: list[int] = field(default_factory=list)
     channels: list[tuple[int, int]] = field(default_factory=list)
     num_prices: int = 0
@@ -302,7 +294,7 @@ class _Compiler:
     def read_copies(self, rows: Sequence[Sequence[Action]]) -> None:
         """Takes the copies to and from the host: messages to the backward, which needs both to have ended."""
         for rank, row in enumerate(rows):
-            check_host_copies(row, rank)
+            _check_host_copies(row, rank)
             latest, behind = self.graph.rows[rank].start - 1, {}
             for action in row:
                 if action.is_compute:
@@ -333,10 +325,10 @@ class _Compiler:
                 "Call validate(schedule, edges) for the first that is wrong."
             )
 
-    def _routes(self) -> tuple[list[list[Message]], list[list[Message]]]:
+    def _routes(self) -> tuple[list[list[_Message]], list[list[_Message]]]:
         """For each stage, by peer: where its outputs go, and where the gradients of its inputs go."""
-        outputs: list[list[Message]] = [[] for _ in self.ranks]
-        gradients: list[list[Message]] = [[] for _ in self.ranks]
+        outputs: list[list[_Message]] = [[] for _ in self.ranks]
+        gradients: list[list[_Message]] = [[] for _ in self.ranks]
         for index, edge in enumerate(self.edges):
             source, target = self.ranks[edge.source], self.ranks[edge.target]
             if source == target:

@@ -65,7 +65,7 @@ from shardwright.schedule.placement import (
     stages_by_rank,
 )
 
-__all__ = ["alternate", "gpipe", "interleaved", "one_f_one_b"]
+__all__ = ["gpipe", "interleaved", "one_f_one_b"]
 
 
 def gpipe(request: Request) -> Rows:
@@ -97,7 +97,7 @@ def one_f_one_b(request: Request) -> Rows:
     if is_chain(request.stage_ranks):
         most = min(m, request.active_microbatches or m)
         return [
-            alternate(
+            _alternate(
                 [Action(Kind.FORWARD, stage, k) for k in range(m)],
                 [Action(Kind.BACKWARD, stage, k) for k in range(m)],
                 num_ahead=min(most, hops[stage] + 1),
@@ -112,12 +112,12 @@ def one_f_one_b(request: Request) -> Rows:
     return list_schedule(policy, request)
 
 
-def alternate(forwards: list[Action], backwards: list[Action], *, num_ahead: int) -> list[Action]:
+def _alternate(forwards: list[Action], backwards: list[Action], *, num_ahead: int) -> list[Action]:
     """Some forwards, then backwards and forwards by turns, then the backwards left.
 
     >>> forwards = [Action(Kind.FORWARD, 0, k) for k in range(3)]
     >>> backwards = [Action(Kind.BACKWARD, 0, k) for k in range(3)]
-    >>> " ".join(map(str, alternate(forwards, backwards, num_ahead=2)))
+    >>> " ".join(map(str, _alternate(forwards, backwards, num_ahead=2)))
     '0F0 0F1 0B0 0F2 0B1 0B2'
     """
     row = forwards[:num_ahead]
@@ -170,7 +170,7 @@ def _classic_row(request: Request, rank: int) -> list[Action]:
             forwards += [Action(Kind.FORWARD, chunk * p + rank, k) for k in group]
             backwards += [Action(Kind.BACKWARD, (v - 1 - chunk) * p + rank, k) for k in group]
     num_ahead = 2 * (p - 1 - rank) + (v - 1) * max(map(len, groups)) + 1
-    return alternate(forwards, backwards, num_ahead=min(len(forwards), num_ahead))
+    return _alternate(forwards, backwards, num_ahead=min(len(forwards), num_ahead))
 
 
 def _candidates(request: Request) -> Iterator[Rows]:

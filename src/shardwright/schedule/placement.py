@@ -18,7 +18,6 @@ __all__ = [
     "KINDS",
     "Request",
     "Rows",
-    "check_placement",
     "check_request",
     "hops_to_end",
     "is_chain",
@@ -72,7 +71,7 @@ def check_kind(kind: str) -> None:
         raise ScheduleError(f"there is no schedule {kind!r}. Choose one of {', '.join(KINDS)}.")
 
 
-def check_placement(stage_ranks: Sequence[int]) -> tuple[int, ...]:
+def _check_placement(stage_ranks: Sequence[int]) -> tuple[int, ...]:
     ranks = tuple(stage_ranks)
     if not ranks:
         raise ScheduleError("stage_ranks is empty. Give the pipeline rank of each stage, for example (0, 1).")
@@ -161,7 +160,7 @@ def check_request(
     costs: Sequence[StageCost] | None,
 ) -> Request:
     """The request in checked form."""
-    ranks = check_placement(stage_ranks)
+    ranks = _check_placement(stage_ranks)
     if num_microbatches < 1:
         raise ScheduleError(f"{kind} was asked for with {num_microbatches} microbatches. Give 1 or more.")
     if active_microbatches is not None and active_microbatches < 1:

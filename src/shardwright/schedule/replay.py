@@ -34,27 +34,17 @@ from shardwright.errors import ScheduleError
 from shardwright.schedule.action_graph import ActionGraph
 from shardwright.schedule.actions import COMPUTE, Kind, StageCost
 
-__all__ = [
-    "Departure",
-    "Handling",
-    "Mail",
-    "Price",
-    "Timeline",
-    "action_seconds",
-    "refuse_stuck",
-    "replay",
-    "replay_on_shared_cores",
-]
+__all__ = ["Handling", "Price", "Timeline", "action_seconds", "replay", "replay_on_shared_cores"]
 
 
 Price = tuple[float, float]
 """Seconds that a message occupies its channel, and the latency that follows."""
 
-Departure = tuple[int, int, float, float]
+_Departure = tuple[int, int, float, float]
 """A message: the number of the action that waits for it, its price, when it left and when it arrived."""
 
 
-class Mail:
+class _Mail:
     """Sends the messages of a graph and keeps a record of them."""
 
     __slots__ = ("_free", "_prices", "_sends", "departures")
@@ -63,7 +53,7 @@ class Mail:
         self._sends = graph.sends
         self._prices = prices or [(0.0, 0.0)] * graph.num_prices
         self._free = [0.0] * len(graph.channels)  # when each channel has sent all it was given
-        self.departures: list[Departure] = []
+        self.departures: list[_Departure] = []
 
     def occupy(self, channel: int, now: float, seconds: float) -> float:
         """Has a channel busy for so long from now on, or from when it is free; gives the end."""
@@ -71,7 +61,7 @@ class Mail:
         self._free[channel] = end
         return end
 
-    def send(self, number: int, now: float) -> list[Departure]:
+    def send(self, number: int, now: float) -> list[_Departure]:
         """The messages of an action that ends now, in order."""
         departures = []
         for consumer, channel, price in self._sends[number]:
@@ -89,7 +79,7 @@ class Timeline:
 
     starts: list[float]
     ends: list[float]
-    departures: list[Departure] = field(default_factory=list)
+    departures: list[_Departure] = field(default_factory=list)
 
     @property
     def makespan(self) -> float:
@@ -127,7 +117,7 @@ def replay(
     beside: Mapping[int, float] = MappingProxyType({}),
 ) -> Timeline:
     """Times of all actions."""
-    mail, hosts = Mail(graph, prices), graph.host_channels
+    mail, hosts = _Mail(graph, prices), graph.host_channels
     starts, ends = [0.0] * len(seconds), [0.0] * len(seconds)
     ready = [0.0] * len(seconds)  # when the last message so far has arrived
     missing = list(graph.num_inputs)
@@ -154,11 +144,11 @@ def replay(
         if number < stop:
             waiting[number] = rank
     if waiting:
-        refuse_stuck(graph, waiting)
+        _refuse_stuck(graph, waiting)
     return Timeline(starts, ends, mail.departures)
 
 
-def refuse_stuck(graph: ActionGraph, waiting: Mapping[int, int]) -> None:
+def _refuse_stuck(graph: ActionGraph, waiting: Mapping[int, int]) -> None:
     """Raises the error of a graph in which the actions `waiting` (number -> rank) never start."""
     stands = sorted((rank, str(graph.actions[number])) for number, rank in waiting.items())
     rank, action = stands[0]
@@ -218,7 +208,7 @@ class _SharedReplay:
     ) -> None:
         self.graph = graph
         self.seconds = seconds
-        self.mail = Mail(graph, prices)
+        self.mail = _Mail(graph, prices)
         self.beside = beside
         self.hosts = graph.host_channels
         self.copied = [0.0] * len(graph.rows)  # when the copies beside the action of each rank have ended
@@ -252,7 +242,7 @@ class _SharedReplay:
             number: rank for rank, number in enumerate(self.position) if number < self.graph.rows[rank].stop
         }
         if stuck:
-            refuse_stuck(self.graph, stuck)
+            _refuse_stuck(self.graph, stuck)
         return self.timeline
 
     def _try_start(self, rank: int, time: float) -> None:

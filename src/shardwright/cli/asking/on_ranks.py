@@ -18,7 +18,7 @@ from shardwright.launch.ranks.meeting_place import check_endpoint
 from shardwright.launch.ranks.request import LaunchRequest
 from shardwright.observe.run_folder import RunFolder
 
-__all__ = ["RANKS", "Order", "refuse_broken", "refuse_unwritable", "run_for_files", "run_on_ranks"]
+__all__ = ["RANKS", "Order", "refuse_broken", "refuse_unwritable", "run_for_files"]
 
 RANKS = "shardwright.cli.asking.measuring_ranks"
 """The module that each rank runs."""
@@ -78,7 +78,7 @@ def run_for_files(
         refuse_unwritable(output)
     with tempfile.TemporaryDirectory(prefix="shardwright-files-") as folder:
         written = [Path(folder, f"{number}{output.suffix}") for number, output in enumerate(outputs)]
-        run_on_ranks(
+        _run_on_ranks(
             module,
             arguments(written),
             num_ranks=num_ranks,
@@ -107,7 +107,7 @@ def refuse_unwritable(output: Path) -> None:
         raise UsageError(f"{output} cannot be written: {error.strerror}. Name a file of yours.") from error
 
 
-def run_on_ranks(
+def _run_on_ranks(
     module: str,
     arguments: Sequence[str],
     *,

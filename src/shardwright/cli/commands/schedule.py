@@ -33,7 +33,7 @@ from shardwright.schedule.actions import Action
 from shardwright.schedule.schedule import draw_rows
 from shardwright.text import align
 
-__all__ = ["SchedulePicture", "schedule"]
+__all__ = ["schedule"]
 
 _MOST_ACTIONS = 200_000
 
@@ -93,7 +93,7 @@ def schedule(
     if not 0 <= send_s <= MOST_SECONDS:
         raise UsageError(f"--send is {send_s:g}, but a message takes 0 to {MOST_SECONDS:g} seconds.")
     built = _build(kind, num_ranks, microbatches, stages_per_rank, active, cost)
-    picture = SchedulePicture(built, cost, send_s=send_s, active=active)
+    picture = _SchedulePicture(built, cost, send_s=send_s, active=active)
     if as_json:
         print_json(picture.to_dict())
     else:
@@ -154,7 +154,7 @@ _LONGEST_CELL = 4
 """Units of the shortest action, where the picture is exact; else the shortest action is the unit."""
 
 
-class SchedulePicture:
+class _SchedulePicture:
     """A schedule played out with equal stages.
 
     Args:

@@ -22,7 +22,7 @@ from shardwright.errors import ConfigError, InfeasiblePlanError, UsageError
 from shardwright.quantities import format_bytes, format_parameters, format_seconds
 from shardwright.text import align
 
-__all__ = ["search", "ways_table"]
+__all__ = ["search"]
 
 if TYPE_CHECKING:
     from shardwright.cli.asking.factory import Sample
@@ -239,7 +239,7 @@ def _text(answer: "Answer", ideal: "Way | None") -> str:
         f"{best.title}\n{format_seconds(best.step_s)} a step, {rate}",
         align(steps),
         "\n".join(reasons(answer)),
-        ways_table(task, [best, *answer.alternatives, *others]),
+        _ways_table(task, [best, *answer.alternatives, *others]),
         _LEGEND,
     ]
     if ideal is not None:
@@ -347,7 +347,7 @@ _LEFT_OUT_FIRST = ("TFLOP/s/GPU", "tok/s/GPU", "samples/s/GPU", "schedule", "rec
 _GAP = 2
 
 
-def ways_table(task: "Task", ways: Sequence["Way"], *, width: int | None = None) -> str:
+def _ways_table(task: "Task", ways: Sequence["Way"], *, width: int | None = None) -> str:
     """A row for each way.
 
     Degrees are those of a rank's groups: tensor (TP), pipeline (PP), stages of a rank (VP), context (CP),

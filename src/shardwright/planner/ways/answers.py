@@ -27,9 +27,6 @@ from shardwright.planner.ways.way import PARTS, Way, describe
 from shardwright.quantities import counted, format_bytes, format_seconds
 
 __all__ = [
-    "Comparison",
-    "Offer",
-    "Sensitivity",
     "best_plan",
     "cheapest",
     "difference",
@@ -54,7 +51,7 @@ _NUM_PARTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Sensitivity:
+class _Sensitivity:
     """The saving from a rate that is a tenth higher."""
 
     what: str
@@ -62,7 +59,7 @@ class Sensitivity:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class _Comparison:
     """The best way beside one with options that somebody has in mind.
 
     Attributes:
@@ -75,12 +72,12 @@ class Comparison:
     sentences: tuple[str, ...]
 
 
-def sensitivities(task: Task, way: Way) -> list[Sensitivity]:
+def sensitivities(task: Task, way: Way) -> list[_Sensitivity]:
     """For each rate of the machines, what a tenth more of it would spare; the most first."""
     found = []
     for name, what in _RATES.items():
         seconds = float(prices_of(task, way.options, faster={name: _MORE}).seconds.total)
-        found.append(Sensitivity(what, 1 - seconds / way.step_s))
+        found.append(_Sensitivity(what, 1 - seconds / way.step_s))
     return sorted(found, key=lambda each: -each.share)
 
 
@@ -135,7 +132,7 @@ def _listed(parts: Sequence[str]) -> str:
     return " and ".join(part for part in (", ".join(parts[:-1]), parts[-1]) if part)
 
 
-def why_not(task: Task, pins: dict[str, int]) -> Comparison:
+def why_not(task: Task, pins: dict[str, int]) -> _Comparison:
     """Compares the best way with the best one that has these options."""
     answer = search(replace(task, pins={}))
     pinned = replace(task, pins=pins)
@@ -144,7 +141,7 @@ def why_not(task: Task, pins: dict[str, int]) -> Comparison:
     if fits(task, ways).any():
         other = search(pinned).best
         second = f"The best with {_text(pins)}: {difference(answer.best, other)}."
-        return Comparison(answer.best, other, True, (first, second, *_where(answer.best, other)))
+        return _Comparison(answer.best, other, True, (first, second, *_where(answer.best, other)))
     closest = closest_way(pinned, ways, np.asarray(memory_of(task, ways)[0].total))
     over = closest.peak_bytes - closest.limit_bytes
     if over <= 0:
@@ -152,12 +149,12 @@ def why_not(task: Task, pins: dict[str, int]) -> Comparison:
             f"With {_text(pins)} nothing fits: what {closest.title} offloads is more than the "
             f"{format_bytes(task.host_bytes)} of the host's memory that a rank may use."
         )
-        return Comparison(answer.best, closest, False, (first, second))
+        return _Comparison(answer.best, closest, False, (first, second))
     second = (
         f"With {_text(pins)} nothing fits: what takes least memory ({closest.title}) needs "
         f"{format_bytes(closest.peak_bytes)} a rank, {format_bytes(over)} too much: {closest.memory_text}."
     )
-    return Comparison(answer.best, closest, False, (first, second))
+    return _Comparison(answer.best, closest, False, (first, second))
 
 
 def difference(best: Way, other: Way) -> str:
@@ -192,7 +189,7 @@ def _text(pins: dict[str, int]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class _Offer:
     """Training on some of the machines.
 
     Attributes:
@@ -206,7 +203,7 @@ class Offer:
     dollars: float | None
 
 
-def offers(task: Task, *, tokens: float, deadline_s: float | None = None) -> list[Offer]:
+def offers(task: Task, *, tokens: float, deadline_s: float | None = None) -> list[_Offer]:
     """Offers of training on 1, 2, 4, ... nodes of one kind, up to all of them; none where nothing fits.
 
     With a deadline, also on the fewest nodes that meet it, found by halving what lies between two of these.
@@ -216,7 +213,7 @@ def offers(task: Task, *, tokens: float, deadline_s: float | None = None) -> lis
     if not 0 < tokens < float("inf"):
         raise UsageError(f"tokens is {tokens:g}, but it must be more than 0.")
     _, most = task.machines.nodes[0]
-    found: dict[int, Offer] = {}
+    found: dict[int, _Offer] = {}
     refused: ConfigError | None = None
     for number in sorted({2**n for n in range(most.bit_length())} | {most}):
         try:
@@ -232,14 +229,14 @@ def offers(task: Task, *, tokens: float, deadline_s: float | None = None) -> lis
     return [found[number] for number in sorted(found)]
 
 
-def _between(task: Task, known: dict[int, Offer], tokens: float, deadline_s: float) -> dict[int, Offer]:
+def _between(task: Task, known: dict[int, _Offer], tokens: float, deadline_s: float) -> dict[int, _Offer]:
     """Numbers of nodes between the last that is too slow and the first that is in time."""
     in_time = [number for number, offer in sorted(known.items()) if offer.seconds <= deadline_s]
     if not in_time:
         return {}
     high = in_time[0]
     low = max((number for number in known if number < high), default=high // 2)
-    found: dict[int, Offer] = {}
+    found: dict[int, _Offer] = {}
     while high - low > 1:
         middle = (low + high) // 2
         try:
@@ -254,14 +251,14 @@ def _between(task: Task, known: dict[int, Offer], tokens: float, deadline_s: flo
     return found
 
 
-def _offer(task: Task, number: int, tokens: float) -> Offer:
+def _offer(task: Task, number: int, tokens: float) -> _Offer:
     """Training on so many nodes."""
     kind, _ = task.machines.nodes[0]
     machines = replace(task.machines, name=f"{kind.name} x {number}", nodes=((kind, number),))
     way = search(replace(task, machines=machines)).best
     seconds = tokens / way.tokens_per_s
     price = machines.price_per_hour
-    return Offer(
+    return _Offer(
         num_nodes=number,
         num_ranks=machines.num_ranks,
         way=way,
@@ -270,7 +267,7 @@ def _offer(task: Task, number: int, tokens: float) -> Offer:
     )
 
 
-def cheapest(found: list[Offer], *, deadline_s: float | None = None) -> Offer:
+def cheapest(found: list[_Offer], *, deadline_s: float | None = None) -> _Offer:
     """The offer to take: of those in time, the one that costs least."""
     if not found:
         raise InfeasiblePlanError(

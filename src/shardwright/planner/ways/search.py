@@ -22,20 +22,9 @@ from shardwright.planner.ways.task import MOST_BATCH, Task
 from shardwright.planner.ways.way import Way, way_of
 from shardwright.quantities import format_bytes
 
-__all__ = [
-    "NEAR_TIE",
-    "Answer",
-    "Objective",
-    "best_of",
-    "closest_way",
-    "drawbacks",
-    "largest_batch",
-    "remedies",
-    "search",
-    "ways_at_once",
-]
+__all__ = ["NEAR_TIE", "Answer", "closest_way", "drawbacks", "largest_batch", "search", "ways_at_once"]
 
-Objective = Literal["speed", "memory"]
+_Objective = Literal["speed", "memory"]
 
 NEAR_TIE = 1.05
 """Two ways on the same machines whose times differ by less may change places in practice."""
@@ -62,16 +51,16 @@ class Answer:
     num_fitting: int
 
 
-def search(task: Task, *, objective: Objective = "speed") -> Answer:
+def search(task: Task, *, objective: _Objective = "speed") -> Answer:
     """Finds the fastest way, or the one that takes least memory."""
     ways = all_ways(task)
     fitting = np.flatnonzero(fits(task, ways))
     if not len(fitting):
         raise InfeasiblePlanError(_nothing_fits(task, ways, np.asarray(memory_of(task, ways)[0].total)))
-    return best_of(task, ways.take(fitting), objective=objective, num_ways=len(ways.pipeline))
+    return _best_of(task, ways.take(fitting), objective=objective, num_ways=len(ways.pipeline))
 
 
-def best_of(task: Task, some: Options, *, objective: Objective, num_ways: int) -> Answer:
+def _best_of(task: Task, some: Options, *, objective: _Objective, num_ways: int) -> Answer:
     """The best of ways that fit, and those that are next."""
     number = len(np.atleast_1d(some.pipeline))
     if objective == "speed":
@@ -183,7 +172,7 @@ def _nothing_fits(task: Task, ways: Options, needed: NDArray[np.float64]) -> str
         f"nothing of {len(needed)} ways fits in {format_bytes(closest.limit_bytes)} a rank. The closest "
         f"({closest.title}) needs {format_bytes(closest.peak_bytes)}: {closest.memory_text}.",
         "What would help:",
-        *remedies(task, closest),
+        *_remedies(task, closest),
     ]
     return "\n  ".join(lines)
 
@@ -192,7 +181,7 @@ _FACTORS = (2, 4, 8, 16, 32, 64, 128, 256)
 _LEAST_SEQUENCE = 128
 
 
-def remedies(task: Task, closest: Way) -> list[str]:
+def _remedies(task: Task, closest: Way) -> list[str]:
     """One line for each thing that helps by itself, then the memory that would do."""
     found = _unpinned(task)
     more = next((f for f in _FACTORS if _any_fits(_with_nodes(task, f))), None)
@@ -270,7 +259,7 @@ def largest_batch(task: Task) -> Answer:
         )
     chosen = np.flatnonzero(batches == largest)
     found = _with(ways, steps * counts).take(chosen)
-    return best_of(replace(task, batch=largest), found, objective="speed", num_ways=len(batches))
+    return _best_of(replace(task, batch=largest), found, objective="speed", num_ways=len(batches))
 
 
 def ways_at_once(task: Task) -> Options:

@@ -11,7 +11,7 @@ from shardwright.planner.ways.pricing import prices_of
 from shardwright.planner.ways.task import NOT_RUN_YET, Task, does_not_run, runs_experts, runs_shards
 from shardwright.quantities import format_bytes, format_seconds
 
-__all__ = ["PARTS", "ZERO", "Way", "describe", "way_of"]
+__all__ = ["PARTS", "Way", "describe", "way_of"]
 
 PARTS = {
     "compute": "computing",
@@ -40,7 +40,7 @@ _MEMORY = {
     "work": "work",
 }
 # What shards divide, by the names of Rajbhandari et al. (2020): optimizer state; gradients, too; all.
-ZERO = {Sharded.OPTIMIZER: "ZeRO-1", Sharded.GRADIENTS: "ZeRO-2", Sharded.PARAMETERS: "ZeRO-3"}
+_ZERO = {Sharded.OPTIMIZER: "ZeRO-1", Sharded.GRADIENTS: "ZeRO-2", Sharded.PARAMETERS: "ZeRO-3"}
 _LEAST_SHARE = 0.005
 
 
@@ -96,7 +96,7 @@ class Way:
             degrees.append(f"pipeline {int(o.pipeline)} ({self.schedule}{stages})")
         degrees.append(f"data {int(o.data)}")
         if o.sharded:
-            degrees.append(f"{ZERO[Sharded(int(o.sharded))]} over {int(o.shard)}")
+            degrees.append(f"{_ZERO[Sharded(int(o.sharded))]} over {int(o.shard)}")
         text = f"{', '.join(degrees)}; {_microbatches(o)}"
         if o.placement == Placement.DPT:
             text += "; replicas over nodes"
@@ -126,7 +126,7 @@ class Way:
         found = [text for name, text in NOT_RUN_YET.items() if does_not_run(name, getattr(o, name))]
         kind = Sharded(int(o.sharded))
         if not runs_shards(kind, shard=o.shard, data=o.data):
-            found.append(f"{ZERO[kind]} over {int(o.shard)} of {int(o.data)} replicas")
+            found.append(f"{_ZERO[kind]} over {int(o.shard)} of {int(o.data)} replicas")
         if not self.runs_experts:
             found.append(f"experts over {int(o.expert)} ranks in a way with {self._beside_experts}")
         return found
@@ -136,7 +136,7 @@ class Way:
         """What this version does not run beside experts that ranks share."""
         o = self.options
         if o.sharded:
-            return ZERO[Sharded(int(o.sharded))]
+            return _ZERO[Sharded(int(o.sharded))]
         return f"tensor {int(o.tensor)}, context {int(o.context)} and data {int(o.data)}"
 
     @property
