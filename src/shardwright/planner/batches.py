@@ -12,6 +12,7 @@ from shardwright.config import Config
 from shardwright.errors import PlanError
 from shardwright.model_graph import ModelGraph
 from shardwright.profile import Profile
+from shardwright.quantities import counted
 
 NOT_CUT_FURTHER = "not cut further"
 """Ends the reason for few microbatches, by which others know that more are none to advise."""
@@ -48,7 +49,8 @@ def statistics_reasons(
         return ()
     if microbatches == 1:
         return (f"Statistics over the batch ({_sample(layers)}) are those of all of it, one microbatch.",)
-    text = f"Statistics over the batch ({_sample(layers)}) are those of a microbatch, {_count(samples)}"
+    text = f"Statistics over the batch ({_sample(layers)}) are those of a microbatch, "
+    text += counted(samples, "sample")
     if config.microbatches is not None:
         return (f"{text}.",)
     if group:
@@ -63,10 +65,10 @@ def statistics_are_split(layers: Sequence[str], *, samples: int, batch: int) -> 
     >>> statistics_are_split(["bn"], samples=4, batch=32)[:93]
     '1 layer (bn) computes statistics over the 4 samples of a microbatch, not over the 32 of the b'
     """
-    number = "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
+    number, size = counted(len(layers), "layer"), counted(samples, "sample")
     computes = "computes" if len(layers) == 1 else "compute"
     return (
-        f"{number} ({_sample(layers)}) {computes} statistics over the {_count(samples)} of a microbatch, not "
+        f"{number} ({_sample(layers)}) {computes} statistics over the {size} of a microbatch, not "
         f"over the {batch} of the batch, as in a loop over the microbatches. For those of the whole batch "
         "set batch_statistics to batch, which takes one microbatch."
     )
@@ -92,10 +94,6 @@ def _sample(layers: Sequence[str]) -> str:
     more = len(layers) - _NUM_NAMED
     named = [layer or "the model" for layer in layers[:_NUM_NAMED]]
     return ", ".join(named) + (f" and {more} more" if more > 0 else "")
-
-
-def _count(samples: int) -> str:
-    return "1 sample" if samples == 1 else f"{samples} samples"
 
 
 def microbatch_counts(batch_size: int, *, config: Config, pipeline: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from shardwright.planner.division import Division
 from shardwright.planner.draft import Draft, Option
 from shardwright.planner.profiles import MEASURED_ERROR, error_of
 from shardwright.profile import Profile
-from shardwright.quantities import format_bytes, format_seconds
+from shardwright.quantities import counted, format_bytes, format_seconds
 
 SIMPLICITY = ("1f1b", "gpipe", "zb_h1", "interleaved_1f1b", "zb_v")
 """Schedule families in the order of simplicity. 1F1B needs less memory than GPipe for the same time."""
@@ -116,8 +116,8 @@ _NUM_ALTERNATIVES = 5
 def title(option: Option) -> str:
     """A name for an option: ``1f1b, 4 microbatches, 2 stages``."""
     layout = option.layout
-    text = f"{option.kind}, {_count(option.num_microbatches, 'microbatch', 'es')}, "
-    text += _count(layout.num_stages, "stage")
+    text = f"{option.kind}, {counted(option.num_microbatches, 'microbatch', 'es')}, "
+    text += counted(layout.num_stages, "stage")
     if layout.num_stages > layout.num_ranks:
         text += f" on {layout.num_ranks} ranks"
     return text
@@ -385,7 +385,3 @@ def _verdict(option: Option, best: Option) -> str:
     if difference < 0:
         return f"{-difference:.1%} faster, with {memory}: not enough to be worth its complication"
     return f"{difference:.1%} slower, with {memory}"
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{'' if number == 1 else plural}"

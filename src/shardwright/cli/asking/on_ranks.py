@@ -78,14 +78,25 @@ def run_for_files(
         refuse_unwritable(output)
     with tempfile.TemporaryDirectory(prefix="shardwright-files-") as folder:
         written = [Path(folder, f"{number}{output.suffix}") for number, output in enumerate(outputs)]
-        _run_on_ranks(
-            module,
-            arguments(written),
+        ranks = Path(tempfile.mkdtemp(prefix="shardwright-"))
+        request = LaunchRequest(
+            target=module,
+            is_module=True,
+            arguments=tuple(arguments(written)),
             num_ranks=num_ranks,
             num_nodes=num_nodes,
             node_rank=node_rank,
             endpoint=endpoint,
+            run_folder=RunFolder.create(ranks, name="ranks", environ={}).path,
         )
+        if endpoint is not None and num_nodes > 1:
+            check_endpoint(endpoint, os.environ, say=say)
+        # Here, because it imports torch: --help answers before.
+        from shardwright.launch.ranks.agent import launch
+
+        if code := launch(request, report=say):
+            sys.exit(code)  # the logs of the ranks stay where the message says
+        shutil.rmtree(ranks, ignore_errors=True)
         found = [(path, output) for path, output in zip(written, outputs, strict=True) if path.exists()]
         for path, output in found:
             _put(output, path.read_bytes())
@@ -105,35 +116,3 @@ def refuse_unwritable(output: Path) -> None:
         check_place(output)
     except OSError as error:
         raise UsageError(f"{output} cannot be written: {error.strerror}. Name a file of yours.") from error
-
-
-def _run_on_ranks(
-    module: str,
-    arguments: Sequence[str],
-    *,
-    num_ranks: int,
-    num_nodes: int = 1,
-    node_rank: int | None = None,
-    endpoint: str | None = None,
-) -> None:
-    """Starts the ranks and waits for them; their output goes to stderr."""
-    folder = tempfile.mkdtemp(prefix="shardwright-")
-    request = LaunchRequest(
-        target=module,
-        is_module=True,
-        arguments=tuple(arguments),
-        num_ranks=num_ranks,
-        num_nodes=num_nodes,
-        node_rank=node_rank,
-        endpoint=endpoint,
-        run_folder=RunFolder.create(Path(folder), name="ranks", environ={}).path,
-    )
-    if endpoint is not None and num_nodes > 1:
-        check_endpoint(endpoint, os.environ, say=say)
-    # Here, because it imports torch: --help answers before.
-    from shardwright.launch.ranks.agent import launch
-
-    code = launch(request, report=say)
-    if code:
-        sys.exit(code)  # the logs of the ranks stay where the message says
-    shutil.rmtree(folder, ignore_errors=True)
