@@ -8,8 +8,6 @@ from shardwright.catalogue.transformer import LatentAttention, Transformer
 from shardwright.errors import ConfigError
 from shardwright.text import shown
 
-__all__ = ["from_hugging_face"]
-
 _Document = Mapping[str, Any]
 
 _MOST = 10**9

@@ -38,8 +38,6 @@ from shardwright.problems import describe, field_names
 from shardwright.quantities import MOST_BYTES, MOST_NODES, MOST_RANKS_OF_HOST
 from shardwright.text import shown
 
-__all__ = ["read_inventory", "write_inventory"]
-
 _CLUSTER_VERSION = 1
 _MOST_KINDS = 1000
 _ADVICE = "shardwright probe measures the present machines; docs/clusters.md has the format"

@@ -8,8 +8,6 @@ from shardwright.cluster.named import parse_inventory
 from shardwright.errors import ConfigError
 from shardwright.quantities import format_bytes
 
-__all__ = ["find_machines", "memory_for", "usable_bytes"]
-
 _DEVICE_MARGIN = 0.06
 """Of memory, what an allocator cannot use."""
 

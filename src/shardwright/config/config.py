@@ -20,8 +20,6 @@ from shardwright.mesh import Mesh
 from shardwright.problems import describe, join
 from shardwright.text import shown
 
-__all__ = ["Config", "refuse_misplaced"]
-
 
 def _contradictions(settings: Settings) -> Iterator[str]:
     """What the settings ask for together and cannot be had: one text for each, with its remedy."""

@@ -12,8 +12,6 @@ from typing import Any
 from shardwright.errors import ConfigError
 from shardwright.text import printable, shown
 
-__all__ = ["canonical", "dictionary_of", "ignored_names"]
-
 _RENAMED = {"partitions": "pipeline_parallel_degree"}
 
 # Accepted with any value, because they change nothing here.

@@ -11,24 +11,6 @@ from shardwright.cluster import NodeKind
 from shardwright.costs.inputs import Numbers
 from shardwright.files.documents import parse_yaml
 
-__all__ = [
-    "ACTION_S",
-    "DIVIDED_OPERATION_S",
-    "OFFLOADED_CALL_S",
-    "OF_ACCELERATORS",
-    "PRIORS",
-    "REACHED",
-    "STEP_S",
-    "TENTH",
-    "UNIT_S",
-    "Calibration",
-    "Efficiencies",
-    "calibration_of",
-    "calibration_of_nodes",
-    "document_of",
-    "known_runtimes",
-]
-
 ACTION_S = 8e-5
 """Seconds that the runtime itself takes for an action, measured by ``benchmarks/pipeline.py --only E``.
 

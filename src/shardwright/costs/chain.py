@@ -53,8 +53,6 @@ from shardwright.costs.step import (
 from shardwright.errors import PlanError
 from shardwright.model_graph import Work
 
-__all__ = ["chain_prices", "flops_per_s", "split", "stage_ends"]
-
 Floats = NDArray[np.float64]
 
 

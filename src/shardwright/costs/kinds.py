@@ -32,8 +32,6 @@ from shardwright.costs.step import (
     updated_parameters,
 )
 
-__all__ = ["KindOfRank", "Prices", "rates_among", "stages_alike", "transformer_fit", "transformer_prices"]
-
 _BISECTIONS = 30
 _ROUNDING = 1e-9
 

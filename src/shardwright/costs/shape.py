@@ -7,8 +7,6 @@ import numpy as np
 from shardwright.catalogue import Transformer
 from shardwright.costs.inputs import Columns, Numbers
 
-__all__ = ["Shape"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape(Columns):

@@ -82,11 +82,7 @@ class UserFile:
         return self.error(f"{self} {problem}.{self.advice and f' {self.advice}.'}")
 
     def read_bytes(self) -> bytes:
-        """All of it.
-
-        Raises:
-            ShardwrightError: of the kind `error`: it cannot be read, is no regular file, or is far too long.
-        """
+        """All of it."""
         return self._limited(self.most_bytes)
 
     def read_text(self) -> str:
@@ -111,11 +107,7 @@ class UserFile:
             raise self.refused(error.predicate) from None
 
     def model(self, model: type[_Model], document: Any) -> _Model:
-        """A document of this file as a model of pydantic's.
-
-        Raises:
-            ShardwrightError: of the kind `error`; it names all fields that are wrong.
-        """
+        """A document of this file as a model of pydantic's."""
         try:
             return model.model_validate(document)
         except ValidationError as error:
@@ -127,11 +119,7 @@ class UserFile:
         return self.error(join(f"{self} cannot be used{self.advice and f' ({self.advice})'}:", problems))
 
     def read_lines(self) -> Iterator[bytes]:
-        """Its lines, without their ends.
-
-        Raises:
-            ShardwrightError: as `read_bytes`; or a line is far too long.
-        """
+        """Its lines, without their ends."""
         rest = b""
         for chunk in self._chunks(self.most_bytes):
             *whole, rest = (rest + chunk).split(b"\n")

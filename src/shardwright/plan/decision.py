@@ -17,17 +17,6 @@ from shardwright.model_graph import ModelGraph
 from shardwright.plan.prediction import Seconds
 from shardwright.quantities import MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES_OF_RANK, MOST_STEPS
 
-__all__ = [
-    "Alternative",
-    "MeshPlan",
-    "ModelIdentity",
-    "SchedulePlan",
-    "StagePlan",
-    "Trial",
-    "difference_of_units",
-    "identity",
-]
-
 Degree = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 _Microbatches = Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)]
 

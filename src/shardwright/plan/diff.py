@@ -9,8 +9,6 @@ from shardwright.plan import Plan, stage_of_label
 from shardwright.quantities import format_bytes, format_seconds
 from shardwright.text import align
 
-__all__ = ["Change", "diff_plans"]
-
 
 @dataclass(frozen=True, slots=True)
 class Change:

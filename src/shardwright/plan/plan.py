@@ -39,8 +39,6 @@ from shardwright.problems import describe, field_names, join
 from shardwright.quantities import format_bytes, format_seconds
 from shardwright.text import align, shown
 
-__all__ = ["PLAN_VERSION", "REMEDY", "Plan", "stage_of_label"]
-
 PLAN_VERSION = 2
 
 REMEDY = "Make the plan anew, or start without it."

@@ -30,8 +30,6 @@ from shardwright.files import Record
 from shardwright.placement import Cut
 from shardwright.quantities import MOST_DIMS
 
-__all__ = ["TensorPlan", "TensorPrices", "cuts_by_name", "cuts_by_pattern", "pattern_of"]
-
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 

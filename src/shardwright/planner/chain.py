@@ -33,18 +33,6 @@ from numpy.typing import NDArray
 from shardwright.model_graph import ModelGraph, Together
 from shardwright.profile import Cost, Provenance
 
-__all__ = [
-    "Bond",
-    "CallCost",
-    "Chain",
-    "Flow",
-    "ParameterUse",
-    "SavedValue",
-    "StateBytes",
-    "bonds_of_groups",
-    "bonds_of_units",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Bond:

@@ -24,8 +24,6 @@ from shardwright.mesh import Mesh
 from shardwright.plan import Plan
 from shardwright.quantities import format_seconds
 
-__all__ = ["Planned", "best_of_meshes", "best_plans", "meshes", "plan_survivors", "with_or_without_sequences"]
-
 _TRUST = 1.5
 """A plan takes no less than its closed form, divided by this."""
 

@@ -21,8 +21,6 @@ from shardwright.placement import BetweenUnits, Cut
 from shardwright.plan import TensorPlan, TensorPrices
 from shardwright.profile import Profile, UnitCost
 
-__all__ = ["UNDIVIDED", "DividedUnit", "Division", "Passage"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:

@@ -24,8 +24,6 @@ from shardwright.placement import size_of_buckets
 from shardwright.plan import TensorPrices
 from shardwright.planner.layout import Layout
 
-__all__ = ["Fabric", "Moment", "ReplicaSeconds", "exposed_after", "exposed_before", "moments_of"]
-
 _MOST_BUCKET_BYTES = 25 * 2**20  # as users find it set
 
 

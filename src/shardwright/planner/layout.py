@@ -13,8 +13,6 @@ from shardwright.placement import size_of_buckets
 from shardwright.planner.chain import Chain, ParameterUse, StateBytes
 from shardwright.schedule import Edge, StageCost
 
-__all__ = ["Layout"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:

@@ -23,8 +23,6 @@ from shardwright.planner.chain import (
 from shardwright.planner.division import UNDIVIDED, Division
 from shardwright.profile import Cost, Profile, UnitCost
 
-__all__ = ["build_chain", "chain_of"]
-
 
 def build_chain(graph: ModelGraph, profile: Profile, division: Division | None = None) -> Chain:
     """Makes the chain of a traced model."""

@@ -33,8 +33,6 @@ from numpy.typing import NDArray
 from shardwright.cluster import Link
 from shardwright.planner.chain import Chain
 
-__all__ = ["Objective", "OffloadPolicy", "RecomputePolicy", "build_objective", "build_tables"]
-
 Floats = NDArray[np.float64]
 
 

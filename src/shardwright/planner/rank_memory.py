@@ -34,18 +34,6 @@ from shardwright.planner.layout import Layout
 from shardwright.planner.replay import schedule_of
 from shardwright.schedule import Kind, Schedule, StageCost
 
-__all__ = [
-    "Above",
-    "above_at_most",
-    "gradients_come_late",
-    "in_flight",
-    "messages",
-    "offloaded_bytes",
-    "rank_memory",
-    "scheduled_above",
-    "work_bytes",
-]
-
 # Numbers of state for each number of a parameter.
 _ADAM = 2.0
 

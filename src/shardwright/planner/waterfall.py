@@ -35,8 +35,6 @@ from shardwright.plan import MemoryPrediction, Plan
 from shardwright.planner.replay import Setting, base_setting, play
 from shardwright.schedule import Kind, Simulation, StageCost
 
-__all__ = ["Part", "RankMemory", "Waterfall", "break_down", "memory_over_time"]
-
 _PartKind = Literal[
     "compute", "recomputation", "communication", "bubble", "imbalance", "overhead", "remainder"
 ]

@@ -9,8 +9,6 @@ from shardwright.comm.message_names import listed, lost_peer, names_a_lost_peer
 from shardwright.errors import PeerLostError, PeerTimeoutError, UsageError
 from shardwright.run.context import Context
 
-__all__ = ["STEP", "first_cause_named", "out_of_data"]
-
 STEP = "the step function"
 """The beginning of every step's `MeetingPlace.where`."""
 

@@ -20,17 +20,6 @@ from shardwright.errors import CheckpointError, PeerLostError, ShardwrightError,
 from shardwright.run.context import Context, context, is_initialized
 from shardwright.run.failure import first_cause_named, out_of_data
 
-__all__ = [
-    "call_together",
-    "meet",
-    "meet_each",
-    "on_every_rank",
-    "prepare",
-    "ranks_with_the_model",
-    "require_all_refuse",
-    "script_ended",
-]
-
 _T = TypeVar("_T")
 
 _RUNS = itertools.count()

@@ -115,14 +115,6 @@ class RankSnapshot:
 class SaveUnderWay:
     """A rank's part in writing a checkpoint. Starts at once.
 
-    Args:
-        run: the run.
-        draft: made by the first rank.
-        snapshot: of this rank; let go of when it is written.
-        folder: of the checkpoint.
-        disk: writes files.
-        others: further files, by name, for the documents of all ranks; on the first rank.
-
     Attributes:
         step: how many steps were done.
         seconds: how long it took, when it is done.

@@ -26,8 +26,6 @@ from typing import NoReturn
 from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import HOST_COPIES, TRANSFERS, Action, Edge, Kind
 
-__all__ = ["ActionGraph", "check_owner", "compile_actions", "host_copies_of", "row_with_host_copies"]
-
 _Key = tuple[int, int]  # stage, microbatch
 
 

@@ -65,8 +65,6 @@ from shardwright.schedule.placement import (
     stages_by_rank,
 )
 
-__all__ = ["gpipe", "interleaved", "one_f_one_b"]
-
 
 def gpipe(request: Request) -> Rows:
     """The rows of GPipe for any placement.

@@ -14,19 +14,6 @@ from dataclasses import dataclass
 from shardwright.errors import ScheduleError
 from shardwright.schedule.actions import Action, StageCost, check_costs
 
-__all__ = [
-    "KINDS",
-    "Request",
-    "Rows",
-    "check_request",
-    "hops_to_end",
-    "is_chain",
-    "is_round_robin",
-    "is_v",
-    "place_stages",
-    "stages_by_rank",
-]
-
 KINDS = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v")
 """Names of the schedule families."""
 

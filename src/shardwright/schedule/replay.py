@@ -34,9 +34,6 @@ from shardwright.errors import ScheduleError
 from shardwright.schedule.action_graph import ActionGraph
 from shardwright.schedule.actions import COMPUTE, Kind, StageCost
 
-__all__ = ["Handling", "Price", "Timeline", "action_seconds", "replay", "replay_on_shared_cores"]
-
-
 Price = tuple[float, float]
 """Seconds that a message occupies its channel, and the latency that follows."""
 

@@ -18,8 +18,6 @@ from shardwright.launch.ranks.meeting_place import check_endpoint
 from shardwright.launch.ranks.request import LaunchRequest
 from shardwright.observe.run_folder import RunFolder
 
-__all__ = ["RANKS", "Order", "refuse_broken", "refuse_unwritable", "run_for_files"]
-
 RANKS = "shardwright.cli.asking.measuring_ranks"
 """The module that each rank runs."""
 

@@ -59,11 +59,7 @@ def folder_of(path: Path) -> Path:
 
 
 def checkpoint_folder(path: Path) -> CheckpointFolder:
-    """The folder of checkpoints that is meant.
-
-    Raises:
-        UsageError: it is not there, or is one checkpoint.
-    """
+    """The folder of checkpoints that is meant."""
     chosen = folder_of(path)
     refuse_one_checkpoint(chosen)
     if not chosen.is_dir():
@@ -72,11 +68,7 @@ def checkpoint_folder(path: Path) -> CheckpointFolder:
 
 
 def named_checkpoint(path: Path, name: str | None) -> tuple[CheckpointFolder, str | None]:
-    """The folder of checkpoints that is meant, and the checkpoint: also where the path is one itself.
-
-    Raises:
-        UsageError: it is not there, or two different checkpoints are named.
-    """
+    """The folder of checkpoints that is meant, and the checkpoint: also where the path is one itself."""
     whole = path if path.name else path.absolute()  # "." has neither a name nor a folder around it
     if not ((whole / MANIFEST).exists() and (whole.parent / COMMITTED).exists()):
         return checkpoint_folder(path), name

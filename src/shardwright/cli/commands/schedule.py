@@ -33,8 +33,6 @@ from shardwright.schedule.actions import Action
 from shardwright.schedule.schedule import draw_rows
 from shardwright.text import align
 
-__all__ = ["schedule"]
-
 _MOST_ACTIONS = 200_000
 
 Kind = Annotated[str, typer.Argument(metavar="KIND", help=f"One of {', '.join(KINDS)}.")]
@@ -155,14 +153,7 @@ _LONGEST_CELL = 4
 
 
 class _SchedulePicture:
-    """A schedule played out with equal stages.
-
-    Args:
-        schedule: without transfers.
-        cost: of every stage; `saved_bytes` is 1, so that bytes count activations.
-        send_s: seconds of a message between two ranks.
-        active: the bound that the schedule was built with; the formulas do not know it.
-    """
+    """A schedule played out with equal stages."""
 
     def __init__(self, schedule: Schedule, cost: StageCost, *, send_s: float, active: int | None) -> None:
         self._schedule = schedule

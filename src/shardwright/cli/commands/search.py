@@ -22,8 +22,6 @@ from shardwright.errors import ConfigError, InfeasiblePlanError, UsageError
 from shardwright.quantities import format_bytes, format_parameters, format_seconds
 from shardwright.text import align
 
-__all__ = ["search"]
-
 if TYPE_CHECKING:
     from shardwright.cli.asking.factory import Sample
     from shardwright.plan import Plan

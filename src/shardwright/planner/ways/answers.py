@@ -26,19 +26,6 @@ from shardwright.planner.ways.task import Task
 from shardwright.planner.ways.way import PARTS, Way, describe
 from shardwright.quantities import counted, format_bytes, format_seconds
 
-__all__ = [
-    "best_plan",
-    "cheapest",
-    "difference",
-    "ideal_text",
-    "not_run_text",
-    "offers",
-    "reasons",
-    "sensitivities",
-    "settings_of",
-    "why_not",
-]
-
 _RATES = {
     "flops_per_s": "faster matrix products",
     "memory_Bps": "faster memory of the accelerators",

@@ -22,8 +22,6 @@ from shardwright.planner.ways.task import MOST_BATCH, Task
 from shardwright.planner.ways.way import Way, way_of
 from shardwright.quantities import format_bytes
 
-__all__ = ["NEAR_TIE", "Answer", "closest_way", "drawbacks", "largest_batch", "search", "ways_at_once"]
-
 _Objective = Literal["speed", "memory"]
 
 NEAR_TIE = 1.05

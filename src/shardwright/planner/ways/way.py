@@ -11,8 +11,6 @@ from shardwright.planner.ways.pricing import prices_of
 from shardwright.planner.ways.task import NOT_RUN_YET, Task, does_not_run, runs_experts, runs_shards
 from shardwright.quantities import format_bytes, format_seconds
 
-__all__ = ["PARTS", "Way", "describe", "way_of"]
-
 PARTS = {
     "compute": "computing",
     "recompute": "recomputation",

@@ -25,8 +25,6 @@ from shardwright.torch.pytorch.functions import OF_GRADIENT, is_metadata
 from shardwright.torch.pytorch.source_line import user_line
 from shardwright.torch.pytorch.tree import leaves
 
-__all__ = ["BatchData", "WatchedData"]
-
 _OVER_ROWS = frozenset(
     "amax amin log_softmax logsumexp max mean median min norm normalize quantile softmax std std_mean var "
     "var_mean vector_norm".split()
@@ -40,10 +38,6 @@ _TAKE_ROWS = frozenset("__getitem__ index_select take_along_dim gather".split())
 
 class BatchData:
     """Follows statistics of one microbatch.
-
-    Args:
-        samples: in it.
-        is_trained: whether gradients go through a tensor.
 
     Attributes:
         found: what a loss is computed with, and where; empty without.
@@ -60,14 +54,7 @@ class BatchData:
         self._drawn: dict[int, Tensor] = {}  # numbers of samples
 
     def operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Looks at an operation of a step function.
-
-        Args:
-            func: a torch function.
-            args: that it was given.
-            kwargs: that it was given.
-            result: that it has returned.
-        """
+        """Looks at an operation of a step function."""
         name = getattr(func, "__name__", "")
         if self.found:
             return
@@ -168,9 +155,6 @@ class BatchData:
 
 class WatchedData(TorchFunctionMode):
     """Follows a step function that runs as it is, on one rank.
-
-    Args:
-        samples: in the microbatch.
 
     Attributes:
         is_behind_backward: its gradients are not those of the batch yet, and nobody may use them.

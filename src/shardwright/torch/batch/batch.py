@@ -30,10 +30,6 @@ class Batch:
 
     A microbatch is a batch, too: `split` gives as many as are wanted. Leaves are those of before the step
     function has run, whatever it does to the containers that it gets.
-
-    Args:
-        arguments: (args, kwargs).
-        splitter: which of them are cut into microbatches, and how.
     """
 
     def __init__(self, arguments: Arguments, splitter: Splitter | None = None):
@@ -132,11 +128,7 @@ class Batch:
         return self.with_leaves([leaf.clone() if is_batch_tensor(leaf) else leaf for leaf in self.leaves])
 
     def changed(self, change: Callable[[Sequence[tuple[Tensor, int]]], Sequence[Tensor]]) -> Self:
-        """With other tensors in the place of those that are cut into microbatches.
-
-        Args:
-            change: called with all of them and the axes along which they are cut.
-        """
+        """With other tensors in the place of those that are cut into microbatches."""
         trees = self._splitter.changed(self._named, change)
         num_args, kwargs = len(self.arguments[0]), self.arguments[1]
         return self.with_arguments(
@@ -151,11 +143,7 @@ class Batch:
                     leaf.copy_(new)
 
     def split(self, num_microbatches: int) -> list[Self]:
-        """The microbatches; the first ones are larger where the sizes do not divide.
-
-        Raises:
-            UsageError: the batch is smaller than the number of microbatches, or tensors differ in size.
-        """
+        """The microbatches; the first ones are larger where the sizes do not divide."""
         num_args, kwargs = len(self.arguments[0]), self.arguments[1]
         parts = []
         for arguments in self._splitter.split(self._named, num_microbatches):

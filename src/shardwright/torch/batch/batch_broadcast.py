@@ -29,9 +29,6 @@ from shardwright.torch.batch.splitter import refuse_packed
 from shardwright.torch.pytorch.tensors import Order, from_memory_order, in_memory_order, order_of
 from shardwright.torch.pytorch.tree import LEAF, Structure, flatten
 
-__all__ = ["BatchBroadcast", "Leaf", "Outline", "loaded_another", "outline", "read_header", "written_header"]
-
-
 _PLAIN_KINDS: dict[type, str] = {
     tuple: "tuple",
     list: "list",

@@ -37,8 +37,6 @@ from shardwright.torch.pytorch.modules import all_parameters
 from shardwright.torch.pytorch.source_line import line_of
 from shardwright.torch.tensor_parallel.divided_tensor import local_of
 
-__all__ = ["LossWeights"]
-
 log = logging.getLogger(__name__)
 
 _NO_LOSS = -1.0
@@ -46,14 +44,6 @@ _NO_LOSS = -1.0
 
 class LossWeights:
     """The weights of the losses of one batch of one replica.
-
-    Args:
-        model: the wrapped model.
-        function: the `ReadingStep`, which knows what the script says of its loss.
-        parts: the microbatches.
-        replicas: how many there are.
-        told: what has been said of losses; it grows.
-        tells: this rank says it, and not each replica.
 
     Attributes:
         reduction: of the losses so far.
@@ -93,15 +83,7 @@ class LossWeights:
         self._own: set[int] = set()  # memory of the model's parameters and buffers
 
     def check(self, forms: Iterable[LossForm | None], *, tells: bool = True) -> None:
-        """Refuses to cut a batch whose loss does not follow from those of its microbatches.
-
-        Args:
-            forms: of losses; None for one that is not known yet.
-            tells: this rank says what is not known.
-
-        Raises:
-            UsageError: it is cut, and a loss is neither a mean nor a sum.
-        """
+        """Refuses to cut a batch whose loss does not follow from those of its microbatches."""
         num = len(self._parts)
         if self._stated is not None or num * self._replicas == 1:
             return
@@ -166,17 +148,7 @@ class LossWeights:
             log.warning("%s", line)
 
     def factor(self, index: int, loss: Tensor, *, given: bool = False, form: LossForm | None = None) -> float:
-        """The factor on the gradient of the loss of a microbatch; 0 where nothing in it counts.
-
-        Args:
-            index: which microbatch.
-            loss: its loss, before its backward.
-            given: the script gives its gradient.
-            form: of the loss, as a trace has shown it.
-
-        Raises:
-            UsageError: the loss is neither a mean nor a sum over samples, and the batch is cut.
-        """
+        """The factor on the gradient of the loss of a microbatch; 0 where nothing in it counts."""
         scale = self._model.loss_scale
         if not self._model.average_grads_across_microbatches:
             self.weights[index] = self.shares[index]
@@ -331,11 +303,7 @@ class LossWeights:
 
 
 class WeighedGradients:
-    """Divides the gradients of a batch by the weights of its losses, where these do not add up to one.
-
-    Args:
-        model: whose gradients they are.
-    """
+    """Divides the gradients of a batch by the weights of its losses, where these do not add up to one."""
 
     def __init__(self, model: TrainedModel):
         self._model = model
@@ -345,11 +313,7 @@ class WeighedGradients:
 
     @contextmanager
     def around(self, function: Any) -> Iterator[None]:
-        """Surrounds a step: the gradients of earlier batches are put aside where they must not be divided.
-
-        Args:
-            function: the step function.
-        """
+        """Surrounds a step: the gradients of earlier batches are put aside where they must not be divided."""
         self._has_earlier = False
         if torch.is_grad_enabled():
             there = [p.grad for p in self._parameters() if p.grad is not None]
@@ -363,16 +327,7 @@ class WeighedGradients:
             self._earlier.leave()
 
     def divide(self, function: Any, weights: Weights, total: float) -> None:
-        """Divides.
-
-        Args:
-            function: the step function.
-            weights: of the losses.
-            total: their sum, as a mean over the replicas.
-
-        Raises:
-            UsageError: gradients of earlier batches are among them.
-        """
+        """Divides."""
         function.weighs_labels = weights.is_weighted
         if weights.is_weighted and total:
             self._model.labels_a_sample *= 2.0 ** round(log2(total))

@@ -48,22 +48,12 @@ from shardwright.torch.tracing.together import GlueBuffers
 if TYPE_CHECKING:
     from shardwright.torch.measuring.planning import Planner
 
-__all__ = ["PipelineEngine"]
-
-
 _ENGINES = itertools.count()
 _KINDS_KEPT = 16
 
 
 class PipelineEngine:
-    """Runs step functions over the ranks that share a replica: its stages, and parts of their layers.
-
-    Args:
-        context: the run; its plan is set by the first call of `run` if none was given.
-        model: the wrapped model.
-        planner: makes the plan from the first batch.
-        materialiser: gives memory to a model on the meta device.
-    """
+    """Runs step functions over the ranks that share a replica: its stages, and parts of their layers."""
 
     def __init__(
         self,
@@ -253,12 +243,7 @@ class PipelineEngine:
     def _execute(
         self, placed: PlacedModel, batch: RankBatch, gradients: BatchGradients, figures: Figures | None
     ) -> tuple[Outputs, bool, Told]:
-        """Computes all microbatches and sums what ranks share.
-
-        Returns:
-            What the microbatches returned, whether any rank of any replica has trained, and what all ranks
-            told.
-        """
+        """Computes all microbatches and sums what ranks share."""
         context, reducer = self._context, placed.reducer
         # Another replica may have a backward in its batch.
         reduces = batch.common.trains or (context.mesh.data > 1 and torch.is_grad_enabled())

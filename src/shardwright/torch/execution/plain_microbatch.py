@@ -42,21 +42,7 @@ def keep_as_wished(
     function: Callable[..., Any],
     part: Batch,
 ) -> list[str]:
-    """Marks the units to recompute; checks the plan first, if there is one.
-
-    Args:
-        context: the run, of one stage.
-        module: the whole model.
-        function: the step function.
-        part: its arguments for one microbatch.
-
-    Returns:
-        The names of the units that offload what they keep.
-
-    Raises:
-        StalePlanError: the plan was made for another model.
-        TraceError: there are units to be found, and the model cannot be traced.
-    """
+    """Marks the units to recompute; checks the plan first, if there is one."""
     config = context.config
     if context.plan is not None:
         names = list(dict.fromkeys(label.split("#")[0] for label in context.plan.model.units))
@@ -97,9 +83,6 @@ def _mark(module: nn.Module, names: Iterable[str], recomputed: Iterable[str]) ->
 
 class PlainMicrobatch:
     """The handler of a step function that is run as it is, for one microbatch.
-
-    Args:
-        factor: gives the factor on the gradient of a loss.
 
     Attributes:
         loss: what ``backward`` was called with; None as long as it was not.

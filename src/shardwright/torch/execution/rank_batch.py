@@ -18,8 +18,6 @@ from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.program.program import Program
 from shardwright.torch.tracing.together import GlueBuffers
 
-__all__ = ["BatchKind", "RankBatch", "number_of_parts"]
-
 
 def number_of_parts(context: Context, model: TrainedModel, batch: Batch, wanted: int) -> int:
     """Into how many microbatches a batch is cut, where it is smaller than the first: the last of a loader.
@@ -38,10 +36,6 @@ def number_of_parts(context: Context, model: TrainedModel, batch: Batch, wanted:
 class BatchKind:
     """What all batches have in common whose microbatches are run by the same programs: worked out once.
 
-    Args:
-        programs: of the microbatches.
-        schedules: of the plan.
-
     Attributes:
         programs: as given.
         distinct: each once.
@@ -54,9 +48,6 @@ class BatchKind:
         changes_batch: arguments are changed in place.
         has_attributes: attributes that are read between units change in a step.
         as_planned: all go through the ranks as the plan says.
-
-    Raises:
-        TraceMismatchError: no one schedule exists for them.
     """
 
     def __init__(self, programs: Sequence[Program], schedules: BatchSchedules):

@@ -50,19 +50,11 @@ if TYPE_CHECKING:
 
 from shardwright.torch.execution.plain_microbatch import PlainMicrobatch
 
-__all__ = ["SingleEngine"]
-
 log = logging.getLogger(__name__)
 
 
 class SingleEngine:
-    """Runs every microbatch on this rank, as a plain loop would.
-
-    Args:
-        context: the run; its plan is set by the first training step where there is a planner.
-        model: the wrapped model.
-        planner: makes the plan from the first batch; None where none is wanted.
-    """
+    """Runs every microbatch on this rank, as a plain loop would."""
 
     def __init__(self, context: Context, model: TrainedModel, planner: "Planner | None" = None):
         self._context = context

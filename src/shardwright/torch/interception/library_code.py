@@ -272,13 +272,7 @@ def without_scripted(module: nn.Module) -> nn.Module:
 
 
 class _Patch:
-    """An entry of a class or module that is another in steps.
-
-    Args:
-        holder: what has it.
-        name: of the entry.
-        make: gives the one for steps, from the usual one.
-    """
+    """An entry of a class or module that is another in steps."""
 
     def __init__(self, holder: Any, name: str, make: Callable[[Any], Any]):
         self._holder, self._name, self._make = holder, name, make

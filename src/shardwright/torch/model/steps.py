@@ -43,9 +43,6 @@ class CallOutside:
     """Runs a model on a batch that is not cut, so that each rank gets what it returns in one process.
 
     Stages work one after the other. A step function has them work at once, on microbatches.
-
-    Args:
-        forward: calls the model.
     """
 
     def __init__(self, forward: Callable[..., Any]):
@@ -60,24 +57,13 @@ class CallOutside:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Runs the model; collective over the ranks of the replica.
-
-        Args:
-            run_step: runs a step function on a batch.
-            args: of the model.
-            kwargs: of the model.
-        """
+        """Runs the model; collective over the ranks of the replica."""
         batch = Batch((tuple(args), dict(kwargs)), Splitter(in_one=True))
         return run_step(self._function, batch).results[0]
 
 
 def refuse_call(*, trains: bool, has_parts: bool) -> None:
-    """Refuses calls outside of step functions that cannot be evaluations.
-
-    Args:
-        trains: gradients are recorded.
-        has_parts: ranks have their parts of the model: a step has been made.
-    """
+    """Refuses calls outside of step functions that cannot be evaluations."""
     if trains:
         raise UsageError(
             f"{user_line()}: the model is spread over ranks, so what trains it is called inside a function "

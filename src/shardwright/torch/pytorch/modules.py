@@ -54,11 +54,7 @@ def _parameters_of(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 
 class ModelTree:
-    """The modules and parameters of a model, walked anew only where a module was given others.
-
-    Args:
-        model: gives it, as it is now.
-    """
+    """The modules and parameters of a model, walked anew only where a module was given others."""
 
     def __init__(self, model: Callable[[], nn.Module]):
         self._model = model

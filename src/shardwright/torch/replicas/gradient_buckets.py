@@ -20,17 +20,6 @@ if TYPE_CHECKING:
     from shardwright.comm.collectives.shardwright_process_group import TwoHopSum
     from shardwright.torch.sharding.sharded_parameter import ShardedParameter
 
-__all__ = [
-    "Bucket",
-    "Reduced",
-    "SettledBucket",
-    "ShardedBucket",
-    "SummedBucket",
-    "flags_of",
-    "gradient_of",
-    "hand_out",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Reduced:

@@ -33,8 +33,6 @@ from shardwright.torch.replicas.gradient_buckets import (
 )
 from shardwright.torch.replicas.gradient_hook import BucketOrder, GradientHook, HookedBucket, Turn
 
-__all__ = ["GradientReducer", "refuse_accumulation_hooks", "refuse_gradient_hooks"]
-
 
 class GradientReducer:
     """Reduces the gradients of one batch.

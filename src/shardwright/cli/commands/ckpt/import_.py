@@ -18,8 +18,6 @@ from shardwright.quantities import format_bytes
 if TYPE_CHECKING:
     from shardwright.checkpoint.importing import FoundModel, ModelFile
 
-__all__ = ["import_"]
-
 Source = Annotated[
     Path,
     typer.Argument(

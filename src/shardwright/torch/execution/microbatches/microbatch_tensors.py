@@ -17,17 +17,9 @@ from shardwright.torch.pytorch.tree import flatten
 from shardwright.torch.tracing.recorded_step import Step
 from shardwright.torch.tracing.together import GlueBuffers
 
-__all__ = ["MicrobatchTensors"]
-
 
 class MicrobatchTensors:
     """The tensors that a microbatch receives, and those it keeps for other stages and later steps.
-
-    Args:
-        index: which microbatch.
-        program: what this rank does.
-        receive: waits for a value of another rank; gets the index of the microbatch.
-        buffers: those that microbatches change, one after the other.
 
     Attributes:
         values: tensors made here that another stage, the loss or the result needs.
@@ -96,11 +88,7 @@ class MicrobatchTensors:
     def find(
         self, instruction: Instruction, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], dict[int, Tensor]]:
-        """Puts the tensors in place that do not come from the user's variables.
-
-        Returns:
-            The arguments, and copies that the step will change: by value after the change.
-        """
+        """Puts the tensors in place that do not come from the user's variables."""
         items, structure = flatten((args, kwargs))
         for position, value in instruction.flow.cuts:
             leaf = self.leaf(value, instruction.stage)
@@ -132,19 +120,7 @@ class MicrobatchTensors:
         kwargs: dict[str, Any],
         copied: dict[int, Tensor],
     ) -> Any:
-        """Keeps what a step made and changed, as far as it is needed; returns the step's result.
-
-        Args:
-            instruction: the step.
-            result: what it returned.
-            args: what it was given.
-            kwargs: what it was given by name.
-            copied: what it changed on copies, from `find`.
-
-        Raises:
-            TraceMismatchError: a tensor that another stage needs has another shape or type than in the trace,
-                or a number that it returns is another one, or what it gave back there it has made here.
-        """
+        """Keeps what a step made and changed, as far as it is needed; returns the step's result."""
         step, flow = instruction.step, instruction.flow
         if step.unit.fills:
             self._check_filled(step, result)

@@ -49,12 +49,6 @@ class SharedByMicrobatches:
 class StageTurns:
     """The turns of one step function.
 
-    Args:
-        run: calls the step function.
-        cursor: knows the work that is left.
-        around: a context for each turn.
-        before_pause: called where the step function is left before its backward.
-
     Attributes:
         stage: the stage being run; -1 before the start.
         reached_backward: the step function has called ``backward``.
@@ -137,12 +131,6 @@ class StageTurns:
 
         Not where its stage has work left, for which other ranks wait: a value of an earlier stage was made
         before that.
-
-        Args:
-            home: the stage of the value that it waits for.
-
-        Raises:
-            TraceMismatchError: a later stage makes it, which waits for this one's work.
         """
         while not self._may_block:
             if self._cursor.has_work(self.stage):
