@@ -131,7 +131,7 @@ def test_unknown_key_like_nothing() -> None:
         ({"memory_limit": 0}, "memory_limit is 0, but it must be a size"),
         ({"memory_limit": 8}, "memory_limit is 8, but 8 means bytes, which holds no model: write a unit"),
         ({"memory_limit": True}, "memory_limit is True, but it must be a number."),
-        ({"timeout_s": 0}, "timeout_s is 0, but it must be more than 0.0."),
+        ({"timeout_s": 0}, "timeout_s is 0, but it must be at least 0.001."),
         ({"optimize": "money"}, "optimize is 'money', but it must be one of 'speed' or 'memory'."),
         ({"pipeline": "_only_forward"}, "pipeline is '_only_forward', but it must be one of 'auto', 'gpipe'"),
         ({"auto_partition": "maybe"}, "auto_partition is 'maybe', but it must be true or false."),

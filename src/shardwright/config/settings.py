@@ -50,7 +50,7 @@ Units = Annotated[Whole, Field(ge=1, le=MOST_UNITS)]
 Seed = Annotated[Whole, Field(ge=0, lt=2**63)]
 Norm = Annotated[float, BeforeValidator(no_bool), Field(gt=0.0, allow_inf_nan=False)]
 Weight = Annotated[float, BeforeValidator(no_bool), Field(ge=0.0, le=1.0)]
-Seconds = Annotated[float, BeforeValidator(no_bool), Field(gt=0.0, le=MOST_SECONDS)]
+Seconds = Annotated[float, BeforeValidator(no_bool), Field(ge=0.001, le=MOST_SECONDS)]
 Name = Annotated[str, AfterValidator(_no_control)]
 Port = Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=65535)]
 

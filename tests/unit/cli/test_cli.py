@@ -98,6 +98,10 @@ def script(tmp_path, monkeypatch):
         (["--set", "microbatches"], "write it as KEY=VALUE"),
         (["--set", "microbatchs=4"], "microbatches"),
         (["--set", "microbatches=-1"], "microbatches"),
+        (
+            ["--set", "microbatches=2", "--set", "microbatches=4"],
+            "microbatches is given twice, with two values",
+        ),
         (["--config", "gone.yaml"], "there is no such file"),
         (["--plan", "gone.json"], "there is no such file"),
         (["--nnodes", "2"], "--nnodes 2 needs --name"),

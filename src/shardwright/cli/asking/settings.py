@@ -29,7 +29,10 @@ def parse_settings(words: Sequence[str]) -> dict[str, Any]:
             raise UsageError(
                 f"--set {printable(word)}: write it as KEY=VALUE, for example --set microbatches=4"
             )
-        settings[key] = _value(word, value)
+        given = _value(word, value)
+        if key in settings and settings[key] != given:
+            raise UsageError(f"--set {printable(key)} is given twice, with two values. Give one.")
+        settings[key] = given
     return settings
 
 
