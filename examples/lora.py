@@ -16,7 +16,7 @@ def main():
     lora = LoraConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
     model = sw.DistributedModel(get_peft_model(model, lora))
     trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = sw.DistributedOptimizer(torch.optim.AdamW(trainable, lr=1e-2))
+    optimizer = sw.DistributedOptimizer(torch.optim.AdamW(trainable, lr=3e-2))
 
     @sw.step
     def train_step(model, ids):

@@ -107,7 +107,7 @@ def test_a_plan_from_a_profile(shardwright, here, refused):
     assert "Linear" in found.stdout or "Sequential" in found.stdout
     assert "plan model.py:build -n 2 --profile profile.json" in found.stderr
     assert too_wide(found.stdout, folds=True) == []
-    words = ("--world", "2", "--profile", "profile.json", "--search-degrees")
+    words = ("-n", "2", "--profile", "profile.json", "--search-degrees")
     code, out, err = here("plan", "model.py:build", *words)
     assert code == 0, err
     assert "The times of the units were measured." in out

@@ -299,6 +299,12 @@ class DistributedModel(SpreadModule):
 
     # ---- called by the engine and by optimizers ----
 
+    @property
+    def waits_to_settle(self) -> bool:
+        """Whether a state, or a hook, waits for this rank to have its own parameters."""
+        waiting = self._state.waits or self._post_partition_hooks or self._when_settled
+        return not self.settled and bool(waiting)
+
     def settle(self) -> None:
         """Calls what has waited for this rank to have what it trains; loads a state that has."""
         if self._state.load_waiting() and self.replicas.sharding is not None:

@@ -94,6 +94,11 @@ class ModelState:
             options = {"assign": True} if assign else {}
             return self._module.load_state_dict(state, strict=strict, **options)
 
+    @property
+    def waits(self) -> bool:
+        """Whether a state waits for this rank to have its part."""
+        return self._waiting is not None
+
     def load_waiting(self) -> bool:
         """Loads a state that has waited for this rank to have its part; says whether one has."""
         if self._waiting is None:

@@ -102,6 +102,7 @@ class Steps:
         self._cores = OwnCores(context)
         self._trained_by: WeakSet[Callable[..., Any]] = WeakSet()  # step functions that have called backward
         self._run_before: WeakSet[Callable[..., Any]] = WeakSet()
+        self._looked_at: WeakSet[Callable[..., Any]] = WeakSet()  # for numbers of optimizers that they set
         self._pointed_out = False
         self._weighed = WeighedGradients(model)
         self.called_to_train = False
@@ -132,11 +133,12 @@ class Steps:
         hint = ""
         if function not in self._trained_by:
             hint = _hint_for_evaluations(current)
-        is_first = function not in self._run_before
-        numbers = self._step_end.numbers.now() if is_first else {}
-        if is_first:
+        if function not in self._run_before:
             self._run_before.add(function)
             refuse_updates_inside_steps(current.cleanup)
+        # A step in which a state is loaded changes numbers itself.
+        looks = function not in self._looked_at and not self._model.waits_to_settle
+        numbers = self._step_end.numbers.now() if looks else {}
         together = call_together(_called(function), _ranks_of_a_step(current), hint=hint)
         if partitioned and self._gives_back:
             self._gives_back = False
@@ -154,7 +156,8 @@ class Steps:
                     raise
                 if result.losses is not None:
                     self._trained_by.add(function)
-                    if is_first:
+                    if looks:
+                        self._looked_at.add(function)
                         self._refuse_changed_numbers(function, numbers)
                     total = self._step_end.come(result, batch, begun_s=begun_s)
                     if result.weights is not None:
