@@ -169,6 +169,44 @@ def test_gradients_are_those_of_the_whole_batch(kind: str, samples: int) -> None
     assert run_ranks(_trained, 2, kind, samples, 4, tuple(LOSSES)) == [{}, {}]
 
 
+def _by_weights(case: str) -> float:
+    sw.init({**QUIET, "microbatches": 2})
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 1, bias=False, dtype=D)
+    samples = 2 if case == "one sample" else 4
+    x, weights = torch.randn(samples, LENGTH, 3, dtype=D), torch.full((samples, LENGTH), 2.5, dtype=D)
+
+    def loss_of(net: Any, x: Tensor, weights: Tensor) -> Tensor:
+        squares = net(x).squeeze(-1).square()
+        if case == "flattened":
+            squares, weights = squares.view(-1), weights.view(-1)
+        return (squares * weights).sum() / weights.sum()
+
+    (want,) = torch.autograd.grad(loss_of(plain, x, weights), plain.weight)
+    model = sw.DistributedModel(plain)
+    sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+
+    @sw.step
+    def train(model: Any, x: Tensor, weights: Tensor) -> Tensor:
+        loss = loss_of(model, x, weights)
+        if torch.is_grad_enabled():
+            model.backward(loss)
+        return loss
+
+    if case == "evaluated before":
+        with torch.no_grad():
+            train(model, x, weights)
+    train(model, x, weights)
+    assert plain.weight.grad is not None
+    return _largest([(plain.weight.grad, want)])
+
+
+@pytest.mark.parametrize("case", ["one sample", "flattened", "evaluated before"])
+def test_weights_larger_than_one_are_counted_in_the_first_microbatch(case: str) -> None:
+    """Weights of more than there are numbers passed for those of the whole batch: twice the gradient."""
+    assert max(run_ranks(_by_weights, 1, case)) < 1e-12
+
+
 def _refused(kind: str) -> None:
     sw.init({**QUIET, "microbatches": 4, **KINDS[kind]})
     model = sw.DistributedModel(Net().to(D))

@@ -126,10 +126,10 @@ def search(
         dtype=full_name(dtype),
         runtime=runtime,
         only_what_runs=only_what_runs,
-        pins=parse_pins([*(pin or ()), *(why_not or ())]),
+        pins=parse_pins(pin or ()),
     )
     if why_not:
-        _tell_why_not(task, as_json=as_json)
+        _tell_why_not(task, parse_pins(why_not), as_json=as_json)
     elif what_if:
         _tell_what_if(task, what_if, as_json=as_json)
     elif tokens is not None:
@@ -249,10 +249,10 @@ def _text(answer: "Answer", ideal: "Way | None") -> str:
     return "\n\n".join(parts)
 
 
-def _tell_why_not(task: "Task", *, as_json: bool) -> None:
+def _tell_why_not(task: "Task", pins: dict[str, int], *, as_json: bool) -> None:
     from shardwright.planner.ways.answers import why_not
 
-    found = why_not(task, dict(task.pins))
+    found = why_not(task, pins)
     if as_json:
         ways = {"best": found.best.to_dict(), "wanted": found.wanted.to_dict(), "fits": found.fits}
         print_json(ways | {"sentences": found.sentences})

@@ -120,9 +120,9 @@ def _listed(parts: Sequence[str]) -> str:
 
 
 def why_not(task: Task, pins: dict[str, int]) -> _Comparison:
-    """Compares the best way with the best one that has these options."""
-    answer = search(replace(task, pins={}))
-    pinned = replace(task, pins=pins)
+    """Compares the best way with the best one that has these options, too."""
+    answer = search(task)
+    pinned = replace(task, pins={**task.pins, **pins})
     ways = all_ways(pinned)
     first = f"The best way: {describe(answer.best)}."
     if fits(task, ways).any():

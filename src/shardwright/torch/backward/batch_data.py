@@ -59,7 +59,7 @@ class BatchData:
         if self.found:
             return
         self._other_order(name, args, kwargs, result)
-        if self.found or self._samples < 2:
+        if self.found:
             return
         given = [item for item in leaves((args, kwargs)) if isinstance(item, Tensor)]
         if not given:
@@ -69,10 +69,12 @@ class BatchData:
         if len(given) == 1 and self._goes_over_samples(name, args, kwargs):
             if name in _COUNTS:
                 self._counts.update({id(item): item for item in made})
-            elif given[0].is_floating_point():
+            elif self._samples > 1 and given[0].is_floating_point():
                 marks.append(f"{name}() over the samples of its data ({user_line()})")
         elif not marks and any(id(item) in self._counts and not self._is_trained(item) for item in given):
-            if self._joins_rows(given):  # weights / weights.sum(), or losses * weights / weights.sum()
+            if self._samples > 1 and self._joins_rows(
+                given
+            ):  # weights / weights.sum(), or losses * weights / weights.sum()
                 marks.append(f"a sum over the samples of its data ({user_line()})")
             elif not any(map(self._is_trained, given)):
                 self.is_clamped |= name in _KEPT_ABOVE
@@ -143,8 +145,8 @@ class BatchData:
             return False
         if name == "bincount":
             return True
-        if of.shape[0] != self._samples and not self._is_trained(of):  # no rows: weights of classes
-            return False
+        if name not in _COUNTS and of.shape[0] != self._samples and not self._is_trained(of):
+            return False  # no rows: weights of classes
         at = 2 if name in _DIM_COMES_THIRD else 1
         dims = kwargs.get("dim", kwargs.get("axis", args[at] if len(args) > at else None))
         if dims is None or isinstance(dims, bool):

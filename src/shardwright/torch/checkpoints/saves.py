@@ -194,22 +194,27 @@ class Saves:
         told = current.from_all_ranks(digests)
         alike = {name: all(own[name] == digest for own in told) for name, digest in digests.items()}
         mine = states if current.rank == 0 else {n: value for n, value in states.items() if not alike[n]}
-        snapshot = on_every_rank(
-            current, lambda: take_snapshot(current, self._model, mine, alike=alike, copies=copies)
+        snapshot, of_run = on_every_rank(
+            current,
+            lambda: (
+                take_snapshot(current, self._model, mine, alike=alike, copies=copies),
+                documents_of_run(current.plan, self._model.module) if current.rank == 0 else {},
+            ),
         )
         draft = current.from_first_rank(lambda: self._new_draft(step))
-        others = self._others(step, alike) if current.rank == 0 else lambda _: {}
+        others = self._others(step, alike, of_run) if current.rank == 0 else lambda _: {}
         self._under_way = SaveUnderWay(
             current, draft, snapshot, folder=self._folder, disk=self._disk, others=others
         )
         self.last_step = step
 
-    def _others(self, step: int, alike: Mapping[str, bool]) -> Callable[[Any], Mapping[str, bytes]]:
+    def _others(
+        self, step: int, alike: Mapping[str, bool], of_run: Mapping[str, bytes]
+    ) -> Callable[[Any], Mapping[str, bytes]]:
         """Gives the files beside tensors, as the run is now; on the first rank."""
         current = self._context
         assert current.reporter is not None
         mesh, calls = current.mesh, current.reporter.num_steps
-        of_run = documents_of_run(current.plan, self._model.module)
 
         def files(documents: Sequence[Mapping[str, Any]]) -> Mapping[str, bytes]:
             ranks = [RankDocument(**each) for each in documents]

@@ -117,7 +117,8 @@ class LossWeights:
     def watch_data(self) -> BatchData | None:
         """Follows the data of the first microbatch where code behind a trace computes the loss; once."""
         key = f"{line_of(self._function)}: data"
-        if self._stated is not None or len(self._parts) == 1 or key in self._told:
+        is_looked_at = self._stated is not None or key in self._told
+        if is_looked_at or not self.is_split or not torch.is_grad_enabled():
             return None
         self._told.add(key)
         self.data = BatchData(self._parts[0].num_samples or 1, lambda tensor: tensor.requires_grad)

@@ -182,9 +182,11 @@ class SingleEngine:
         """Calls the step function with one microbatch; its backward comes back to the handler."""
         index = len(loop.results)
         offload = None
-        is_new = index == 0 and function not in self._evaluated and loop.weights.is_split
-        watch = WatchedEvaluation() if is_new and not torch.is_grad_enabled() else None
-        watched = self._watched_data(function, part) if is_new and watch is None else None
+        is_first = index == 0 and loop.weights.is_split
+        is_new = is_first and function not in self._evaluated
+        trains = torch.is_grad_enabled()
+        watch = WatchedEvaluation() if is_new and not trains else None
+        watched = self._watched_data(function, part) if is_first and trains else None
         loop.weights.data = None if watched is None else watched.data
         if lasting is not None:
             offload = self._offloading.stage(0, index, lambda: lasting)
@@ -217,17 +219,16 @@ class SingleEngine:
             raise
         finally:
             set_active_handler(before)
-        if is_new and handler.loss is None:
+        if handler.loss is not None:
+            self._data_looked_at.add(function)
+        elif is_new:
             shadows = Shadows(lambda item: item) if watch is None else watch.shadows
             self._evaluated[function] = shadows.forms(result, samples=part.num_samples or 1)
         loop.microbatch_done(result, handler, begun_s=begun_s)
 
     def _watched_data(self, function: Callable[..., Any], part: Batch) -> WatchedData | None:
         """Follows the first microbatch of a step function that trains."""
-        if function in self._data_looked_at:
-            return None
-        self._data_looked_at.add(function)
-        return WatchedData(part.num_samples or 1)
+        return None if function in self._data_looked_at else WatchedData(part.num_samples or 1)
 
     def _of_batch(self, function: Callable[..., Any]) -> tuple[frozenset[int], dict[int, str]]:
         """See `forms_of_batch`."""

@@ -33,6 +33,10 @@ class TrainedModel(Protocol):
     def partitioned(self) -> bool:
         """Whether ranks have taken their parts."""
 
+    @property
+    def waits_to_settle(self) -> bool:
+        """Whether a state, or a hook, waits for the parts of this rank."""
+
     def get_module(self) -> nn.Module:
         """The script's own module."""
 

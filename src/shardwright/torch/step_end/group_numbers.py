@@ -14,7 +14,7 @@ the optimizer was wrapped, and those of a rank without a parameter in the group.
 """
 
 from array import array
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, ref
 from zlib import crc32
@@ -63,9 +63,14 @@ class GroupNumbers:
         self._updates[optimizer] += 1
         return is_first
 
-    def now(self) -> dict[Hashable, Sequence[float]]:
-        """Those that Python has."""
-        return {key: _flat(value) for key, value in self._numbers() if not isinstance(value, Tensor)}
+    def now(self) -> dict[tuple[Optimizer, int, str], Sequence[float]]:
+        """Those that Python has, by the optimizers themselves, which stay as long as they are compared."""
+        optimizers = list(self._optimizers())
+        return {
+            (optimizers[place], number, name): _flat(value)
+            for (place, number, name), value in self._numbers()
+            if name != _UPDATES and not isinstance(value, Tensor)
+        }
 
     def digests(self) -> tuple[float | Tensor, ...]:
         """Digests, equal on ranks with equal numbers: of all numbers, and of those common to stages.

@@ -349,6 +349,15 @@ def test_reasons_have_the_numbers():
     assert all(way.step_s >= answer.best.step_s / TIE for way in answer.alternatives)
 
 
+def test_why_not_keeps_to_the_pins():
+    task = Task(
+        model=find_architecture("gpt-neox-20b"), machines=parse_inventory("p4d.24xlarge*4"), batch=512
+    )
+    pinned = replace(task, pins={"tensor": 2})
+    assert why_not(pinned, {"pipeline": 4}).best.options.tensor == 2
+    assert why_not(pinned, {"pipeline": 4}).wanted.options.tensor == 2
+
+
 def test_why_not():
     task = Task(
         model=find_architecture("gpt-neox-20b"), machines=parse_inventory("p4d.24xlarge*4"), batch=512
