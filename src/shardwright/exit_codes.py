@@ -2,7 +2,7 @@
 
 ==== ==================================================================
 0    done
-1    no: plans differ, a schedule is wrong; or any other error
+1    no: plans differ; or any other error
 2    usage: the command line, a setting, a file or a model cannot be used
 3    no feasible plan
 4    the environment: ranks could not be started, something is missing

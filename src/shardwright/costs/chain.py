@@ -18,7 +18,7 @@ A layer of a microbatch of b samples takes, forward::
 
     kernels + b * FLOPs / (peak * efficiency) + (b * numbers moved + parameters) * width / bandwidth
 
-and twice as much backward, half of it for weight gradients. `candidate_groups` cuts the chain.
+and twice as much backward, half of it for weight gradients. `split` cuts the chain.
 """
 
 from collections.abc import Callable, Iterator, Sequence

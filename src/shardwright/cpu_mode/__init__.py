@@ -10,12 +10,12 @@ for a CUDA device gets the CPU; a query about CUDA sees one device for each rank
 
 ::
 
-    torch.cuda.*            cuda_functions, streams, device_memory, generators
-    device="cuda:1", 0      devices, factories, tensors, modules
+    torch.cuda.*            cuda_functions, streams
+    device="cuda:1", 0      tensors, modules
     autocast, GradScaler    mixed_precision
-    "nccl", device_ids      process_groups, synchronised_norms
+    "nccl", device_ids      modules, processes
     profile(activities)     profilers
-    DataLoader, processes   data_loading, children
+    DataLoader, processes   modules, processes
 
 ``torch.device("cuda")`` objects stay what they are, so that a script that checks ``device.type`` goes its
 usual way. They are translated where a tensor, a generator or a group would be placed there.

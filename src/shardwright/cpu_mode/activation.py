@@ -12,10 +12,6 @@ import torch
 
 from shardwright.comm.launchers import detect
 from shardwright.cpu_mode import _private, cuda_functions, mixed_precision, modules, processes, tensors
-from shardwright.cpu_mode import modules as data_loading
-from shardwright.cpu_mode import modules as removed_modules
-from shardwright.cpu_mode import modules as synchronised_norms
-from shardwright.cpu_mode import tensors as factories
 from shardwright.errors import LaunchError, UsageError
 from shardwright.exit_codes import USAGE
 
@@ -126,17 +122,17 @@ def enable(*, says_so: bool = True) -> None:
     rank, num_devices = _place()
     if says_so and rank == 0:
         print(_NOTICE, file=sys.stderr, flush=True)  # noqa: T201  (there is no run yet that could say it)
-    factories.put_factories_in_force()
+    tensors.put_factories_in_force()
     tensors.put_in_force()
     modules.put_in_force()
     cuda_functions.put_in_force(num_devices)
     mixed_precision.put_in_force()
     _private.let_optimizers_be_capturable()
     processes.put_profilers_in_force()
-    removed_modules.put_removed_in_force()
+    modules.put_removed_in_force()
     processes.put_in_force()
-    synchronised_norms.put_norms_in_force()
-    data_loading.put_loading_in_force()
+    modules.put_norms_in_force()
+    modules.put_loading_in_force()
     processes.put_children_in_force(enable)
 
 

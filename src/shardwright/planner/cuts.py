@@ -1,7 +1,7 @@
 """Cuts that no recursion finds: several stages per rank, and cuts set by hand.
 
 With several stages per rank, the sum over a rank's stages counts: `improve` starts from the solution of
-`costs.partition.split` and moves one cut at a time while that helps.
+`costs.chain.split` and moves one cut at a time while that helps.
 
 Keeps cuts on the boundaries of a model's blocks, which people can name.
 

@@ -2,7 +2,7 @@
 
 Moves the cuts of an option to shorten its simulated step.
 
-The slowest stage, which `partition.split` makes as fast as possible, is not the whole story. Cuts are
+The slowest stage, which `costs.chain.split` makes as fast as possible, is not the whole story. Cuts are
 simulated only if the lower bound of the step leaves room for a gain.
 """
 

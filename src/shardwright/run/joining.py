@@ -148,7 +148,7 @@ def _meet_stages(made: Context) -> None:
     if made.mesh.share > 1:
         made.groups.model = made.further_group("mp", use="collectives of a replica")
     nccl = backend == "nccl"
-    # By name: in a step the default group is that of the replicas of a stage (`replica_collectives`).
+    # By name: in a step the default group is that of the replicas of a stage (`script_collectives`).
     up = made.further_group("pp", use="activations") if nccl else dist.group.WORLD
     down = made.further_group("pp", use="gradients") if nccl else dist.group.WORLD
     made.links.transport = Transport(

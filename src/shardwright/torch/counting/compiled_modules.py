@@ -10,7 +10,7 @@ must be timed with the hooks that belong to its computation::
     hook                                                        runs while a unit is measured
     PyTorch's own (weight_norm, spectral_norm, pruning)         yes
     returns other values, or sets a tensor (seen in a trace)    yes; what they count counts that
-    uses a context variable (`collected_outputs`)               yes: what it collects leaves the unit
+    uses a context variable (`unit_attributes`)                 yes: what it collects leaves the unit
     of the unit itself                                          no: it runs around the unit, as glue
     any other, and all for gradients                            no
 

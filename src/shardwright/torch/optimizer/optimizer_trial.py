@@ -15,7 +15,7 @@ right. Any other unknown optimizer is tried before its first update (`optimizer_
 make a step, a wrapped optimizer is refused, too, and a warning says so of an unwrapped one.
 
 An optimizer may also distribute its parameters over all ranks and gather the updates (Muon). Inside the
-`step` of a wrapped optimizer, it does so over the replicas of a stage (`replica_collectives`).
+`step` of a wrapped optimizer, it does so over the replicas of a stage (`script_collectives`).
 
 A script may call other methods of an unwrapped optimizer to step, such as `first_step` and `second_step` of
 SAM. The library sees none of these calls. But one of them makes another optimizer step::

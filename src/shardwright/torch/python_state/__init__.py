@@ -1,9 +1,7 @@
 """Python state of a model and its script, which every rank has for itself.
 
 =================== ================================================================================
-`snapshot`          what slots of modules, objects and containers hold at one moment
-`reachable`         one walk through what code can get at
-`watch`             tells of reads and writes of attributes, and of reads of dictionaries
+`snapshot`          what slots of modules, objects and containers hold at one moment, and who uses them
 `left_behind`       a trace leaves the model as it was, and no stand-in anywhere
 `filled_containers` what a unit puts into lists and dictionaries among its arguments is a result
 `shared_state`      units that share an object which one of them changes are on one rank

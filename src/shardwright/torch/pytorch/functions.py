@@ -52,7 +52,7 @@ _METADATA: frozenset[Any] = frozenset(
     | _existing(torch, _METADATA_FUNCTIONS)
     # Entering and leaving no_grad() is no operation on a tensor.
     | _existing(torch._C, ["_set_grad_enabled"])
-    # They meet the process group that stands in for the default one (see `replica_collectives`).
+    # They meet the process group that stands in for the default one (see `script_collectives`).
     | {item for item in vars(distributed_c10d).values() if type(item) is FunctionType}
 )
 

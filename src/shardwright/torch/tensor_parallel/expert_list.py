@@ -17,7 +17,7 @@ everywhere.
     rank 1, has others         x ──gather──► x ──► its shape ───► 0, a summand
 
 The parameters of an expert are all on one rank. The code around the experts stays as it is: it calls each
-expert on all ranks, and gets a sum over the ranks to which one of them has something to add (`routing_code`).
+expert on all ranks, and gets a sum over the ranks to which one of them has something to add (`RoutingCode`).
 What an expert gets is whole on all ranks by then, as a rule.
 """
 

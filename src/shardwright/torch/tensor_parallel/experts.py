@@ -27,7 +27,7 @@ the ranks of its experts instead (`exchange`).
 - `stacked`: all weights of a kind in one tensor, as in transformers 5. Tokens are gathered, or go to the
   ranks of their experts (`exchange`).
 - `listed`: modules of a list, in a loop, as in transformers 4, the code of DeepSeek and Mistral, and most
-  models of one's own. `routing_code` runs the code around the loop.
+  models of one's own. `RoutingCode` runs the code around the loop.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

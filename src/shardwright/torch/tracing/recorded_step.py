@@ -44,7 +44,7 @@ class UnitCall:
         passed_attributes: where it leaves free arguments: (module, name, position in the arguments).
         recomputed: the step function itself computes it again in the backward (``torch.utils.checkpoint``).
         fills: numbers of the containers among its arguments that it changes (see `Containers`).
-        found: attributes inside the unit that it reads (see `attribute_inputs`): its last arguments.
+        found: attributes inside the unit that it reads (see `unit_attributes`): its last arguments.
         own_results: positions of results in memory of the unit's own, which its next call overwrites.
         shared_results: the same of a unit whose results are changed afterwards, under both names.
     """

@@ -69,7 +69,7 @@ class Entanglement:
         finally:
             nn.Module.__setattr__ = plain  # type: ignore[method-assign]
         for place in self._holds_tensor & self._written.keys():
-            # The model itself has to be split. Each microbatch has its own attributes (`own_attributes`).
+            # The model itself has to be split. Each microbatch has its own attributes (`OwnAttributes`).
             self.whole.update(self._written[place] - {""})
 
     def enter(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
