@@ -150,7 +150,7 @@ def _aligned(num_bytes: int) -> int:
 # Messages that are written and not yet read, at most.
 _MOST_UNREAD = 4
 
-# Below that, a sender waits for room for at most this many that were read.
+# Messages up to so many bytes may be read without a word, at most so many at a time.
 _READ_UNTOLD, _SMALL_BYTES = 1, 64 * 1024
 
 # Kind, purpose (of a message), messages read since the last note, size in bytes (of a message or a segment),

@@ -26,7 +26,7 @@ from shardwright.torch.batch.batch import Batch
 from shardwright.torch.batch.batch_result import BatchResult, Figures, detached, places_of
 from shardwright.torch.counting.compiled_modules import compile_units
 from shardwright.torch.execution.loss_weights import LossWeights
-from shardwright.torch.execution.plain_microbatch import keep_as_wished
+from shardwright.torch.execution.plain_microbatch import PlainMicrobatch, keep_as_wished
 from shardwright.torch.execution.rank_batch import number_of_parts
 from shardwright.torch.execution.trained_model import TrainedModel
 from shardwright.torch.interception.coroutine import model_calls_marked
@@ -47,8 +47,6 @@ from shardwright.torch.tracing.traced_values import point_out_foreign_behind
 
 if TYPE_CHECKING:
     from shardwright.torch.measuring.planning import Planner
-
-from shardwright.torch.execution.plain_microbatch import PlainMicrobatch
 
 log = logging.getLogger(__name__)
 
