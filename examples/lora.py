@@ -16,7 +16,7 @@ def main():
     lora = LoraConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
     model = sw.DistributedModel(get_peft_model(model, lora))
     trainable = [p for p in model.parameters() if p.requires_grad]
-    optimizer = sw.DistributedOptimizer(torch.optim.AdamW(trainable, lr=3e-2))
+    optimizer = sw.DistributedOptimizer(torch.optim.AdamW(trainable, lr=1e-2))
 
     @sw.step
     def train_step(model, ids):
@@ -28,7 +28,7 @@ def main():
     for step in range(60):
         start, stride = torch.randint(64, (2, 16, 1), generator=generator)
         optimizer.zero_grad(set_to_none=True)
-        loss = train_step(model, (start + stride * torch.arange(32)) % 64).reduce_mean()
+        loss = train_step(model, (start + stride * torch.arange(32)) % 8).reduce_mean()  # 8 of 64 words
         optimizer.step()
         if step % 20 == 19 and sw.rank() == 0:
             print(f"step {step + 1}: loss {loss.item():.4f}", flush=True)
