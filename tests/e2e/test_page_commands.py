@@ -66,7 +66,6 @@ NOT_RUN = {
 
 CODES = {
     "shardwright compare gpt.json other.json": 1,  # they differ
-    "shardwright ckpt recover runs/NAME": 2,  # nothing is to be recovered
 }
 """Exit codes other than 0."""
 

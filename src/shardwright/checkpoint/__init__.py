@@ -3,9 +3,8 @@
 ::
 
     checkpoints/
-      COMMITTED                  which checkpoints there are, and the checksum of each manifest
       step-00000120/
-        manifest.json            size and checksum of every other file
+        manifest.json            size and checksum of every other file, and its own checksum
         tensors.json             where the pieces of every tensor lie, by its full name
         rank-00000.safetensors   pieces that a rank has written
         state.json               everything else

@@ -1,103 +1,49 @@
 """A folder of checkpoints: lists, begins, commits, finds, verifies and removes them.
 
-It is replaced as a whole and has its own checksum: it is never half written, and no flipped byte hides a
-checkpoint unnoticed.
-
 ::
 
     begin      mkdir step-00000120.tmp-1f3a      a crash leaves this: invisible, collected later
     (ranks write their files, each with fsync)
     commit     write manifest.json, fsync
-               rename to step-00000120           a crash leaves this: still invisible
-               replace COMMITTED                 from here on it is there
-    collect    replace COMMITTED without old ones, then remove their folders
+               rename to step-00000120           from here on it is there
+    collect    rename old ones to step-00000100.tmp-2e4b, then remove them
+
+A run that goes back to an older checkpoint saves lower steps later. Its turn, the number behind the step,
+says so: step-00000110.2 is newer than step-00000120.
 """
 
-import json
 import os
 import re
 import secrets
 import stat
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-from pydantic import NonNegativeInt, field_validator
 
 from shardwright.checkpoint.disk import Disk
-from shardwright.checkpoint.manifest import (
-    FORMAT_VERSION,
-    MANIFEST,
-    FileEntry,
-    Manifest,
-    NewerVersionError,
-    Record,
-    Sha256,
-    is_plain_name,
-)
+from shardwright.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from shardwright.checkpoint.safe_files import read_regular, reading
 from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.errors import CheckpointError, CorruptCheckpointError, UsageError
 
-COMMITTED = "COMMITTED"
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_DRAFT = re.compile(_NAME.pattern + r"\.tmp-[0-9a-f]+")
 
 
-class Commit(Record):
-    """A checkpoint that is complete.
+@dataclass(frozen=True, slots=True, order=True)
+class Commit:
+    """A checkpoint that is complete, by its name; a newer one is greater.
 
-    Attributes:
-        step: how many steps were done.
+    >>> [Commit(turn, step).name for turn, step in [(1, 120), (2, 110)]]
+    ['step-00000120', 'step-00000110.2']
     """
 
-    name: str
-    step: NonNegativeInt
-    manifest_sha256: Sha256
+    turn: int
+    step: int
 
-    @field_validator("name")
-    @classmethod
-    def _plain_name(cls, name: str) -> str:
-        if not is_plain_name(name) or ".tmp-" in name:
-            raise ValueError("it must be the name of a folder of a checkpoint")
-        return name
-
-
-class _Commits(Record):
-    version: Literal[1] = FORMAT_VERSION
-    checkpoints: tuple[Commit, ...]
-    sha256: Sha256
-
-
-def read_commits(root: Path) -> tuple[Commit, ...]:
-    """The committed checkpoints of a folder, oldest first."""
-    path = root / COMMITTED
-    try:
-        with reading(path):
-            content = read_regular(path)
-        found = _Commits.from_bytes(content, name=str(path))
-        if found != _of(found.checkpoints) or content != found.to_bytes():
-            raise CorruptCheckpointError(f"{path} is damaged: its checksum does not fit what it says.")
-    except NewerVersionError:
-        raise
-    except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(
-            f"{error} It lists the checkpoints; shardwright ckpt recover {root} makes it anew from those "
-            "that are whole."
-        ) from error
-    return found.checkpoints
-
-
-def write_commits(root: Path, commits: tuple[Commit, ...], *, disk: Disk) -> None:
-    """Says which checkpoints there are from now on."""
-    disk.replace(root / COMMITTED, _of(commits).to_bytes())
-
-
-def _of(commits: tuple[Commit, ...]) -> _Commits:
-    text = json.dumps([commit.model_dump() for commit in commits], sort_keys=True)
-    return _Commits(checkpoints=commits, sha256=sha256(text.encode()).hexdigest())
-
-
-_STEP = re.compile(r"step-\d{8,}(\.\d+)?(\.tmp-[0-9a-f]+)?")
+    @property
+    def name(self) -> str:
+        return f"step-{self.step:08}" + (f".{self.turn}" if self.turn > 1 else "")
 
 
 class CheckpointFolder:
@@ -112,12 +58,11 @@ class CheckpointFolder:
     def commits(self) -> tuple[Commit, ...]:
         """The checkpoints, oldest first; none where nothing was ever saved."""
         with reading(self.root):
-            if not _is_folder(self.root, or_link=True):
+            if not _is_folder(self.root):
                 return ()
-            is_listed = (self.root / COMMITTED).exists() or COMMITTED in os.listdir(self.root)
-            if not is_listed and not self.step_folders():
-                return ()
-        return read_commits(self.root)
+            found = [(name, _NAME.fullmatch(name)) for name in os.listdir(self.root)]
+        commits = [(name, Commit(int(it[2] or 1), int(it[1]))) for name, it in found if it is not None]
+        return tuple(sorted(commit for name, commit in commits if commit.name == name))
 
     def open(self, name: str | None = None, *, verify: bool = True) -> SavedCheckpoint:
         """A checkpoint, to read it."""
@@ -133,14 +78,11 @@ class CheckpointFolder:
 
     def _open(self, commit: Commit, *, verify: bool) -> SavedCheckpoint:
         path = self.root / commit.name
-        if not _is_folder(path):
-            raise CorruptCheckpointError(f"{path} is missing, and {COMMITTED} lists it.")
-        content = read_regular(path / MANIFEST)
-        if sha256(content).hexdigest() != commit.manifest_sha256:
-            raise CorruptCheckpointError(
-                f"{path / MANIFEST} is not the one that was committed: its checksum differs."
-            )
-        manifest = Manifest.from_bytes(content, name=str(path / MANIFEST))
+        if path.is_symlink():  # before anything is read through it
+            raise CorruptCheckpointError(f"{path} is a link. Checkpoints have none; nothing was read.")
+        manifest = Manifest.from_bytes(read_regular(path / MANIFEST), name=str(path / MANIFEST))
+        if manifest.step != commit.step:
+            raise CorruptCheckpointError(f"{path / MANIFEST} is of step {manifest.step}.")
         if verify:
             manifest.check(path)
         return SavedCheckpoint(path, manifest)
@@ -155,38 +97,25 @@ class CheckpointFolder:
         """Makes the folder of a new checkpoint, in which files can be put."""
         if not self.root.is_dir():
             self._disk.make_folder(self.root)
-        if not (self.root / COMMITTED).exists() and not self.step_folders():
-            write_commits(self.root, (), disk=self._disk)
-        draft = self.root / f"{self._new_name(step)}.tmp-{secrets.token_hex(4)}"
+        commits = self.commits()
+        turn = 1 if not commits else commits[-1].turn + (step <= commits[-1].step)
+        draft = self._draft_of(Commit(turn, step))
         self._disk.make_folder(draft)
         return draft
 
-    def _new_name(self, step: int) -> str:
-        """Above all that are listed of the step: a run that resumed from an older one saves steps again.
-
-        A lower number may be free, after `collect`. But `recover` would take what has it for an older save.
-        """
-        plain = f"step-{step:08}"
-        names = [commit.name for commit in self.commits()]
-        numbers = [save_number(name) for name in names if name.partition(".")[0] == plain]
-        return f"{plain}.{max(numbers) + 1}" if numbers else plain
+    def _draft_of(self, commit: Commit) -> Path:
+        return self.root / f"{commit.name}.tmp-{secrets.token_hex(4)}"
 
     def commit(
         self, draft: Path, *, step: int, files: Mapping[str, FileEntry], not_finite: Sequence[str] = ()
     ) -> Commit:
         """Makes a draft a checkpoint."""
-        bad = tuple(not_finite) or None
-        manifest = Manifest(step=step, files=dict(files), not_finite=bad).to_bytes()
-        self._disk.write(draft / MANIFEST, [manifest])
+        manifest = Manifest(step=step, files=dict(files), not_finite=tuple(not_finite) or None)
+        self._disk.write(draft / MANIFEST, [manifest.sealed().to_bytes()])
         self._disk.sync_folder(draft)
         name = draft.name.partition(".tmp-")[0]
-        commits = self.commits()
-        if (self.root / name).exists():  # renamed, and never committed
-            self._disk.remove_folder(self.root / name)
         self._disk.rename(draft, self.root / name)
-        made = Commit(name=name, step=step, manifest_sha256=sha256(manifest).hexdigest())
-        write_commits(self.root, (*commits, made), disk=self._disk)
-        return made
+        return next(commit for commit in self.commits() if commit.name == name)
 
     def discard(self, draft: Path) -> None:
         """Removes a draft."""
@@ -206,16 +135,14 @@ class CheckpointFolder:
         if keep is not None and len(commits) > keep:
             self.open(commits[-1].name).check()
             staying = self._staying(commits, keep)
-        if staying != commits:
-            write_commits(self.root, staying, disk=self._disk)
-        names = {commit.name for commit in staying}
-        unlisted = [path for path in self.step_folders() if path.name not in names]
-        removed = [path for path in unlisted if not path.is_symlink()]  # no save makes links
-        for path in removed:
+        for path in (drafts := self.drafts()):
             self._disk.remove_folder(path)
-        for path in self.root.glob(f"{COMMITTED}.tmp-*") if self.root.is_dir() else ():
-            path.unlink()
-        return tuple(path.name for path in removed)
+        old = [commit for commit in commits if commit not in staying]
+        for commit in old:  # a crash in between leaves no damaged checkpoint
+            draft = self._draft_of(commit)
+            self._disk.rename(self.root / commit.name, draft)
+            self._disk.remove_folder(draft)
+        return tuple(sorted([*(path.name for path in drafts), *(commit.name for commit in old)]))
 
     def _staying(self, commits: tuple[Commit, ...], keep: int) -> tuple[Commit, ...]:
         """The newest, and the newest whose weights are finite."""
@@ -231,21 +158,13 @@ class CheckpointFolder:
         except CorruptCheckpointError:
             return False
 
-    def step_folders(self) -> list[Path]:
-        """Folders with names of checkpoints, listed or not, drafts too."""
+    def drafts(self) -> list[Path]:
+        """Folders of saves that did not end, or of checkpoints that are being removed."""
         if not self.root.is_dir():
             return []
-        return sorted(p for p in self.root.iterdir() if _STEP.fullmatch(p.name) and p.is_dir())
-
-
-def save_number(name: str) -> int:
-    """The number of a folder's save, of all saves of its step.
-
-    >>> save_number("step-00000002"), save_number("step-00000002.10")
-    (1, 10)
-    """
-    number = name.partition(".")[2]
-    return int(number) if number.isdecimal() else 1
+        return sorted(
+            path for path in self.root.iterdir() if _DRAFT.fullmatch(path.name) and not path.is_symlink()
+        )
 
 
 def refuse_one_checkpoint(path: Path) -> None:
@@ -255,9 +174,9 @@ def refuse_one_checkpoint(path: Path) -> None:
         raise UsageError(f"{path} is one checkpoint. Give the folder that it is in: {folder}.")
 
 
-def _is_folder(path: Path, *, or_link: bool = False) -> bool:
+def _is_folder(path: Path) -> bool:
     """Whether it is one; from Python 3.14 on, `Path.is_dir` also says no where this process may not look."""
     try:
-        return stat.S_ISDIR(path.stat(follow_symlinks=or_link).st_mode)
+        return stat.S_ISDIR(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return False

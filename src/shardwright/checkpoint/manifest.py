@@ -5,37 +5,20 @@ import re
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator
 
 from shardwright import __version__
-from shardwright.checkpoint.safe_files import open_regular, parse, read_regular, size_of
+from shardwright.checkpoint.safe_files import open_regular, parse, size_of
 from shardwright.errors import CorruptCheckpointError
 from shardwright.problems import describe, join
-
-__all__ = [
-    "FORMAT_VERSION",
-    "MANIFEST",
-    "FileEntry",
-    "Manifest",
-    "NewerVersionError",
-    "Record",
-    "Sha256",
-    "is_plain_name",
-    "read_regular",
-]
 
 FORMAT_VERSION: Final = 1
 MANIFEST = "manifest.json"
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-_Record = TypeVar("_Record", bound="Record")
 
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-
-
-class NewerVersionError(CorruptCheckpointError):
-    """A file is of a version of the format that this Shardwright does not know."""
 
 
 class Record(BaseModel):
@@ -43,15 +26,18 @@ class Record(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+    newest: ClassVar[int] = FORMAT_VERSION
+    """The version that is written."""
+
     @classmethod
     def from_bytes(cls, content: bytes, *, name: str) -> Self:
         """Reads it."""
         found = parse(content, name=name)
         version = found.get("version") if isinstance(found, dict) else None
-        if type(version) is int and version > FORMAT_VERSION:
-            raise NewerVersionError(
+        if type(version) is int and version > cls.newest:
+            raise CorruptCheckpointError(
                 f"{name} is of version {version} of the format, and this Shardwright ({__version__}) reads "
-                f"version {FORMAT_VERSION}. Use the Shardwright that saved it, or a newer one."
+                f"version {cls.newest}. Use the Shardwright that saved it, or a newer one."
             )
         try:
             return cls.model_validate_json(json.dumps(found))
@@ -84,14 +70,31 @@ class Manifest(Record):
         files: by name, every file but this one.
         not_finite: weights that have infinities or NaN, by their names in the model, as far as the save has
             looked; missing where there are none.
+        sha256: of the manifest itself without this field, see `sealed`; those of version 1 have none.
     """
 
+    newest: ClassVar[int] = 2
+
     format: Literal["shardwright checkpoint"] = "shardwright checkpoint"
-    version: Literal[1] = FORMAT_VERSION
+    version: Literal[1, 2] = 2
     step: NonNegativeInt
     saved_by: str = __version__
     files: dict[str, FileEntry]
     not_finite: tuple[str, ...] | None = None
+    sha256: Sha256 | None = None
+
+    def sealed(self) -> "Manifest":
+        """The same with its own checksum: no flipped byte in it goes unnoticed."""
+        bare = self.model_copy(update={"sha256": None})
+        return self.model_copy(update={"sha256": sha256(bare.to_bytes()).hexdigest()})
+
+    @classmethod
+    def from_bytes(cls, content: bytes, *, name: str) -> Self:
+        found = super().from_bytes(content, name=name)
+        sealed = found.version > 1 or found.sha256 is not None
+        if sealed and (found.sealed() != found or content != found.to_bytes()):
+            raise CorruptCheckpointError(f"{name} is damaged: its checksum does not fit what it says.")
+        return found
 
     @field_validator("files")
     @classmethod

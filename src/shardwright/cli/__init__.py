@@ -52,9 +52,7 @@ COMMANDS = (
     Command(name="compare", summary="Compare two runs, or two plans: figures, and what is different."),
     Command(name="report", summary="Write what a run or a plan comes to as one HTML file."),
     Command(name="runs", summary="List the runs of a folder."),
-    Command(
-        name="ckpt", summary="List, verify, recover, export, import and clear checkpoints.", is_group=True
-    ),
+    Command(name="ckpt", summary="List, verify, export, import and clear checkpoints.", is_group=True),
     Command(name="catalogue", summary="List models and machines by name; show machines, write their file."),
     Command(name="schedule", summary="Draw a pipeline schedule, with its bubble."),
     Command(name="profile", summary="Measure what the units of a model cost on this machine."),

@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor, nn
 
 import shardwright.torch as sw
-from shardwright.checkpoint.folder import COMMITTED
+from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.errors import UsageError
 from shardwright.integrations.step_model import StepModel
 from shardwright.torch.pytorch.source_line import user_line
@@ -237,7 +237,7 @@ class Accelerator(accelerate.Accelerator):
     def load_state(self, input_dir: str | None = None, *_: Any, **__: Any) -> None:
         """Loads what `save_state` has saved, before the first step; on any number of ranks."""
         folder = Path(self._folder(input_dir, "load_state"))
-        if not (folder / COMMITTED).is_file():
+        if not CheckpointFolder(folder).commits():
             raise UsageError(_no_state(folder))
         with closing(self._checkpoints(str(folder))) as checkpoints:
             checkpoints.resume()

@@ -116,13 +116,13 @@ def read_record(folder: RunFolder) -> RunRecord | None:
 def saved_step(folder: RunFolder) -> SavedStep | None:
     """The newest checkpoint of a run, in its folder or where the script keeps them; None without one."""
     # Here, because a run that begins has none.
-    from shardwright.checkpoint.folder import COMMITTED, read_commits
+    from shardwright.checkpoint.folder import CheckpointFolder
 
     for root in (folder.path / "checkpoints", _named_by_events(folder)):
-        if root is None or not (root / COMMITTED).is_file():
+        if root is None:
             continue
         try:
-            commits = read_commits(root)
+            commits = CheckpointFolder(root).commits()
         except CheckpointError:
             return SavedStep(None, root)
         if commits:

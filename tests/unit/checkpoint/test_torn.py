@@ -62,7 +62,7 @@ def test_every_operation_of_a_save_is_a_place_todie(earlier: tuple[int, ...], tm
             assert values(root) == {float(commits[-1])}
         save(root, 10, keep=2)  # the next run saves, and clears what was left
         assert values(root) == {10.0}
-        folders = {path.name for path in root.iterdir()} - {"COMMITTED"}
+        folders = {path.name for path in root.iterdir()}
         assert folders == {commit.name for commit in CheckpointFolder(root).commits()}
         cases += 1
     assert cases >= 15
@@ -94,7 +94,7 @@ def test_nothing_gets_its_name_before_it_has_reached_the_disk(
     monkeypatch.setattr(os, "fsync", noted)
     for step in (1, 2):
         save(root, step, disk=Disk(before))
-        check(tmp_path, root.parent, root, root / "COMMITTED")
+        check(tmp_path, root.parent, root, root)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])

@@ -7,8 +7,6 @@ import pytest
 from observe.plans import two_stage_plan
 
 from cli.calling import call
-from shardwright.checkpoint.disk import Disk
-from shardwright.checkpoint.folder import Commit, write_commits
 from shardwright.observe import MetricsLog, RunFolder, StepRecord
 from shardwright.observe.run_record import RunRecord
 
@@ -117,10 +115,7 @@ def test_a_run_has_a_state(capsys, folder, state, step, told):
     run = RunFolder(folder / "runs" / "first")
     RunRecord(script="/home/me/train.py", command="shardwright run train.py").ended_as(run, state)
     if step is not None:
-        root = run.path / "checkpoints"
-        root.mkdir()
-        commit = Commit(name=f"step-{step:08}", step=step, manifest_sha256="0" * 64)
-        write_commits(root, (commit,), disk=Disk())
+        (run.path / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
     _, out, _ = call(capsys, "runs")
     assert any(line.startswith(f"first   {told}  ") for line in out.splitlines()), out
     _, out, _ = call(capsys, "runs", "--json")

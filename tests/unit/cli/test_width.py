@@ -89,7 +89,6 @@ def test_lines_of_ckpt_fit(shown, tmp_path):
         ("export", "a", "-o", "exported"),
         ("import", "exported", "-o", "imported"),
         ("gc", "a", "--keep", "1"),
-        ("recover", "a"),
         ("verify", "a", "step-00000050"),
     ):
         out, err = shown("ckpt", *words)

@@ -86,7 +86,6 @@ def test_the_exit_code_is_that_of_the_first_cause_where_it_means_something(codes
         ("shardwright.errors.UsageError", 2),
         ("smdistributed.modelparallel.backend.exceptions.NotInitializedError: smp.init() was not called.", 2),
         ("smdistributed.modelparallel.torch.exceptions.NotThereYetError: tensor parallelism", 2),
-        ("shardwright.checkpoint.manifest.NewerVersionError: format 2", 8),
         ("somebody.errors.InfeasiblePlanError: not ours", 5),
         ("ValueError: shardwright.errors.InfeasiblePlanError: in a text", 5),
     ],

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwright.checkpoint.folder import COMMITTED, CheckpointFolder, refuse_one_checkpoint
+from shardwright.checkpoint.folder import CheckpointFolder, refuse_one_checkpoint
 from shardwright.checkpoint.manifest import MANIFEST
 from shardwright.errors import PlanError, UsageError
 
@@ -70,7 +70,7 @@ def checkpoint_folder(path: Path) -> CheckpointFolder:
 def named_checkpoint(path: Path, name: str | None) -> tuple[CheckpointFolder, str | None]:
     """The folder of checkpoints that is meant, and the checkpoint: also where the path is one itself."""
     whole = path if path.name else path.absolute()  # "." has neither a name nor a folder around it
-    if not ((whole / MANIFEST).exists() and (whole.parent / COMMITTED).exists()):
+    if not (whole / MANIFEST).exists():
         return checkpoint_folder(path), name
     if name not in (None, whole.name):
         raise UsageError(f"{path} is a checkpoint, and {name} is another one. Leave one of them out.")

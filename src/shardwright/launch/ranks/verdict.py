@@ -66,7 +66,6 @@ _REMEDIES = {
 }
 # Errors of ours that are defined elsewhere, by the names in tracebacks: what they are in our tree.
 _DEFINED_ELSEWHERE: dict[str, type[errors.ShardwrightError]] = {
-    "shardwright.checkpoint.manifest.NewerVersionError": errors.CorruptCheckpointError,
     "smdistributed.modelparallel.backend.exceptions.NotInitializedError": errors.UsageError,
     "smdistributed.modelparallel.torch.exceptions.NotThereYetError": errors.UsageError,
 }

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwright.checkpoint.disk import Disk
-from shardwright.checkpoint.folder import COMMITTED, CheckpointFolder, refuse_one_checkpoint
+from shardwright.checkpoint.folder import CheckpointFolder, refuse_one_checkpoint
 from shardwright.checkpoint.hugging_face import CONFIG, TIES
 from shardwright.checkpoint.importing import STATE
 from shardwright.comm.message_names import Purpose
@@ -38,7 +38,7 @@ _LOCK = ".lock"
 def hold_folder(path: Path) -> Path:
     """Keeps other runs from saving in a folder, and makes it; on the first rank."""
     refuse_one_checkpoint(path)
-    if (path / "checkpoints" / COMMITTED).exists() and not (path / COMMITTED).exists():
+    if CheckpointFolder(path / "checkpoints").commits() and not CheckpointFolder(path).commits():
         raise UsageError(
             f"{path} is the folder of a run, whose checkpoints are in a folder in it: "
             f'sw.Checkpoints("{path / "checkpoints"}").'

@@ -1,6 +1,5 @@
-"""The group ``shardwright ckpt``, with the commands that list, verify, recover and clear."""
+"""The group ``shardwright ckpt``, with the commands that list, verify and clear."""
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -10,9 +9,7 @@ from typing import Annotated
 
 import typer
 
-from shardwright.checkpoint import recovery
-from shardwright.checkpoint.folder import COMMITTED, CheckpointFolder, Commit
-from shardwright.checkpoint.recovery import Order
+from shardwright.checkpoint.folder import CheckpointFolder, Commit
 from shardwright.checkpoint.saved import shortened
 from shardwright.cli.asking.application import AsJson, new_application, print_json, say, show_text
 from shardwright.cli.asking.model import DTYPES
@@ -25,7 +22,7 @@ from shardwright.quantities import counted, format_bytes
 from shardwright.text import align
 
 application = new_application(
-    text="List, verify, recover, export, import and clear checkpoints.",
+    text="List, verify, export, import and clear checkpoints.",
     other_names={"to": "output", **DTYPES},
 )
 
@@ -127,42 +124,10 @@ def gc(
         show_text(f"{counted(len(found.commits()), 'checkpoint')} left")
 
 
-@application.command("recover", short_help="Make a lost list of checkpoints anew.")
-def recover(
-    folder: Folder,
-    order: Annotated[
-        Order | None, typer.Option(help="Which is the newest, where steps and times disagree.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Make the list of checkpoints anew, where it is missing or damaged, from those that are whole.
-
-    Folders that are not whole are renamed to damaged-NAME, and stay. For example: shardwright ckpt recover
-    runs/NAME
-    """
-    found = checkpoint_folder(folder)
-    try:
-        with _alone(found):
-            folders = recovery.recover(found.root, order=order)
-    except OSError as error:
-        raise CheckpointError(f"{found.root} cannot be read or written: {error.strerror}.") from error
-    listed = [each.name for each in folders if each.problem is None]
-    if as_json:
-        print_json([asdict(each) for each in folders])
-    else:
-        for each in folders:
-            aside = f" It is now {each.aside}." if each.aside else ""
-            show_text(f"{each.name}  {each.problem or 'recovered'}{aside}")
-    if not listed:
-        raise CorruptCheckpointError(f"{found.root} has no checkpoint that is whole. Nothing was changed.")
-    if not as_json:
-        show_text(f"the newest is {listed[-1]}")
-
-
 @contextmanager
 def _alone(folder: CheckpointFolder) -> Iterator[None]:
     """Has no run save in a folder meanwhile. Another folder than one of checkpoints is left as it is."""
-    if not os.path.lexists(folder.root / COMMITTED) and not folder.step_folders():
+    if not folder.commits() and not folder.drafts():
         raise CheckpointError(f"{folder.root} has no checkpoint, and nothing that a save has left.")
     with held(folder.root / ".lock") as holder:
         if holder is not None:

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shardwright.checkpoint.disk import Disk, NewFile
-from shardwright.checkpoint.manifest import FileEntry, read_regular
+from shardwright.checkpoint.manifest import FileEntry
+from shardwright.checkpoint.safe_files import read_regular
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 from smdistributed.modelparallel.torch.checkpoints.records import FullRecord, fits, verify
 
