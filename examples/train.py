@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=50, help="steps between two checkpoints")
     options = parser.parse_args()
 
-    sw.init({"seed": 0, "steps": options.steps, "tensorboard": True})  # <-- tensorboard --logdir runs
+    sw.init({"seed": 0, "steps": options.steps, "trackers": "tensorboard"})  # <-- tensorboard --logdir runs
     model = sw.DistributedModel(Classifier())  # <--
     optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=2e-3))  # <--
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=options.steps)

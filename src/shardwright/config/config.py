@@ -78,11 +78,14 @@ def _outside_pipeline(default: int, degree: int) -> str:
     )
 
 
+# The dimension of tensors along which sequences are cut: the batch is cut into microbatches along the first.
+_SEQUENCES = 1
+
 # Settings that the planner does not look at.
 _NO_PINS = frozenset(
     (
         "allow_older ignored keep_freed_memory log_interval measure_s missing_ranks_s offload_dir "
-        "on_nonfinite pin_cores plan_anew run_dir run_name seed shared_memory steps tensorboard timeout_s "
+        "on_nonfinite plan_anew run_dir run_name seed shared_memory steps timeout_s "
         "trace trackers"
     ).split()
 )
@@ -193,14 +196,14 @@ class Config(Settings):
         if mesh.expert > 1 and mesh.context == 1:
             return 0
         is_cut = mesh.context > 1 or (mesh.tensor > 1 and self.sequence_parallel is True)
-        return self.sequence_dim if is_cut else None
+        return _SEQUENCES if is_cut else None
 
     def cut_again(self, mesh: Mesh) -> int | None:
         """The dimension along which the inner ranks of a grid cut what others have cut; None: none."""
         if mesh.inner == "ep":
             return 0
         is_cut = mesh.inner == "tp" and self.sequence_parallel is True
-        return self.sequence_dim if is_cut else None
+        return _SEQUENCES if is_cut else None
 
     def resolve_world(self, world_size: int) -> Mesh:
         """The grid of ranks in a world of this size.

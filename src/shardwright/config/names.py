@@ -138,6 +138,10 @@ _RANKS = "Remove it: the launcher starts ranks (shardwright run -n 4, or torchru
 _DEVICES = "Remove it: each rank takes the accelerator of its local rank (sw.device())."
 _QUANTIZED = "Remove it: gradients and rows go between hosts as they are; bf16: true halves them."
 _CALIBRATE = "Remove it: runs keep their plan, and correct no predictions; plan_anew plans anew."
+_STATISTICS = "Set microbatches to 1: batch norms then see the whole batch."
+_TRACKERS = "Set trackers to tensorboard."
+_SEQUENCES = "Remove it: sequences are cut along dimension 1. Transpose inside the model, not before it."
+_CORES = "Remove it: ranks on CPUs have their own cores during a step, if there are enough (else: taskset)."
 _UNUSED = "Remove it: unused parameters need nothing here."
 _RESUME = (
     "Remove it: sw.Checkpoints(...).resume() goes on from checkpoints, as shardwright run --resume does."
@@ -169,6 +173,10 @@ _ADVICE = {
     _ORDINARY: ("clip_grad", "gradient_clipping", "max_grad_norm", "learning_rate", "lr"),
     _CALIBRATE: ("calibrate",),
     _QUANTIZED: ("sdp_quantized_gradients", "sdp_quantized_parameters"),
+    _STATISTICS: ("batch_statistics",),
+    _TRACKERS: ("tensorboard",),
+    _SEQUENCES: ("sequence_dim",),
+    _CORES: ("pin_cores",),
     _UNUSED: ("find_unused_parameters",),
     _RESUME: ("resume", "resume_from_checkpoint"),
 }

@@ -14,7 +14,6 @@ from shardwright.errors import ConfigError
 from shardwright.mesh import canonical_placement
 from shardwright.quantities import (
     MOST_BYTES,
-    MOST_DIMS,
     MOST_ELEMENTS,
     MOST_MICROBATCHES,
     MOST_RANKS,
@@ -90,9 +89,6 @@ class Settings(BaseModel):
         description="Tensor-parallel ranks cut tensors between layers along the sequence, too: norms and "
         'residuals are divided; "auto": where the predicted step is shorter so, or fits in memory.',
     )
-    sequence_dim: Annotated[Whole, Field(ge=0, le=MOST_DIMS)] = Field(
-        1, description="The dimension of tensors along which sequences are cut, from 0."
-    )
     sharded_data_parallel_degree: Degree = Field(
         1,
         description="Size of a shard group (parameters, gradients and optimizer state); 1: no sharding.",
@@ -126,10 +122,6 @@ class Settings(BaseModel):
     fp16: bool = Field(False, description="The same in float16, with a loss scale: see DistributedOptimizer.")
     microbatches: Microbatches | None = Field(
         None, description="Microbatches of each batch; unset: the planner chooses."
-    )
-    batch_statistics: Literal["microbatch", "batch"] = Field(
-        "microbatch",
-        description="Samples of batch norms in training; batch: the whole batch, as one microbatch.",
     )
     pipeline: PipelineKind = Field("auto", description="Schedule family; auto: the planner chooses.")
     virtual_stages: Stages | None = Field(
@@ -215,9 +207,6 @@ class Settings(BaseModel):
         "update, or ignore it.",
     )
     seed: Seed | None = Field(None, description="Seed of the random generators; unset: left alone.")
-    pin_cores: bool = Field(
-        True, description="On CPUs, pin every rank to its own cores during a step, if there are enough."
-    )
     shared_memory: bool = Field(
         True,
         description="On CPUs, pass messages and parameters on one host through shared memory.",
@@ -228,7 +217,6 @@ class Settings(BaseModel):
     )
     trace: bool = Field(False, description="Write a timeline (trace.json).")
     report: bool = Field(True, description="Write report.html when the run ends.")
-    tensorboard: bool = Field(False, description="Write TensorBoard event files.")
     trackers: tuple[Literal["csv", "mlflow", "tensorboard", "wandb"], ...] = Field(
         (), description="Tools that get a copy of the metrics: csv, mlflow, tensorboard, wandb."
     )

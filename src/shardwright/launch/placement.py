@@ -210,7 +210,7 @@ WARNED = {
     "max_retry_attempts": "max_restarts says how often ranks start again after a failure",
     "debugger_hook_config": "SageMaker's Debugger is not here",
     "rules": "SageMaker's Debugger is not here",
-    "tensorboard_output_config": "set tensorboard in Shardwright's settings",
+    "tensorboard_output_config": "set trackers to tensorboard in Shardwright's settings",
     "profiler_config": "shardwright profile measures a model, and each run leaves a timeline",
     "compiler_config": "torch.compile is the script's own matter",
     "container_entry_point": "the entry point is what is started",

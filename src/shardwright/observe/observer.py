@@ -84,8 +84,7 @@ class Observer:
         console: Console | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        trackers = (*config.trackers, *(("tensorboard",) if config.tensorboard else ()))
-        check_installed(trackers)
+        check_installed(config.trackers)
         self.folder = folder
         self.console = console if console is not None else Console(prints=prints)
         self._rank = rank
@@ -113,7 +112,7 @@ class Observer:
             self._events = JsonLines(self._written.events_file)
         if prints:
             self._tracking = Tracking(_run(config, self._written, world_size), self._tracker_failed)
-            self._tracking.add(named_trackers(trackers))
+            self._tracking.add(named_trackers(config.trackers))
 
     def track(self, trackers: Sequence[Tracker]) -> None:
         """Has further trackers told of each step, on the rank that writes."""

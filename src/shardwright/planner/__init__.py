@@ -7,7 +7,6 @@ from shardwright.planner.batches import (
     count_groups,
     microbatch_counts,
     statistics_are_split,
-    statistics_of_whole_batch,
 )
 from shardwright.planner.chain import Chain
 from shardwright.planner.degrees import best_of_meshes, best_plans, meshes
@@ -33,5 +32,4 @@ __all__ = [
     "schedule_of",
     "stage_costs_of",
     "statistics_are_split",
-    "statistics_of_whole_batch",
 ]

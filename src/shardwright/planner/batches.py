@@ -29,10 +29,6 @@ def count_groups(
     layers = _layers(candidates)
     if not layers:
         return [list(counts)]
-    if config.batch_statistics == "batch":
-        if 1 not in counts:
-            raise PlanError(statistics_of_whole_batch(layers, min(counts)))
-        return [[1]]
     if config.microbatches is not None:
         return [list(counts)]
     enough = [m for m in counts if candidates[m][0].batch_size >= ENOUGH_SAMPLES] or [min(counts)]
@@ -70,16 +66,7 @@ def statistics_are_split(layers: Sequence[str], *, samples: int, batch: int) -> 
     return (
         f"{number} ({_sample(layers)}) {computes} statistics over the {size} of a microbatch, not "
         f"over the {batch} of the batch, as in a loop over the microbatches. For those of the whole batch "
-        "set batch_statistics to batch, which takes one microbatch."
-    )
-
-
-def statistics_of_whole_batch(layers: Sequence[str], microbatches: int) -> str:
-    """The error where statistics cannot be those of the batch, with the remedy."""
-    return (
-        f"batch_statistics is batch, but the batch is cut into {microbatches} microbatches, so that the "
-        f"statistics of {_sample(layers)} would be those of one of them. Set microbatches to 1 (with a plan "
-        "file: make the plan anew with batch_statistics batch), or batch_statistics to microbatch."
+        "set microbatches to 1."
     )
 
 
@@ -101,8 +88,6 @@ def microbatch_counts(batch_size: int, *, config: Config, pipeline: int) -> tupl
 
     >>> microbatch_counts(32, config=Config(), pipeline=4)
     (4, 8, 16, 32)
-    >>> microbatch_counts(32, config=Config(batch_statistics="batch"), pipeline=4)
-    (1, 4, 8, 16, 32)
     """
     if batch_size < 1:
         raise PlanError("the batch is empty: it has no samples along its axis.")
@@ -111,7 +96,7 @@ def microbatch_counts(batch_size: int, *, config: Config, pipeline: int) -> tupl
             raise PlanError(too_few_samples("a batch of a replica", batch_size, config.microbatches))
         return (config.microbatches,)
     divisors = [d for d in range(1, batch_size + 1) if batch_size % d == 0]
-    found = {1} if config.batch_statistics == "batch" else set()
+    found = set()
     for wanted in (pipeline, 2 * pipeline, 4 * pipeline, 8 * pipeline):
         # Equal microbatches waste nothing: take the nearest divisor, unless none is near.
         nearest = min(divisors, key=lambda d: (max(d / wanted, wanted / d), d))

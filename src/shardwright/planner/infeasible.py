@@ -38,7 +38,7 @@ def _remedies(best: Option, config: Config) -> list[str]:
     if not config.auto_partition and _fits(best, config, automatic=True):
         found.append("Let the planner place the units: set auto_partition to true.")
     factor = next((f for f in _FACTORS if _fits(best, config, factor=f)), None)
-    if factor is not None and config.batch_statistics == "microbatch":
+    if factor is not None:
         found.append(
             f"Smaller microbatches: set microbatches to {best.num_microbatches * factor} "
             f"(now {best.num_microbatches}), if a batch has as many samples."

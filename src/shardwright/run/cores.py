@@ -23,7 +23,7 @@ class OwnCores:
     def __init__(self, context: Context):
         self._all = _allowed()
         self._cores: set[int] = set()
-        if context.device.type == "cpu" and context.config.pin_cores:
+        if context.device.type == "cpu":
             self._cores = share_of(
                 self._all,
                 local_rank=context.local_rank,

@@ -12,8 +12,6 @@ from torch.nn import functional as F
 import shardwright.torch as sw
 from shardwright.cluster import Cluster, Device, Link
 from shardwright.config import Config
-from shardwright.errors import UsageError
-from shardwright.run.context import context
 from shardwright.testing import run_ranks
 from shardwright.torch.units.dry_run import plan_model
 
@@ -157,7 +155,7 @@ def differences_to_the_whole_batch(settings: dict[str, Any]) -> list[float]:
 
 def test_statistics_of_the_whole_batch():
     """A batch norm was trained over microbatches of few samples, and nothing could be done about it."""
-    for found in run_ranks(differences_to_the_whole_batch, 2, {"batch_statistics": "batch"}):
+    for found in run_ranks(differences_to_the_whole_batch, 2, {"microbatches": 1}):
         assert max(found) < 1e-12
     cut = run_ranks(differences_to_the_whole_batch, 2, {"microbatches": 4})
     assert min(min(found) for found in cut) > 1e-4  # the test can fail
@@ -196,34 +194,6 @@ def test_one_rank_says_once_whose_statistics_they_are():
     assert not nothing
     assert len(run_ranks(said_by_rank, 1, {"microbatches": 2})[0]) == 1
     assert run_ranks(said_by_rank, 2, {"microbatches": 1}) == [[], []]
-
-
-def test_a_plan_that_cuts_the_batch_is_refused_where_statistics_are_to_be_those_of_it():
-    def on_each_rank() -> str:
-        plan = plan_model(
-            pictures(),
-            torch.randn(12, 1, 9, 9, dtype=torch.float64),
-            config=Config(microbatches=4),
-            world_size=2,
-            cluster=CLUSTER,
-        )
-        assert any("those of a microbatch, 3 samples" in reason for reason in plan.why)
-        sw.init(plan.model_copy(update={"pins": {}}))
-        context().config = Config.merge(context().config, {"batch_statistics": "batch", **SETTINGS})
-        model = sw.DistributedModel(pictures())
-
-        @sw.step
-        def train_step(model: Any, x: Tensor) -> Tensor:
-            loss = model(x).mean()
-            model.backward(loss)
-            return loss
-
-        with pytest.raises(UsageError, match="is cut into 4 microbatches") as caught:
-            train_step(model, torch.randn(12, 1, 9, 9, dtype=torch.float64))
-        return str(caught.value)
-
-    first, second = run_ranks(on_each_rank, 2)
-    assert first == second
 
 
 def test_a_model_that_cannot_be_called_with_one_sample():

@@ -86,9 +86,8 @@ def test_every_rank_refuses_a_missing_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prints: bool
 ) -> None:
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
-    for settings in ({"tensorboard": True}, {"trackers": "tensorboard"}):
-        with pytest.raises(ConfigError, match=r"pip install 'shardwright\[tensorboard\]'"):
-            ObservedRun(tmp_path, prints=prints, **settings)
+    with pytest.raises(ConfigError, match=r"pip install 'shardwright\[tensorboard\]'"):
+        ObservedRun(tmp_path, prints=prints, trackers="tensorboard")
 
 
 def test_csv_has_a_row_for_each_step_and_goes_on_in_a_continued_run(tmp_path: Path) -> None:
@@ -107,13 +106,12 @@ def test_csv_without_a_folder_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("settings", [{"tensorboard": True}, {"trackers": "tensorboard"}])
-def test_tensorboard(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray
 
-    run = train(tmp_path, **settings)
+    run = train(tmp_path, trackers="tensorboard")
     assert run.folder is not None
     events = EventAccumulator(str(run.folder.tensorboard_dir))
     events.Reload()

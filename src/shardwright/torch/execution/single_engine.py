@@ -68,7 +68,7 @@ class SingleEngine:
         # Of an evaluation: place in the result -> how it is reduced over samples.
         self._evaluated: WeakKeyDictionary[Callable[..., Any], dict[int, LossForm]] = WeakKeyDictionary()
         self._norms = SynchronisedNorms(context, model.get_module())
-        self._statistics = BatchStatistics(context.config, prints=context.rank == 0)
+        self._statistics = BatchStatistics(prints=context.rank == 0)
         self._offloading = offloading_of(context)
         self._offloaded: frozenset[nn.Module] = frozenset()
         if planner is None:

@@ -28,9 +28,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwright.config import Config
-from shardwright.errors import TraceError, UsageError
-from shardwright.planner import statistics_are_split, statistics_of_whole_batch
+from shardwright.errors import TraceError
+from shardwright.planner import statistics_are_split
 from shardwright.torch._private import BatchNormBase
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.counting.cost_counter import CostCounter
@@ -132,8 +131,7 @@ def _is_inside(name: str, unit: str) -> bool:
 class BatchStatistics:
     """Says once, when a model is first trained, of which samples its statistics are."""
 
-    def __init__(self, config: Config, *, prints: bool):
-        self._config = config
+    def __init__(self, *, prints: bool):
         self._prints = prints
         self._traced: tuple[str, ...] = ()
         self._is_done = False
@@ -150,8 +148,6 @@ class BatchStatistics:
         layers = tuple(dict.fromkeys((*layers_with_statistics(model), *self._traced)))
         if microbatches == 1 or not layers:
             return
-        if self._config.batch_statistics == "batch":
-            raise UsageError(statistics_of_whole_batch(layers, microbatches))
         if self._prints:
             samples = batch.num_samples or 0
             log.warning(

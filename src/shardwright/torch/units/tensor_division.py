@@ -366,7 +366,7 @@ def _refuse_without_sequences(trace: Trace, between: BetweenUnits, mesh: Mesh) -
     raise PlanError(
         f"{asked}, but ranks cannot share sequences along dimension {dim}: it has "
         f"{', '.join(map(str, lengths)) or 'no'} entries in the tensors of the batch, and no tensor between "
-        f"units has as many. Set sequence_dim to the dimension of the sequence, or {remedy}."
+        f"units has as many. Give the batch as samples x sequence, or set {remedy}."
     )
 
 
