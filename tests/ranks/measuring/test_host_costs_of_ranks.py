@@ -58,6 +58,7 @@ def test_a_run_measures_them_and_trains_as_without(monkeypatch, tmp_path):
     [
         ({"pipeline_parallel_degree": 1, "data_parallel_degree": 2, "plan_one_stage": True}, "1x2x1.json"),
         ({"pipeline_parallel_degree": 2, "data_parallel_degree": 1, "pipeline": "zb_h1"}, "2x1x1.json"),
+        ({"replay": "off"}, "2x1x1-off.json"),
     ],
 )
 def test_they_are_those_of_the_grid_of_ranks(monkeypatch, tmp_path, degrees, file):

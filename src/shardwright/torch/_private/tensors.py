@@ -45,6 +45,7 @@ __all__ = [
     "memory_of",
     "new_fake_mode",
     "new_wrapper",
+    "num_sharing",
     "outside_of_functions",
     "packed_call",
     "pop_function_mode",
@@ -136,6 +137,12 @@ def storage_key(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except NotImplementedError:
         return id(tensor)  # what `torch.func.vmap` hands to the function that it maps
+
+
+def num_sharing(tensor: torch.Tensor) -> int:
+    """How many tensors, Python's and autograd's, share the memory of one that has memory; itself is one."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # but `storage`
 
 
 def weak_storage(tensor: torch.Tensor) -> Any:

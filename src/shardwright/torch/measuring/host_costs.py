@@ -45,8 +45,8 @@ from shardwright.torch.randomness import get_state, python_random_kept, set_stat
 log = logging.getLogger(__name__)
 
 _WIDTH = 8
-_MORE_UNITS, _OPERATIONS = 16, 32
-_ROUNDS = 8
+_MORE_UNITS, _OPERATIONS = 8, 16
+_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,8 @@ def with_host_costs(run: Context, cluster: Cluster) -> Cluster:
 def _costs(run: Context) -> HostCosts:
     """Those of a run, as an earlier one has measured them, or as they are now."""
     mesh, world = run.mesh, context()
-    name = f"{machine_key(run)}-{mesh.pipeline}x{mesh.data}x{mesh.shard}.json"
+    replay = "" if run.config.replay == "auto" else f"-{run.config.replay}"
+    name = f"{machine_key(run)}-{mesh.pipeline}x{mesh.data}x{mesh.shard}{replay}.json"
     file = None if os.environ.get("SHARDWRIGHT_CACHE") == "off" else cache_folder() / "host" / name
     known = world.from_first_rank(lambda: None if file is None else _read(file))
     if known is not None:
@@ -192,7 +193,12 @@ def _steps_of(toys: Sequence[Toy], run: Context) -> Iterator[dict[Toy, "_Steps"]
 def _adapt(own: Context, toy: Toy) -> None:
     """Gives a context of toys the settings and the plan of one of them."""
     own.config = Config.merge(
-        {"microbatches": toy.microbatches, "run_dir": "off", "keep_freed_memory": False}
+        {
+            "microbatches": toy.microbatches,
+            "run_dir": "off",
+            "keep_freed_memory": False,
+            "replay": own.config.replay,
+        }
     )
     own.plan = _plan_of(toy, own.mesh) if own.mesh.spreads_model else None
 

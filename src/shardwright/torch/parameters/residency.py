@@ -14,6 +14,7 @@ import copy
 import functools
 import gc
 import sys
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -28,6 +29,7 @@ from shardwright.torch._private import (
     disabled_torch_function,
     has_storage,
     make_wrapper,
+    num_sharing,
     put_in_place,
     storage_key,
 )
@@ -289,7 +291,10 @@ def release_remote(
     held = {storage_key(tensor) for key, tensor in tensors.items() if key not in given_up}
     by_memory = {storage_key(tensors[key]): name for key, name in given_up.items()}
     remote = by_memory.keys() - held
-    for tensor in _views_of_script(remote) if remote else ():  # it looks at all objects of the process
+    known = Counter(map(storage_key, tensors.values()))
+    own = [tensor for tensor in map(tensors.__getitem__, given_up) if has_storage(tensor)]
+    viewed = {key for each in own if (key := storage_key(each)) in remote and num_sharing(each) > known[key]}
+    for tensor in _views_of_script(viewed) if viewed else ():  # it looks at all objects of the process
         given_up.setdefault(id(tensor), by_memory[storage_key(tensor)])
         tensors.setdefault(id(tensor), tensor)
     for key, name in given_up.items():

@@ -214,6 +214,6 @@ class _Found:
 def _lru_caches() -> list[Any]:
     """The ``lru_cache`` that came with Python modules; later ones are found where the model holds them."""
     if _Found.num_modules != len(sys.modules):
-        found = [item for item in gc.get_objects() if type(item) is _LruCache]
+        found = [item for item in gc.get_referrers(_LruCache) if type(item) is _LruCache]
         _Found.num_modules, _Found.caches = len(sys.modules), [weakref.ref(item) for item in found]
     return [cache for reference in _Found.caches if (cache := reference()) is not None]
