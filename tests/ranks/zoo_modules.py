@@ -532,20 +532,6 @@ class SharesAStage(Stack):
         return self.head(self.blocks[9](x) + first)
 
 
-class CountsForPython(Stack):
-    """Python reads a counter at the end that was changed at the start."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x) / int(self.count)
-
-
 class RecomputesAcrossBlocks(Stack):
     """Checkpoints all blocks at once."""
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwright.catalogue import ARCHITECTURES, find_architecture, from_hugging_face
+from shardwright.catalogue import find_architecture, from_hugging_face
 from shardwright.errors import ConfigError, UsageError
 
 transformers = pytest.importorskip("transformers")
@@ -266,35 +266,6 @@ def test_size_of_a_name(name, billions):
 )
 def test_parameters_that_a_token_uses(name, billions, rounding):
     assert find_architecture(name).active_parameters / 1e9 == pytest.approx(billions, abs=rounding)
-
-
-def test_windows_of_a_configuration():
-    """The sides of the published models' windows, as the catalogue has them, and lists of kinds of layers."""
-    for name, kind in (("gpt-oss-120b", "gpt_oss"), ("gemma3-27b", "gemma3_text"), ("llama4-scout", None)):
-        read, known = from_hugging_face(NAMED[name].to_dict()), find_architecture(name)
-        assert read.windowed_layers == known.windowed_layers, kind
-    assert from_hugging_face(NAMED["gpt-oss-120b"].to_dict()).window == 128
-    listed = SMALL["gemma3_text"].to_dict() | {
-        "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 5
-    }
-    assert from_hugging_face(listed).windowed_layers == 5
-    unlisted = {name: value for name, value in listed.items() if name != "layer_types"}
-    assert from_hugging_face(unlisted).windowed_layers == 6
-
-
-def test_a_text_model_inside_of_one_that_sees():
-    """The published gemma-3-4b's file leaves out what is the default of the class."""
-    text = {
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 34,
-        "sliding_window": 1024,
-    }
-    read = from_hugging_face({"model_type": "gemma3", "text_config": text, "vision_config": {}})
-    known = ARCHITECTURES["gemma3-4b"]
-    assert read.num_parameters == known.num_parameters
-    assert (read.window, read.windowed_layers) == (known.window, known.windowed_layers)
 
 
 def test_a_name_that_nobody_knows():

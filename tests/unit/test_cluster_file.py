@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from shardwright.cluster import Accelerator, Inventory, NodeKind, Rate, find_machines, node_kinds
 from shardwright.cluster.cluster_file import read_inventory, write_inventory
-from shardwright.costs import calibration_of
 from shardwright.costs.run_cluster import cluster_of
 from shardwright.errors import ConfigError
 
@@ -137,20 +136,3 @@ def test_what_is_wrong_is_named(before, after, message, tmp_path):
     with pytest.raises(ConfigError) as found:
         read_inventory(tmp_path / "c.yaml")
     assert message in str(found.value)
-
-
-def test_files_that_are_none(tmp_path):
-    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "huge.yaml").write_text("a: 1\n" * 2_000_000)
-    (tmp_path / "deep.yaml").write_text("[" * 100_000)
-    for name in ("bytes.yaml", "huge.yaml", "deep.yaml", "none.yaml"):
-        with pytest.raises(ConfigError, match=name):
-            find_machines(str(tmp_path / name))
-
-
-def test_of_several_kinds_the_slowest_counts():
-    found = cluster_of(find_machines("p4d.24xlarge + p5.48xlarge"), dtype="bfloat16")
-    assert found.device.name == "A100-40GB"
-    assert found.inter_node.bandwidth_Bps == 50e9 * calibration_of("A100").efficiencies.reduce_network
-    with pytest.raises(ConfigError, match="4, 8 accelerators"):
-        cluster_of(find_machines("p4d.24xlarge + rtx4090x4"), dtype="bfloat16")

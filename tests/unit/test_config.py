@@ -67,16 +67,6 @@ def test_smp_dictionary() -> None:
     }
 
 
-def test_text_from_a_command_line() -> None:
-    config = Config.parse({"partitions": "2", "ddp": "true", "memory-limit": "6GiB", "memory_weight": "0.3"})
-    assert (config.pipeline_parallel_degree, config.ddp, config.memory_limit) == (2, True, 6 * 2**30)
-    assert config.memory_weight == 0.3
-
-
-def test_dash_and_underscore_alike() -> None:
-    assert Config.parse({"pipeline-parallel-degree": 3}).pipeline_parallel_degree == 3
-
-
 @pytest.mark.parametrize(
     ("pipeline", "kind"),
     [
@@ -113,10 +103,6 @@ def test_balance_weight() -> None:
 )
 def test_unknown_key(key: str, suggestion: str) -> None:
     assert problem({key: 1}) == f"{key} is not a setting. Did you mean {suggestion}?"
-
-
-def test_unknown_key_like_nothing() -> None:
-    assert problem({"qqq": 1}) == "qqq is not a setting. Remove it."
 
 
 @pytest.mark.parametrize(
@@ -161,13 +147,6 @@ def test_features_of_later_versions(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"tensor_parallel_degree": 1}, {"prescaled_batch": "False"}, {"bf16": False}, {"fp16": None}]
-)
-def test_features_of_later_versions_that_are_off(settings: dict[str, Any]) -> None:
-    assert Config.parse(settings) == Config()
-
-
-@pytest.mark.parametrize(
     ("settings", "text"),
     [
         (
@@ -204,16 +183,6 @@ def test_contradictions(settings: dict[str, Any], text: str) -> None:
     assert problem(settings).startswith(text)
 
 
-def test_two_names_that_agree() -> None:
-    config = Config.parse({"partitions": "2", "pipeline_parallel_degree": 2})
-    assert config.pipeline_parallel_degree == 2
-
-
-def test_plan_file_under_its_old_name() -> None:
-    assert Config.parse({"load_partition": True, "partition_file": "a.json"}).plan == "a.json"
-    assert Config.parse({"partition_file": "a.json"}).plan == "a.json"
-
-
 def test_all_problems_at_once() -> None:
     text = problem({"microbatches": 0, "optimize": "money", "nonsense": 1, "prescaled_batch": True})
     assert text.splitlines()[0] == "4 settings cannot be used:"
@@ -229,12 +198,6 @@ def test_merge_takes_the_last_and_knows_aliases() -> None:
     )
     assert (config.pipeline_parallel_degree, config.microbatches, config.seed) == (4, None, 2)
     assert config.ignored == ("static_mode", "horovod")
-
-
-def test_merge_with_a_config_overrides_only_what_it_sets() -> None:
-    assert (
-        Config.merge({"microbatches": 4, "optimize": "memory"}, Config.parse({"seed": 1})).microbatches == 4
-    )
 
 
 def test_config_is_frozen() -> None:
@@ -301,16 +264,6 @@ def test_tensor_and_context_degrees_go_together() -> None:
 def test_degrees_of_a_single_rank() -> None:
     with pytest.raises(ConfigError, match=r"Start a multiple of 2 ranks, or choose 1 for all degrees\.$"):
         Config.parse({"partitions": 2}).resolve_world(1)
-
-
-def test_replicas_without_ddp() -> None:
-    with pytest.raises(ConfigError, match=r"ddp is false, but pipeline\(2\) on 4 ranks makes 2 replicas"):
-        Config.parse({"partitions": 2, "ddp": False}).resolve_world(4)
-
-
-def test_default_partition_beyond_the_world() -> None:
-    with pytest.raises(ConfigError, match="default_partition is 4, but pipeline_parallel_degree is 2"):
-        Config.parse({"default_partition": 4}).resolve_world(2)
 
 
 @pytest.mark.parametrize(

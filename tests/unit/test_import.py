@@ -1,6 +1,5 @@
 """What ``import shardwright`` costs and gives."""
 
-import gc
 import resource
 import subprocess
 import sys
@@ -9,7 +8,6 @@ import pytest
 
 import shardwright
 import shardwright.torch as sw
-from shardwright.after_import import collector_paused
 
 
 def seconds_of(code):
@@ -67,13 +65,3 @@ def test_all_names_of_the_front_end_are_there():
     assert all(callable(getattr(sw, name)) for name in sw.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         sw.nothing  # noqa: B018
-
-
-def test_the_collector_is_as_it_was_after_an_import():
-    for enabled in (True, False):
-        (gc.enable if enabled else gc.disable)()
-        with collector_paused():
-            assert not gc.isenabled()
-        assert gc.isenabled() is enabled
-    gc.enable()
-    assert gc.get_freeze_count() == 0

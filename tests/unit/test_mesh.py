@@ -48,15 +48,6 @@ def test_groups_of_two_partitions_on_eight_ranks() -> None:
     assert cluster.groups("dp") == ((0, 2, 4, 6), (1, 3, 5, 7))
 
 
-def test_positions() -> None:
-    mesh = Mesh.of(world_size=8, pipeline=2, data=4)
-    assert [mesh.group_rank(axes, 5) for axes in ("pp", "rdp", "tp", "world")] == [1, 2, 0, 5]
-    assert mesh.group("pp", 5) == (4, 5)
-    assert mesh.group_rank("pp", 5) == 1
-    assert mesh.group_rank("dp", 5) == 2
-    assert mesh.group_size("dp") == 4
-
-
 @given(meshes())
 def test_groups_partition_the_world(mesh: Mesh) -> None:
     for kind in KINDS:
@@ -79,25 +70,11 @@ def test_any_union_of_axes_gives_groups(mesh: Mesh, axes: tuple[str, ...]) -> No
 
 
 @given(meshes())
-def test_identities(mesh: Mesh) -> None:
-    size = {kind: mesh.group_size(kind) for kind in KINDS}
-    assert size["mp"] * size["rdp"] == mesh.world_size
-    assert size["pp"] * size["dp"] == mesh.world_size
-    assert size["rdp"] == size["dp_replicate"] * size["dp_shard"]
-
-
-@given(meshes())
 def test_positions_and_ranks_are_inverse(mesh: Mesh) -> None:
     for rank in range(mesh.world_size):
         assert mesh.rank_of(**{name: mesh.group_rank(name, rank) for name in NAMES}) == rank
         assert mesh.rank_of(pp=mesh.group_rank("pp", rank), dp=mesh.group_rank("dp", rank)) == rank
         assert mesh.rank_of(mp=mesh.group_rank("mp", rank), rdp=mesh.group_rank("rdp", rank)) == rank
-
-
-@given(meshes())
-def test_the_last_axis_varies_fastest(mesh: Mesh) -> None:
-    fastest = next((name for name, size in reversed(mesh.axes) if size > 1), "tp")
-    assert mesh.group(fastest, 0) == tuple(range(mesh.group_size(fastest)))
 
 
 @given(meshes_of_settings())

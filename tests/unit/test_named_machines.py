@@ -46,14 +46,6 @@ def test_a_family_that_nobody_measured_has_the_wide_interval(name, ranks, flops_
     assert calibration.spread >= measured.spread > calibration_of("H100", "megatron").spread
 
 
-def test_several_kinds():
-    machines = parse_inventory("p4d.24xlarge * 4+P5.48xlarge*2")
-    assert (machines.num_nodes, machines.num_ranks) == (6, 48)
-    assert machines.price_per_hour == pytest.approx(4 * 32.7726 + 2 * 98.32)
-    assert parse_inventory("dgx-h100*3").price_per_hour is None
-    assert parse_inventory(machines.name) == machines
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

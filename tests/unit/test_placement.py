@@ -61,19 +61,6 @@ def test_copies_and_factors(cut, factor):
     assert cut.times(factor).over(factor) == cut
 
 
-def test_a_slice_of_two_ranks_cannot_become_one():
-    assert Cut.of(0, [(0, 3), (1, 1)]).over(2) is None
-
-
-@given(st.integers(0, 20), st.integers(1, 5))
-def test_even_cuts(size, num_ranks):
-    cut = Cut.even(1, size, num_ranks=num_ranks)
-    lengths = [cut.length(rank) for rank in range(num_ranks)]
-    assert sum(lengths) == size
-    assert max(lengths) - min(lengths) <= 1
-    assert [run.rank for run in cut.runs] == sorted({run.rank for run in cut.runs})
-
-
 def test_segments():
     cut = Cut.in_segments(1, [4, 4, 2], num_ranks=2)
     assert cut.runs == (Run(0, 2), Run(1, 2), Run(0, 2), Run(1, 2), Run(0, 1), Run(1, 1))

@@ -10,8 +10,7 @@ from test_plan import GRAPH, edited, make_plan, refusal
 from shardwright.errors import StalePlanError
 from shardwright.placement import Cut
 from shardwright.plan import MeshPlan, Plan, TensorPlan, TensorPrices
-from shardwright.plan.diff import Change, diff_plans
-from shardwright.plan.tensor_plan import cuts_by_name, cuts_by_pattern, pattern_of
+from shardwright.plan.tensor_plan import cuts_by_name, cuts_by_pattern
 
 ROWS, COLUMNS = Cut.even(0, 6, num_ranks=2), Cut.even(1, 4, num_ranks=2)
 SHAPES = {
@@ -38,15 +37,6 @@ def test_parameters_of_a_role_share_a_line():
 def test_a_record_says_what_was_recorded(cuts):
     fitting = {name: cut for name, cut in cuts.items() if SHAPES[name][cut.dim] == cut.size}
     assert cuts_by_name(cuts_by_pattern(fitting, list(SHAPES)), SHAPES) == fitting
-
-
-def test_a_name_outweighs_a_pattern():
-    found = cuts_by_name({"h.*.up": ROWS, "h.1.up": COLUMNS}, SHAPES)
-    assert found == {"h.0.up": ROWS, "h.1.up": COLUMNS}
-
-
-def test_only_whole_parts_of_a_name_are_numbers():
-    assert pattern_of("0.h.12.conv1d.weight") == "*.h.*.conv1d.weight"
 
 
 def test_cuts_of_another_model_are_refused():
@@ -107,14 +97,6 @@ def test_cuts_that_cannot_be(cut, text):
     assert text in refusal(edited(mesh={"pipeline": 2, "tensor": 2}, tensor=tensor))
 
 
-def test_a_degree_and_what_it_is_for_come_together():
-    refused = refusal(edited(mesh={"pipeline": 2, "tensor": 2}))
-    assert "mesh is pipeline(2) * data(1) * tensor(2), but tensor, which says" in refused
-    tensor = {"prices": PRICES.model_dump()}
-    told = refusal(edited(tensor=tensor))
-    assert "mesh is pipeline(2) * data(2), but tensor, which says how ranks share a batch" in told
-
-
 def test_a_plan_with_tensor_and_context_degrees():
     """Parts of parameters are those of the tensor ranks; files name what is cut again where it is."""
     mesh = {"pipeline": 2, "tensor": 2, "context": 2}
@@ -148,25 +130,3 @@ def test_a_plan_with_tensor_and_expert_degrees():
     few = {**given, "cuts": {"w": "cut 0 (r0:3 r1:3)"}, "experts": ["w"]}
     alone = edited(mesh={**mesh, "tensor": 1}, tensor=few)
     assert "tensor.experts, which tells" in refusal(alone)
-
-
-def test_other_cuts_are_another_decision():
-    plan, other = tensor_plan({"h.*.weight": ROWS}, data=2), make_plan(mesh=MeshPlan(pipeline=2, data=4))
-    assert diff_plans(plan, other).decision == (
-        Change("mesh.data", "2", "4"),
-        Change("mesh.tensor", "2", "1"),
-        Change("tensor.cuts.h.*.weight", "cut 0 (r0:3 r1:3)", "unset"),
-    )
-
-
-def test_experts_of_all_layers_have_one_line():
-    shapes = {f"h.{h}.experts.{e}.w.weight": (4, 2) for h in range(12) for e in range(3)}
-    of_rank = [Cut.of(0, [(rank, 4)]) for rank in (0, 1, 1)]
-    cuts = {name: of_rank[int(name.split(".")[3])] for name in shapes}
-    record = cuts_by_pattern(cuts, list(shapes))
-    assert record == {f"h.*.experts.{e}.w.weight": of_rank[e] for e in range(3)}
-    assert cuts_by_name(record, shapes) == cuts
-    odd = {**cuts, "h.7.experts.1.w.weight": of_rank[0]}
-    assert cuts_by_name(cuts_by_pattern(odd, list(shapes)), shapes) == odd
-    del odd["h.0.experts.0.w.weight"]
-    assert cuts_by_name(cuts_by_pattern(odd, list(shapes)), shapes) == odd

@@ -59,29 +59,3 @@ def test_degrees_schedule_ranks_recomputation_ties_and_pins_are_compared():
         ("replicated.embed.weight", "unset", "0, 1"),
         ("pins.pipeline", "unset", "gpipe"),
     ]
-
-
-def test_plans_of_other_models_name_what_only_one_has():
-    plan, other = two_stage_plan(), four_units()
-    other = changed(other, model={**other.model.model_dump(), "fingerprint": "g", "num_parameters": 11})
-    found = {change.what: change for change in diff_plans(plan, other).decision}
-    assert found["model.fingerprint"] == Change("model.fingerprint", "f", "g")
-    assert found["model.num_parameters"] == Change("model.num_parameters", "10", "11")
-    assert found["model.units"] == Change("model.units", "none only here", "a, b only here")
-
-
-def test_predictions_alone_are_shown_and_make_no_difference():
-    plan = two_stage_plan()
-    assert plan.prediction is not None
-    slower = {**plan.prediction.model_dump(), "step_s": 1.5, "bubble": 0.3, "provenance": "estimated"}
-    found = diff_plans(plan, changed(plan, prediction=slower, why=("for another reason",)))
-    assert found.decision == ()
-    assert str(found).splitlines() == [
-        "the plans decide alike",
-        "predictions",
-        "  step            1.20 s -> 1.50 s (+25.0%)",
-        "  bubble          25.0% -> 30.0%",
-        "  times of units  measured -> estimated",
-    ]
-    found = diff_plans(plan, changed(plan, prediction=None))
-    assert found.prediction == (Change("prediction", "there", "none"),)

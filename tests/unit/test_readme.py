@@ -2,7 +2,6 @@
 
 import re
 import runpy
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,6 @@ RAW = "https://raw.githubusercontent.com/shardwright/shardwright/main"
 @pytest.fixture(scope="module")
 def readme() -> str:
     return (ROOT / "README.md").read_text()
-
-
-@pytest.fixture(scope="module")
-def project() -> dict[str, object]:
-    found: dict[str, object] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return found
 
 
 def test_it_is_short(readme: str) -> None:
@@ -57,15 +50,6 @@ def test_the_first_screen_has_the_change_and_the_commands_before_what_never_ran(
     assert readme[: places[2]].count("\n") < 45
 
 
-def test_extras_are_those_of_the_package(readme: str, project: dict[str, object]) -> None:
-    extras = project["optional-dependencies"]
-    assert isinstance(extras, dict)
-    table = readme.partition("| extra |")[2].partition("\n\n")[0]
-    named = set(re.findall(r"`([a-z]+)`", "\n".join(row.split("|")[1] for row in table.splitlines()[2:])))
-    assert named == set(extras) - {"docs", "dev"}  # these are for those who change it
-    assert all(extras.values()), "an empty extra"
-
-
 def test_workflows_run_targets_that_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
@@ -74,12 +58,6 @@ def test_workflows_run_targets_that_exist() -> None:
     names = {name for words in called for name in words.split()}
     assert names >= {"test", "docs", "dist"}
     assert names <= targets
-
-
-def test_the_citation_has_the_version_of_the_package(project: dict[str, object]) -> None:
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["version"] == project["version"]
-    assert citation["license"] == project["license"]
 
 
 def test_every_page_is_on_the_site() -> None:

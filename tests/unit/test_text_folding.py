@@ -15,13 +15,6 @@ def test_a_table_continues_in_its_column() -> None:
     ]
 
 
-def test_a_column_that_begins_at_the_edge_is_no_place_to_continue_in() -> None:
-    assert folded("a  bbbbbbbbbbbbbbbbb  ccccc dddd", 24).splitlines() == [
-        "a  bbbbbbbbbbbbbbbbb",
-        "   ccccc dddd",
-    ]
-
-
 def test_the_widest_column_is_narrowed() -> None:
     rows = [
         ["stage", "units", "memory"],
@@ -34,14 +27,6 @@ def test_the_widest_column_is_narrowed() -> None:
         "0      layers.0 ..    1.5 GiB",
         "       layers.11",
         "1      head           20.0 MiB",
-    ]
-
-
-def test_fields_between_bars_stay_whole() -> None:
-    assert folded("step 20 | loss 0.5 | mem 0.5/11.8 GiB | bubble 18%", 30).splitlines() == [
-        "step 20 | loss 0.5 |",
-        "  mem 0.5/11.8 GiB |",
-        "  bubble 18%",
     ]
 
 
@@ -58,10 +43,6 @@ def test_a_command_can_be_copied() -> None:
         "wrote gpt.json; run it:",
         "  shardwright run -n 2 --plan gpt.json train.py",
     ]
-
-
-def test_a_number_keeps_its_unit() -> None:
-    assert folded("peak 29.0 MiB 4 of", 10).splitlines() == ["peak", "  29.0 MiB", "  4 of"]
 
 
 @given(st.text("ab \n"), st.integers(10, 40))

@@ -70,12 +70,6 @@ def test_with_recomputation_of_its_own_and_dropout(name):
     check(recipe(name, dropout=0.1, recomputes=True), {"1f1b": Case(config=ESTIMATED)})
 
 
-@pytest.mark.thorough
-def test_with_planned_recomputation_and_dropout():
-    settings = {**ESTIMATED, "activation_checkpointing": "full"}
-    check(recipe("GPT-Neo", dropout=0.1), {"planned": Case(config=settings)})
-
-
 def test_over_replicas():
     # The loss is in float32, and weighed by labels over replicas.
     case = Case(config={**ESTIMATED, "data_parallel_degree": 2}, tolerance=1e-6)

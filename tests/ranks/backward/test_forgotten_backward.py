@@ -1,6 +1,5 @@
 """A training step without a backward says so, once; an evaluation does not."""
 
-import gc
 import warnings
 
 import pytest
@@ -82,30 +81,6 @@ def test_a_frozen_model_is_not_trained():
     run_ranks(run, 1)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_backward_outside_of_steps_is_refused_where_replicas_would_come_apart(num_ranks):
-    """Each replica had gradients of its own, and trained a model of its own, without a word."""
-
-    def called(num_ranks):
-        import shardwright.torch as sw
-        from shardwright.errors import UsageError
-
-        sw.init({"pipeline_parallel_degree": 1, "run_dir": "off"})
-        model = sw.DistributedModel(nn.Linear(4, 4))
-        x = torch.ones(2, 4, requires_grad=True)
-        loss = model(x).square().mean()
-        weight = model.get_module().weight
-        assert len(torch.autograd.grad(loss, [x, weight], retain_graph=True)) == 2  # is nobody else's
-        if num_ranks == 1:
-            loss.backward()
-            return weight.grad is not None
-        with pytest.raises(UsageError, match=f"^{__file__}:[0-9]+: loss.backward.. is outside of a step"):
-            loss.backward()
-        return weight.grad is None
-
-    assert run_ranks(called, num_ranks, num_ranks) == [True] * num_ranks
-
-
 class KeepsItsLoss(nn.Module):
     """Its results do not lead to its loss."""
 
@@ -167,41 +142,3 @@ def test_a_backward_outside_of_steps_is_refused_whatever_leads_to_it(how):
         return True
 
     assert run_ranks(called, 2, how) == [True] * 2
-
-
-@pytest.mark.parametrize("how", ["", "reentrant", in_sweep("attribute"), in_sweep("object")])
-def test_a_call_outside_of_steps_costs_later_ones_nothing(how):
-    """Parameters kept hooks for good, of a microsecond in every backward."""
-
-    def called(how):
-        import shardwright.torch as sw
-        from shardwright.errors import UsageError
-
-        sw.init({"pipeline_parallel_degree": 1, "run_dir": "off"})
-        model = sw.DistributedModel(KeepsItsLoss())
-        parameters = list(model.get_module().parameters())
-        x = torch.ones(2, 4, requires_grad=True)
-        num_hooks = []
-
-        @sw.step
-        def train(model, x):
-            if torch.is_grad_enabled():
-                num_hooks.append(sum(len(p._backward_hooks or ()) for p in parameters))
-            model.backward(model(x, ""))
-
-        train(model, x.detach().requires_grad_())
-        loss = loss_kept(model, x, how)
-        train(model, x.detach().requires_grad_())
-        with pytest.raises(UsageError, match="is outside of a step"):  # a step in between is no excuse
-            loss.backward()
-        del loss
-        model.get_module().loss = None
-        gc.collect()  # the error has a circle of references around it
-        train(model, x.detach().requires_grad_())  # PyTorch has kept what the backward had not come to
-        train(model, x.detach().requires_grad_())
-        assert all(p._backward_hooks is None for p in parameters)
-        with pytest.raises(UsageError, match="is outside of a step"):
-            loss_kept(model, x, how).backward()
-        return num_hooks[0], num_hooks[-1]
-
-    assert run_ranks(called, 2, how) == [(0, 0)] * 2

@@ -1,7 +1,6 @@
 """Under zero-bubble schedules a unit may do with gradients and weights what it likes."""
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -11,12 +10,8 @@ from transparency import Case, Recipe, differences, differences_by_case
 from zoo import classify, features
 from zoo_modules import WIDTH, Stack
 
-import shardwright.torch as sw
-from choices import in_every_run, in_sweep
-from shardwright.run.context import context
-from shardwright.schedule import Kind
+from choices import in_every_run
 from shardwright.testing import run_ranks
-from shardwright.torch.backward import split_backward
 
 
 class Linears(nn.Module):
@@ -281,43 +276,6 @@ def test_code_between_units_may_call_a_module_inside_one(kind):
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by PyTorch itself
 def test_units_may_differentiate_forwards():
     check((Forwards,), {"zb_h1": {"pipeline": "zb_h1"}})
-
-
-def made_ready_and_split(kind: str) -> tuple[int, int, int]:
-    """How many linear layers this rank runs in a step, makes ready for a split backward, and splits."""
-    sw.init({"microbatches": 8, "pipeline": kind, "profile": "estimated", "run_dir": "off"})
-    model = sw.DistributedModel(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8))))
-
-    @sw.step
-    def train_step(model, x):
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
-    x = torch.randn(8, WIDTH)
-    train_step(model, x)
-    with mock.patch.object(split_backward, "_count_use", wraps=split_backward._count_use) as made:
-        train_step(model, x)
-    events = model._engine._placed.executor.row.events
-    sizes = [len(stage.units) for stage in context().plan.stages]
-
-    def layers(kind: Kind) -> int:
-        return sum(sizes[action.stage] for action, *_ in events if action.kind is kind)
-
-    return layers(Kind.FORWARD), made.call_count, layers(Kind.BACKWARD_INPUT)
-
-
-@pytest.mark.parametrize("kind", [in_sweep("zb_h1"), "zb_v"])
-def test_only_what_the_schedule_splits_is_made_ready_for_it(kind):
-    found = run_ranks(made_ready_and_split, 2, kind, timeout_s=60)
-    assert all(made == split for _, made, split in found)
-    assert any(split for _, _, split in found)
-    assert any(split < layers for layers, _, split in found)
-
-
-@pytest.mark.thorough
-def test_units_may_be_recomputed():
-    check(ANY[::2], {"full": {"pipeline": "zb_h1", "activation_checkpointing": "full"}})
 
 
 @pytest.mark.thorough

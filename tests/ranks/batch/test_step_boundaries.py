@@ -8,7 +8,7 @@ from stacks import Stack, apart, batches, start
 from torch import Tensor
 
 from choices import some_combinations
-from shardwright.errors import PlanError, UsageError
+from shardwright.errors import UsageError
 from shardwright.testing import RanksFailedError, run_ranks
 
 
@@ -254,23 +254,5 @@ def test_an_empty_batch_is_one_error_on_all_ranks():
         train(model, x)
         with pytest.raises(UsageError, match="the batch is empty: x has 0 rows"):
             train(model, x[:0])
-
-    run_ranks(job, 2)
-
-
-def test_an_empty_first_batch_is_said_to_be_empty():
-    """The planner asked for the smallest of no numbers of microbatches."""
-
-    def job():
-        sw, _, model = start(Stack, {"microbatches": None})
-
-        @sw.step
-        def train(model: Any, x: Tensor) -> Tensor:
-            loss = model(x).square().sum()
-            model.backward(loss)
-            return loss
-
-        with pytest.raises(PlanError, match="the batch is empty"):
-            train(model, batches(0, 1)[0][:0])
 
     run_ranks(job, 2)

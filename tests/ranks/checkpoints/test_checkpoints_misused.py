@@ -108,26 +108,6 @@ def test_a_loop_that_counts_from_0(tmp_path: Path) -> None:
         run_ranks(run, 1)
 
 
-def test_a_loop_that_counts_anew(tmp_path: Path) -> None:
-    """In each epoch, or after a resume that it does not heed: checkpoints had the names of earlier steps."""
-
-    def run() -> None:
-        import shardwright.torch as sw
-
-        sw.init(QUIET)
-        sw.DistributedModel(torch.nn.Linear(4, 1))
-        checkpoints = sw.Checkpoints(tmp_path)
-        assert checkpoints.resume() == 0
-        for step in (1, 2, 2, 3):
-            checkpoints.step_done(step)
-        with pytest.raises(
-            RuntimeError, match=r"step_done was given 1 after 3, .* over all epochs, and from"
-        ):
-            checkpoints.step_done(1)
-
-    run_ranks(run, 1)
-
-
 def test_another_kind_of_optimizer(tmp_path: Path) -> None:
     """It resumed with AdamW's betas in the groups of SGD, and without its momentum."""
 
@@ -174,36 +154,6 @@ def test_before_a_model_is_wrapped(tmp_path: Path) -> None:
 
     with pytest.raises(RanksFailedError, match=r"Call sw\.DistributedModel\(model\) before sw\.Checkpoints"):
         run_ranks(run, 1)
-
-
-@pytest.mark.thorough
-def test_two_runs_do_not_save_in_one_folder(tmp_path: Path) -> None:
-    """The first holds the folder until its process ends."""
-
-    def run() -> None:
-        import os
-        import subprocess
-        import sys
-
-        sw, _ = prepared(missing_ranks_s=100)
-        sw.Checkpoints(tmp_path)
-        if sw.rank() == 0:
-            other = (
-                "import torch, shardwright.torch as sw; sw.init({'run_dir': 'off'});"
-                "sw.DistributedModel(torch.nn.Linear(1, 1)); sw.Checkpoints(sys.argv[1])"
-            )
-            environ = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "PYTHONPATH")}
-            ended = subprocess.run(
-                [sys.executable, "-c", f"import sys; {other}", str(tmp_path)],
-                capture_output=True,
-                text=True,
-                env=environ,
-                check=False,
-            )
-            assert "another run saves its checkpoints" in ended.stderr, ended.stderr
-        sw.barrier()
-
-    run_ranks(run, 2)
 
 
 def test_a_save_on_some_ranks_names_the_others(tmp_path: Path) -> None:

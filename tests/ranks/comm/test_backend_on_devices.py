@@ -7,7 +7,6 @@ import torch.distributed._functional_collectives as funcol
 from standing_in import device_prices, group_standing_in
 from stock_training import gradients_of_one_process, model, own_batch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from choices import in_sweep
@@ -33,20 +32,6 @@ def test_ddp(with_hook):
         wrapped(own_batch()).square().mean().backward()
         check_gradients(wrapped)
         return sorted(group.devices._groups)
-
-    assert run_ranks(train, 4)[0] == ["across", "everyone", "inside"]
-
-
-def test_fsdp2():
-    def train():
-        mesh = dist.DeviceMesh.from_group(group_standing_in("aabb"), "cpu")
-        wrapped = model()
-        for layer in wrapped:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(wrapped, mesh=mesh)
-        wrapped(own_batch()).square().mean().backward()
-        check_gradients(wrapped, lambda gradient: gradient.full_tensor())
-        return sorted(mesh.get_group().devices._groups)
 
     assert run_ranks(train, 4)[0] == ["across", "everyone", "inside"]
 
@@ -135,8 +120,3 @@ def test_a_job_on_the_cpu_needs_no_nccl():
         return group.devices._groups
 
     assert run_ranks(look, 2) == [{}, {}]
-
-
-def test_the_backend_is_known_for_both_devices():
-    register_backend()
-    assert dist.Backend.backend_capability["shardwright"] == ["cpu", "cuda"]

@@ -141,28 +141,6 @@ def test_a_slow_rank_is_waited_for_and_named(shared_memory):
     assert run_ranks(job, 2) == [8, 8]
 
 
-@pytest.mark.sweep
-def test_a_collective_that_is_waited_for_later_is_no_proof():
-    """Rank 0 has begun it as well, and waits for it after its call: it said that rank 1 would never come."""
-
-    def job():
-        script = Script(shared_memory=False)
-        number = torch.ones(1)
-        if script.sw.rank() == 0:
-            under_way = dist.all_reduce(number, async_op=True)
-            names = script.model.state_dict()
-            under_way.wait()
-        else:
-            time.sleep(0.5)
-            if script.sw.rank() == 1:
-                time.sleep(6)  # rank 2 waits for it in the collective
-            dist.all_reduce(number)
-            names = script.model.state_dict()
-        return number.item(), len(names)
-
-    assert run_ranks(job, 3, timeout_s=50) == [(3.0, 8)] * 3
-
-
 @pytest.mark.parametrize("training", [True, in_sweep(False)])
 def test_an_evaluation_on_one_replica_is_told_what_it_lacks(training):
     """Such a step waits for the other replicas, because gradients might be summed at its end."""

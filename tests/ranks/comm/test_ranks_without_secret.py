@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import shardwright.torch as sw
-from shardwright.comm.joining.process_group import seal_of_session, tell_all
-from shardwright.errors import UsageError
+from shardwright.comm.joining.process_group import seal_of_session
 from shardwright.testing import run_ranks
 
 Pair = namedtuple("Pair", ["data", "scale"])
@@ -24,10 +23,6 @@ def two_hosts(rank):
         "SHARDWRIGHT_SECRET": None,
         "SHARDWRIGHT_SECRET_FILE": None,
     }
-
-
-class Settings:
-    """Anything that only pickle can carry."""
 
 
 class Remembers(nn.Linear):
@@ -82,17 +77,3 @@ def test_they_train_and_gather_states():
         assert has_none
         assert losses == pytest.approx(plain_losses(), rel=1e-6)
         assert "0._extra_state" in names
-
-
-def tell_objects():
-    sw.init({"pipeline_parallel_degree": 2, "run_dir": "off"})
-    told = tell_all({"plain": 1}, objects=True)
-    with pytest.raises(
-        UsageError, match=r"Settings can travel between ranks by pickle alone.*Set one, the same"
-    ):
-        tell_all(Settings(), objects=True)
-    return told
-
-
-def test_what_only_pickle_can_carry_is_refused_on_all_ranks():
-    assert run_ranks(tell_objects, 2, env=two_hosts) == [[{"plain": 1}, {"plain": 1}]] * 2

@@ -158,25 +158,6 @@ def test_scripted_code_between_units_and_as_units():
 
 
 @pytest.mark.thorough
-def test_compiled_functions_between_units_run_as_they_are_written():
-    """It took half a minute for two layers: the compiler compiled our interception of every call."""
-
-    def job():
-        import torch._dynamo
-
-        compiler = Compiler()
-        function, loss = (torch.compile(f, backend=compiler) for f in (gelu, loss_of))
-        stance = torch._dynamo.eval_frame._stance
-        trained(seeded(lambda: Between(function)), seeded(lambda: Between(gelu)))
-        assert compiler.num_graphs == 0
-        trained(seeded(lambda: Between(gelu)), seeded(lambda: Between(gelu)), loss=loss)
-        assert torch._dynamo.eval_frame._stance == stance
-        return compiler.num_graphs  # of the plain loop
-
-    assert all(number > 0 for number in run_ranks(job, 2))
-
-
-@pytest.mark.thorough
 def test_compiled_functions_inside_units_are_compiled_once():
     """A module that calls one is a unit, so that it runs compiled, if it is not more than a stage."""
 
@@ -256,33 +237,6 @@ def test_states_of_compiled_models_can_be_loaded():
     run_ranks(job, 1)
 
 
-@pytest.mark.thorough
-def test_a_compiler_around_a_step_is_told_that_it_has_no_effect():
-    """It was compiling the library for minutes, and failed at a collective call."""
-
-    def job():
-        import shardwright.torch as sw
-
-        sw.init({**QUIET, "pipeline_parallel_degree": 2, "microbatches": MICROBATCHES})
-        plain = seeded(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))))
-        model = sw.DistributedModel(copy.deepcopy(plain))
-
-        @torch.compile(backend="eager")
-        @sw.step
-        def evaluate(model: Any, x: Tensor) -> Tensor:
-            return loss_of(model, x)
-
-        x = torch.ones(2, WIDTH, dtype=torch.float64)
-        with (
-            torch.no_grad(),
-            pytest.warns(UserWarning, match=r"no effect here: .*DistributedModel\(torch.comp"),
-        ):
-            loss = evaluate(model, x).reduce_mean()
-        assert loss.item() == pytest.approx(loss_of(plain, x).item(), rel=1e-12)  # of halves of the batch
-
-    run_ranks(job, 2)
-
-
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -339,12 +293,3 @@ def test_a_scripted_model_has_no_parts_to_be_placed():
     text = refused(lambda: torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))))
     assert "it is compiled as a whole by torch.jit.script" in text
     assert "Pass the Python module that it was made of" in text
-
-
-def test_hooks_of_a_compilers_wrapper_would_be_lost():
-    def build() -> nn.Module:
-        inner = torch.compile(nn.Linear(2, 2), backend="eager")
-        inner.register_forward_hook(lambda module, args, result: None)
-        return nn.Sequential(inner, nn.Linear(2, 2))
-
-    assert "0 was given to torch.compile(module), and what that returned has hooks" in refused(build)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transparency import Case, Recipe, differences
 
-from choices import combinations_of, in_sweep
+from choices import combinations_of
 from shardwright.testing import RanksFailedError, run_ranks
 
 CASE = Case(config={"microbatches": 4, "profile": "estimated", "pipeline_parallel_degree": 2})
@@ -86,16 +86,12 @@ class Counts(Remembers):
         return x / self.state["calls"]
 
 
-def keeps_its_own() -> nn.Module:
-    return nn.Sequential(*(Keeps([None], 0) for _ in range(4)))
-
-
 def keeps_together() -> nn.Module:
     shared: list[Any] = [None] * 4
     return nn.Sequential(*(Keeps(shared, place) for place in range(4)))
 
 
-@pytest.mark.parametrize("build", [Heads, in_sweep(keeps_its_own), keeps_together])
+@pytest.mark.parametrize("build", [Heads, keeps_together])
 def test_an_item_is_put_into_a_list(build):
     """It counted as a read of what the microbatch before had left there."""
     assert run_ranks(differences, 2, recipe(build), CASE) == [[], []]
@@ -252,11 +248,6 @@ def test_layers_with_a_call_of_their_own():
     run_ranks(trained, 2, lambda: nn.Sequential(*(_CalledOtherwise() for _ in range(4))))
 
 
-def test_layers_that_are_not_registered_have_a_remedy():
-    with pytest.raises(RanksFailedError, match=r"calls layers that it has not registered .* nn\.ModuleList"):
-        run_ranks(trained, 2, Unregistered)
-
-
 def adapted(model: Any, x: Tensor) -> Tensor:
     """The loss of a model that has learned from its task: MAML."""
     network = getattr(model, "module", model)
@@ -277,73 +268,6 @@ def test_a_model_called_with_weights_that_are_computed():
         run_ranks(differences, 2, recipe(layers, loss=adapted), CASE)
     replicas = Case(config={"microbatches": 2, "pipeline_parallel_degree": 1, "data_parallel_degree": 2})
     assert run_ranks(differences, 2, recipe(layers, loss=adapted), replicas) == [[], []]
-
-
-class Bank(nn.Module):
-    """Keeps the last samples, as the memory banks of contrastive learning do; it has no parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("kept", torch.zeros(12, WIDTH))
-        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        seen, place = self.kept.clone(), int(self.place)
-        with torch.no_grad():
-            if place + len(x) >= len(self.kept):
-                self.kept[place:] = x[: len(self.kept) - place]
-                self.place.zero_()
-            else:
-                self.kept[place : place + len(x)] = x
-                self.place[0] = place + len(x)
-        return x + (x @ seen.T).softmax(-1) @ seen
-
-
-class FirstValues(nn.Module):
-    """Takes its values from the first microbatch, as a codebook by k-means does; sets a flag by `.data`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("codes", torch.zeros(2, WIDTH))
-        self.register_buffer("is_set", torch.tensor(False))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.is_set:
-            self.codes.data.copy_(x.detach()[:2])
-            self.is_set.data.copy_(torch.tensor(True))
-        return x + self.codes[torch.cdist(x.detach(), self.codes).argmin(1)]
-
-
-class DeadCodes(nn.Module):
-    """Replaces codes that hardly any sample was near to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("codes", torch.randn(4, WIDTH))
-        self.register_buffer("counts", torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        nearest = torch.cdist(x.detach(), self.codes).argmin(1)
-        with torch.no_grad():
-            self.counts.mul_(0.5).add_(F.one_hot(nearest, 4).sum(0))
-            dead = self.counts < 0.6
-            if torch.any(dead):
-                self.codes[dead] = x.detach()[0]
-                self.counts[dead] = 1.0
-        return x + self.codes[nearest]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", [Bank, in_sweep(FirstValues), DeadCodes])
-def test_a_module_with_buffers_alone_may_look_at_values(kind):
-    """It could not be placed whole, as modules with parameters are."""
-
-    def build() -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), kind(), nn.Linear(WIDTH, WIDTH)
-        )
-
-    assert run_ranks(differences, 2, recipe(build), CASE) == [[], []]
 
 
 Kind = TypeVar("Kind")

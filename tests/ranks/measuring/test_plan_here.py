@@ -62,41 +62,6 @@ def test_a_single_process_has_trials_too():
     assert len(plan.trials) == 2
 
 
-def measured_and_planned(path):
-    from shardwright.cli.asking.measuring_ranks import profile_of
-    from shardwright.config import Config
-    from shardwright.planner.profiles import MeasuredProfile
-    from shardwright.torch.plan_here import measure_here
-    from shardwright.torch.units.dry_run import plan_model
-
-    wanted = training()
-    config = Config()
-    measured = measure_here(wanted, config=config)
-    if torch.distributed.get_rank():
-        return None
-    profile_of(measured, num_ranks=2).write(path)
-    found = MeasuredProfile.read(path)
-    model = wanted.build().to("meta")
-    (x,), _ = wanted.arguments
-    make = {"config": config, "world_size": 2, "loss": wanted.loss, "cluster": found.cluster}
-    plan = plan_model(model, x.to("meta"), measured=found, **make)
-    estimated = plan_model(model, x.to("meta"), **make)
-    try:
-        plan_model(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1)), x, measured=found, **make)
-    except Exception as error:
-        return plan, estimated, f"{type(error).__name__}: {error}"
-    return None
-
-
-@pytest.mark.sweep
-def test_a_profile_makes_plans_without_ranks(tmp_path):
-    found = run_ranks(measured_and_planned, 2, str(tmp_path / "profile.json"))[0]
-    plan, estimated, refused = found
-    assert plan.prediction.provenance == "measured"
-    assert estimated.prediction.provenance == "estimated"
-    assert refused.startswith("StalePlanError: the profile is of a model with fingerprint")
-
-
 def with_refusals(how_many):
     """Trials of which the first `how_many` are refused on all ranks, as by a runtime that lacks something."""
     from shardwright.errors import UsageError
@@ -129,8 +94,3 @@ def test_a_plan_that_does_not_run_is_told_and_the_others_are_tried():
         reason.startswith("Could not be tried: pipeline") and reason.endswith("it does not run here.")
         for reason in plan.why
     )
-
-
-@pytest.mark.sweep
-def test_where_no_plan_runs_the_last_error_is_that_of_all():
-    assert run_ranks(with_refusals, 2, 2) == ["it does not run here."] * 2

@@ -107,22 +107,6 @@ def test_a_packed_sequence_in_the_batch(stages, microbatches):
         run_ranks(job, 2)
 
 
-def test_a_sparse_gradient_that_is_summed_over_replicas():
-    """What came was "reshape is not implemented for sparse tensors"."""
-
-    class Words(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.words = nn.Embedding(10, 4, sparse=True)
-
-        def forward(self, x):
-            return self.words(x.long())
-
-    text = refused(2, {"data_parallel_degree": 2, "microbatches": 2}, make_model=Words)
-    assert "UsageError: the gradient of a parameter of shape (10, 4) is sparse" in text
-    assert "sparse=False" in text
-
-
 def test_reading_between_layers_names_the_line_and_the_remedy():
     """Nobody could know what the stages have to do behind it. Behind the last layer, values may be read."""
 
@@ -183,34 +167,6 @@ def test_ranks_that_build_different_models(what, expected):
     assert expected in str(caught.value)
 
 
-def test_ranks_that_take_different_paths_after_the_first_step():
-    def job():
-        import shardwright.torch as sw
-
-        sw.init({**QUIET, "microbatches": 2})
-        torch.manual_seed(0)
-        model = sw.DistributedModel(four_layers())
-        known = set()
-
-        @sw.step
-        def train(model, x):
-            loss = model(x).square().mean()
-            for name, p in model.module.named_parameters():
-                if name in known:
-                    loss = loss + p.square().sum()
-            model.backward(loss)
-            return loss
-
-        train(model, torch.ones(4, 4))
-        known.update(name for name, p in model.module.named_parameters() if p.grad is not None)
-        train(model, torch.ones(6, 4))  # of another size: traced anew
-
-    with pytest.raises(RanksFailedError) as caught:
-        run_ranks(job, 2)
-    assert "took another path through the step function" in str(caught.value)
-    assert "what only this rank knows" in str(caught.value)
-
-
 def test_a_stage_without_parameters_works():
     class Glue(nn.Module):
         def forward(self, x):
@@ -237,18 +193,6 @@ def test_a_step_before_init():
 
     with pytest.raises(RuntimeError, match=r"Call shardwright\.torch\.init\(\) first"):
         train(torch.ones(2))
-
-
-def test_two_models():
-    def job():
-        import shardwright.torch as sw
-
-        sw.init(QUIET)
-        sw.DistributedModel(nn.Linear(2, 2))
-        sw.DistributedModel(nn.Linear(2, 2))
-
-    with pytest.raises(RanksFailedError, match="a model is wrapped already"):
-        run_ranks(job, 1)
 
 
 @pytest.mark.parametrize(
@@ -350,54 +294,6 @@ def test_a_rank_that_dies_in_mid_step_is_named_and_the_others_stop_within_second
         assert "rank 1 failed first" in outcomes[rank].error
 
 
-class FailsOnTheLastStage(nn.Module):
-    def forward(self, x):
-        if not isinstance(x, torch._subclasses.FakeTensor):
-            raise ArithmeticError("the last layer has had enough")
-        return x
-
-
-def test_a_finally_block_does_not_hide_why_a_step_failed():
-    """A step function that was left in the middle was ended by an exception; what its `finally` block then
-    computed was taken for another path than the traced one, and that error was shown."""
-
-    def failing():
-        last = nn.Sequential(nn.Linear(4, 4), FailsOnTheLastStage())
-        return nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), last)
-
-    def loss_of(model, x):
-        seen = torch.zeros(())
-        hidden = model[:3](x)
-        try:
-            return model[3](hidden).square().mean()
-        finally:
-            seen.add_(1.0)
-            seen = hidden.sum()
-
-    config = {"microbatches": 4, "pipeline": "gpipe", "auto_partition": False, "default_partition": 0}
-
-    def job():
-        import shardwright.torch as sw
-
-        sw.init({**QUIET, **config})
-        module = failing()
-        sw.set_partition(module[3], 1)
-        model = sw.DistributedModel(module)
-
-        @sw.step
-        def train(model, x):
-            loss = loss_of(model.module, x)
-            model.backward(loss)
-            return loss
-
-        train(model, torch.ones(8, 4))
-
-    with pytest.raises(RanksFailedError) as caught:
-        run_ranks(job, 2)
-    assert "the last layer has had enough" in str(caught.value)
-    assert "TraceMismatchError" not in str(caught.value)
-
-
 def test_the_optimizer_inside_the_step_function():
     def on_each_rank(method, pipeline):
         import torch
@@ -422,53 +318,3 @@ def test_the_optimizer_inside_the_step_function():
         with pytest.raises(RanksFailedError) as caught:
             run_ranks(on_each_rank, num_ranks, method, num_ranks)
         assert f"optimizer.{method}() is called inside a step function" in str(caught.value)
-
-
-def test_what_is_printed_is_the_value_on_every_rank():
-    """It was "DeferredTensor(..., its value is on another rank)"."""
-
-    def on_each_rank():
-        import torch
-        from torch import nn
-
-        import shardwright.torch as sw
-
-        sw.init({"microbatches": 2, "run_dir": "off"})
-        model = sw.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-        printed = []
-
-        @sw.step
-        @torch.no_grad()
-        def step(model, x):
-            loss = model(x).mean()
-            printed.append(f"{loss:.3f}")
-            return loss
-
-        step(model, torch.ones(4, 4))
-        return printed[-1]
-
-    first, last = run_ranks(on_each_rank, 2)
-    assert first == last
-    assert "Deferred" not in first
-
-
-class Appends(nn.Linear):
-    def forward(self, x, losses):
-        y = super().forward(x)
-        losses.append(y.square().mean())
-        return y
-
-
-def test_what_layers_put_into_a_list_need_not_be_read():
-    class Collects(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(Appends(4, 4) for _ in range(4))
-
-        def forward(self, x):
-            losses = []
-            for layer in self.layers:
-                x = layer(x, losses)
-            return x
-
-    assert len(run_ranks(train_once, 2, {"microbatches": 2}, make_model=Collects)) == 2

@@ -1,7 +1,6 @@
 """The numbers of an evaluation are those of one process, whatever they are over samples."""
 
 import copy
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -110,28 +109,6 @@ def _differences(kind: str, mode: str, samples: int, trains_before: bool) -> dic
 def test_numbers_of_an_evaluation_are_those_of_the_batch(kind: str, mode: str, samples: int) -> None:
     """``reduce_mean`` of a sum over samples was that of one microbatch: 1/m of what one process tells."""
     assert run_ranks(_differences, 2, kind, mode, samples, mode != "grad") == [{}, {}]
-
-
-def _root_of_a_mean(kind: str) -> list[str]:
-    sw.init({"profile": "estimated", "run_dir": "off", "microbatches": 4, **KINDS[kind]})
-    model = sw.DistributedModel(Encoder())
-
-    @sw.step
-    def evaluate(model: Any, x: Tensor) -> Tensor:
-        return F.mse_loss(model(x)[0], x).sqrt()
-
-    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        evaluate(model, torch.rand(16, 6)).reduce_mean()
-    return [str(each.message) for each in caught]
-
-
-@pytest.mark.parametrize("kind", ["stages", "replicas"])
-def test_a_root_of_a_mean_is_pointed_out(kind: str) -> None:
-    for told in run_ranks(_root_of_a_mean, 2, kind):
-        assert len(told) == 1
-        assert "neither a mean nor a sum over samples: sqrt of a value" in told[0]
-        assert "of 4 microbatches" in told[0]
 
 
 def _stated() -> float:

@@ -100,47 +100,6 @@ def test_between_hosts_it_is_noticed_after_the_timeout_that_is_set():
     assert "Timed out waiting 2000ms" in fails(job)
 
 
-def test_two_collective_calls_that_cross_are_named():
-    def job():
-        script = Script()
-        if script.sw.rank() == 0:
-            script.model.state_dict()
-        else:
-            script.sw.barrier()
-
-    text = fails(job)
-    assert "rank 0 calls model.state_dict() where rank 1 calls sw.barrier()" in text
-
-
-def test_collective_calls_on_all_ranks_go_well():
-    def job():
-        script = Script()
-        script.sw.barrier()
-        norm = clip_grad_norm_(script.model.parameters(), 1.0).item()
-        state = script.model.state_dict()
-        script.sw.barrier()
-        return norm, {name: value.tolist() for name, value in state.items()}
-
-    (norm, state), other = run_ranks(job, 2)
-    assert (norm, state) == other
-    torch.manual_seed(0)
-    plain = four_layers()
-    assert {name: value.tolist() for name, value in plain.state_dict().items()} == state
-
-
-def test_an_evaluation_on_one_rank_alone_names_both_step_functions():
-    """The other rank took the batch for one of its own training step."""
-
-    def job():
-        script = Script()
-        if script.sw.rank() == 0:
-            script.evaluate(script.model, script.x)
-        script.train(script.model, script.x)
-
-    text = fails(job)
-    assert "rank 1 calls the step function Script.__init__.<locals>.train where rank 0 calls" in text
-
-
 @pytest.mark.parametrize("first_step", [True, False])
 def test_one_rank_with_another_dtype(first_step):
     """In the first step both ranks waited until the timeout."""
@@ -421,31 +380,6 @@ def test_the_part_of_a_rank_is_not_saved_as_if_it_were_the_model():
         assert "cannot be pickled or copied" in pickled
 
 
-def test_the_module_called_outside_of_a_step_says_where_its_weights_are():
-    def job():
-        script = Script()
-        script.model.module(script.x)
-
-    text = fails(job)
-    assert "are on another rank, because the model is spread over stages" in text
-    assert "Call the model inside a function decorated with @sw.step" in text
-
-
-def test_an_attribute_of_the_module_inside():
-    class Named(nn.Sequential):
-        def generate(self):
-            return "text"
-
-    def job():
-        script = Script(Named(*four_layers()), first_step=False)
-        with pytest.raises(AttributeError, match=r"the module inside has: model\.module\.generate\."):
-            script.model.generate()
-        with pytest.raises(AttributeError, match="object has no attribute 'nothing'"):
-            script.model.nothing()
-
-    run_ranks(job, 1)
-
-
 def test_names_are_those_of_the_model():
     """Behind "module.", groups that a script makes by name (learning rates by layer) were other ones."""
 
@@ -479,22 +413,6 @@ def test_replicas_of_pytorch_around_the_model():
         dist.barrier()
 
     run_ranks(job, 2)
-
-
-def test_a_compiler_around_the_distributed_model():
-    def job():
-        script = Script(first_step=False)
-        script.train(torch.compile(script.model, backend="eager"), script.x)
-
-    assert "the step function gets a DistributedModel inside another wrapper: compiled" in fails(job)
-
-
-def test_a_model_of_one_layer_on_two_ranks():
-    def job():
-        script = Script(nn.Linear(4, 4), first_step=False)
-        script.train(script.model, script.x)
-
-    assert "A model of one layer cannot be cut" in fails(job)
 
 
 def test_shapes_that_do_not_fit_are_told_once_and_without_pytorchs_log():
@@ -574,32 +492,6 @@ def test_step_functions_that_return_before_they_have_run():
     for function in (asynchronous, generator):
         with pytest.raises(RuntimeError, match=r"is a generator or asynchronous"):
             sw.step(function)
-
-
-def test_a_sampler_that_counts_ranks_is_pointed_out():
-    def job():
-        import warnings
-
-        from torch.utils.data import DataLoader, DistributedSampler
-
-        script = Script(first_step=False)
-        data = list(range(8))
-
-        def warned(sampler):
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always")
-                list(DataLoader(data, sampler=sampler))
-            return [str(warning.message) for warning in said if "DistributedSampler" in str(warning.message)]
-
-        found = warned(DistributedSampler(data)), warned(script.sw.distributed_sampler(data))
-        script.sw.shutdown()
-        return *found, warned(DistributedSampler(data))
-
-    (of_ranks, of_replicas, afterwards), other = run_ranks(job, 2)
-    assert len(of_ranks) == 1
-    assert "cuts the data set in 2 parts, one for each rank, but only 1 of them" in of_ranks[0]
-    assert of_replicas == afterwards == []
-    assert other == ([], [], [])
 
 
 @pytest.mark.parametrize("loader", [[], [1]], ids=["empty", "one batch"])

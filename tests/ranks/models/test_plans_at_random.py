@@ -56,13 +56,6 @@ def test_plans_of_two_ranks(cases: list[tuple[Shape, Drawn]]) -> None:
     check(cases, ranks=2)
 
 
-@pytest.mark.thorough
-@settings(at_random, max_examples=1)
-@given(cases=st.lists(ANY, min_size=4, max_size=4))
-def test_plans_of_three_ranks(cases: list[tuple[Shape, Drawn]]) -> None:
-    check(cases, ranks=3)
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @settings(at_random, max_examples=12)

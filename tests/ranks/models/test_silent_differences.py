@@ -35,24 +35,6 @@ class SkipsItself(Block):
         return super().forward(x)
 
 
-class SkipsWithoutLongRows(Block):
-    """Looks at what it gets: on random data it may compute, or give back what it got."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not (x.detach().abs().amax() > 2.5):
-            return x
-        return super().forward(x)
-
-
-class SkipsByPython(Block):
-    """The trace sees one of two ways."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if random.random() < 0.5:
-            return x
-        return super().forward(x)
-
-
 def stack_of(block: type[Block], *, num_blocks: int = 6) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         model = Blocks(num_blocks)
@@ -66,9 +48,6 @@ def stack_of(block: type[Block], *, num_blocks: int = 6) -> Callable[[], nn.Modu
     ("block", "config"),
     [
         (SkipsItself, CONFIG),
-        in_sweep(SkipsWithoutLongRows, V),
-        in_sweep(SkipsItself, V),
-        in_sweep(SkipsWithoutLongRows, CONFIG),
     ],
 )
 def test_blocks_that_skip_themselves_at_the_end_of_a_stage(block, config):
@@ -76,17 +55,6 @@ def test_blocks_that_skip_themselves_at_the_end_of_a_stage(block, config):
     recipe = Recipe(build=stack_of(block), batch=features, loss=classify)
     case = Case(config=config, iterations=[Iteration()] * 4)
     assert run_ranks(differences, 2, recipe, case) == [[], []]
-
-
-def test_a_block_that_skipped_itself_in_the_trace_alone_is_noticed():
-    def job() -> list[str]:
-        random.seed(1)  # 0.13, 0.85, 0.76, 0.26: the first block skips itself
-        recipe = Recipe(build=stack_of(SkipsByPython), batch=features, loss=classify)
-        return differences(recipe, Case(config=CONFIG, iterations=[Iteration()] * 4))
-
-    message = r"SkipsByPython makes a tensor in microbatch \d, but in the trace it gave back"
-    with pytest.raises(RanksFailedError, match=message):
-        run_ranks(job, 2)
 
 
 class DropsLayers(Blocks):
@@ -185,21 +153,6 @@ class BuffersUnderOtherNames(Blocks):
         return self.head(x)
 
 
-class CodebookThatIsWrittenAlone(Blocks):
-    """Nothing in a step reads what was written in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            x = block(x)
-            if self.training and number == 4:
-                self.seen.data.copy_(x.detach().mean((0, 1)))
-        return self.head(x)
-
-
 class MomentumEncoder(nn.Module):
     """Follows another encoder by `k.data = ...`, at the beginning of its forward."""
 
@@ -243,32 +196,11 @@ class WritesIntoItsHead(Blocks):
         return self.head(x)
 
 
-class ReadsBuffersOfItsHead(Blocks):
-    """Code between modules reads a table of a module, and what another module counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = HeadWithPrototype()
-        nn.init.normal_(self.head.prototype)
-        self.norm = nn.BatchNorm1d(12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x + self.head.prototype)
-        x = x / (1 + self.norm.running_var.mean())
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x + self.head.prototype)
-
-
 @pytest.mark.parametrize(
     ("build", "config"),
     [
         (WritesIntoItsHead, CONFIG),
-        in_sweep(ReadsBuffersOfItsHead, CONFIG),
-        in_sweep(BuffersUnderOtherNames, CONFIG),
         (BuffersUnderOtherNames, V),
-        in_sweep(CodebookThatIsWrittenAlone, CONFIG),
-        in_sweep(CodebookThatIsWrittenAlone, V),
         (MomentumEncoder, CONFIG),  # what is between the change and its last user is one stage
     ],
 )
@@ -505,22 +437,6 @@ def test_an_optimizer_with_more_than_the_model():
     run_ranks(train_with_weights_of_losses, 2, True)
 
 
-def train_with_a_parameter_of_nobody() -> None:
-    sw, _, model = start(Stack, {})
-    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-    @sw.step
-    def train(model: Any, x: Tensor) -> None:
-        model.backward((model(x) * scale).square().mean())
-
-    train(model, batches(0, 1)[0])
-
-
-def test_a_trained_parameter_that_no_model_has():
-    with pytest.raises(RanksFailedError, match=r"a parameter of shape \(\) is used here, and is not part of"):
-        run_ranks(train_with_a_parameter_of_nobody, 2)
-
-
 # ---- numbers of NumPy and Python -------------------------------------------------------------------------
 
 
@@ -544,36 +460,6 @@ def mix_with_given_number() -> list[str]:
 def test_numbers_and_arrays_of_numpy_are_those_of_the_first_rank():
     """Each rank had its own: the first mixed the samples with one, the last one weighed the losses."""
     assert run_ranks(mix_with_given_number, 2) == [[], []]
-
-
-def mixed_up(model: Any, x: Tensor, backward: Callable[[Tensor], None], scale: float) -> None:
-    part, number = np.random.beta(0.5, 0.5), random.random()
-    x = part * x + (1 - part) * x.flip(0)
-    backward((model(x) * number).square().mean() * part * scale)
-
-
-def mix_up(config: dict[str, Any]) -> list[str]:
-    sw, plain, model = start(Stack, config)
-    step = sw.step(lambda model, x: mixed_up(model, x, model.backward, 1.0))
-    found = []
-    for number in range(3):
-        random.seed(dist.get_rank() + number)
-        np.random.seed(dist.get_rank() + number)
-        (x,) = batches(number, 1)
-        step(model, x)
-        after = random.random(), np.random.rand()
-        random.seed(number)
-        np.random.seed(number)
-        for part in x.tensor_split(4):
-            mixed_up(plain, part, Tensor.backward, 0.25)
-        found += apart(plain, model)
-        found += ["state"] * (after != (random.random(), np.random.rand()))
-    return found
-
-
-@pytest.mark.parametrize("config", [in_sweep({}, id=""), pytest.param({"pipeline": "zb_v"}, id="V")])
-def test_samples_are_mixed_by_numbers_of_python_and_numpy(config):
-    assert run_ranks(mix_up, 2, config) == [[], []]
 
 
 class DrawsTwice(Stack):
@@ -613,7 +499,10 @@ def train_once(make: Callable[[], nn.Module], config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "where"), [(DrawsTwice, "at several places"), in_sweep(DrawsInsideToo, "also inside modules")]
+    ("make", "where"),
+    [
+        (DrawsTwice, "at several places"),
+    ],
 )
 def test_numbers_of_python_that_ranks_would_draw_in_another_order(make, where):
     with pytest.raises(RanksFailedError, match=rf"numbers of Python or NumPy between modules, and {where}"):

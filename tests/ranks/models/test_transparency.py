@@ -111,32 +111,6 @@ def test_every_schedule_runs_four_stages(name, kinds):
     check(ZOO[name], {kind: case(SCHEDULES[kind]) for kind in kinds}, num_ranks=4)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("kind", ["interleaved_1f1b", "zb_v"])
-def test_an_encoder_decoder_runs_over_eight_stages(kind):
-    check(ZOO["T5"], {kind: case(SCHEDULES[kind])}, num_ranks=4)
-
-
-MORE_MICROBATCHES = (
-    "GPT-NeoX",
-    "tied embeddings",
-    "changes in place",
-    "fills one tensor",
-    "changes views",
-    "hooks collect outputs",
-    "statistics in glue",
-    "no_grad comes first",
-    "custom functions",
-)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", MORE_MICROBATCHES)
-def test_every_schedule_runs_more_microbatches(name):
-    """What changes in place and what glue keeps; above, other models do in every run."""
-    check(ZOO[name], {kind: case(SCHEDULES[kind], microbatches=6) for kind in SCHEDULES})
-
-
 def with_hidden_states(model: nn.Module, batch: Any) -> Tensor:
     """A loss on what every block returned, which transformers gathers with hooks."""
     answer = model(**batch, output_hidden_states=True)
@@ -242,14 +216,6 @@ REFUSED: dict[type[nn.Module], str] = {
 }
 
 
-@pytest.mark.thorough
-def test_a_counter_that_python_reads_needs_one_stage_a_rank():
-    recipe = Recipe(build=zoo_modules.CountsForPython, batch=features, loss=classify)
-    check(recipe, {"1f1b": case(SCHEDULES["1f1b"]), "auto": case()})
-    with pytest.raises(RanksFailedError, match="for the buffer count, whose value Python reads at "):
-        check(recipe, {"interleaved_1f1b": case(SCHEDULES["interleaved_1f1b"])})
-
-
 @pytest.mark.parametrize(
     ("build", "kind"),
     some_combinations(
@@ -265,16 +231,6 @@ def test_a_counter_that_python_reads_needs_one_stage_a_rank():
 def test_the_planner_keeps_together_what_must_share_a_stage(build, kind):
     recipe = Recipe(build=build, batch=features, loss=classify)
     check(recipe, {kind: case(SCHEDULES[kind], iterations=UNEVEN)})
-
-
-@pytest.mark.parametrize(
-    "build", [in_sweep(zoo_modules.ReadsBeforeItChanges), zoo_modules.RecomputesAcrossBlocks]
-)
-def test_too_few_pieces_are_left_where_everything_must_share_a_stage(build):
-    recipe = Recipe(build=build, batch=features, loss=classify)
-    message = r"must share a stage: blocks\.0\S* to blocks\.5\S* for .* at \S*zoo_modules\.py:\d+\)"
-    with pytest.raises(RanksFailedError, match=message):
-        check(recipe, {"1f1b": case(SCHEDULES["1f1b"])}, num_ranks=4)
 
 
 @pytest.mark.thorough
@@ -364,20 +320,6 @@ def test_what_scripts_do(script, name):
     check(ZOO[name], {script: SCRIPTS[script]})
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("script", ["evaluation of another size", "gradients of two steps"])
-def test_what_scripts_do_with_a_large_model(script):
-    check(ZOO["T5"], {script: SCRIPTS[script]})
-
-
-@pytest.mark.thorough
-def test_gradients_of_two_steps_are_averaged_over_replicas():
-    script = SCRIPTS["gradients of two steps"]
-    for degree in (1, 2):
-        config = {**script.config, "pipeline_parallel_degree": degree}
-        check(ZOO["MLP"], {"replicas": replace(script, config=config)}, num_ranks=2 * degree)
-
-
 @pytest.mark.parametrize("name", [*map(in_sweep, ("GPT-NeoX", "T5", "ResNet")), "parameters in glue"])
 def test_autocast_around_the_model_call(name):
     recipe = replace(ZOO[name], dtype=torch.float32)
@@ -431,22 +373,6 @@ def everything(layout: Mapping[str, int]) -> dict[str, Case]:
     return cases
 
 
-def sample(number: int, layout: Mapping[str, int]) -> dict[str, Case]:
-    """Of `everything`: each schedule with and without recomputation, and three others, by the number."""
-    cases, kinds, scripts = everything(layout), list(SCHEDULES), list(SCRIPTS)
-    labels = [
-        f"{kind}, recompute {recompute}, {4 + 2 * ((number + k + r) % 2)} microbatches"
-        for k, kind in enumerate(kinds)
-        for r, recompute in enumerate(("none", "full"))
-    ]
-    labels += [
-        f"{kinds[number % 5]}, recompute none, uneven",
-        f"{kinds[(number + 1) % 5]}, recompute full, changing",
-        f"{kinds[(number + 2) % 5]}, {scripts[number % len(scripts)]}",
-    ]
-    return {label: cases[label] for label in labels}
-
-
 def check_all(name: str, layout: str, cases: Mapping[str, Case]) -> None:
     """Runs cases of which some may need more stages than the model has units."""
     num_ranks, _ = LAYOUTS[layout]
@@ -457,14 +383,6 @@ def check_all(name: str, layout: str, cases: Mapping[str, Case]) -> None:
     print("too few units:", *sorted(too_small), sep="\n  ")
     assert found == [{label: [TOO_SMALL] for label in too_small}] * num_ranks
     assert len(too_small) < len(cases)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ZOO)
-def test_a_sample_of_everything(name, layout):
-    """About 20 seconds each; all of it takes minutes each."""
-    check_all(name, layout, sample(list(ZOO).index(name), LAYOUTS[layout][1]))
 
 
 @pytest.mark.sweep

@@ -128,26 +128,6 @@ def test_a_disk_without_room_ends_the_step(tmp_path: Path, capabilities: dict[st
     in_own_mounts(lambda: train_on_a_small_disk(tmp_path))
 
 
-def plan_on_a_small_disk(folder: Path) -> None:
-    SmallDisk(folder, 64 * 4096)
-    from shardwright.errors import UsageError
-
-    with (
-        patch.object(DiskTier, "write", lambda *_: pytest.fail("a forward has run")),
-        pytest.raises(UsageError, match=r"offloaded to .* which has no room for .* Set offload_dir"),
-    ):
-        train_some({"offload_dir": str(folder), "plan_one_stage": True, **OFFLOADS})
-    assert os.listdir(folder) == []
-
-
-def test_a_plan_without_room_on_the_disk_is_refused_before_anything_is_computed(
-    tmp_path: Path, capabilities: dict[str, bool]
-) -> None:
-    if not capabilities["mounts"]:
-        pytest.skip("this process cannot mount file systems")
-    in_own_mounts(lambda: plan_on_a_small_disk(tmp_path))
-
-
 def train_without_room_on_the_second_rank() -> str:
     from shardwright.errors import UsageError
 

@@ -84,13 +84,6 @@ def test_a_step_that_is_not_finite_ends_the_run_on_all_ranks_alike(config, where
         assert "on_nonfinite 'skip'" in text
 
 
-def test_a_single_process_ends_as_well():
-    with pytest.raises(
-        RanksFailedError, match=r"step 3: the loss is inf in microbatches 0, 1, 2, 3 \(rank 0\)"
-    ):
-        run_ranks(train_until_bad, 1, {}, "loss")
-
-
 @pytest.mark.parametrize(
     ("config", "where"), [(LAYOUTS[0], "gradient"), (LAYOUTS[1], "loss"), (SHARDED, "loss")]
 )
@@ -103,21 +96,6 @@ def test_a_script_that_catches_the_error_goes_on():
     """Nothing is under way between ranks when it is raised, and `step` changes no weight."""
     for difference in run_ranks(train_until_bad, 2, {}, "gradient", caught=True):
         assert difference < 1e-10
-
-
-def ignored(where: str) -> bool:
-    sw, _, model = start(Stack, {"on_nonfinite": "ignore"})
-    optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-2))
-    train = trainer(sw, where)
-    for number in range(4):
-        optimizer.zero_grad()
-        train(model, *batch(number))
-        optimizer.step()
-    return all(bool(p.isfinite().all()) for p in model.local_parameters())
-
-
-def test_it_can_be_ignored():
-    assert run_ranks(ignored, 2, "gradient") == [False, False]
 
 
 def skipped_for_ever() -> int:
@@ -179,44 +157,6 @@ def odd_gradients(case: str) -> Any:
 def test_what_is_no_fault(case):
     """Overflow that a scaler takes care of, a norm too large for float32, an evaluation, NaN in weights."""
     assert run_ranks(odd_gradients, 2, case) == [True, True]
-
-
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(10, 8, sparse=True)
-        self.head = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.table((x[..., 0] * 3).long().clamp(0, 9)))
-
-
-def sparse_gradients() -> None:
-    sw, _, model = start(Sparse, {})
-    train = trainer(sw, "gradient")
-    train(model, *batch(0))
-    train(model, *batch(BAD_STEP))
-
-
-def test_sparse_gradients_are_looked_at():
-    with pytest.raises(RanksFailedError, match=r"step 2: .*\(stage 0\) are not finite: table\.weight"):
-        run_ranks(sparse_gradients, 2)
-
-
-def unwrapped_and_added_up() -> Any:
-    """Two steps add up for one update, by an optimizer that is not wrapped; the second one is bad."""
-    sw, plain, model = start(Stack, {"data_parallel_degree": 2, "on_nonfinite": "skip"})
-    optimizer = torch.optim.AdamW(model.module.parameters(), lr=1e-2)
-    train = trainer(sw, "gradient")
-    for number in (1, BAD_STEP):
-        train(model, *batch(number))
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return worst(plain, model)
-
-
-def test_an_update_of_several_steps_is_left_out_as_a_whole():
-    assert run_ranks(unwrapped_and_added_up, 2) == [0.0, 0.0]
 
 
 def scale_that_cannot_fall() -> None:

@@ -10,40 +10,13 @@ from stacks import WIDTH, Stack, batches, start, trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from choices import in_every_run, in_sweep
 from shardwright.testing import RanksFailedError, run_ranks
 
 DP = {"data_parallel_degree": 2}
-SHARDED = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
-BOTH = {"pipeline_parallel_degree": 2, **DP}
 
 
 def with_gradients(optimizer: Optimizer) -> list[Any]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-
-class Ratio(Optimizer):
-    """Has a step size over all parameters, as Prodigy has: it grows with what they have moved."""
-
-    def __init__(self, params: Any, lr: float = 1e-2):
-        super().__init__(params, {"lr": lr, "d": 1.0, "moved": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        moved = 0.0
-        for p in with_gradients(self):
-            if "start" not in self.state[p]:
-                # Prodigy saves the memory of parameters that are 0.
-                is_zero = not p.any()
-                self.state[p]["start"] = (
-                    torch.tensor(0, dtype=p.dtype, device=p.device) if is_zero else p.clone()
-                )
-            moved += (p.grad * (self.state[p]["start"] - p)).sum().item()
-        for group in self.param_groups:
-            group["moved"] += moved
-            group["d"] = 1.0 + group["moved"]
-        for p in with_gradients(self):
-            p.sub_(p.grad, alpha=group["lr"] * group["d"])
 
 
 class Distance(Optimizer):
@@ -72,30 +45,6 @@ class Distance(Optimizer):
             self.state[p]["averages"][0].mul_(0.9).add_(p.grad, alpha=0.1)
             self.state[p]["step"] += 1
             p.sub_(self.state[p]["averages"][0] * rate)
-
-
-class Total(Optimizer):
-    """Adds up into a tensor of its own, as LAMB of timm does; no number of a group tells."""
-
-    def __init__(self, params: Any):
-        super().__init__(params, {"lr": 1e-2})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        total = torch.zeros(1, dtype=torch.float64)
-        for p in with_gradients(self):
-            total.add_(p.grad.square().sum())
-        for p in with_gradients(self):
-            p.sub_(p.grad / total.sqrt() * p.norm(), alpha=1e-2)
-
-
-class Clips(torch.optim.AdamW):
-    """Clips by PyTorch's function in its step."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1e-2)
-        super().step()
 
 
 class Sam(Optimizer):
@@ -129,46 +78,6 @@ class SamWithClosure(Sam):
         self.first_step()
         torch.enable_grad()(closure)()
         self.second_step()
-
-
-class OwnList(Total):
-    """Has its parameters in a list beside the groups."""
-
-    def __init__(self, params: Any):
-        super().__init__(params)
-        self.all = list(self.param_groups[0]["params"])
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        norm = torch.stack([p.grad.norm() for p in self.all if p.grad is not None]).norm()
-        for p in (p for p in self.all if p.grad is not None):
-            p.sub_(p.grad / norm, alpha=1e-2)
-
-
-class Around(Optimizer):
-    """Wraps another one, and needs a state for each parameter that it was made with."""
-
-    def __init__(self, params: Any):
-        self.inner = Ratio(params)
-        super().__init__(self.inner.param_groups, {})
-        self.slow = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.inner.step()
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.lerp_(self.slow[p], 0.1)
-
-
-class LastRate(torch.optim.SGD):
-    """Leaves in its group the learning rate of the parameter that came last, as Adafactor of timm does."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                group["lr"] = 1e-2 * p.norm().item()
-                p.sub_(p.grad, alpha=group["lr"])
 
 
 class Net(Stack):
@@ -220,32 +129,13 @@ def train_with(
     return difference, alike, len(own.state)
 
 
-@pytest.mark.parametrize(
-    "kind", in_every_run([Ratio, Distance, Total, Sam, OwnList, LastRate, Around], [Distance, Sam])
-)
+@pytest.mark.parametrize("kind", [Distance, Sam])
 def test_over_stages_they_are_refused(kind):
     """Bug: each rank had norms and step sizes of its own parameters."""
     with pytest.raises(
         RanksFailedError, match=rf"{kind.__name__} updates each parameter by what.*pipeline_parallel_degree 1"
     ):
         run_ranks(train_with, 2, kind, {})
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("kind", "config"),
-    [
-        in_sweep(Ratio, DP),
-        (Ratio, SHARDED),
-        (Total, DP),
-        (torch.optim.Adafactor, {}),
-    ],
-)
-def test_optimizers_that_see_all_they_need(kind, config):
-    """Replicas and ranks that share rows see all parameters; others need one at a time."""
-    for difference, alike, _ in run_ranks(train_with, 2, kind, config, Stack):
-        assert difference < 1e-10
-        assert alike
 
 
 def stepping(kind: Any, way: str, config: dict[str, Any]) -> float:
@@ -277,7 +167,7 @@ def stepping(kind: Any, way: str, config: dict[str, Any]) -> float:
     return max((state[name] - value).abs().max().item() for name, value in plain.state_dict().items())
 
 
-WAYS = [(SamWithClosure, "closure"), in_sweep(SamWithClosure, "two steps"), (torch.optim.LBFGS, "closure")]
+WAYS = [(SamWithClosure, "closure"), (torch.optim.LBFGS, "closure")]
 
 
 @pytest.mark.parametrize(("kind", "way"), WAYS)

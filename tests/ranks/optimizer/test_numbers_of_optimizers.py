@@ -8,7 +8,7 @@ import torch
 from stacks import Stack, batches, start, trainer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
+from shardwright.testing import run_ranks, run_ranks_outcomes
 
 DP = {"data_parallel_degree": 2}
 
@@ -46,13 +46,6 @@ def with_schedule(what: str, config: dict[str, Any], *, remedy: str | None = Non
         if what == "schedule":
             schedule.step()
     return float(optimizer.param_groups[0]["lr"])
-
-
-def test_the_remedy_for_a_schedule_that_follows_a_loss():
-    """It named the ranks of the replicas (`get_dp_group`), of which PyTorch knows nothing."""
-    told = str(run_ranks_outcomes(with_schedule, 2, "loss", DP)[0].exception)
-    (remedy,) = re.findall(r"torch\.distributed\.all_reduce.*?dp_size\(\)", told)
-    assert len(set(run_ranks(with_schedule, 2, "loss", DP, remedy=remedy))) == 1
 
 
 @pytest.mark.parametrize(
@@ -134,37 +127,3 @@ def numbers_of_stages() -> None:
 
 def test_numbers_that_may_differ_between_stages():
     run_ranks(numbers_of_stages, 2)
-
-
-def saved_apart(folder: str) -> None:
-    sw, _, model = start(Stack, DP)
-    optimizer = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    checkpoints = sw.Checkpoints(folder)
-    trainer(sw)(model, batches(0, 1)[0])
-    optimizer.step()
-    optimizer.param_groups[0]["lr"] = 0.1 * (1 + sw.rank())
-    checkpoints.save(1)
-
-
-def test_nothing_is_saved_of_replicas_that_drift(tmp_path):
-    with pytest.raises(RanksFailedError, match=r"in step 1, lr of .* is 0\.1 on rank 0 and 0\.2 on rank 1"):
-        run_ranks(saved_apart, 2, str(tmp_path))
-
-
-class FindsRate(torch.optim.SGD):
-    """Has no learning rate until its first step, as Adafactor of transformers."""
-
-    def __init__(self, params: Any):
-        super().__init__(params, lr=0.0)
-        self.param_groups[0]["lr"] = None
-
-
-def without_a_rate() -> float:
-    sw, _, model = start(Stack, {})
-    sw.DistributedOptimizer(FindsRate(model.parameters()))
-    return trainer(sw)(model, batches(0, 1)[0]).reduce_mean().item()
-
-
-def test_a_group_without_a_learning_rate():
-    """Bug: the report of a step died of it."""
-    assert run_ranks(without_a_rate, 1)[0] > 0

@@ -84,7 +84,6 @@ def to_and_fro(sw, model):
 @pytest.mark.parametrize(
     ("config", "prepare"),
     [
-        in_sweep({}, recompute_blocks),
         ({"pipeline": "zb_v"}, recompute_blocks),
         ({}, recompute_pairs),
         ({"activation_checkpointing": "full"}, None),
@@ -175,43 +174,6 @@ def test_the_norm_of_gradients_is_that_of_the_whole_model(norm_type):
         assert apart < 1e-6
 
 
-def test_marks_survive_a_copy_of_the_module():
-    """Placement went by the identity of a module, and was lost when a script copied its model afterwards."""
-
-    def job(strategy):
-        import shardwright.torch as sw
-        from shardwright.run.context import context
-
-        sw.init({**QUIET, "microbatches": 2, "auto_partition": False, "default_partition": 0})
-        module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
-        sw.set_partition(module[3], 1)
-        sw.set_activation_checkpointing(module[0], strategy=strategy)
-        module = copy.deepcopy(module)
-        model = sw.DistributedModel(module)
-        outputs = []
-        module[0].register_forward_hook(lambda *_: None)
-        first = module[0][0]
-        original = first.forward
-        first.forward = lambda x: (outputs.append(x), original(x))[1]
-
-        @sw.step
-        def train(model, x):
-            loss = model(x).square().mean()
-            model.backward(loss)
-            return loss
-
-        train(model, torch.ones(4, 8))
-        real = [x for x in outputs if type(x) is torch.Tensor]
-        return {s.rank: list(s.units) for s in context().plan.stages}, len(real)
-
-    for strategy in ("each", "contiguous"):
-        results = run_ranks(job, 2, strategy)
-        placed, calls = results[0]
-        assert all(name.startswith("3") for name in placed[1])
-        assert not any(name.startswith("3") for name in placed[0])
-        assert calls == 4  # two microbatches, forward and again in the backward
-
-
 def test_a_finished_step_leaves_no_tensors_behind():
     """Microbatch, coroutine and function referred to each other in a circle, and kept tensors until Python's
     garbage collector came by: memory grew by megabytes a step."""
@@ -247,33 +209,6 @@ def test_a_finished_step_leaves_no_tensors_behind():
         assert max(counts) - min(counts) <= 2  # ten steps of four microbatches
 
 
-def test_autocast_around_the_step_may_change_its_type():
-    """One stage sent float16, and the next took it for bfloat16."""
-
-    def job():
-        import shardwright.torch as sw
-
-        sw.init({**QUIET, "microbatches": 2})
-        torch.manual_seed(0)
-        layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-        plain = copy.deepcopy(layers)
-        model = sw.DistributedModel(layers)
-
-        @sw.step
-        def evaluate(model, x):
-            return model(x)
-
-        x = torch.randn(4, 8)
-        apart = []
-        for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
-            with torch.no_grad(), torch.autocast("cpu", dtype):
-                apart.append((evaluate(model, x).concat() - plain(x)).abs().max().item())
-        return apart
-
-    for apart in run_ranks(job, 2):
-        assert max(apart) < 1e-2
-
-
 def test_what_another_stage_made_is_there_after_the_backward():
     """A tensor that came in is emptied after the backward. A metric that was computed of it then was zero."""
 
@@ -304,17 +239,6 @@ def test_what_another_stage_made_is_there_after_the_backward():
 
     for apart, value in run_ranks(job, 2):
         assert apart < 1e-6 < abs(value)
-
-
-def test_replicas_read_different_data():
-    def job():
-        import shardwright.torch as sw
-
-        sw.init({**QUIET, "pipeline_parallel_degree": 2})
-        return list(sw.distributed_sampler(range(8), shuffle=False)), sw.dp_rank(), sw.pp_rank()
-
-    results = run_ranks(job, 4)
-    assert [r[0] for r in results] == [[0, 2, 4, 6], [0, 2, 4, 6], [1, 3, 5, 7], [1, 3, 5, 7]]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

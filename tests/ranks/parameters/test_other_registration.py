@@ -166,24 +166,6 @@ def test_trains_as_a_plain_loop(ranks, settings, optimizer_first):
             torch.testing.assert_close(own[name], value, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("settings", "more", "tolerance"),
-    [
-        ({}, {"meta": True}, 1e-10),  # plans may differ: machines are measured
-        (DATA, {"meta": True}, 0),
-        ({**DATA, "bf16": True}, {}, 0),
-        in_sweep({"bf16": True}, {"optimizer_first": True}, 0.05),
-    ],
-)
-def test_trains_as_with_one_order(settings, more, tolerance):
-    mixed = run_ranks(trained, 2, settings, mixed=True, **more)
-    same = run_ranks(trained, 2, settings, mixed=False, **more)
-    for (losses, own), (expected_losses, expected) in zip(mixed, same, strict=True):
-        assert losses == pytest.approx(expected_losses, rel=tolerance, abs=0)
-        torch.testing.assert_close(own, expected, rtol=tolerance, atol=tolerance)
-
-
 def wrapped(change: str) -> str:
     """What wrapping a model says that is another one on rank 1."""
     other = dist.get_rank() == 1
@@ -334,12 +316,6 @@ def test_what_one_replica_alone_is_given_is_refused_at_once(what):
         assert "2.late is" in outcome.error
         assert "not there on rank 0" in outcome.error or "not on rank 0" in outcome.error
         assert "on rank 1" in outcome.error
-
-
-def test_a_parameter_that_one_stage_alone_is_given_is_named():
-    outcomes = run_ranks_outcomes(on_one_rank_alone, 2, "parameter", {"pipeline_parallel_degree": 2})
-    for outcome in outcomes:
-        assert "which know nothing of them: 2.late, on rank 1." in outcome.error
 
 
 def evaluated_by_one_replica() -> float:

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import re
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from stacks import Stack, batches, start
 from torch import Tensor, nn
 
-from choices import in_sweep
 from shardwright.errors import UsageError
 from shardwright.testing import run_ranks
 
@@ -139,18 +137,6 @@ USES = [
 ]
 
 
-def sensitivity(average: nn.Module, model: nn.Module) -> None:
-    """Of AdaLoRA: the gradients of other ranks are None, which was an error of types."""
-    assert [(p * p.grad).abs() for p in model.parameters()]
-
-
-def sensitivity_from_the_left(average: nn.Module, model: nn.Module) -> None:
-    assert [p.grad * p.data for p in model.parameters()]
-
-
-USES_OF_GRADIENTS = [sensitivity, sensitivity_from_the_left]
-
-
 def refusals(uses: Sequence[Callable[[nn.Module, nn.Module], None]]) -> dict[str, str]:
     """What is said to each use, on this rank."""
     _, model, average = trained(copy.deepcopy)
@@ -175,15 +161,6 @@ def test_values_of_other_ranks_are_not_computed_with():
             assert "test_parameters_of_other_ranks.py:" in text or "swa_utils" in text
     assert "of blocks.0.up.weight," in said["update_averages"]
     assert "of norms.0.running_mean," in said["update_averages_of_buffers"]
-
-
-def test_gradients_of_other_ranks_are_not_computed_with():
-    for rank, said in enumerate(run_ranks(refusals, 2, USES_OF_GRADIENTS)):
-        assert list(said) == [use.__name__ for use in USES_OF_GRADIENTS]
-        for text in said.values():
-            assert re.search(r"test_parameters_of_other_ranks\.py:\d+: \S+ meets None in an operation", text)
-            assert f"its gradient: both are on rank {1 - rank} and not here" in text
-            assert "Take model.local_named_parameters()" in text
 
 
 # ---- what goes on as it was
@@ -451,72 +428,6 @@ def test_a_teacher_follows_wherever_its_layers_are() -> None:
     # A planner may place each layer of the teacher beside its student; by hand they are apart.
     for apart, _, refused, _ in teachers_rank:
         assert not apart or "with model.gathered(student, teacher):" in refused
-
-
-@pytest.mark.thorough
-def test_a_teacher_follows_where_replicas_share_the_rows() -> None:
-    """Bug: the loop of the documentation was refused as soon as shards were asked for."""
-
-    def run() -> list[float]:
-        import shardwright.torch as sw
-
-        shards = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 4}
-        stages = {"pipeline_parallel_degree": 2, **BY_HAND}
-        found = []
-        for settings in ({**stages, **shards}, {"pipeline_parallel_degree": 1, **shards}):
-            found.append(differences_of_a_teacher(follows_pair_by_pair, settings)[0])
-            sw.shutdown()
-        return found
-
-    assert all(worst < 1e-12 for found in run_ranks(run, 4) for worst in found)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("ranks", "pipeline"), [in_sweep(2, 1), (4, 2)])
-def test_a_teacher_follows_where_ranks_share_layers(ranks: int, pipeline: int) -> None:
-    """Inside, parameters are ordinary tensors; behind it each rank has its part of what they became."""
-
-    def run() -> list[Any]:
-        import shardwright.torch as sw
-        from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
-
-        settings = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": pipeline}
-        found = []
-
-        def follows_by_memory(model: Any) -> None:
-            """As code does that leaves PyTorch."""
-            net = model.module
-            cut = [p for p in net.parameters() if isinstance(p, DividedTensor)]
-            gradients = [p.grad for p in cut]
-            with model.gathered():
-                assert not any(isinstance(p, DividedTensor) for p in net.parameters())
-                for student, teacher in zip(net.student.parameters(), net.teacher.parameters(), strict=True):
-                    teacher.detach().numpy()[...] += 0.1 * (student.detach() - teacher).numpy()
-            assert all(isinstance(p, DividedTensor) for p in cut)
-            assert all(p.grad is gradient for p, gradient in zip(cut, gradients, strict=True))
-            found.append(len(cut))
-
-        for follow in (follows_pair_by_pair, follows_all, follows_by_memory):
-            found.append(differences_of_a_teacher(follow, settings)[0])
-            sw.shutdown()
-        return found
-
-    for pairs, whole, *cut, memory in run_ranks(run, ranks):
-        assert max(pairs, whole, memory) < 1e-12
-        assert len(cut) == 3
-        assert max(cut) > 0
-
-
-def test_what_is_not_of_the_model_cannot_be_gathered() -> None:
-    def run() -> str:
-        _, model, _ = trained(lambda module: None)
-        try:
-            with model.gathered(torch.zeros(3)):
-                return ""
-        except UsageError as error:
-            return str(error)
-
-    assert all("a tensor of shape (3,) that is no parameter" in text for text in run_ranks(run, 2))
 
 
 @torch.no_grad()

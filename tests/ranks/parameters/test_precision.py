@@ -9,8 +9,7 @@ from sharded import QUIET, Net, batches, loss_of, on_hosts
 from torch import Tensor, nn
 
 from choices import in_sweep
-from shardwright.errors import ConfigError
-from shardwright.testing import RanksFailedError, run_ranks
+from shardwright.testing import run_ranks
 
 STEPS = 4
 
@@ -207,12 +206,6 @@ def test_all_ranks_leave_out_an_update_that_overflows_on_one(settings):
         ]
 
 
-def test_a_static_scale():
-    for found in run_ranks(overflows, 2, {"data_parallel_degree": 2}, static_loss_scale=128.0):
-        assert [scale for _, _, scale in found] == [128.0] * 4
-        assert [overflow for overflow, _, _ in found] == [False, True, False, False]
-
-
 def stock_scaler(settings):
     import shardwright.torch as sw
 
@@ -274,15 +267,3 @@ def test_the_mean_of_large_gradients_in_16_bits_is_no_infinity(shared):
         return [each.max().item() for each in gradients if each is not None]
 
     assert run_ranks(job, 2) == [[40000.0]] * 2
-
-
-def test_wrong_arguments():
-    with pytest.raises(RanksFailedError, match="dynamic_loss_args has 'window', and may have init_scale"):
-        run_ranks(overflows, 2, {"data_parallel_degree": 2}, dynamic_loss_args={"window": 3})
-
-
-def test_both_types():
-    from shardwright.config import Config
-
-    with pytest.raises(ConfigError, match="bf16 and fp16 are both set"):
-        Config.parse({"bf16": True, "fp16": True})

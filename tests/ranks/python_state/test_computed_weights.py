@@ -236,22 +236,6 @@ def test_a_computed_weight_is_one_more_argument(name, pipeline):
     check(MODELS[name], case(pipeline))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("name", "ranks", "settings"),
-    [
-        in_sweep("merged", 2, {"activation_checkpointing": "full"}),
-        ("gains", 4, {"data_parallel_degree": 2}),
-        in_sweep("spectral_norm", 4, {"data_parallel_degree": 2}),
-        in_sweep("spectral_norm", 2, {"activation_checkpointing": "full"}),
-        in_sweep("hyper", 2, {"activation_checkpointing": "full"}),
-        in_sweep("pruned", 4, {"pipeline_parallel_degree": 2, "sharded_data_parallel_degree": 2}),
-    ],
-)
-def test_with_recomputation_and_over_replicas(name, ranks, settings):
-    check(MODELS[name], case("1f1b", **settings), ranks)
-
-
 class Replacing(Layers):
     """Leaves computed tensors in the place of parameters."""
 

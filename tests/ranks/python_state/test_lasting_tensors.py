@@ -1,7 +1,6 @@
 """Tensors that are neither parameters nor buffers and outlive the step: attributes, variables of a script."""
 
 import functools
-import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from zoo_modules import WIDTH
 from zoo_modules import Stack as Blocks
 
 import shardwright.torch as sw
-from choices import in_every_run, in_sweep
+from choices import in_every_run
 from shardwright.testing import RanksFailedError, run_ranks
 
 CONFIG = {"microbatches": 4, "profile": "estimated", "pipeline_parallel_degree": 2}
@@ -34,36 +33,6 @@ class RunningMean(Blocks):
         return self.head(x)
 
 
-class Previous(Blocks):
-    """Keeps what the microbatch before had."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = {"x": torch.zeros(WIDTH, dtype=torch.float64)}
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x + self.before["x"])
-        self.before["x"].copy_(x.detach().mean((0, 1)))
-        return self.head(x)
-
-
-class Scratch(Blocks):
-    """Computes in memory that it made once: the next microbatch would write over what is being sent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.room = torch.zeros(2, 5, WIDTH, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-            with torch.no_grad():
-                torch.mul(x, 0.5, out=self.room)
-            x = x + self.room
-        return self.head(x)
-
-
 def build(kind: type[nn.Module]) -> Recipe:
     return Recipe(build=kind, batch=features, loss=classify)
 
@@ -71,24 +40,17 @@ def build(kind: type[nn.Module]) -> Recipe:
 REFUSED = "is written into a tensor that was there before the step function was called"
 
 
-@pytest.mark.parametrize("kind", [RunningMean, in_sweep(Previous)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        RunningMean,
+    ],
+)
 def test_tensors_in_attributes_cannot_be_written_on_one_rank(kind):
     case = Case(config=CONFIG, iterations=[Iteration()])
     with pytest.raises(RanksFailedError, match=REFUSED) as caught:
         run_ranks(differences, 2, build(kind), case)
     assert "test_lasting_tensors.py" in str(caught.value)
-
-
-def test_memory_that_is_used_again_cannot_be_written():
-    case = Case(config=CONFIG, iterations=[Iteration(batch_size=8, length=5)])
-    with pytest.raises(RanksFailedError, match=REFUSED):
-        run_ranks(differences, 2, build(Scratch), case)
-
-
-@pytest.mark.parametrize("kind", [RunningMean, Previous])
-def test_one_process_may_write_them(kind):
-    config = {**CONFIG, "pipeline_parallel_degree": 1}
-    assert run_ranks(differences, 1, build(kind), Case(config=config, iterations=[Iteration()] * 2)) == [[]]
 
 
 # ---- variables of a script
@@ -229,26 +191,6 @@ def test_what_a_script_counts_in_no_trace_is_counted_once_a_microbatch():
 # ---- trained tensors that are no parameters
 
 
-class ScalesByATensor(Blocks):
-    """Written as scripts of ten years ago were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.ones(WIDTH, dtype=torch.float64, requires_grad=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x) * self.scale
-        return self.head(x)
-
-
-def test_a_trained_tensor_in_an_attribute_is_pointed_out():
-    case = Case(config=CONFIG, iterations=[Iteration()])
-    message = r"a trained tensor of shape \(16,\) is used here, and is not part of the wrapped model"
-    with pytest.raises(RanksFailedError, match=message):
-        run_ranks(differences, 2, build(ScalesByATensor), case)
-
-
 def test_a_trained_tensor_of_a_script_is_pointed_out():
     def job() -> None:
         _, _, model = start(Stack, CONFIG)
@@ -264,47 +206,3 @@ def test_a_trained_tensor_of_a_script_is_pointed_out():
 
     with pytest.raises(RanksFailedError, match=r"a trained tensor of shape \(\) is used here"):
         run_ranks(job, 2)
-
-
-def test_a_batch_that_requires_gradients_is_not():
-    def job() -> bool:
-        _, _, model = start(Stack, CONFIG)
-
-        @sw.step
-        def train(model: nn.Module, x: Tensor) -> Tensor:
-            loss = (model(x) + x[..., :3]).square().mean()
-            model.backward(loss)
-            return loss
-
-        train(model, batches(0, 1)[0].requires_grad_())
-        return True
-
-    assert run_ranks(job, 2) == [True, True]
-
-
-def trained_beside(config: dict[str, Any]) -> list[str]:
-    """Warnings of a step whose loss has weights of its own, as those of ArcFace and of proxies."""
-    _, _, model = start(Stack, config)
-    proxies = nn.Parameter(torch.ones(3, dtype=torch.float64))
-
-    @sw.step
-    def train(model: nn.Module, x: Tensor) -> Tensor:
-        loss = (model(x) - proxies).square().mean()
-        model.backward(loss)
-        return loss
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for number in range(2):
-            train(model, batches(number, 1)[0])
-    return [str(warning.message) for warning in caught]
-
-
-@pytest.mark.parametrize(
-    "config", [{"data_parallel_degree": 2}, {"sharded_data_parallel_degree": 2}, {"data_parallel_degree": 1}]
-)
-def test_a_parameter_that_replicas_would_train_apart_is_pointed_out(config):
-    num_ranks = max(config.values())
-    for found in run_ranks(trained_beside, num_ranks, config):
-        assert len(found) == (1 if num_ranks > 1 else 0)
-        assert all("a parameter of shape (3,) that is not part of the wrapped" in text for text in found)

@@ -10,7 +10,7 @@ from zoo import classify, features
 from zoo_modules import CLASSES, WIDTH
 
 import shardwright.torch as sw
-from choices import combinations_of, in_every_run
+from choices import combinations_of
 from shardwright.testing import RanksFailedError, run_ranks
 
 CONFIG = {"microbatches": 4, "profile": "estimated", "pipeline_parallel_degree": 2}
@@ -43,14 +43,6 @@ class WritesUnderAnotherName(Whole):
         y = super().forward(x)
         if self.training:
             self.mean.data[1:].copy_(y.detach().mean((0, 1))[1:])
-        return y
-
-
-class GivesOtherMemory(Whole):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        if self.training:
-            self.mean.data = 0.9 * self.mean + y.detach().mean((0, 1))
         return y
 
 
@@ -141,25 +133,6 @@ def test_units_that_share_what_one_of_them_changes_share_a_stage(name, shape):
     assert run_ranks(differences, 2, recipe_of(MODELS[name]), case) == [[], []]
 
 
-CHANGED = "the parameter or buffer blocks.0.* is changed in place by the step function or by a module"
-LEFT = "has left in an object, a list or a variable"
-APART = {
-    "written first": (lambda: Model(Writes, Whole, Whole, Reads, buffer=True), CHANGED),
-    "read first": (lambda: Model(Reads, Whole, Whole, Writes, buffer=True), CHANGED),
-    "under another name": (lambda: Model(Reads, Whole, Whole, WritesUnderAnotherName, buffer=True), CHANGED),
-    "other memory": (lambda: Model(Reads, Whole, Whole, GivesOtherMemory, buffer=True), CHANGED),
-    "reads values": (lambda: Model(Reads, Whole, Whole, WritesChoosing, buffer=True), CHANGED),
-    "a shared batch norm": (SharedNorm, CHANGED),
-    "no buffer, written first": (lambda: Model(Writes, Whole, Whole, Reads, buffer=False), LEFT),
-    "no buffer, read first": (lambda: Model(Reads, Whole, Whole, Writes, buffer=False), LEFT),
-    "no buffer, under another name": (
-        lambda: Model(Reads, Whole, Whole, WritesUnderAnotherName, buffer=False),
-        LEFT,
-    ),
-    "no buffer, reads values": (lambda: Model(Reads, Whole, Whole, WritesChoosing, buffer=False), LEFT),
-}
-
-
 def apart(model: nn.Module) -> nn.Module:
     for number, block in enumerate(model.blocks):
         sw.set_partition(block, int(number > 1))
@@ -168,23 +141,6 @@ def apart(model: nn.Module) -> nn.Module:
 
 
 BY_HAND = {**CONFIG, "auto_partition": False, "default_partition": 0}
-
-
-@pytest.mark.parametrize(
-    "name",
-    in_every_run(
-        APART,
-        [
-            *("written first", "other memory", "reads values", "a shared batch norm"),
-        ],
-    ),
-)
-def test_they_cannot_be_placed_apart(name):
-    build, message = APART[name]
-    with pytest.raises(RanksFailedError, match=message):
-        run_ranks(
-            differences, 2, recipe_of(lambda: apart(build())), Case(config=BY_HAND, iterations=[Iteration()])
-        )
 
 
 class Frozen(SharedNorm):
@@ -211,24 +167,3 @@ def test_code_between_units_cannot_read_what_a_unit_writes():
     recipe = recipe_of(lambda: Between(Writes, Whole, Whole, Whole, buffer=False))
     with pytest.raises(RanksFailedError, match=r"blocks.0 writes to a tensor that is no buffer"):
         run_ranks(differences, 2, recipe, Case(config=CONFIG, iterations=[Iteration()]))
-
-
-class ShiftsByAParameter(Model):
-    """Code between modules reads and changes a parameter, by operations of one name."""
-
-    def __init__(self) -> None:
-        super().__init__(*[Whole] * 4, buffer=True)
-        self.shift = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x) * 1.0
-            x.add_(self.shift)
-            self.shift.add_(0.01)
-        return self.head(x)
-
-
-def test_a_parameter_that_code_between_units_changes_is_in_one_place():
-    recipe = recipe_of(lambda: apart(ShiftsByAParameter()))
-    with pytest.raises(RanksFailedError, match="the parameter or buffer shift is changed in place"):
-        run_ranks(differences, 2, recipe, Case(config=BY_HAND, iterations=[Iteration()]))

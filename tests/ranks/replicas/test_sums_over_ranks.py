@@ -69,24 +69,6 @@ def test_metrics_of_torchmetrics_count_each_sample_once(ranks: int, is_early: bo
     assert found == [[samples, 2 * samples, 2 * samples]] * ranks
 
 
-def confusion() -> list[Any]:
-    from torchmetrics.classification import MulticlassConfusionMatrix
-
-    run, metric = evaluation(), MulticlassConfusionMatrix(4)
-    for _ in range(2):
-        metric.update(run(torch.randn(16, 4)), torch.randint(0, 4, (16,)))
-    total = metric.compute().sum().item()
-    metric.sync()
-    metric.unsync()
-    return [total, metric.confmat.sum().item()]
-
-
-@needs_torchmetrics
-def test_a_confusion_matrix():
-    assert run_ranks(confusion, 2) == [[32, 32]] * 2
-    assert run_ranks(confusion, 4) == [[64, 32]] * 4
-
-
 def batches_of_ranks(what: str) -> list[str]:
     said, run = listen(), evaluation()
     torch.manual_seed(sw.rank() if what == "shuffled" else 0)
@@ -113,11 +95,3 @@ def test_loaders_that_shuffle_apart():
 @pytest.mark.parametrize("what", ["alike", "zeros", "nothing", "nan"])
 def test_other_ranks_may_pass_anything_that_just_fills_a_place(what: str):
     assert run_ranks(batches_of_ranks, 2, what) == [[], []]
-
-
-def test_the_group_of_replicas_of_a_single_process():
-    def on_each_rank() -> bool:
-        sw.init({"run_dir": "off"})
-        return sw.get_dp_process_group() is None
-
-    assert run_ranks(on_each_rank, 1) == [True]

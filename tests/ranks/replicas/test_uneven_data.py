@@ -66,32 +66,6 @@ def test_join_says_what_to_do_instead() -> None:
         run_ranks(joined, 2)
 
 
-def accumulate() -> list[float]:
-    """Two steps under `no_sync`, and one outside."""
-    sw, plain, model = start(Stack, DP)
-
-    @sw.step
-    def train(model: Any, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
-    with model.no_sync():
-        for number in (0, 1):
-            train(model, batches(number, 2)[sw.dp_rank()])
-    train(model, batches(2, 2)[sw.dp_rank()])
-    for number in range(3):
-        for part in batches(number, 2).flatten(0, 1).tensor_split(8):
-            (plain(part).square().mean() / 8).backward()
-    expected = dict(plain.named_parameters())
-    return [(p.grad - expected[n].grad).abs().max().item() for n, p in model.local_named_parameters()]
-
-
-def test_no_sync():
-    for differences in run_ranks(accumulate, 2):
-        assert max(differences) < 1e-10
-
-
 def evaluated_once(settings: dict[str, Any]) -> list[float]:
     """As docs/script.md has it: the outputs of all replicas, in the order of the data set."""
     import shardwright.torch as sw

@@ -226,34 +226,6 @@ def test_a_parameter_that_is_read_from_a_variable(most):
     run_ranks(run, 2, most)
 
 
-def fewer_in_the_second_batch():
-    sw, plain, model = start({}, Net())
-    calls = []
-
-    @sw.step
-    def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        calls.append(1)
-        h = model.module.embedding(x)
-        for block in model.module.blocks[: len(calls)]:
-            h = block(h)
-        loss = h.square().mean()
-        model.backward(loss)
-        return loss
-
-    for index, (x, _) in enumerate(batches(4)):
-        h = plain.embedding(x)
-        for block in plain.blocks[: index + 1]:
-            h = block(h)
-        torch.testing.assert_close(train(model, x, x).reduce_mean(), h.square().mean().detach())
-    with torch.no_grad():
-        torch.testing.assert_close(model(x), plain(x))
-    assert model.state_dict().keys() == plain.state_dict().keys()
-
-
-def test_other_parameters_in_each_batch():
-    run_ranks(fewer_in_the_second_batch, 2)
-
-
 def another_order():
     sw, _, model = start({"timeout_s": 10}, Net())
 
@@ -273,34 +245,6 @@ def another_order():
 def test_ranks_that_use_parameters_in_another_order_are_told():
     with pytest.raises(RanksFailedError, match="in another order than this one"):
         run_ranks(another_order, 2, timeout_s=60)
-
-
-def changed_before_the_backward():
-    sw, _, model = start({}, Net())
-
-    @sw.step
-    def train(model: Any, x: Tensor) -> Tensor:
-        h = model.module.embedding(x).exp()
-        loss = h.square().mean()
-        h.add_(1)
-        model.backward(loss)
-        return loss
-
-    train(model, batches(1)[0][0])
-
-
-def test_a_saved_tensor_that_is_changed_is_refused_as_ever():
-    with pytest.raises(RanksFailedError, match="modified by an inplace operation"):
-        run_ranks(changed_before_the_backward, 2, timeout_s=60)
-
-
-def larger_than_allowed():
-    wrapped = trains_the_same(Net(), loss_of, {"sdp_max_live_parameters": 100})
-    assert arrivals_of(wrapped).window.most == 16 * 64 + 64  # one with its bias
-
-
-def test_a_parameter_that_is_larger_than_allowed_comes_alone():
-    run_ranks(larger_than_allowed, 2)
 
 
 def evaluates():

@@ -1,7 +1,5 @@
 """Shared parameters that come and go in a step, in code that does unusual things with them."""
 
-import copy
-import pickle
 from itertools import product
 from typing import Any
 
@@ -11,10 +9,8 @@ import torch.nn.functional as F
 from sharded import VOCABULARY, Net, batches, loss_of
 from test_live_parameters import start, trains_the_same
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from choices import in_every_run, in_sweep, some_combinations
-from shardwright.errors import UsageError
 from shardwright.testing import RanksFailedError, run_ranks
 
 # A bound that few parameters fit in, and one that is not reached.
@@ -61,35 +57,6 @@ def test_parameters_are_saved_as_they_are(most, microbatches):
     run_ranks(mixed, 2, most, microbatches)
 
 
-def mixed_over_stages(most, pipeline):
-    torch.manual_seed(0)
-    settings = {"pipeline_parallel_degree": 2, "pipeline": pipeline, "microbatches": 2}
-    sw, plain, model = start({**settings, "sdp_max_live_parameters": most}, Mixed())
-
-    @sw.step
-    def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y)
-        model.backward(loss)
-        return loss
-
-    updates = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    plain_updates = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for x, y in batches(3):
-        updates.zero_grad()
-        plain_updates.zero_grad()
-        expected = loss_of(plain, x, y)
-        expected.backward()
-        torch.testing.assert_close(train(model, x, y).reduce_mean(), expected.detach(), rtol=1e-12, atol=0)
-        updates.step()
-        plain_updates.step()
-
-
-@with_bounds
-@pytest.mark.parametrize("pipeline", ["zb_h1"])
-def test_parameters_are_saved_as_they_are_over_stages(most, pipeline):
-    run_ranks(mixed_over_stages, 4, most, pipeline)
-
-
 def forces(most):
     """A model that differentiates in its forward, as those of molecules do."""
 
@@ -124,38 +91,6 @@ def forces(most):
 @with_bounds
 def test_a_forward_that_differentiates_in_an_evaluation(most):
     run_ranks(forces, 2, most)
-
-
-class Multiply(torch.autograd.Function):
-    """A custom function that saves its parameter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        return gradients[0] @ weight.t(), x.flatten(0, -2).t() @ gradients[0].flatten(0, -2)
-
-
-def from_a_list(most, way):
-    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        weight = next(p for p in model.parameters() if p.shape == (16, 16))
-        h = getattr(model, "module", model).embedding(x)
-        if way == "function":
-            h = Multiply.apply(h, weight)
-        else:
-            h = checkpoint(lambda h, w: torch.tanh(h @ w), h, weight, use_reentrant=way == "reentrant")
-        return loss_of(model, x, y) + h.square().mean()
-
-    trains_the_same(Net(), loss, {"sdp_max_live_parameters": most})
-
-
-@with_few("way", ["function", "reentrant", "not reentrant"])
-def test_functions_that_get_a_parameter_from_a_list(most, way):
-    run_ranks(from_a_list, 2, most, way)
 
 
 def fails_and_goes_on(most, where, every):
@@ -237,37 +172,6 @@ def test_complex_parameters(most):
     run_ranks(complex_numbers, 2, most)
 
 
-def under_autocast(most, around):
-    from contextlib import nullcontext
-
-    def autocast(on: bool) -> Any:
-        return torch.autocast("cpu", torch.bfloat16) if on else nullcontext()
-
-    torch.manual_seed(0)
-    sw, plain, model = start({"sdp_max_live_parameters": most}, Net())
-    model.float()
-    plain.float()
-
-    @sw.step
-    def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        with autocast(not around):
-            loss = loss_of(model, x, y)
-        model.backward(loss)
-        return loss
-
-    for x, y in batches(2):
-        with autocast(around):
-            found = train(model, x, y).reduce_mean()
-        with autocast(True):
-            expected = loss_of(plain, x, y)
-        torch.testing.assert_close(found.float(), expected.detach().float(), rtol=1e-3, atol=1e-3)
-
-
-@with_few("around", [False, True])
-def test_autocast(most, around):
-    run_ranks(under_autocast, 2, most, around)
-
-
 def transforms(most):
     def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
         inner = getattr(model, "module", model)
@@ -285,55 +189,3 @@ def test_transforms_of_functions(most):
     else:
         with pytest.raises(RanksFailedError, match="raise sdp_max_live_parameters"):
             run_ranks(transforms, 2, most)
-
-
-def asks_for_the_state(most):
-    sw, _, model = start({"sdp_max_live_parameters": most}, Net())
-
-    @sw.step
-    def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(model, x, y)
-        model.backward(loss)
-        with pytest.raises(UsageError, match=r"all rows of shared parameters .* Do it between two steps"):
-            model.state_dict()
-        return loss
-
-    for x, y in batches(2):
-        train(model, x, y)
-    # A copy, and what pickle makes of the module, are ordinary modules.
-    state = model.state_dict()
-    for other in (pickle.loads(pickle.dumps(model.module)), copy.deepcopy(model.module)):
-        for name, value in other.state_dict().items():
-            full = value.full() if hasattr(value, "full") else value
-            torch.testing.assert_close(full, state[name])
-
-
-@with_bounds
-def test_the_state_inside_of_a_step(most):
-    run_ranks(asks_for_the_state, 2, most)
-
-
-def keeps_a_graph(most):
-    sw, _, model = start({"sdp_max_live_parameters": most}, Net())
-    kept = []
-
-    @sw.step
-    def train(model: Any, x: Tensor) -> Tensor:
-        kept.append(model.module.blocks[0](model.module.embedding(x)))
-        loss = model.module.blocks[1](model.module.embedding(x)).square().mean()
-        if len(kept) == 2:
-            loss = loss + kept[0].square().mean()
-        model.backward(loss)
-        return loss
-
-    for x, _ in batches(2):
-        train(model, x)
-
-
-@with_bounds
-def test_a_graph_that_is_kept_over_a_step(most):
-    if most == 10**9:
-        run_ranks(keeps_a_graph, 2, most)
-    else:
-        with pytest.raises(RanksFailedError, match="goes through what another step has computed"):
-            run_ranks(keeps_a_graph, 2, most)

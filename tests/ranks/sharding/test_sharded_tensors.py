@@ -218,47 +218,6 @@ def test_a_step_that_fails_on_all_ranks(ranks_per_host):
     assert run_ranks(fails_and_goes_on, 2, ranks_per_host) == [(True, True)] * 2
 
 
-def evaluates_first():
-    import shardwright.torch as sw
-
-    sw.init(SETTINGS)
-    model = sw.DistributedModel(nn.Linear(4, 4))
-
-    @sw.step
-    def evaluate(model: Any, x: Tensor) -> Tensor:
-        return model(x).mean()
-
-    @sw.step
-    def train(model: Any, x: Tensor) -> Tensor:
-        loss = model(x).mean()
-        model.backward(loss)
-        return loss
-
-    with torch.inference_mode():
-        evaluate(model, torch.ones(2, 4))
-    train(model, torch.ones(2, 4))
-    return plain(model.module.weight.grad).shape
-
-
-def test_an_evaluation_in_inference_mode_comes_first():
-    assert run_ranks(evaluates_first, 2) == [torch.Size([4, 4])] * 2
-
-
-def late_optimizer(kind: str) -> list[bool]:
-    sw, model, ordinary, _ = start(4, 6)
-    own = sw.DistributedOptimizer(getattr(torch.optim, kind)(model.parameters(), lr=0.1))
-    other = getattr(torch.optim, kind)(ordinary.parameters(), lr=0.1)
-    own.step()
-    other.step()
-    state = model.state_dict()
-    return [same(state[name], value) for name, value in ordinary.state_dict().items()]
-
-
-@pytest.mark.parametrize("kind", ["Adagrad", "AdamW"])
-def test_an_optimizer_made_after_the_first_step(kind):
-    assert run_ranks(late_optimizer, 2, kind) == [[True] * 4] * 2
-
-
 def loads_the_state_of_another_rank(settings):
     import torch.distributed as dist
 
@@ -317,33 +276,3 @@ def module_called():
 def test_a_call_of_the_module_with_gradients():
     with pytest.raises(RanksFailedError, match="belongs inside a function decorated"):
         run_ranks(module_called, 2)
-
-
-def lazy():
-    import shardwright.torch as sw
-
-    sw.init(QUIET)
-    sw.DistributedModel(nn.LazyLinear(4))
-
-
-def test_lazy_modules():
-    with pytest.raises(RanksFailedError, match="weight has no shape yet"):
-        run_ranks(lazy, 2)
-
-
-def teacher_in_a_step():
-    sw, model, _, _ = start(4, 6)
-    teacher = copy.deepcopy(model.module)
-
-    @sw.step
-    def train(model: Any, x: Tensor) -> Tensor:
-        loss = (model(x) - teacher(x)).square().mean()
-        model.backward(loss)
-        return loss
-
-    train(model, torch.ones(2, 4, dtype=torch.float64))
-
-
-def test_a_copy_made_after_the_first_step_in_a_step():
-    with pytest.raises(RanksFailedError, match="copy the model before the first step"):
-        run_ranks(teacher_in_a_step, 2)

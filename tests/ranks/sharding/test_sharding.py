@@ -10,7 +10,7 @@ from sharded import QUIET, Net, loss_of, on_hosts, plain_training, sharded_train
 from sharded import batches as tokens_of
 from torch import Tensor, nn
 
-from choices import combinations_of, in_sweep, some_combinations
+from choices import combinations_of, in_sweep
 from shardwright.errors import ConfigError
 from shardwright.placement import ShardLayout
 from shardwright.testing import RanksFailedError, run_ranks
@@ -60,12 +60,6 @@ def test_beside_a_pipeline(kind, ranks_per_host):
     assert all(names for _, _, _, names in found)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("placement", ["spread", in_sweep("cluster")])
-def test_shard_groups_that_span_hosts(placement):
-    check(4, {**PIPELINE, "placement_strategy": placement, "pipeline": "zb_h1"}, ranks_per_host=2)
-
-
 REDUCED_OFTEN = (
     {**DEGREE_2, **EVERY, "microbatches": 2},
     {**PIPELINE, **EVERY, "pipeline": "1f1b"},
@@ -101,14 +95,6 @@ def reduces_in_every_backward(limit, wish):
 )
 def test_whole_gradients_are_kept_where_memory_allows(limit, wish, expected):
     assert run_ranks(reduces_in_every_backward, 2, limit, wish) == [expected, expected]
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [in_sweep(DEGREE_4), in_sweep(DEGREE_2), {**DEGREE_2, **EVERY, "microbatches": 2}, in_sweep(PIPELINE)],
-)
-def test_gloo_by_name(settings):
-    check(4, {**settings, "ddp_dist_backend": "gloo"}, clip=0.5)
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "RMSprop", "Adafactor"])
@@ -230,46 +216,6 @@ def test_a_state_is_loaded_and_the_model_called_outside_of_steps(ranks_per_host)
         assert loss == pytest.approx(expected, rel=1e-12)
 
 
-class Recurrent(nn.Module):
-    """Modules that keep lists of their parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(37, 8)
-        self.lstm = nn.LSTM(8, 8, num_layers=2, batch_first=True)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.head = nn.Linear(8, 37)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.lstm(self.embedding(x))[0]
-        return self.head(self.attention(x, x, x)[0])
-
-
-def gradients_of(settings, ranks_per_host, freeze=False):
-    _, plain, model, train = start(settings, Recurrent(), ranks_per_host=ranks_per_host)
-    if freeze:
-        for owner in (plain, model.module):
-            owner.lstm.weight_hh_l0.requires_grad_(False)
-    ((x, y),) = tokens_of(1)
-    train(model, x, y)
-    loss_of(plain, x, y).backward()
-    found = {}
-    for (name, p), q in zip(model.module.named_parameters(), plain.parameters(), strict=True):
-        if (p.grad is None) != (q.grad is None):
-            found[name] = "one is missing"
-        elif p.grad is not None:
-            whole = p.grad.full() if hasattr(p.grad, "full") else p.grad
-            if not torch.allclose(whole, q.grad, rtol=1e-10):
-                found[name] = (whole - q.grad).abs().max().item()
-    return found
-
-
-@pytest.mark.parametrize(("ranks_per_host", "freeze"), some_combinations([4, 1], [False, True]))
-def test_modules_that_keep_lists_of_their_parameters(ranks_per_host, freeze):
-    settings = {**DEGREE_2, "sdp_param_persistence_threshold": 0}
-    assert run_ranks(gradients_of, 2, settings, ranks_per_host, freeze) == [{}, {}]
-
-
 def evaluates(ranks_per_host):
     sw, plain, model, train = start(ranks_per_host=ranks_per_host)
 
@@ -320,14 +266,6 @@ def optimizer_bytes(settings):
     train(model, *tokens_of(1)[0])
     updates.step()
     return sum(value.nbytes for each in updates.state.values() for value in each.values() if value.dim())
-
-
-@pytest.mark.parametrize("settings", [in_sweep({"data_parallel_degree": 4}), DEGREE_2])
-def test_the_optimizers_state_is_spread_over_all_replicas(settings):
-    trained = [p for name, p in Net().double().named_parameters() if not name.startswith("unused")]
-    whole = sum(2 * parameter.nbytes for parameter in trained)
-    for found in run_ranks(optimizer_bytes, 4, {**settings, "shard_optimizer_state": True}):
-        assert found == pytest.approx(whole / 4, rel=0.05)
 
 
 def shared_by_one_that_looks_at_rows():
@@ -421,25 +359,6 @@ def test_a_degree_that_does_not_divide():
             "sharded_data_parallel_degree is 3, which does not divide the 2 replicas of each stage. Use one "
             "of 1, 2."
         )
-
-
-def changes_a_parameter():
-    sw, _, model, _ = start()
-
-    @sw.step
-    def train(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        with torch.no_grad():
-            model.module.mix.weight.mul_(0.5)
-        loss = loss_of(model, x, y)
-        model.backward(loss)
-        return loss
-
-    train(model, *tokens_of(1)[0])
-
-
-def test_a_step_that_changes_a_parameter():
-    with pytest.raises(RanksFailedError, match=r"changes the parameter mix.weight in place"):
-        run_ranks(changes_a_parameter, 2)
 
 
 def calls_outside():

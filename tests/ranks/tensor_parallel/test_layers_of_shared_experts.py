@@ -3,10 +3,7 @@
 from pathlib import Path
 
 import pytest
-import torch
-from listed_experts import BLOCKS
-from test_listed_experts import check as check_lists
-from test_listed_experts import losses, sparse
+from test_listed_experts import losses
 from test_shared_experts import EXPERTS, TOLERANCES, case, check
 from test_shared_sequences import clip_norm
 from transparency import EVALUATION, Iteration
@@ -54,56 +51,6 @@ def test_sequences_and_experts_at_once(name, way):
         "recomputed": case(2, recomputed, iterations=uneven[1:], **more),
     }
     check(name, {way: cases[way]}, num_ranks=4)
-
-
-@pytest.mark.thorough
-def test_listed_experts_in_a_grid():
-    steps = case(2, CUT, iterations=(Iteration(length=6),) * 2)
-    check_lists(sparse("Mixtral"), {"steps": steps}, num_ranks=4)
-
-
-@pytest.mark.sweep
-def test_more_listed_experts_in_a_grid():
-    steps = (Iteration(length=6),) * 2
-    cases = {str(given): case(2, given, iterations=steps) for given in (WHOLE, SEQUENCES)}
-    cases["in 16 bits"] = case(2, CUT, iterations=steps, autocast=torch.bfloat16, tolerance=0.03)
-    check_lists(sparse("Mixtral", "DeepSeek", "Capped"), cases, num_ranks=4)
-
-
-@pytest.mark.sweep
-def test_all_kinds_of_lists():
-    uneven = (Iteration(batch_size=7, length=5), Iteration(length=6))
-    cases = {str(given): case(2, given, iterations=uneven) for given in (WHOLE, CUT, SEQUENCES)}
-    check_lists(sparse(*BLOCKS), cases, num_ranks=4)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
-def test_stages_replicas_and_shards_of_both(name):
-    alone = {**WHOLE, "pipeline_parallel_degree": 1}
-    shards = {**alone, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 20}
-    stages = {**WHOLE, "pipeline_parallel_degree": 2}
-    recomputed = {**alone, "activation_checkpointing": "full", "placement_strategy": "TPD"}
-    more = {"iterations": (Iteration(length=6),) * 2, "clip": clip_norm, "least_divided": 0.0}
-    cases = {
-        "1f1b": case(2, {**stages, "pipeline": "1f1b"}, **more),
-        "zb_v": case(2, {**stages, "pipeline": "zb_v"}, **more),
-        "recomputed, in another order": case(2, recomputed, **more),
-        "shards": case(2, shards, **more),
-        "shared updates": case(2, {**alone, "shard_optimizer_state": True}, **more),
-        "shards, cut sequences": case(2, {**CUT, **shards}, **more),
-        "shared updates, cut sequences": case(2, {**CUT, **alone, "shard_optimizer_state": True}, **more),
-    }
-    check(name, cases, num_ranks=8)
-
-
-@pytest.mark.sweep
-def test_three_by_two():
-    cases = {
-        f"{expert} x {tensor}": case(expert, {**CUT, "tensor_parallel_degree": tensor})
-        for expert, tensor in ((3, 2), (2, 3))
-    }
-    check_lists(sparse("Mixtral", "Switch", num_experts=7), cases, num_ranks=6)
 
 
 GRID = {**WHOLE, "expert_parallel_degree": 2}

@@ -10,7 +10,7 @@ from listed_experts import BLOCKS, SparseModel
 from test_shared_experts import case
 from test_shared_layers import WORDS
 from test_shared_sequences import clip_norm
-from torch import Tensor, nn
+from torch import Tensor
 from transparency import EVALUATION, Case, Iteration, Recipe, differences_by_case
 
 from choices import in_sweep, thorough
@@ -87,44 +87,3 @@ def losses(settings: Mapping[str, Any], folder: Path, steps: int) -> list[float]
         checkpoints.step_done(step + 1)
     checkpoints.wait()
     return found
-
-
-@pytest.mark.thorough
-def test_other_ranks_go_on_from_a_checkpoint(tmp_path: Path):
-    shared = {"expert_parallel_degree": 2}
-    plain = run_ranks(losses, 1, {}, tmp_path / "plain", 6)[0]
-    before = run_ranks(losses, 2, shared, tmp_path / "shared", 2)[0]
-    alone = run_ranks(losses, 1, {}, tmp_path / "shared", 2)[0]
-    after = run_ranks(losses, 2, shared, tmp_path / "shared", 2)[0]
-    assert [*before, *alone, *after] == pytest.approx(plain, rel=1e-9)
-
-
-@pytest.mark.thorough
-def test_an_unedited_model_of_transformers():
-    """Switch Transformers have their experts in a dictionary of modules."""
-    check(switch_transformers(), {"steps": case(2, iterations=(Iteration(length=6),) * 2)}, num_ranks=2)
-
-
-def switch_transformers() -> Recipe:
-    def build() -> nn.Module:
-        import transformers
-
-        sizes = {"d_model": 24, "d_kv": 8, "d_ff": 32, "num_heads": 3, "num_experts": 4}
-        layers = {"num_layers": 1, "num_decoder_layers": 1}
-        sparse_layers = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
-        noise = {"dropout_rate": 0.1, "router_jitter_noise": 0.0}
-        config = transformers.SwitchTransformersConfig(
-            **sizes, **layers, **sparse_layers, **noise, vocab_size=WORDS, decoder_start_token_id=0
-        )
-        config.use_cache = False
-        model = transformers.SwitchTransformersForConditionalGeneration(config)
-        for each in model.modules():
-            if type(each).__name__ == "SwitchTransformersTop1Router":
-                each.dtype = torch.float64  # it goes through 32 bits, where another order of summands shows
-        return model
-
-    def batch(batch_size: int, length: int) -> dict[str, Tensor]:
-        ids = torch.randint(3, WORDS, (batch_size, length))
-        return {"input_ids": ids, "labels": ids.roll(1, 1)}
-
-    return Recipe(build=build, batch=batch, loss=lambda model, batch: model(**batch).loss)

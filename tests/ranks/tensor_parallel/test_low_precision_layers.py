@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from test_shared_layers import RECOMPUTED, WIDTH, adamw, case, check, language, sgd
-from torch import Tensor, nn
+from torch import Tensor
 
 from choices import in_sweep
 from shardwright.testing import run_ranks
@@ -89,10 +89,6 @@ def compare(num_ranks: int, settings: dict[str, Any], dtype: torch.dtype, limit:
     return whole, found
 
 
-def adafactor(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(model.parameters(), lr=1e-2)
-
-
 @pytest.mark.parametrize(
     ("dtype", "settings", "num_ranks"),
     [
@@ -110,11 +106,6 @@ def test_16_bits(dtype, settings, num_ranks):
     whole, found = compare(num_ranks, settings, dtype, limit, **scaling)
     num_parts = num_ranks // (2 if settings == {**TENSOR, "data_parallel_degree": 2} else 1)
     assert whole[-1] <= sum(each[-1] for each in found) < 1.1 * whole[-1] * num_ranks / num_parts
-
-
-@pytest.mark.thorough
-def test_an_optimizer_that_looks_at_rows_and_columns():
-    compare(2, TENSOR, torch.bfloat16, 1e-2, make=adafactor)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, in_sweep(torch.float16)])

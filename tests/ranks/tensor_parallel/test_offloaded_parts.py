@@ -12,16 +12,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from test_listed_experts import sparse
-from test_shared_experts import case as of_experts
-from test_shared_layers import CHANGING, RECOMPUTED, SCHEDULES, Recipe, case, language, sgd
-from test_shared_sequences import BOTH
-from test_shared_sequences import case as of_sequences
+from test_shared_layers import CHANGING, RECOMPUTED, SCHEDULES, Recipe, case, language
 from torch import Tensor, nn
-from transparency import Case, Iteration, differences_by_case
-from zoo import ZOO
+from transparency import Case, differences_by_case
 
-from choices import in_every_run, in_sweep, thorough
+from choices import in_sweep, thorough
 from shardwright.testing import run_ranks
 from shardwright.torch.tensor_parallel.group import ProcessGroupCollectives
 
@@ -75,39 +70,6 @@ def test_stages_and_shards_of_parts(way: str) -> None:
         "shards": case(2, {**settings, **shards}),
     }
     check(language(tied=True, dropout=0.1), {way: cases[way]}, num_ranks=4)
-
-
-@pytest.mark.parametrize("way", [thorough("sequences"), in_sweep("stages"), thorough("layers and sequences")])
-def test_parts_of_sequences(way: str) -> None:
-    stages = {**OFFLOADS, "microbatches": 4, **SCHEDULES["1f1b"]}
-    cases = {
-        "sequences": of_sequences(2, {**OFFLOADS, "pipeline_parallel_degree": 1}, iterations=CHANGING[:2]),
-        "stages": of_sequences(2, stages),
-        "layers and sequences": of_sequences(2, {**stages, **BOTH}),
-    }
-    num_ranks = 2 if way == "sequences" else 4
-    check(language(tied=True, dropout=0.1), {way: cases[way]}, num_ranks=num_ranks)
-
-
-@pytest.mark.thorough
-def test_parts_of_samples_and_experts() -> None:
-    steps = (Iteration(batch_size=7, length=5),) * 2
-    cases = {
-        "experts": of_experts(2, OFFLOADS, iterations=steps),
-        "inputs": of_experts(2, {**OFFLOADS, **RECOMPUTED}, iterations=steps),
-    }
-    check(sparse("DeepSeek"), cases, num_ranks=2)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", in_every_run(ZOO, ("changes in place", "changes views")))
-def test_models_of_all_kinds(name: str) -> None:
-    # Under `torch.utils.checkpoint` in the model's own code, units save nothing for long.
-    settings = {**OFFLOADS, "microbatches": 4}
-    tolerance = 1e-6 if name == "T5" else None
-    cases = {name: case(2, settings, optimizer=sgd, tolerance=tolerance)}
-    found = run_ranks(differences_when_offloaded, 2, ZOO[name], cases, timeout_s=200)
-    assert [differences for differences, _ in found] == [{}] * 2
 
 
 WIDTH, HEADS, LENGTH = 64, 4, 64

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from test_shared_layers import LanguageModel, language
+from test_shared_layers import language
 from torch import Tensor, nn
 
 from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
@@ -134,24 +134,6 @@ def test_a_module_that_looks_at_values_is_divided_and_traced_again():
     for losses, expected, divided in run_ranks(on_rank, 2):
         assert losses == pytest.approx(expected, rel=1e-12)
         assert {"1.first.weight", "1.second.weight"} <= set(divided)
-
-
-@pytest.mark.thorough
-def test_parameters_with_hooks_stay_whole():
-    def on_rank():
-        from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
-
-        plain = LanguageModel(layers=4)
-        hooked, other = (plain.layers[number].up.weight for number in (1, 2))
-        seen = []
-        hooked.register_hook(lambda gradient: seen.append(tuple(gradient.shape)))
-        sw, model = start(plain, {})
-        train(sw, model, torch.arange(20).view(4, 5))
-        return seen, isinstance(hooked, DividedTensor), isinstance(other, DividedTensor)
-
-    for seen, *divided in run_ranks(on_rank, 2):
-        assert set(seen) == {(96, 24)}
-        assert divided == [False, True]
 
 
 def test_a_plan_with_cuts_is_followed_from_its_file(tmp_path):

@@ -7,7 +7,7 @@ import torch
 from sharded import on_hosts
 from test_shared_layers import CHANGING, RECOMPUTED, SCHEDULES, adamw, case, check, language
 from torch import Tensor, nn
-from transparency import Case, Iteration, Recipe, differences_by_case
+from transparency import Case, Recipe, differences_by_case
 
 from choices import in_sweep, thorough
 from shardwright.testing import run_ranks
@@ -58,20 +58,6 @@ def test_stages_of_rows_of_parts(kind):
     )
 
 
-@pytest.mark.sweep
-def test_two_levels():
-    """The optimizer's state is cut once more, over groups of replicas that share parameters."""
-    cases = {"three steps": case(2, {**DEGREE_2, "shard_optimizer_state": True}, clip=clip_norm)}
-    check(language(), cases, num_ranks=8)
-
-
-@pytest.mark.sweep
-def test_parts_of_uneven_size():
-    """Buckets of gradients are alike on ranks with unlike parts; a part may have fewer rows than ranks."""
-    cases = {"three steps": case(3, DEGREE_2, clip=clip_norm)}
-    check(language(layers=2), cases, num_ranks=6)
-
-
 def differences_on_hosts(recipe: Recipe, cases: dict[str, Case], ranks_per_host: int) -> dict[str, list[str]]:
     on_hosts(ranks_per_host)
     return differences_by_case(recipe, cases)
@@ -87,20 +73,6 @@ def test_rows_of_parts_on_other_hosts(ranks_per_host, more):
     }
     found = run_ranks(differences_on_hosts, 4, language(), cases, ranks_per_host, timeout_s=200)
     assert found == [{}] * 4
-
-
-def adafactor(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(model.parameters(), lr=1e-2)
-
-
-@pytest.mark.thorough
-def test_an_optimizer_that_looks_at_rows_and_columns():
-    # The biases of keys have a gradient of rounding alone, which the optimizer divides by its size.
-    check(
-        language(layers=2),
-        {"one step": case(2, DEGREE_2, optimizer=adafactor, iterations=(Iteration(),), tolerance=1e-4)},
-        num_ranks=4,
-    )
 
 
 def trained(settings: dict[str, Any]):
@@ -133,26 +105,6 @@ def trained(settings: dict[str, Any]):
     return sw, model, optimizer, step
 
 
-def memory_of_a_rank(settings: dict[str, Any]) -> tuple[int, int, int, int]:
-    _, model, optimizer, _ = trained(settings)
-    sharding = model.replicas.sharding
-    parameters = list(model.local_parameters())
-    rows = sum(each.rows.numel() for each in sharding.parameters.values())
-    state = sum(v.numel() for values in optimizer.state.values() for v in values.values() if v.dim())
-    rest = sum(p.numel() for p in parameters if p not in sharding)
-    return sum(p.numel() for p in parameters), rows, state, rest
-
-
-@pytest.mark.thorough
-def test_a_rank_keeps_its_share():
-    """Of 8 ranks, 2 are stages, 2 share rows and 2 share layers: each has a quarter of its stage."""
-    found = run_ranks(memory_of_a_rank, 8, {**THREE_AXES, "tensor_parallel_degree": 2}, timeout_s=200)
-    for stage, rows, state, rest in found:
-        assert stage / 4 <= rows <= 1.1 * stage / 4  # biases are whole on both ranks that share a layer
-        assert state == 2 * rows
-        assert rest == 0
-
-
 def states(settings: dict[str, Any]):
     _, model, optimizer, step = trained(settings)
     saved = model.state_dict()
@@ -175,50 +127,6 @@ def test_states_are_whole_and_are_loaded(settings):
         assert shapes == expected
         assert same
         assert second == pytest.approx(first, rel=1e-12)
-
-
-def between_steps(settings: dict[str, Any]) -> list[str]:
-    """What scripts do to weights and gradients between steps, beside the same to whole tensors."""
-    from shardwright.torch.parameters.sharded_tensor import ShardedTensor
-
-    _, model, _, step = trained(settings)
-    plain = {name: value.clone() for name, value in model.state_dict().items()}
-    cut = 0
-    wrong = []
-    with torch.no_grad():
-        for name, parameter in model.local_named_parameters():
-            expected = plain[name]
-            cut += isinstance(parameter, ShardedTensor) and parameter.spec is not None
-            for value in (parameter, expected):
-                value.mul_(0.9).clamp_(-0.5, 0.5)
-                value[1:2] += 1
-                value.add_(torch.arange(value.numel(), dtype=value.dtype).view(value.shape), alpha=1e-3)
-            pairs = {
-                "values": (parameter + 0, expected),
-                "norm": (parameter.norm(), expected.norm()),
-                "norm of order 3": (
-                    torch.linalg.vector_norm(parameter, 3),
-                    torch.linalg.vector_norm(expected, 3),
-                ),
-                "largest": (parameter.abs().max(), expected.abs().max()),
-                "sum": (parameter.sum(), expected.sum()),
-                "transposed": (
-                    parameter.mT if parameter.dim() > 1 else parameter,
-                    expected.mT if expected.dim() > 1 else expected,
-                ),
-            }
-            for what, (found, wanted) in pairs.items():
-                found = found.full() if hasattr(found, "full") else found
-                if not torch.allclose(found, wanted, rtol=1e-12):
-                    wrong.append(f"{what} of {name}")
-    step()
-    return wrong if cut else ["nothing is cut both ways"]
-
-
-@pytest.mark.thorough
-def test_scripts_may_change_rows_of_parts_between_steps():
-    settings = {**DEGREE_2, "tensor_parallel_degree": 2}
-    assert run_ranks(between_steps, 4, settings) == [[]] * 4
 
 
 def test_rows_of_parts_that_would_come_and_go_are_refused():

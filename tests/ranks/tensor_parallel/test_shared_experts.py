@@ -104,14 +104,6 @@ def test_ranks_share_experts(name):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", in_every_run(EXPERTS, ["olmoe"]))
-def test_three_ranks_share_experts(name):
-    recomputed = {"activation_checkpointing": "full"}
-    steps = case(3, recomputed, iterations=(Iteration(length=6),) * 2, tolerance=TOLERANCES.get(name))
-    check(name, {"recomputed": steps}, num_ranks=3)
-
-
-@pytest.mark.thorough
 def test_stages_and_replicas_of_shared_experts():
     stages = {"pipeline_parallel_degree": 2, "pipeline": "1f1b"}
     cases = {

@@ -138,13 +138,6 @@ def test_replicas_of_shared_layers(more):
     check(language(tied=True, dropout=0.1), {"two replicas": replicas}, num_ranks=4)
 
 
-@pytest.mark.sweep
-def test_stages_and_replicas_of_shared_layers():
-    settings = {"pipeline_parallel_degree": 2, "data_parallel_degree": 2}
-    settings |= {"microbatches": 4, **SCHEDULES["zb_v"], **RECOMPUTED}
-    check(language(tied=True, dropout=0.1), {"zb_v": case(2, settings, iterations=CHANGING)}, num_ranks=8)
-
-
 def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
@@ -166,10 +159,3 @@ TOLERANCES = {"T5": 1e-6}
 def test_every_model_is_shared_by_two_ranks(name):
     settings = {"microbatches": 4}
     check(ZOO[name], {"": case(2, settings, optimizer=sgd, tolerance=TOLERANCES.get(name))}, num_ranks=2)
-
-
-@pytest.mark.parametrize("name", [in_sweep(name) for name in ZOO])
-def test_every_model_has_stages_of_two_ranks(name):
-    kind = ("1f1b", "zb_v", "interleaved_1f1b")[list(ZOO).index(name) % 3]
-    settings = {"microbatches": 4, **SCHEDULES[kind]}
-    check(ZOO[name], {kind: case(2, settings, optimizer=sgd, tolerance=TOLERANCES.get(name))}, num_ranks=4)

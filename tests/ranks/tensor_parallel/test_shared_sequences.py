@@ -75,14 +75,6 @@ def test_ranks_share_layers_and_sequences():
     check(language(dropout=0.1), {"three steps": steps}, num_ranks=2)
 
 
-@pytest.mark.thorough
-def test_stages_and_recomputation_of_both():
-    shapes = case(2, {**BOTH, **RECOMPUTED}, iterations=CHANGING)
-    check(language(dropout=0.1), {"other shapes": shapes}, num_ranks=2)
-    stages = case(2, {**BOTH, "microbatches": 4, **SCHEDULES["zb_v"]})
-    check(language(tied=True), {"zb_v": stages}, num_ranks=4)
-
-
 def of_hugging_face(name: str) -> Recipe:
     import transformers
 
@@ -147,12 +139,6 @@ def test_models_of_hugging_face(name, num_ranks):
         layers = {**BOTH, "tensor_parallel_degree": num_ranks}
         cases["layers, too"] = case(num_ranks, layers, iterations=(uneven,))
     check_model(name, cases, num_ranks=num_ranks)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", in_every_run(["llama", "gpt2", "bert"], ["llama"]))
-def test_stages_of_models_of_hugging_face(name):
-    check_model(name, {"1f1b": case(2, {"microbatches": 4, "pipeline": "1f1b"})}, num_ranks=4)
 
 
 class OfImages(nn.Sequential):

@@ -144,20 +144,6 @@ def test_all_ranks_see_an_overflow_on_one():
     assert run_ranks(on_rank, 2) == [(True, 32.0, True)] * 2
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("num_ranks", "settings"), AXES, ids=["layers", "rows"])
-def test_all_ranks_stop_where_the_gradient_of_one_is_not_finite(num_ranks, settings):
-    def on_rank(settings):
-        training = Training(settings)
-        training.step()
-        training.spoil(float("nan"), on_rank=1)
-        training.step()  # adds to it
-
-    for outcome in run_ranks_outcomes(on_rank, num_ranks, settings):
-        assert "NonFiniteError: step 2: gradients on rank" in outcome.error
-        assert "are not finite" in outcome.error
-
-
 def test_ranks_that_share_layers_update_with_the_same_numbers():
     def on_rank():
         training = Training(LAYERS)

@@ -1,7 +1,6 @@
 """Statistics over the samples of a microbatch: found, said, and over the whole batch on demand."""
 
 import copy
-import logging
 from typing import Any
 
 import pytest
@@ -10,13 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwright.torch as sw
-from shardwright.cluster import Cluster, Device, Link
-from shardwright.config import Config
 from shardwright.testing import run_ranks
-from shardwright.torch.units.dry_run import plan_model
 
-LINK = Link(latency_s=1e-6, bandwidth_Bps=1e9)
-CLUSTER = Cluster(device=Device(name="test"), ranks_per_node=2, intra_node=LINK, inter_node=LINK)
 SETTINGS: dict[str, Any] = {"profile": "estimated", "run_dir": "off"}
 
 
@@ -159,47 +153,3 @@ def test_statistics_of_the_whole_batch():
         assert max(found) < 1e-12
     cut = run_ranks(differences_to_the_whole_batch, 2, {"microbatches": 4})
     assert min(min(found) for found in cut) > 1e-4  # the test can fail
-
-
-def said_by_rank(settings: dict[str, Any]) -> list[str]:
-    """What the library warns of while an evaluation and two steps run."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardwright").addHandler(handler)
-    sw.init({**SETTINGS, **settings})
-    model = sw.DistributedModel(pictures())
-
-    @sw.step
-    def step(model: Any, x: Tensor) -> Tensor:
-        loss = model(x).mean()
-        if torch.is_grad_enabled():
-            model.backward(loss)
-        return loss
-
-    x = torch.randn(12, 1, 9, 9, dtype=torch.float64)
-    with torch.no_grad():
-        step(model, x)
-    step(model, x)
-    step(model, x)
-    return [text for text in said if "statistics" in text]
-
-
-def test_one_rank_says_once_whose_statistics_they_are():
-    (text,), nothing = run_ranks(said_by_rank, 2, {"microbatches": 4})
-    assert text.startswith(
-        "4 layers (1, 4, 8 and 1 more) compute statistics over the 3 samples of a microbatch,"
-    )
-    assert "not over the 12 of the batch" in text
-    assert not nothing
-    assert len(run_ranks(said_by_rank, 1, {"microbatches": 2})[0]) == 1
-    assert run_ranks(said_by_rank, 2, {"microbatches": 1}) == [[], []]
-
-
-def test_a_model_that_cannot_be_called_with_one_sample():
-    """The planner traced microbatches of one sample, too, which a batch norm refuses, and gave up."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    plan = plan_model(model, torch.randn(8, 8), config=Config(), world_size=2, cluster=CLUSTER)
-    assert plan.schedule.microbatches == 2
-    with pytest.raises(ValueError, match="more than 1 value per channel"):
-        plan_model(model, torch.randn(8, 8), config=Config(microbatches=8), world_size=2, cluster=CLUSTER)

@@ -139,30 +139,6 @@ def nothing_differs(num_ranks: int, *args: Any, **kwargs: Any) -> None:
 # ---- what is trained ----
 
 
-class TwoTasks(Stack):
-    """Two heads, of which each batch uses one; the other one is not in the plan."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(5), nn.Linear(WIDTH, 2))
-        self.task = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.other(x) if self.task else self.head(x)
-
-
-def alternate(model: nn.Module, number: int) -> None:
-    model.task = number % 2
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("num_ranks", "config"), MESHES, ids=NAMES)
-def test_tasks_take_turns(num_ranks, config):
-    nothing_differs(num_ranks, TwoTasks, config, alternate)
-
-
 def freeze_and_unfreeze(model: nn.Module, number: int) -> None:
     model.blocks[1].requires_grad_(number > 0)
     model.blocks[2].requires_grad_(number < 2)
@@ -200,17 +176,6 @@ class ChangesTheRowThatAnAttributeNames(Stack):
         return self.head(changed + x)
 
 
-class DividesByALengthThatAnAttributeNames(Stack):
-    row = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](x)
-        length = (x[:, : 1 + self.row] * 1).shape[1]
-        for block in self.blocks[1:]:
-            x = block(x)
-        return self.head(x) / length
-
-
 class Settings:
     """What a model may keep its options in."""
 
@@ -236,7 +201,7 @@ def set_row(model: nn.Module, number: int) -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [ChangesTheRowThatAnAttributeNames, in_sweep(DividesByALengthThatAnAttributeNames), UsesSomeBlocks],
+    [ChangesTheRowThatAnAttributeNames, UsesSomeBlocks],
 )
 def test_the_script_sets_an_attribute_that_decides_what_is_computed(make):
     nothing_differs(2, make, PIPELINE, set_row)
@@ -263,14 +228,6 @@ class UsesANumber(Stack):
         if self.counts:
             self.first.scale += 1.0
         return super().forward(x) * scale
-
-
-def set_scale(model: nn.Module, number: int) -> None:
-    model.first.scale = 1.0 + number
-
-
-def test_the_script_sets_a_number_that_a_unit_returns():
-    nothing_differs(2, UsesANumber, PIPELINE, set_scale)
 
 
 def count(model: nn.Module, number: int) -> None:

@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from architectures import ARCHITECTURES
-from torch import Tensor, nn
+from torch import Tensor
 from transparency import Case, Iteration, Recipe, differences
 from zoo import classify, features
-from zoo_modules import WIDTH, Block, Stack
+from zoo_modules import WIDTH, Stack
 
 import shardwright.torch as sw
 from choices import in_sweep
@@ -32,61 +31,6 @@ class LooksAtItsBatch(Stack):
             x = block(x)
         long = int((sums.abs() > 15).sum())
         return self.head(x) / (1 + long)
-
-
-class GoesBackwards(Stack):
-    """Rows of negative sums go by the blocks in another order."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks if x.sum() > 0 else reversed(self.blocks):
-            x = block(x)
-        return self.head(x)
-
-
-def number_from(x: Tensor) -> int:
-    """A number from 1 to 5 that follows from the values of a batch, and not from its shape."""
-    return 1 + int(x.sum().abs() * 10) % 5
-
-
-class ChangesTheRowThatTheBatchNames(Stack):
-    """A view that starts where the batch says, made on the first stage and changed on the last."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        row = number_from(x)
-        x = self.blocks[0](x)
-        changed = x * 2
-        view = changed[:, row]
-        for block in self.blocks[1:]:
-            x = block(x)
-        view += x.mean(1)
-        return self.head(changed + x)
-
-
-class DrawsAsManyNumbersAsTheBatchSays(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        noise = torch.randn(number_from(x), dtype=x.dtype).sum()
-        for block in self.blocks:
-            x = F.dropout(block(x), 0.3)
-        return self.head(x + noise)
-
-
-class Counting(Block):
-    def forward(self, x: Tensor, count: int) -> Any:
-        return super().forward(x), count + 1
-
-
-class PassesANumberOn(Stack):
-    """What a block counts is there on ranks that do not run it, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Counting() for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        count = number_from(x)
-        for block in self.blocks:
-            x, count = block(x, count)
-        return self.head(x) / count
 
 
 class CountsWhereTheBatchSays(Stack):
@@ -139,23 +83,6 @@ def test_a_path_that_follows_from_the_batch_changes_between_microbatches(kind):
         assert num_microbatches == 32
         # At most two ways through the blocks with 0, 1 or 2 long rows each; the planner has seen one.
         assert 1 <= num_traces <= 5
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "model", [ChangesTheRowThatTheBatchNames, DrawsAsManyNumbersAsTheBatchSays, in_sweep(PassesANumberOn)]
-)
-def test_a_number_from_the_batch_makes_another_program_of_the_same_graph(model):
-    recipe = Recipe(build=model, batch=features, loss=classify)
-    case = Case(config={**CONFIG, "pipeline": "1f1b"}, iterations=[Iteration()] * 3)
-    assert run_ranks(differences, 2, recipe, case) == [[], []]
-
-
-def test_microbatches_of_one_batch_go_by_the_stages_in_one_order():
-    recipe = Recipe(build=GoesBackwards, batch=features, loss=classify)
-    case = Case(config={**CONFIG, "pipeline": "1f1b"}, iterations=[Iteration()] * 4)
-    with pytest.raises(RanksFailedError, match="go through the ranks in different orders, 0 -> 1 and 1 -> 0"):
-        run_ranks(differences, 2, recipe, case)
 
 
 def test_microbatches_of_one_batch_change_a_buffer_on_one_rank():
@@ -226,16 +153,6 @@ def test_a_given_plan_takes_one_trace(tmp_path):
     run_ranks(plan_of_an_earlier_run, 2, recipe)[0].write(tmp_path / "plan.json")
     case = Case(config={"microbatches": 4, "plan": str(tmp_path / "plan.json")})
     assert run_ranks(programs_and_differences, 2, recipe, case) == [(1, 8, [])] * 2
-
-
-def test_a_mark_around_several_units_is_taken_off_before_the_trace():
-    def mark(model: Stack) -> None:
-        sw.set_activation_checkpointing(model.blocks)
-
-    recipe = Recipe(build=Stack, batch=features, loss=classify, place=mark)
-    for num_traces, _, found in run_ranks(programs_and_differences, 2, recipe, Case(config=CONFIG)):
-        assert found == []
-        assert num_traces == 1
 
 
 class SkipsABlockInEvaluation(Stack):

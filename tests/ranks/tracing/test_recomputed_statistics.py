@@ -15,7 +15,6 @@ from shardwright.errors import TraceError
 from shardwright.testing import RanksFailedError, run_ranks
 from shardwright.torch.tracing.batch_statistics import (
     refuse_recomputed_vectors,
-    warn_of_recomputed_buffers,
 )
 
 LENGTH = 12
@@ -68,29 +67,6 @@ def test_running_statistics_that_are_updated_twice():
     assert run_ranks(differences, 2, recipe, case) == [[], []]
 
 
-def test_other_buffers_that_are_changed_twice():
-    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4, momentum=None))
-    plain = ["0.running_mean", "0.num_batches_tracked", "1.num_batches_tracked"]
-    warn_of_recomputed_buffers(model, dict.fromkeys(plain, True))
-    with pytest.warns(UserWarning, match=r"changes buffers \(1\.running_mean and 1 more\) a second time"):
-        warn_of_recomputed_buffers(
-            model, dict.fromkeys(["0.running_var", "1.running_mean", "1.running_var"], True)
-        )
-    with pytest.warns(UserWarning, match=r"changes buffers \(0\.running_var\) a second time"):
-        warn_of_recomputed_buffers(model, {"0.running_mean": True, "0.running_var": False})
-
-
-class FirstOnes(Normalised):
-    """The first norm needs no gradients, but what comes after it does."""
-
-    def __init__(self) -> None:
-        super().__init__(reentrant=False)
-        self.first = nn.BatchNorm1d(LENGTH, affine=False)
-
-    def _inner(self, x: Tensor) -> Tensor:
-        return super()._inner(self.first(x))
-
-
 class Teaches(Normalised):
     """Its teacher, which is not recomputed, goes through the same norm."""
 
@@ -129,10 +105,6 @@ def test_spectral_norms_that_are_computed_twice():
         run_ranks(statistics, 2, Spectral, 4)
     for found, _ in run_ranks(statistics, 2, Spectral, 1):
         assert found == []
-
-
-def test_norms_that_are_recomputed_for_what_comes_after_them():
-    assert run_ranks(statistics, 2, FirstOnes, 4) == [([], []), ([], [])]
 
 
 def test_norms_that_are_also_called_without_being_recomputed():

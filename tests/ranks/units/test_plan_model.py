@@ -1,7 +1,5 @@
 """A plan that was made without ranks, followed by ranks."""
 
-import pytest
-
 from shardwright.testing import run_ranks
 
 
@@ -45,50 +43,3 @@ def test_ranks_follow_a_plan_that_was_made_from_a_model_without_data():
     assert first
     assert second
     assert sorted(first + second) == [f"{i}.0.{what}" for i in range(4) for what in ("bias", "weight")]
-
-
-@pytest.mark.thorough
-def test_degrees_that_were_searched_for_run_as_they_are():
-    def on_each_rank():
-        import torch
-
-        import shardwright.torch as sw
-        from shardwright.cluster import Cluster, Device, Link
-        from shardwright.config import Config
-        from shardwright.torch.units.dry_run import plan_model
-
-        def build():
-            torch.manual_seed(0)
-            return torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8)))
-
-        near, far = Link(latency_s=1e-6, bandwidth_Bps=1e10), Link(latency_s=1e-3, bandwidth_Bps=1e5)
-        cluster = Cluster(device=Device(name="test"), ranks_per_node=2, intra_node=near, inter_node=far)
-        with torch.device("meta"):
-            model = build()
-            plan = plan_model(
-                model,
-                torch.empty(8, 16),
-                config=Config(),
-                world_size=4,
-                cluster=cluster,
-                search_degrees=True,
-            )
-        plan.write("plan.json")
-        sw.init({"plan": "plan.json", "run_dir": "off"})
-        model = sw.DistributedModel(build())
-
-        @sw.step
-        def step(model, x):
-            loss = model(x).square().mean()
-            model.backward(loss)
-            return loss
-
-        x = torch.arange(128.0).reshape(8, 16) / 100
-        loss = step(model, x).reduce_mean()
-        expected = build()(x).square().mean().item()
-        return plan.mesh.model_dump(), plan.why[-1], loss.item(), expected
-
-    for mesh, why, loss, expected in run_ranks(on_each_rank, 4):
-        assert mesh["pipeline"] * mesh["data"] * mesh["tensor"] == 4
-        assert why.startswith("Degrees: ")
-        assert abs(loss - expected) < 1e-6

@@ -178,16 +178,6 @@ def test_pickles_are_not_loaded(root: Path, name: str, how: str, tmp_path: Path)
     assert not marker.exists()
 
 
-def test_a_pickle_beside_the_others_is_never_loaded(root: Path, tmp_path: Path) -> None:
-    marker = tmp_path / "executed"
-    (root / NAME / "extra.pt").write_bytes(pickle.dumps(_Runs(marker)))
-    with pytest.raises(CorruptCheckpointError, match=r"extra\.pt does not belong"):
-        _load(root)
-    _seal(root)
-    _load(root)
-    assert not marker.exists()
-
-
 _INDICES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a file outside": (lambda piece: piece.update(file="../../../etc/passwd"), "which is not there"),
     "an absolute path": (lambda piece: piece.update(file="/etc/passwd"), "which is not there"),
@@ -240,33 +230,6 @@ def test_tensors_that_are_not_what_the_index_says_are_refused(
         _load(root)
 
 
-@pytest.mark.parametrize("name", [MANIFEST, "tensors.json", "state.json"])
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"[" * 10**7, "nested more than 64 deep"),
-        (b'{"a":' * 10**5 + b"1" + b"}" * 10**5, "nested more than 64 deep"),
-        (b"[" * 65 + b"]" * 65, "nested more than 64 deep"),
-        (b'{"version": 1, "version": 1}', "'version' is there twice"),
-        (b"1" * 10**6, "is no JSON"),
-        (b'"' + b'\\"' * 10**6, "is no JSON"),
-        (b"\xff" * 100, "is no JSON"),
-        (b"\x80\x04\x95", "is no JSON"),
-        (b"\0" * 100, "is no JSON"),
-    ],
-    ids=["deep", "deep objects", "65", "twice", "long number", "no end", "no text", "pickle", "zeros"],
-)
-def test_hostile_json_is_refused_at_once(root: Path, name: str, content: bytes, message: str) -> None:
-    path = root / NAME / name
-    path.write_bytes(content)
-    if name in FILES[1:]:
-        _seal(root)
-    begin_s = time.monotonic()
-    with pytest.raises(CorruptCheckpointError, match=message):
-        _load(root)
-    assert time.monotonic() - begin_s < 10
-
-
 def test_long_texts_take_time_and_memory_in_proportion() -> None:
     """The depth was found by an expression that took 120 bytes a letter, and seconds for 10,000 quotes."""
     for text in ("x" * 10**7, '\\"' * 10**6):
@@ -312,18 +275,6 @@ def test_files_cut_off_anywhere_are_refused(root: Path) -> None:
                 CheckpointFolder(root).open()
         path.write_bytes(content)
     assert values(root) == {2.0}
-
-
-def test_files_of_two_ranks_that_change_places_are_refused(root: Path) -> None:
-    first, second = (root / NAME / f"rank-0000{rank}.safetensors" for rank in (0, 1))
-    contents = first.read_bytes(), second.read_bytes()
-    first.write_bytes(contents[1])
-    second.write_bytes(contents[0])
-    with pytest.raises(CorruptCheckpointError, match=r"rank-0000\d\.safetensors has"):
-        CheckpointFolder(root).open()
-    _seal(root)
-    with pytest.raises(CorruptCheckpointError, match="a piece of"):
-        _load(root)
 
 
 def test_whatever_is_changed_and_sealed_is_refused_or_read(root: Path) -> None:

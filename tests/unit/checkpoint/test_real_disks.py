@@ -13,10 +13,7 @@ from mounts import SmallDisk, in_own_mounts
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.hugging_face import ModelTensors, export_files
-from shardwright.checkpoint.importing import import_model, read_tensor_file
 from shardwright.cli import main
-from shardwright.errors import CheckpointError
-from shardwright.torch.checkpoints.state_dict_files import export_state_dict
 
 PAGE = 4096
 
@@ -66,26 +63,6 @@ def test_a_disk_that_is_full_at_any_page_keeps_what_it_has(on_disk: OnDisk) -> N
         assert saved >= 2
 
     on_disk(test, 64 * PAGE)
-
-
-def test_a_file_that_does_not_fit_leaves_its_room_again(on_disk: OnDisk) -> None:
-    def test(disk: SmallDisk) -> None:
-        root = disk.path / "checkpoints"
-        state = {"w": torch.arange(80_000.0)}
-        save_model(root, 1, state)
-        before = disk.free_bytes
-        for step in (2, 3):
-            with pytest.raises(OSError, match="No space left on device"):
-                save_model(root, step, {"w": torch.ones(200_000)})
-            assert disk.free_bytes < before
-            folder = CheckpointFolder(root)
-            assert folder.collect(keep=None)
-            assert disk.free_bytes >= before
-            assert ModelTensors(folder.open()).num_bytes == 320_000
-        save_model(root, 4, state)
-        assert [commit.step for commit in CheckpointFolder(root).commits()] == [1, 4]
-
-    on_disk(test, 2**20)
 
 
 def test_a_read_only_disk_is_read(on_disk: OnDisk) -> None:
@@ -140,32 +117,6 @@ def test_a_disk_that_becomes_read_only_in_a_save_keeps_what_it_has(on_disk: OnDi
         assert tried >= {"mkdir", "create", "rename"}
 
     on_disk(test, 256 * PAGE)
-
-
-def _says(why: str, attempt: Callable[[], object]) -> None:
-    with pytest.raises(CheckpointError, match=why) as refused:
-        attempt()
-    assert "Nothing was" in str(refused.value)
-
-
-@pytest.mark.parametrize("why", ["No space left on device", "Read-only file system"])
-def test_exports_and_imports_leave_nothing(on_disk: OnDisk, tmp_path: Path, why: str) -> None:
-    save_model(tmp_path / "run", 1, {"w": torch.ones(400_000)}, config={})
-    export_files(ModelTensors(CheckpointFolder(tmp_path / "run").open()), tmp_path / "hf", config={})
-
-    def test(disk: SmallDisk) -> None:
-        model = ModelTensors(CheckpointFolder(tmp_path / "run").open())
-        disk.set_read_only(why.startswith("Read-only"))
-        out = disk.path / "out"
-        _says(why, lambda: export_files(model, out, config={}))
-        _says(why, lambda: export_files(model, out, config={}, max_shard_bytes=100))
-        _says(why, lambda: export_state_dict(model, out, config={}))
-        source = read_tensor_file(tmp_path / "hf" / "model.safetensors")
-        _says(why, lambda: import_model([source], out))
-        assert {path.name for path in disk.path.iterdir()} <= {"out"}
-        assert not list(disk.path.glob("out/step-*"))
-
-    on_disk(test, 2**20)
 
 
 def test_commands_say_that_a_disk_is_read_only(

@@ -2,19 +2,13 @@
 
 import errno
 import json
-import os
-import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from checkpoint.checkpoints import save, save_bad
+from checkpoint.checkpoints import save
 
 from cli.calling import call
-from shardwright.checkpoint.folder import CheckpointFolder
-from shardwright.checkpoint.manifest import Manifest
-from shardwright.checkpoint.tensor_file import file_content
-from shardwright.errors import CheckpointError, CorruptCheckpointError
 
 
 @pytest.fixture
@@ -71,22 +65,6 @@ def test_verifies(run, capsys):
     assert "It has step-00000010, step-00000020" in err
 
 
-def test_weights_that_are_not_finite(run, capsys):
-    """Bug: NaN was called ok."""
-    save_bad(run / "checkpoints", 30)
-    code, out, err = call(capsys, "ckpt", "verify", run)
-    assert code == 7
-    assert out.splitlines()[1:] == [
-        "step-00000020  ok",
-        "step-00000030  whole, but its weights are not finite: w",
-    ]
-    assert "1 of 3 checkpoints" in err
-    found = json.loads(call(capsys, "ckpt", "verify", run, "step-00000030", "--json")[1])
-    assert found == [{"name": "step-00000030", "problem": None, "not_finite": ["w"]}]
-    rows = json.loads(call(capsys, "ckpt", "ls", run, "--json")[1])
-    assert [row["not_finite"] for row in rows] == [[], [], ["w"]]
-
-
 def test_what_this_process_cannot_read_is_not_called_damaged(run, capsys, unreadable):
     """Bug: `verify` and `ls` ended with a traceback."""
     unreadable("step-00000020/manifest.json", errno.EMFILE)
@@ -114,30 +92,6 @@ def test_what_the_disk_does_not_give_back_is_damaged(run, capsys, unreadable):
     assert (code, "manifest.json could not be read: Permission denied." in out) == (2, True)
 
 
-@pytest.mark.parametrize("refused", ["checkpoints", "step-00000020"])
-def test_what_this_process_may_not_see_is_not_called_missing(run, monkeypatch, refused):
-    """A run would begin anew, or from an older checkpoint, where it may not look into the folder."""
-    plain = Path.stat
-
-    def look(path, **options):
-        if refused in path.parts:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return plain(path, **options)
-
-    def is_there(path):  # as Python has it from 3.14 on
-        try:
-            return bool(path.stat())
-        except OSError:
-            return False
-
-    monkeypatch.setattr(Path, "stat", look)
-    for name in ("is_dir", "exists"):
-        monkeypatch.setattr(Path, name, is_there)
-    with pytest.raises(CheckpointError, match="could not be read: Permission denied") as raised:
-        CheckpointFolder(run / "checkpoints").open()
-    assert not isinstance(raised.value, CorruptCheckpointError)
-
-
 def test_clears(run, capsys):
     code, out, _ = call(capsys, "ckpt", "gc", run, "--keep", "1")
     assert code == 0
@@ -159,54 +113,3 @@ def test_says_what_is_not_there(tmp_path, capsys):
     code, _, err = call(capsys, "ckpt", "gc", "--keep", "1", tmp_path)
     assert (code, "has no checkpoint, and nothing that a save has left" in err) == (2, True)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_few_at_least_stay(run, capsys):
-    code, _, err = call(capsys, "ckpt", "gc", run, "--keep", "0")
-    assert (code, "at least one" in err) == (2, True)
-
-
-def test_nothing_is_removed_behind_a_damaged_one_and_it_says_so(run, capsys):
-    (run / "checkpoints" / "step-00000020" / "state.json").unlink()
-    code, _, err = call(capsys, "ckpt", "gc", run, "--keep", "1")
-    assert (code, "state.json is missing. Nothing was removed" in err) == (8, True)
-    assert (run / "checkpoints" / "step-00000010").is_dir()
-
-
-def test_what_the_run_removes_meanwhile_is_not_called_damaged(run, capsys, monkeypatch, tmp_path):
-    """Bug: `verify` ended with 8 where a run that goes on had removed its oldest checkpoint by then."""
-    root = run / "checkpoints"
-
-    def removed_then_checked(manifest, folder):
-        if folder.name == "step-00000010" and folder.is_dir():
-            CheckpointFolder(root).collect(keep=1)
-        check(manifest, folder)
-
-    check = Manifest.check
-    monkeypatch.setattr(Manifest, "check", removed_then_checked)
-    code, out, err = call(capsys, "ckpt", "verify", run)
-    assert (code, out) == (0, "step-00000020  ok\n")
-    assert "step-00000010 was removed meanwhile" in err
-    shutil.rmtree(root)
-    save(root, 10)
-    save(root, 20)
-    code, _, err = call(capsys, "ckpt", "export", run, "--name", "step-00000010", "--to", tmp_path / "out")
-    assert (code, "was removed while it was read" in err) == (2, True)
-
-
-def test_one_checkpoint_is_not_taken_for_a_folder_of_them(run, capsys, tmp_path, monkeypatch):
-    """`gc` said that 0 checkpoints stay, and left a lock in it, for which it was refused from then on."""
-    chosen = run / "checkpoints" / "step-00000010"
-    (tmp_path / "model.safetensors").write_bytes(b"".join(file_content({})))
-    for words in (
-        ["gc", chosen, "--keep", "1"],
-        ["ls", chosen],
-        ["import", tmp_path / "model.safetensors", "--to", chosen],
-    ):
-        code, _, err = call(capsys, "ckpt", *words)
-        assert (code, f"Give the folder that it is in: {chosen.parent}" in err) == (2, True)
-    assert call(capsys, "ckpt", "verify", chosen)[:2] == (0, "step-00000010  ok\n")
-    monkeypatch.chdir(chosen)
-    assert call(capsys, "ckpt", "verify", ".")[:2] == (0, "step-00000010  ok\n")
-    code, _, err = call(capsys, "ckpt", "verify", chosen, "step-00000020")
-    assert (code, "is a checkpoint, and step-00000020 is another one" in err) == (2, True)

@@ -91,14 +91,6 @@ def test_numbers_get_the_type_that_was_asked_for(run, tmp_path, capsys, option, 
     assert config["dtype"] == str(dtype).removeprefix("torch.")
 
 
-def test_numbers_that_a_type_cannot_hold_are_told(tmp_path, capsys):
-    save_model(tmp_path / "run", 1, {"bias": torch.tensor([1e6, 2.0, -1e9])})
-    words = ["export", tmp_path / "run", "--to", tmp_path / "out", "--dtype", "fp16"]
-    code, _, err = call(capsys, "ckpt", *words)
-    assert code == 0
-    assert "2 numbers of bias are too large for fp16, and have become infinite" in err
-
-
 def test_a_state_dict(run, tmp_path, capsys):
     words = ["export", run, "--to", tmp_path / "out", "--format", "state_dict", "--name", "step-00000020"]
     code, out, _ = call(capsys, "ckpt", *words)
@@ -107,21 +99,6 @@ def test_a_state_dict(run, tmp_path, capsys):
     found = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
     assert type(found) is dict
     _same(found, _state())
-
-
-def test_one_checkpoint_of_several(run, tmp_path, capsys):
-    older = run / "checkpoints" / "step-00000010"
-    code, out, _ = call(capsys, "ckpt", "export", older, "--to", tmp_path / "a", "--json")
-    assert code == 0
-    document = json.loads(out)
-    assert (document["step"], document["tensors"]) == (10, 18)
-    assert document["files"] == ["model.safetensors", "config.json"]
-    call(capsys, "ckpt", "export", run / "checkpoints", "--name", older.name, "--to", tmp_path / "b")
-    first, second = (load_file(tmp_path / each / "model.safetensors") for each in "ab")
-    _same(first, second)
-    assert torch.equal(first["half"], _state()["half"] + 1)
-    code, _, err = call(capsys, "ckpt", "export", older, "--name", "step-00000020", "--to", tmp_path / "c")
-    assert (code, "Leave one of them out" in err) == (2, True)
 
 
 def test_prefixes(tmp_path, capsys):
@@ -137,24 +114,6 @@ def test_prefixes(tmp_path, capsys):
     assert "2 of 20 tensors" in err
     assert "have no prefix 'model.': model., scale" in err
     assert not (tmp_path / "no").exists()
-
-
-def test_configurations(tmp_path, capsys):
-    save_model(tmp_path / "run", 1, {"w": torch.ones(2).double()})
-    code, _, err = call(capsys, "ckpt", "export", tmp_path / "run", "--to", tmp_path / "none")
-    assert code == 0
-    assert "--config PATH gives it" in err
-    assert not (tmp_path / "none" / "config.json").exists()
-    given = tmp_path / "config.json"
-    given.write_text('{"torch_dtype": "float32", "limits": [0.0, Infinity]}')
-    for number, path in enumerate((given, tmp_path)):
-        call(capsys, "ckpt", "export", tmp_path / "run", "--to", tmp_path / f"{number}", "--config", path)
-        made = json.loads((tmp_path / f"{number}" / "config.json").read_text())
-        assert made == {"torch_dtype": "float64", "limits": [0.0, float("inf")]}
-    given.write_text("[1]")
-    code, _, err = call(capsys, "ckpt", "export", tmp_path / "run", "--to", tmp_path / "x", "--config", given)
-    assert (code, "is no configuration" in err) == (2, True)
-    assert not (tmp_path / "x").exists()
 
 
 def test_nothing_is_written_over(run, tmp_path, capsys):
@@ -201,14 +160,6 @@ def test_misuse_is_told(run, tmp_path, capsys, words, message):
     assert message in err
     assert "verifying" not in err
     assert not (tmp_path / "out").exists()
-
-
-def test_a_checkpoint_without_a_model_is_told(tmp_path, capsys):
-    from checkpoint.checkpoints import save
-
-    save(tmp_path / "run", 1)
-    code, _, err = call(capsys, "ckpt", "export", tmp_path / "run", "--to", tmp_path / "out")
-    assert (code, "has no tensors of a model" in err) == (2, True)
 
 
 @pytest.mark.parametrize("dtype", [in_sweep(None), "BF16"])

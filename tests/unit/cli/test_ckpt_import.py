@@ -15,9 +15,6 @@ from torch import Tensor, nn
 
 from cli.calling import call
 from shardwright.checkpoint.folder import CheckpointFolder
-from shardwright.checkpoint.hugging_face import CONFIG
-from shardwright.checkpoint.importing import STATE
-from shardwright.torch.checkpoints.documents import StateDocument
 
 _HALVES = (("a.weight", "a.bias"), ("b.weight", "count", "empty"))
 
@@ -158,28 +155,6 @@ def test_what_is_imported_is_exported_again(make, tmp_path, capsys):
     assert has_config == (source.is_dir() or source.name.endswith(".json"))
 
 
-def test_the_documents_are_those_of_a_model_alone(tmp_path, capsys):
-    code, out, _ = _import(capsys, _hugging_face(tmp_path / "source"), tmp_path / "run", "--json")
-    assert code == 0
-    assert json.loads(out)["checkpoint"] == "step-00000000"
-    saved = CheckpointFolder(tmp_path / "run").open()
-    saved.check()
-    document = StateDocument.from_content(saved.document(STATE), name=STATE)
-    assert document == StateDocument(step=0, layout=None)
-    assert saved.document(CONFIG) == {"model_type": "gpt2"}
-    assert set(saved.index.tensors) == {f"model/{name}" for name in _state()}
-
-
-def test_what_is_exported_as_a_state_dict_is_imported_again(tmp_path, capsys):
-    save_model(tmp_path / "run", 3, _state(), config={"model_type": "bert"})
-    words = ["--to", tmp_path / "out", "--format", "state_dict"]
-    assert call(capsys, "ckpt", "export", tmp_path / "run", *words)[0] == 0
-    assert _import(capsys, tmp_path / "out", tmp_path / "again")[0] == 0
-    assert call(capsys, "ckpt", "export", tmp_path / "again", "--to", tmp_path / "last")[0] == 0
-    _same(load_file(tmp_path / "last" / "model.safetensors"), _state())
-    assert json.loads((tmp_path / "last" / "config.json").read_text())["model_type"] == "bert"
-
-
 @pytest.mark.parametrize("dtype", [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float16,
     torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128,
@@ -222,22 +197,6 @@ def test_a_tensor_with_two_names_is_stored_once_and_has_both(tmp_path, capsys):
     assert pieces["model/embedding"] == pieces["model/head"]
     assert call(capsys, "ckpt", "export", tmp_path / "run", "--to", tmp_path / "out")[0] == 0
     _same(load_file(tmp_path / "out" / "model.safetensors"), state)
-
-
-@pytest.mark.parametrize("key", ["state_dict", "model"])
-def test_a_state_inside_of_other_things(key, tmp_path, capsys):
-    torch.save({"epoch": 3, "name": "run", "optimizer": {"lr": 0.1}, key: _state()}, tmp_path / "x.pt")
-    code, _, err = _import(capsys, tmp_path / "x.pt", tmp_path / "a")
-    assert code == 2
-    assert "has 4 entries that are no plain tensors: 'epoch' (int), 'name' (str), 'optimizer' (dict)" in err
-    assert f"{key!r} has 5 tensors: --key {key} takes these" in err
-    code, _, err = _import(capsys, tmp_path / "x.pt", tmp_path / "b", "--key", "module")
-    assert code == 2
-    assert f"no state of a model under 'module'. {key!r} has 5 tensors" in err
-    code, _, _ = _import(capsys, tmp_path / "x.pt", tmp_path / "c", "--key", key)
-    assert code == 0
-    index = CheckpointFolder(tmp_path / "c").open().index
-    assert set(index.tensors) == {f"model/{name}" for name in _state()}
 
 
 @pytest.mark.parametrize(
@@ -303,36 +262,3 @@ def test_what_is_no_model_is_told(tmp_path, capsys):
         assert not list(tmp_path.glob("out/step-*"))
     code, _, err = _import(capsys, _one_file(tmp_path / "a"), tmp_path / "b", "--key", "m")
     assert (code, "have no keys but names" in err) == (2, True)
-
-
-def test_files_that_contradict_the_index_are_told(tmp_path, capsys):
-    source = _sharded(tmp_path / "source")
-    first, second = sorted(source.glob("*.safetensors"))
-    content = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    second.write_bytes(content)
-    code, _, err = _import(capsys, source, tmp_path / "run")
-    assert code == 8
-    assert f"{first} lacks a.bias, a.weight" in err
-    first.unlink()
-    code, _, err = _import(capsys, source, tmp_path / "run")
-    assert (code, f"{first} is missing" in err) == (8, True)
-    save_file({"a.weight": torch.ones(1), "a.bias": torch.ones(1), "more": torch.ones(1)}, first)
-    code, _, err = _import(capsys, source, tmp_path / "run")
-    assert (code, "also has more: that is not what the index" in err) == (8, True)
-    assert not list((tmp_path / "run").glob("step-*"))
-
-
-def test_help_is_quick_and_imports_no_torch():
-    script = """
-import sys
-from shardwright.cli import main
-try:
-    main(sys.argv[1:])
-finally:
-    assert not {"torch", "numpy"} & set(sys.modules), "imported"
-"""
-    for words in (["ckpt", "--help"], ["ckpt", "import", "--help"], ["ckpt", "export", "--help"]):
-        command = [sys.executable, "-c", script, *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert "Usage: shardwright ckpt" in done.stdout

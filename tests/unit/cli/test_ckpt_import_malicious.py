@@ -150,20 +150,6 @@ def test_other_objects_are_refused_by_name(kind, refuses, tmp_path):
     assert str(path) in said
 
 
-def test_a_pickle_under_another_name_is_not_loaded(refuses, tmp_path):
-    evil = Runs(tmp_path / "executed")
-    for write in (_zip, _old, _raw):
-        write({"w": evil}, tmp_path / "x.safetensors")
-        assert "is damaged, or no file of tensors" in refuses(tmp_path / "x.safetensors")
-        folder = tmp_path / f"{write.__name__}"
-        folder.mkdir()
-        write({"w": evil}, folder / "model.safetensors")
-        (folder / "config.json").write_text("{}")
-        assert "is damaged, or no file of tensors" in refuses(folder)
-    (folder / "config.json").write_bytes(pickle.dumps(evil))
-    assert "is no JSON" in refuses(folder)
-
-
 def _archive(path: Path, *, compression: int = 0, again: bool = False, **files: bytes) -> Path:
     with zipfile.ZipFile(path, "w", compression=compression) as archive:
         for name, content in files.items():
@@ -217,17 +203,6 @@ def test_bombs_take_no_memory(refuses, tmp_path):
     calls = tmp_path / "calls.pt"
     calls.write_bytes(b"\x80\x02c__builtin__\nbytearray\n\x8a\x05\0\0\0\0\x40\x85R.")
     assert "names __builtin__.bytearray" in refuses(calls)
-
-
-def test_a_tensor_that_is_a_view_of_a_larger_one_is_none_of_these(tmp_path, capsys):
-    state = {"all": torch.randn(20, 6), "row": torch.randn(1, 6).expand(4, 6)}
-    state["column"] = state["all"][:, 2]
-    torch.save(state, tmp_path / "x.pt")
-    assert call(capsys, "ckpt", "import", tmp_path / "x.pt", "--to", tmp_path / "run")[0] == 0
-    call(capsys, "ckpt", "export", tmp_path / "run", "--to", tmp_path / "out", "--format", "state_dict")
-    found = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
-    for name, tensor in state.items():
-        assert torch.equal(found[name], tensor)
 
 
 @pytest.mark.parametrize("old", [False, True])
@@ -300,29 +275,6 @@ def test_an_index_leads_nowhere_else(name, folder, tmp_path, refuses):
     assert "is none of .pt, .pth, .bin, .ckpt" in said or name == "model-1.bin"
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"weight_map": ["model-1.safetensors"]}', "has no weight_map"),
-        ('{"weight_map": {"w": 3}}', "has no weight_map"),
-        ('{"weight_map": {"w": null}}', "has no weight_map"),
-        ('{"weight_map": {"w": NaN}}', "has no weight_map"),
-        ('{"weight_map": {}}', "has no weight_map"),
-        ("[]", "has no weight_map"),
-        ("3", "has no weight_map"),
-        ('{"weight_map": {"w": "a.safetensors", "w": "b.safetensors"}}', "'w' is there twice"),
-        ('{"weight_map": ' + "[" * 10**6, "nested more than 64 deep"),
-        ("\x80\x04", "is no JSON"),
-        ("", "is no JSON"),
-    ],
-)
-def test_an_index_that_is_none_is_refused(content, message, folder, refuses):
-    (folder / "model.safetensors.index.json").write_text(content, encoding="latin-1")
-    said = refuses(folder)
-    assert message in said
-    assert "model.safetensors.index.json" in said
-
-
 @pytest.mark.parametrize("name", ["model-1.safetensors", "model.safetensors.index.json", "config.json"])
 @pytest.mark.parametrize("kind", ["link", "link to a device", "pipe", "folder", "huge"])
 def test_only_files_are_read(name, kind, folder, tmp_path, refuses):
@@ -348,25 +300,6 @@ def test_only_files_are_read(name, kind, folder, tmp_path, refuses):
     if (name, kind) == ("model-1.safetensors", "huge"):  # of such a file only the header is read: it has none
         expected["huge"] = "is no JSON"
     assert expected.get(kind, "Links are not followed") in said
-
-
-def test_links_are_followed_in_the_cache_of_hugging_face_only(folder, tmp_path, refuses):
-    """A link in a folder `snapshots` that leads elsewhere than to its `blobs` is none of the cache's."""
-    snapshot = tmp_path / "models--x" / "snapshots" / "0abc"
-    snapshot.mkdir(parents=True)
-    (tmp_path / "models--x" / "blobs").mkdir()
-    secret = tmp_path / "models--x" / "secret"
-    save_file({"w": torch.ones(2)}, secret)
-    for target in ("../../secret", "../../blobs/../secret", str(secret)):
-        (snapshot / "model.safetensors").symlink_to(target)
-        assert "Links are not followed" in refuses(snapshot)
-        (snapshot / "model.safetensors").unlink()
-
-
-@pytest.mark.parametrize("ending", [".safetensors", ".pt"])
-def test_a_pipe_is_not_opened(ending, tmp_path, refuses):
-    os.mkfifo(tmp_path / f"x{ending}")
-    assert "is no regular file" in refuses(tmp_path / f"x{ending}")
 
 
 @pytest.mark.parametrize(

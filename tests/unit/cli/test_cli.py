@@ -1,6 +1,5 @@
 """The command line: what it answers, with which code, how fast."""
 
-import inspect
 import json
 import os
 import subprocess
@@ -8,7 +7,6 @@ import sys
 import time
 
 import pytest
-from planned import planned
 
 from cli.calling import call
 from shardwright import __version__
@@ -71,12 +69,6 @@ def test_an_unknown_option_is_a_usage_error_with_a_suggestion(capsys):
     assert "--nnodes" in err
 
 
-def test_an_unknown_command_is_a_usage_error_with_a_suggestion(capsys):
-    code, _, err = call(capsys, "rnu")
-    assert code == 2
-    assert "run" in err
-
-
 def test_a_missing_script_is_a_usage_error_with_advice(capsys):
     code, _, err = call(capsys, "run", "missing.py")
     assert code == 2
@@ -135,23 +127,6 @@ def test_a_dry_run_prints_one_line_and_makes_nothing(capsys, script, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_number_of_ranks_behind_the_script_is_noted(capsys, script):
-    _, out, err = call(capsys, "run", "--dry-run", script, "-n", "2")
-    assert err.startswith("note: -n stands after train.py, so train.py gets it.")
-    assert "shardwright run -n 2 train.py" in err
-    assert out.endswith("train.py -n 2\n")
-    for words in (("-n", "2", script, "-n", "3"), ("-q", script, "-n", "3"), (script, "--name", "x")):
-        assert call(capsys, "run", "--dry-run", *words)[2] == ""
-
-
-def test_a_dry_run_as_json(capsys, script):
-    words = ("--dry-run", "--json", "--set", "pipeline=1f1b", "--allow-older", script)
-    _, out, _ = call(capsys, "run", "-n", "2", *words)
-    found = json.loads(out)
-    assert found["command"][0] == "torchrun"
-    assert json.loads(found["environment"]["SHARDWRIGHT_SET"]) == {"pipeline": "1f1b", "allow_older": True}
-
-
 @pytest.mark.parametrize(("given", "expected"), [((), "of a setting"), (("--run-dir", "mine"), "mine")])
 def test_the_folder_of_an_option_wins_over_that_of_a_script(capsys, script, monkeypatch, given, expected):
     """``sw.init({"run_dir": "off"})`` in a script left a folder that was asked for with logs alone."""
@@ -199,16 +174,6 @@ def test_help_is_quick_and_loads_no_torch():
     assert min(seconds) < 1.0  # 0.06 s when nothing else runs; the promise is 0.2 s
 
 
-@pytest.mark.parametrize("command", ["plan", "search", "doctor", "catalogue"])
-def test_help_of_a_command_loads_what_it_shows(command):
-    """It took three times as long as --help: pydantic came with files, the planner with its group."""
-    found = subprocess.run(
-        [sys.executable, "-c", HELP, command, "--help"], capture_output=True, text=True, check=True
-    )
-    assert found.stdout.startswith(f"Usage: shardwright {command}")
-    assert found.stderr == "loaded []\n"
-
-
 ONE_AFTER_THE_OTHER = """
 import sys
 from shardwright.cli import main
@@ -242,13 +207,6 @@ def test_python_m_shardwright_is_the_same_and_has_no_colours_unless_on_a_termina
     assert "\x1b" not in found.stdout + found.stderr
 
 
-@pytest.mark.parametrize("option", ["-n", "--num-ranks", "--nproc-per-node", "--nproc_per_node"])
-def test_the_number_of_ranks_as_torchrun_has_it(capsys, script, option):
-    code, out, _ = call(capsys, "run", "--dry-run", option, "2", script)
-    assert code == 0
-    assert "--nproc-per-node=2" in out
-
-
 def test_doctor(capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     code, out, _ = call(capsys, "doctor")
@@ -260,77 +218,7 @@ def test_doctor(capsys, monkeypatch):
     assert document["faults"] == []
 
 
-def _with_own_commands():
-    for command in COMMANDS:
-        if not command.is_group:
-            yield command.name, command.load()
-        else:
-            for inner in command.load().registered_commands:
-                name = inner.name or inner.callback.__name__
-                yield f"{command.name} {name}", inner.callback
-
-
-def _options(function):
-    """The names of options of a command, by their parameters."""
-    for name, parameter in inspect.signature(function).parameters.items():
-        for information in getattr(parameter.annotation, "__metadata__", ()):
-            if declared := getattr(information, "param_decls", None):
-                # Typer takes the first for a default until it builds the command.
-                yield name, {str(information.default), *declared}
-
-
-RANKS = {"run", "plan", "schedule", "profile", "probe"}
-
-
-def test_one_name_for_the_number_of_ranks():
-    found = {}
-    for command, function in _with_own_commands():
-        for name, declared in _options(function):
-            if name in {"num_ranks", "ranks", "world", "nproc"} or {"-n", "--num-ranks"} & declared:
-                found[command] = declared
-    assert set(found) == RANKS
-    assert all({"-n", "--num-ranks"} <= declared for declared in found.values())
-
-
-LETTERS = {"-b": "--batch", "-s": "--sequence", "-o": "--output", "-n": "--num-ranks", "-q": "--quiet"}
-
-
-def test_a_letter_means_the_same_in_all_commands_and_so_does_a_result_file():
-    for command, function in _with_own_commands():
-        for _, declared in _options(function):
-            for letter, name in LETTERS.items():
-                assert (letter in declared) == (name in declared), command
-
-
-@pytest.mark.parametrize("words", ["ckpt export nosuch --to x --dtype bfloat16"])
-def test_former_names_of_options_still_work(capsys, words):
-    code, _, err = call(capsys, *words.split())
-    assert code == 2
-    assert "there is no f" in err
-
-
 def test_a_reader_that_has_seen_enough_is_no_error():
     shell = 'set -o pipefail; "$0" -m shardwright catalogue --json | head -1'
     found = subprocess.run(["bash", "-c", shell, sys.executable], capture_output=True, text=True, check=False)
     assert (found.returncode, found.stdout, found.stderr) == (0, "{\n", "")
-
-
-def test_a_reader_that_has_left_does_not_change_the_exit_code(tmp_path):
-    paths = (tmp_path / "one.json", tmp_path / "other.json")
-    for path, microbatches in zip(paths, (4, 8), strict=True):
-        planned(microbatches=microbatches).write(path)
-    shell = 'set -o pipefail; "$0" -m shardwright compare "$1" "$2" --json | true'
-    found = subprocess.run(
-        ["bash", "-c", shell, sys.executable, *paths], capture_output=True, text=True, check=False
-    )
-    assert (found.returncode, found.stderr) == (1, "")
-
-
-def test_many_ranks_a_core_are_pointed_out(capsys, tmp_path):
-    script = tmp_path / "train.py"
-    script.touch()
-    number = 8 * len(os.sched_getaffinity(0))
-    code, _, err = call(capsys, "run", "--dry-run", "--name", "one", "-n", number, script)
-    assert (code, "they start slowly" in err) == (0, True)
-    _, _, err = call(capsys, "run", "--dry-run", "--name", "one", "-n", number - 1, script)
-    assert err == ""

@@ -42,14 +42,6 @@ def test_options_without_use_are_refused(capsys, words, message):
     assert message in err
 
 
-def test_costs_measured_here_are_not_mixed_with_other_machines(capsys, profile):
-    code, _, err = call(
-        capsys, "plan", "m.py:build", "-n", "2", "--profile", profile, "--cluster", "p4d.24xlarge"
-    )
-    assert code == 2
-    assert "--cluster and --profile each say what the machines are" in err
-
-
 @pytest.mark.parametrize("words", ["explain {plan} --what-if microbatches=90000", "explain {long}"])
 def test_schedules_that_would_take_hours_are_refused(capsys, tmp_path, words):
     plan, long = tmp_path / "plan.json", tmp_path / "long.json"

@@ -1,9 +1,7 @@
 """``shardwright explain``."""
 
-import json
 import re
 
-import pytest
 from observe.run_folders import run_folder
 from planned import planned
 
@@ -28,12 +26,6 @@ def test_a_plan_is_explained(capsys, tmp_path):
     assert "measured beside" not in out
 
 
-def test_ranks_that_are_alike_share_a_row(capsys, tmp_path):
-    planned(kind="gpipe", ranks=6).write(tmp_path / "plan.json")
-    _, out, _ = call(capsys, "explain", tmp_path / "plan.json")
-    assert re.search(r"^  0-5 +800 B +800 B +1.6 KiB +400 B +50 B +3.6 KiB$", out, re.MULTILINE)
-
-
 def test_a_run_is_measured_beside_its_plan(capsys, tmp_path):
     _, out, _ = call(capsys, "explain", run_folder(tmp_path / "run", planned()))
     assert re.search(r"^  step time .* \+10.0%$", out, re.MULTILINE)
@@ -47,22 +39,3 @@ def test_what_is_not_known_is_said(capsys, tmp_path):
     assert code == 0
     assert "The plan predicts nothing" in out
     assert "what the step is spent on" not in out
-
-
-def test_as_json(capsys, tmp_path):
-    plan = planned()
-    _, out, _ = call(capsys, "explain", run_folder(tmp_path / "run", plan), "--json")
-    document = json.loads(out)
-    parts = document["predicted"]["waterfall"]["parts"]
-    assert sum(part["seconds"] for part in parts) == pytest.approx(plan.prediction.step_s, rel=1e-9)
-    assert [row["name"] for row in document["sensitivities"]][:2] == [
-        "10% faster compute",
-        "twice the bandwidth",
-    ]
-    assert "timeline" not in document["predicted"]
-
-
-def test_a_missing_file(capsys, tmp_path):
-    code, out, err = call(capsys, "explain", tmp_path / "elsewhere.json")
-    assert (code, out) == (2, "")
-    assert "there is no" in err

@@ -8,7 +8,7 @@ import pytest
 
 from cli import models
 from shardwright.cli.asking.factory import build
-from shardwright.errors import ConfigError, UsageError
+from shardwright.errors import UsageError
 
 FILE = Path(models.__file__)
 
@@ -31,18 +31,6 @@ def test_a_factory_in_a_file_and_in_a_module():
 def test_a_batch_by_name_and_a_loss():
     assert list(build("cli.models:build_by_name", device="meta").kwargs) == ["ids"]
     assert build("cli.models:build_with_loss", device="meta").loss is not None
-
-
-def test_a_factory_may_need_data():
-    with pytest.raises(UsageError, match=r"add --build-on cpu"):
-        build("cli.models:build_needing_data", device="meta")
-    assert build("cli.models:build_needing_data", device="cpu").args == (0, 0, 0)
-
-
-def test_a_file_sees_the_files_beside_it(tmp_path):
-    (tmp_path / "beside_factory.py").write_text("from cli.models import build as inner\n")
-    (tmp_path / "factory.py").write_text("import beside_factory\ndef make(): return beside_factory.inner()\n")
-    assert build(f"{tmp_path / 'factory.py'}:make", device="meta").args[0].is_meta
 
 
 @pytest.mark.parametrize(
@@ -69,11 +57,6 @@ def test_a_failure_of_the_factory_shows_its_lines_and_not_ours():
     assert "build_failing failed with KeyError: 'layers'" in text
     assert 'raise KeyError("layers")' in text
     assert "cli/asking/factory.py" not in text
-
-
-def test_our_own_errors_pass():
-    with pytest.raises(ConfigError, match=r"^layers is 0\.$"):
-        build("cli.models:build_refused", device="meta")
 
 
 def test_a_file_that_cannot_be_imported(tmp_path):
@@ -105,22 +88,6 @@ def test_a_file_that_is_not_there_is_told_before_torch_is_imported(words, tmp_pa
     found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert found.returncode == 2, found.stderr
     assert "there is no file nosuch.py" in found.stderr or "nosuch names no function" in found.stderr
-
-
-def test_a_script_sees_no_word_of_ours(tmp_path, monkeypatch):
-    """A parser of the script's own refused --world and ended the command without a word."""
-    (tmp_path / "parses.py").write_text(
-        "import argparse, sys\nargparse.ArgumentParser().parse_args()\n"
-        "from cli.models import build\nassert sys.argv[0].endswith('parses.py')\n"
-    )
-    monkeypatch.setattr(sys, "argv", ["shardwright", "plan", "--world", "2"])
-    assert build(f"{tmp_path / 'parses.py'}:build", device="meta").args
-    assert sys.argv[0] == "shardwright"
-    (tmp_path / "wants.py").write_text(
-        "import argparse\np = argparse.ArgumentParser()\np.add_argument('x')\np.parse_args()\n"
-    )
-    with pytest.raises(UsageError, match=r"ended the process \(exit code 2\) before it gave a model"):
-        build(f"{tmp_path / 'wants.py'}:build", device="meta")
 
 
 def test_a_script_that_trains_when_it_is_imported_is_stopped_there(tmp_path):

@@ -41,13 +41,6 @@ def _formatted(value, key=""):
     return found
 
 
-def test_what_is_looked_for():
-    assert _formatted({"size": "9.9 MiB"}) == [("size", "9.9 MiB")]
-    assert _formatted({"rows": [{"step": "1.2 ms"}, {"table": "a  b\n1  2"}, {"share": "30%"}]})
-    assert _formatted({"name": "H100-80GB", "why": ["takes 1.2 ms"], "kind": "1f1b", "file": "a.json"}) == []
-    assert _formatted({"cache": "/tmp/random-72oceh6s"}) == []
-
-
 @pytest.mark.parametrize(
     "words",
     [

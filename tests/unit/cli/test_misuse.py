@@ -106,22 +106,6 @@ def test_what_is_missing_comes_with_an_example(refused, words):
     assert f"For example: shardwright {' '.join(words)} " in said or said.endswith("--help")
 
 
-def test_underscores_are_dashes(capsys, tmp_path):
-    script = tmp_path / "train.py"
-    script.touch()
-    code, out, _ = call(capsys, "run", "--dry_run", "--nproc_per_node", "2", "--name", "one", script)
-    assert code == 0
-    assert "--nproc-per-node=2" in out
-    assert call(capsys, "search", "--what_if", "a") == call(capsys, "search", "--what-if", "a")
-
-
-def test_a_pin_has_one_name_in_all_commands(capsys):
-    task = ("search", "gpt-neox-20b", "p4d.24xlarge*4", "-b", "512", "--why-not")
-    words = call(capsys, *task, "pipeline=4,tensor=8")
-    assert words[0] == 0
-    assert call(capsys, *task, "pp=4,tensor_parallel_degree=8") == words
-
-
 @pytest.mark.parametrize(
     ("option", "content", "message"),
     [
@@ -139,20 +123,6 @@ def test_files_that_are_something_else(refused, tmp_path, monkeypatch, option, c
         (tmp_path / "a.json").rename("a.yaml")
     name = next(path.name for path in tmp_path.iterdir() if path.stem == "a")
     assert message in refused("run", option, name, "train.py")
-
-
-def test_a_folder_of_a_run_in_the_place_of_its_plan(refused, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/plan.json").touch()
-    assert "The plan in it: run/plan.json" in refused("run", "--plan", "run", "train.py")
-
-
-def test_machines_in_the_place_of_a_plan(refused, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.yaml").touch()
-    assert "Machines: shardwright catalogue FILE" in refused("explain", "mine.yaml")
 
 
 def test_settings_that_name_the_run_folder_are_obeyed(tmp_path):

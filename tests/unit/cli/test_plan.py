@@ -30,14 +30,6 @@ def test_show_has_stages_memory_and_reasons(capsys, folder):
     assert "  1     800 B       800 B      1.6 KiB    100 B        0 B   3.2 KiB\n" in out
 
 
-def test_a_run_is_found_by_its_name(capsys, folder):
-    """`plan show train` was "No such file or directory", where `explain train` found runs/train."""
-    two_stage_plan().write(folder / "runs" / "train" / "plan.json")
-    assert call(capsys, "show", "train")[:2] == call(capsys, "show", "runs/train")[:2]
-    assert call(capsys, "compare", "train", "run")[0] == 0
-    assert call(capsys, "explain", "train", "--what-if", "slow0=2", "--json")[0] == 0
-
-
 def test_a_terminal_gets_folded_lines(capsys, folder, monkeypatch):
     """Tables and reasons were broken by the terminal in the middle of words, and went on at its edge."""
     monkeypatch.setenv("COLUMNS", "60")
@@ -48,11 +40,6 @@ def test_a_terminal_gets_folded_lines(capsys, folder, monkeypatch):
     assert out.split() == whole.split()
     found = call(capsys, "show", "run", "--json")[1]
     assert Plan.parse(found) == two_stage_plan()
-
-
-def test_show_as_json_is_the_plan(capsys, folder):
-    _, out, _ = call(capsys, "show", "run/plan.json", "--json")
-    assert Plan.parse(out) == two_stage_plan()
 
 
 def test_diff_ends_as_diff_does(capsys, folder):
@@ -81,19 +68,6 @@ def test_what_is_no_plan_is_a_usage_error(capsys, folder, path, message):
         code, out, err = call(capsys, *words)
         assert (code, out) == (2, "")
         assert message in err
-
-
-def test_a_plan_for_ranks_that_are_not_there(capsys, tmp_path):
-    file = tmp_path / "plan.json"
-    code, out, err = call(capsys, "plan", "cli.models:build", "-n", 2, "-o", file)
-    assert code == 0
-    plan = Plan.read(file)
-    assert plan.mesh.pipeline == 2
-    assert len({stage.rank for stage in plan.stages}) == 2
-    assert "expect an error of 25% or more" in out
-    assert "no --cluster and no --profile: assuming" in err
-    assert f"run it: shardwright run -n 2 --plan {file} train.py" in err
-    assert call(capsys, "show", file)[1] == out
 
 
 def test_settings_reach_the_plan(capsys):
@@ -131,14 +105,6 @@ def test_a_model_that_this_machine_could_not_hold(capsys, tmp_path):
     assert max(memory.peak_bytes for memory in plan.prediction.memory) < 4 * 2**40
 
 
-def test_what_does_not_fit_ends_with_3(capsys, tmp_path):
-    (tmp_path / "machine.yaml").write_text(MACHINE.replace("SIZE", "4GiB"))
-    options = ("--cluster", tmp_path / "machine.yaml", "--set", "microbatches=8", "--set", "pipeline=1f1b")
-    code, out, err = call(capsys, "plan", "cli.models:build_large", "-n", 4, *options)
-    assert (code, out) == (3, "")
-    assert "InfeasiblePlanError" in err
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -166,9 +132,3 @@ def test_wrong_options_of_make(capsys, words, message):
     code, out, err = call(capsys, "plan", "cli.models:build", *words)
     assert (code, out) == (2, "")
     assert message in err
-
-
-def test_a_batch_without_a_tensor(capsys):
-    code, _, err = call(capsys, "plan", "cli.models:build_without_batch", "-n", 2)
-    assert code == 2
-    assert "no tensor that can be cut into microbatches" in err

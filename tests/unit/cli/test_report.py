@@ -1,6 +1,5 @@
 """``shardwright report``."""
 
-import json
 import webbrowser
 
 import pytest
@@ -35,13 +34,6 @@ def test_a_plan_gets_one_beside_it(capsys, run, tmp_path, monkeypatch):
     assert (tmp_path / "other.html").exists()
 
 
-def test_the_data_needs_no_plotly(capsys, run, monkeypatch):
-    monkeypatch.setattr("shardwright.observe.report.page.find_spec", lambda name: None)
-    code, out, _ = call(capsys, "report", run, "--json")
-    assert code == 0
-    assert json.loads(out)["compared"][0]["name"] == "step time"
-
-
 def test_without_plotly_it_says_how_to_get_it(capsys, run, monkeypatch):
     from shardwright.observe.report import page
 
@@ -51,13 +43,3 @@ def test_without_plotly_it_says_how_to_get_it(capsys, run, monkeypatch):
     assert (code, out) == (2, "")
     assert "Run: pip install 'shardwright[report]'" in err
     assert not (run / "report.html").exists()
-
-
-def test_damaged_and_missing_files_are_usage_errors(capsys, run):
-    (run / "trace.json").write_text("{")
-    code, out, err = call(capsys, "report", run, "--json")
-    assert (code, out) == (2, "")
-    assert "trace.json is no JSON" in err
-    code, _, err = call(capsys, "report", run / "frist")
-    assert code == 2
-    assert "there is no" in err

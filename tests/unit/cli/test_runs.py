@@ -54,22 +54,6 @@ def test_runs_are_listed_the_oldest_first(capsys, folder):
     assert len(lines) == 4
 
 
-def test_runs_as_json(capsys, folder):
-    _, out, _ = call(capsys, "runs", "runs", "--json")
-    found = json.loads(out)
-    assert [row["folder"] for row in found] == ["runs/first", "runs/second", "runs/third"]
-    assert found[0]["step_s"] == 1.1
-    assert found[1]["problem"] == "no step done"
-    assert {"stages", "throughput", "throughput_unit"} & set(found[0]) == set()
-
-
-def test_no_runs(capsys, folder):
-    assert call(capsys, "runs", "runs/notes") == (0, "no runs in runs/notes\n", "")
-    code, _, err = call(capsys, "runs", "elsewhere")
-    assert code == 2
-    assert "there is no folder elsewhere" in err
-
-
 def test_a_run_is_shown_beside_its_prediction(capsys, folder):
     code, out, err = call(capsys, "show", "runs/first")
     assert (code, err) == (0, "")
@@ -78,15 +62,6 @@ def test_a_run_is_shown_beside_its_prediction(capsys, folder):
     assert "plan: 1f1b, 3 microbatches" in out
     assert "  1f1b keeps fewer microbatches.\n" in out
     assert out.endswith("files: plan.json, metrics.jsonl, logs/\n")
-
-
-def test_a_run_as_json(capsys, folder):
-    _, out, _ = call(capsys, "show", "runs/first", "--json")
-    found = json.loads(out)
-    assert (found["steps"], found["step_s"], found["step_predicted_s"]) == (4, 1.1, 1.21)
-    assert found["last_metrics"]["train/loss"] == 1.0
-    # Bug: the stages were a table, drawn as text.
-    assert [stage["rank"] for stage in found["stages"]] == [0, 1]
 
 
 @pytest.mark.parametrize(

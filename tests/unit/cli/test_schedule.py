@@ -44,28 +44,6 @@ def test_where_simulation_and_formula_differ_the_reason_is_given(capsys, words, 
     assert reason in line
 
 
-def test_durations_that_nothing_divides_are_rounded_to_columns(capsys):
-    _, out, _ = call(capsys, "schedule", "1f1b", "-n", 2, "-m", 2, "--forward", 1, "--backward", 1.37)
-    assert "one column is 1.00 s, times are rounded to it" in out
-    assert "rank 1 | .  F0 B0 F1 B1" in out
-
-
-def test_halves_of_a_unit_are_drawn_exactly(capsys):
-    _, out, _ = call(capsys, "schedule", "gpipe", "-n", 1, "-m", 1, "--forward", 0.5, "--backward", 0.75)
-    assert "one column is 250 ms\n" in out
-    assert "rank 0 | F0=== B0======" in out
-
-
-def test_a_picture_wider_than_the_terminal_is_cut(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    _, out, _ = call(capsys, "schedule", "1f1b", "-n", 2, "-m", 64)
-    rows = [line for line in out.splitlines() if line.startswith("rank 0 |")]
-    assert len(rows[0]) == 40
-    assert rows[0].endswith("…")
-    assert "(cut at 40 of" in out
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

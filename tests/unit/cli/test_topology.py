@@ -39,36 +39,6 @@ def test_ways_are_as_wide_as_the_terminal(capsys, monkeypatch, width):
     assert "*: this version does not run " in out
 
 
-def test_search_as_json(capsys):
-    code, out, _ = call(capsys, "search", *NEOX, "-b", "512", "--only-what-runs", "--json")
-    document = json.loads(out)
-    best = document["best"]
-    assert code == 0
-    assert best["not_run_yet"] == []
-    assert sum(best["seconds"].values()) == pytest.approx(best["step_s"])
-    assert sum(best["bytes"].values()) == best["peak_bytes"]
-    assert len(document["alternatives"]) == 5
-    assert document["fitting"] <= document["ways"]
-    assert document["ideal"] is None
-    assert best["mfu"] == pytest.approx(best["flops_per_s_of_rank"] / 312e12)
-
-
-def test_a_configuration_file_as_model(capsys, tmp_path):
-    path = tmp_path / "tiny" / "config.json"
-    path.parent.mkdir()
-    fields = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
-    path.write_text(json.dumps(fields | {"n_positions": 1024}))
-    code, out, _ = call(capsys, "search", str(path), "rtx4090x4", "-b", "64")
-    assert code == 0
-    assert out.startswith("tiny, 124.4 million parameters, on rtx4090x4 x 1 (4 ranks)")
-
-
-def test_nothing_fits(capsys):
-    code, _, err = call(capsys, "search", "gpt3-175b", "rtx4090x4", "-b", "8")
-    assert code == 3
-    assert "What would help:" in err
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -109,23 +79,6 @@ def test_what_if(capsys):
     code, _, err = call(capsys, *words, "memory=0")
     assert code == 2
     assert "memory is 0, but it must be from 0.001 to 1000" in err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--what-if colour=2", "write NAME=VALUE, with one of machines, batch,"),
-        ("--what-if network", "write NAME=VALUE"),
-        ("--what-if batch=few", "batch is few, but it must be a whole number."),
-        ("--what-if network=2 --why-not tensor=8", "--why-not and --what-if are questions of their own"),
-        ("--tokens 1e9 --objective memory", "--tokens and --objective are questions of their own"),
-        ("--days 3", "--days is 3, but --tokens, of the whole training, is not given"),
-    ],
-)
-def test_one_question_at_a_time(capsys, words, message):
-    code, _, err = call(capsys, "search", *NEOX, "-b", "512", *words.split())
-    assert code == 2
-    assert message in err
 
 
 def test_catalogue(capsys):
@@ -181,24 +134,3 @@ def test_a_search_ends_in_a_plan(capsys, tmp_path):
     assert (plan.mesh.pipeline, plan.mesh.data) == (2, 1)
     assert any(sentence.startswith("Searched: of ") for sentence in plan.why)
     assert call(capsys, "show", output)[0] == 0
-
-
-def test_only_a_model_that_is_there_has_a_plan(capsys, tmp_path):
-    code, _, err = call(capsys, "search", *NEOX, "-b", "512", "-o", tmp_path / "plan.json")
-    assert code == 2
-    assert "gpt-neox-20b is none. Give the model as a factory" in err
-
-
-def test_a_plan_of_a_type_of_16_bits_trains_in_it(capsys, tmp_path):
-    outputs = {}
-    for dtype in ("float32", "bfloat16"):
-        outputs[dtype] = tmp_path / f"{dtype}.json"
-        words = (f"{MODELS}:build", "-n", "8", "--cluster", "p4d.24xlarge", "--dtype", dtype)
-        assert call(capsys, "plan", *words, "-o", outputs[dtype])[0] == 0
-    wide, narrow = (Plan.read(path) for path in outputs.values())
-    assert narrow.pins["bf16"] is True
-    for one, other in zip(wide.prediction.memory, narrow.prediction.memory, strict=True):
-        # Parameters take half, gradients as much, and the optimizer has a copy in 32 bits.
-        assert other.parameters_bytes == one.parameters_bytes / 2
-        assert other.gradients_bytes == one.gradients_bytes
-        assert other.optimizer_bytes == one.optimizer_bytes * 1.5

@@ -1,10 +1,7 @@
 """``shardwright trace``."""
 
-import json
-
 from cli.calling import call
 from cli.models import Model
-from shardwright.model_graph import ModelGraph
 
 
 def test_units_ties_and_what_feeds_what(capsys):
@@ -21,21 +18,6 @@ def test_units_ties_and_what_feeds_what(capsys):
     assert rows["blocks.0"][-2:] == ["blocks.1,", "blocks.3"]  # through an addition
     assert rows["head"][-2:] == ["the", "loss"]
     assert "tied: embed.weight = head.weight (3.1 KiB), used by embed, head" in out
-
-
-def test_more_stages_make_finer_units(capsys):
-    _, few, _ = call(capsys, "trace", "cli.models:build")
-    _, many, _ = call(capsys, "trace", "cli.models:build", "--stages", 8)
-    assert "blocks.0.up" not in few
-    assert "blocks.0.up" in many
-
-
-def test_the_graph_as_json(capsys):
-    code, out, _ = call(capsys, "trace", "cli.models:build_with_loss", "--json")
-    assert code == 0
-    graph = ModelGraph.from_dict(json.loads(out))
-    assert graph.labels == ("embed", *(f"blocks.{i}" for i in range(4)), "head")
-    assert [node.name for node in graph.nodes if node.kind == "op"][-2:] == ["square", "sum"]
 
 
 def test_a_module_that_reads_values_is_one_unit(capsys):
@@ -57,12 +39,3 @@ def test_a_model_without_a_loss_needs_one(capsys, tmp_path):
     code, _, err = call(capsys, "trace", f"{tmp_path / 'm.py'}:build")
     assert code == 2
     assert "returns tuple without a tensor of floating-point numbers" in err
-
-
-def test_a_tensor_that_is_no_buffer_needs_data(capsys):
-    code, out, err = call(capsys, "trace", "cli.models:build_with_table")
-    assert (code, out) == (2, "")
-    assert "add --build-on cpu" in err
-    code, out, _ = call(capsys, "trace", "cli.models:build_with_table", "--build-on", "cpu")
-    assert code == 0
-    assert "blocks.1" in out

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.collectives import Topology, all_gather, all_reduce, reduce_scatter
-from shardwright.collectives.choose import COLLECTIVES, GLOO, ROOM_BYTES, Candidate, choose, price, steps_of
+from shardwright.collectives import Topology, all_gather, reduce_scatter
+from shardwright.collectives.choose import COLLECTIVES, GLOO, ROOM_BYTES, choose, price, steps_of
 from shardwright.collectives.choose_on_devices import choice_rows, choices_by_size, crossovers
 from shardwright.collectives.prices import DEFAULT_PRICES, Curve, Line, read_prices, write_prices
 from shardwright.collectives.steps import Routine
@@ -110,23 +110,3 @@ def test_prices_as_a_file(tmp_path):
         read_prices(path)
     with pytest.raises(ConfigError, match="No such file"):
         read_prices(tmp_path / "none.json")
-
-
-def test_of_ways_that_take_as_long_the_one_with_the_largest_chunks():
-    """Waits cost next to nothing here, so small chunks are faster, by less than can be measured."""
-    prices = dataclasses.replace(PRICES, note_s=1e-9)
-    choice = choose("broadcast", TWO_BY_TWO, count=2**18, itemsize=4, prices=prices)
-    assert choice.candidate.chunk * 4 >= 2**18
-
-
-def test_gloo_must_be_faster_by_more_than_measurements_differ():
-    own = choose("all_reduce", TWO_BY_TWO, count=1000, itemsize=4, prices=PRICES)
-    for share, name in ((0.95, own.candidate.name), (0.85, "gloo")):
-        prices = dataclasses.replace(PRICES, gloo={"all_reduce": Curve(((0, share * own.seconds),))})
-        assert choose("all_reduce", TWO_BY_TWO, count=1000, itemsize=4, prices=prices).candidate.name == name
-
-
-def test_candidates_say_what_they_are():
-    assert Candidate("flat") == Candidate("flat", 0)
-    rows = [all_reduce(TWO_BY_TWO, rank, count=5, chunk=16) for rank in range(4)]
-    assert price(TWO_BY_TWO, rows, itemsize=4, prices=PRICES) > 2e-4

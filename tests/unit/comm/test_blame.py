@@ -37,22 +37,6 @@ def test_where_no_rank_is_named_those_are_that_say_nothing():
     assert [note.text for note in ranks[0].suspects(4, patience_s=0.0)] == ["ValueError: boom"]
 
 
-def test_an_error_that_a_script_has_got_over_is_no_cause_of_a_later_one():
-    """A rank that was killed later was said to have failed with the error of an earlier step."""
-    ranks = blames(2)
-    ranks[1].confess(ValueError("a batch that is too small"))
-    ranks[1].begin()
-    assert "without a word" in ranks[0].first_cause(1, patience_s=0.0).text
-
-
-def test_nor_is_an_error_of_an_earlier_run():
-    store = HashStore()
-    Blame(store, rank=1).confess(ValueError("boom"))
-    later = [Blame(store, rank=rank) for rank in range(2)]
-    later[1].begin()
-    assert "without a word" in later[0].first_cause(1, patience_s=0.0).text
-
-
 def test_a_store_that_is_gone_does_no_harm():
     class Gone:
         def delete_key(self, *_):

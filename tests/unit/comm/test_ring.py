@@ -62,28 +62,3 @@ def test_unread_messages_do_not_overlap(actions):
             if writer.ring.is_full:
                 writer.read()
             writer.write(action)
-
-
-@given(st.lists(st.tuples(st.integers(0, LARGEST), st.integers(0, MOST_UNREAD)), max_size=200))
-def test_growth_ends(messages):
-    """Whatever is written and read, a ring is smaller than six of the largest messages."""
-    writer = Writer()
-    for num_bytes, num_read in messages:
-        if writer.ring.is_full:
-            writer.read()
-        writer.write(num_bytes)
-        for _ in range(min(num_read, len(writer.unread))):
-            writer.read()
-        assert writer.ring.num_bytes < 6 * (LARGEST + 64)
-
-
-@given(st.integers(1, LARGEST), st.integers(1, MOST_UNREAD))
-def test_messages_of_one_size_take_as_much_as_are_unread_at_once(num_bytes, most):
-    writer = Writer()
-    for _ in range(5):
-        for _ in range(most):
-            writer.write(num_bytes)
-        for _ in range(most):
-            writer.read()
-    assert writer.ring.num_bytes == most * -(-num_bytes // 64) * 64
-    assert writer.num_grown == most

@@ -1,20 +1,14 @@
 """Ranks that wait for others in vain say which ones, and where these are."""
 
-import gc
 import threading
 import time
-import weakref
-from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from shardwright.comm import missing_ranks, whereabouts
 from shardwright.comm.meeting_place import JointCall, MeetingPlace, Note
-from shardwright.comm.message_names import ranks_in, spans
-from shardwright.comm.missing_ranks import Attendance, Decision, MissingRanks, Terms
+from shardwright.comm.missing_ranks import MissingRanks, Terms
 from shardwright.comm.roll_call import Call, RollCall
 from shardwright.comm.whereabouts import Whereabouts
 from shardwright.errors import PeerLostError, PeerTimeoutError, UsageError
@@ -130,18 +124,6 @@ def test_a_rank_in_a_call_of_other_ranks_is_waited_for():
     assert len(ranks.told) == 1  # by the first of those that wait
 
 
-def test_calls_of_some_ranks_do_not_confuse_the_others():
-    """A replica alone makes a call: its ranks have made more calls than the others, and none in vain."""
-    ranks = Ranks(4)
-    for _ in range(3):
-        all_at_once(*(lambda rank=rank: ranks.meet(rank, ranks=(0, 1)) for rank in (0, 1)))
-    assert all_at_once(*(lambda rank=rank: ranks.meet(rank, "save") for rank in range(4))) == [None] * 4
-    with ranks.at[3].inside("the step function train", range(4)):
-        ranks.at[3].publish()
-        errors = all_at_once(*(lambda rank=rank: ranks.meet(rank, "save") for rank in range(3)))
-    assert all("rank 3 is in the step function" in str(error) for error in errors)
-
-
 def test_a_note_of_an_earlier_call_proves_nothing():
     ranks = Ranks(2, patience_s=0.6)
     with ranks.at[1].inside("sw.barrier()", range(2)):
@@ -200,20 +182,7 @@ def test_a_rank_that_does_not_get_on_leaves_notes_by_itself(monkeypatch):
     assert here.of(1).ended == "has come to the end of its script"
 
 
-def test_a_rank_that_gets_on_leaves_none():
-    store = HashStore()
-    here, there = (Whereabouts(store, rank=rank) for rank in range(2))
-    there.watch()
-    deadline_s = time.monotonic() + 3
-    while time.monotonic() < deadline_s:
-        with there.inside("the step function train", (0, 1)):
-            time.sleep(0.01)
-    assert here.of(1) is None
-    there.close("has come to the end of its script")
-
-
 WAITING = JointCall("all_reduce", (0, 1), group="0", number=4)
-ON_GLOO = replace(WAITING, counts_messages=True)
 
 
 def looking(ranks):
@@ -229,19 +198,6 @@ def looking(ranks):
     )
 
 
-def test_a_collective_of_torch_must_be_there_for_long(monkeypatch):
-    monkeypatch.setattr(missing_ranks, "collectives_made", lambda name, ranks: 3)
-    look = looking(Ranks(2))._will_not_come
-    at = {"place": None, "line": "train.py:7", "joint": WAITING}
-    seen = [look(1, Note(seconds=seconds, **at)) for seconds in (50.0, 50.0, 51.0, 52.0)]
-    assert seen == [False, False, False, True]
-    elsewhere = {**at, "line": "train.py:9"}
-    assert not look(1, Note(seconds=54.0, **elsewhere))
-    assert not look(1, Note(seconds=1.0, **elsewhere))  # it has got on since
-    of_others = {**at, "joint": replace(WAITING, ranks=(1, 2))}
-    assert not any(look(1, Note(seconds=s, **of_others)) for s in (60.0, 70.0))
-
-
 @pytest.mark.parametrize("own", [4, 5, None])
 def test_a_collective_that_this_rank_has_begun_proves_nothing(own, monkeypatch):
     """It may wait for it later: others are late for it, or nobody counts."""
@@ -249,28 +205,6 @@ def test_a_collective_that_this_rank_has_begun_proves_nothing(own, monkeypatch):
     look = looking(Ranks(2))._will_not_come
     at = {"place": None, "line": "train.py:7", "joint": WAITING}
     assert not any(look(1, Note(seconds=seconds, **at)) for seconds in (50.0, 60.0, 70.0))
-
-
-def test_where_messages_are_counted_too_it_must_be_the_next_one_and_there_for_longer(monkeypatch):
-    """Others had sent to each other; their counts told of collectives that this rank had begun, too."""
-    monkeypatch.setattr(missing_ranks, "collectives_made", lambda name, ranks: 2)
-    look = looking(Ranks(2))._will_not_come
-    at = {"place": None, "line": "train.py:7", "joint": ON_GLOO}
-    assert not any(look(1, Note(seconds=seconds, **at)) for seconds in (50.0, 60.0, 70.0))
-    monkeypatch.setattr(missing_ranks, "collectives_made", lambda name, ranks: 3)
-    look = looking(Ranks(2))._will_not_come
-    seen = [look(1, Note(seconds=seconds, **at)) for seconds in (50.0, 53.0, 60.5)]
-    assert seen == [False, False, True]
-
-
-def test_the_rank_that_looks_finds_what_only_another_one_is_missed_by(monkeypatch):
-    """It looked for itself alone: the others waited for their timeout."""
-    monkeypatch.setattr(missing_ranks, "_TAKE_OVER_S", 1.0)
-    ranks = Ranks(4)
-    with ranks.at[3].inside("model.state_dict()", (2, 3)):
-        ranks.at[3].publish()
-        errors = all_at_once(*(lambda r=r: ranks.meet(r, "sw.barrier()") for r in range(3)))
-    assert all("rank 3 is in model.state_dict()" in str(error) for error in errors)
 
 
 def test_a_call_that_failed_on_one_rank_alone_makes_no_false_proof():
@@ -300,20 +234,6 @@ def test_a_process_that_a_rank_has_started_does_not_come_for_it(monkeypatch):
     ranks.calls[0].meet("save", (0,))  # with nobody else
 
 
-def test_one_rank_keeps_the_turn_where_a_look_takes_long():
-    wait = MissingRanks(
-        MeetingPlace("save", tuple(range(5000)), 1),
-        Terms("save is needed", "Save."),
-        Ranks(1).at[0],
-        rank=0,
-        patience_s=10.0,
-        tell=print,
-        absent=lambda: [1],
-        takes_turn=lambda: True,
-    )
-    assert max(wait._next_pause_s(0.4) for _ in range(20)) < missing_ranks._TAKE_OVER_S
-
-
 def test_more_ranks_than_bits_of_a_number_meet():
     count = 130
     ranks = Ranks(count)
@@ -338,32 +258,6 @@ def test_many_ranks_have_one_look_and_fail_with_one_decision():
     assert len(looks) < count
 
 
-def test_whoever_decides_first_decides_for_all():
-    store = HashStore()
-    place = MeetingPlace("save", (0, 1), 1)
-    first, second = (Attendance(store, "run", place, rank) for rank in range(2))
-    assert first.come()
-    assert first.decision() is None
-    assert first.absent() == [1]
-    assert str(first.decide(Decision(PeerLostError("rank 1 is gone", rank=1))).error) == "rank 1 is gone"
-    second.come()
-    held = second.decision().error
-    assert isinstance(held, PeerLostError)
-    assert held.rank == 1
-    assert str(second.decide(Decision(UsageError("no"))).error) == "rank 1 is gone"
-
-
-def test_one_rank_takes_a_turn_while_it_asks():
-    store = HashStore()
-    place = MeetingPlace("save", (0, 1), 1)
-    first, second = (Attendance(store, "run", place, rank) for rank in range(2))
-    assert [first.takes_turn(), first.takes_turn(), second.takes_turn(), first.takes_turn()] == [
-        *(True, True, False, True)
-    ]
-    assert not second.takes_turn()
-    assert second.takes_turn()  # nobody has looked since it asked
-
-
 def test_a_sender_and_a_receiver_meet_by_one_name():
     ranks = Ranks(2)
     terms = Terms("smp.send() on rank 0 needs smp.recv_from() on rank 1", "Take it.")
@@ -375,11 +269,6 @@ def test_a_sender_and_a_receiver_meet_by_one_name():
     first, _ = all_at_once(lambda: call(0, "smp.send()"), lambda: ranks.meet(1))
     assert "smp.send() on rank 0 needs smp.recv_from() on rank 1" in str(first)
     assert "rank 1 is in model.state_dict()" in str(first)
-
-
-@given(st.lists(st.integers(0, 40), unique=True))
-def test_sets_of_ranks_are_read_as_they_were(ranks):
-    assert ranks_in(spans(tuple(ranks))) == tuple(ranks)
 
 
 def test_notes_travel_as_text():
@@ -394,47 +283,3 @@ def test_notes_travel_as_text():
     assert note.common_calls(1) == 7
     assert note.common_calls(3) == 4
     assert str(note) == "is in model.state_dict() (train.py:7) for 2 s"
-
-
-class LostPeers:
-    """Ways to the ranks of a host, of which one ends while it is told that this rank has come, or later."""
-
-    def __init__(self, *, ends_at_once):
-        self._ends_at_once = ends_at_once
-
-    def __contains__(self, rank):
-        return True
-
-    def send(self, tensor, target, purpose):
-        if self._ends_at_once:
-            raise PeerLostError(f"rank {target} has ended", rank=target)
-
-    def post(self, tensor, source, purpose):
-        return None
-
-    def wait(self, receipt, source, look):
-        raise PeerLostError(f"rank {source} has ended", rank=source)
-
-
-class Data:
-    """Something large in a variable of the script."""
-
-
-@pytest.mark.parametrize("ends_at_once", [True, False])
-def test_a_call_that_failed_is_remembered_without_what_the_script_had(ends_at_once):
-    """Its error kept the script's frames, with all tensors; and none was kept where it failed at once."""
-    calls = Ranks(3).calls[0]
-    calls._local = LostPeers(ends_at_once=ends_at_once)
-
-    def script():
-        data = Data()
-        with pytest.raises(PeerLostError, match="rank 1"):
-            calls.meet_each([Call("sw.barrier()", (0, 1)), Call("sw.barrier()", (0, 2))])
-        return weakref.ref(data)
-
-    data = script()
-    gc.collect()
-    assert data() is None
-    for ranks in [(0, 1), (0, 2)]:  # rank 2, too, may have heard that this one has come
-        with pytest.raises(UsageError, match=r"The failure was PeerLostError: .*rank 1"):
-            calls.meet("sw.barrier()", ranks)

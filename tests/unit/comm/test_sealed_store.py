@@ -100,15 +100,6 @@ def test_a_value_of_another_key_or_another_life_is_refused(stores):
         SealedStore(raw, SEAL.derived("life", b"2")).get("c")
 
 
-def test_a_counter_that_is_no_number():
-    server = loopback_tcp_store(timeout_s=5)
-    client = TCPStore("127.0.0.1", server.port, is_master=False)
-    client.set("n", "garbage")
-    with pytest.raises(LaunchError, match="the counter 'n' of the run's store cannot be used"):
-        SealedStore(client, SEAL).add("n", 1)
-    assert server.add("m", 1) == 1  # the server goes on
-
-
 def in_threads(begin, num_ranks):
     found = [None] * num_ranks
 
@@ -153,21 +144,6 @@ def test_ranks_with_a_secret_share_a_key_which_is_another_one_each_time():
     assert len(codes(first)) == len(codes(second)) == 1
     assert codes(first) != codes(second)
     assert None not in codes(first)
-
-
-def test_greetings_of_an_earlier_life_that_are_put_back_give_no_key_of_it():
-    """Rank 0 read its own greeting back, and took the key of an earlier life whose greetings stood there."""
-    environ, store = {SECRET: new_secret()}, loopback_tcp_store(timeout_s=10)
-    (first, *_) = sessions([environ] * 2, store=store)
-
-    class PutBack(dict):
-        def get(self, key):
-            return store.get(key)
-
-        set = dict.__setitem__
-
-    second = begin_session(PutBack(), rank=0, num_ranks=2, one_host=False, timeout_s=5, environ=environ)
-    assert first.seal.code("x", b"y") != second.seal.code("x", b"y")
 
 
 def test_ranks_of_one_host_need_no_launcher_for_it():

@@ -76,14 +76,6 @@ def test_a_rank_that_works_or_waits_is_not_named(note):
     assert ranks.told == []
 
 
-def test_what_a_rank_said_long_ago_does_not_count():
-    ranks = Ranks(waiting(), sleeping(), waiting())
-    for seconds in (10.0, 12.0, 14.0):
-        ranks.notes[0] = waiting(seconds)
-        ranks.stalls[0].look(ranks.notes[0])
-    assert ranks.told == []
-
-
 def test_a_collective_that_others_wait_for_elsewhere_ends():
     alone = waiting(place=None, joint=REDUCE)
     ends = Ranks(alone, waiting(), waiting()).look()
@@ -92,11 +84,6 @@ def test_a_collective_that_others_wait_for_elsewhere_ends():
         "rank 0 waits in torch.distributed.all_reduce (train.py:20) for rank 1, 2, which waits for rank 0: "
         "rank 1 is in the step function train (train.py:20)"
     )
-
-
-def test_a_collective_that_all_are_in_may_take_long():
-    together = [waiting(place=None, joint=REDUCE) for _ in range(3)]
-    assert Ranks(*together).look(times=9) == ["", "", ""]
 
 
 def test_a_collective_waits_for_a_rank_that_sleeps_or_says_nothing():

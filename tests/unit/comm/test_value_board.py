@@ -9,7 +9,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from shardwright.comm.joining.run_secret import ForgedError
 from shardwright.comm.joining.store import ValueBoard
-from shardwright.errors import PeerLostError, PeerTimeoutError, UsageError
+from shardwright.errors import PeerLostError, UsageError
 
 ABSENT = UsageError("not put up")
 
@@ -60,31 +60,11 @@ def test_a_mark_that_no_rank_has_made() -> None:
         other.get(["a"], 0, ABSENT)
 
 
-def test_nor_is_it_behind_a_mark_of_this_batch() -> None:
-    _, one, other = boards()
-    one.mark("passed 0")
-    one.tell()
-    with pytest.raises(UsageError, match="not put up"):
-        other.get(["a"], 0, ABSENT, mark="passed 0")
-    for board in (one, other):
-        board.begin()
-    thread = threading.Thread(target=lambda: (time.sleep(0.6), one.put("a", b"x")))
-    thread.start()
-    assert other.get(["a"], 0, ABSENT, mark="passed 0") == ("a", b"x")
-    thread.join()
-
-
 def test_ranks_that_have_ended_are_not_waited_for() -> None:
     _, _, other = boards(has_ended=lambda rank: rank == 4)
     with pytest.raises(PeerLostError, match="a value of rank 4 failed: it has ended") as caught:
         other.get(["a"], 0, ABSENT)
     assert caught.value.rank == 4
-
-
-def test_no_rank_is_waited_for_too_long() -> None:
-    _, _, other = boards(timeout_s=0.1)
-    with pytest.raises(PeerTimeoutError, match=r"no answer within 0\.1 s"):
-        other.get(["a"], 0, ABSENT)
 
 
 def test_a_batch_leaves_nothing() -> None:

@@ -13,7 +13,6 @@ from shardwright.costs import (
     KindOfRank,
     Options,
     Rates,
-    Recompute,
     ScheduleKind,
     calibration_of,
     chain_prices,
@@ -84,46 +83,3 @@ def test_columns_are_what_single_ways_are():
         assert prices(chain, one, RATES).seconds.total == pytest.approx(together.total[number])
         alone = prices(chain, one).num_bytes
         assert float(alone.total) == pytest.approx(memory.total[number])
-
-
-def ways():
-    return st.builds(
-        Options,
-        pipeline=st.sampled_from([1.0, 2.0, 3.0]),
-        data=st.sampled_from([1.0, 4.0, 16.0]),
-        microbatch=st.sampled_from([1.0, 4.0]),
-        microbatches=st.sampled_from([1.0, 6.0]),
-        schedule=st.sampled_from([float(ScheduleKind.ONE_F_ONE_B), float(ScheduleKind.ZB_H1)]),
-        recompute=st.sampled_from([float(Recompute.NONE), float(Recompute.FULL)]),
-    )
-
-
-@given(flops=st.lists(st.floats(1e6, 1e11), min_size=3, max_size=8), way=ways())
-def test_faster_machines_are_never_slower_and_parts_are_never_negative(flops, way):
-    chain = chain_of(*flops)
-    step = prices(chain, way, RATES).seconds
-    for name in step.__dataclass_fields__:
-        assert float(getattr(step, name)) >= -1e-15, name
-    for rate in ("flops_per_s", "memory_Bps", "link_Bps", "network_Bps"):
-        faster = RATES.__class__(**{**_fields(RATES), rate: 2 * getattr(RATES, rate)})
-        assert prices(chain, way, faster).seconds.total <= step.total * (1 + 1e-9)
-
-
-@given(flops=st.lists(st.floats(1e6, 1e11), min_size=3, max_size=8), way=ways())
-def test_recomputing_and_sharing_never_take_more_memory(flops, way):
-    chain = chain_of(*flops)
-
-    def needed(**changes):
-        found = prices(chain, Options(**{**_fields(way), **changes})).num_bytes
-        return float(found.activations), float(found.parameters + found.gradients + found.optimizer)
-
-    kept, _ = needed(recompute=float(Recompute.NONE))
-    again, _ = needed(recompute=float(Recompute.FULL))
-    assert again <= kept
-    _, whole = needed(shard=1.0, sharded=0.0)
-    _, shared = needed(shard=way.data, sharded=3.0)
-    assert shared <= whole
-
-
-def _fields(record):
-    return {name: getattr(record, name) for name in record.__dataclass_fields__}

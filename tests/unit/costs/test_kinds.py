@@ -13,18 +13,14 @@ from shardwright.catalogue import Transformer, find_architecture
 from shardwright.cluster import parse_inventory
 from shardwright.costs import (
     KindOfRank,
-    Offload,
     Options,
     Placement,
     Rates,
-    ScheduleKind,
     Shape,
-    Sharded,
     calibration_of,
     chain_prices,
     rank_bytes,
     step_seconds,
-    transformer_fit,
     transformer_prices,
 )
 from shardwright.costs.block import block_seconds, head_seconds
@@ -100,26 +96,6 @@ def test_no_other_deal_of_blocks_is_faster(kinds, layers):
     assert float(parts) / 1e6 == pytest.approx(best, rel=1e-3)
 
 
-@given(
-    st.integers(1, 4),
-    st.sampled_from(["flops_per_s", "memory_Bps", "link_Bps", "network_Bps"]),
-    st.floats(1.05, 8.0),
-    st.floats(0.3, 3.0),
-    st.integers(0, 1),
-    st.sampled_from([Sharded.NOTHING, Sharded.OPTIMIZER]),
-)
-@settings(deadline=None)
-def test_a_faster_kind_never_makes_a_step_slower(stages, rate, factor, times, which, sharded):
-    kinds = [kind(16), kind(16 * stages, times)]
-    options = way(1 + stages, 16, shard=16.0, sharded=int(sharded))
-    before = transformer_prices(SHAPE, options, kinds, A100).seconds.total
-    faster = replace(kinds[which].rates, **{rate: getattr(kinds[which].rates, rate) * factor})
-    kinds[which] = replace(kinds[which], rates=faster)
-    after = transformer_prices(SHAPE, options, kinds, A100).seconds.total
-    # Blocks are dealt by their own seconds, whatever the end of a step takes then.
-    assert after <= before * 1.01
-
-
 @given(st.floats(0.2, 4.0), st.floats(1.0, 4.0), st.floats(1.01, 4.0))
 @settings(deadline=None)
 def test_blocks_stay_within_memory_and_more_of_it_is_never_slower(small, times, more):
@@ -137,24 +113,6 @@ def test_blocks_stay_within_memory_and_more_of_it_is_never_slower(small, times, 
     assert larger.seconds.total <= found.seconds.total * (1 + 1e-9)
 
 
-@given(st.floats(1.0, 14.0), st.floats(1.0, 14.0), st.sampled_from([0, 1]), st.sampled_from([2, 3, 4]))
-@settings(deadline=None)
-def test_what_fits_is_told_without_the_seconds(first, second, whole, pipeline):
-    one = float(stage_bytes(SHAPE, way(pipeline, 24 / pipeline), 1.0, last=False).total)
-    none = float(stage_bytes(SHAPE, way(pipeline, 24 / pipeline), 0.0, last=False).total)
-    kinds = [kind(12, memory=none + (one - none) * room) for room in (first, second)]
-    options = way(pipeline, 24 / pipeline, whole_layers=whole)
-    found = transformer_prices(SHAPE, options, kinds, A100)
-    assert transformer_fit(SHAPE, options, kinds)[0] == (found.num_bytes.total <= found.limit[0])
-
-
-def test_what_fits_nowhere_is_told_with_its_limit():
-    kinds = [kind(8, memory=2 * 2**30), kind(8, memory=3 * 2**30)]
-    found = transformer_prices(SHAPE, way(2, 8), kinds, A100)
-    assert found.num_bytes.total > found.limit
-    assert float(found.limit[0]) in (2 * 2**30, 3 * 2**30)
-
-
 def test_messages_between_kinds_are_slow_and_sums_inside_of_one_are_not():
     slow = replace(A100, network_Bps=1e9)
     apart = transformer_prices(SHAPE, way(2, 16), [kind(16), kind(16)], slow).seconds
@@ -165,16 +123,6 @@ def test_messages_between_kinds_are_slow_and_sums_inside_of_one_are_not():
     assert apart.all_reduce == pytest.approx(float(alone.all_reduce))
     assert apart.point_to_point > alone.point_to_point * 10
     assert together.all_reduce > alone.all_reduce * 10
-
-
-def test_a_chain_on_two_kinds_that_are_alike_takes_what_it_takes_on_one():
-    chain = convolutional_chain()
-    options = way(4, 4)
-    found = chain_prices(chain, options, [kind(8), kind(8)], A100, precision=BF16, width=2)
-    alone = chain_prices(chain, options, [kind(8)], A100, precision=BF16, width=2).seconds
-    memory = chain_prices(chain, options, [kind(8)], A100, precision=BF16, width=2).num_bytes
-    assert found.seconds.total == pytest.approx(float(alone.total))
-    assert found.num_bytes.total == pytest.approx(float(memory.total))
 
 
 def test_a_chain_gives_faster_nodes_more_layers():
@@ -204,40 +152,3 @@ def test_a_search_deals_layers_by_kind_and_says_so():
     assert best.to_dict()["layers"] == dict(best.layers)
     assert any("layers a rank" in sentence for sentence in reasons(answer))
     assert all(each.share >= -1e-6 for each in sensitivities(answer.task, best))
-
-
-def test_nodes_of_one_kind_need_no_deal():
-    assert search(mixed("p4d.24xlarge*2 + p4d.24xlarge*2")).best.layers == {}
-    assert np.isclose(
-        search(mixed("p4d.24xlarge*2 + p4d.24xlarge*2")).best.step_s,
-        search(mixed("p4d.24xlarge*4")).best.step_s,
-    )
-
-
-@given(
-    st.sampled_from([1.0, 2.0, 4.0]),
-    st.integers(2, 4),
-    st.integers(12, 40),
-    st.floats(0.1, 1.0),
-    st.sampled_from([PLENTY, 12e9, 8e9]),
-)
-@settings(deadline=None, max_examples=100)
-def test_every_rank_has_a_block_for_each_of_its_stages(virtual, pipeline, layers, times, memory):
-    shape = replace(SHAPE, layers=float(layers))
-    options = way(2 * pipeline, 1, virtual=virtual, schedule=ScheduleKind.INTERLEAVED)
-    kinds = [kind(pipeline), kind(pipeline, times, memory)]
-    if transformer_fit(shape, options, kinds)[0] and layers >= 2 * pipeline * virtual:
-        blocks = transformer_prices(shape, options, kinds, A100).blocks
-        assert (blocks >= virtual).all()
-
-
-def test_of_what_goes_to_the_host_the_rank_with_most_counts():
-    # The first kind takes more blocks, and is further from its limit.
-    kinds = [kind(8, 4.0), kind(8, 1.0, memory=20e9)]
-    options = way(2, 8, offload=Offload.OPTIMIZER)
-    found = transformer_prices(SHAPE, options, kinds, A100)
-    most = found.blocks.max()
-    own = stage_bytes(SHAPE, options, most, last=False)
-    assert float(found.num_bytes.host) == pytest.approx(float(own.host))
-    assert own.host > stage_bytes(SHAPE, options, found.blocks.min(), last=True).host > 0
-    assert own.total == pytest.approx(sum(getattr(own, f.name) for f in fields(own) if f.name != "host"))

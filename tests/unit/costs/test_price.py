@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from shardwright.cluster import Rate, memory_for, parse_inventory, usable_bytes
+from shardwright.cluster import Rate, parse_inventory
 from shardwright.costs import calibration_of, calibration_of_nodes
 from shardwright.costs.calibration import ACTION_S, STEP_S
 from shardwright.costs.links import RankRates
-from shardwright.costs.run_cluster import cluster_of
 from shardwright.model_graph import Work
 
 REACHED = replace(
@@ -49,20 +48,3 @@ def test_what_was_measured_is_reached_in_full():
     found = calibration_of_nodes(replace(kind, source="measured")).efficiencies
     assert found.link == found.reduce_network == found.point_to_point == 1.0
     assert found.matmul < 1
-
-
-def test_a_run_sees_rates_as_they_are_reached():
-    machines = parse_inventory("p4d.24xlarge")
-    reached = calibration_of("A100").efficiencies
-    device = cluster_of(machines, dtype="bfloat16").device
-    assert device.family == "A100"
-    assert device.reached == pytest.approx(reached.matmul * reached.matmul_factor)
-    # 36 bytes move for a parameter of 16 bits, whose copy has 4.
-    peak = machines.nodes[0][0].accelerator.memory_Bps
-    assert device.update_Bps == pytest.approx(peak * reached.update * 4 / 36)
-
-
-def test_memory_for_tensors_is_what_they_may_fill():
-    kind, _ = parse_inventory("p4d.24xlarge").nodes[0]
-    needed = memory_for(kind, usable_bytes(kind))
-    assert needed == pytest.approx(kind.accelerator.memory_bytes, rel=1e-6)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from shardwright.catalogue import find_architecture
 from shardwright.costs import (
-    BF16,
     Offload,
     Options,
     Rates,
@@ -21,7 +20,6 @@ from shardwright.costs import (
     rank_bytes,
     step_seconds,
 )
-from shardwright.costs.block import kept_bytes
 
 A100 = Rates(flops_per_s=312e12, memory_Bps=2e12, link_Bps=300e9, network_Bps=100e9, per_node=8.0)
 REACHED = calibration_of("A100", "megatron").efficiencies
@@ -67,18 +65,6 @@ def test_parts_are_no_less_than_nothing_and_add_up(shape, options):
         assert np.isfinite(float(found.total))
 
 
-@given(SHAPES, ways())
-@settings(deadline=None)
-def test_numbers_of_twice_the_width_take_twice_as_much(shape, options):
-    wide = replace(options, width=4.0)
-    kept, kept_wide = (float(kept_bytes(shape, each)) for each in (options, wide))
-    assert kept_wide == pytest.approx(2 * kept)
-    no_latency = replace(A100, link_latency_s=0.0, network_latency_s=0.0)
-    narrow, doubled = (step_seconds(shape, each, no_latency, REACHED) for each in (options, wide))
-    for part in ("point_to_point", "all_reduce"):
-        assert float(getattr(doubled, part)) == pytest.approx(2 * float(getattr(narrow, part)))
-
-
 @given(
     SHAPES,
     ways(),
@@ -105,23 +91,6 @@ def test_recomputation_takes_time_and_spares_memory(shape, options):
     assert seconds[0] <= seconds[2] * (1 + 1e-9)
     assert kept[0] >= kept[1]
     assert kept[0] >= kept[2]
-
-
-@given(SHAPES, ways(), st.sampled_from(["tensor", "pipeline"]))
-@settings(deadline=None)
-def test_states_are_divided(shape, options, axis):
-    one, two = (replace(options, **{axis: degree}) for degree in (1.0, 2.0))
-    first, second = rank_bytes(shape, one, precision=BF16), rank_bytes(shape, two, precision=BF16)
-    assert float(second.parameters) <= float(first.parameters) * (1 + 1e-9)
-
-
-def test_candidates_are_priced_as_one_by_one():
-    shape = Shape.of(find_architecture("llama3-8b"))
-    degrees = np.array([1.0, 2.0, 4.0, 8.0])
-    together = step_seconds(shape, Options(tensor=degrees, data=8.0, microbatches=4.0), A100, REACHED).total
-    for degree, seconds in zip(degrees, together, strict=True):
-        alone = step_seconds(shape, Options(tensor=degree, data=8.0, microbatches=4.0), A100, REACHED)
-        assert float(alone.total) == pytest.approx(float(seconds))
 
 
 def test_a_published_run_that_was_predicted_closely():

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 from observe.run_folders import run_folder
-from planned import planned
 
 from shardwright.errors import ShardwrightError
-from shardwright.observe.report import gather
-from shardwright.observe.summary import format_summary, summarize
+from shardwright.observe.summary import summarize
 
 from .good_files import READERS, Reader
 
@@ -103,27 +101,6 @@ def test_a_mark_of_byte_order_is_passed_over(reader, tmp_path):
     path = reader.path(tmp_path)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     reader.read(tmp_path)
-
-
-def test_the_last_line_of_a_run_that_goes_on_is_no_fault(tmp_path):
-    folder = run_folder(tmp_path / "run", planned())
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "train/lo')
-    assert summarize(folder).left_out == ""
-    assert summarize(folder).steps == 3
-
-
-def test_lines_that_are_no_records_are_said_once(tmp_path):
-    folder = run_folder(tmp_path / "run", planned())
-    good = (folder / "metrics.jsonl").read_text()
-    (folder / "metrics.jsonl").write_text(f'garbage\n[1]\n{good}{{"step": 9, "step": 10}}\n{good}')
-    said = summarize(folder).left_out
-    assert said.endswith(
-        "metrics.jsonl: line 1 is no JSON: line 1, column 1: Expecting value, and 2 others are none either. "
-        "Left out."
-    )
-    assert said in format_summary(summarize(folder))
-    assert said in gather(folder).notes
 
 
 @pytest.mark.parametrize(

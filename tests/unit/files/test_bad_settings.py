@@ -9,8 +9,6 @@ from shardwright.comm.launchers import detect
 from shardwright.config import Config
 from shardwright.errors import ConfigError, LaunchError, ShardwrightError
 from shardwright.launch import Estimator
-from shardwright.launch.processes import ExitLog, WorkerExit
-from shardwright.observe.run_folder import RunFolder
 from shardwright.run.launch_settings import settings_from
 
 BIG, DEEP = 10**5000, "[" * 100_000
@@ -143,15 +141,6 @@ def test_settings_of_the_launcher(variable, text, message, tmp_path, monkeypatch
     assert message in str(refused.value)
 
 
-def test_torn_lines_of_an_exit_log_are_left_out(tmp_path):
-    """A node that lost power left half a line, and the launcher ended in a traceback."""
-    file = tmp_path / "exits.jsonl"
-    good = WorkerExit(rank=1, local_rank=1, life=0, exit_code=3, at_s=1.0, seconds=2.0, log="x")
-    ExitLog(file).append(good)
-    file.write_text(f'{{"rank": 1, "lo\n[]\n{DEEP}\n{{"x": 1}}\n{file.read_text()}')
-    assert ExitLog(file).read() == [good]
-
-
 def smp(**parameters):
     return {"smdistributed": {"modelparallel": {"enabled": True, "parameters": parameters}}}
 
@@ -200,12 +189,3 @@ def test_arguments_of_an_estimator(arguments, message, tmp_path, monkeypatch):
         Estimator("train.py", **arguments)
     assert message in str(refused.value)
     assert "\x1b" not in str(refused.value)
-
-
-@pytest.mark.parametrize("name", ["a\x1b[2J", "a\nb", "a\u202eb"])
-def test_no_run_folder_gets_a_name_with_control_characters(tmp_path, monkeypatch, name):
-    """``run_dir`` was looked at, and the variable that is stronger was not."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"SHARDWRIGHT_RUN_DIR is .* must not have control characters"):
-        RunFolder.create("runs", environ={"SHARDWRIGHT_RUN_DIR": name})
-    assert list(tmp_path.iterdir()) == []

@@ -3,26 +3,18 @@
 import io
 import json
 import unicodedata
-from pathlib import Path
 
 import pytest
-import yaml
-from cli.calling import call
 from hypothesis import given
 from hypothesis import strategies as st
 from observe.run_folders import run_folder
 from planned import planned
 
-from shardwright.cli.commands.trace import format_graph
 from shardwright.errors import ConfigError, PlanError
-from shardwright.launch import Estimator, Kubernetes, Slurm
-from shardwright.model_graph import ModelGraph
-from shardwright.observe import Console, RunFolder
-from shardwright.observe.plan_text import format_plan_in_full
+from shardwright.observe import Console
 from shardwright.observe.report import gather
 from shardwright.observe.report.page import render_page
-from shardwright.plan import Plan
-from shardwright.text import align, control_in, printable
+from shardwright.text import control_in, printable
 
 from .good_files import READERS
 
@@ -75,26 +67,6 @@ def test_the_console_escapes_and_keeps_its_own_lines():
     assert stream.getvalue() == "one\ntwo \\u001b[2J\n\x1b[2mthree \\u001b[2J\x1b[0m\n"
 
 
-def test_cells_of_tables_are_of_one_line():
-    assert align([["name", "size"], [EVIL, "1"]]).count("\n") == 1
-
-
-def test_run_folders_that_somebody_else_has_named(tmp_path, capsys, monkeypatch):
-    """`shardwright runs` and `explain` sent what stands in the name of a folder to the terminal."""
-    folder = run_folder(tmp_path / EVIL.replace("/", ""), planned())
-    for words in (["runs", tmp_path], ["runs", tmp_path, "--json"]):
-        code, out, err = call(capsys, *words)
-        assert code == 0
-        assert is_harmless(out + err)
-    assert len(call(capsys, "runs", tmp_path)[1].splitlines()) == 2
-    monkeypatch.chdir(folder)
-    for words in (["show", "."], ["explain", "."], ["show", "."], ["report", ".", "--json"]):
-        code, out, err = call(capsys, *words)
-        assert code == 0
-        assert is_harmless(out + err)
-    assert is_harmless(str(RunFolder(folder)))
-
-
 def test_a_report_shows_names_and_obeys_none(tmp_path):
     name = "<script>alert(1)</script>" + EVIL.replace("/", "")
     folder = run_folder(tmp_path / name.replace("/", "|"), planned())
@@ -107,25 +79,6 @@ def test_a_report_shows_names_and_obeys_none(tmp_path):
     assert is_harmless(page)
     assert "<script>alert" not in page
     assert "<b>%{y}" not in page
-
-
-def test_a_model_whose_parts_have_such_names(tmp_path):
-    """Names of modules are the user's own, and may be anything."""
-    plan = planned(unit="h{stage}" + EVIL)
-    text = format_plan_in_full(plan.model_copy(update={"why": (f"stage 0 has {EVIL}",)}))
-    assert is_harmless(text)
-    assert len(text.splitlines()) == len(format_plan_in_full(planned()).splitlines()) - 1
-    plan.write(tmp_path / "plan.json")
-    with pytest.raises(PlanError, match=r"units\.0 is .*, but it must not have control characters"):
-        Plan.read(tmp_path / "plan.json")
-
-
-def test_ties_are_of_one_line_each():
-    from graphs import chain_graph
-
-    graph = chain_graph(3)
-    assert isinstance(graph, ModelGraph)
-    assert is_harmless(format_graph(graph))
 
 
 @pytest.mark.parametrize("reader", [r for r in READERS if r.name in ("plan.json", "cluster.yaml")], ids=str)
@@ -141,18 +94,3 @@ def test_names_with_controls_are_refused_in_files(reader, control, tmp_path):
     path.write_text(text.replace(was, new))
     with pytest.raises((PlanError, ConfigError), match="it must not have control characters"):
         reader.read(tmp_path)
-
-
-def test_manifests_have_them_quoted(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").touch()
-    value = EVIL.replace("\n", " ").replace("\r", " ")
-    for engine in (Kubernetes(image="image"), Kubernetes(image="image", kind="JobSet")):
-        estimator = Estimator("train.py", engine=engine, instance_count=1, processes_per_host=1)
-        estimator.set_hyperparameters(text=value)
-        manifest = estimator.manifest(job_name="job")
-        assert is_harmless(manifest)
-        assert value in str(list(yaml.safe_load_all(manifest))) or value.isprintable() is False
-    estimator = Estimator("train.py", engine=Slurm(), processes_per_host=1, hyperparameters={"text": value})
-    estimator.fit(job_name="job", dry_run=True)
-    assert is_harmless(capsys.readouterr().out)

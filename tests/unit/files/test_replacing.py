@@ -6,11 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from cli.calling import call
-from planned import planned
 
-from shardwright.cluster import find_machines
-from shardwright.cluster.cluster_file import write_inventory
 from shardwright.errors import ConfigError
 from shardwright.files import check_place, open_to_append, replace_file
 from shardwright.observe import JsonLines
@@ -102,14 +98,6 @@ def test_a_run_folder_that_another_user_left_in_a_folder_for_all_is_not_taken(fo
     assert not list(for_all.rglob("logs"))
 
 
-def test_links_of_this_user_are_followed_in_a_folder_for_all(for_all, monkeypatch):
-    (for_all / "out").symlink_to(for_all.parent / "new file")
-    monkeypatch.setattr(os, "geteuid", lambda: (for_all / "out").lstat().st_uid)
-    replace_file(for_all / "out", "new")
-    assert (for_all / "out").is_symlink()
-    assert (for_all.parent / "new file").read_text() == "new"
-
-
 def test_permissions_are_kept_and_new_files_have_those_of_the_process(tmp_path):
     place = tmp_path / "file"
     before = os.umask(0o027)
@@ -141,24 +129,6 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_link_that_waits_at_the_name_of_the_draft_is_not_followed(tmp_path, monkeypatch):
-    """In a folder for all, somebody else can guess names and put links there."""
-    monkeypatch.setattr("secrets.token_hex", lambda _: "0")
-    (tmp_path / "victim").write_text("mine")
-    (tmp_path / ".file.tmp-0").symlink_to("victim")
-    with pytest.raises(FileExistsError):
-        replace_file(tmp_path / "file", "new")
-    assert (tmp_path / "victim").read_text() == "mine"
-
-
-@pytest.mark.parametrize("name", ["a\x1b[2J", "a\nb", "a\u202eb", "a\x9b2J"])
-def test_no_file_gets_a_name_with_control_characters(tmp_path, name):
-    for write in (planned().write, lambda path: write_inventory(path, find_machines("p4d.24xlarge"))):
-        with pytest.raises(OSError, match="its name has a control character"):
-            write(tmp_path / name)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_a_run_appends_to_is_a_file(tmp_path):
     """A pipe in the place of ``metrics.jsonl`` had the run wait for a reader."""
     os.mkfifo(tmp_path / "metrics.jsonl")
@@ -170,13 +140,3 @@ def test_what_a_run_appends_to_is_a_file(tmp_path):
     (tmp_path / "plan.json").mkdir()
     with pytest.raises(OSError, match="it is a folder"):
         RunFolder(tmp_path).write("plan.json", "{}")
-
-
-def test_timelines_go_through_the_same_door(tmp_path, capsys):
-    planned().write(tmp_path / "plan.json")
-    os.mkfifo(tmp_path / "pipe")
-    words = ("explain", tmp_path / "plan.json", "--trace")
-    code, _, err = call(capsys, *words, tmp_path / "pipe")
-    assert code == 2
-    assert "it is a pipe, and only a file is replaced" in err
-    assert call(capsys, *words, tmp_path / "file")[0] == 0

@@ -1,15 +1,11 @@
 """The estimator: what it makes of its arguments, and what it refuses. No job is started here."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from shardwright.errors import ConfigError, UsageError
-from shardwright.launch import Estimator, Kubernetes, Local, LocalCluster, PyTorch, Slurm, TensorFlow
-from shardwright.launch.distribution import read_distribution
+from shardwright.launch import Estimator, Local, LocalCluster, PyTorch, TensorFlow
 from shardwright.launch.job_spec import read_channels
 from shardwright.launch.placement import gpus_of
 
@@ -97,14 +93,6 @@ def test_a_published_listing_for_tensorflow(script, tmp_path):
         TensorFlow(**listing, model_dir=True)
 
 
-def test_an_exported_folder_of_the_code_stays(script, monkeypatch):
-    """The estimator overwrote it."""
-    monkeypatch.setenv("SM_MODULE_DIR", "/opt/ml/code")
-    assert spec_of(Estimator(script)).variables()["SM_MODULE_DIR"] == "/opt/ml/code"
-    elsewhere = Estimator(script, engine=Slurm())
-    assert spec_of(elsewhere).variables()["SM_MODULE_DIR"] == str(spec_of(elsewhere).source_dir)
-
-
 @pytest.mark.parametrize(
     ("distribution", "processes", "params"),
     [
@@ -141,13 +129,6 @@ def test_settings_of_shardwright_reach_the_ranks(script, tmp_path):
         spec_of(Estimator(script, distribution=distribution)).variables()["SHARDWRIGHT_SET"]
     ) == {"microbatches": 4}
     assert "microbatchs" in refused(script, distribution={"shardwright": {"parameters": {"microbatchs": 4}}})
-
-
-def test_exported_variables_of_mpi_options(script):
-    distribution = smp()
-    distribution["mpi"]["custom_mpi_options"] = "-verbose -x NCCL_DEBUG=WARN -x PATH --oversubscribe"
-    spec = spec_of(Estimator(script, distribution=distribution, environment={"A": 1}))
-    assert dict(spec.environment) == {"NCCL_DEBUG": "WARN", "A": "1"}
 
 
 @pytest.mark.parametrize(
@@ -197,13 +178,6 @@ def test_a_distribution_that_cannot_be_used(script, distribution, message):
         Estimator(script, distribution=distribution)
 
 
-def test_parameters_of_the_model_parallel_library_in_a_file(script, tmp_path):
-    (tmp_path / "smp.json").write_text('{"partitions": 2}')
-    distribution = smp()
-    distribution["smdistributed"]["modelparallel"]["parameters"] = "smp.json"
-    assert read_distribution(distribution).mp_parameters == {"partitions": 2}
-
-
 def test_kinds_of_machines(script):
     counts = {name: gpus_of(name) for name in ("ml.p4d.24xlarge", "ml.p3.8xlarge", "ml.g5.12xlarge", "local")}
     assert counts == {"ml.p4d.24xlarge": 8, "ml.p3.8xlarge": 4, "ml.g5.12xlarge": 4, "local": 0}
@@ -214,23 +188,6 @@ def test_kinds_of_machines(script):
     assert "nothing is known of instance_type 'ml.q9.huge'" in text
     assert "Estimator(..., processes_per_host=8)" in text
     Estimator(script, instance_type="ml.q9.huge", distribution=smp(4))
-
-
-def test_gpus_that_are_not_here(script, monkeypatch):
-    monkeypatch.setattr("shardwright.launch.placement.gpus_here", lambda: 0)
-    with pytest.warns(
-        UserWarning, match=r"ml\.p3\.16xlarge has 8 GPUs, and this machine has none.*device=.cpu"
-    ):
-        Estimator(script, instance_type="ml.p3.16xlarge", distribution=smp())
-    assert "this machine has no GPU" in refused(script, instance_type="local_gpu")
-    monkeypatch.setattr("shardwright.launch.placement.gpus_here", lambda: 2)
-    assert "= 4 processes, but this machine has 2 GPUs" in refused(
-        script, instance_type="ml.p3.16xlarge", instance_count=2, distribution=smp()
-    )
-    found = Estimator(
-        script, instance_type="ml.p3.16xlarge", distribution={"torch_distributed": {"enabled": True}}
-    )
-    assert (spec_of(found).processes_per_host, spec_of(found).gpus_per_host) == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -294,38 +251,9 @@ def test_text_that_no_process_can_get_is_refused_first(script, tmp_path, argumen
     assert not list(tmp_path.rglob("one"))
 
 
-@pytest.mark.parametrize("engine", [Slurm, lambda: Kubernetes(code=os.fsdecode(b"/\xff"))])
-def test_folders_that_are_not_utf8_go_into_no_manifest(script, tmp_path, engine):
-    source = tmp_path / os.fsdecode(b"\xff")
-    source.mkdir()
-    (source / "train.py").touch()
-    assert "\udcff" in Estimator("train.py", source_dir=source).manifest()
-    with pytest.raises(ConfigError, match="has a name that is not UTF-8, so that no manifest can have it"):
-        Estimator("train.py", source_dir=source, engine=engine()).manifest()
-
-
-def test_arguments_that_change_nothing_are_told_once(script, tmp_path):
-    (tmp_path / "requirements.txt").touch()
-    with pytest.warns(UserWarning, match="Estimator: ") as caught:
-        Estimator(script, metric_definitions=[{"Name": "loss"}], use_spot_instances=True, rules=[], tags=[])
-    (warning,) = caught
-    text = str(warning.message)
-    assert "metric_definitions changes nothing here: metrics of a run are in its folder" in text
-    assert "use_spot_instances" in text
-    assert "pip install -r" in text
-    assert "rules" not in text
-
-
 def test_names_of_older_versions(script):
     estimator = Estimator(script, train_instance_type="ml.p3.2xlarge", train_instance_count=2, device="cpu")
     assert (estimator.instance_type, estimator.instance_count) == ("ml.p3.2xlarge", 2)
-
-
-def test_local_means_the_cpus_of_this_machine(script):
-    assert spec_of(Estimator(script)).device == "cpu"
-    assert spec_of(Estimator(script, device="auto")).device == "auto"
-    assert spec_of(Estimator(script, instance_type="ml.c5.xlarge")).device == "auto"
-    assert "CUDA_VISIBLE_DEVICES= " in Estimator(script).manifest()
 
 
 def test_inputs(script, tmp_path):
@@ -357,11 +285,6 @@ def test_inputs(script, tmp_path):
             read_channels(inputs, **no_s3)
 
 
-def test_names_of_jobs(script):
-    with pytest.raises(ConfigError, match=r"job_name is 'a/b', but it must be of 1 to 63 letters"):
-        Estimator(script).manifest(job_name="a/b")
-
-
 def test_a_dry_run_prints_each_command_and_starts_nothing(script, tmp_path, capsys):
     estimator = Estimator(script, instance_count=2, distribution=smp())
     estimator.fit({"train": "data"}, dry_run=True, job_name="one")
@@ -386,13 +309,3 @@ def test_bandwidths(bandwidth, rate):
 def test_bandwidths_that_are_none(bandwidth):
     with pytest.raises(ConfigError, match=r"bandwidth is .* must be a rate"):
         LocalCluster(bandwidth=bandwidth)
-
-
-def test_neither_torch_nor_ray_is_imported():
-    code = (
-        "import sys, shardwright.launch as launch; assert not {'pydantic', 'yaml'} & sys.modules.keys()\n"
-        "[getattr(launch, name) for name in launch.__all__]\n"
-        "print({'torch', 'ray', 'numpy'} & sys.modules.keys())"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "set()\n"

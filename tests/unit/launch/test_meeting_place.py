@@ -1,7 +1,6 @@
 """Where several hosts meet: a name that nobody knows is refused, and a wait is told."""
 
 import socket
-from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +9,6 @@ from shardwright.launch.ranks import meeting_place
 from shardwright.launch.ranks.meeting_place import (
     check_endpoint,
     is_own,
-    told_if_long,
     wait_until_answered,
 )
 
@@ -61,10 +59,6 @@ def test_what_can_be_no_name_is_refused_as_well():
         check_endpoint("a..b:29400", {}, say=print, clock=lambda: names.now_s, sleep=names.sleep)
 
 
-def test_a_resolver_may_be_late():
-    Names(known_after=1).check()
-
-
 def test_the_name_of_a_pod_may_come_later():
     names = Names(known_after=40)
     names.check(KUBERNETES_SERVICE_HOST="10.0.0.1")
@@ -73,39 +67,6 @@ def test_the_name_of_a_pod_may_come_later():
     ]
     with pytest.raises(LaunchError):
         Names().check(KUBERNETES_SERVICE_HOST="10.0.0.1")
-
-
-@pytest.fixture
-def at_once(monkeypatch):
-    """A timer that is due when it is started."""
-
-    def timer(seconds, function):
-        return SimpleNamespace(start=function, cancel=lambda: None, daemon=False)
-
-    monkeypatch.setattr(meeting_place.threading, "Timer", timer)
-
-
-@pytest.mark.usefixtures("at_once")
-def test_a_long_wait_says_whether_anybody_answers():
-    said = []
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        endpoint = f"127.0.0.1:{server.getsockname()[1]}"
-        with told_if_long(endpoint, 2, said.append):
-            pass
-    with told_if_long(endpoint, 2, said.append):
-        pass
-    assert said == [
-        f"waiting at {endpoint} until 2 hosts are there: start the same command on each of them",
-        f"waiting: nothing answers at {endpoint} yet (Connection refused). The same command must run on that "
-        "host, too, and the port be free and open there",
-    ]
-
-
-def test_hosts_that_meet_soon_say_nothing():
-    said = []
-    with told_if_long("127.0.0.1:1", 2, said.append):
-        pass
-    assert not said
 
 
 def test_a_store_is_waited_for_until_it_answers():
@@ -127,12 +88,3 @@ def test_a_host_knows_its_name_behind_an_address_that_it_does_not_have(monkeypat
     """It waited for the store that it had to serve itself."""
     monkeypatch.setattr(meeting_place.socket, "gethostname", lambda: "203.0.113.5")
     assert is_own("203.0.113.5")
-
-
-def test_one_of_several_addresses_is_enough(monkeypatch):
-    """As where localhost is ::1 as well, and the host has no IPv6."""
-    unknown, own = (
-        socket.getaddrinfo(each, 0, type=socket.SOCK_STREAM) for each in ("203.0.113.5", "127.0.0.1")
-    )
-    monkeypatch.setattr(meeting_place.socket, "getaddrinfo", lambda *_, **__: [*unknown, *own])
-    assert is_own("first-host")

@@ -3,15 +3,12 @@
 import errno
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from shardwright.errors import ConfigError
-from shardwright.launch.job_spec import JobSpec
 from shardwright.launch.process_text import (
     check_process,
-    refuse_half_characters,
     why_no_text,
     why_no_variable,
 )
@@ -39,24 +36,3 @@ def test_a_text_that_is_too_long_is_not_told_in_full():
     assert re.match(r"SM_HPS would be 'b+\.\.\.b+', but it takes 200,007 bytes", said)
     assert "at most 131,071 in one word or variable. Put what is long in a file, in a channel" in said
     assert len(said) < 500
-
-
-def test_what_ranks_get_of_all_hyperparameters_together_is_checked_before_the_job_starts():
-    """Each value fits, and SM_HPS; with the folders beside them in SM_TRAINING_ENV, they do not."""
-
-    def spec(num_bytes):
-        return JobSpec(
-            name="one",
-            entry_point="train.py",
-            source_dir=Path("/code"),
-            runs_dir=Path("/runs"),
-            hyperparameters={"a": "b" * (num_bytes // 2), "c": "d" * (num_bytes // 2)},
-        )
-
-    assert spec(129_000).num_ranks == 1
-    with pytest.raises(ConfigError, match=r"SM_TRAINING_ENV would be .* SM_TRAINING_ENV have all hyperpara"):
-        spec(131_000)
-
-
-def test_manifests_may_be_longer():
-    refuse_half_characters("a" * 200_000)

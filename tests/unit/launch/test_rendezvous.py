@@ -11,7 +11,6 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 
 from shardwright.comm.joining.run_secret import SECRET, ForgedError, new_secret
 from shardwright.comm.joining.store import loopback_tcp_store
-from shardwright.launch.ranks import rendezvous
 from shardwright.launch.ranks.agent import _not_started
 from shardwright.launch.ranks.rendezvous import BACKEND, _StatesAsJson
 from shardwright.launch.ranks.request import LaunchRequest
@@ -80,15 +79,6 @@ def test_hosts_with_numbers_wait_for_one_another_where_signals_end_it():
     for thread in threads:
         thread.join(20)
     assert sorted((number, info.rank, info.world_size) for number, info in found) == [(0, 0, 2), (1, 1, 2)]
-
-
-def test_a_host_that_comes_twice_counts_once(monkeypatch):
-    """Two of three hosts went on, as one of them had been started again."""
-    monkeypatch.setattr(rendezvous, "_LONGEST_START_S", 1)
-    server = TCPStore("127.0.0.1", 0, is_master=True, timeout=TIMEOUT, wait_for_workers=False)
-    for _ in range(3):
-        with pytest.raises(TimeoutError, match=r"no host with --node-rank 0, 2 came within 1 s"):
-            handler(hosts=3, endpoint=f"127.0.0.1:{server.port}", rank=1).next_rendezvous()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import pytest
 
 from shardwright.errors import UsageError
 from shardwright.launch.ranks.request import LaunchRequest, torchrun_command, torchrun_line
-from shardwright.observe.console import Console
 
 
 @pytest.fixture
@@ -37,12 +36,6 @@ def test_the_ranks_get_what_the_command_line_says(script, tmp_path, monkeypatch)
         "SHARDWRIGHT_CONFIG": str(tmp_path / "config.yaml"),
         "SHARDWRIGHT_SET": json.dumps({"microbatches": 4, "pipeline": "1f1b"}),
     }
-
-
-def test_quiet_ranks_show_no_progress(script):
-    environ = request_for(script, quiet=True).worker_environ({})
-    assert environ["SHARDWRIGHT_QUIET"] == "1"
-    assert not Console(environ=environ).prints
 
 
 @pytest.mark.parametrize(("num_ranks", "threads"), [(1, "6"), (2, "3"), (4, "1"), (8, "1")])
@@ -104,11 +97,6 @@ def test_the_torchrun_line_for_several_hosts(script):
     assert torchrun_command(request_for(script, **hosts, node_rank=1))[1:5] == [
         *("--nnodes=2", "--node-rank=1", "--master-addr=first", "--master-port=29400")
     ]
-
-
-def test_the_torchrun_line_for_a_module(script):
-    command = torchrun_command(request_for(script, target="package.train", is_module=True))
-    assert command[-2:] == ["-m", "package.train"]
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import pytest
 
 from shardwright.errors import ConfigError, LaunchError
 from shardwright.launch.engines.engine import HostCommand, ProcessesJob, prepared_run_folder
-from shardwright.launch.job_spec import JobSpec, own_environ
+from shardwright.launch.job_spec import JobSpec
 from shardwright.launch.processes import ExitLog, WorkerExit
-from shardwright.launch.running_job import LogTail, exits_file
+from shardwright.launch.running_job import exits_file
 
 
 @pytest.fixture
@@ -67,11 +67,6 @@ def test_what_hosts_print_is_shown_line_by_line(start, capsys):
     assert job.describe()["TrainingJobStatus"] == "Completed"
 
 
-def test_logs_may_stay_unseen(start, capsys):
-    start("echo hidden").wait(logs=False)
-    assert capsys.readouterr() == ("", "")
-
-
 def test_a_launcher_that_fails_is_told_with_its_last_lines(start):
     job = start("for i in $(seq 40); do echo line $i; done; exit 2")
     with pytest.raises(LaunchError) as caught:
@@ -92,15 +87,6 @@ def test_of_several_hosts_the_rank_that_failed_first_is_named(start):
         LaunchError, match=r"\(exit code 5\)\. rank 2 failed first, after 1.00 s: killed by SIGKILL"
     ):
         job.wait(logs=False)
-
-
-def test_a_host_that_does_not_notice_is_stopped(start, monkeypatch):
-    monkeypatch.setattr("shardwright.launch.engines.engine._NOTICE_S", 0.2)
-    job = start("exit 3", "trap '' TERM; while true; do sleep 0.05; done")
-    before_s = time.monotonic()
-    with pytest.raises(LaunchError, match=r"exit code 3"):
-        job.wait(logs=False)
-    assert time.monotonic() - before_s < 30
 
 
 def test_a_job_over_its_time_is_stopped(start):
@@ -160,24 +146,6 @@ def test_a_command_that_is_not_there(tmp_path):
         pass
 
 
-def test_a_second_job_of_a_name_leaves_the_first_alone(start):
-    """It emptied the log of the first, and took away what its launchers had noted."""
-    first = start("echo from the first; while [ ! -e end ]; do sleep 0.05; done")
-    log = first.spec.logs / "launcher.log"
-    while "from the first" not in log.read_text():
-        time.sleep(0.01)
-    note = first.spec.logs / "exits-host0.jsonl"
-    note.touch()
-    message = r"a training job one goes on in .*runs\. Wait for its end to continue it, stop it, or give"
-    with pytest.raises(ConfigError, match=message):
-        start("echo from the second")
-    assert (log.read_text(), note.exists()) == ("from the first\n", True)
-    (first.spec.source_dir / "end").touch()
-    first.wait(logs=False)
-    start("echo from the second").wait(logs=False)
-    assert log.read_text() == "from the second\n"
-
-
 def test_the_folder_is_kept_as_long_as_a_launcher_runs(tmp_path):
     """Also where the process that has started it has ended, as with `fit(wait=False)`."""
     code = (
@@ -202,45 +170,3 @@ def test_the_folder_is_kept_as_long_as_a_launcher_runs(tmp_path):
             break
         assert time.monotonic() < limit_s
         time.sleep(0.02)
-
-
-def test_a_job_inherits_nothing_of_another(tmp_path):
-    spec = JobSpec(
-        name="one",
-        entry_point="x.py",
-        source_dir=tmp_path,
-        runs_dir=tmp_path / "runs",
-        import_folders=("/libs",),
-        environment={"A": "2"},
-    )
-    environ = {
-        "A": "1",
-        "B": "1",
-        "PYTHONPATH": "/old",
-        "RANK": "3",
-        "SM_HP_LR": "1",
-        "SHARDWRIGHT_RANK": "1",
-    }
-    found = own_environ(spec, {**environ, "OMPI_COMM_WORLD_RANK": "1", "TORCHELASTIC_RUN_ID": "1"})
-    assert {name: found.get(name) for name in environ} == {
-        "A": "2",
-        "B": "1",
-        "PYTHONPATH": "/libs:/old",
-        "RANK": None,
-        "SM_HP_LR": None,
-        "SHARDWRIGHT_RANK": None,
-    }
-    assert not {"OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RUN_ID"} & found.keys()
-
-
-def test_a_tail_waits_for_its_files(tmp_path):
-    shown = []
-    tail = LogTail(lambda: [tmp_path / "log"], shown.append)
-    tail.copy()
-    (tmp_path / "log").write_bytes(b"one\ntw")
-    tail.copy()
-    with (tmp_path / "log").open("ab") as log:
-        log.write(b"o\nthree")
-    tail.copy()
-    tail.copy(to_the_end=True)
-    assert shown == ["one\n", "two\n", "three"]

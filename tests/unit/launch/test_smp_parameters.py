@@ -9,8 +9,6 @@ import pytest
 from shardwright.errors import ConfigError
 from shardwright.launch.ranks.smp_parameters import (
     check_smp_parameters,
-    check_world,
-    encode_smp_parameters,
     read_smp_parameters,
 )
 
@@ -41,20 +39,9 @@ def test_pipelines(value):
     accepts(pipeline=value)
 
 
-def test_another_pipeline_is_refused():
-    assert problem(pipeline="gpipes").startswith(
-        "pipeline is 'gpipes', but it must be simple (all forwards, then all backwards) or interleaved"
-    )
-
-
 @pytest.mark.parametrize("value", ["cluster", "spread", "DPT", "TPD", "PTD", "DTP", "TDP", "PDT"])
 def test_placement_strategies(value):
     accepts(placement_strategy=value)
-
-
-@pytest.mark.parametrize("value", ["near", "DP", "DPTT", 3])
-def test_another_placement_strategy_is_refused(value):
-    assert f"placement_strategy is {value!r}, but it must be cluster" in problem(placement_strategy=value)
 
 
 def test_optimize():
@@ -76,27 +63,9 @@ def test_flags_are_bools(key, value):
     assert f"{key} is {value!r}, but it must be True or False" in problem(**{key: value})
 
 
-def test_the_partition_file_is_text():
-    assert problem(partition_file=3) == "partition_file is 3, but it must be text: the path of a file."
-
-
 def test_a_partition_by_hand_needs_a_default():
     assert problem(auto_partition=False).startswith("auto_partition is False, but default_partition does not")
     accepts(auto_partition=False, default_partition=1)
-
-
-@pytest.mark.parametrize("name", ["partitions", "pipeline_parallel_degree"])
-def test_the_default_partition_is_one_of_them(name):
-    with pytest.raises(
-        ConfigError, match=r"default_partition is 2, but with 2 partitions it must be from 0 to 1"
-    ):
-        check_smp_parameters({name: 2, "auto_partition": False, "default_partition": 2})
-    assert "default_partition is -1, but it must be a whole number" in problem(default_partition=-1)
-
-
-@pytest.mark.parametrize("value", [-0.1, 1.1, "0.5", True])
-def test_the_memory_weight_is_a_share(value):
-    assert f"memory_weight is {value!r}, but it must be a number from 0" in problem(memory_weight=value)
 
 
 @pytest.mark.parametrize("value", [0, 0.2, 1])
@@ -109,13 +78,6 @@ def test_settings_of_ddp_need_ddp(key, value):
     assert f"{key} is {value!r}, but it has a meaning only with ddp" in problem(**{key: value})
     assert "only with ddp" in problem(**{key: value, "ddp": False})
     accepts(**{key: value, "ddp": True})
-
-
-def test_values_of_the_settings_of_ddp():
-    assert "ddp_port is 70000, but it must be a TCP port" in problem(ddp=True, ddp_port=70000)
-    assert "ddp_dist_backend is 'mpi', but it must be auto, nccl or gloo" in problem(
-        ddp=True, ddp_dist_backend="mpi"
-    )
 
 
 def test_what_ranks_take_is_taken_before_anything_starts():
@@ -167,36 +129,6 @@ def test_parameters_in_a_file(tmp_path):
         read_smp_parameters(path)
     with pytest.raises(ConfigError, match=r"missing\.json cannot be read: No such file"):
         read_smp_parameters("missing.json")
-
-
-def test_parameters_as_text():
-    assert read_smp_parameters('{"partitions": 2, "microbatches": 4}') == GOOD
-    assert read_smp_parameters("partitions=2, microbatches=4") == GOOD
-    found = read_smp_parameters("pipeline=simple,ddp=True,optimize=None,memory-weight=0.5")
-    assert found == {"pipeline": "simple", "ddp": True, "optimize": None, "memory_weight": 0.5}
-    with pytest.raises(ConfigError, match=r"'microbatches' in .* is no parameter.*Write key=value pairs"):
-        read_smp_parameters("partitions=2,microbatches")
-    with pytest.raises(ConfigError, match="are a int, but they must be a dictionary"):
-        read_smp_parameters(3)
-
-
-def test_parameters_that_json_cannot_express():
-    assert json.loads(encode_smp_parameters(GOOD)) == GOOD
-    with pytest.raises(ConfigError, match="must be JSON, but Object of type set"):
-        encode_smp_parameters({"partitions": {2}})
-
-
-def test_ranks_that_cannot_be_divided():
-    check_world({"partitions": 2}, num_hosts=1, processes_per_host=4)
-    check_world({}, num_hosts=1, processes_per_host=1)
-    with pytest.raises(
-        ConfigError, match=r"partitions is 4, but instance_count\(2\) \* processes_per_host\(3\) = 6 ranks"
-    ):
-        check_world({"pipeline_parallel_degree": 4}, num_hosts=2, processes_per_host=3)
-    three = {"partitions": 2, "tensor_parallel_degree": 2}
-    check_world(three, num_hosts=1, processes_per_host=8)
-    with pytest.raises(ConfigError, match="tensor_parallel_degree is 2, together 4, but"):
-        check_world(three, num_hosts=1, processes_per_host=2)
 
 
 def test_no_framework_is_imported():

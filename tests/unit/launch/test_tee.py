@@ -75,13 +75,6 @@ def test_of_a_progress_bar_one_state_in_ten_seconds_is_a_line_and_the_last(stage
     assert stage.shown() == "".join(f"[rank 1] {each}\n" for each in ("0%", "10%", "20%", "30%", "end"))
 
 
-def test_the_last_state_of_a_progress_bar_is_shown_at_the_end(stage):
-    stage.write("10%\r")
-    stage.write("20%\r")
-    stage.tee.finish()
-    assert stage.shown() == "[rank 1] 10%\n[rank 1] 20%\n"
-
-
 def test_a_last_line_without_an_end_is_shown_at_the_end(stage):
     stage.write("no end")
     assert stage.shown() == ""
@@ -103,30 +96,12 @@ def test_a_traceback_is_held_back_and_shown_if_the_worker_lives_on(stage, clock)
     assert stage.shown() == "[rank 1] after\n"
 
 
-def test_an_error_that_nobody_caught_is_held_back_until_the_worker_has_had_time_to_end(stage, clock):
-    """On a busy machine the end takes more than five seconds, and each rank's traceback was shown twice."""
-    stage.write("[rank1]: Traceback (most recent call last):\n[rank1]: ValueError: boom\n")
-    clock.now_s += 59.9
-    stage.tee.release_if_due()
-    assert stage.shown() == ""
-    clock.now_s += 0.1
-    stage.tee.release_if_due()
-    assert stage.shown().splitlines()[-1] == "[rank 1] [rank1]: ValueError: boom"
-
-
 def test_a_traceback_of_a_worker_that_died_is_left_to_the_report(stage):
     stage.write("Traceback (most recent call last):\nValueError: boom\n")
     stage.tee.discard_held()
     stage.tee.release()
     assert stage.shown() == ""
     assert "ValueError: boom" in stage.tee.tail
-
-
-def test_stdout_holds_nothing_back(clock):
-    stage = Stage(holds_back=False)
-    stage.write("Traceback (most recent call last):\n")
-    assert stage.shown() == "[rank 1] Traceback (most recent call last):\n"
-    stage.close()
 
 
 def test_output_goes_on_into_the_log_when_the_console_is_gone(stage):
@@ -159,17 +134,6 @@ def test_a_line_that_is_updated_stays_one_on_a_terminal(terminal):
     assert terminal.shown() == f"{CLEAR}[rank 1] done\n"
 
 
-def test_an_updated_line_is_no_wider_than_the_terminal(terminal):
-    terminal.write("x" * 100 + "\r")
-    assert terminal.shown() == f"{CLEAR}[rank 1] {'x' * 30}\r"
-
-
-def test_an_updated_line_loses_whole_fields_and_keeps_its_colour(terminal):
-    """It ended in the middle of "mem 0.4/11.8 GiB", and all that followed was dim."""
-    terminal.write("\x1b[2mstep 38 | loss 2.4424 | mem 0.4/11.8 GiB\x1b[0m\r")
-    assert terminal.shown() == f"{CLEAR}[rank 1] \x1b[2mstep 38 | loss 2.4424\x1b[0m\r"
-
-
 def test_a_terminal_may_be_narrower_than_the_name_of_a_rank(terminal, monkeypatch):
     """Bug: folding to no columns at all ended what copies the output."""
     monkeypatch.setenv("COLUMNS", "9")
@@ -188,18 +152,3 @@ def test_progress_is_folded_to_the_terminal(stage, monkeypatch):
     shown = stage.shown().replace("\r\x1b[K", "")
     assert shown.splitlines() == ["[rank 1] step 5 | loss 0.9401 |", "           32.6 samples/s | bubble 23%"]
     assert stage.log.getvalue().decode() == line
-
-
-def test_a_line_of_one_colour_is_folded_inside_of_it(stage, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "30")
-    monkeypatch.setattr(tee_module, "_STDERR", stage.console_fd)
-    monkeypatch.setattr(stage.tee, "_is_terminal", True)
-    stage.write("\x1b[2mnote: runs/train goes on\x1b[0m\n")
-    assert "[rank 1] \x1b[2mnote: runs/train goes\n           on\x1b[0m\n" in stage.shown()
-
-
-def test_results_of_a_script_are_not_folded(stage, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "20")
-    monkeypatch.setattr(stage.tee, "_is_terminal", True)
-    stage.write("a row of a table | that is the script's own\n")
-    assert "[rank 1] a row of a table | that is the script's own\n" in stage.shown()

@@ -69,13 +69,6 @@ def test_every_variable_of_the_contract_is_there(variables, tmp_path):
     assert found["TRAINING_JOB_NAME"] == "one"
 
 
-def test_words_that_are_too_long_for_a_variable_reach_the_script_alone(variables):
-    """The ranks were not started: "Argument list too long"."""
-    with pytest.warns(UserWarning, match="SM_USER_ARGS is not set: Linux gives a process at most"):
-        found = variables("--files", "x" * 100_000, "y" * 100_000)
-    assert "SM_USER_ARGS" not in found
-
-
 def test_ranks_and_hosts(variables):
     found = variables()
     assert json.loads(found["SM_HOSTS"]) == ["algo-1", "algo-2"]
@@ -112,19 +105,6 @@ def test_what_a_user_has_set_stays(variables):
     assert (whole["num_gpus"], whole["current_host"], whole["is_master"]) == (4, "two", False)
 
 
-def test_numbers_of_another_mpi_are_replaced(variables):
-    found = variables(environ={"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"})
-    assert (found["OMPI_COMM_WORLD_RANK"], found["OMPI_COMM_WORLD_SIZE"]) == ("3", "4")
-
-
-def test_variables_with_other_things_in_them_do_not_end_a_run(variables):
-    environ = {"SM_HPS": "no json", "SM_HOSTS": "[]", "SM_FRAMEWORK_PARAMS": "3", "SM_NUM_GPUS": "many"}
-    found = variables(environ=environ)
-    whole = json.loads(found["SM_TRAINING_ENV"])
-    assert (whole["hyperparameters"], whole["additional_framework_parameters"]) == ({}, {})
-    assert found["SM_CURRENT_HOST"] == "algo-2"
-
-
 def test_parameters_of_the_model_parallel_library(variables):
     assert "SM_HP_MP_PARAMETERS" not in variables()
     assert not json.loads(variables()["SM_FRAMEWORK_PARAMS"])["sagemaker_mpi_enabled"]
@@ -136,15 +116,6 @@ def test_parameters_of_the_model_parallel_library(variables):
     assert json.loads(found["SM_HP_MP_PARAMETERS"]) == {**option["mp_parameters"], "partitions": 2}
     params = json.loads(found["SM_FRAMEWORK_PARAMS"])
     assert (params["sagemaker_mpi_enabled"], params["sagemaker_mpi_num_of_processes_per_host"]) == (True, 2)
-
-
-def test_parameters_among_the_words_of_the_script(variables):
-    found = variables("--mp_parameters", "partitions=2,microbatches=4,ddp=True")
-    parameters = {"partitions": 2, "microbatches": 4, "ddp": True}
-    assert json.loads(found["SM_HP_MP_PARAMETERS"]) == parameters
-    assert json.loads(found["SM_HPS"]) == {"mp_parameters": parameters}
-    with pytest.raises(ConfigError, match="cannot be read"):
-        variables("--mp_parameters", "missing.json")
 
 
 def test_hyperparameters_become_words():

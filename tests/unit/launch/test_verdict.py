@@ -5,12 +5,11 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
 import shardwright
 from shardwright.launch.processes import ExitLog, WorkerExit
 from shardwright.launch.ranks.verdict import exit_code, failure_report, first_cause_first
-from shardwright.launch.worker_output import begins_last_words, fold, last_words
+from shardwright.launch.worker_output import fold, last_words
 
 BOOM = "Traceback (most recent call last):\n  File 'train.py', line 3\nValueError: boom"
 PEER = (
@@ -44,12 +43,6 @@ def test_a_hang_has_a_code_of_its_own():
     exits = [ended(0, 1, 10.0, error=late), ended(1, -15, 10.1, signal_number=15)]
     assert exit_code(exits) == 6
     assert exit_code([*exits, ended(2, 1, 10.2, error=BOOM)]) == 5
-
-
-def test_nan_has_one_too():
-    where = "Traceback (most recent call last):\n  File 'train.py', line 9\n"
-    words = f"{where}shardwright.errors.NonFiniteError: step 3: the loss is nan"
-    assert exit_code([ended(0, 1, 10.0, error=words), ended(1, 1, 10.1, error=words)]) == 7
 
 
 def test_a_rank_that_was_told_to_stop_comes_last():
@@ -128,10 +121,6 @@ def test_a_killed_rank_is_named_with_its_signal_and_its_last_output():
     assert "  its stderr ends with:\n  step 3\n  step 4\n" in report
 
 
-def test_a_host_that_only_saw_a_consequence_says_so():
-    assert "look for the cause in the reports of the other hosts" in failure_report([ended(0, 1, error=PEER)])
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -147,20 +136,6 @@ def test_a_script_for_cuda_is_shown_the_cpu_mode(error):
     assert f"  {error}\n  It asks for CUDA, which is not here." in report
     assert "shardwright run --device cpu" in report
     assert "CPU mode" not in failure_report([ended(0, 1, error=BOOM)])
-
-
-def test_a_script_for_horovod_is_told_where_its_names_come_from():
-    error = "ModuleNotFoundError: No module named 'horovod'"
-    report = failure_report([ended(0, 1, error=traceback_of("train.py", error=error))])
-    assert f"  {error}\n  It imports Horovod, which is not here." in report
-    assert "python -m smdistributed.horovod install" in report
-
-
-def test_a_script_for_the_second_version_of_smp_is_told_what_is_here():
-    error = "ModuleNotFoundError: No module named 'torch.sagemaker'"
-    report = failure_report([ended(0, 1, error=traceback_of("train.py", error=error))])
-    assert "version 2 of SageMaker" in report
-    assert "docs/coming_from.md" in report
 
 
 @pytest.mark.parametrize(
@@ -203,40 +178,6 @@ def test_the_last_words_are_the_last_traceback_with_its_chain():
     assert last_words(handled + chained + "\n") == chained
 
 
-def test_the_prefix_that_torch_puts_before_tracebacks_is_dropped():
-    text = "[rank1]: Traceback (most recent call last):\n[rank1]:   File 'a'\n[rank1]: ValueError: boom\n"
-    assert last_words(text) == "Traceback (most recent call last):\n  File 'a'\nValueError: boom"
-    assert begins_last_words(text.splitlines()[0])
-
-
-def test_the_fault_handler_s_report_wins():
-    text = "noise\nFatal Python error: Segmentation fault\n\nCurrent thread 0x1:\n  File 'a'"
-    assert last_words(text).startswith("Fatal Python error: Segmentation fault")
-
-
-def test_without_a_traceback_the_last_lines_are_what_there_is():
-    assert last_words("\n".join(str(number) for number in range(9))) == "4\n5\n6\n7\n8"
-    assert last_words("") == ""
-
-
-def test_a_very_long_traceback_is_shortened_in_the_middle():
-    text = BOOM.replace("\nValueError", "\n" + "  File 'deep'\n" * 500 + "ValueError")
-    shown = last_words(text).splitlines()
-    assert len(shown) == 81
-    assert shown[40] == "  [423 lines left out]"
-    assert shown[-1] == "ValueError: boom"
-
-
-def test_many_ranks_that_ended_alike_share_a_line():
-    stopped = [ended(rank, -15, 10.5 + rank / 100, signal_number=15) for rank in (7, 1, 3, 5)]
-    text = failure_report([ended(0, 1, error=BOOM), *stopped, ended(2, 1, 10.2, error=PEER)])
-    assert text.splitlines()[-2:] == [
-        "rank 2, 200 ms later: exit code 1 - RuntimeError: Connection closed by peer; log: logs/rank2.log",
-        "4 ranks (1, 3, 5, 7), the first of them 510 ms later: stopped by SIGTERM; "
-        "logs beside that of rank 0",
-    ]
-
-
 def test_a_gradient_of_another_rank_is_explained():
     """Only Python's "'NoneType' object has no attribute 'norm'" was said."""
     words = traceback_of("train.py", error="AttributeError: 'NoneType' object has no attribute 'norm'")
@@ -247,14 +188,6 @@ def test_a_gradient_of_another_rank_is_explained():
     words = traceback_of("train.py", error=error).replace("^^^^^^", "~~~~^~~~~~~~")
     assert remedy not in failure_report([ended(0, 1, error=words)])
     assert remedy in failure_report([ended(0, 1, error=words.replace("call()", "0.1 * p.grad"))])
-
-
-def test_a_rank_that_noticed_the_first_cause_does_not_tell_it_once_more():
-    """It was "an error of its own (it was about to end when SIGTERM came)", and the first cause again."""
-    error = "shardwright.errors.PeerLostError: rank 1 failed first (IndexError: 3); rank 0 noticed it ..."
-    peer = ended(0, -15, 10.3, error=traceback_of("train.py", error=error), signal_number=15)
-    report = failure_report([peer, ended(1, 1, error=BOOM)])
-    assert report.splitlines()[-1] == "rank 0 noticed it, and ended; log: logs/rank0.log"
 
 
 def traceback_of(*files, error="ValueError: boom"):
@@ -286,28 +219,6 @@ def test_calls_inside_shardwright_are_one_line_of_the_report():
     assert fold(chained, to_the_end=True).count("[3 calls inside shardwright]") == 4
 
 
-def test_frames_of_torch_around_those_inside_shardwright_belong_to_them():
-    """A wrong number of features was 40 frames of hooks and wrappers around two lines of the user's."""
-    package, torch_package = (Path(module.__file__).parent for module in (shardwright, torch))
-    ours, theirs = f"{package}/torch/step_function.py", f"{torch_package}/nn/modules/module.py"
-    error = "shardwright.errors.UsageError: the batch has 1 sample"
-    text = traceback_of("train.py", ours, theirs, ours, "model.py", theirs, ours, theirs, theirs)
-    lines = fold(text, to_the_end=False).splitlines()[1:-1]
-    assert [line.strip() for line in lines if line[4:8] not in {"call", "^^^^"}] == [
-        'File "train.py", line 3, in f',
-        "[3 calls inside shardwright and torch]",
-        'File "model.py", line 3, in f',
-        "[3 calls inside shardwright and torch]",
-        f'File "{theirs}", line 3, in f',  # raised the error
-    ]
-    alone = traceback_of("train.py", theirs, theirs, theirs, "data.py")
-    assert fold(alone, to_the_end=False) == alone
-    # Shown twice: by the rank that ends, and by the launcher, which knows that the error is for users.
-    ends_here = traceback_of("train.py", ours, theirs, ours, ours, error=error)
-    assert fold(ends_here, to_the_end=False) == ends_here
-    assert "[4 calls inside shardwright and torch]" in fold(ends_here, to_the_end=True)
-
-
 def test_causes_inside_shardwright_are_left_out_where_the_error_is_for_users():
     """A replica without data was told in four tracebacks, three of them of sockets."""
     linked = "\n\nThe above exception was the direct cause of the following exception:\n\n"
@@ -318,21 +229,6 @@ def test_causes_inside_shardwright_are_left_out_where_the_error_is_for_users():
     assert "ConnectionResetError: gone" in fold(f"{inside}{linked}{error}", to_the_end=False)
     by_the_user = traceback_of(ours, "model.py", error="KeyError: 'mask'")
     assert "KeyError" in fold(f"{by_the_user}{linked}{error}", to_the_end=True)
-
-
-def test_what_a_rank_writes_below_its_error_is_not_the_error():
-    """The other rank's last line of progress was told for its error, and Ctrl-C for an error of its own."""
-    error = traceback_of("train.py", error="ValueError: boom\nIt is the script's own error.")
-    more = f"{error}\nstep 3 | loss nan | 164 samples/s"
-    text = failure_report([ended(0, 1, error=error), ended(1, 1, 10.5, error=more)])
-    assert "rank 1 failed 500 ms later with the same error; log" in text
-    other = error.replace("boom", "bang")
-    text = failure_report([ended(0, 1, error=error), ended(1, 1, 10.5, error=other)])
-    assert "rank 1, 500 ms later: exit code 1 - ValueError: bang; log" in text
-    assert last_words(f"{more}\n") == error
-    stopped = traceback_of("train.py", error="KeyboardInterrupt\nstep 3 | loss 2.1 | 164 samples/s")
-    exits = [ended(0, 1, 10.0, error=PEER), ended(1, 1, 10.1, signal_number=2, error=stopped)]
-    assert [worker_exit.rank for worker_exit in first_cause_first(exits)] == [0, 1]
 
 
 def test_a_rank_that_was_stopped_while_it_ended_on_its_own_error_is_the_cause():
@@ -348,13 +244,6 @@ def test_a_rank_that_was_stopped_while_it_ended_on_its_own_error_is_the_cause():
         1, 1, 10.1, signal_number=2, error=traceback_of("train.py", error="KeyboardInterrupt")
     )
     assert [worker_exit.rank for worker_exit in first_cause_first([exits[0], interrupted])] == [0, 1]
-
-
-def test_the_same_error_is_not_told_twice_and_a_long_one_is_cut_visibly():
-    exits = [ended(0, 1, error=BOOM), ended(1, 1, 10.5, error=BOOM)]
-    assert "rank 1 failed 500 ms later with the same error; log" in failure_report(exits)
-    long = ended(1, 1, 10.5, error=traceback_of("train.py", error="ValueError: " + "x" * 200))
-    assert f"{'x' * 148} ...; log" in failure_report([exits[0], long])
 
 
 def test_a_rank_that_waited_for_one_that_hangs_on_this_host():
@@ -381,18 +270,4 @@ def test_a_rank_that_hangs_is_in_the_headline_and_not_the_one_that_waited():
     exits = [ended(0, 1, error=error), ended(1, -15, 10.5, signal_number=15)]
     headline, *_ = failure_report(exits).splitlines()
     assert headline == "rank 1 hangs: rank 0 waited for it in vain, and ended after 5.00 s: exit code 1"
-    assert exit_code(exits) == 6
-
-
-def test_ranks_that_wait_for_each_other_are_not_looked_for_on_other_hosts():
-    error = traceback_of(
-        "train.py",
-        error="shardwright.errors.PeerTimeoutError: rank 0 waits in torch.distributed.all_reduce (a.py:3) "
-        "for rank 1, which waits for rank 0: rank 1 is in the step function train. All ranks of a group make "
-        "the same collectives, in the same order.",
-    )
-    exits = [ended(0, 6, error=error), ended(1, -15, 10.5, signal_number=15)]
-    report = failure_report(exits)
-    assert report.startswith("rank 0 failed first, after 5.00 s: exit code 6\n")
-    assert "other hosts" not in report
     assert exit_code(exits) == 6

@@ -13,7 +13,7 @@ from observe.plans import measured_as, simulation
 from shardwright.cluster import Link
 from shardwright.errors import ScheduleError
 from shardwright.observe import MeasuredEvent, chrome_trace
-from shardwright.schedule import KINDS, Action, Edge, Kind, build_schedule, place_stages, simulate, unit_costs
+from shardwright.schedule import KINDS, Edge, build_schedule, place_stages, simulate, unit_costs
 
 PREDICTED, MEASURED = 1, 2
 
@@ -93,49 +93,6 @@ def test_rows_are_named_and_ordered() -> None:
     assert [shown[tid] for tid in sorted(order, key=order.__getitem__)] == ["predicted", "measured"]
 
 
-def test_one_stage_is_a_stage() -> None:
-    names = chrome_trace(measured_as(simulation()))["traceEvents"]
-    assert names[0]["args"]["name"] == "rank 0 (stage 0)"
-
-
-def test_both_timelines_begin_with_the_step() -> None:
-    simulated = simulation()
-    events = check_schema(chrome_trace(measured_as(simulated, start_s=9e6), simulation=simulated))
-    for tid in (PREDICTED, MEASURED):
-        first, *_ = slices(events, tid)
-        assert (first["name"], first["ts"], first["dur"]) == ("0F0", 0, 1_000_000)
-
-
-def test_waiting_is_a_slice_before_the_work() -> None:
-    first = MeasuredEvent(0, Action(Kind.BACKWARD, 1, 1), 0.5, 1.0)
-    event = MeasuredEvent(0, Action(Kind.BACKWARD, 1, 2), 1.0, 1.5, 0.2)
-    _, wait, work = slices(check_schema(chrome_trace([event, first])), MEASURED)
-    assert (wait["name"], wait["cat"], wait["ts"], wait["dur"]) == ("wait", "wait", 500_000, 200_000)
-    assert wait["args"] == {"for": "1B2"}
-    assert (work["name"], work["cat"], work["ts"], work["dur"]) == ("1B2", "backward", 700_000, 300_000)
-    assert work["args"] == {"stage": 1, "microbatch": 2, "kind": "B"}
-
-
-def test_the_step_starts_with_the_first_work() -> None:
-    early = MeasuredEvent(1, Action(Kind.FORWARD, 1, 0), 7.0, 12.0, 4.0)
-    first = MeasuredEvent(0, Action(Kind.FORWARD, 0, 0), 9.0, 11.0, 1.0)
-    shown = [
-        (e["name"], e["ts"], e["dur"]) for e in slices(check_schema(chrome_trace([early, first])), MEASURED)
-    ]
-    assert shown == [("0F0", 0, 1_000_000), ("wait", 0, 1_000_000), ("1F0", 1_000_000, 1_000_000)]
-
-
-def test_kinds_have_categories_and_colours() -> None:
-    simulated = simulation("zb_h1")
-    found = {
-        e["cat"]: e["cname"] for e in slices(check_schema(chrome_trace(measured_as(simulated))), MEASURED)
-    }
-    assert set(found) == {"forward", "backward", "backward input", "backward weight"}
-    assert len(set(found.values())) == 4
-    transfer = MeasuredEvent(0, Action(Kind.SEND_F, 0, 0, peer=1), 0.0, 1.0)
-    assert slices(check_schema(chrome_trace([transfer])), MEASURED)[0]["cat"] == "transfer"
-
-
 def arrows(events: list[dict[str, Any]], tid: int) -> set[tuple[str, str]]:
     """Names of the slices that every arrow joins; an arrow that binds to none raises."""
     ends: dict[int, dict[str, str]] = defaultdict(dict)
@@ -160,12 +117,6 @@ def test_arrows_follow_the_messages(simulated_too: bool) -> None:
     assert arrows(events, PREDICTED) == (expected if simulated_too else set())
     ids = Counter(event["id"] for event in events if event["ph"] in "sf")
     assert set(ids.values()) == {2}
-
-
-def test_arrows_of_a_split_backward_start_at_the_input_part() -> None:
-    simulated = simulation("zb_h1", num_microbatches=1)
-    events = check_schema(chrome_trace(measured_as(simulated), simulation=simulated))
-    assert arrows(events, MEASURED) == {("0F0", "1F0"), ("1I0", "0B0")}
 
 
 def test_arrows_follow_skip_connections_and_leave_out_what_stays_on_a_rank() -> None:
@@ -210,17 +161,6 @@ def test_the_highest_point_is_what_the_simulation_says(kind: str) -> None:
         assert (max(heights), heights[-1]) == (peak, 0)
 
 
-def test_counts_microbatches_where_bytes_are_not_known() -> None:
-    events = check_schema(chrome_trace(measured_as(simulation())))
-    assert counter(events, 0, "activations in flight, measured (microbatches)")[:2] == [(0, 1), (1, 2)]
-
-
-def test_forward_only_keeps_nothing() -> None:
-    simulated = simulation("gpipe", num_microbatches=2, forward_only=True)
-    events = check_schema(chrome_trace(measured_as(simulated), simulation=simulated, saved_bytes=(5, 5)))
-    assert counter(events, 0, "activations in flight, measured (bytes)") == [(0, 5), (1, 0), (1, 5), (2, 0)]
-
-
 def test_refuses_two_different_schedules() -> None:
     with pytest.raises(
         ScheduleError, match=r"8 actions were measured, but 12 .* Simulate the schedule that was run"
@@ -229,22 +169,6 @@ def test_refuses_two_different_schedules() -> None:
     measured = measured_as(simulation())
     with pytest.raises(ScheduleError, match="1 times in the simulation and 2 times in the measurement"):
         chrome_trace([*measured, measured[0]], simulation=simulation())
-
-
-def test_actions_that_nobody_measured_are_named_otherwise() -> None:
-    trace = chrome_trace(measured_as(simulation()), lane="simulated")
-    names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"]
-    assert names == ["simulated", "simulated"]
-    counters = {e["name"] for e in trace["traceEvents"] if e["ph"] == "C"}
-    assert counters == {"activations in flight, simulated (microbatches)"}
-
-
-def test_facts_are_kept_and_nothing_is_a_trace() -> None:
-    assert chrome_trace([], info={"step": 3}) == {
-        "traceEvents": [],
-        "displayTimeUnit": "ms",
-        "otherData": {"step": 3},
-    }
 
 
 def test_copies_to_the_host_have_a_thread_beside_their_rank() -> None:

@@ -1,7 +1,6 @@
 """Who prints what, where, and in which colours."""
 
 import io
-import sys
 
 import pytest
 
@@ -31,19 +30,6 @@ def clock() -> Clock:
 @pytest.fixture
 def plain() -> io.StringIO:
     return io.StringIO()
-
-
-def test_a_short_phase_says_only_that_it_begins(plain: io.StringIO, clock: Clock) -> None:
-    with Console(stream=plain, environ={}, clock=clock).phase("tracing the model"):
-        assert plain.getvalue() == "tracing the model ...\n"
-        clock.now += 2.0
-    assert plain.getvalue() == "tracing the model ...\n"
-
-
-def test_a_long_phase_says_how_long_it_took(plain: io.StringIO, clock: Clock) -> None:
-    with Console(stream=plain, environ={}, clock=clock).phase("tracing the model"):
-        clock.now += 3.4
-    assert plain.getvalue() == "tracing the model ...\ntracing the model: 3.40 s\n"
 
 
 def test_a_phase_that_fails_does_not_claim_to_be_done(plain: io.StringIO, clock: Clock) -> None:
@@ -97,16 +83,6 @@ def test_no_control_characters_where_they_are_not_wanted(environ: dict[str, str]
     assert terminal.getvalue() == "measuring units ...\nmeasuring units 1/2\nmeasuring units: 12.0 s\n"
 
 
-def test_colour_only_on_a_terminal(plain: io.StringIO) -> None:
-    terminal = Terminal()
-    for stream in (terminal, plain):
-        console = Console(stream=stream, environ={})
-        console.status("joining")
-        console.line("step 1")
-    assert terminal.getvalue() == "\x1b[2mjoining\x1b[0m\nstep 1\n"
-    assert plain.getvalue() == "joining\nstep 1\n"
-
-
 @pytest.mark.parametrize(("value", "silent"), [("1", True), ("true", True), ("0", False), ("", False)])
 def test_quiet(value: str, silent: bool, plain: io.StringIO) -> None:
     console = Console(stream=plain, environ={"SHARDWRIGHT_QUIET": value})
@@ -123,25 +99,6 @@ def test_the_other_ranks_are_silent(clock: Clock) -> None:
         console.line("a")
         console.status("b")
     assert terminal.getvalue() == ""
-
-
-def test_goes_to_stderr_as_it_is_when_the_line_is_written(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    console = Console(environ={})
-    console.line("first")
-    elsewhere = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", elsewhere)
-    console.line("second")
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err, elsewhere.getvalue()) == ("", "first\n", "second\n")
-
-
-def test_a_launcher_on_a_terminal_passes_colour_and_updates_on(plain: io.StringIO) -> None:
-    console = Console(stream=plain, environ={"SHARDWRIGHT_TERMINAL": "1"})
-    assert console.rewrite("step 1")
-    console.line("done")
-    assert plain.getvalue() == "\x1b[2mstep 1\x1b[0m\r\x1b[Kdone\n"
 
 
 def test_lines_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,16 +19,6 @@ def test_facts(tmp_path):
     assert found.faults == ()
 
 
-def test_facts_for_programs_are_numbers(tmp_path):
-    found = examine({"OMP_NUM_THREADS": "1"}, folder=tmp_path)
-    document = found.document
-    assert document["run_folder_free_bytes"] > 0
-    assert document["cores"] >= document["usable_cores"] >= 1
-    assert document["memory_bytes"] > document["memory_available_bytes"] > 2**20
-    assert document["environment"] == {"OMP_NUM_THREADS": "1"}
-    assert document["versions"]["torch"] == found.facts["torch"]
-
-
 def test_secrets_are_not_shown(tmp_path):
     found = examine({"SM_API_KEY": "abc", "SHARDWRIGHT_TOKEN": "def"}, folder=tmp_path)
     assert "abc" not in str(found)
@@ -48,29 +38,7 @@ def test_what_will_be_in_the_way(tmp_path, environ, message):
     assert found.faults == ()
 
 
-def test_a_folder_that_is_not_there_yet(tmp_path):
-    found = examine({}, folder=tmp_path / "a" / "b")
-    assert not (tmp_path / "a").exists()
-    assert not any("cannot be written" in problem for problem in found.problems)
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_written_to(tmp_path):
     tmp_path.chmod(0o500)
     assert any("cannot be written to" in problem for problem in examine({}, folder=tmp_path).problems)
-
-
-def test_without_torch_nothing_can_be_trained(tmp_path, monkeypatch):
-    real = importlib.metadata.version
-
-    def version(name):
-        if name == "torch":
-            raise importlib.metadata.PackageNotFoundError(name)
-        return real(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    found = examine({}, folder=tmp_path)
-    assert found.faults == (
-        "torch is not installed, which training needs: pip install 'shardwright[torch]'.",
-    )
-    assert found.faults[0] in found.problems

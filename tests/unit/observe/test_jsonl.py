@@ -41,24 +41,12 @@ def test_numbers_that_json_does_not_have(path: Path) -> None:
     json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def test_other_things_become_text(path: Path) -> None:
-    lines = JsonLines(path)
-    lines.append({"path": Path("runs/a")})
-    lines.close()
-    assert read_json_lines(path) == [{"path": "runs/a"}]
-
-
 def test_a_line_cut_off_by_a_killed_process_spoils_no_other(path: Path) -> None:
     path.write_text('{"step": 1}\n{"step": 2, "lo')
     lines = JsonLines(path)
     lines.append({"step": 3})
     lines.close()
     assert read_json_lines(path) == [{"step": 1}, {"step": 3}]
-
-
-def test_reads_only_objects_and_survives_broken_text(path: Path) -> None:
-    path.write_bytes(b'[1]\n\n7\n{"a": "\xff"}\n')
-    assert read_json_lines(path) == [{"a": "\N{REPLACEMENT CHARACTER}"}]
 
 
 # No reader takes more than 30 digits.

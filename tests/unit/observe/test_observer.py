@@ -2,7 +2,6 @@
 
 import io
 import json
-from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -67,21 +66,6 @@ def test_the_rank_that_writes_leaves_all_files(tmp_path: Path) -> None:
     assert [record["train/loss"] for record in read_json_lines(run.folder.metrics_file)] == [2.0]
 
 
-def test_the_other_ranks_leave_nothing(tmp_path: Path) -> None:
-    run = Run(tmp_path, prints=False)
-    tell_everything(run.observer)
-    assert run.files == []
-    assert run.stream.getvalue() == ""
-    assert run.observer.folder == run.folder, "other parts of a rank may need the path"
-
-
-def test_without_a_folder_it_only_prints(tmp_path: Path) -> None:
-    run = Run(tmp_path, files=False)
-    tell_everything(run.observer)
-    assert list(tmp_path.iterdir()) == []
-    assert "step 1 | loss 2.0000 | 16.0 samples/s\n" in run.stream.getvalue()
-
-
 def test_says_the_plan_once(tmp_path: Path) -> None:
     run = Run(tmp_path)
     assert run.folder is not None
@@ -104,15 +88,6 @@ def test_a_plan_written_by_hand_promises_nothing(tmp_path: Path) -> None:
     assert len(rest) == 1
 
 
-def test_events_carry_their_time(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.observer.event("peer_lost", lost_rank=3)
-    run.observer.close()
-    [event] = run.events
-    assert datetime.fromisoformat(event.pop("time")).timestamp() == WALL_S
-    assert event == {"kind": "peer_lost", "rank": 0, "lost_rank": 3}
-
-
 def test_the_timeline_has_world_ranks_and_bytes(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.observer.plan_made(two_stage_plan())
@@ -124,23 +99,3 @@ def test_the_timeline_has_world_ranks_and_bytes(tmp_path: Path) -> None:
     assert {event["pid"] for event in trace["traceEvents"]} == {0, 2}
     held = [event["args"] for event in trace["traceEvents"] if event["ph"] == "C" and event["pid"] == 0]
     assert {"bytes": 200} in held
-
-
-def test_the_timeline_counts_microbatches_where_the_plan_does_not_know_the_stages(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.observer.plan_made(two_stage_plan())
-    four_stages = simulation("interleaved_1f1b", (0, 1, 0, 1), 2)
-    run.observer.timeline(measured_as(four_stages), None)
-    run.observer.close()
-    assert run.folder is not None
-    assert "(microbatches)" in run.folder.trace_file.read_text()
-
-
-def test_the_last_line_comes_with_the_end(tmp_path: Path) -> None:
-    run = Run(tmp_path, steps=3)
-    with run.observer as observer:
-        for step in (1, 2, 3):
-            observer.step_done(StepRecord(step=step, seconds=0.5, samples=8))
-    lines = run.stream.getvalue().splitlines()[:3]  # without plotly, a line about the report follows
-    assert [line.split(" |")[0] for line in lines] == ["step 1", "step 2", "step 3"]
-    assert [" | eta 00:0" in line for line in lines] == [False, True, True]

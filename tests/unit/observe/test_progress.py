@@ -1,15 +1,11 @@
 """The console line that scripts grep for."""
 
 import io
-import math
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shardwright.observe import Console, Progress, StepRecord
-from shardwright.observe.console import format_loss, format_rate
 
 GIB, MIB = 2**30, 2**20
 
@@ -75,24 +71,6 @@ def test_what_is_not_known_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flops", "text"),
-    [
-        (1.234e15, "1234 TFLOP/s/rank"),
-        (2e12, "2.00 TFLOP/s/rank"),
-        (35.25e9, "35.2 GFLOP/s/rank"),
-        (999e6, "999 MFLOP/s/rank"),
-        (12.0, "12 FLOP/s/rank"),
-    ],
-)
-def test_small_machines_count_in_smaller_units(flops: float, text: str) -> None:
-    assert line_of(flops=flops).endswith(f" | {text}")
-
-
-def test_compute_is_that_of_one_rank() -> None:
-    assert line_of(flops=8e12, seconds=2.0, world_size=4).endswith("1.00 TFLOP/s/rank")
-
-
-@pytest.mark.parametrize(
     ("used", "limit", "text"),
     [
         ((3 * GIB,), None, "mem 3 GiB"),
@@ -122,57 +100,6 @@ def test_averages_over_the_interval() -> None:
     run.step(3, 1.0, loss=2.0, tokens=100, bubble_measured=0.1, memory_bytes=(2 * GIB,))
     run.step(4, 3.0, loss=4.0, tokens=500, bubble_measured=0.3, memory_bytes=(GIB,))
     assert run.lines[-1] == "step 4 | loss 3.0000 | 150 tok/s | mem 2 GiB | bubble 25%"
-
-
-def test_a_part_that_one_step_did_not_know_is_left_out() -> None:
-    run = Run(log_interval=3)
-    run.step(1)
-    run.step(2, tokens=10, flops=1e9, bubble_measured=0.5)
-    run.step(3, loss=2.0)
-    assert run.lines[-1] == "step 3 | loss 2.0000 | 8.00 samples/s"
-
-
-def test_one_lost_loss_shows() -> None:
-    run = Run(log_interval=3)
-    run.step(1, loss=1.0)
-    run.step(2, loss=math.nan)
-    run.step(3, loss=1.0)
-    assert run.lines[-1].startswith("step 3 | loss nan |")
-
-
-def test_arrival_counts_the_time_between_steps() -> None:
-    run = Run(log_interval=10, total_steps=30)
-    run.step(1, 1.0, wall_s=5.0)  # it traces and plans, and tells nothing about the others
-    assert "eta" not in run.lines[-1]
-    for step in range(2, 11):
-        run.step(step, 1.0, wall_s=4.0)
-    assert run.lines[-1].endswith("eta 01:20")
-    for step in range(11, 41):
-        run.step(step, 1.0)
-    assert run.lines[-1].endswith("eta 00:00")
-
-
-def test_long_arrivals_have_hours() -> None:
-    run = Run(total_steps=3725)
-    run.step(1)
-    run.step(2)
-    assert run.lines[-1].endswith("eta 1:02:03")
-
-
-@given(st.floats(min_value=0, max_value=1e14))
-def test_rates_are_short(rate: float) -> None:
-    assert len(format_rate(rate)) <= 7
-    assert "e" not in format_rate(rate)
-
-
-@given(st.floats(-1e300, 1e300) | st.just(math.nan))
-def test_losses_are_short_and_true(loss: float) -> None:
-    text = format_loss(loss)
-    assert len(text) <= 12
-    if math.isnan(loss):
-        assert text == "nan"
-    else:
-        assert float(text) == pytest.approx(loss, rel=5e-2, abs=1e-300)
 
 
 def test_without_an_interval_a_line_comes_each_ten_seconds() -> None:

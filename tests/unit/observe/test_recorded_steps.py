@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from observe.plans import measured_as, simulation
 from shardwright.errors import UsageError
-from shardwright.observe import MeasuredEvent, RunFolder
+from shardwright.observe import RunFolder
 from shardwright.observe.recorded_steps import (
     ChosenSteps,
     RankMemoryAfter,
@@ -18,7 +18,6 @@ from shardwright.observe.recorded_steps import (
     StepsFile,
     read_recorded_steps,
 )
-from shardwright.schedule import Action, Kind
 
 
 def recorded(step: int, *, start_s: float = 0.0, waited_s: float = 0.0) -> RecordedStep:
@@ -61,18 +60,6 @@ def test_the_last_one_taken_is_a_tenth_before_the_end_at_most(
         assert taken[-1] == last
 
 
-def test_short_steps_are_gathered_every_few_seconds() -> None:
-    """Bug: of a model with steps of 46 ms, 40 of the first 147 were gathered, at 17 ms each."""
-    taken = Run().gathered(1, 800, step_s=0.0625)
-    assert taken[:4] == [1, 2, 3, 52]
-    assert len(taken) <= 3 + 50 // 3
-    assert Run(total=9).gathered(1, 9, step_s=0.05) == [1, 2, 3, 9]
-
-
-def test_a_long_run_gathers_few_steps() -> None:
-    assert len(Run().gathered(1, 100_000, step_s=1.0)) < 120
-
-
 def test_an_early_step_and_the_last_stay_in_the_file(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert read_recorded_steps(folder) == ()
@@ -87,18 +74,6 @@ def test_an_early_step_and_the_last_stay_in_the_file(tmp_path: Path) -> None:
     assert early == recorded(13)
     assert last.memory[0].other_bytes == 700
     assert RankMemoryAfter().other_bytes is None
-
-
-def test_the_first_work_begins_at_zero() -> None:
-    forward = Action(Kind.FORWARD, 0, 0)
-    other = Action(Kind.FORWARD, 1, 0)
-    step = RecordedStep.of(
-        3, 9.0, [MeasuredEvent(1, other, 100.0, 104.0, 3.0), MeasuredEvent(0, forward, 101.0, 102.0)]
-    )
-    assert [(event.rank, event.start_s, event.end_s, event.waited_s) for event in step.events] == [
-        (0, 0.0, 1.0, 0.0),
-        (1, 0.0, 3.0, 2.0),
-    ]
 
 
 @pytest.mark.parametrize(

@@ -143,39 +143,3 @@ def test_pages_fit_and_answer_first(browser: Any, report: Path, phone: bool, dar
         )
         assert right <= (390 if phone else 1280)
         assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
-
-
-@pytest.mark.thorough
-def test_a_phone_shows_some_of_many_ranks(browser: Any, tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", planned(ranks=512, microbatches=2, unit=EVIL), trace=False)
-    show(browser, write_report(folder, folder / "report.html"), phone=True)
-    assert horizontal_scroll(browser) == 0
-
-
-def test_the_recorded_step_is_chosen(browser: Any, tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", planned(), steps=5, recorded=True)
-    show(browser, write_report(folder, folder / "report.html"))
-    titles = (
-        "return [...document.querySelectorAll('#plot-timeline .annotation-text')].map(e => e.textContent)"
-    )
-    assert browser.execute_script(titles) == ["predicted", "measured, step 5"]
-    labels = "return [...document.querySelectorAll('#plot-timeline .bartext')].map(e => e.textContent)"
-    assert {"0F0", "1B3"} <= set(browser.execute_script(labels))
-    first, second = browser.find_elements("css selector", "button[data-plot]")
-    first.click()
-    assert browser.execute_script(titles) == ["predicted", "measured, step 3"]
-    assert [first.get_attribute("aria-pressed"), second.get_attribute("aria-pressed")] == ["true", "false"]
-
-
-def test_dark_mode_changes_page_and_plots(browser: Any, report: Path) -> None:
-    script = (
-        "return [getComputedStyle(document.body).backgroundColor,"
-        " document.querySelector('#plot-loss .xtick text').style.fill]"
-    )
-    show(browser, report)
-    light = browser.execute_script(script)
-    show(browser, report, dark=True)
-    dark = browser.execute_script(script)
-    assert light[0] == "rgb(255, 255, 255)"
-    assert dark[0] == "rgb(13, 17, 23)"
-    assert light[1] != dark[1]

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from shardwright.errors import UsageError
-from shardwright.observe.metrics import JsonLines, MetricsLog, StepRecord, read_steps
+from shardwright.observe.metrics import MetricsLog, StepRecord, read_steps
 from shardwright.observe.run_record import (
     Again,
     BegunRun,
     RunRecord,
     RunState,
     begin_run,
-    command_of_script,
     go_on,
     read_record,
 )
@@ -83,11 +82,6 @@ def test_other_arguments_are_another_run_which_is_told_how_to_continue_the_first
     assert begin(tmp_path, command(script="/home/me/other.py")).told == ()
 
 
-def test_the_same_script_in_another_folder_is_another_one(tmp_path: Path) -> None:
-    end(begin(tmp_path, command(script="/a/train.py")), "saved", saved=30)
-    assert begin(tmp_path, command(script="/b/train.py")).folder.path.name == "train-2"
-
-
 def test_resume_and_fresh_overrule(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no run of train.py in .* has a checkpoint to resume from"):
         begin(tmp_path, again="resume")
@@ -103,16 +97,6 @@ def test_a_name_continues_whatever_has_it_and_is_not_taken_by_others(tmp_path: P
     again = begin(tmp_path, name="big")
     assert again.folder == first.folder
     assert again.saved is not None
-
-
-def test_a_folder_of_checkpoints_elsewhere_counts(tmp_path: Path) -> None:
-    first = begin(tmp_path / "runs")
-    elsewhere = tmp_path / "data"
-    events = JsonLines(first.folder.events_file)
-    events.append({"kind": "checkpoint_saved", "folder": str(elsewhere)})
-    events.close()
-    end(first, "failed", saved=7, folder=elsewhere)
-    assert begin(tmp_path / "runs").folder == first.folder
 
 
 HOLDS = """
@@ -137,23 +121,9 @@ def test_a_run_that_goes_on_is_not_disturbed(tmp_path: Path) -> None:
         other.kill()
 
 
-@pytest.mark.parametrize("text", ["{", '{"version": 9}', '{"script": 1}', "[]"])
-def test_a_record_that_cannot_be_read_belongs_to_somebody_else(tmp_path: Path, text: str) -> None:
-    first = end(begin(tmp_path), "saved", saved=30)
-    (first.folder.path / "run.json").write_text(text)
-    assert begin(tmp_path).folder.path.name == "train-2"
-
-
 def test_a_prompt_and_a_notebook_have_folders_named_after_the_time(tmp_path: Path) -> None:
     for script in (str(tmp_path), "/site-packages/ipykernel_launcher.py"):
         assert begin(tmp_path / "runs", command(script=script)).folder.path.name.startswith("20")
-
-
-def test_a_script_under_another_launcher_has_its_own_command() -> None:
-    alone = command_of_script(["train.py", "--lr", "a b"], settings={}, world_size=1)
-    assert alone.arguments == ("--lr", "a b")
-    assert alone.command.endswith("'a b'")
-    assert command_of_script(["train.py"], settings={}, world_size=2).command == "the same command"
 
 
 def record(step: int, loss: float) -> StepRecord:

@@ -47,27 +47,11 @@ def test_code_outside_of_the_units_is_told() -> None:
     )
 
 
-def test_what_is_not_known_is_left_out() -> None:
-    assert format_end(totals(2.0, 1.0), None, replicas=1) == "done: 2 steps | 8.00 samples/s | step 1.00 s"
-
-
-def test_a_step_far_above_its_prediction_is_no_speed_up() -> None:
-    """ "1.20 times one process" stood beside "6.3 times the predicted": the work was slowed as much."""
-    found = totals(9.0, 6.3, 6.3, work_s=7.6)
-    assert "one process" not in format_end(found, predicting(1.0), replicas=1).splitlines()[0]
-    assert "1.21 times one process" in format_end(found, predicting(6.0), replicas=1)
-
-
 def test_a_first_step_is_not_compared() -> None:
     """It traces and plans: "the step took 1116.7 times its prediction" said nothing."""
     assert format_end(totals(2.0), predicting(0.01), replicas=1) == (
         "done: 1 step | 4.00 samples/s | step 2.00 s, which traced and planned"
     )
-
-
-def test_a_resumed_run_names_its_last_step() -> None:
-    line = format_end(totals(1.0, 1.0, first=31), None, replicas=1, ended="stopped")
-    assert line.startswith("stopped: 2 steps to step 32 | ")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +76,3 @@ def test_the_reason_where_they_part(seconds: float, work_s: float | None, reason
 def test_a_prediction_from_estimates_says_so() -> None:
     text = format_end(totals(9.0, 2.4), predicting(1.2, provenance="estimated"), replicas=1)
     assert "which rests on estimates: profile: measured times the units" in text
-
-
-def test_replicas_work_beside_each_other() -> None:
-    assert "3.60 times one process" in format_end(totals(9.0, 1.0, work_s=1.8), None, replicas=2)

@@ -1,6 +1,5 @@
 """The run folder: who makes it, what it is called, what stays when a write fails."""
 
-import os
 import subprocess
 import sys
 from datetime import datetime
@@ -22,11 +21,6 @@ def test_is_named_by_time_and_holds_logs(tmp_path: Path) -> None:
     folder = create(tmp_path / "deep" / "runs")
     assert folder.path == tmp_path / "deep" / "runs" / "2026-11-20_12-30-05"
     assert [path.name for path in folder.path.iterdir()] == ["logs"]
-
-
-def test_runs_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
-    names = [create(tmp_path).path.name for _ in range(3)]
-    assert names == ["2026-11-20_12-30-05", "2026-11-20_12-30-05-2", "2026-11-20_12-30-05-3"]
 
 
 def test_a_named_run_goes_on_in_its_folder(tmp_path: Path) -> None:
@@ -74,35 +68,6 @@ def test_a_run_dir_without_logs_holds_run_folders(tmp_path: Path) -> None:
     assert create(tmp_path, SHARDWRIGHT_RUN_DIR=str(tmp_path)).path.parent == tmp_path
 
 
-def test_logs_of_the_user_do_not_make_a_folder_a_run_folder(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    assert create(tmp_path, "mine").path == tmp_path / "mine"
-
-
-def test_paths_are_those_of_the_documentation(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    files = (folder.config_file, folder.plan_file, folder.metrics_file, folder.trace_file, folder.events_file)
-    assert [path.name for path in (*files, folder.steps_file, folder.logs_dir)] == [
-        "config.json",
-        "plan.json",
-        "metrics.jsonl",
-        "trace.json",
-        "events.jsonl",
-        "steps.json",
-        "logs",
-    ]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_is_absolute_and_shown_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = create(Path("runs"), "a")
-    assert folder.path == tmp_path / "runs" / "a"
-    assert str(folder) == os.path.join("runs", "a")
-    monkeypatch.chdir(folder.path)
-    assert str(RunFolder(tmp_path)) == str(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/abs", "nul\0"])
 def test_refuses_a_name_that_is_none(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"run_name is .*, but it must be the name of one folder"):
@@ -125,15 +90,3 @@ def test_writes_whole_or_not_at_all(tmp_path: Path) -> None:
         folder.write("plan.json", "new \ud800")
     assert folder.plan_file.read_text() == "old"
     assert sorted(path.name for path in folder.path.iterdir()) == ["logs", "plan.json"]
-
-
-def test_no_lock_is_left_open_when_the_process_ends(tmp_path):
-    script = "from shardwright.observe import RunFolder; RunFolder.create('.').hold('metrics')"
-    ended = subprocess.run(
-        [sys.executable, "-W", "always::ResourceWarning", "-c", script],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ended.stderr == ""

@@ -6,7 +6,7 @@ import pytest
 
 from observe.plans import two_stage_plan
 from shardwright.errors import UsageError
-from shardwright.observe import MetricsLog, RunFolder, RunSummary, StepRecord, format_summary, summarize
+from shardwright.observe import MetricsLog, RunFolder, StepRecord, format_summary, summarize
 
 
 @pytest.fixture
@@ -54,26 +54,9 @@ def test_from_folder_to_text(folder: RunFolder) -> None:
     )
 
 
-def test_samples_where_tokens_are_not_known(folder: RunFolder) -> None:
-    write_steps(folder, *training(tokens=None))
-    assert "  throughput  16.0 samples/s\n" in format_summary(summarize(str(folder.path)))
-
-
-def test_a_single_step_counts_though_it_is_the_first(folder: RunFolder) -> None:
-    write_steps(folder, training()[0])
-    text = format_summary(summarize(folder))
-    assert text.startswith("1 step done\n")
-    assert "  throughput  133 tok/s\n" in text
-
-
 def test_steps_done_twice_count_once(folder: RunFolder) -> None:
     write_steps(folder, *training(), *training()[2:])
     assert summarize(folder).steps == 4
-
-
-def test_a_lost_loss_shows(folder: RunFolder) -> None:
-    write_steps(folder, StepRecord(step=1, seconds=1.0, samples=1, loss=float("nan")))
-    assert "  loss        nan" in format_summary(summarize(folder))
 
 
 @pytest.mark.parametrize("text", [None, ""])
@@ -82,18 +65,3 @@ def test_a_run_without_steps(folder: RunFolder, text: str | None) -> None:
         folder.metrics_file.write_text(text)
     with pytest.raises(UsageError, match=r"metrics\.jsonl holds no step\. Run the training first"):
         summarize(folder)
-
-
-@pytest.mark.parametrize(
-    ("summary", "text"),
-    [
-        (RunSummary(steps=0), "0 steps done"),
-        (RunSummary(steps=2, final_loss=1.0), "2 steps done\n  loss  1.0000"),
-        (RunSummary(steps=2, step_s=0.0, step_predicted_s=1.0), "2 steps done\n  step  0.00 us measured"),
-        (RunSummary(steps=2, bubble_predicted=0.1), "2 steps done\n  bubble  10% predicted"),
-        (RunSummary(steps=2, bubble=0.1), "2 steps done\n  bubble  10% measured"),
-        (RunSummary(steps=2, single_throughput=3.0), "2 steps done"),
-    ],
-)
-def test_what_is_not_known_is_left_out(summary: RunSummary, text: str) -> None:
-    assert format_summary(summary) == text

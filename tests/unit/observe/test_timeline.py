@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from observe.plans import measured_as, simulation
-from shardwright.errors import ScheduleError
-from shardwright.observe import MeasuredEvent, bubble, idle_share, measured_events
+from shardwright.observe import MeasuredEvent, bubble, measured_events
 from shardwright.schedule import KINDS, Action, Kind, place_stages
 
 F0 = Action(Kind.FORWARD, 0, 0)
@@ -27,11 +26,6 @@ def test_memory_belongs_to_the_ends_of_actions() -> None:
     assert [event.bytes_in_use for event in events] == [7, 9, 0]
 
 
-def test_one_start_a_rank() -> None:
-    with pytest.raises(ScheduleError, match="2 rows have 1 starts"):
-        measured_events([[], []], step_starts=(0.0,))
-
-
 def test_waiting_is_idle() -> None:
     # rank 0 | work
     # rank 1 | wait work
@@ -39,22 +33,6 @@ def test_waiting_is_idle() -> None:
     assert bubble(events, num_ranks=2) == 0.5
     assert bubble(events, num_ranks=2, step_s=8.0) == 0.75
     assert bubble(events, num_ranks=4) == 0.75
-
-
-def test_waiting_before_all_work_is_not_part_of_the_step() -> None:
-    events = [MeasuredEvent(0, F0, 5.0, 12.0, 5.0), MeasuredEvent(1, F1, 3.0, 12.0, 7.0)]
-    assert bubble(events, num_ranks=2) == 0.0
-
-
-def test_nothing_is_not_idle() -> None:
-    assert bubble([], num_ranks=2) == 0.0
-    assert idle_share([], step_s=1.0) == 0.0
-    assert idle_share([1.0], step_s=0.0) == 0.0
-
-
-def test_clocks_that_disagree_make_no_negative_share() -> None:
-    assert idle_share([1.0, 1.1], step_s=1.0) == 0.0
-    assert MeasuredEvent(0, F0, 1.0, 2.0, 1.5).busy_s == 0.0
 
 
 @given(

@@ -59,12 +59,6 @@ def test_a_tracker_is_told_of_the_run_and_of_each_step(tmp_path: Path) -> None:
     assert tracker.told == [("run", 4, 2), (1, 2.5, False), (2, 2.0, False), "end"]
 
 
-def test_the_other_ranks_tell_nothing(tmp_path: Path) -> None:
-    tracker = Noting()
-    train(tmp_path, tracker=tracker, prints=False)
-    assert tracker.told == []
-
-
 @pytest.mark.parametrize("method", ["begin", "log", "close"])
 def test_a_tracker_that_fails_is_left_out_and_said(tmp_path: Path, method: str) -> None:
     failing, other = Noting(fails=method), Noting()
@@ -98,11 +92,6 @@ def test_csv_has_a_row_for_each_step_and_goes_on_in_a_continued_run(tmp_path: Pa
     assert [row["step"] for row in rows] == ["1", "2", "1", "2"]
     assert [row["train/loss"] for row in rows[:2]] == ["2.5", "2.0"]
     assert [row["time/update(s)"] for row in rows[:2]] == ["", "0.01"]
-
-
-def test_csv_without_a_folder_is_said(tmp_path: Path) -> None:
-    run = train(tmp_path, files=False, trackers="csv")
-    assert "metrics.csv needs a folder" in run.stream.getvalue()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

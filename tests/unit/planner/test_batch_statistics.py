@@ -66,24 +66,6 @@ def test_a_microbatch_has_enough_samples():
     assert plan(128).schedule.microbatches == 8
 
 
-def test_a_small_batch_is_cut_as_little_as_it_can_be():
-    found = plan(8)
-    assert found.schedule.microbatches == 2
-    assert "a microbatch, 4 samples: to come close to 16 or more" in said(found)
-
-
-def test_a_number_that_is_set_is_kept():
-    found = plan(32, microbatches=8)
-    assert found.schedule.microbatches == 8
-    assert said(found).endswith("are those of a microbatch, 4 samples.")
-
-
-def test_where_more_samples_do_not_fit_the_plan_says_so():
-    found = plan(32, memory_limit=60_000, activation_checkpointing="none")
-    assert found.schedule.microbatches > 2
-    assert said(found).endswith("more in each would not fit in memory.")
-
-
 def test_statistics_of_the_batch_take_one_microbatch():
     assert said(plan(32, microbatches=1)).endswith("are those of all of it, one microbatch.")
 

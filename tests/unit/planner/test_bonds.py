@@ -39,10 +39,6 @@ def test_units_of_a_group_and_all_between_share_a_stage() -> None:
     assert one_rank == replace(always, one_rank=True)
 
 
-def test_groups_that_overlap_become_one() -> None:
-    assert chain_of(blocks(6), group(1, 3), group(3, 4)).starts == (0, 1, 5, 6)
-
-
 def test_an_operation_moves_to_its_group_and_binds_the_unit_that_reads_it() -> None:
     # Nodes: h.0, h.1, mul (at home with h.1), h.2, h.3, h.4.
     assert chain_of(blocks(5, op_after=1), group(2, 4)).starts == (0, 1, 2, 4, 5)
@@ -73,16 +69,6 @@ def test_what_moves_takes_along_what_rests_on_it_also_into_other_groups() -> Non
     assert chain.starts == (0, 1, 3, 4)  # h.1 is in the group of what has moved to h.2
 
 
-def test_what_nobody_reads_is_where_the_program_has_got_to() -> None:
-    builder = GraphBuilder()
-    builder.parameter("shift", 40)
-    value = builder.unit("h.0", parameters=["shift"])
-    value = builder.unit("h.1", [value])
-    builder.op("clamp_", parameters=["shift"])
-    value = builder.unit("h.2", [value])
-    assert chain_of(builder.graph(loss=value), group(0, 2)).starts == (0, 2, 3)
-
-
 @pytest.mark.parametrize(("stages_per_rank", "starts"), [(1, (0, 1, 2, 3, 4)), (2, (0, 3, 4))])
 def test_a_rank_with_several_stages_computes_an_operation_where_it_has_got_to(
     stages_per_rank: int, starts: tuple[int, ...]
@@ -95,12 +81,6 @@ def test_a_rank_with_several_stages_computes_an_operation_where_it_has_got_to(
     value = builder.unit("h.3", [value, late])
     chain = chain_of(builder.graph(loss=value), group(0, 3))
     assert chain.bound(stages_per_rank=stages_per_rank).starts == starts
-
-
-def test_a_group_for_one_rank_counts_where_ranks_have_several_stages() -> None:
-    chain = chain_of(blocks(5), group(1, 3, one_rank=True))
-    assert chain.num_atoms == 5
-    assert chain.bound(stages_per_rank=2).starts == (0, 1, 4, 5)
 
 
 def test_the_groups_survive_json() -> None:

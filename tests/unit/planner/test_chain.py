@@ -63,16 +63,6 @@ def test_glue_adds_its_time_and_is_never_recomputed() -> None:
     assert chain.column("work_bytes")[0] == 840
 
 
-def test_a_value_read_by_several_calls() -> None:
-    builder = GraphBuilder()
-    a = builder.unit("a")
-    b = builder.unit("b", [a])
-    c = builder.unit("c", [a, b])
-    chain = build_chain(builder.graph(loss=builder.op("loss", [c])), PROFILE)
-    assert chain.flows[0].targets == (1, 2)
-    assert chain.flows[1].targets == (2,)
-
-
 def test_no_gradient_without_requires_grad_or_loss() -> None:
     builder = GraphBuilder()
     a = builder.unit("a", requires_grad=False)
@@ -80,25 +70,6 @@ def test_no_gradient_without_requires_grad_or_loss() -> None:
     graph = builder.graph(loss=builder.op("loss", [b]))
     assert build_chain(graph, PROFILE).flows[0].gradient_bytes == 0
     assert build_chain(builder.graph(), PROFILE).flows[0].gradient_targets == ()
-
-
-def test_no_gradient_from_a_reader_that_does_not_lead_to_the_loss() -> None:
-    builder = GraphBuilder()
-    a = builder.unit("a")
-    b = builder.unit("b", [a])
-    builder.unit("metric", [a])
-    chain = build_chain(builder.graph(loss=builder.op("loss", [b])), PROFILE)
-    assert chain.flows[0].targets == (1, 2)
-    assert chain.flows[0].gradient_targets == (1,)
-
-
-def test_free_values_never_cross() -> None:
-    builder = GraphBuilder()
-    mask = builder.op("tril", free=True)
-    a = builder.unit("a", [mask])
-    b = builder.unit("b", [a, mask])
-    chain = build_chain(builder.graph(loss=b), PROFILE)
-    assert [flow.source for flow in chain.flows] == [0]
 
 
 def test_what_rests_on_parameters_alone_lives_with_its_first_reader() -> None:
@@ -112,15 +83,6 @@ def test_what_rests_on_parameters_alone_lives_with_its_first_reader() -> None:
     assert [(flow.source, flow.targets) for flow in chain.flows] == [(1, (2,)), (0, (1,)), (1, (2,))]
     assert chain.column("glue_bytes").tolist() == [0.0, 4.0, 0.0]
     assert [(use.name, use.calls) for use in chain.parameters] == [("positions", (1,))]
-
-
-def test_what_nobody_reads_has_no_home() -> None:
-    builder = GraphBuilder()
-    table = builder.parameter("unused", 400)
-    builder.op("slice", parameters=[table])
-    chain = build_chain(builder.graph(loss=builder.unit("a")), PROFILE)
-    assert chain.flows == ()
-    assert chain.parameters == ()
 
 
 def test_parameters_of_units_and_glue() -> None:
@@ -166,20 +128,10 @@ def test_calls_of_a_unit_that_updates_buffers_stay_together() -> None:
     assert chain.uncontracted().num_atoms == 7
 
 
-def test_calls_of_a_unit_without_buffers_may_be_spread() -> None:
-    assert repeated(mutates_buffers=False).num_atoms == 7
-
-
 def test_contraction_of_overlapping_spans() -> None:
     chain = build_chain(chain_graph(6), PROFILE)
     assert chain.contract([(1, 3), (3, 5)]).starts == (0, 1, 6, 7, 8)
     assert chain.contract([(1, 3)]).contract([(2, 4)]).starts == (0, 1, 5, 6, 7, 8)
-
-
-def test_a_model_without_units() -> None:
-    builder = GraphBuilder()
-    with pytest.raises(PlanError, match=r"calls no module inside the model.*layer\.forward\(x\) is not seen"):
-        build_chain(builder.graph(), PROFILE)
 
 
 def test_a_profile_that_lacks_a_class() -> None:

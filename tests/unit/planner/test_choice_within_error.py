@@ -10,9 +10,8 @@ from shardwright.config import Config
 from shardwright.mesh import Mesh
 from shardwright.model_graph import ModelGraph
 from shardwright.plan import Plan
-from shardwright.planner import Candidates, make_plan, search
+from shardwright.planner import Candidates, make_plan
 from shardwright.planner.reasons import error_of_comparison
-from shardwright.profile import UnitCost
 
 STAYS = "It is that of the last run: no other is faster by more than predictions err."
 
@@ -71,30 +70,6 @@ def test_the_plan_of_the_last_run_stays_within_the_error() -> None:
     assert (STAYS in again.why) == ([s.units for s in anew.stages] != [s.units for s in before.stages])
 
 
-def test_the_plan_of_the_last_run_stays_where_its_own_cuts_could_be_better() -> None:
-    """Moving the cuts of the best options took the last plan from among them, so it never stayed."""
-    before = plan(candidates(4, head_s=3.0), pipeline="1f1b")
-    now = candidates(4, head_s=2.0, blocks=4)
-    assert first_units(plan(now, pipeline="1f1b")) != first_units(before)
-    again = plan(now, previous=before, pipeline="1f1b")
-    assert first_units(again) == first_units(before)
-    assert STAYS in again.why
-
-
-def test_cuts_are_moved_only_where_the_plan_of_the_last_run_does_not_stay(monkeypatch: Any) -> None:
-    """It took half of the processor time before step 1 of a second run."""
-    refined = []
-    whole = search.refine
-    monkeypatch.setattr(search, "refine", lambda *a, **k: refined.append(a) or whole(*a, **k))
-    before = plan(candidates(4))
-    assert refined
-    refined.clear()
-    assert plan(candidates(4), previous=before).stages == before.stages
-    assert not refined
-    plan(candidates(4, head_s=8.0), previous=before)
-    assert refined
-
-
 def test_the_plan_of_the_last_run_goes_where_another_is_much_faster() -> None:
     before = plan(candidates(4))
     after = plan(candidates(4, head_s=8.0), previous=before)
@@ -114,9 +89,3 @@ def test_a_plan_for_other_units_or_settings_is_no_plan_of_the_last_run() -> None
 @pytest.mark.parametrize(("spread", "error"), [(0.0, 0.01), (0.1, 0.05), (3.0, 0.15)])
 def test_the_error_of_a_comparison_is_half_the_spread(spread: float, error: float) -> None:
     assert error_of_comparison(candidates(4, spread=spread).values()) == pytest.approx(error)
-
-
-def test_units_that_take_no_time_leave_nothing_in_doubt() -> None:
-    graph = blocks_in_parts(1)
-    nothing = {node.cost_class: UnitCost(0.0, 0.0) for node in graph.nodes}
-    assert error_of_comparison([(graph, profile_of().__class__(costs=nothing))]) == 0.01

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +11,7 @@ from choices import in_every_run, in_sweep
 from shardwright.cluster import Cluster, Device, Link
 from shardwright.config import Config
 from shardwright.errors import PlanError
-from shardwright.planner import best_of_meshes, estimate_profile, meshes
-from shardwright.planner.profiles import MeasuredProfile
+from shardwright.planner import best_of_meshes, meshes
 from shardwright.torch.units.dry_run import OfflinePlanner, with_data
 
 
@@ -195,55 +193,3 @@ def test_closed_forms_agree_with_plans_where_ranks_share_layers(machines: str) -
         assert plan.tensor.cuts
         assert sum(stage.exchange_bytes for stage in plan.prediction.stages) > 0
         assert seconds == pytest.approx(plan.prediction.step_s / mesh.data, rel=0.3), mesh
-
-
-@pytest.mark.thorough
-def test_layers_are_shared_where_that_is_fastest() -> None:
-    """One sample keeps no pipeline busy: on fast links, layers are shared."""
-    machines = cluster(per_node=8, flops=1e10, near=1e12)
-    with torch.device("meta"):
-        model, ids = Blocks(), torch.zeros(1, 64, dtype=torch.long)
-    planner = OfflinePlanner(model, with_data(((ids,), {}), "cpu"), config=Config(), cluster=machines)
-    grids = [mesh for mesh in meshes(2, Config(), most_tensor=8) if mesh.data == 1]
-    plan = best_of_meshes(grids, planner.plan, expected=planner.expected_seconds(grids))
-    assert (plan.mesh.pipeline, plan.mesh.tensor) == (1, 2)
-    assert plan.why[-1].startswith("Degrees: pipeline 1 x data 1 x tensor 2")
-    slow = OfflinePlanner(
-        model, with_data(((ids,), {}), "cpu"), config=Config(), cluster=cluster(flops=1e10, near=1e5)
-    )
-    plan = best_of_meshes(grids, slow.plan, expected=slow.expected_seconds(grids))
-    assert (plan.mesh.tensor, plan.tensor) == (1, None)
-    assert "1 cannot be planned" in plan.why[-1]
-
-
-@pytest.mark.thorough
-def test_measured_units_count_before_estimates() -> None:
-    """Ten times as slow as estimated, units hide the sums that seemed to make replicas slow."""
-    machines = cluster(per_node=2, flops=1e13, far=1e9)
-    plain = Planner("blocks", machines, {})
-    costs = {
-        name: replace(
-            cost,
-            forward_s=30 * cost.forward_s,
-            backward_s=30 * cost.backward_s,
-            weight_s=30 * cost.weight_s,
-            provenance="measured",
-        )
-        for pipeline in (1, 2, 4)
-        for graph, _ in plain._traced(pipeline).values()
-        for name, cost in estimate_profile(graph, device=machines.device).costs.items()
-    }
-    graph, _ = next(iter(plain._traced(1).values()))
-    measured = MeasuredProfile(
-        fingerprint=graph.model_fingerprint, costs=costs, cluster=machines, num_ranks=4, when="today"
-    )
-    slow = Planner("blocks", machines, {}, measured)
-    judge, found, _, _ = slow.answers(4)
-    assert found == judge
-    assert found.prediction.provenance == "measured"
-    grids = meshes(4, Config())
-    fast_s, slow_s = (dict(zip(grids, each.expected_seconds(grids), strict=True)) for each in (plain, slow))
-    for mesh in grids:
-        plan = slow.plans[mesh]
-        assert slow_s[mesh] > 2 * fast_s[mesh]
-        assert slow_s[mesh] == pytest.approx(plan.prediction.step_s / mesh.data, rel=0.3)

@@ -2,12 +2,11 @@
 
 import json
 
-from graphs import chain_graph, profile_of
+from graphs import chain_graph
 from hypothesis import given
 
 from planner.test_tables import graphs
 from shardwright.model_graph import ModelGraph
-from shardwright.profile import Profile
 
 
 @given(graphs())
@@ -18,11 +17,6 @@ def test_graphs(graph: ModelGraph) -> None:
     assert again.model_fingerprint == graph.model_fingerprint
 
 
-def test_profiles() -> None:
-    profile = profile_of()
-    assert Profile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
-
-
 def test_fingerprints_tell_graphs_apart() -> None:
     prints = {chain_graph(2).fingerprint, chain_graph(3).fingerprint, chain_graph(2, tied=True).fingerprint}
     assert len(prints) == 3
@@ -31,8 +25,3 @@ def test_fingerprints_tell_graphs_apart() -> None:
     wide = chain_graph(2, output_bytes=80)
     assert wide.fingerprint != chain_graph(2).fingerprint
     assert wide.model_fingerprint == chain_graph(2).model_fingerprint
-
-
-def test_sizes() -> None:
-    assert chain_graph(2, tied=True).num_parameters == 300
-    assert chain_graph(2).labels == ("embed", "h.0", "h.1", "head")

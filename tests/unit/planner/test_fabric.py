@@ -5,7 +5,7 @@ from graphs import chain_graph, profile_of
 
 from planner.machines import machines
 from shardwright.mesh import Mesh
-from shardwright.planner.fabric import Fabric, ReplicaSeconds
+from shardwright.planner.fabric import Fabric
 from shardwright.planner.layout import Layout
 from shardwright.planner.model_chain import build_chain
 from shardwright.planner.sharing import Sharing
@@ -77,33 +77,6 @@ def test_ranks_that_share_a_core_wait_for_the_overhead_of_one_another(
     assert overhead_s(cores) > 0
 
 
-@pytest.mark.parametrize(
-    ("cores", "mesh", "expected"),
-    [
-        (0, Mesh.of(world_size=4, data=4), 1.0),
-        (4, Mesh.of(world_size=4, data=4), 1.0),
-        (2, Mesh.of(world_size=4, data=4), 2.0),
-        (2, Mesh.of(world_size=4, pipeline=2, data=2), 1.0),
-        (2, Mesh.of(world_size=8, pipeline=2, data=4), 2.0),
-        (2, Mesh.of(world_size=4, pipeline=4), 1.0),
-    ],
-)
-def test_replicas_without_a_core_each_take_longer(cores: int, mesh: Mesh, expected: float) -> None:
-    assert Fabric(machines(cores_per_node=cores), mesh).crowding == expected
-
-
-def test_sums_of_several_pipeline_ranks_share_the_link_between_hosts() -> None:
-    cluster = machines(ranks_per_node=2, inter=(0.0, 1e8), intra=(0.0, 1e9))
-    fabric = Fabric(cluster, Mesh.of(world_size=4, pipeline=2, data=2))
-    alone = fabric.all_reduce_seconds(1e8, (0, 2))
-    assert alone == pytest.approx(1.0)
-    assert fabric.all_reduce_seconds(1e8, (0, 2), at_once=2) == pytest.approx(2.0)
-    assert fabric.all_reduce_seconds(1e8, (0, 1), at_once=2) == fabric.all_reduce_seconds(1e8, (0, 1))
-    both = layout((0, 2, 4), (0, 1), tied=False)
-    apart = max(size for size, _ in both.trained_bytes())
-    assert fabric.replica_seconds(both).total_s == pytest.approx(2 * fabric.all_reduce_seconds(apart, (0, 2)))
-
-
 def test_the_shards_of_a_host_share_its_link_to_others() -> None:
     """Each of two ranks of a host sums its half of the gradients with the other host, at the same time."""
     cluster = machines(ranks_per_node=2, inter=(0.0, 1e8), intra=(0.0, 1e18))
@@ -114,8 +87,3 @@ def test_the_shards_of_a_host_share_its_link_to_others() -> None:
     assert apart == 0
     one_alone_s = fabric.all_reduce_seconds(shared / 2, (0, 2))
     assert fabric.replica_seconds(whole).total_s == pytest.approx(2 * one_alone_s)
-
-
-def test_no_time_is_hidden_where_all_of_it_is_exposed_but_for_rounding() -> None:
-    """A plan file refuses seconds below 0."""
-    assert ReplicaSeconds(total_s=0.3, exposed_s=0.1 + 0.2, window_s=0.0).hidden_s == 0.0

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from graphs import GraphBuilder, chain_graph
+from graphs import chain_graph
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +14,6 @@ from shardwright.costs.calibration import OFFLOADED_CALL_S
 from shardwright.planner.keeping import KeepingPolicy, choose_keeping
 from shardwright.planner.layout import Layout
 from shardwright.planner.rank_memory import rank_memory
-from shardwright.profile import Profile, UnitCost
 
 Way = tuple[bool, bool]  # recomputed, offloaded
 
@@ -97,20 +96,6 @@ def test_what_is_not_allowed_is_not_chosen() -> None:
     assert choose_keeping(layout, in_flight=FLIGHTS, limit_bytes=1, policy=nothing) is layout
 
 
-def test_what_the_settings_asked_for_stays() -> None:
-    layout = blocks(*MIDDLE).with_recompute([1]).with_offload([2])
-    limit = peak(layout, FLIGHTS)
-    chosen = choose_keeping(layout, in_flight=FLIGHTS, limit_bytes=limit, policy=both(FAST))
-    assert chosen.offload is not None
-    assert (np.flatnonzero(chosen.recompute).tolist(), np.flatnonzero(chosen.offload).tolist()) == ([1], [2])
-
-
-def test_what_helps_most_is_done_where_nothing_suffices() -> None:
-    chosen = choose_keeping(blocks(*MIDDLE), in_flight=FLIGHTS, limit_bytes=1, policy=both(FAST))
-    assert chosen.recompute.any()
-    assert peak(chosen, FLIGHTS) < peak(blocks(*MIDDLE), FLIGHTS) - 4 * 4000
-
-
 @given(
     rows=st.lists(st.tuples(st.floats(0.1, 5), st.integers(10, 2000)), min_size=1, max_size=3),
     missing=st.floats(0, 1),
@@ -142,43 +127,6 @@ def test_a_choice_fits_where_one_does(
 
 # ---- what leaves ----
 
-SHARED = Profile(costs={"block": UnitCost(forward_s=1.0, backward_s=2.0, saved_bytes=100, input_bytes=40)})
-
-
-def shared_values() -> GraphBuilder:
-    """b and c keep a; c and d keep b; of 100 bytes each."""
-    builder = GraphBuilder()
-    a = builder.unit("a", output_bytes=40)
-    b = builder.unit("b", [a], output_bytes=40, saved_values=[a])
-    c = builder.unit("c", [b, a], output_bytes=40, saved_values=[b, a])
-    builder.unit("d", [b, c], saved_values=[b])
-    return builder
-
-
-def test_a_value_that_several_calls_offload_leaves_once() -> None:
-    layout = lay_out(shared_values().graph(loss=3), (0, 4), (0,), SHARED)
-    assert layout.leaving_bytes().tolist() == [0, 0, 0, 0]
-    everything = layout.with_offload(range(4))
-    assert everything.leaving_bytes().tolist() == [100, 100, 100 - 40, 100 - 40]
-
-
-def test_a_value_that_another_call_keeps_stays() -> None:
-    layout = lay_out(shared_values().graph(loss=3), (0, 4), (0,), SHARED)
-    # Only c offloads: a is kept by b, and b by d.
-    assert layout.with_offload([2]).leaving_bytes().tolist() == [0, 0, 100 - 80, 0]
-
-
-def test_values_of_other_stages_stay() -> None:
-    layout = lay_out(shared_values().graph(loss=3), (0, 2, 4), (0, 1), SHARED).with_offload(range(4))
-    # a and b are sent: their home keeps them, and they are those of another stage for c and d.
-    assert layout.leaving_bytes().tolist() == [100, 100 - 40, 100 - 80, 100 - 40]
-
-
-def test_recomputed_calls_offload_their_inputs() -> None:
-    layout = lay_out(shared_values().graph(loss=3), (0, 4), (0,), SHARED).with_recompute(range(4))
-    # Each keeps an input of 40 bytes; those of c and d have left with b and c.
-    assert layout.with_offload(range(4)).leaving_bytes().tolist() == [40, 40, 0, 0]
-
 
 def test_a_rank_hands_over_what_leaves() -> None:
     """Bug: on one rank a step was predicted to take as long with offload as without it."""
@@ -190,11 +138,6 @@ def test_a_rank_hands_over_what_leaves() -> None:
     # Of a recomputed unit hardly more than an input leaves.
     again = layout.with_recompute(range(1, 7))
     assert again.with_offload(range(1, 7)).stage_costs()[0].forward_s == again.stage_costs()[0].forward_s
-
-
-def test_units_that_are_repeated_at_once_do_not_leave() -> None:
-    tiny = blocks(*[(OFFLOADED_CALL_S, 1000)] * 6)
-    assert not any(away for _, away in choose(tiny, 4000, both(FAST)))
 
 
 @pytest.mark.parametrize("horizon", [1, 2])

@@ -13,14 +13,12 @@ from shardwright.planner.chain import StateBytes
 from shardwright.planner.keeping import KeepingPolicy, choose_keeping
 from shardwright.planner.layout import Layout
 from shardwright.planner.rank_memory import (
-    Above,
     above_at_most,
-    in_flight,
     rank_memory,
     scheduled_above,
 )
 from shardwright.profile import Profile, UnitCost
-from shardwright.schedule import Action, Kind, Schedule, build_schedule, simulate
+from shardwright.schedule import Action, Kind, Schedule, simulate
 
 # Four units: each keeps 1000 bytes and has a gradient of 400; around each are gradients of 80.
 BLOCKS = 2
@@ -71,25 +69,6 @@ def test_they_come_while_activations_go() -> None:
     assert found.peak_bytes == 2 * 1600 + 960 + 3 * 400 + 40 + 40
 
 
-def test_weights_put_off_have_their_gradients_later() -> None:
-    cost = UnitCost(forward_s=1.0, backward_s=2.0, weight_s=1.0, saved_bytes=1000, weight_bytes=900)
-    profile = Profile(costs=dict.fromkeys(("embed", "block", "head"), cost))
-    layout = lay_out(chain_graph(BLOCKS), (0, 4), (0,), profile)
-    costs = layout.stage_costs()
-    schedule = by_hand(2, "F0 I0 F1 I1 W0 W1")
-    # At the last forward's end: what I left of the first, the second whole; no gradient of weights yet.
-    assert scheduled_above(schedule, layout, costs) == [Above(80, 0)]
-    at_once = scheduled_above(by_hand(2, "F0 B0 F1 I1 W1"), layout, costs)
-    assert at_once == [Above(80 + GRADIENTS, GRADIENTS)]
-
-
-def test_an_update_has_them_all() -> None:
-    layout = one_stage(saved_bytes=10)
-    found = peak(layout, by_hand(1, "F0 B0"))
-    assert (found.gradients_bytes, found.activations_bytes) == (GRADIENTS - 40, 40)
-    assert found.peak_bytes == 3 * 1600
-
-
 def sharing(most_reduced: int, gradients: int) -> Layout:
     """Two replicas have half of each parameter."""
     layout = one_stage()
@@ -108,12 +87,6 @@ def test_rows_of_shared_gradients_come_with_the_backward_too() -> None:
     assert (found.activations_bytes, found.gradients_bytes) == (KEPT, 0)
 
 
-def test_whole_gradients_are_there_until_they_are_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwright.placement._LEAST_BYTES", 1)
-    # Above its rows, each has 200 bytes more: one is filled, and one is reduced.
-    assert sharing(400, 200).reduced_gradients().tolist() == [400, 400, 200, 0]
-
-
 SIZES = st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 2000)), min_size=1, max_size=5)
 
 
@@ -130,32 +103,6 @@ def drawn(rows: list[tuple[int, int]], parameter_bytes: int, cut: int) -> Layout
     graph = chain_graph(len(rows), classes=list(costs), parameter_bytes=parameter_bytes)
     calls = len(rows) + 2
     return lay_out(graph, (0, min(cut, calls - 1), calls), (0, 1), profile)
-
-
-@given(
-    rows=SIZES,
-    parameter_bytes=st.sampled_from([4, 400, 4000]),
-    cut=st.integers(1, 6),
-    kind=st.sampled_from(["gpipe", "1f1b"]),
-    num_microbatches=st.integers(1, 4),
-)
-def test_the_closed_form_bounds_the_simulated_peak(
-    rows: list[tuple[int, int]], parameter_bytes: int, cut: int, kind: str, num_microbatches: int
-) -> None:
-    layout = drawn(rows, parameter_bytes, cut)
-    costs = layout.stage_costs()
-    schedule = build_schedule(kind, stage_ranks=(0, 1), num_microbatches=num_microbatches, costs=costs)
-    flying = in_flight(schedule)
-    kept = [number * cost.saved_bytes for number, cost in zip(flying, costs, strict=True)]
-    at_most = above_at_most(layout, flying, num_microbatches=num_microbatches)
-    upper = rank_memory(layout, activation_bytes=kept, above=at_most)
-    simulated = simulate(schedule, costs, edges=layout.edges()).peak_bytes
-    found = rank_memory(layout, activation_bytes=simulated, above=scheduled_above(schedule, layout, costs))
-    for one, other in zip(found, upper, strict=True):
-        assert one.peak_bytes <= other.peak_bytes
-    if kind == "gpipe" or num_microbatches == 1:  # then the closed form is the simulated one
-        for one, other in zip(found, upper, strict=True):
-            assert other.peak_bytes - one.peak_bytes <= 40 * 3  # messages while no forward is left
 
 
 @given(

@@ -8,7 +8,6 @@ from graphs import GraphBuilder, chain_graph, profile_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.test_tables import PROFILE, graphs
 from shardwright.model_graph import ModelGraph
 from shardwright.planner.keeping import KeepingPolicy, choose_keeping
 from shardwright.planner.layout import Layout
@@ -42,13 +41,6 @@ def test_costs_of_stages() -> None:
     assert layout.stages_of(1) == [1]
     assert (layout.num_stages, layout.num_ranks) == (2, 2)
     assert layout.stage_of_call.tolist() == [0, 0, 1, 1]
-
-
-def test_a_backward_in_two_parts_may_take_longer() -> None:
-    cost = UnitCost(forward_s=1.0, backward_s=2.0, weight_s=1.0, input_s=1.5)
-    profile = Profile(costs=dict.fromkeys(("embed", "block", "head"), cost))
-    first, _ = lay_out(chain_graph(2), (0, 2, 4), (0, 1), profile).stage_costs()
-    assert (first.backward_s, first.input_s, first.weight_s) == (4.0, 3.0, 2.0)
 
 
 def test_a_value_that_several_calls_keep_counts_once_a_stage() -> None:
@@ -108,28 +100,6 @@ def test_edges_skip_stages_and_count_each_value_once() -> None:
     )
 
 
-@given(graphs(), st.data())
-def test_edges_agree_with_the_tables(graph: ModelGraph, data: st.DataObject) -> None:
-    chain = build_chain(graph, PROFILE).uncontracted()
-    num_stages = data.draw(st.integers(1, chain.num_calls))
-    inner = data.draw(st.permutations(range(1, chain.num_calls)))[: num_stages - 1]
-    layout = Layout(
-        chain=chain,
-        cuts=(0, *sorted(inner), chain.num_calls),
-        ranks=tuple(range(num_stages)),
-        recompute=np.zeros(chain.num_calls, dtype=bool),
-    )
-    stage = layout.stage_of_call.tolist()
-    for source, target in itertools.combinations(range(num_stages), 2):
-        expected = sum(
-            flow.num_bytes
-            for flow in chain.flows
-            if stage[flow.source] == source and any(stage[call] == target for call in flow.targets)
-        )
-        found = [e.num_bytes for e in layout.edges() if (e.source, e.target) == (source, target)]
-        assert sum(found) == expected
-
-
 def test_parameters_count_once_a_rank() -> None:
     layout = lay_out(chain_graph(2, tied=True), (0, 1, 3, 4), (0, 1, 0))
     assert layout.state_bytes() == [(400, 400, 400, 0), (800, 800, 800, 0)]
@@ -147,12 +117,6 @@ def test_in_flight(kind: str, expected: tuple[int, ...] | None) -> None:
     ranks = (0, 1, 2) if expected else (0, 1, 2, 0, 1, 2)
     found = in_flight(build_schedule(kind, stage_ranks=ranks, num_microbatches=8))
     assert found == expected if expected else len(found) == 6
-
-
-def test_in_flight_lasts_until_the_weights_are_done() -> None:
-    schedule = build_schedule("zb_h1", stage_ranks=(0, 1), num_microbatches=4)
-    assert schedule.splits_backward
-    assert min(in_flight(schedule)) >= 1
 
 
 def test_memory_adds_up() -> None:
@@ -180,16 +144,6 @@ def _lay_out_of(*, ranks: tuple[int, ...]) -> Layout:
     return lay_out(chain_graph(4), (0, 2, 4, 6), ranks, profile_of())
 
 
-def test_an_update_may_take_more_than_a_step() -> None:
-    """Adam computes with two copies of a parameter: a large table, and hardly any activations."""
-    builder = GraphBuilder()
-    table = builder.parameter("table", 1000)
-    layout = lay_out(builder.graph(loss=builder.unit("a", parameters=[table])), (0, 1), (0,))
-    (adam,) = rank_memory(layout, activation_bytes=(100,))
-    (sgd,) = rank_memory(layout, activation_bytes=(100,), optimizer_factor=1.0)
-    assert (adam.peak_bytes, sgd.work_bytes) == (4000 + 2000, 40)
-
-
 def test_temporaries_count_when_they_are_there() -> None:
     """The weights' gradients keep much, but not while a unit is recomputed."""
     costs = {
@@ -207,14 +161,6 @@ def test_temporaries_count_when_they_are_there() -> None:
     (above,) = scheduled_above(schedule, layout, costs_of_stages)
     assert above == Above((3 * (900 - 10) + (1000 - 10) + 40) - 4 * (900 - 10), 0)
     assert above.num_bytes < max(work_bytes(layout))
-
-
-def test_frozen_parameters_have_no_gradient() -> None:
-    builder = GraphBuilder()
-    frozen = builder.parameter("frozen", 100, requires_grad=False)
-    layout = lay_out(builder.graph(loss=builder.unit("a", parameters=[frozen])), (0, 1), (0,))
-    (memory,) = rank_memory(layout, activation_bytes=(0,))
-    assert (memory.parameters_bytes, memory.gradients_bytes, memory.optimizer_bytes) == (100, 0, 0)
 
 
 def recompute_profile(rows: list[tuple[float, int]]) -> Profile:
@@ -260,26 +206,3 @@ def test_recomputation_is_enough_and_nothing_of_it_is_idle(
             for call in picked:
                 without = layout.with_recompute([c for c in picked if c != call])
                 assert peak(without, flights, rank) > limit
-
-
-def test_recomputation_takes_the_cheapest_bytes() -> None:
-    profile = recompute_profile([(5.0, 1010), (1.0, 1010), (2.0, 1010)])
-    layout = lay_out(chain_graph(3, classes=["c0", "c1", "c2"]), (0, 5), (0,), profile)
-    # States take 8000 bytes, four microbatches 12120, the gradients around a unit 80. When the third unit is
-    # recomputed, the 1010 bytes of the fourth are gone: nothing is added.
-    chosen = choose_keeping(
-        layout, in_flight=[4], limit_bytes=8000 + 12120 + 80 - 4000, policy=KeepingPolicy()
-    )
-    assert chosen.recompute.tolist() == [False, False, True, False, False]
-    chosen = choose_keeping(
-        layout, in_flight=[4], limit_bytes=8000 + 12120 + 80 - 4001, policy=KeepingPolicy()
-    )
-    assert chosen.recompute.tolist() == [False, False, True, True, False]
-
-
-def test_nothing_is_recomputed_without_need() -> None:
-    layout = lay_out(chain_graph(2), (0, 4), (0,))
-    assert not choose_keeping(layout, in_flight=[4], limit_bytes=0, policy=REPEATS).recompute.any()
-    assert not choose_keeping(
-        layout, in_flight=[4], limit_bytes=10**9, policy=KeepingPolicy()
-    ).recompute.any()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from planner.machines import machines
 from shardwright.mesh import Mesh
-from shardwright.planner.fabric import Fabric, Moment, exposed_after, exposed_before, moments_of
+from shardwright.planner.fabric import Fabric, Moment, exposed_after, exposed_before
 from shardwright.planner.layout import Layout
 from shardwright.planner.model_chain import build_chain
 
@@ -36,11 +36,6 @@ def test_one_bucket_waits_for_the_last_gradient() -> None:
     assert exposed_after([Moment(3.0, 1000), Moment(0.0, 1000)], 2.0, occupancy=0.0) == 2.0
 
 
-def test_rows_that_are_used_first_are_waited_for() -> None:
-    assert exposed_before([Moment(0.0, 1000), Moment(3.0, 3000)], 4.0, occupancy=0.0) == 1.0
-    assert exposed_before([Moment(0.0, 1000), Moment(1.0, 3000)], 4.0, occupancy=0.0) == 3.0
-
-
 @pytest.mark.parametrize("exposed", [exposed_after, exposed_before])
 @given(moments, seconds, st.floats(0, 1))
 def test_a_step_is_longer_by_no_more_than_everything(exposed, found, total_s, occupancy) -> None:
@@ -56,34 +51,9 @@ def test_faster_links_never_expose_more(exposed, found, some_s, more_s) -> None:
     assert exposed(found, some_s, occupancy=0.1) <= exposed(found, more_s, occupancy=0.1) + 1e-9
 
 
-def test_moments_follow_the_calls() -> None:
-    whole = layout((0, 6), (0,))
-    (found,) = moments_of(whole, splits=False)
-    backward = whole.chain.column("backward_s")
-    first_of = [min(use.calls) for use in whole.chain.parameters if use.trained]
-    assert [m.seconds for m in found.gradients] == pytest.approx([sum(backward[:call]) for call in first_of])
-    (split,) = moments_of(whole, splits=True)
-    weights = whole.chain.column("weight_s")
-    assert [m.seconds for m in split.gradients] == pytest.approx([sum(weights[:call]) for call in first_of])
-
-
-def test_other_stages_of_a_rank_end_before_its_lowest() -> None:
-    folded = layout((0, 1, 5, 6), (0, 1, 0))
-    first, _ = moments_of(folded, splits=False)
-    last_s = float(folded.chain.column("backward_s")[0])
-    assert sorted(m.seconds for m in first.gradients) == pytest.approx([0.0, last_s])
-
-
 @pytest.mark.parametrize("cores", [0, 2])
 def test_cores_that_add_in_shared_memory_hide_nothing(cores: int) -> None:
     cluster = machines(ranks_per_node=2, cores_per_node=cores, intra=(0, MIB))
     sums = Fabric(cluster, Mesh.of(world_size=2, data=2)).replica_seconds(layout((0, 6), (0,)))
     assert (sums.hidden_s > 0) == (cores == 0)
     assert sums.total_s == pytest.approx(sums.exposed_s + sums.hidden_s)
-
-
-def test_hosts_hide_sums_but_for_the_copies() -> None:
-    cluster = machines(ranks_per_node=1, inter=(0, MIB))
-    sums = Fabric(cluster, Mesh.of(world_size=2, data=2)).replica_seconds(layout((0, 6), (0,)))
-    assert 0 < sums.hidden_s < sums.total_s
-    assert sums.hidden_s <= sums.window_s

@@ -55,19 +55,6 @@ def test_gradients_are_reduced_in_every_microbatch_where_memory_requires_it() ->
         )
 
 
-def test_reducing_more_often_takes_longer() -> None:
-    once, often = plan(), plan(sdp_reduce_every_microbatch=True)
-    assert once.prediction is not None
-    assert often.prediction is not None
-    assert often.prediction.step_s > once.prediction.step_s
-
-
-def test_a_plan_says_when_gradients_are_reduced(tmp_path: Any) -> None:
-    found = plan(sdp_reduce_every_microbatch=True)
-    found.write(tmp_path / "plan.json")
-    assert Plan.read(tmp_path / "plan.json").schedule.reduce_every_microbatch
-
-
 @pytest.mark.parametrize(("most", "share"), [(10**9, 1.0), (150, 150 / 600), (1, 1 / 600)])
 def test_what_is_gathered_from_other_hosts_has_a_limit(most: int, share: float) -> None:
     config = Config.parse(

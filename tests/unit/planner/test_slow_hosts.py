@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.machines import machines
-from shardwright.cluster import parse_inventory
 from shardwright.config import Config
-from shardwright.costs.run_cluster import cluster_of
 from shardwright.mesh import Mesh
 from shardwright.planner import make_plan
 
@@ -70,19 +68,3 @@ def test_faster_hosts_help(slowness, pipeline):
     # Cuts are moved one by one from where they start, so that plans differ a little in how good they are: by
     # 2.5 % for hosts of 2.25 and 2.28.
     assert mixed <= slowest * 1.05
-
-
-def test_replicas_wait_for_the_slowest_host():
-    # Placement DPT: the replicas of a stage lie on different hosts.
-    across = plan((1.0, 3.0), ranks=2, replicas=2, per_node=2, pipeline="1f1b")
-    assert units_of_ranks(across) == [6, 6]
-    assert across.prediction.stages[0].forward_s == pytest.approx(1.8)
-
-
-def test_machines_by_name_are_as_fast_as_they_are():
-    mixed = cluster_of(parse_inventory("p4d.24xlarge + p5.48xlarge*2"), dtype="bfloat16")
-    assert mixed.slowness[0] == 1.0
-    assert mixed.slowness[1] == mixed.slowness[2] < 0.5
-    assert mixed.slowness_of(7) == 1.0
-    assert mixed.slowness_of(8) == mixed.slowness[1]
-    assert cluster_of(parse_inventory("p4d.24xlarge*2"), dtype="bfloat16").slowness == ()

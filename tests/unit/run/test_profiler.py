@@ -27,11 +27,6 @@ def test_the_medians_of_the_rounds_count():
     assert found == timing(1.1, 2.1)
 
 
-def test_rounds_in_which_the_machine_was_slow_do_not_count():
-    slow, fast = timing(1.5, 3.5), timing(1.0, 2.0)
-    assert typical([slow, fast, fast]) == typical([fast, slow, fast, slow, fast]) == typical([fast]) == fast
-
-
 class Scripted(Profiler):
     """Finds what it is told to, one after the other."""
 
@@ -76,25 +71,6 @@ def test_costs_hold_where_the_dearest_is_still_the_same(found, holds, monkeypatc
         assert outdated["dearest"].whole_s == pytest.approx(found[-1])
         assert outdated["cheap"].whole_s == pytest.approx(0.3 * found[-1])
     assert not profiler.found
-
-
-def test_costs_of_the_same_run_are_not_measured_anew(monkeypatch, tmp_path):
-    """On a machine that was busy in one of two runs, the second one timed every unit once more."""
-    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))
-    profiler = Scripted(1.4, 1.3, 2.0)
-    kept = {"cheap": timing(0.1, 0.2), "dearest": timing(1 / 3, 2 / 3)}
-    profiler._cache.add(kept, to={})
-    told, outdated = profiler._known({"dearest": None, "cheap": None}, again=True)
-    assert (told["dearest"].whole_s, told["cheap"].whole_s) == pytest.approx((2.0, 0.6))
-    assert outdated == {}
-
-
-def test_models_that_are_new_are_not_compared(monkeypatch, tmp_path):
-    monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))
-    profiler = Scripted()
-    profiler._cache.add({"of another model": timing(9.0, 9.0)}, to={})
-    known, outdated = profiler._known({"new": None})
-    assert (known.keys(), outdated) == ({"of another model"}, {})
 
 
 def cost(seconds, provenance="estimated"):

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import shardwright.torch as sw
 from shardwright.comm.launch_environment import LaunchEnvironment
@@ -95,16 +94,6 @@ def test_settings_by_keyword_are_refused_with_the_line_to_write():
         sw.init(microbatches=4)
 
 
-def test_an_optimizer_with_a_closure_is_told_where_it_works():
-    """A step without one was Python's TypeError, and one with it was refused."""
-    parameter = torch.nn.Parameter(torch.ones(2))
-    optimizer = sw.DistributedOptimizer(torch.optim.LBFGS([parameter]))
-    for closure in (None, lambda: 0.0):
-        with pytest.raises(UsageError, match=r"LBFGS computes the loss several times .* Leave it unwrapped"):
-            optimizer.step(closure)
-    sw.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1)).step()
-
-
 @pytest.mark.parametrize(
     ("own", "others", "says"),
     [
@@ -133,11 +122,3 @@ def test_ranks_with_other_settings_are_refused(
     joining_module._refuse_mixed_settings(mesh, Config.parse(own))
     with pytest.raises(ConfigError, match=says) if says else nullcontext():
         joining_module._refuse_mixed_settings(mesh, Config.parse(others))
-
-
-def test_all_ranks_decide_by_the_memory_limit_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank alone followed the plan of a checkpoint, or reduced gradients in every microbatch."""
-    monkeypatch.setattr(joining_module, "tell_all", lambda mine: [2**30, mine])
-    limited = joining_module._with_limit_of_first(Config.parse({"memory_limit": 2**20, "microbatches": 4}))
-    assert limited.memory_limit == 2**30
-    assert limited.pins == {"memory_limit": 2**30, "microbatches": 4}

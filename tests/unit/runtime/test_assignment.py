@@ -80,11 +80,6 @@ def test_edges_of_a_batch_are_those_of_its_largest_microbatch():
     assert not alone.has_gradient
 
 
-def test_gradients_go_back_where_there_are_some():
-    both = (crossing(8, has_gradient=True), crossing(2, has_gradient=False))
-    assert gradients_of({(0, 1): both, (0, 2): both[1:]}) == {(1, 0): both[:1]}
-
-
 def test_a_batch_has_one_order_and_one_home_for_each_buffer():
     check_one_order([program(), program()])
     with pytest.raises(TraceMismatchError, match="different orders, 0 -> 1 and 1 -> 0"):
@@ -92,20 +87,6 @@ def test_a_batch_has_one_order_and_one_home_for_each_buffer():
     assert homes_of_buffers([program(state={"x": 0}), program(state={"y": 1})]) == {"x": 0, "y": 1}
     with pytest.raises(TraceMismatchError, match="change the buffer x on different ranks, 0 and 1"):
         homes_of_buffers([program(state={"x": 0}), program(state={"x": 1})])
-
-
-def test_schedules_of_a_plan_are_made_once_for_each_kind_of_batch():
-    schedules = BatchSchedules(SchedulePlan(kind="1f1b", microbatches=2), None)
-    trained = program(crossings={(0, 1): (crossing(4, has_gradient=True),)})
-    frozen = program(crossings={(0, 1): (crossing(4, has_gradient=False),)})
-    first = schedules.of_batch([trained] * 2, trains=True)
-    assert schedules.of_batch([trained] * 2, trains=True) is first
-    assert first.has_transfers
-    one_way = schedules.of_batch([frozen] * 2, trains=True)
-    assert Kind.SEND_B in {action.kind for row in first.actions for action in row}
-    assert Kind.SEND_B not in {action.kind for row in one_way.actions for action in row}
-    assert not schedules.of_batch([frozen] * 2, trains=False).has_backward
-    assert schedules.of_batch([trained] * 3, trains=True).num_microbatches == 3
 
 
 def test_stages_that_offload_have_copies_in_the_schedule():

@@ -2,7 +2,6 @@
 
 import importlib
 import re
-from fractions import Fraction
 from itertools import pairwise
 
 import pytest
@@ -42,10 +41,6 @@ def test_gpipe_goes_in_waves_when_few_microbatches_may_be_active():
     ]
 
 
-def test_gpipe_with_two_stages_on_a_rank():
-    assert text_of(build("gpipe", (0, 1, 0), 2)) == ["0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 1B0 1B1"]
-
-
 def test_1f1b_rows():
     assert text_of(home("1f1b", 4, 5)) == [
         "0F0 0F1 0F2 0F3 0B0 0F4 0B1 0B2 0B3 0B4",
@@ -53,10 +48,6 @@ def test_1f1b_rows():
         "2F0 2F1 2B0 2F2 2B1 2F3 2B2 2F4 2B3 2B4",
         "3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4",
     ]
-
-
-def test_1f1b_with_fewer_microbatches_than_ranks():
-    assert text_of(home("1f1b", 3, 1)) == ["0F0 0B0", "1F0 1B0", "2F0 2B0"]
 
 
 def test_1f1b_with_few_active_microbatches():
@@ -73,17 +64,6 @@ def test_interleaved_rows():
         "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
         "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
     ]
-
-
-def test_interleaved_rows_with_a_remainder_take_even_groups():
-    assert text_of(home("interleaved_1f1b", 2, 3)) == [
-        "0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2",
-        "1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2",
-    ]
-
-
-def test_interleaved_with_one_stage_a_rank_is_1f1b():
-    assert home("interleaved_1f1b", 4, 6, v=1).actions == home("1f1b", 4, 6).actions
 
 
 def test_zb_h1_rows():
@@ -178,20 +158,6 @@ def test_zb_v_ranks_never_idle_once_started(p):
             assert all(a.end_s == b.start_s for a, b in pairwise(events))
 
 
-def test_zb_v_with_few_microbatches():
-    """Below 2p - 2 the paper's order leaves gaps; the best order played out leaves fewer, and often none."""
-    bubbles = {
-        p: [bubble(home("zb_v", p, m), unit_costs(2 * p)) for m in range(p, 2 * p)] for p in (2, 3, 4, 6, 8)
-    }
-    assert bubbles == {
-        2: [1, 1],
-        3: [2, 2, 2],
-        4: [3, 3, 3, 3],
-        6: [5, 7, 5, 5, 5, 5],
-        8: [7, 11, 9, 7, 9, 8, 7, 7],
-    }
-
-
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zb_h1"])
 def test_the_order_of_the_chain_families_follows_no_clock(kind):
     slow_end = [StageCost(1.0, 2.0, 1.0)] * 3 + [StageCost(5.0, 9.0, 4.0)]
@@ -222,58 +188,6 @@ def test_memory_of_the_classic_rows_is_the_closed_form(kind, p):
             )
 
 
-@pytest.mark.parametrize("kind", ["1f1b", "zb_h1"])
-def test_stage_s_keeps_at_most_p_minus_s_between_forward_and_input_gradient(kind):
-    for p in (1, 3, 5, 8):
-        for row, stage in zip(home(kind, p, 16).actions, range(p), strict=True):
-            assert count_kept(row, until=(Kind.BACKWARD, Kind.BACKWARD_INPUT)) == p - stage
-
-
-def test_zb_v_keeps_no_more_than_1f1b():
-    for p in (1, 2, 3, 4, 8):
-        for m in (1, p, 2 * p, 5 * p + 1):
-            for row in home("zb_v", p, m).actions:
-                assert count_kept(row, until=(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)) <= 2 * p
-
-
-def test_zb_v_joins_most_halves():
-    schedule = home("zb_v", 4, 16)
-    kinds = [action.kind for row in schedule.actions for action in row]
-    assert kinds.count(Kind.BACKWARD) > 2 * kinds.count(Kind.BACKWARD_INPUT)
-
-
-@pytest.mark.parametrize("kind", ["zb_h1", "zb_v"])
-@pytest.mark.parametrize("p", [2, 3, 5])
-def test_joining_halves_costs_no_time(kind, p):
-    """Split again, the joined rows take as long: the split gained nothing there."""
-    schedule = home(kind, p, 3 * p)
-    costs = [StageCost(1.0, 2.25, 1.0)] * schedule.num_stages
-    schedule = home(kind, p, 3 * p, costs=costs)
-    from shardwright.schedule import Action, Schedule
-
-    split = Schedule(
-        "split",
-        schedule.stage_ranks,
-        schedule.num_microbatches,
-        tuple(
-            tuple(
-                part
-                for action in row
-                for part in (
-                    (
-                        Action(Kind.BACKWARD_INPUT, action.stage, action.microbatch),
-                        Action(Kind.BACKWARD_WEIGHT, action.stage, action.microbatch),
-                    )
-                    if action.kind is Kind.BACKWARD
-                    else (action,)
-                )
-            )
-            for row in schedule.actions
-        ),
-    )
-    assert simulate(split, costs).step_s == pytest.approx(simulate(schedule, costs).step_s)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -290,16 +204,3 @@ def test_what_cannot_be_built_is_refused(options, words):
     arguments = {"kind": "1f1b", "stage_ranks": (0, 1), "num_microbatches": 2} | options
     with pytest.raises(ScheduleError, match=words):
         build_schedule(arguments.pop("kind"), **arguments)
-
-
-def test_closed_forms_refuse_unknown_families():
-    with pytest.raises(ScheduleError, match="there is no schedule"):
-        bubble_seconds("pipedream", num_ranks=2, forward_s=1, backward_s=2)
-    with pytest.raises(ScheduleError, match="there is no schedule"):
-        peak_activations("pipedream", num_ranks=2, rank=0, num_microbatches=2)
-
-
-def test_bubble_share_of_a_published_example():
-    """p = 8, m = 24: (p - 1) / (m + p - 1) = 0.226 of the step (zero-bubble paper, table 5, 1F1B)."""
-    simulation = simulate(home("1f1b", 8, 24), [StageCost(1.0, 2.0)] * 8)
-    assert simulation.bubble == pytest.approx(float(Fraction(7, 31)))

@@ -76,20 +76,6 @@ def test_a_backward_waits_for_its_load():
     assert found.peak_bytes == (16,)
 
 
-def test_what_is_at_the_host_takes_no_memory():
-    everything = alone("0F0,0F1,0F2,0B2,0B1,0B0")
-    two = offloaded(everything, {(0, 0), (0, 1)})
-    costs, fast = [StageCost(1.0, 2.0, saved_bytes=8)], Link(latency_s=0.0, bandwidth_Bps=8e9)
-    assert simulate(everything, costs).peak_bytes == (24,)
-    assert simulate(two, costs, host=fast).peak_bytes == (16,)
-
-
-def test_weights_are_kept_for_until_their_gradients_are_there():
-    schedule = alone("0F0,0OFFLOAD0,0F1,0LOAD0,0I0,0I1,0W0,0W1")
-    costs = [StageCost(1.0, 2.0, 1.0, saved_bytes=8, weight_bytes=4)]
-    assert simulate(schedule, costs, host=Link(latency_s=0.0, bandwidth_Bps=80.0)).peak_bytes == (16,)
-
-
 @pytest.mark.parametrize(
     ("cells", "why"),
     [
@@ -109,15 +95,6 @@ def test_copies_that_no_run_could_make(cells, why):
             judge(alone(cells))
 
 
-def test_a_picture_has_a_line_for_the_host():
-    schedule = offloaded(build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=3), {(0, 0)})
-    assert schedule.draw().splitlines() == [
-        "rank 0 | F0 F1 .  .  B0=== F2 B1=== .  B2===",
-        "host 0 | .  O0 L0",
-        "rank 1 | .  F0 B0=== F1 B1=== F2 B2===",
-    ]
-
-
 def test_where_copies_stand():
     """Behind the forward, and one compute action before the backward; of stage 1 there is none in between."""
     schedule = build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=3)
@@ -125,11 +102,6 @@ def test_where_copies_stand():
         "rank 0 | 0F0 0OFFLOAD0 0LOAD0 0F1 0OFFLOAD1 0B0 0LOAD1 0F2 0OFFLOAD2 0LOAD2 0B1 0B2",
         "rank 1 | 1F0 1OFFLOAD0 1LOAD0 1B0 1F1 1OFFLOAD1 1LOAD1 1B1 1F2 1OFFLOAD2 1LOAD2 1B2",
     ]
-
-
-def test_a_schedule_that_only_runs_forward_copies_nothing():
-    schedule = build_schedule("1f1b", stage_ranks=(0, 1), num_microbatches=3, forward_only=True)
-    assert schedule.with_host_copies({0, 1}) is schedule
 
 
 @st.composite
@@ -194,28 +166,3 @@ def test_the_channel_is_busy_for_every_byte_once():
         stayed = 2 * 3 - len(found.host_copies)
         assert found.step_s == pytest.approx((3 * 2 * 100 - 20 * stayed) / 2)
     assert found.peak_bytes == (3 * 7 + 30 + 20,)
-
-
-def test_cores_that_copy_compute_later():
-    schedule = alone("0F0,0B0").with_host_copies({0})
-    link = Link(latency_s=0.0, bandwidth_Bps=100.0, occupancy=0.5)
-    assert simulate(schedule, [UNITS], host=link).step_s == pytest.approx(30 + 2 * 0.5)
-
-
-@given(schedules(), st.booleans(), st.integers(0, 40))
-def test_copies_of_units_delay_but_never_stop_a_schedule(case, shares_cores, bandwidth):
-    schedule, _ = case
-    copied = schedule.with_host_copies(range(0, schedule.num_stages, 2))
-    validate(copied)
-    cores = {"cores": 1} if shares_cores else {}
-    cost = StageCost(
-        1.0, 2.0, 1.0, saved_bytes=2, weight_bytes=9, offload_bytes=40, window_bytes=8, tail_bytes=4
-    )
-    costs = [cost] * schedule.num_stages
-    plain = simulate(schedule, costs, **cores)
-    slow = simulate(copied, costs, host=Link(latency_s=0.0, bandwidth_Bps=bandwidth + 0.5), **cores)
-    assert slow.step_s >= plain.step_s - 1e-9
-    free = simulate(copied, costs, **cores)
-    assert free.step_s == pytest.approx(plain.step_s)
-    lowered = simulate(lower(copied), costs, host=Link(latency_s=0.0, bandwidth_Bps=bandwidth + 0.5), **cores)
-    assert lowered.step_s == pytest.approx(slow.step_s)

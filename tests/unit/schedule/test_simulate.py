@@ -34,14 +34,6 @@ def constant_link(latency_s, bandwidth_Bps=1.0):
     return lambda sender, receiver: Link(latency_s=latency_s, bandwidth_Bps=bandwidth_Bps)
 
 
-def test_without_a_link_messages_take_no_time():
-    simulation = simulate(schedule_of("0F0 0B0", "1F0 1B0"), [StageCost(1, 4), StageCost(2, 3)])
-    assert times(simulation) == {"0F0": (0, 1), "1F0": (1, 3), "1B0": (3, 6), "0B0": (6, 10)}
-    assert simulation.step_s == 10
-    assert simulation.busy_s == (5, 5)
-    assert simulation.bubble == 0.5
-
-
 def test_a_message_takes_bytes_over_bandwidth_and_latency():
     schedule = schedule_of("0F0 0B0", "1F0 1B0")
     edges = [Edge(0, 1, num_bytes=20, gradient_bytes=10)]
@@ -81,34 +73,6 @@ def test_both_directions_are_channels_of_their_own():
     assert found["1F1"] == (4, 5)  # its message left at 2, while the other way was still free
 
 
-def test_links_may_differ_by_pair_and_direction():
-    links = {(0, 1): Link(latency_s=1.0, bandwidth_Bps=1.0), (1, 0): Link(latency_s=5.0, bandwidth_Bps=1.0)}
-    simulation = simulate(
-        schedule_of("0F0 0B0", "1F0 1B0"),
-        unit_costs(2),
-        link=lambda sender, receiver: links[sender, receiver],
-    )
-    assert simulation.step_s == 1 + 1 + 1 + 2 + 5 + 2
-
-
-def test_edges_within_a_rank_cost_nothing_and_ask_no_link():
-    def no_link(sender, receiver):
-        raise AssertionError(f"asked for the link {sender} -> {receiver}")
-
-    simulation = simulate(
-        schedule_of("0F0 1F0 1B0 0B0"), unit_costs(2), edges=chain_edges(2, num_bytes=99), link=no_link
-    )
-    assert simulation.step_s == 6
-
-
-def test_a_late_send_leaves_late():
-    """In rows with transfers, a message leaves where its send stands."""
-    early = schedule_of("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F0 1RECV_F1 1F0 1F1")
-    late = schedule_of("0F0 0F1 0SEND_F0 0SEND_F1", "1RECV_F0 1RECV_F1 1F0 1F1")
-    assert times(simulate(early, unit_costs(2)))["1F0"] == (1, 2)
-    assert times(simulate(late, unit_costs(2)))["1F0"] == (2, 3)
-
-
 def test_overhead_is_added_to_every_compute_action():
     simulation = simulate(schedule_of("0F0 0I0 0W0"), unit_costs(1), action_overhead_s=0.25)
     assert simulation.step_s == 3.75
@@ -129,22 +93,6 @@ def test_peaks():
     assert simulation.peak_bytes == (20, 130)
 
 
-def test_peak_bytes_add_the_stages_of_a_rank():
-    costs = [
-        StageCost(1, 2, saved_bytes=1),
-        StageCost(1, 2, saved_bytes=10),
-        StageCost(1, 2, saved_bytes=100),
-    ]
-    simulation = simulate(build_schedule("gpipe", stage_ranks=(0, 1, 0), num_microbatches=3), costs)
-    assert simulation.peak_bytes == (303, 30)
-    assert simulation.peak_microbatches == (3, 3, 3)
-
-
-def test_a_schedule_that_costs_nothing_has_no_bubble():
-    simulation = simulate(schedule_of("0F0 0B0"), [StageCost(0, 0)])
-    assert (simulation.step_s, simulation.bubble) == (0, 0)
-
-
 def test_two_ranks_on_one_core_take_twice_as_long():
     schedule = schedule_of("0F0", "1F0")
     free = [Edge(0, 1)]
@@ -153,27 +101,6 @@ def test_two_ranks_on_one_core_take_twice_as_long():
     # 0F0 alone, then 0F1 and 1F0 share the core for 2 s, then 1F1 alone.
     found = times(simulate(both, unit_costs(2), cores=1))
     assert found == {"0F0": (0, 1), "0F1": (1, 3), "1F0": (1, 3), "1F1": (3, 4)}
-
-
-def test_work_that_outlasts_its_rival_speeds_up():
-    schedule = schedule_of("0F0 0F1", "1F0 1F1")
-    found = times(simulate(schedule, [StageCost(1, 0), StageCost(2, 0)], cores=1))
-    # 0F0 alone to 1; 0F1 (1 s) and 1F0 (2 s) share: 0F1 ends at 3, 1F0 has 1 s left; 1F1 follows.
-    assert found == {"0F0": (0, 1), "0F1": (1, 3), "1F0": (1, 4), "1F1": (4, 6)}
-
-
-def test_a_third_rank_may_join_two_that_share():
-    """On one core: ranks 1, 2 and 3 start at 1, 1.5 and 2, when their messages arrive."""
-    edges = [Edge(0, 1, num_bytes=0), Edge(0, 2, num_bytes=5), Edge(0, 3, num_bytes=10)]
-    simulation = simulate(
-        schedule_of("0F0", "1F0", "2F0", "3F0"),
-        [StageCost(1, 0)] * 4,
-        edges=edges,
-        link=constant_link(0.0, 10.0),
-        cores=1,
-    )
-    # At 2, ranks 1 and 2 have 0.25 s and 0.75 s left. Three share until 2.75, two until 3.75.
-    assert times(simulation) == {"0F0": (0, 1), "1F0": (1, 2.75), "2F0": (1.5, 3.75), "3F0": (2, 4)}
 
 
 def test_enough_cores_change_nothing():
@@ -185,22 +112,6 @@ def test_enough_cores_change_nothing():
     for one, other in zip(alone.events, shared.events, strict=True):
         assert one.action == other.action
         assert (other.start_s, other.end_s) == pytest.approx((one.start_s, one.end_s))
-
-
-def test_nodes_do_not_share_cores():
-    schedule = build_schedule("gpipe", stage_ranks=(0, 1, 2, 3), num_microbatches=8)
-    one_node = simulate(schedule, unit_costs(4), cores=2).step_s
-    two_nodes = simulate(schedule, unit_costs(4), cores=2, ranks_per_node=2).step_s
-    free = simulate(schedule, unit_costs(4)).step_s
-    assert two_nodes == pytest.approx(free)
-    assert one_node > 1.5 * free
-
-
-def test_a_core_is_never_idle_while_a_rank_computes():
-    """With one core and free messages, the step is the sum of all work."""
-    for kind in KINDS:
-        schedule = build_schedule(kind, stage_ranks=(0, 1, 0, 1), num_microbatches=6)
-        assert simulate(schedule, unit_costs(4), cores=1).step_s == pytest.approx(6 * 4 * 3)
 
 
 CROWDED = [(0, 1, 2), (2, 1, 0), (0, 1, 2, 1, 0), (0, 1, 2, 3, 0, 1)]

@@ -4,9 +4,9 @@ import pytest
 from graphs import convolutional_chain
 
 from shardwright.cluster import parse_inventory
-from shardwright.errors import ConfigError, InfeasiblePlanError
+from shardwright.errors import InfeasiblePlanError
 from shardwright.planner.ways import Task, search
-from shardwright.planner.ways.answers import reasons, why_not
+from shardwright.planner.ways.answers import reasons
 
 
 def task_of(machines="p3.16xlarge*2", *, positions=1, **more):
@@ -34,19 +34,6 @@ def test_what_does_not_fit_is_refused_with_what_would_help():
         search(task_of("p3.16xlarge", positions=100, batch=8 * 64, pins=pins))
     smaller = search(task_of("p3.16xlarge", positions=100, batch=8 * 64, pins={"offload": 0})).best
     assert smaller.options.microbatch < 64
-
-
-def test_why_not_a_pipeline():
-    found = why_not(task_of(), {"pipeline": 4})
-    assert found.fits
-    assert found.wanted.step_s > found.best.step_s
-
-
-def test_tokens_and_heads_are_for_transformers():
-    with pytest.raises(ConfigError, match="has no tokens"):
-        task_of(sequence=128)
-    with pytest.raises(ConfigError, match="no way to train has tensor=2"):
-        search(task_of(pins={"tensor": 2}))
 
 
 def test_a_traced_transformer_costs_about_what_its_closed_form_says():

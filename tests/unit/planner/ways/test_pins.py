@@ -53,12 +53,6 @@ def test_experts_as_a_setting_counts_them(text, experts):
     assert parse_pins(["expert_parallel_degree=1"]) == {"expert": 1}
 
 
-@pytest.mark.parametrize("text", ["flash=7", "sequence_parallel=2", "whole_layers=3"])
-def test_switches_are_0_or_1(text):
-    with pytest.raises(ConfigError, match="must be 0 or 1"):
-        parse_pins([text])
-
-
 def test_numbers_of_thousands_of_digits_are_refused_shortly():
     many = "9" * 5000
     with pytest.raises(ConfigError, match="at most 12 digits") as refused:

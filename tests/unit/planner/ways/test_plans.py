@@ -9,7 +9,7 @@ from shardwright.catalogue import find_architecture
 from shardwright.cluster import parse_inventory
 from shardwright.errors import PlanError
 from shardwright.planner.ways import Task, search
-from shardwright.planner.ways.answers import best_plan, settings_of
+from shardwright.planner.ways.answers import best_plan
 
 
 def answer_of(**changed):
@@ -36,14 +36,6 @@ def test_the_plan_with_the_shortest_step_is_taken():
     assert f"Searched: of {answer.num_ways} ways" in plan.why[-1]
 
 
-def test_a_plan_chooses_what_is_not_pinned():
-    answer = answer_of(pins={"pipeline": 4, "data": 2})
-    assert settings_of(answer, answer.best).keys() >= {"pipeline_parallel_degree", "microbatches", "bf16"}
-    assert "pipeline" not in settings_of(answer, answer.best)
-    pinned = answer_of(pins={"pipeline": 4, "data": 2, "schedule": 1})
-    assert settings_of(pinned, pinned.best)["pipeline"] == "1f1b"
-
-
 def test_what_this_version_does_not_run_is_said():
     machines, pins = parse_inventory("p4d.24xlarge*8"), {"tensor": 4, "offload": 1, "sharded": 0}
     model = find_architecture("gpt-neox-13b")
@@ -55,20 +47,3 @@ def test_what_this_version_does_not_run_is_said():
     mixed = replace(runs, best=answer.best, alternatives=(runs.best,))
     plan = best_plan(mixed, lambda samples, settings: planned())
     assert f"{missing}. Searched:" in plan.why[-1]
-
-
-def test_ways_that_cannot_be_planned_are_passed_over():
-    answer, calls = answer_of(), iter(range(9))
-
-    def make(samples, settings):
-        if next(calls) == 0:
-            raise PlanError("too few units")
-        return planned()
-
-    assert best_plan(answer, make).prediction is not None
-
-    def refuse(samples, settings):
-        raise PlanError("too few units")
-
-    with pytest.raises(PlanError, match="too few units"):
-        best_plan(answer, refuse)

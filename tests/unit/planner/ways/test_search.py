@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import product
-from math import prod
 
 import numpy as np
 import pytest
@@ -11,10 +10,10 @@ from hypothesis import strategies as st
 
 from shardwright.catalogue import Transformer, find_architecture
 from shardwright.cluster import parse_inventory
-from shardwright.costs import Offload, Options, Placement, Recompute, ScheduleKind, Sharded
+from shardwright.costs import Offload, Options, Placement, Recompute, ScheduleKind
 from shardwright.errors import ConfigError, InfeasiblePlanError
 from shardwright.planner.ways import Task, search, way_of
-from shardwright.planner.ways.answers import reasons, sensitivities, why_not
+from shardwright.planner.ways.answers import why_not
 from shardwright.planner.ways.pricing import fits, prices_of, with_least_recomputation
 from shardwright.planner.ways.space import all_ways
 
@@ -112,23 +111,6 @@ def test_nothing_is_better_than_what_is_found(nodes, per_node, batch, layers, ex
     assert min(fitting) * (1 - 1e-9) <= best.step_s <= min(fitting) * TIE
 
 
-@given(
-    rate=st.sampled_from(["link_Bps", "network_Bps"]),
-    factor=st.floats(1, 8),
-    more_memory=st.floats(1, 4),
-    batch=st.sampled_from([8, 16, 64]),
-)
-@settings(deadline=None, max_examples=25)
-def test_better_machines_are_never_slower(rate, factor, more_memory, batch):
-    here = machines(nodes=2, memory=12 * 2**30)
-    kind, number = here.nodes[0]
-    device = replace(kind.accelerator, memory_bytes=int(kind.accelerator.memory_bytes * more_memory))
-    better = replace(kind, accelerator=device, **{rate: getattr(kind, rate) * factor})
-    task = Task(model=small_model(24), machines=here, batch=batch)
-    other = replace(task, machines=replace(here, nodes=((better, number),)))
-    assert search(other).best.step_s <= search(task).best.step_s * TIE
-
-
 @given(memory=st.integers(6, 40), batch=st.sampled_from([8, 64]), nodes=st.sampled_from([1, 2]))
 @settings(deadline=None, max_examples=25)
 def test_no_more_layers_are_recomputed_than_memory_requires(memory, batch, nodes):
@@ -144,16 +126,6 @@ def test_no_more_layers_are_recomputed_than_memory_requires(memory, batch, nodes
     may = (found.kept_layers + 1 <= 24 / found.pipeline) & (found.pipeline == 1) & (found.offload == 0)
     more = replace(found, kept_layers=found.kept_layers + 1).take(np.flatnonzero(may))
     assert not fits(task, more).any()
-
-
-def test_pinned_recomputation_stays_and_kept_layers_can_be_pinned():
-    task = Task(model=find_architecture("llama3-8b"), machines=parse_inventory("dgx-a100-80gb"), batch=64)
-    assert search(replace(task, pins={"recompute": 2})).best.options.kept_layers == 0
-    pinned = search(replace(task, pins={"recompute": 2, "kept_layers": 3}, only_what_runs=True)).best
-    assert "all but 3 layers a rank" in pinned.title
-    assert pinned.settings["activation_checkpointing"] == "auto"
-    with pytest.raises(ConfigError, match="kept_layers is 99, but llama3-8b is 32 layers"):
-        search(replace(task, pins={"kept_layers": 99}))
 
 
 def test_cpus_offload_nothing():
@@ -183,28 +155,6 @@ def test_what_the_runtime_does_not_share_is_said_and_has_no_settings():
         search(replace(task, pins={"width": 4}))
 
 
-def test_unknown_runtimes_are_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"'megatrom' is no runtime .* did you mean megatron"):
-        Task(
-            model=find_architecture("llama3-8b"),
-            machines=parse_inventory("dgx-a100-80gb"),
-            batch=64,
-            runtime="megatrom",
-        )
-
-
-def test_too_little_memory_of_hosts_is_told():
-    kind, _ = parse_inventory("p4d.24xlarge").nodes[0]
-    machines = replace(parse_inventory("p4d.24xlarge"), nodes=((replace(kind, memory_bytes=8 * 2**30), 1),))
-    task = Task(model=find_architecture("gpt2-1.5b"), machines=machines, batch=64)
-    with pytest.raises(InfeasiblePlanError, match="what it offloads is more than the 819"):
-        search(replace(task, pins={"offload": 1}))
-    told = why_not(task, {"offload": 1})
-    assert not told.fits
-    assert "of the host's memory that a rank may use" in told.sentences[1]
-    assert "too much" not in told.sentences[1]
-
-
 def test_the_faster_way_to_gather_is_taken_and_told():
     task = Task(model=find_architecture("llama3-8b"), machines=parse_inventory("dgx-a100-80gb*4"), batch=64)
     pins = {"sharded": 3, "pipeline": 1, "tensor": 1, "context": 1}
@@ -226,17 +176,6 @@ def test_parts_add_up():
     assert sum(best.num_bytes.values()) == best.peak_bytes
     low, high = best.interval_s
     assert low < best.step_s < high
-
-
-def test_pins_are_kept_and_what_runs_is_enough():
-    task = Task(model=find_architecture("llama3-8b"), machines=parse_inventory("dgx-a100-80gb*2"), batch=64)
-    pinned = search(replace(task, pins={"tensor": 2, "pipeline": 4, "recompute": 2})).best.options
-    assert (pinned.tensor, pinned.pipeline, pinned.recompute) == (2, 4, Recompute.FULL)
-    best = search(replace(task, only_what_runs=True)).best
-    assert best.not_run_yet == []
-    assert best.options.sharded in (Sharded.NOTHING, Sharded.OPTIMIZER, Sharded.PARAMETERS)
-    names = ("data", "pipeline", "tensor", "context")
-    assert prod(best.settings.get(f"{name}_parallel_degree", 1) for name in names) == 16
 
 
 def test_layers_and_sequences_are_divided_by_settings():
@@ -271,20 +210,6 @@ def test_experts_are_shared_by_the_ranks_of_a_batch():
         assert f"experts over 4 ranks in a way with {beside}" in search(others).best.not_run_yet
         with pytest.raises(ConfigError, match="this version runs no way with expert=4"):
             search(replace(others, only_what_runs=True))
-
-
-def test_ranks_that_share_sequences_and_experts_have_one_part_of_these_each():
-    """An expert degree counts ranks with different experts: those of a sequence, times those of samples."""
-    task = Task(model=find_architecture("mixtral-8x7b"), machines=parse_inventory("p5.48xlarge*4"), batch=64)
-    pins = {"expert": 8, "pipeline": 2, "tensor": 1, "sharded": 0, "recompute": Recompute.FULL}
-    of_samples = search(replace(task, only_what_runs=True, pins={**pins, "data": 16})).best
-    pins["context"] = 2
-    way = search(replace(task, only_what_runs=True, pins=pins)).best
-    degrees = {name: way.settings[f"{name}_parallel_degree"] for name in ("context", "expert", "data")}
-    assert degrees == {"context": 2, "expert": 4, "data": 2}
-    assert way.num_bytes["parameters"] == of_samples.num_bytes["parameters"]
-    with pytest.raises(ConfigError, match="this version runs no way with expert=2 and"):
-        search(replace(task, only_what_runs=True, pins={**pins, "expert": 2}))
 
 
 @pytest.mark.parametrize(
@@ -335,29 +260,6 @@ def test_what_does_not_fit_says_what_would_help():
                 search(there)
 
 
-def test_reasons_have_the_numbers():
-    task = Task(
-        model=find_architecture("gpt-neox-20b"), machines=parse_inventory("p4d.24xlarge*4"), batch=512
-    )
-    answer = search(task)
-    text = "\n".join(reasons(answer))
-    assert f"Chosen of {answer.num_ways} ways, of which {answer.num_fitting} fit" in text
-    assert answer.best.title in text
-    assert "A tenth more of one rate would spare: faster matrix products" in text
-    assert all(each.share >= -1e-9 for each in sensitivities(task, answer.best))
-    assert len(answer.alternatives) == 5
-    assert all(way.step_s >= answer.best.step_s / TIE for way in answer.alternatives)
-
-
-def test_why_not_keeps_to_the_pins():
-    task = Task(
-        model=find_architecture("gpt-neox-20b"), machines=parse_inventory("p4d.24xlarge*4"), batch=512
-    )
-    pinned = replace(task, pins={"tensor": 2})
-    assert why_not(pinned, {"pipeline": 4}).best.options.tensor == 2
-    assert why_not(pinned, {"pipeline": 4}).wanted.options.tensor == 2
-
-
 def test_why_not():
     task = Task(
         model=find_architecture("gpt-neox-20b"), machines=parse_inventory("p4d.24xlarge*4"), batch=512
@@ -368,14 +270,6 @@ def test_why_not():
     larger = "\n".join(why_not(task, {"pipeline": 1, "tensor": 1, "sharded": 0}).sentences)
     assert "nothing fits" in larger
     assert "too much" in larger
-
-
-def test_several_kinds_of_machines_are_slower_than_the_fastest_and_faster_than_the_slowest():
-    slow, fast, mixed = (
-        search(Task(model=small_model(24), machines=parse_inventory(text), batch=64)).best.step_s
-        for text in ("p4d.24xlarge*2", "p5.48xlarge*2", "p4d.24xlarge + p5.48xlarge")
-    )
-    assert fast < mixed <= slow * TIE
 
 
 def test_pipelines_stay_inside_of_nodes_where_networks_are_slow():
@@ -408,14 +302,6 @@ def test_near_ties_go_by_risk():
     assert best.options.offload == Offload.NOTHING
     assert best.peak_bytes <= 0.9 * best.limit_bytes
     assert fastest < best.step_s <= fastest * TIE
-
-
-def test_a_layer_more_is_recomputed_where_that_leaves_memory_to_spare():
-    """Bug: a pipeline of two on one node of eight, since replicas alone filled 92 % of the memory."""
-    task = Task(model=find_architecture("llama3-8b"), machines=parse_inventory("dgx-h100"), batch=128)
-    best = search(task).best
-    assert (best.options.tensor, best.options.pipeline, best.options.data) == (1, 1, 8)
-    assert best.peak_bytes <= 0.9 * best.limit_bytes
 
 
 def test_model_flops_are_those_of_the_literature():

@@ -77,33 +77,6 @@ def test_groups_of_queries_share_keys(key_heads, mask):
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
 
-def test_tensors_without_data_take_the_same():
-    given = tensors()
-    attentions = (PLAIN, Attention(0.5, dropout=0.1), Attention(0.5, Seen(causal=True, window=2)))
-    real = [choose(*given, None, each) for each in attentions]
-    with new_fake_mode() as mode:
-        fakes = [mode.from_tensor(each) for each in given]
-        results = [attend(*fakes, None, each) for each in attentions]
-    assert [choice for _, choice in results] == real
-    assert all(result.shape == given[0].shape for result, _ in results)
-
-
-def test_autocast_casts_as_pytorch_does():
-    with torch.autocast("cpu", torch.bfloat16):
-        result, _ = attend(*tensors(), None, Attention(0.5, dropout=0.1))
-        expected = F.scaled_dot_product_attention(*tensors())
-        assert result.dtype is expected.dtype is torch.bfloat16
-        assert attend(*tensors(torch.float64), None, PLAIN)[0].dtype is torch.float64
-
-
-def test_plain_attention_keeps_scores():
-    kept = []
-    given = [each.requires_grad_() for each in tensors()]
-    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each.shape), lambda each: each):
-        attend(*given, None, PLAIN, wanted=Choice("plain"))
-    assert any(shape[-2:] == (8, 8) for shape in kept)
-
-
 def test_transforms_of_torch_func_are_left_to_pytorch():
     query, key, value = tensors(torch.float64)
     attention = Attention(0.5, Seen(causal=True, window=3), dropout=0.0)

@@ -1,7 +1,5 @@
 """`sw.model_creation`: models with routed attention compute what plain ones do, and keep no scores."""
 
-import copy
-import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +10,6 @@ from torch import Tensor, nn
 
 import shardwright.torch as sw
 from choices import combinations_of
-from shardwright.errors import UsageError
 from shardwright.torch.attention.kernels import Choice
 from shardwright.torch.attention.marks import attention_table, kernels_of
 from six_models import SIX, build
@@ -117,35 +114,6 @@ def test_results_are_those_of_eager_attention(name, mask):
     assert len(kernels_of(fused)) == 4
 
 
-@pytest.mark.parametrize("name", ["GPT-J", "GPT-NeoX", "GPT-Neo"])
-def test_gradients_without_the_loss_are_exact(name):
-    gradients = []
-    for model in (eager(name), routed(name)):
-        hidden = model.base_model(tokens(), attention_mask=padding(left=False)).last_hidden_state
-        (hidden * torch.linspace(-1, 1, hidden.numel(), dtype=torch.float64).view_as(hidden)).sum().backward()
-        gradients.append([p.grad for p in model.base_model.parameters() if p.grad is not None])
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-11)
-
-
-def test_without_the_fixture_scores_of_gptj_are_wider(monkeypatch):
-    """Plain GPT-J rounds the scores of a float64 model to float32; routed, it does not."""
-    monkeypatch.undo()
-    plain, fused = eager("GPT-J"), routed("GPT-J")
-    difference = (plain(tokens()).logits - fused(tokens()).logits).abs().max().item()
-    assert 1e-12 < difference < 1e-6
-
-
-@pytest.mark.parametrize("name", SIX)
-def test_in_bfloat16_it_is_as_close_to_the_truth_as_eager_attention(name):
-    truth = eager(name).base_model(tokens()).last_hidden_state
-    errors = [
-        (model.bfloat16().base_model(tokens()).last_hidden_state.double() - truth).norm() / truth.norm()
-        for model in (eager(name), routed(name))
-    ]
-    assert errors[1] < max(1.3 * errors[0], 0.02)
-
-
 def kept_bytes(model: Any, length: int) -> int:
     """What a forward keeps, without parameters and buffers."""
     own = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
@@ -175,64 +143,6 @@ def test_kept_bytes_grow_linearly(name, dropout):
     assert kept_bytes(plain, 1024) / kept_bytes(plain, 128) > 11
 
 
-def test_a_padding_mask_is_kept_once_and_not_by_each_layer():
-    fused = routed("BERT", positions=512).train()
-    mask = torch.ones(1, 512, dtype=torch.long)
-    mask[0, 400:] = 0
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.shape[-2:] == (512, 512):
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
-        result = fused.base_model(tokens(512, 1), attention_mask=mask)
-    assert sum(kept.values()) <= 512 * 512
-    del result
-
-
-@pytest.mark.parametrize("name", SIX)
-def test_dropout_keeps_the_mean_and_is_the_same_for_a_seed(name):
-    """Attention alone drops: the mean over many draws is near the result without."""
-    fused = routed(name)
-    for module in fused.modules():
-        of_attention = isinstance(getattr(module, "attention_dropout", None), float)
-        if of_attention:
-            module.attention_dropout = 0.3
-    for path, module in fused.named_modules():
-        if isinstance(module, nn.Dropout) and path.rpartition(".")[2] in ("attn_dropout", "dropout"):
-            module.p = 0.3 if "self.dropout" in path or "attn_dropout" in path else 0.0
-    first = kernels_first_layer(fused)
-    hidden = torch.randn(1, LENGTH, 32, dtype=torch.float64)
-    results = []
-    for seed in (1, 1, *range(2, 400)):
-        torch.manual_seed(seed)
-        results.append(first(hidden))
-    assert torch.equal(results[0], results[1])
-    assert not torch.equal(results[0], results[2])
-    fused.eval()
-    without = first(hidden)
-    mean, spread = torch.stack(results[1:]).mean(0), torch.stack(results[1:]).std(0)
-    assert ((mean - without).abs() < 6 * spread / 399**0.5 + 1e-12).all()
-    assert spread.max() > 0
-
-
-def kernels_first_layer(model: Any) -> Any:
-    """The first layer's attention, as a function of its input."""
-    base = model.base_model
-    if hasattr(base, "encoder"):
-        return lambda hidden: base.encoder.layer[0].attention.self(hidden)[0]
-    positions = torch.arange(LENGTH)[None]
-    if hasattr(base, "layers"):
-        embeddings = base.rotary_emb(torch.zeros(1, dtype=torch.float64), positions)
-        attention = base.layers[0].attention
-        return lambda hidden: attention(hidden, None, position_embeddings=embeddings)[0]
-    attention = base.h[0].attn
-    more = {"position_ids": positions} if type(attention).__name__ == "GPTJAttention" else {}
-    return lambda hidden: attention(hidden, **more)[0]
-
-
 # ---- what a script chooses ----
 
 
@@ -254,31 +164,6 @@ def test_false_gives_plain_attention(name):
     assert long > 9 * short
 
 
-def test_none_leaves_models_as_they_are():
-    with sw.model_creation():
-        model = routed("GPT-J", flash_attention=None)
-    model(tokens())
-    assert kernels_of(model) == {}
-
-
-@pytest.mark.parametrize("name", SIX)
-def test_a_config_may_serve_several_models(name):
-    """Plain ones as well, before and after: a model that nobody chose anything for writes its own choice."""
-    plain = build(name)
-    kind = type(plain)
-    with sw.model_creation(flash_attention=False):
-        second = kind(plain.config)
-    with sw.model_creation(flash_attention=True):
-        third = kind(plain.config)
-    last = kind(plain.config)
-    for model in (plain, second, third, last):
-        model(tokens())
-    assert len(kernels_of(third)) == 4
-    assert all(choice.kernel in ("flash", "blockwise") for choice in kernels_of(third).values())
-    assert {choice.kernel for choice in kernels_of(second).values()} == {"plain"}
-    assert kernels_of(plain) == kernels_of(last) == {}
-
-
 def test_a_model_whose_attention_is_not_routed_stays_as_it_is():
     """CodeGen computes its scores by itself, in a way of its own."""
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4, "vocab_size": 96}
@@ -291,30 +176,6 @@ def test_a_model_whose_attention_is_not_routed_stays_as_it_is():
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
     assert attention_table(model) == ""
-
-
-def test_a_broken_creation_routes_nothing_later():
-    with pytest.raises(RuntimeError, match="stop"), sw.model_creation():
-        raise RuntimeError("stop")
-    model = build("GPT-J")
-    model(tokens())
-    assert kernels_of(model) == {}
-    with pytest.raises(UsageError, match="flash_attention is 1, but"), sw.model_creation(flash_attention=1):
-        pass
-
-
-def test_a_method_of_the_script_is_kept():
-    from transformers.models.gptj.modeling_gptj import GPTJAttention
-
-    class Loud(GPTJAttention):
-        def _attn(self, *args, **kwargs):
-            raise RuntimeError("my own")
-
-    model = build("GPT-J")
-    with sw.model_creation():
-        model.transformer.h[0].attn = Loud(model.config, 0)
-    with pytest.raises(RuntimeError, match="my own"):
-        model(tokens())
 
 
 # ---- weights, caches, copies ----
@@ -343,41 +204,6 @@ def test_generation_with_a_cache(name):
     plain, fused = eager(name).eval(), routed(name).eval()
     more = {"max_new_tokens": 12, "do_sample": False, "attention_mask": padding(left=True)}
     assert torch.equal(plain.generate(tokens(), **more), fused.generate(tokens(), **more))
-
-
-def test_cross_attention():
-    settings = {"add_cross_attention": True}
-    states = torch.randn(3, 9, 32, dtype=torch.float64)
-    mask = torch.ones(3, 9, dtype=torch.long)
-    mask[2, 5:] = 0
-    more = {"encoder_hidden_states": states, "encoder_attention_mask": mask}
-    plain, fused = eager("GPT-2", **settings), routed("GPT-2", **settings)
-    assert_same(outcome(fused, None, **more), outcome(plain, None, **more))
-    assert len(kernels_of(fused)) == 8
-
-
-def test_groups_of_queries_share_keys():
-    results = []
-    for implementation in ("eager", None):
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-        config = transformers.LlamaConfig(**sizes, **heads, attn_implementation=implementation)
-        torch.manual_seed(0)
-        with sw.model_creation():
-            model = transformers.LlamaForCausalLM(config)
-        results.append(model.float()(tokens(), attention_mask=padding(left=False)).logits[0])
-    torch.testing.assert_close(*results, rtol=0, atol=1e-5)  # Llama's softmax is in float32
-    assert {choice.kernel for choice in kernels_of(model).values()} == {"blockwise"}
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-@pytest.mark.parametrize("name", ["GPT-2", "GPT-Neo"])
-def test_copies_are_routed(name, copied):
-    model = routed(name)
-    other = copied(model)
-    assert torch.equal(model(tokens()).logits, other(tokens()).logits)
-    assert kernels_of(other) == kernels_of(model) != {}
-    assert b"shardwright.torch" not in pickle.dumps(model)
 
 
 def test_recomputation_takes_the_same_kernel():
@@ -527,35 +353,6 @@ def test_masks_of_an_encoder():
         {"mask": late, "src_key_padding_mask": pads},
     ):
         torch.testing.assert_close(fused(x, **masks), plain(x, **masks), rtol=0, atol=1e-12)
-
-
-def test_multihead_attention_with_and_without_weights():
-    torch.manual_seed(0)
-    given = {"kdim": 12, "vdim": 10, "add_bias_kv": True, "add_zero_attn": True}
-    plain = nn.MultiheadAttention(16, 4, **given).double()
-    with sw.model_creation():
-        fused = nn.MultiheadAttention(16, 4, **given).double()
-    with sw.model_creation(flash_attention=False):
-        kept = nn.MultiheadAttention(16, 4, **given).double()
-    for model in (fused, kept):
-        model.load_state_dict(plain.state_dict())
-    query, key, value = (torch.randn(5, 2, size, dtype=torch.float64) for size in (16, 12, 10))
-    result, weights = plain(query, key, value)
-    for model in (fused, kept):
-        torch.testing.assert_close(model(query, key, value, need_weights=False)[0], result)
-    assert fused(query, key, value, need_weights=False)[1] is None
-    assert kernels_of(fused) == {"": Choice("flash")}
-    assert kernels_of(kept) == {"": Choice("plain", "flash_attention=False")}
-    torch.testing.assert_close(fused(query, key, value)[1], weights)
-    assert kernels_of(fused) == {"": Choice("eager", "its weights are asked for")}
-
-
-def test_compiled_models_are_left_to_pytorch():
-    with sw.model_creation():
-        model = CallsAttention().double()
-    x = torch.randn(2, 7, 16, dtype=torch.float64)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-12)
 
 
 def test_a_trace_for_accelerators_has_their_fused_kernel():

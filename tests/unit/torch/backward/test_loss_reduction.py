@@ -180,36 +180,6 @@ def test_what_is_not_known_says_so(loss: Loss) -> None:
     assert form.reason
 
 
-def test_a_mean_times_the_number_of_its_samples_is_pointed_out() -> None:
-    z = _batch()[0]
-    size = sum(SIZES)
-    assert (
-        f"the number {size}, by which it multiplies a mean" in _form(z.square().mean() * size, size).of_data
-    )
-    assert _form(z.square().mean() * (size + 1), size).of_data == ""
-    assert _form(z.square().sum() * size, size).of_data == ""
-
-
-def test_labels_that_are_probabilities_are_no_crash() -> None:
-    z = _batch()[0]
-    assert _form(F.cross_entropy(z[:, 0], z.detach()[:, 1].softmax(-1)), sum(SIZES)).reduction is not None
-
-
-def test_a_loss_of_a_function_of_ones_own_is_not_known() -> None:
-    class Own(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, z: Tensor) -> Tensor:
-            return z.mean()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Any:
-            return gradient
-
-    form = _form(Own.apply(_batch()[0]), sum(SIZES))  # type: ignore[no-untyped-call]
-    assert form.reduction is Reduction.UNKNOWN
-    assert "Own" in form.reason
-
-
 def test_weights_of_a_deep_model_are_no_samples() -> None:
     """A model of 32 layers, which was followed for 60 nodes, was said to compare samples with one another."""
     layers = [layer for _ in range(40) for layer in (nn.Linear(8, 8), nn.Tanh())]

@@ -36,22 +36,11 @@ def test_what_cannot_be_cut_is_described():
     assert Batch(((), {}), splitter).described_kinds == ""
 
 
-def test_numbers_and_scalars_go_to_every_microbatch():
-    (args, _), (again, _) = split(Splitter(), ((torch.ones(4), 3, torch.tensor(2.0), None), {}), 2)
-    assert args[1:] == again[1:] == (3, torch.tensor(2.0), None)
-
-
 def test_named_arguments_are_not_split():
     table = torch.ones(7, 2)
     splitter = Splitter(names=("x", "table"), non_split=frozenset({"table"}))
     parts = split(splitter, ((torch.ones(4), table), {}), 2)
     assert all(args[1] is table for args, _ in parts)
-
-
-def test_another_axis():
-    x_TB = torch.arange(6).reshape(3, 2)
-    parts = split(Splitter(names=("x",), axes={"x": 1}), ((x_TB,), {}), 2)
-    assert [args[0].tolist() for args, _ in parts] == [[[0], [2], [4]], [[1], [3], [5]]]
 
 
 def test_objects_slice_themselves():
@@ -81,45 +70,9 @@ def test_rows_that_do_not_match_are_named():
         split(Splitter(names=("x", "weights")), ((torch.ones(4), torch.ones(7)), {}), 2)
 
 
-def test_one_microbatch_is_the_batch_whatever_its_rows():
-    """The nodes and the edges of a graph: nothing is cut, so their numbers need not agree."""
-    nodes, edges = torch.ones(5, 3), torch.zeros(2, 9)
-    ((args, _),) = split(Splitter(names=("nodes", "edges")), ((nodes, edges), {}), 1)
-    assert [each.shape for each in args] == [nodes.shape, edges.shape]
-    with pytest.raises(UsageError, match=r"such as a graph, .*: microbatches 1"):
-        split(Splitter(names=("nodes", "edges")), ((nodes, edges), {}), 2)
-
-
-def test_a_batch_is_kept_whole_if_the_script_says_so_of_its_tensors():
-    whole = Splitter(names=("x", "y"), non_split=frozenset({"x"}))
-    assert Batch(((torch.ones(4), 2), {}), whole).is_kept_whole
-    assert not Batch(((torch.ones(4), torch.ones(4)), {}), whole).is_kept_whole  # y is cut
-    assert not Batch((([1.0], 2), {}), whole).is_kept_whole  # forgotten: a list is no tensor
-
-
-def test_several_rows_for_each_sample_go_in_with_an_axis_more():
-    with pytest.raises(UsageError, match=r"3 for each sample, pass crops\.unflatten\(0, \(-1, 3\)\)"):
-        split(Splitter(names=("x", "crops")), ((torch.ones(4), torch.ones(12)), {}), 2)
-
-
 def test_a_batch_smaller_than_the_microbatches():
     with pytest.raises(UsageError, match="the batch has 2 samples, but microbatches is 4"):
         split(Splitter(), ((torch.ones(2),), {}), 4)
-
-
-def test_a_batch_with_other_leaves():
-    x, weights = torch.ones(4, 2), torch.nn.Parameter(torch.ones(3))
-    batch = Batch(((x, "text"), {"w": weights}))
-    assert (batch.num_samples, batch.num_tokens) == (4, None)
-    assert Batch(((torch.ones(2, 3, dtype=torch.int64),), {})).num_tokens == 6
-    own = batch.copied()
-    (copy, text), kwargs = own.arguments
-    assert copy is not x
-    assert text == "text"
-    assert kwargs["w"] is weights
-    copy.add_(1)
-    batch.take_changes(own)
-    assert torch.equal(x, torch.full((4, 2), 2.0))
 
 
 def test_leaves_are_those_of_before_the_step_function():
@@ -148,11 +101,6 @@ def test_uneven_outputs_can_be_put_in_a_row_but_not_averaged():
     assert output.concat().shape == (3, 3)
     with pytest.raises(UsageError, match="different shapes"):
         output.reduce_mean()
-
-
-def test_an_empty_batch():
-    with pytest.raises(UsageError, match="the batch is empty: x has 0 rows along axis 0"):
-        split(Splitter(names=("x",)), ((torch.ones(0, 2),), {}), 2)
 
 
 def test_a_step_output_that_is_taken_for_a_tensor_says_what_to_do():

@@ -83,21 +83,6 @@ def test_own_containers_come_from_the_first_rank_under_a_secret(batch):
     assert repr(found) == repr(batch)
 
 
-@pytest.mark.parametrize("batch", OWN, ids=lambda batch: type(batch).__name__)
-def test_own_containers_are_those_of_each_rank_without_one(batch):
-    data, found = sent(batch, batch, None)
-    assert b'"object"' not in data
-    assert repr(found) == repr(batch)
-    with pytest.raises(UsageError, match=r"passes other arguments.*SHARDWRIGHT_SECRET"):
-        sent(batch, (), None)
-
-
-def test_what_a_container_keeps_beside_its_leaves_comes_along():
-    batch = Sample(torch.ones(1), 3)
-    batch.seen = "by the first rank"
-    assert sent(batch, Sample(torch.ones(1), 3), SEAL)[1].seen == "by the first rank"
-
-
 def test_values_that_only_pickle_can_carry_need_a_secret():
     batch = [np.array([object(), "x"], dtype=object)]
     items, structure = flatten(batch)

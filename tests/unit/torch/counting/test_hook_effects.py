@@ -119,44 +119,6 @@ def test_a_hook_that_changes_the_type_belongs_to_the_computation(of_unit):
     assert count[0] > 0
 
 
-class CutsColumns(nn.Module):
-    """A hook inside makes it narrower, which is right for what follows."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.first.register_forward_hook(lambda module, given, result: result[:, :WIDTH])
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-
-def test_a_hook_that_changes_the_shape_belongs_to_the_computation():
-    assert measured(whole(CutsColumns()))[0].backward_s > 0
-
-
-TAKEN = {}
-
-
-class Taps(nn.Module):
-    """Its forward reads what a hook has put into a variable of the script."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.first.register_forward_hook(lambda module, given, result: TAKEN.update(result=result))
-
-    def forward(self, x):
-        self.first(x)
-        return self.second(TAKEN.pop("result"))
-
-
-def test_a_hook_that_the_forward_needs_runs():
-    unit = whole(Taps())
-    assert measured(unit)[0].backward_s > 0
-    assert not TAKEN
-
-
 def normed(linear):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)

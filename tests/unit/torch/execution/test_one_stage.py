@@ -1,7 +1,6 @@
 """Runs of one stage: what of a plan, and of the settings, they take."""
 
 import copy
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +15,6 @@ import shardwright.torch as sw
 from shardwright.cluster import Cluster, Device, Link
 from shardwright.config import Config
 from shardwright.errors import StalePlanError
-from shardwright.observe import RunFolder
-from shardwright.observe.recorded_steps import read_recorded_steps
-from shardwright.observe.timeline import MEMORY_IN_USE
 from shardwright.plan import Plan
 from shardwright.torch.units.dry_run import plan_model
 
@@ -117,55 +113,12 @@ def test_what_is_recomputed_draws_the_same_numbers_of_python() -> None:
     assert after[0] == after[1]
 
 
-def test_nothing_is_recomputed_without_being_asked_for(tmp_path: Path) -> None:
-    model = build()
-    plan_of(copy.deepcopy(model), microbatches=2).write(tmp_path / "plan.json")
-    sw.init({"plan": str(tmp_path / "plan.json"), "run_dir": "off"})
-    train(sw.DistributedModel(model))
-    assert Block.calls == 2 * 3
-    torch.testing.assert_close(gradients(model), expected(), rtol=0, atol=1e-12)
-
-
 def test_a_plan_for_another_model_is_refused(tmp_path: Path) -> None:
     """Its predictions were written beside what another model took."""
     plan_of(build(4)).write(tmp_path / "plan.json")
     sw.init({"plan": str(tmp_path / "plan.json"), "run_dir": "off"})
     with pytest.raises(StalePlanError, match="another model"):
         train(sw.DistributedModel(build()))
-
-
-def test_a_marked_module_around_units_is_recomputed_once() -> None:
-    model = nn.Sequential(build(), nn.Linear(2, 1).double())
-    sw.set_activation_checkpointing(model[0], strategy="contiguous")
-    sw.init({"activation_checkpointing": "full", "run_dir": "off"})
-    train(sw.DistributedModel(model))
-    assert Block.calls == 2 * 3
-
-
-def test_the_timeline_of_a_loop(tmp_path: Path) -> None:
-    sw.init({"trace": True, "microbatches": 2, "run_dir": str(tmp_path), "run_name": "one"})
-    train(sw.DistributedModel(build()), num_steps=3)
-    events = json.loads((tmp_path / "one/trace.json").read_text())["traceEvents"]
-    spans = sorted((event["ts"], event["name"]) for event in events if event["ph"] == "X")
-    assert [name for _, name in spans] == ["0F0", "0B0", "0F1", "0B1"]
-    looked = [event for event in events if event["name"] == MEMORY_IN_USE]
-    assert len(looked) == 4
-    assert all(event["args"]["bytes"] > 2**20 for event in looked)
-
-
-def test_sparse_gradients_are_recorded_without_memory(tmp_path: Path) -> None:
-    """They have no storage that could be counted; the step is recorded all the same."""
-    sw.init({"microbatches": 2, "run_dir": str(tmp_path), "run_name": "one", "report": False})
-    model = sw.DistributedModel(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1)))
-
-    @sw.step
-    def step(model: Any, x: Tensor) -> None:
-        model.backward(model(x).square().mean())
-
-    for _ in range(3):
-        step(model, torch.arange(8))
-    (recorded,) = read_recorded_steps(RunFolder(tmp_path / "one"))
-    assert (recorded.step, len(recorded.events), recorded.memory) == (3, 4, ())
 
 
 def test_a_limit_that_nothing_keeps_to_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -61,24 +61,6 @@ def test_what_is_written_after_a_later_microbatch_has_read_it_is_refused(module)
         turn(attributes, 0, module, "late")
 
 
-def test_it_may_be_written_until_the_later_one_reads_it(module):
-    attributes = OwnAttributes([program(module, reads_first=True, read_in=1)] * 2)
-    turn(attributes, 0, module)
-    turn(attributes, 1, module)
-    turn(attributes, 0, module, "zero")
-    assert turn(attributes, 1, module) == "zero"
-
-
-def test_a_microbatch_that_writes_first_does_not_mind(module):
-    programs = [program(module), program(module, reads_first=True, read_in=0), program(module)]
-    attributes = OwnAttributes(programs)
-    for microbatch in range(3):
-        turn(attributes, microbatch, module)
-    turn(attributes, 1, module, "one")
-    with pytest.raises(TraceMismatchError):
-        turn(attributes, 0, module, "zero")
-
-
 def test_what_all_put_back_each_finds_as_the_first_did(module):
     attributes = OwnAttributes([program(module, reads_first=True, read_in=0, put_back=True)] * 2)
     assert turn(attributes, 0, module, "switched") == "initial"
@@ -110,13 +92,6 @@ def test_a_backward_that_runs_code_again_finds_what_the_forward_wrote(module):
     assert not any(0 in written for written in attributes._written)
     with attributes.again_for(1):
         assert module.held is tensors[1]
-
-
-def test_what_nobody_asks_for_is_let_go_at_the_backward(module):
-    attributes = OwnAttributes([program(module, carries=True)] * 2)
-    turn(attributes, 0, module, torch.zeros(1))
-    attributes.backward_reached(0)
-    assert not any(attributes._written)
 
 
 @pytest.mark.parametrize(("before", "turn"), [(2.0, 0), (3.0, 0), (3.5, 1), (7.0, 1), (7.25, 2)])

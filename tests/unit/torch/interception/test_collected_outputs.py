@@ -3,12 +3,10 @@
 from contextvars import ContextVar
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwright.errors import UsageError
-from shardwright.torch.interception.unit_attributes import COLLECTED, Collected, call_copy, collects
+from shardwright.torch.interception.unit_attributes import COLLECTED, Collected
 from shardwright.torch.python_state.filled_containers import filled_copy
 
 
@@ -29,10 +27,6 @@ def append(module: nn.Module, args: Any, output: Tensor) -> None:
     lists = collector.get()
     if lists is not None:
         lists["logits"].append(output)
-
-
-def count(module: nn.Module, args: Any, output: Tensor) -> None:
-    assert len(collector.get()["logits"]) >= 0
 
 
 def unit(hook: Any) -> nn.Module:
@@ -57,19 +51,3 @@ def test_what_hooks_inside_append_is_a_part_of_the_result():
     assert collector.get() is None
     collected.append()
     assert [len(each) for each in lists["logits"]] == [1, 1]
-
-
-def test_hooks_of_the_unit_itself_and_other_hooks_collect_nothing():
-    token = collector.variable.set({"logits": []})
-    try:
-        assert Collected.of(unit(append)[1], is_trace=True) is None
-        assert Collected.of(unit(lambda module, args, output: None), is_trace=True) is None
-    finally:
-        collector.variable.reset(token)
-    assert collects(append)
-    assert not collects(lambda module, args, output: torch.ones(1))
-
-
-def test_how_much_others_have_collected_is_not_known_inside():
-    with pytest.raises(UsageError, match="asks how much other hooks have collected"):
-        call_copy(unit(count), (torch.ones(1, 2),), {COLLECTED: {"collector": {"logits": []}}})

@@ -26,21 +26,6 @@ def test_costs_are_told_apart():
     assert found.operation_s == pytest.approx(COSTS.operation_s)
 
 
-def test_no_cost_is_negative():
-    """Where more layers seem to take less, by chance, they take nothing, and the rest is fitted again."""
-    toys = {Toy(2, 0, 2): 2e-3, Toy(2, 0, 6): 4e-3, Toy(18, 0, 4): 2.9e-3, Toy(2, 32, 4): 3.1e-3}
-    found = fitted(toys)
-    assert found.unit_s == 0.0
-    assert min(found.step_s, found.action_s, found.operation_s) >= 0
-    assert found.step_s + 8 * found.action_s == pytest.approx(3e-3, rel=0.05)
-
-
-def test_toys_of_one_size_tell_of_steps_and_actions_alone():
-    found = fitted({Toy(1, 0, 2): 1e-3, Toy(1, 0, 6): 2e-3})
-    assert (found.unit_s, found.operation_s) == (0.0, 0.0)
-    assert found.action_s == pytest.approx(1.25e-4)
-
-
 @pytest.mark.parametrize(
     ("changed", "is_used"),
     [

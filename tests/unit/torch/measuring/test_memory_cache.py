@@ -41,31 +41,10 @@ def test_the_second_run_counts_nothing_and_knows_the_same(cache, monkeypatch):
     assert any(work_bytes for _, _, work_bytes, _, _ in first)
 
 
-def test_what_is_not_known_is_not_kept(cache):
-    cache.write({"known": WorkingMemory(3, 0, 5), "unknown": WorkingMemory()})
-    assert cache.read() == {"known": WorkingMemory(3, 0, 5)}
-
-
-def test_an_evaluation_neither_reads_nor_writes(cache):
-    with torch.no_grad():
-        cache.write({"known": WorkingMemory(3, 0, 5)})
-    assert cache.read() == {}
-    cache.write({"known": WorkingMemory(3, 0, 5)})
-    with torch.no_grad():
-        assert cache.read() == {}
-
-
 @pytest.mark.parametrize(
     "text", ["[", "[]", '{"a": 1}', '{"a": [1, 2]}', '{"a": [1, -2, 3]}', '{"a": [1, true, 3]}']
 )
 def test_a_file_that_holds_something_else_counts_for_nothing(cache, text):
     cache.write({"known": WorkingMemory(3, 0, 5)})
     cache._file.write_text(text)
-    assert cache.read() == {}
-
-
-def test_nothing_is_kept_where_the_cache_is_off(tmp_path, monkeypatch):
-    monkeypatch.setenv("SHARDWRIGHT_CACHE", "off")
-    cache = MemoryCache(SimpleNamespace(device=CPU))
-    cache.write({"known": WorkingMemory(3, 0, 5)})
     assert cache.read() == {}

@@ -2,7 +2,6 @@
 
 import math
 import random
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwright.costs.calibration import DIVIDED_OPERATION_S
 from shardwright.placement import BetweenUnits, Cut
 from shardwright.plan import TensorPrices
-from shardwright.planner.division import Passage
 from shardwright.torch.measuring import measure
 from shardwright.torch.measuring.measure import TimesParts
 from shardwright.torch.pytorch.tree import flatten
 from shardwright.torch.tensor_parallel.group import Prices
-from shardwright.torch.tensor_parallel.search import Material, Phase, TimedRun, Unit, WorkShares
+from shardwright.torch.tensor_parallel.search import Phase, Unit, WorkShares
 from shardwright.torch.tracing.trace_data import Sample
 from shardwright.torch.units.divided_costs import UnitPart, divided_units
 
@@ -48,11 +45,6 @@ def unit(module: nn.Module | None = None) -> Unit:
 
 def part_of(each: Unit) -> UnitPart:
     return UnitPart(each, CUTS, frozenset(), rank=1, num_ranks=2, prices=Prices(), between=WHOLE_BETWEEN)
-
-
-def test_a_step_is_timed_from_its_begin_to_its_turn_and_to_its_end():
-    run = TimedRun(unit(), CUTS, rank=0, num_ranks=2, prices=Prices())
-    assert run.step(iter([1.0, 3.0, 8.0]).__next__) == (2.0, 5.0)
 
 
 def test_a_part_with_real_numbers_takes_some_time():
@@ -107,27 +99,6 @@ def test_what_earlier_runs_have_timed_is_not_timed_again(monkeypatch):
     assert later(part_of(with_loss), Phase(), Phase()) is None
 
 
-def test_parts_have_a_budget():
-    each = unit()
-    timer = timer_of(each, left_s=0.0)
-    assert timer(part_of(each), Phase(), Phase()) is None
-    timer.left_s = 1e-9
-    assert timer(part_of(each), Phase(), Phase()) is not None
-    assert timer.left_s < 0
-
-
-def test_generators_of_gpus_are_kept_where_there_are_any(monkeypatch):
-    """Bug: the first rank's were seeded anew, and its masks of dropout with them, on all ranks."""
-    kept = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext(kept.append(devices)))
-    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
-    with Material(is_random=True).in_use():
-        pass
-    assert kept == [[0, 1]]
-
-
 @pytest.mark.parametrize(("most_s", "runs"), [(math.inf, 5), (-1.0, 2)])
 def test_large_units_run_less_often(monkeypatch, most_s, runs):
     """Other ranks wait for the first, and take it for lost in the end."""
@@ -153,24 +124,6 @@ def test_autocast_is_that_of_the_call():
     each.args = (torch.empty(4, 8, dtype=torch.bfloat16, device="meta", requires_grad=True),)
     assert timed(each) is None
     assert timed(each, autocast=(("cpu", True, torch.bfloat16),)) is not None
-
-
-def test_hooks_that_look_on_do_not_see_it():
-    """Bug: a script's hook that counted calls had counted ten more for each kind of unit, on one rank."""
-    each, seen = unit(), []
-    each.module[0].register_forward_hook(lambda module, args, output: seen.append(output))
-    assert timed(each) is not None
-    assert seen == []
-
-
-def test_pythons_dispatch_is_taken_off(monkeypatch):
-    """It takes as long for large microbatches as for small ones, and is counted apart."""
-
-    def seconds(timer, part, sample):
-        return [6.0, 13.0], [10.0, 20.0]
-
-    monkeypatch.setattr(TimesParts, "_seconds", seconds)
-    assert timed(unit(), operations=(1, 3)) == WorkShares(0.5, 0.5)
 
 
 class Raises(nn.Sequential):
@@ -202,10 +155,3 @@ def test_seconds_follow_from_what_was_timed_and_work_from_the_operations(timed):
     taken_s = found.forward.seconds(8.0, prices, 1.0, operation_s=0.0)
     assert taken_s == pytest.approx(4.0 if timed is None else 6.0)
     assert found.forward.share == 0.5
-
-
-def test_a_pace_leaves_exchange_and_dispatch_alone():
-    prices = TensorPrices(latency_s=1.0, bandwidth_Bps=2.0, flops_per_s=1.0, memory_Bps=1.0)
-    passage = Passage(share=0.5, pace=1.2, calls=1, num_bytes=4, operations=2)
-    found = passage.seconds(10.0, prices, 1.0, operation_s=DIVIDED_OPERATION_S)
-    assert found == pytest.approx(6.0 + 3.0 + 2 * DIVIDED_OPERATION_S)

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 from mounts import SmallDisk, in_own_mounts
 from shardwright.errors import UsageError
-from shardwright.torch.offload.disk import DiskTier, _Place, disk_folder, is_in_memory
+from shardwright.torch.offload.disk import DiskTier, disk_folder, is_in_memory
 
 
 def content(number, num_bytes=10_000):
@@ -37,11 +36,6 @@ def test_bytes_come_back(tier):
     assert all(map(torch.equal, written, back))
 
 
-def test_the_file_has_no_name(tier, tmp_path):
-    tier.write(content(0))[1].wait()
-    assert list((tmp_path / "below").iterdir()) == []
-
-
 def test_places_are_used_again(tier):
     """A batch is like the one before; one of other shapes starts anew."""
     places = [tier.write(content(n))[0] for n in range(3)]
@@ -56,52 +50,6 @@ def test_places_are_used_again(tier):
     other, copy = tier.write(content(0, 20_000))
     copy.wait()
     assert other.offset == 0
-
-
-def test_a_copy_is_left_out_unless_it_has_begun(tier):
-    """The thread looks and begins in one breath: a copy that was left out is never made."""
-    begun, may_end, made = threading.Event(), threading.Event(), []
-
-    def slow(number, memory, offset):
-        begun.set()
-        may_end.wait(10)
-        made.append(offset)
-
-    def note(number, memory, offset):
-        made.append(offset)
-
-    tier.reserve(2 * 4096)
-    first = tier._begin(content(0), _Place(0, 4096), slow)
-    second = tier._begin(content(1), _Place(4096, 4096), note)
-    assert begun.wait(10)
-    assert not first.skip()
-    assert second.skip()
-    assert second.skip()
-    may_end.set()
-    first.wait()
-    second.wait()
-    assert made == [0]
-    assert second.seconds() == (0.0, 0.0)
-
-
-def test_room_that_is_reserved_is_used(tier):
-    tier.reserve(100_000)
-    size = os.fstat(tier._file.fileno()).st_size
-    for number in range(5):
-        tier.write(content(number))
-    assert os.fstat(tier._file.fileno()).st_size == size == 100_000
-
-
-def test_memory_is_free_as_soon_as_a_copy_is_done(tier):
-    """The thread holds on to nothing: who waits for room must find it."""
-    import weakref
-
-    memory = content(0)
-    kept = weakref.ref(memory.untyped_storage())
-    _, copy = tier.write(memory)
-    del memory
-    copy.wait()
-    assert kept() is None
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):

@@ -10,7 +10,6 @@ from torch import nn
 
 from choices import some_combinations
 from shardwright.schedule import Kind
-from shardwright.torch._private import storage_key
 from shardwright.torch.offload.stage_offload import Leaving, StageOffload
 
 WIDTH = 32
@@ -118,18 +117,6 @@ def test_no_more_units_are_here_than_the_horizon_and_one():
     assert [kind for kind, _ in offload.moved].count(Kind.LOAD) >= 5
 
 
-def test_what_is_about_to_leave_stays_for_a_backward_that_follows():
-    layers, tier = model(3), ByHand()
-    expected = plain_gradients(layers)
-    offload = offload_of(tier, horizon=3)
-    loss = run(layers, inputs(), offload).square().sum()
-    offload.offload()
-    offload.load()
-    loss.backward()
-    assert tier.log == []  # nothing had begun to leave, so nothing was copied
-    assert all(map(torch.equal, gradients(layers), expected))
-
-
 def test_a_storage_is_copied_once():
     """A mask that all units keep, and views of one tensor."""
 
@@ -171,28 +158,6 @@ def test_a_storage_is_copied_once():
     made.backward()
     assert torch.equal(x.grad, expected)
     assert kept() is not None
-
-
-def test_parameters_and_what_is_kept_anyway_stay():
-    layers, tier = model(2), ByHand()
-    x = inputs()
-    offload = offload_of(tier, needed={storage_key(x)})
-    made = run(layers, x, offload)
-    offload.offload()
-    tier.run()
-    sizes = [size for _, size in tier.log]
-    assert len(sizes) == 3  # sin(x) of both, and the input of the second, but not of the first
-    assert set(sizes) == {x.nbytes}
-    del made
-
-
-def test_small_storages_stay():
-    layers, tier = model(2), ByHand()
-    offload = offload_of(tier, least_bytes=10**6)
-    run(layers, inputs(), offload)
-    offload.offload()
-    tier.run()
-    assert tier.log == []
 
 
 @pytest.mark.parametrize("prompt", [True, False])
@@ -246,53 +211,6 @@ def test_a_tensor_that_changes_between_units_is_copied_again():
     assert torch.equal(units[1].leaf.grad, 2 * memory)
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         first.sum().backward()
-
-
-def test_a_backward_inside_a_unit_and_a_second_one_behind():
-    """Forces, say: `torch.autograd.grad` in the forward goes back through what the unit has just kept."""
-
-    class Force(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x):
-            energy = self.linear(x.sin()).tanh().sum()
-            (force,) = torch.autograd.grad(energy, x, create_graph=True)
-            return x + force
-
-    torch.manual_seed(0)
-    layers = nn.ModuleList(Force() for _ in range(3)).double()
-
-    def start():
-        return inputs().requires_grad_()
-
-    x = start()
-    for layer in layers:
-        x = layer(x)
-    x.square().sum().backward()
-    expected = gradients(layers)
-    tier = ByHand()
-    offload = offload_of(tier)
-    loss = run(layers, start(), offload, tier.run).square().sum()
-    offload.offload()
-    tier.run()
-    offload.load()
-    loss.backward(retain_graph=True)
-    assert all(map(torch.allclose, gradients(layers), expected))
-    loss.backward()
-    assert all(map(torch.allclose, gradients(layers), expected))
-
-
-def test_hooks_of_the_script_are_left_alone():
-    layers, tier = model(2), ByHand()
-    offload = offload_of(tier)
-    seen = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
-        run(layers, inputs(), offload).sum().backward()
-    assert seen
-    assert tier.log == []
-    assert not tier.waiting
 
 
 def test_a_recomputed_unit_offloads_its_input():

@@ -31,22 +31,12 @@ def a_run(tmp_path, **settings):
     )
 
 
-def test_nothing_is_measured_where_nothing_is_offloaded(tmp_path):
-    assert offloading.with_tier(a_run(tmp_path), CLUSTER) is CLUSTER
-
-
 @pytest.mark.parametrize("wanted", [True, "auto"])
 def test_a_file_is_measured(tmp_path, wanted):
     host = offloading.with_tier(a_run(tmp_path, offload_activations=wanted), CLUSTER).host
     assert 1e6 < host.bandwidth_Bps < 1e12
     assert 0 < host.occupancy <= 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_estimate_measures_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(DiskTier, "write", lambda *_: pytest.fail("it was measured"))
-    run = a_run(tmp_path, offload_activations=True, profile="estimated")
-    assert offloading.with_tier(run, CLUSTER).host.bandwidth_Bps == 1e9
 
 
 def test_a_tier_without_room(tmp_path, monkeypatch, caplog):

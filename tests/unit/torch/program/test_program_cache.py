@@ -1,6 +1,5 @@
 """Which microbatches may run by one program."""
 
-import gc
 import itertools
 from types import SimpleNamespace
 
@@ -11,8 +10,6 @@ from torch import nn
 from shardwright.torch.batch.batch import Batch
 from shardwright.torch.program.program_cache import (
     _NUMBERS_TOLD,
-    _SIGNATURES_KEPT,
-    _TRIED_IN_VAIN,
     ProgramCache,
     signature_of,
 )
@@ -51,24 +48,6 @@ def test_a_value_that_comes_anew_with_every_batch_is_the_same(make):
     assert hash(signature(make())) == hash(signature(make()))
 
 
-class Options:
-    pass
-
-
-def test_another_object_at_the_place_of_one_that_is_gone_is_another():
-    options = Options()
-    before = signature(options)
-    assert before == signature(options)
-    address = id(options)
-    del options
-    gc.collect()
-    others = [Options() for _ in range(1000)]
-    again = [other for other in others if id(other) == address]
-    if not again:
-        pytest.skip("Python did not use the address again")
-    assert signature(again[0]) != before
-
-
 class Program:
     pass
 
@@ -78,19 +57,6 @@ def part(*args):
 
 
 TRACE = SimpleNamespace(path=PathRecorder(()).path(nn.Module(), {}))
-
-
-def test_arguments_that_change_every_step_do_not_fill_the_memory():
-    cache = ProgramCache()
-    often = part("often")
-    cache.keep(often, "function", TRACE, Program())
-    for step in range(3 * _SIGNATURES_KEPT):
-        cache.keep(part(str(step)), "function", TRACE, Program())
-        assert cache.find(often, "function") is not None
-    assert len(cache._entries) == _SIGNATURES_KEPT
-    assert cache.find(part("0"), "function") is None
-    assert cache.find(part(str(3 * _SIGNATURES_KEPT - 1)), "function") is not None
-    assert len(cache._numbers) <= _SIGNATURES_KEPT
 
 
 def test_numbers_that_come_in_turns_are_traced_once_each():
@@ -112,31 +78,6 @@ def test_a_number_that_is_another_one_in_every_step_is_told_once(caplog):
     assert told[-1] == 1
     assert "function at train.py:7 was traced" in caplog.text
     assert "(0, 1, 2, 3, 4, 5, 6, 7)" in caplog.text
-
-
-def test_other_ranks_do_not_tell_it(caplog):
-    cache = ProgramCache(warns=False)
-    for step in range(3 * _NUMBERS_TOLD):
-        cache.keep(part(torch.zeros(2), step), "function", TRACE, Program())
-    assert not caplog.records
-
-
-def test_shapes_and_functions_are_no_numbers(caplog):
-    cache = ProgramCache()
-    for length in range(2 * _NUMBERS_TOLD):
-        cache.keep(part(torch.zeros(length), 1), "function", TRACE, Program())
-        cache.keep(part(torch.zeros(2), 1), f"function {length}", TRACE, Program())
-        cache.keep(part(torch.zeros(2), 1), "path", TRACE, Program())
-    assert not caplog.records
-
-
-def test_a_signature_that_comes_back_is_no_other_number(caplog):
-    """It had been dropped for others, and what changed was looked for in vain."""
-    cache = ProgramCache()
-    for _ in range(2 * _NUMBERS_TOLD):
-        cache.keep(part(torch.zeros(2), 0.1), "function", TRACE, Program())
-        cache._entries.clear()
-    assert not caplog.records
 
 
 def test_numbers_are_watched_where_others_have_come():
@@ -161,12 +102,3 @@ def test_a_program_may_hold_for_other_numbers():
     assert cache.find(part(x, 0), "function") is not general
     assert cache.find(part(torch.zeros(3), 7), "function") is None
     assert cache.find(part(x, 7.0), "function") is None
-
-
-def test_watching_in_vain_comes_to_an_end():
-    cache, x = ProgramCache(), torch.zeros(2)
-    cache.keep(part(x, 0), "function", TRACE, Program())
-    for step in range(1, 1 + _TRIED_IN_VAIN):
-        assert cache.watches_numbers(part(x, step), "function")
-        cache.keep(part(x, step), "function", TRACE, Program(), watched=True)
-    assert not cache.watches_numbers(part(x, 99), "function")

@@ -1,7 +1,7 @@
 """A trace leaves no stand-in anywhere, and what a model holds as it was; scripts count every run."""
 
 import random
-from collections import defaultdict, deque
+from collections import deque
 from functools import cache, lru_cache
 from typing import ClassVar
 
@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwright.torch as sw
-from shardwright.errors import TraceError
 from shardwright.torch.python_state.left_behind import NothingLeftBehind
-from shardwright.torch.pytorch.tensors import TensorContents
 from shardwright.torch.units.model_traces import discover
 
 _TABLES: dict[int, Tensor] = {}
@@ -179,35 +177,6 @@ class Log:
 LOG = Log()
 
 
-class Record:
-    def __init__(self, loss: Tensor) -> None:
-        self.loss = loss
-
-
-def test_lists_inside_of_other_variables_and_of_arguments_have_no_stand_ins():
-    model, by_name, given, records = nn.Linear(4, 4), defaultdict(list), Log(), ["of before"]
-
-    def step(x, log):
-        loss = model(x).sum()
-        for each in (HISTORY["size"], LOG.by_name["size"], by_name["size"], log.by_name["size"]):
-            each.append(len(x))
-        for rows in (LOG.rows, log.rows):
-            rows.append((1, "row", loss))
-        HISTORY["loss"].append(loss.detach())
-        records.append(Record(loss))
-        by_name["loss"].append({"newest": loss})
-        return loss
-
-    discover(model, step, ((torch.zeros(2, 4), given), {}), device=torch.device("cpu"))
-    sizes = HISTORY["size"]
-    assert sizes
-    assert {"loss": [], "size": sizes} == HISTORY
-    assert records == ["of before"]
-    assert by_name == {"size": sizes}
-    for log in (LOG, given):
-        assert (log.rows, log.by_name) == ([], {"size": sizes})
-
-
 class Slotted:
     __slots__ = ("count", "last", "rows")
 
@@ -271,19 +240,6 @@ def test_generators_of_the_script_are_where_they_were():
     assert found == draw()
 
 
-def test_an_array_of_the_model_that_a_step_makes_longer_is_as_long_as_it_was():
-    """A trace ended on NumPy's error."""
-    model = nn.Linear(4, 4)
-    model.table = np.ones(3)
-
-    def step(x):
-        model.table.resize(5, refcheck=False)
-        return model(x).sum()
-
-    discover(model, step, ((torch.zeros(2, 4),), {}), device=torch.device("cpu"))
-    assert model.table.tolist() == [1, 1, 1]
-
-
 def test_what_was_there_stays():
     model = KeepsEverywhere()
     model(torch.zeros(2, 4))
@@ -292,119 +248,3 @@ def test_what_was_there_stays():
         bounded(5)
     assert _TABLES[4] is before
     assert bounded(4) is cached
-
-
-def test_a_cache_that_was_made_late_is_found():
-    model = KeepsEverywhere()
-    with NothingLeftBehind(model, model.forward):
-        pass
-    other = KeepsEverywhere()
-    discover(other, lambda x: other(x).sum(), ((torch.zeros(2, 4),), {}), device=torch.device("cpu"))
-    assert type(other.own_cache(4)) is Tensor
-
-
-class Lazy(dict):
-    """A mapping that does things when it is read."""
-
-    def values(self):
-        raise RuntimeError("imports everything")
-
-    __iter__ = keys = items = values
-
-
-LAZY = Lazy(a=1)
-
-
-def trace(model):
-    discover(model, lambda x: model(x).sum(), ((torch.zeros(2, 4),), {}), device=torch.device("cpu"))
-
-
-def test_mappings_of_other_kinds_are_not_read():
-    model = KeepsEverywhere()
-    model.lazy = LAZY
-    trace(model)
-
-
-@pytest.mark.thorough
-def test_many_objects_do_not_take_long():
-    model = KeepsEverywhere()
-    model.ids = list(range(1_000_000))
-    model.samples = [[list(range(20)) for _ in range(1000)] for _ in range(100)]
-    guard = NothingLeftBehind(model, model.forward)
-    with guard:
-        assert len(guard.of_model._before) + len(guard._of_script._before) < 30_000
-        model.helper.last = torch.zeros(1)
-    assert model.helper.last is None
-
-
-class CountsEverywhere(nn.Module):
-    """In tensors that share memory, in views of one entry many times, in numbers of an object."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.calls = torch.zeros(1)
-        self.views = [self.calls.expand(8), self.calls.view(1, 1)]
-        self.helper = Helper()
-        self.helper.number = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.add_(1)
-        self.views[1].add_(1)
-        self.helper.number += 1
-        return self.layer(x + self.views[0].sum())
-
-
-def test_a_trace_does_not_count():
-    model = CountsEverywhere()
-    trace(model)
-    assert model.calls.item() == 0
-    assert model.helper.number == 0
-    trace(model)
-    assert model.views[0].tolist() == [0.0] * 8
-
-
-def test_a_large_tensor_is_watched():
-    large, small = torch.zeros(100), torch.zeros(2)
-    contents = TensorContents(most_bytes=40)
-    contents.keep(large)
-    contents.keep(small)
-    small.add_(1)
-    contents.restore()
-    assert small.tolist() == [0, 0]
-    large.add_(1)
-    error = contents.restore()
-    assert isinstance(error, TraceError)
-    assert "too large to be put back" in str(error)
-
-
-class Proxy:
-    """Stands for something that is not there yet, as a request of a web framework does."""
-
-    def _missing(self, *_):
-        raise RuntimeError("there is nothing yet")
-
-    __class__ = property(_missing)  # type: ignore[assignment]
-    __dict__ = property(_missing)  # type: ignore[assignment]
-    __eq__ = __hash__ = __len__ = __getattr__ = _missing  # type: ignore[assignment]
-
-
-class NoNamespace:
-    __slots__ = ()
-
-    def __getattr__(self, name):
-        raise RuntimeError(f"no {name}")
-
-
-PROXIES = [Proxy(), NoNamespace()]
-
-
-def test_objects_that_fail_when_they_are_asked_are_left_alone():
-    """A trace of a script with such a variable failed."""
-    model, proxies = nn.Linear(4, 4), {"one": PROXIES[0], "other": PROXIES[1]}
-
-    def step(x):
-        assert len(proxies) == len(PROXIES) == 2
-        return model(x).sum()
-
-    discover(model, step, ((torch.zeros(2, 4),), {}), device=torch.device("cpu"))

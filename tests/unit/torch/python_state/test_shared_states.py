@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from choices import in_sweep, some_combinations
-from shardwright.errors import DeferredReadError
 from shardwright.model_graph import ModelGraph
 from shardwright.torch.interception.glue import intercept_calls
 from shardwright.torch.parameters.unit_map import UnitMap
@@ -96,10 +94,6 @@ def leave(block: Any, x: Tensor, y: Tensor) -> None:
     block.notes.kept = y
 
 
-def leave_input(block: Any, x: Tensor, y: Tensor) -> None:
-    block.notes.kept = x
-
-
 def find(block: Any, x: Tensor, y: Tensor) -> Tensor:
     return y + block.notes.kept
 
@@ -107,24 +101,6 @@ def find(block: Any, x: Tensor, y: Tensor) -> Tensor:
 def loss_of_its_own(block: Any, x: Tensor, y: Tensor) -> Tensor:
     block.notes.losses[id(block)] = y.square().mean()
     return y * block.notes.losses[id(block)]
-
-
-def own_layer(block: Any, x: Tensor, y: Tensor) -> Tensor:
-    """As caches of keys and values that grow with the layers."""
-    layers = block.notes.layers
-    while len(layers) <= block.number:
-        layers.append(Notes())
-    layers[block.number].kept = y
-    return y + layers[block.number].kept
-
-
-def own_entry(block: Any, x: Tensor, y: Tensor) -> Tensor:
-    """As they were before: missing ones are filled in."""
-    skips = block.notes.skips
-    while len(skips) < block.number:
-        skips.append([])
-    skips.append(y)
-    return y + skips[block.number]
 
 
 def table(block: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -136,13 +112,6 @@ def table(block: Any, x: Tensor, y: Tensor) -> Tensor:
 def own_number(block: Any, x: Tensor, y: Tensor) -> Tensor:
     block.notes.count = x.shape[0]
     return y / block.notes.count
-
-
-def own_flag(block: Any, x: Tensor, y: Tensor) -> Tensor:
-    """As the caches of Mamba, Jamba and T5, which are used in training unless a script says otherwise."""
-    flags = block.notes.nested["depth"]
-    flags[block.number] = True
-    return y if flags[block.number] else x
 
 
 def bound(notes: Any, *uses: Any, kind: type[Block] = Block) -> list[set[int]]:
@@ -174,7 +143,12 @@ def graph_of(notes: Any, blocks: list[Block]) -> ModelGraph:
     return trace.graph
 
 
-@pytest.mark.parametrize("make", [Notes, in_sweep(NotesModule)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Notes,
+    ],
+)
 def test_units_that_find_what_others_left_are_bound(make):
     """Another stage found an older number or tensor there, or none, and went on."""
     assert bound(make(), plain, push, plain, pop) == [{1, 3}]
@@ -183,7 +157,7 @@ def test_units_that_find_what_others_left_are_bound(make):
         assert set().union(*bound(make(), plain, use, use, use)) == {1, 2, 3}, use
 
 
-@pytest.mark.parametrize("make", [in_sweep(Notes), NotesModule])
+@pytest.mark.parametrize("make", [NotesModule])
 def test_so_are_units_that_cannot_be_traced_without_data(make):
     """They run on copies of what they hold."""
     for use in (depth_by_list, depth_by_nested, count):
@@ -196,25 +170,6 @@ def test_so_are_units_that_cannot_be_traced_without_data(make):
     found = [set(group.nodes) for group in graph.together]
     assert {1, 3} in found
     assert {2, 4} in found or reads_from(graph, 4, 2)
-
-
-def test_a_tensor_in_an_attribute_is_found_by_units():
-    """Of a module it is a value of the graph, which a later unit reads wherever it is; of an object not."""
-    for leaving in (leave, leave_input):
-        graph = graph_of(NotesModule(), [Block(use) for use in (plain, leaving, plain, find)])
-        assert reads_from(graph, 3, 1)
-        assert not graph.together
-    assert bound(Notes(), leave_input, plain, find) == [{0, 2}]
-
-
-@pytest.mark.parametrize(
-    ("use", "make"),
-    some_combinations(
-        [loss_of_its_own, own_layer, own_entry, own_flag, table, own_number], [Notes, NotesModule]
-    ),
-)
-def test_what_each_unit_makes_for_itself_binds_nothing(use, make):
-    assert bound(make(), use, use, use) == []
 
 
 class Lazy(Notes):
@@ -231,62 +186,3 @@ def scaled(block: Any, x: Tensor, y: Tensor) -> Tensor:
 
 def test_what_is_computed_once_and_kept_binds_nothing():
     assert bound(Lazy(), scaled, scaled, scaled) == []
-
-
-def own_count(block: Any, x: Tensor, y: Tensor) -> Tensor:
-    block.number += 1
-    return y / block.number
-
-
-def test_a_unit_that_counts_its_calls_may_be_on_several_stages():
-    """Of one rank, each microbatch with counts of its own."""
-    block = Block(own_count)
-    assert bound_in(Notes(), [block, Block(plain), block]) == []
-
-
-def reset_between(block: Any, x: Tensor, y: Tensor) -> Tensor:
-    block.notes.count += 1
-    return y * block.notes.count
-
-
-def test_what_code_between_units_has_set_anew_may_be_read():
-    notes = NotesModule()
-    first, second = Block(reset_between), Block(plain)
-    first.notes = second.notes = notes
-    unit_map = UnitMap.of(nn.ModuleList([first, second]), ["0", "1"])
-    for unit in unit_map.modules.values():
-        intercept_calls(unit)
-
-    def step(x: Tensor) -> Tensor:
-        y = first(x)
-        notes.count = 2
-        return second(y / notes.count)
-
-    assert not trace_step(unit_map, step, ((torch.zeros(3, WIDTH),), {})).graph.together
-
-
-@pytest.mark.parametrize(
-    ("make", "kind", "use", "factor", "message"),
-    [
-        (
-            NotesModule,
-            Block,
-            count,
-            lambda notes: notes.count,
-            "the attribute count of an object is read here",
-        ),
-        # A mixture of experts that looks at its routes: its losses were those of the last rank.
-        (Notes, Choosing, loss_of_its_own, lambda notes: sum(notes.losses.values()), "made inside a unit"),
-        (NotesModule, Choosing, push, lambda notes: sum(notes.skips).mean(), "made inside a unit"),
-    ],
-)
-def test_code_between_units_cannot_read_what_a_unit_changed(make, kind, use, factor, message):
-    """It read that of its own rank."""
-    notes = make()
-    first, second = kind(use), Block(plain)
-    first.notes = second.notes = notes
-    unit_map = UnitMap.of(nn.ModuleList([first, second]), ["0", "1"])
-    for unit in unit_map.modules.values():
-        intercept_calls(unit)
-    with pytest.raises(DeferredReadError, match=message):
-        trace_step(unit_map, lambda x: second(first(x) / factor(notes)), ((torch.zeros(3, WIDTH),), {}))

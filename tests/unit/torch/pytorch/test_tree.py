@@ -68,16 +68,6 @@ def test_attributes_of_subclasses_survive():
     assert map_tree(lambda leaf: leaf + 1, special).note == "kept"
 
 
-def test_a_shape_is_one_leaf():
-    assert leaves([torch.ones(2, 3).shape]) == [torch.Size([2, 3])]
-
-
-def test_a_structure_without_template_holds_no_tensor():
-    record = Record(value=torch.ones(2))
-    structure = flatten(record)[1].without_template()
-    assert structure.rebuild([5, "n"]) == Record(5, "n")
-
-
 def test_a_constructor_that_looks_at_its_arguments_is_not_asked_again():
     packed = pack_sequence([torch.ones(2), torch.ones(1)])
     items, structure = flatten(packed)

@@ -21,14 +21,6 @@ def buckets(sizes: list[float], **settings: int) -> list[float]:
     return [sum(member.num_bytes for member in turn.bucket.members) / MIB for turn in reducer._turns]
 
 
-def test_a_small_model_is_cut_in_eight() -> None:
-    assert buckets([1.0] * 16) == [2.0] * 8
-
-
-def test_a_bucket_has_a_mebibyte_at_least() -> None:
-    assert buckets([0.5] * 4) == [1.0, 1.0]
-
-
 @pytest.mark.parametrize(("most", "expected"), [(3, 3.0), (25, 8.0)])
 def test_a_bucket_has_no_more_than_users_want(most: int, expected: float) -> None:
     assert max(buckets([1.0] * 64, bucket_bytes=most * MIB)) == expected

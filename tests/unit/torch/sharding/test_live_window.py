@@ -74,24 +74,3 @@ def test_there_and_back_keeps_what_is_used_next():
             hand.use(item)
     # The last ones stay for the way back; the others come twice.
     assert hand.num_brought - before == 9
-
-
-def test_the_next_is_on_its_way_before_it_is_used():
-    hand = Hand([1] * 6, 4)
-    for expected in (set(), {0, 1}):
-        hand.begin()
-        assert hand.here == expected
-        for item in range(6):
-            hand.use(item)
-    hand.begin()
-    for item in range(4):
-        hand.use(item)
-        assert item + 1 in hand.here
-
-
-def test_another_order_works_with_the_wrong_forecast():
-    hand = Hand([1] * 4, 2)
-    for order in ((0, 1, 2, 3), (3, 1, 0, 2), (2, 2, 2), (0, 3)):
-        hand.begin()
-        for item in order:
-            hand.use(item)

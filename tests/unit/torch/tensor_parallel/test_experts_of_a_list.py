@@ -134,16 +134,6 @@ def test_each_operation_is_that_on_whole_tensors():
         shared(Loop(way), torch.randn(TOKENS, WIDTH), 2)
 
 
-@pytest.mark.parametrize("way", ["adds_at_indices", "adds_in_place", "puts_at_masks"])
-def test_a_loop_is_one_scatter(way):
-    """The routes, the tokens and their weights are gathered once; what experts give is scattered once."""
-    torch.manual_seed(0)
-    for calls, _ in shared(Loop(way), torch.randn(TOKENS, WIDTH), 2):
-        assert calls["reduce_scatter"] == 1
-        assert calls["all_gather"] <= 3
-        assert calls.get("all_reduce", 0) == 0
-
-
 def reasons(model, *, num_ranks=2, units=("",)):
     return reasons_to_stay(model, num_ranks=num_ranks, units=units)
 
@@ -154,11 +144,6 @@ def test_each_expert_is_on_one_rank():
     assert str(cuts["0.experts.2.down.bias"]) == f"cut 0 (r1:{WIDTH})"
     assert len(cuts) == 4 * EXPERTS
     assert not any("gate" in name for name in cuts)
-
-
-class Drops(Expert):
-    def forward(self, x, *, scale=1.0):
-        return F.dropout(super().forward(x), 0.5, self.training)
 
 
 class Pairs(Expert):
@@ -192,16 +177,6 @@ def test_what_stays_whole_is_told():
     assert cuts_of_experts(tied, num_ranks=2, units=[""]) == {}
 
 
-def test_lists_of_other_modules_are_none_of_experts():
-    class Layers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
-            self.branches = nn.ModuleDict({"a": Expert(), "b": Expert()})
-
-    assert {name.split(".")[0] for name in cuts_of_experts(Layers(), num_ranks=2, units=[""])} == {"branches"}
-
-
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -218,27 +193,5 @@ def test_experts_that_cannot_be_elsewhere_are_refused(kind, message):
         run_own_experts(own)
         with pytest.raises(UsageError, match=message):
             own(torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(0)))
-
-    on_ranks(2, on_rank)
-
-
-def test_types_under_autocast():
-    """Ranks without an expert know the type of what it gives."""
-    torch.manual_seed(0)
-    model, x = Loop("sorts"), torch.randn(TOKENS, WIDTH)
-    with torch.autocast("cpu", torch.bfloat16):
-        wanted = model(x)
-    assert wanted.dtype == torch.bfloat16
-
-    def on_rank(group):
-        own = copy.deepcopy(model)
-        divide(own, cuts_of_experts(own, num_ranks=2, units=[""]), group)
-        run_own_experts(own)
-        with torch.autocast("cpu", torch.bfloat16):
-            given = own.experts[0](x), own.experts[2](x)
-            found = own(x)
-        assert [each.dtype for each in given] == [torch.bfloat16] * 2
-        torch.testing.assert_close(whole(found), wanted, rtol=0.05, atol=0.05)
-        found.sum().backward()
 
     on_ranks(2, on_rank)

@@ -15,7 +15,7 @@ from shardwright.torch.tensor_parallel.boundary import Boundary
 from shardwright.torch.tensor_parallel.call import map_tensors, tensors_of
 from shardwright.torch.tensor_parallel.divided_tensor import is_nested, whole, wrap
 from shardwright.torch.tensor_parallel.group import Traffic
-from shardwright.torch.tensor_parallel.placing import at_hand, placed
+from shardwright.torch.tensor_parallel.placing import placed
 from shardwright.torch.tensor_parallel.redistribution import replaced
 from shardwright.torch.tensor_parallel.spec import spec_of
 
@@ -121,27 +121,6 @@ def test_heads_that_ranks_share_are_exchanged_for_positions_without_a_gather():
         torch.testing.assert_close(back, part)
 
 
-@pytest.mark.parametrize("length", [3, 11, 12])
-@pytest.mark.parametrize("until", [None, -1, 2])
-def test_parts_between_units_are_cut_again_on_all_ranks_or_on_none(length, until):
-    """Parts of ``logits[:, :-1]`` differ in length, and one rank alone cut its part: others waited for it."""
-    between = BetweenUnits.of_batch([(2, length)], 1, num_ranks=OUTER, inner_ranks=INNER, inner_dim=1)
-    logits = torch.arange(2.0 * length * 4).view(2, length, 4)
-
-    def on_rank(group):
-        boundary = Boundary(group, between)
-        part = boundary.placed(logits.clone())[:, :until]
-        kept = boundary.all_placed([part], keeps_cuts=True)[0]
-        return whole(kept), is_nested(kept), (kept * 2).sum().item()
-
-    found = on_grid(OUTER, INNER, on_rank)
-    wanted = logits[:, :until]
-    for have, _, total in found:
-        torch.testing.assert_close(have, wanted)
-        assert total == 2 * wanted.sum()
-    assert len({nested for _, nested, _ in found}) == 1
-
-
 @pytest.mark.parametrize("length", [12, 15, 16])
 def test_a_shifted_loss_computes_on_parts_of_parts(length):
     """Parts of ``logits[:, :-1]`` are cut in other places on each outer rank; they were gathered whole."""
@@ -187,44 +166,6 @@ def test_parts_that_ranks_have_cut_in_different_ways_are_gathered_before_they_mo
     assert [lengths for lengths, _ in found] == [[15, 7]] * 2 + [[15, 8]] * 2
     for _, have in found:
         torch.testing.assert_close(have, data[:, :-1])
-
-
-@pytest.mark.parametrize("length", [11, 12])
-def test_what_one_rank_cannot_tell_apart_no_other_rank_can(length):
-    """One rank had both tensors placed alike, the other not: it alone made a decision anew, and waited."""
-    between = BetweenUnits.of_batch([(2, length)], 1, num_ranks=OUTER, inner_ranks=INNER, inner_dim=1)
-    data = torch.arange(2.0 * length * 4).view(2, length, 4)
-
-    def on_rank(group):
-        boundary = Boundary(group, between)
-        first = boundary.placed(data.clone())[:, :-1].clone()
-        second = boundary.all_placed([first], keeps_cuts=True)[0]
-        return whole(first * 2), whole(second * 2)
-
-    for found in on_grid(OUTER, INNER, on_rank):
-        for each in found:
-            torch.testing.assert_close(each, 2 * data[:, :-1])
-
-
-def test_what_one_inner_group_has_at_hand_makes_no_decision_of_the_outer_group_new():
-    """One rank decided anew, and waited for the others, which did not."""
-    between = BetweenUnits.of_batch([(2, 12)], 1, num_ranks=OUTER, inner_ranks=INNER, inner_dim=1)
-    data, weight = torch.arange(2.0 * 12 * 4).view(2, 12, 4), torch.arange(16.0).view(4, 4)
-
-    def on_rank(group):
-        boundary = Boundary(group, between)
-        x = boundary.placed(data.clone())
-        own = placed(weight, Cut.even(0, 4, num_ranks=INNER), group.inner)
-        group.forget_gathered()
-        first = x @ own
-        group.forget_gathered()
-        if group.rank == 0:
-            at_hand(own)
-        return whole(first), whole(x @ own)
-
-    for found in on_grid(OUTER, INNER, on_rank):
-        for each in found:
-            torch.testing.assert_close(each, data @ weight)
 
 
 @pytest.mark.parametrize("length", [5, 7])

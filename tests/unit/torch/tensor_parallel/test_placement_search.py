@@ -10,8 +10,7 @@ from test_traffic import Block, Language
 from torch import nn
 
 from choices import some_combinations
-from shardwright.errors import UsageError
-from shardwright.placement import WHOLE, Cut
+from shardwright.placement import Cut
 from shardwright.torch.tensor_parallel.divide import divide, settle_gradients
 from shardwright.torch.tensor_parallel.divided_tensor import whole
 from shardwright.torch.tensor_parallel.group import Prices
@@ -110,13 +109,6 @@ def test_found_placements_are_exact_and_send_what_they_cost(prices, fused):
     on_ranks(2, on_rank)
 
 
-def test_small_models_are_divided_however_long_messages_take():
-    """What latency adds to a step counts on both sides: who asks for ranks that share layers gets them."""
-    unit = unit_of(Fused("split"))
-    for latency_s in (20e-6, 1e-3):
-        assert find_placements(unit, num_ranks=2, prices=Prices(latency_s=latency_s)).divided > 0.9
-
-
 def test_columns_then_rows_of_a_block():
     found = find_placements(
         Unit(Block(fused=True, norm=nn.LayerNorm), (torch.zeros(2, 16, 32, requires_grad=True),)), num_ranks=2
@@ -191,19 +183,3 @@ def test_units_of_a_kind_are_searched_once():
         sum(model.get_parameter(name).numel() for name in found.placements)
         / sum(each.numel() for each in model.parameters())
     )
-
-
-def test_units_that_are_called_twice_or_never_are_refused():
-    ids = torch.zeros(2, 16, dtype=torch.int64)
-    with pytest.raises(UsageError, match=r"layers\.0 is called twice in a step"):
-        units_of(Model(twice=True), (ids,), units=NAMES)
-    with pytest.raises(UsageError, match=r"\['layers\.3'\] are not called"):
-        units_of(Model(unused=True), (ids,), units=NAMES)
-
-
-def test_what_has_no_large_parameters_stays_whole():
-    found = find_placements(Unit(nn.LayerNorm(32), (torch.zeros(4, 32, requires_grad=True),)), num_ranks=2)
-    assert found.placements == {}
-    assert found.divided == 0
-    assert found.of_unit("") == {}
-    assert WHOLE in found.explanation.placements

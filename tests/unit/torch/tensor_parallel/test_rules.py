@@ -15,10 +15,6 @@ from shardwright.torch.tensor_parallel.placing import placed
 from shardwright.torch.tensor_parallel.spec import spec_of
 
 
-def _results(value):
-    return list(tensors_of((value,), {}))
-
-
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), num_ranks=st.sampled_from([2, 3]))

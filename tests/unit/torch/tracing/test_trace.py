@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.errors import DeferredReadError, TraceError, UsageError
-from shardwright.torch.counting.stand_in_data import copy_of_object
-from shardwright.torch.interception.glue import active_handler, intercept_calls, plain_torch
+from shardwright.errors import DeferredReadError, TraceError
+from shardwright.torch.interception.glue import intercept_calls
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.tracing.trace import trace_step
 from shardwright.torch.tracing.trace_data import Trace
@@ -86,18 +85,6 @@ def test_a_cache_is_copied_before_the_attempt_that_fails():
     assert shapes(trace) == [(3, WIDTH), (3, WIDTH), (3, 2)]
 
 
-def test_a_copied_cache_has_other_tensors():
-    memory = Memory()
-    weight = torch.ones(2, requires_grad=True)
-    memory.seen.append(weight * 2)
-    with pytest.raises(RuntimeError):
-        copy.deepcopy(memory)
-    twin = copy_of_object(memory, lambda tensor: torch.zeros(5))
-    assert twin is not memory
-    assert twin.seen[0].shape == (5,)
-    assert copy_of_object(memory).seen[0] is memory.seen[0]
-
-
 class Gathers(nn.Embedding):
     """As many rows as the largest id says: with zeros in place of the ids there would be none."""
 
@@ -162,17 +149,6 @@ def test_a_shape_that_follows_from_values_of_the_batch_is_another_path():
     assert not trace.path.taken_by([x, torch.tensor([1, 1, 1])])
 
 
-def test_a_slice_may_end_at_a_free_tensor():
-    model = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH)})
-    x = torch.ones(3, WIDTH)
-    trace = traced(model, lambda x: model["a"](x)[torch.tensor(1) : torch.tensor(x.shape[0])], x)
-    assert shapes(trace)[-1] == (2, WIDTH)
-    assert trace.path.calls == ()
-    trace = traced(model, lambda x: model["a"](x)[: x.sum().long() // 6], x)
-    assert shapes(trace)[-1] == (2, WIDTH)
-    assert trace.path is None or trace.path.calls
-
-
 @pytest.mark.parametrize(
     "operation",
     [
@@ -214,56 +190,6 @@ def test_a_read_in_a_forward_hook_is_refused_with_what_a_hook_can_do(register):
     register(model["b"])
     with pytest.raises(DeferredReadError, match=r"only one rank has\. It is read in a forward hook\. Keep"):
         traced(model, lambda x: model["b"](model["a"](x)), torch.ones(3, WIDTH))
-
-
-def test_a_read_of_the_step_function_is_none_of_a_hook_that_has_run():
-    model = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH)})
-    model["a"].register_forward_hook(lambda m, i, o: None)
-    with pytest.raises(DeferredReadError, match=r"only one rank has\. Return the tensor from the step"):
-        traced(model, lambda x: model["a"](x).sum().item(), torch.ones(3, WIDTH))
-
-
-def clips(model):
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
-def clips_values(model):
-    nn.utils.clip_grad_value_(model.parameters(), 1.0)
-
-
-def clears(model):
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
-@pytest.mark.parametrize("use", [clips, clips_values, clears, lambda model: model["a"].weight.grad])
-def test_gradients_are_not_used_behind_the_backward_of_a_step_function(use):
-    """A trace finds none; a later microbatch found those of an earlier one, and went another way."""
-    model = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH)})
-
-    def step(x):
-        loss, handler = model["a"](x).sum(), active_handler()
-        with plain_torch():
-            handler.backward(loss, None)
-        use(model)
-
-    what = "gradients are clipped" if use in (clips, clips_values) else "the gradient of a parameter is used"
-    with pytest.raises(UsageError, match=rf"{what} inside a step function.*behind its call"):
-        traced(model, step, torch.ones(3, WIDTH))
-
-
-def test_only_hooks_of_the_step_function_itself_count_as_its_hooks():
-    """Those of the tracer did: every switch between microbatches went through all modules of the model."""
-    model = nn.ModuleDict({"a": nn.Linear(WIDTH, 2)})
-
-    def hooked(x):
-        handle = model["a"].register_forward_hook(lambda *_: None)
-        y = model["a"](x)
-        handle.remove()
-        return y
-
-    assert not traced(model, model["a"], torch.ones(3, WIDTH)).effects.temporary_hooks
-    assert traced(model, hooked, torch.ones(3, WIDTH)).effects.temporary_hooks
 
 
 def test_the_work_of_a_trace_grows_with_its_length():

@@ -1,17 +1,15 @@
 """Modules whose own code reaches into the modules inside them are kept whole."""
 
-import gc
 import logging
 
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 from shardwright.errors import TraceError
 from shardwright.torch.units.model_traces import discover
-from shardwright.torch.units.unit_choice import Entanglement, choose_units
+from shardwright.torch.units.unit_choice import choose_units
 
 WIDTH = 4
 
@@ -71,11 +69,6 @@ class Reverses(Plain):
         return Within.apply(self.first(x), self.cell)
 
 
-class Recomputes(Plain):
-    def forward(self, x):
-        return checkpoint(self.cell, self.first(x), use_reentrant=True)
-
-
 class Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -116,18 +109,8 @@ def test_a_module_that_calls_others_from_an_autograd_function_is_whole():
     assert whole(Plain(), Reverses(), Activates()) == ["1"]
 
 
-def test_recomputation_entangles_nothing():
-    assert whole(Recomputes(), Plain()) == []
-
-
 def test_it_is_seen_also_where_fake_tensors_cannot_get_through():
     assert whole(Plain(), LooksAtValues()) == ["1"]
-
-
-def test_modules_can_be_written_to_as_before():
-    before = nn.Module.__setattr__
-    whole(Plain())
-    assert nn.Module.__setattr__ is before
 
 
 def test_the_model_itself_is_warned_about(caplog):
@@ -138,51 +121,12 @@ def test_the_model_itself_is_warned_about(caplog):
     assert choose_units(model, costs, num_stages=8) == ["first", "cell.linear"]
 
 
-class Computes(Plain):
-    """Its layer's hook computes a weight, as `nn.utils.weight_norm` does."""
-
-    def __init__(self):
-        super().__init__()
-        self.first.register_forward_pre_hook(
-            lambda module, args: setattr(module, "scaled", module.weight * 2)
-        )
-
-
-def test_a_hook_may_leave_a_tensor_in_its_own_module():
-    assert whole(Plain(), Computes()) == []
-
-
 def test_the_model_itself_may_keep_tensors_anywhere(caplog):
     """Each microbatch has its own attributes: a model that resets its cells was warned about."""
     model = Resets()
     with caplog.at_level(logging.WARNING, "shardwright"):
         discover(model, lambda x: model(x), ((torch.ones(2, WIDTH),), {}), device=torch.device("cpu"))
     assert not caplog.text
-
-
-def test_a_module_whose_inner_modules_are_only_read_is_a_unit():
-    """However large it is, there is nothing inside to split it into."""
-    model = nn.Sequential(*(nn.MultiheadAttention(WIDTH, 2) for _ in range(2)))
-
-    def run(x):
-        for module in model:
-            x, _ = module(x, x, x)
-        return x
-
-    costs = discover(model, run, ((torch.ones(2, WIDTH),), {}), device=torch.device("cpu"))
-    assert choose_units(model, costs, num_stages=8) == ["0", "1"]
-
-
-def test_a_name_goes_with_its_module():
-    """A copy that was gone left its modules' identities to the next, whose calls were then lost."""
-    entanglement = Entanglement()
-    model = nn.Sequential(nn.Linear(1, 1))
-    entanglement.enter("", model, ())
-    entanglement.leave()
-    assert set(entanglement._names.values()) == {"", "0"}
-    del model
-    gc.collect()
-    assert not entanglement._names
 
 
 def with_computed_weight(model, x):

@@ -56,24 +56,6 @@ def test_a_hook_that_the_forward_needs_stays():
         dry_run(unit, {}, rank=0, num_ranks=2)
 
 
-def test_hooks_of_other_units_stay():
-    one, other = block(), block()
-    seen: list[Tensor] = []
-    other[0].register_forward_hook(lambda module, args, output: seen.append(output))
-    with observers_aside(trace_of(HookEffects()), [unit_of(one)])():
-        other(torch.ones(2, 4))
-    assert len(seen) == 1
-
-
-def test_a_hook_that_changes_something_belongs_to_the_forward():
-    hooks, module = HookEffects(), block()
-    module[0].register_forward_hook(lambda module, args, output: output[:1])
-    with hooks.watching(module):
-        module(torch.ones(2, 4))
-    with hooks.aside([module]):
-        assert module(torch.ones(2, 4)).shape == (1, 4)
-
-
 @pytest.mark.parametrize("inside", [True, False])
 def test_whether_hooks_look_on(inside):
     module = block()
