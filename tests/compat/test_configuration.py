@@ -6,7 +6,7 @@ import pytest
 
 from shardwright.config import Config
 from shardwright.errors import ConfigError
-from smdistributed.modelparallel.configuration import PARAMETERS_VARIABLE, Settings, read_configuration
+from smdistributed.modelparallel.configuration import PARAMETERS_VARIABLE, read_configuration
 
 # Key -> (its default, another value that is accepted).
 KEYS = {
@@ -52,10 +52,6 @@ KEYS = {
     "_fp32_grad_accumulation": (False, True),
     "overlapping_allreduce": (True, False),
 }
-WITHOUT_EFFECT = (
-    "contiguous xla fork deterministic_server skip_tracing sdp_hierarchical_allgather "
-    "static_mode fast_mode checkpoint_attentions _fp32_grad_accumulation overlapping_allreduce"
-).split()
 
 
 def read(config=None, **environ):
@@ -74,15 +70,6 @@ def test_every_key_has_its_default_and_takes_another_value(key):
     Config.parse(found.settings)
 
 
-@pytest.mark.parametrize("key", WITHOUT_EFFECT)
-def test_what_changes_nothing_is_told_in_one_sentence(key):
-    default, other = KEYS[key]
-    assert read({key: default}).remarks == ()
-    (remark,) = read({key: other, "static_mode": True}).remarks
-    assert key in remark
-    assert "static_mode" in remark
-
-
 def test_offload_has_the_horizon_of_the_library():
     """4, where our own default is smaller; nothing is said of it where nothing is offloaded."""
     assert "activation_loading_horizon" not in read().settings
@@ -93,29 +80,11 @@ def test_offload_has_the_horizon_of_the_library():
     assert Config.parse(given.settings).activation_loading_horizon == 7
 
 
-def test_both_names_of_the_degree_are_one_setting():
-    for given in ({"partitions": 4}, {"pipeline_parallel_degree": 4}):
-        found = read(given)
-        assert found.values["partitions"] == found.values["pipeline_parallel_degree"] == 4
-        assert found.settings["pipeline_parallel_degree"] == 4
-        assert found.values["active_microbatches"] == 6
-    assert read({"partitions": 4, "pipeline_parallel_degree": 4}).values["partitions"] == 4
-    with pytest.raises(ConfigError, match="two names of one setting, and are 4 and 2"):
-        read({"partitions": 4, "pipeline_parallel_degree": 2})
-
-
 def test_the_launcher_wins_over_the_script():
     environ = {PARAMETERS_VARIABLE: json.dumps({"partitions": 2, "microbatches": 8})}
     found = read({"pipeline_parallel_degree": 4, "pipeline": "simple"}, **environ)
     assert (found.values["partitions"], found.values["microbatches"]) == (2, 8)
     assert found.settings["pipeline"] == "simple"
-
-
-def test_the_launcher_may_write_pairs():
-    environ = {PARAMETERS_VARIABLE: "partitions=2,ddp=True,pipeline=simple,memory_weight=0.2"}
-    values = read(**environ).values
-    found = [values[key] for key in ("partitions", "ddp", "pipeline", "memory_weight")]
-    assert found == [2, True, "simple", 0.2]
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "nonsense", '{"partitions": 2', "{2: 3}"])
@@ -149,11 +118,6 @@ def test_settings_are_checked_as_an_estimator_checks_them(given, told):
         read(given)
 
 
-def test_only_dictionaries_are_settings():
-    with pytest.raises(ConfigError, match="takes a dictionary of settings, not a int"):
-        read(2)
-
-
 def test_an_unknown_key_is_passed_over_and_told_with_the_nearest_one():
     found = read({"microbatchs": 4, "something_of_another_year": 1})
     assert found.values["microbatches"] == 1
@@ -177,18 +141,3 @@ def test_defaults_of_the_library_are_stated_where_ours_are_others():
     sharded = Config.parse(read({"sharded_data_parallel_degree": 2, "ddp": True}).settings)
     assert sharded.sdp_gradient_clipping == 1.0
     assert sharded.sdp_param_persistence_threshold == 1_000_000
-
-
-def test_the_internal_schedule_is_that_of_what_a_step_does():
-    assert Config.parse(read({"pipeline": "_only_forward"}).settings).pipeline == "auto"
-
-
-def test_settings_of_our_own_are_passed_on():
-    assert read({"timeout_s": 20, "run-dir": "off"}).settings["run_dir"] == "off"
-
-
-def test_settings_are_attributes():
-    cfg = Settings({"fp16": True})
-    assert cfg.fp16
-    with pytest.raises(AttributeError, match="Did you mean fp16"):
-        _ = cfg.fp61

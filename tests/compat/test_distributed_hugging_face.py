@@ -166,40 +166,6 @@ def test_over_two_stages(name):
         assert difference < 1e-6
 
 
-def test_without_memory_first():
-    found = run_ranks(steps, 2, "GPT-2", 2, {"delayed_parameter_initialization": True})
-    for losses, wanted, difference in found:
-        assert losses == pytest.approx(wanted, abs=1e-6)
-        assert difference < 1e-6
-
-
-def test_a_script_that_skips_the_initialisation_gets_one():
-    """Published scripts do, as SageMaker's library gave distributed layers weights of their own."""
-
-    def skipped(delayed: bool) -> Any:
-        from transformers.modeling_utils import PreTrainedModel
-
-        import smdistributed.modelparallel.torch as smp
-
-        smp.init({**QUIET, "delayed_parameter_initialization": delayed})
-        PreTrainedModel.init_weights = lambda model: None
-        torch.manual_seed(0)
-        with smp.model_creation(tensor_parallelism=True):
-            model = build("GPT-2")
-        state = smp.DistributedModel(model).state_dict()
-        stds = [float(state[f"transformer.{name}.weight"].std()) for name in ("wte", "wpe")]
-        layer = "transformer.seq_layers.1"
-        stds += [
-            float(state[f"{layer}.{name}.weight"].std()) for name in ("attention.query", "output.dense1")
-        ]
-        return stds, float(state[f"{layer}.output.dense1.bias"].abs().max())
-
-    for delayed in (False, True):
-        ((stds, bias),) = run_ranks(skipped, 1, delayed)
-        assert stds == pytest.approx([0.02] * 4, rel=0.15)
-        assert bias == 0
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_models_are_marked_after_they_are_created(enabled):
     def marked(enabled: bool) -> Any:
@@ -236,17 +202,6 @@ def test_options_reach_the_layers():
     assert run_ranks(found, 1) == [1]
 
 
-def test_an_unknown_option_is_pointed_out():
-    def unknown() -> None:
-        import smdistributed.modelparallel.torch as smp
-
-        smp.init(QUIET)
-        with pytest.warns(UserWarning, match="argument atention_in_fp32. Did you mean attention_in_fp32"):
-            smp.tensor_parallelism(True, atention_in_fp32=True).__enter__()
-
-    run_ranks(unknown, 1)
-
-
 def test_embeddings_are_distributed_on_request():
     def placed(distributed: bool) -> Any:
         from shardwright.torch.units.tensor_division import pinned_placements
@@ -259,25 +214,6 @@ def test_embeddings_are_distributed_on_request():
     assert run_ranks(placed, 1, False) == ["whole"]
 
 
-def test_models_beyond_the_layers_keep_their_own():
-    def kept() -> Any:
-        import smdistributed.modelparallel.torch as smp
-
-        smp.init(QUIET)
-        rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
-        with smp.model_creation(tensor_parallelism=True):
-            model = build("GPT-NeoX", rope_parameters=rope)
-        with pytest.warns(UserWarning, match="GPT-NeoX keeps its own layers.*rope_type='linear'"):
-            wrapped = smp.DistributedModel(model)
-        layers = wrapped.get_module().gpt_neox.seq_layers  # another name of them
-        assert layers is model.gpt_neox.layers
-        state = wrapped.state_dict()
-        ((to_hf, to_smp),) = smp.state.module_manager.translate_functions
-        return to_hf(state) is state and to_smp(state) is state
-
-    assert run_ranks(kept, 1) == [True]
-
-
 def test_what_distributed_layers_do_not_do_is_refused():
     def refused() -> Any:
         from shardwright.errors import UsageError
@@ -288,39 +224,6 @@ def test_what_distributed_layers_do_not_do_is_refused():
         return True
 
     assert run_ranks(refused, 1) == [True]
-
-
-def test_encoders_with_cross_attention():
-    def crossed() -> float:
-        import smdistributed.modelparallel.torch as smp
-
-        smp.init(QUIET)
-        torch.set_default_dtype(torch.float64)
-        for name, key in (("GPT-2", "transformer"), ("BERT", "bert")):
-            more = {} if name == "GPT-2" else {"is_decoder": True}
-            plain = build(name, add_cross_attention=True, **more)
-            model = copy.deepcopy(plain)
-            smp.set_tensor_parallelism(model)
-            from smdistributed.modelparallel.torch.tensor_parallelism.distributing import distribute
-
-            distribute(model)
-            other = torch.randn(2, 5, 32)
-            real = feed()["attention_mask"].bool()
-            wanted, found = (
-                getattr(each, key)(**feed(), encoder_hidden_states=other, use_cache=False).last_hidden_state[
-                    real
-                ]
-                for each in (plain, model)
-            )
-            torch.testing.assert_close(found, wanted)
-            alone = [
-                getattr(each, key)(**feed(), use_cache=False).last_hidden_state[real]
-                for each in (plain, model)
-            ]
-            torch.testing.assert_close(*alone)
-        return 0.0
-
-    assert run_ranks(crossed, 1) == [0.0]
 
 
 def test_single_layers_are_registered_as_published():
@@ -354,34 +257,3 @@ def test_single_layers_are_registered_as_published():
 
     ((difference),) = run_ranks(registered, 1)
     assert difference < 1e-12
-
-
-def test_weights_are_zero_on_request():
-    def zeros() -> set[int]:
-        _, model = both("GPT-2", zero_init=True)
-        layers = model.get_module().transformer.seq_layers
-        return {p.dim() for p in layers.parameters() if p.detach().abs().max() > 0}
-
-    assert run_ranks(zeros, 1) == [{1}]  # those of normalisations
-
-
-def test_distributed_layers_in_half_precision_among_others():
-    """``fp16_params``, of releases before ``fp16``; scripts cast the rest of the model themselves."""
-
-    def types() -> Any:
-        import smdistributed.modelparallel.torch as smp
-
-        smp.init({**QUIET, "fp16_params": True})
-        with smp.tensor_parallelism():
-            model = build("GPT-2")
-        wrapped = smp.DistributedModel(model)
-        loss = wrapped(**feed(), labels=feed()["input_ids"]).loss
-        loss.backward()
-        module = wrapped.get_module().transformer
-        kinds = {p.dtype for p in module.seq_layers.parameters()}, module.wte.weight.dtype
-        return kinds, torch.isfinite(loss).item(), module.seq_layers[0].output.dense1.weight.grad.dtype
-
-    ((kinds, finite, gradient),) = run_ranks(types, 1)
-    assert kinds == ({torch.float16}, torch.float32)
-    assert finite
-    assert gradient is torch.float16

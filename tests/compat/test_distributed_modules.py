@@ -1,8 +1,5 @@
 """The distributed modules of ``smp.nn`` compute what their documentation's plain versions compute."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +8,6 @@ import smdistributed.modelparallel.torch as smp
 from compat.reference_layers import PlainAttention, PlainLayer, PlainLMHead, PlainOutput, PlainTransformer
 from shardwright.errors import UsageError
 from shardwright.torch.units.tensor_division import pinned_placements
-from smdistributed.modelparallel.torch.nn import FusedLayerNorm
 from smdistributed.modelparallel.torch.nn.flash_attention import alibi_slopes
 
 HIDDEN, HEADS, SIZE, INTERMEDIATE, LENGTH = 12, 3, 4, 20, 7
@@ -79,14 +75,6 @@ def test_cross_attention(pre, post):
     plain = PlainAttention(**PLAIN, pre=pre, post=post, cross=True)
     hidden, other = states(), states(5)
     compare(module, plain, lambda m: m((hidden, other, mask(5))), lambda m: m(hidden, mask(5), other))
-
-
-def test_heads_need_not_fill_the_hidden_size():
-    sizes = SIZES | {"attention_head_size": 5}
-    module = smp.nn.DistributedAttentionLayer(**sizes, **NO_DROPOUT)
-    plain = PlainAttention(**PLAIN | {"size": 5}, pre=False, post=True)
-    hidden = states()
-    compare(module, plain, lambda m: m((hidden, mask())), lambda m: m(hidden, mask()))
 
 
 @pytest.mark.parametrize(("pre", "post"), NORMS)
@@ -167,32 +155,6 @@ def test_a_language_model():
     assert headless((ids, None, None, None, None)).shape == (2, LENGTH, HIDDEN)
 
 
-def test_a_language_model_with_cross_attention():
-    module = smp.nn.DistributedTransformerLMHead(
-        1, **LAYER, vocab_size=17, causal_mask_size=8, add_cross_attention=True
-    ).eval()
-    ids, other = torch.randint(0, 17, (2, LENGTH)), states(5)
-    loss, logits = module((ids, None, None, None, other, mask(5), ids))
-    assert loss.shape == ()
-    hidden = module.word_embedding(ids) + module.position_embedding.weight[:LENGTH]
-    expected = module.transformer((hidden, other, None, mask(5)))[0] @ module.word_embedding.weight.T
-    torch.testing.assert_close(logits, expected)
-
-
-def test_small_modules_are_pytorchs_own_in_other_respects():
-    linear, plain = smp.nn.DistributedLinear(HIDDEN, 5), nn.Linear(HIDDEN, 5)
-    hidden = states()
-    compare(linear, plain, lambda m: m(hidden), lambda m: m(hidden))
-    embedding = smp.nn.DistributedEmbedding(9, HIDDEN, padding_idx=0, initializer_range=0.5)
-    assert embedding.weight[0].abs().max() == 0
-    assert 0.3 < float(embedding.weight.detach()[1:].std()) < 0.7
-    ids = torch.tensor([[0, 3], [8, 8]])
-    assert torch.equal(embedding(ids), embedding.weight[ids])
-    norm = smp.nn.DistributedLayerNorm(HIDDEN)
-    assert isinstance(norm, FusedLayerNorm)
-    assert torch.equal(norm(hidden), nn.functional.layer_norm(hidden, (HIDDEN,)))
-
-
 # ---- options ----
 
 
@@ -246,66 +208,6 @@ def test_a_window_ends_at_its_own_position():
         attention_of(attention_window=2)
 
 
-def test_residuals_can_be_added_without_a_normalisation_behind_them():
-    hidden = states()
-    module, reference = attention_of(add_residual=True), attention_of()
-    reference.load_state_dict(module.state_dict())
-    torch.testing.assert_close(module((hidden, None)), reference((hidden, None)) + hidden)
-
-
-@pytest.mark.parametrize("option", ["attention_in_fp32", "query_key_layer_scaling"])
-@pytest.mark.parametrize("flash", [False, True])
-def test_scores_of_half_precision_do_not_overflow(option, flash):
-    """Products of 4 channels of 300 are 360,000, and float16 ends at 65,504."""
-    torch.set_default_dtype(torch.float32)
-    module = attention_of(**{option: True}, flash_attention=flash).half()
-    with torch.no_grad():
-        for linear in (module.query, module.key):
-            linear.weight.zero_()
-            linear.bias.fill_(300)
-    hidden = torch.randn(2, LENGTH, HIDDEN).half()
-    found = module((hidden, None))
-    assert found.dtype is torch.float16
-    # All scores are the same, so that each position sees the mean of all values.
-    values = module.value(module.pre_layernorm(hidden)).mean(1, keepdim=True)
-    expected = module.dense(values).expand_as(found)
-    torch.testing.assert_close(found, expected, atol=5e-3, rtol=1e-2)
-
-
-def test_residuals_in_fp32_do_not_overflow():
-    torch.set_default_dtype(torch.float32)
-    options = {"pre_layernorm": True, "post_layernorm": False, "add_residual": True}
-    hidden = torch.full((1, LENGTH, HIDDEN), 60000.0).half()
-    hidden[..., 0] = 1.0
-    for in_fp32 in (False, True):
-        layers = smp.nn.DistributedTransformer(2, **LAYER, **options, fp32_residual_addition=in_fp32).half()
-        with torch.no_grad():
-            for layer in layers.seq_layers:
-                layer.output.dense2.bias.fill_(30000.0)
-        result = layers((hidden, None))[0]
-        assert torch.isfinite(result).all() == in_fp32
-        assert result.dtype is (torch.float32 if in_fp32 else torch.float16)
-    norm = smp.nn.DistributedLayerNorm(HIDDEN).half()
-    assert norm(result).dtype is torch.float16
-    assert torch.isfinite(norm(result)).all()
-
-
-@pytest.mark.parametrize("fused", ["fused_softmax", "fused_dropout", "fused_bias_gelu"])
-def test_fused_kernels_give_the_same(fused):
-    layers = [smp.nn.DistributedTransformerLayer(**LAYER, **{fused: value}) for value in (False, True)]
-    layers[1].load_state_dict(layers[0].state_dict())
-    hidden = states()
-    assert torch.equal(layers[0]((hidden, mask()))[0], layers[1]((hidden, mask()))[0])
-
-
-def test_dropout_only_in_training():
-    layer = smp.nn.DistributedTransformerLayer(**LAYER | {"attention_dropout_prob": 0.3})
-    hidden = states()
-    assert not torch.equal(layer((hidden, None))[0], layer((hidden, None))[0])
-    layer.eval()
-    assert torch.equal(layer((hidden, None))[0], layer((hidden, None))[0])
-
-
 def test_first_weights():
     normal = smp.nn.DistributedTransformerLayer(
         **LAYER | {"hidden_size": 64, "intermediate_size": 256},
@@ -322,16 +224,6 @@ def test_first_weights():
     default = smp.nn.DistributedLinear(4, 4)
     torch.manual_seed(3)
     assert torch.equal(default.weight, nn.Linear(4, 4).weight)
-
-
-def test_modules_are_built_without_memory_and_filled_later():
-    with torch.device("meta"):
-        module = smp.nn.DistributedTransformerLayer(**LAYER, use_normal_initialization=True)
-    module = module.to_empty(device="cpu")
-    for each in module.modules():
-        if hasattr(each, "reset_parameters"):
-            each.reset_parameters()
-    assert 0.01 < float(module.output.dense1.weight.detach().std()) < 0.03
 
 
 # ---- where they are cut ----
@@ -368,13 +260,6 @@ def test_small_modules_are_cut_as_documented():
         found = pinned_placements(model, num_ranks=2)
         assert str(found["word_embedding.weight"]) == expected
         assert found["lm_head.weight"] == found["word_embedding.weight"]
-
-
-def test_pins_go_with_copies():
-    layer = smp.nn.DistributedTransformerLayer(**LAYER)
-    expected = pinned_placements(layer, num_ranks=2)
-    assert pinned_placements(copy.deepcopy(layer), num_ranks=2) == expected
-    assert pinned_placements(pickle.loads(pickle.dumps(layer)), num_ranks=2) == expected
 
 
 # ---- misuse ----

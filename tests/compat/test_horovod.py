@@ -133,16 +133,6 @@ def test_the_names_come_in_when_somebody_asks_for_them(folder):
     assert horovod.is_ours() is True
 
 
-def test_a_real_horovod_is_found_first_and_nothing_is_installed_over_it(folder, monkeypatch):
-    (folder / "horovod").mkdir()
-    (folder / "horovod" / "__init__.py").touch()
-    horovod.provide()
-    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
-    assert horovod.is_ours() is False
-    with pytest.raises(FileExistsError, match="a real Horovod is installed"):
-        horovod.install()
-
-
 @pytest.mark.parametrize(
     ("asks", "remedy"),
     [
@@ -160,11 +150,3 @@ def test_a_name_that_is_not_here_says_what_to_do(folder, asks, remedy):
     horovod.provide()
     with pytest.raises(UsageError, match=remedy):
         exec(asks, {})
-
-
-def test_a_script_may_ask_whether_a_name_is_here(folder):
-    horovod.provide()
-    import horovod.torch as hvd
-
-    assert hasattr(hvd, "Sum")
-    assert not hasattr(hvd, "Adasum")

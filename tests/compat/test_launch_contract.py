@@ -59,10 +59,6 @@ def test_what_the_framework_parameters_say_otherwise_is_told(said, part):
     assert part is None or part in found[0]
 
 
-def test_without_framework_parameters_there_is_nothing_to_tell():
-    assert contradictions({}, local_size=2) == []
-
-
 @pytest.mark.parametrize("text", ["{", "[1]", "yes"])
 def test_framework_parameters_that_cannot_be_read_are_an_error(text):
     with pytest.raises(ConfigError, match=r"SM_FRAMEWORK_PARAMS is .* not a JSON object"):

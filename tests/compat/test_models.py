@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.utils.checkpoint import checkpoint
 
 from compat.small_models import FEATURES, QUIET, Net, batch, largest_difference, loss_of, net, plain_gradients
 from shardwright.testing import run_ranks
@@ -56,30 +55,6 @@ def test_the_users_module_is_reached_by_any_number_of_hops():
     assert run_ranks(hops, 2) == [("set through the proxy", True)] * 2
 
 
-class HalfModule(nn.Module):
-    """A wrapper of the script's own around the model, as those for fp16 before 1.10."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.add_module("module", module)
-
-    def forward(self, *args):
-        return self.module(*args)
-
-
-def test_a_wrapper_of_the_script_is_one_more_hop():
-    def hops():
-        import smdistributed.modelparallel.torch as smp
-
-        smp.init({**QUIET})
-        inner = net()
-        model = smp.DistributedModel(HalfModule(inner))
-        assert model.module.module.module is inner
-        return True
-
-    assert run_ranks(hops, 1) == [True]
-
-
 def test_each_rank_has_its_share():
     def share():
         smp, model, plain, train_step = wrapped({"partitions": 2})
@@ -110,21 +85,6 @@ def test_each_rank_has_its_share():
     assert run_ranks(share, 2) == [([], [])] * 2
 
 
-def test_no_module_is_distributed():
-    def asked():
-        _, model, plain, _ = wrapped({})
-        parameter = plain.head.weight
-        assert list(model.distributed_modules()) == []
-        assert list(model.scaled_batch_reducer_named_parameters()) == []
-        return [
-            getattr(model, f"is_{kind}_{what}")(parameter)
-            for kind in ("distributed", "scaled_batch")
-            for what in ("parameter", "buffer")
-        ]
-
-    assert run_ranks(asked, 1) == [[False] * 4]
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_hooks_run_after_the_partition_and_once_after_a_step(num_ranks):
     def hooked(num_ranks):
@@ -140,37 +100,6 @@ def test_hooks_run_after_the_partition_and_once_after_a_step(num_ranks):
 
     expected = [("placed", True, True), ("step", True, True)]
     assert run_ranks(hooked, num_ranks, num_ranks) == [expected] * num_ranks
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_hooks_before_the_optimizer_get_it_all_the_same(num_ranks):
-    """With one stage they were called at once, with None: helpers for fp16 register theirs so early."""
-
-    def hooked(num_ranks):
-        smp, model, plain, train_step = wrapped({"partitions": num_ranks})
-        seen = []
-        model.register_post_partition_hook(lambda _, optimizer: seen.append(optimizer))
-        model.register_post_partition_hook(lambda *_: seen.append("never")).remove()
-        optimizer = smp.DistributedOptimizer(torch.optim.SGD(plain.parameters(), lr=0.1))
-        assert len(seen) == (num_ranks == 1)
-        for index in range(2):
-            train_step(model, *batch(index))
-        return seen == [optimizer]
-
-    assert run_ranks(hooked, num_ranks, num_ranks) == [True] * num_ranks
-
-
-def test_without_an_optimizer_hooks_run_in_the_first_step():
-    def hooked():
-        _, model, _, train_step = wrapped({"partitions": 1})
-        seen = []
-        model.register_post_partition_hook(lambda *given: seen.append(given == (model, None)))
-        before = list(seen)
-        for index in range(2):
-            train_step(model, *batch(index))
-        return before, seen
-
-    assert run_ranks(hooked, 1) == [([], [True])]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -190,69 +119,6 @@ def test_the_whole_model_comes_to_the_host_of_every_rank(num_ranks):
         return len(list(model.get_module().parameters()))
 
     assert run_ranks(gathered, num_ranks, num_ranks) == [6] * num_ranks
-
-
-def test_buffers_that_no_state_has_come_to_the_host_as_well():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(FEATURES, FEATURES)
-            self.register_buffer("scale", torch.full((), 2.0), persistent=False)
-
-        def forward(self, x):
-            return self.layer(x) * self.scale
-
-    def gathered():
-        import smdistributed.modelparallel.torch as smp
-
-        smp.init({**QUIET, "partitions": 2, "microbatches": 2})
-        torch.manual_seed(0)
-        plain = nn.Sequential(Scaled(), Scaled())
-        expected = copy.deepcopy(plain)
-        model = smp.DistributedModel(plain)
-
-        @smp.step
-        def train_step(model, x):
-            model.backward(model(x).sum())
-
-        x = torch.ones(4, FEATURES)
-        train_step(model, x)
-        return torch.equal(model.cpu()(x), expected(x))
-
-    assert run_ranks(gathered, 2) == [True] * 2
-
-
-@pytest.mark.parametrize("partitions", [1, 2])
-def test_in_cpu_mode_a_partitioned_model_is_on_cuda_already(partitions):
-    def moved(partitions):
-        from shardwright import cpu_mode
-
-        cpu_mode.enable(says_so=False)
-        _, model, _, train_step = wrapped({"partitions": partitions})
-        for _ in range(2):
-            assert model.to("cuda") is model
-            assert model.to(torch.device("cuda", 0)).cuda() is model
-            train_step(model, *batch(0))
-        return model.partitioned
-
-    assert run_ranks(moved, 2, partitions) == [True] * 2
-
-
-def test_devices_are_the_librarys_business():
-    def moved():
-        from shardwright.errors import UsageError
-
-        _, model, plain, train_step = wrapped({"partitions": 2})
-        assert model.to("cuda") is model
-        assert model.to(torch.device("cuda", 0)).cuda() is model
-        assert next(plain.parameters()).device.type == "cpu"
-        train_step(model, *batch(0))
-        assert model.to("cpu") is model
-        with pytest.raises(UsageError, match="cannot be moved to meta"):
-            model.to("meta")
-        return True
-
-    assert run_ranks(moved, 2) == [True] * 2
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -279,105 +145,6 @@ def test_one_stage_may_train_outside_of_steps(num_ranks, calls):
     assert max(run_ranks(called, num_ranks, calls)) < CLOSE
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_one_stage_may_keep_its_loss_and_recompute(reentrant):
-    """Where reentrant checkpoints began backwards of their own, nobody averaged."""
-
-    def called(reentrant):
-        smp, model, _, _ = wrapped({})
-        x, y = batch(0, smp.dp_rank())
-        inner = model.get_module()
-        forward = inner.forward
-        inner.forward = lambda x: checkpoint(forward, x, use_reentrant=reentrant)
-        loss = loss_of(model, x.requires_grad_(), y)
-        loss.backward()
-        expected = plain_gradients(net(), [batch(0, r) for r in range(smp.dp_size())], microbatches=1)
-        return largest_difference(model, expected)
-
-    assert max(run_ranks(called, 2, reentrant)) < CLOSE
-
-
-class Layers(nn.Module):
-    """Each layer recomputes itself, the last two once more together."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Linear(FEATURES, FEATURES, dtype=torch.float64)
-        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES, dtype=torch.float64) for _ in range(4))
-
-    def forward(self, x, recomputes):
-        first, second, third, fourth = (recomputing(layer, recomputes) for layer in self.layers)
-        both = recomputing(lambda x: fourth(third(x)), recomputes)
-        return both(second(first(self.embedding(x)))).square().mean()
-
-
-def recomputing(function, recomputes):
-    return (lambda x: checkpoint(function, x, use_reentrant=True)) if recomputes else function
-
-
-@pytest.mark.parametrize("embeds", [True, False])
-def test_replicas_average_once_a_backward(embeds, monkeypatch):
-    """They did behind the inner backward of each layer, all gradients there were: 25 times for 24 layers."""
-
-    def called(embeds):
-        import smdistributed.modelparallel.torch as smp
-
-        smp.init({**QUIET, "ddp": True})
-        plain = Layers()
-        plain.embedding.requires_grad_(embeds)  # else no parameter is in the outer backward
-        model = smp.DistributedModel(copy.deepcopy(plain))
-        averages = []
-        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # where they are nested
-        count_averages(monkeypatch, averages)
-        for index in range(2):
-            inputs = [batch(index, rank)[0].requires_grad_() for rank in range(2)]
-            model(inputs[smp.dp_rank()], True).backward()
-            sum(plain(x, False) / 2 for x in inputs).backward()
-        pairs = zip(plain.parameters(), model.get_module().parameters(), strict=True)
-        differences = [(one.grad - other.grad).abs().max() for one, other in pairs if one.requires_grad]
-        return len(averages), float(max(differences))
-
-    for num_averages, difference in run_ranks(called, 2, embeds):
-        assert num_averages == 2
-        assert difference < CLOSE
-
-
-def count_averages(monkeypatch, averages):
-    from smdistributed.modelparallel.torch import backward_without_step
-
-    average = backward_without_step._average
-    counting = lambda *args, **kwargs: averages.append(average(*args, **kwargs))  # noqa: E731
-    monkeypatch.setattr(backward_without_step, "_average", counting)
-
-
-@pytest.mark.parametrize("calls", ["model.backward", "loss.backward"])
-def test_a_loss_that_is_scaled_may_not(calls):
-    def called(calls):
-        from shardwright.errors import UsageError
-
-        _, model, _, _ = wrapped({"fp16": True})
-        loss = loss_of(model, *batch(0))
-        with pytest.raises(UsageError, match=rf"{calls}\(.*@smp\.step, where the loss is scaled"):
-            model.backward(loss) if calls == "model.backward" else loss.backward()
-        return True
-
-    assert run_ranks(called, 1, calls) == [True]
-
-
-def test_several_stages_may_not():
-    def called():
-        from shardwright.errors import UsageError
-
-        _, model, _, _ = wrapped({"partitions": 2})
-        with pytest.raises(UsageError, match="spread over ranks"):
-            model(batch(0)[0])
-        with pytest.raises(UsageError, match=r"inside a function decorated with @smp\.step"):
-            model.backward(torch.ones(()))
-        return True
-
-    assert run_ranks(called, 2) == [True] * 2
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_backward_takes_several_tensors_and_their_gradients(num_ranks):
     def backward(num_ranks):
@@ -398,34 +165,6 @@ def test_backward_takes_several_tensors_and_their_gradients(num_ranks):
             logits = plain(part)
             total = [logits, logits.square().mean()]
             torch.autograd.backward(total, [torch.full_like(logits, 0.5), torch.tensor(0.5, dtype=x.dtype)])
-        return largest_difference(model, {name: p.grad for name, p in plain.named_parameters()})
-
-    assert max(run_ranks(backward, num_ranks, num_ranks)) < CLOSE
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_loss_may_have_one_number_a_sample(num_ranks):
-    """It has gradients then, and its mean is reported."""
-
-    def backward(num_ranks):
-        import smdistributed.modelparallel.torch as smp
-
-        smp.init({**QUIET, "partitions": num_ranks, "microbatches": 2})
-        x, y = batch(0)
-        plain = net()
-        model = smp.DistributedModel(copy.deepcopy(plain))
-
-        @smp.step
-        def train_step(model, x, y):
-            losses = nn.functional.cross_entropy(model(x), y, reduction="none")
-            model.backward(losses, torch.full_like(losses, 1 / len(losses)))
-            return losses
-
-        losses = train_step(model, x, y).concat()
-        expected = loss_of(plain, x, y)
-        expected.backward()
-        assert losses.shape == y.shape
-        assert abs(losses.mean() - expected.detach()) < CLOSE
         return largest_difference(model, {name: p.grad for name, p in plain.named_parameters()})
 
     assert max(run_ranks(backward, num_ranks, num_ranks)) < CLOSE
@@ -488,23 +227,6 @@ def test_a_communication_hook_reduces_over_replicas(num_ranks, partitions):
     assert max(run_ranks(hooked, num_ranks, partitions)) < CLOSE
 
 
-def test_hooks_of_pytorch_reduce_over_the_replicas_of_a_stage():
-    """With no group of their own they summed gradients of different stages, which ended in gloo's abort."""
-
-    def hooked():
-        smp, model, plain, train_step = wrapped({"partitions": 2})
-        expected = plain_gradients(plain, [batch(0, 0), batch(0, 1)], microbatches=2)
-        from shardwright.errors import UsageError
-
-        with pytest.raises(UsageError, match="a group of 4 ranks, but 2 have the gradients of this stage"):
-            model.register_comm_hook(dist.group.WORLD, allreduce_hook)
-        model.register_comm_hook(None, allreduce_hook)
-        train_step(model, *batch(0, smp.dp_rank()))
-        return largest_difference(model, expected)
-
-    assert max(run_ranks(hooked, 4)) < CLOSE
-
-
 def test_errors_and_warnings_name_the_line_of_the_script():
     """They named lines of the library, which the script had called."""
 
@@ -549,24 +271,6 @@ def test_replicas_with_other_numbers_of_batches_join(num_ranks, partitions):
         return max(float((state[n] - p.detach()).abs().max()) for n, p in expected.named_parameters())
 
     assert max(run_ranks(joined, num_ranks, partitions)) < CLOSE
-
-
-def test_joining_may_be_an_error_for_all():
-    def joined():
-        from shardwright.errors import UsageError
-
-        smp, model, _, train_step = wrapped({})
-
-        def train():
-            with model.join(throw_on_early_termination=True):
-                for index in range(3 - smp.dp_rank()):
-                    train_step(model, *batch(index))
-
-        with pytest.raises(UsageError, match="replica 1 of 2 has no batch left"):
-            train()
-        return True
-
-    assert run_ranks(joined, 2) == [True] * 2
 
 
 def test_wrong_options_are_refused():
@@ -636,17 +340,3 @@ def test_parts_of_parameters_are_together_the_whole(threshold):
         return True
 
     assert run_ranks(parts, 2, threshold) == [True] * 2
-
-
-def test_large_gradients_in_float16_are_averaged_outside_of_steps():
-    """Their sum is beyond 65504, where float16 ends."""
-
-    def run():
-        import smdistributed.modelparallel.torch as smp
-
-        smp.init({"ddp": True, "partitions": 1, "microbatches": 1, "run_dir": "off"})
-        model = smp.DistributedModel(torch.nn.Linear(4, 4, bias=False).half())
-        (model(torch.ones(1, 4, dtype=torch.float16)).sum() * 40000).backward()
-        return next(model.parameters()).grad.unique().tolist()
-
-    assert run_ranks(run, 2) == [[40000.0]] * 2

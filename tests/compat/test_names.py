@@ -7,10 +7,8 @@ import sys
 
 import pytest
 import torch
-from packaging.version import Version
 from torch import nn
 
-import smdistributed.modelparallel
 import smdistributed.modelparallel.torch as smp
 from shardwright.errors import ShardwrightError, UsageError
 from smdistributed.modelparallel.torch.exceptions import NotInitializedError
@@ -89,21 +87,6 @@ def test_all_of_it_is_there_after_one_import():
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_the_version_has_the_features_that_are_asked_for_by_it():
-    assert Version("1.15") <= Version(smdistributed.modelparallel.__version__) < Version("2")
-
-
-def test_the_decorator_is_not_hidden_by_its_module():
-    importlib.import_module("smdistributed.modelparallel.torch.step")
-    assert inspect.isfunction(smp.step)
-
-
-def test_models_are_known_under_both_names():
-    assert smp.model.DistributedModel is smp.DistributedModel
-    assert issubclass(smp.DistributedModel, nn.Module)
-    assert issubclass(smp.DistributedOptimizer, torch.optim.Optimizer)
-
-
 def parameters_of(function):
     found = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in found if p.name not in ("self", "kwargs", "more")}
@@ -130,28 +113,6 @@ def test_the_optimizer_takes_the_arguments_of_the_table():
     found = parameters_of(smp.DistributedOptimizer.__init__)
     assert list(found) == ["optimizer", "static_loss_scale", "dynamic_loss_scale", "dynamic_loss_args"]
     assert list(found.values())[1:] == [1.0, False, None]
-
-
-def test_flash_attention_takes_the_arguments_of_the_table():
-    assert parameters_of(smp.nn.FlashAttentionLayer.__init__) == {
-        "attention_dropout_prob": 0.1,
-        "attention_head_size": None,
-        "scale_attention_scores": True,
-        "scale_attn_by_layer_idx": False,
-        "layer_idx": None,
-        "scale": None,
-        "triton_flash_attention": False,
-        "use_alibi": False,
-    }
-
-
-def test_recomputation_takes_the_arguments_of_the_table():
-    assert parameters_of(smp.set_activation_checkpointing) == {
-        "module": inspect.Parameter.empty,
-        "preserve_rng_state": True,
-        "pack_args_as_tuple": False,
-        "strategy": "each",
-    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -259,11 +220,6 @@ def test_distributed_modules_take_the_arguments_of_the_table(name, documented):
     assert issubclass(getattr(smp.nn, name), smp.nn.DistributedModule)
 
 
-def test_the_module_for_tensorflow_says_what_it_needs():
-    with pytest.raises(ImportError, match="needs TensorFlow"):
-        importlib.import_module("smdistributed.modelparallel.tensorflow")
-
-
 def test_errors_are_found_where_the_toolkit_looks():
     for name in ("backend.exceptions", "torch.exceptions"):
         module = importlib.import_module(f"smdistributed.modelparallel.{name}")
@@ -316,9 +272,3 @@ def test_what_is_registered_is_checked():
 def test_ranks_in_messages_and_axes():
     assert smp.utils.rmsg("hello") == "hello"
     assert smp.utils.get_distribution_axis(torch.zeros(2)) is None
-
-
-def test_a_scaler_is_pytorchs_own():
-    scaler = smp.amp.GradScaler(init_scale=4.0, enabled=False)
-    assert isinstance(scaler, torch.amp.GradScaler)
-    assert not scaler.is_enabled()

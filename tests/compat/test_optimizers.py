@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim.lr_scheduler import StepLR
 
 import smdistributed.modelparallel.torch as smp
 from choices import some_combinations
@@ -81,19 +81,6 @@ def test_updates_are_those_of_plain_training(name, num_ranks, wrap_first):
     assert max(run_ranks(trained, num_ranks, name, num_ranks, wrap_first)) < CLOSE
 
 
-def test_lamb_over_stages_and_replicas_knows_the_norm_of_all_gradients():
-    def trained():
-        make = MAKERS["FusedLAMB"]
-        smp, model, optimizer, train_step = training({"partitions": 2}, make)
-        for index in range(3):
-            optimizer.zero_grad()
-            train_step(model, optimizer, *batch(index, smp.dp_rank()))
-            optimizer.step()
-        return difference(model, plain_training(make, replicas=2))
-
-    assert max(run_ranks(trained, 4)) < CLOSE
-
-
 @pytest.mark.parametrize("name", ["FusedLAMB", "FusedNovoGrad"])
 def test_optimizers_that_look_at_whole_tensors_know_shared_ones(name):
     def trained(name):
@@ -110,59 +97,6 @@ def test_optimizers_that_look_at_whole_tensors_know_shared_ones(name):
         return difference(model, plain_training(MAKERS[name], replicas=2))
 
     assert max(run_ranks(trained, 2, name)) < CLOSE
-
-
-@pytest.mark.parametrize("name", ["FusedLAMB", "FusedNovoGrad"])
-def test_optimizers_that_look_at_whole_tensors_cannot_share_their_state(name):
-    def refused(name):
-        _, model, optimizer, train_step = training({"shard_optimizer_state": True}, MAKERS[name])
-        train_step(model, optimizer, *batch(0))
-        with pytest.raises(UsageError, match=f"{name} may look at whole ones"):
-            optimizer.step()
-        return True
-
-    assert run_ranks(refused, 2, name) == [True] * 2
-
-
-def test_schedulers_take_it_for_an_optimizer():
-    def scheduled():
-        _, model, optimizer, train_step = training(
-            {"partitions": 2}, MAKERS["SGD"], static_loss_scale=None, dynamic_loss_scale=True
-        )
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        schedulers = [StepLR(optimizer, 1, 0.5), LambdaLR(optimizer.optimizer, lambda step: 0.1 * step)]
-        for index in range(2):
-            optimizer.zero_grad(set_grads_to_None=True)
-            train_step(model, optimizer, *batch(index))
-            assert optimizer.clip_master_grads(1.0) > 0
-            optimizer.step()
-            if not optimizer.overflow:
-                schedulers[0].step()
-        assert optimizer.param_groups is optimizer.optimizer.param_groups
-        flags = optimizer.dynamic_loss_scale, optimizer.loss_scale, optimizer.loss_scaler.scale
-        return optimizer.param_groups[0]["lr"], flags
-
-    assert run_ranks(scheduled, 2) == [(0.1 * 0 * 0.25, (True, 1.0, 1.0))] * 2
-
-
-def test_master_gradients_are_clipped_by_the_norm_over_all_stages():
-    def clipped():
-        make = MAKERS["SGD"]
-        _, model, optimizer, train_step = training({"partitions": 2}, make)
-        norms = []
-        for index in range(3):
-            optimizer.zero_grad()
-            train_step(model, optimizer, *batch(index))
-            norms.append(optimizer.clip_master_grads(0.05))
-            optimizer.step()
-        expected = plain_training(
-            make, before_step=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        )
-        return difference(model, expected), norms
-
-    (first, norms), (second, others) = run_ranks(clipped, 2)
-    assert max(first, second) < 1e-6
-    assert norms == others
 
 
 def test_fp16_scales_the_loss_and_leaves_updates_out():
@@ -201,43 +135,6 @@ def test_fp16_scales_the_loss_and_leaves_updates_out():
         return seen[0][0], seen[-1][0], optimizer.loss_scale < 2.0**32, optimizer.loss_scaler.dynamic
 
     assert run_ranks(in_fp16, 2) == [(True, False, True, True)] * 2
-
-
-def test_the_static_scale_is_one_by_default():
-    def in_fp16():
-        import smdistributed.modelparallel.torch as smp
-
-        smp.init({**QUIET, "fp16": True})
-        model = smp.DistributedModel(net().float())
-        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        return optimizer.loss_scale, optimizer.dynamic_loss_scale, optimizer.optimizer.param_groups[0]["lr"]
-
-    assert run_ranks(in_fp16, 1) == [(1.0, False, 0.1)]
-
-
-def test_a_new_value_of_a_parameter_replaces_its_copy():
-    def reloaded():
-        import smdistributed.modelparallel.torch as smp
-
-        smp.init({**QUIET, "bf16": True})
-        model = smp.DistributedModel(nn.Linear(2, 1, bias=False))
-        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
-        weight = model.get_module().weight
-
-        @smp.step
-        def train_step(model, x):
-            model.backward(model(x).sum() * 2.0**-12)
-
-        with torch.no_grad():
-            weight.fill_(1.0)
-        train_step(model, torch.ones(1, 2))
-        optimizer.step()  # the copy is a little below 1, and rounds to it
-        optimizer.reload_model_params()
-        optimizer.step()
-        once = model.replicas.updated_parts.master(weight)[0, 0].item()
-        return once == 1.0 - 2.0**-12
-
-    assert run_ranks(reloaded, 1) == [True]
 
 
 def test_names_and_positions_of_parameters():
@@ -338,18 +235,6 @@ def test_a_helper_for_half_precision_of_the_scripts_own_keeps_its_ways():
     assert max(run_ranks(helped, 2)) < CLOSE
 
 
-def test_other_things_are_no_optimizers():
-    def refused():
-        import smdistributed.modelparallel.torch as smp
-
-        smp.init(QUIET)
-        with pytest.raises(UsageError, match=r"wraps a torch\.optim\.Optimizer, not int"):
-            smp.DistributedOptimizer(3)
-        return True
-
-    assert run_ranks(refused, 1) == [True]
-
-
 def tensors():
     torch.manual_seed(0)
     return [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in ((3, 4), (5,))]
@@ -387,18 +272,6 @@ def test_lamb_is_the_published_algorithm(weight_decay, max_grad_norm):
             expected[index] = expected[index] - lr * expected[index].norm() / direction.norm() * direction
         optimizer.step()
     assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(found, expected, strict=True))
-
-
-def test_lamb_without_decay_leaves_the_size_of_a_step_alone():
-    found, plain = tensors(), tensors()
-    lamb = smp.optimizers.FusedLamb(found, weight_decay=0.0, max_grad_norm=None, eps=1e-8)
-    adam = torch.optim.Adam(plain, lr=1e-3, eps=1e-8)
-    for step in range(3):
-        for p, q, g in zip(found, plain, gradients(step), strict=True):
-            p.grad, q.grad = g, g.clone()
-        lamb.step()
-        adam.step()
-    assert all(torch.allclose(p, q) for p, q in zip(found, plain, strict=True))
 
 
 def test_novograd_is_the_published_algorithm():

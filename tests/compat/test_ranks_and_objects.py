@@ -1,15 +1,11 @@
 """The grid of ranks, its groups, and objects from rank to rank."""
 
-import multiprocessing
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from choices import in_sweep
 from compat.small_models import QUIET
-from shardwright.errors import PeerLostError, UsageError
 from shardwright.testing import run_ranks, run_ranks_outcomes
 
 ALL = ("rank", "mp_rank", "dp_rank", "pp_rank", "tp_rank", "rdp_rank")
@@ -173,42 +169,6 @@ def test_wrong_ranks_and_groups_are_refused():
         assert "'DP_GROUP' is not a group. Use one of smp.WORLD" in no_group
 
 
-def test_a_forked_process_does_not_speak_for_its_rank():
-    """A pool that makes a data loader, as GPT scripts have one, would mix up the messages of the rank."""
-
-    def forks():
-        import smdistributed.modelparallel.torch as smp
-
-        def child(answers):
-            calls = {
-                "broadcast": lambda: smp.broadcast(1, smp.WORLD),
-                "recv_from": lambda: smp.recv_from(1 - smp.rank(), smp.RankType.PP_RANK),
-                "allgather": lambda: smp.allgather(1, smp.PP_GROUP),
-                "barrier": smp.barrier,
-            }
-            for name, call in calls.items():
-                try:
-                    call()
-                except UsageError as error:
-                    answers.put((name, str(error)))
-            smp.broadcast(1, smp.DP_GROUP)  # there is nobody else in it
-
-        smp.init({**QUIET, "partitions": 2})
-        context = multiprocessing.get_context("fork")
-        answers = context.Queue()
-        process = context.Process(target=child, args=(answers,))
-        process.start()
-        found = dict(answers.get(timeout=30) for _ in range(4))
-        process.join()
-        smp.barrier()
-        return found, process.exitcode
-
-    for rank, (found, exit_code) in enumerate(run_ranks(forks, 2)):
-        assert exit_code == 0
-        assert list(found) == ["broadcast", "recv_from", "allgather", "barrier"]
-        assert all(f"which rank {rank} has started" in text for text in found.values())
-
-
 def passing_each_other(call):
     """Rank 0 makes a call; rank 1 comes to the end of its script."""
     import smdistributed.modelparallel.torch as smp
@@ -243,60 +203,6 @@ def test_a_call_that_the_other_rank_never_makes_says_so_within_seconds(call, sai
     assert said in first.cause
     assert "rank 1 has come to the end of its script" in first.cause
     assert first.seconds < 15
-
-
-def goes_on_after_a_send_in_vain():
-    import smdistributed.modelparallel.torch as smp
-
-    smp.init({**QUIET, "partitions": 2})
-    first = smp.barrier if smp.rank() else lambda: smp.send("old", 1, smp.RankType.PP_RANK)
-    with pytest.raises((UsageError, PeerLostError)):
-        first()
-    if smp.rank() == 0:
-        smp.send("new", 1, smp.RankType.PP_RANK)
-        return None
-    return smp.recv_from(0, smp.RankType.PP_RANK)
-
-
-def test_an_object_that_nobody_took_is_not_taken_for_the_next_one():
-    """Both waited for ever: the sender for a reader of the first one, the reader for the rest of it."""
-    first, second = run_ranks_outcomes(goes_on_after_a_send_in_vain, 2, timeout_s=50)
-    assert "no object can be sent or received any more after smp.send() on rank 0" in first.cause
-    assert second.error_type is not None
-    assert max(first.seconds, second.seconds) < 30
-
-
-def resolved(settings):
-    import smdistributed.modelparallel.torch as smp
-
-    smp.init({**QUIET, **settings})
-    cfg = smp.state.cfg
-    degrees = cfg.partitions, cfg.pipeline_parallel_degree, cfg.microbatches
-    return *degrees, cfg.ddp, cfg.prescaled_batch, cfg.fp16
-
-
-def test_settings_show_what_was_resolved():
-    found = run_ranks(resolved, 2, {"partitions": 2, "prescaled_batch": True})
-    assert found == [(2, 2, 1, False, True, False)] * 2
-    environ = {"SM_HP_MP_PARAMETERS": '{"partitions": 1, "microbatches": 4, "ddp": true}'}
-    found = run_ranks(resolved, 2, {"partitions": 2}, env=environ)
-    assert found == [(1, 1, 4, True, False, False)] * 2
-    environ = {"SHARDWRIGHT_SET": '{"microbatches": 8}'}
-    assert run_ranks(resolved, 1, {"microbatches": 2}, env=environ)[0][2] == 8
-
-
-def test_replicas_without_ddp_are_told_of_once():
-    def forgetful():
-        import smdistributed.modelparallel.torch as smp
-
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            smp.init(QUIET)
-        return smp.state.cfg.ddp, [str(warning.message) for warning in caught]
-
-    (first, told), (second, others) = run_ranks(forgetful, 2)
-    assert (first, second, others) == (True, True, [])
-    assert "ddp is not set, and there are 2 replicas" in told[0]
 
 
 def test_init_is_once():

@@ -128,47 +128,6 @@ def test_as_documented():
     assert run_ranks(documented, 1) == [(1, 4, 8)]
 
 
-def test_what_is_not_marked_stays_whole():
-    def pins():
-        from shardwright.torch.units.tensor_division import pinned_placements
-
-        smp.init(QUIET)
-        with smp.tensor_parallelism():
-            marked = nn.Linear(8, 8)
-            with smp.tensor_parallelism(enabled=False):
-                excluded = nn.Linear(8, 8)
-        model = nn.Sequential(marked, excluded, nn.Linear(8, 8), smp.nn.DistributedLinear(8, 8))
-        unmarked = nn.Sequential(nn.Linear(8, 8))
-        module = smp.DistributedModel(model).get_module()
-        found = pinned_placements(module, num_ranks=2)
-        assert str(found.pop("3.weight")) == "cut 1 (r0:4 r1:4)"  # as the script has made it itself
-        assert {str(each) for each in found.values()} == {"whole"}
-        from smdistributed.modelparallel.torch.tensor_parallelism.distributing import distribute
-
-        assert pinned_placements(distribute(unmarked), num_ranks=2) == {}
-        return sorted(found)
-
-    # Where the first is cut, the search decides.
-    assert run_ranks(pins, 1) == [["1.bias", "1.weight", "2.bias", "2.weight", "3.bias"]]
-
-
-def test_tied_modules_stay():
-    def tied():
-        smp.init(QUIET)
-
-        class Own(nn.Linear):
-            pass
-
-        smp.tp_register_with_module(Own, smp.nn.DistributedLinear)
-        with smp.tensor_parallelism():
-            first, second, third = Own(4, 4), Own(4, 4), Own(4, 4)
-        second.weight = first.weight
-        model = smp.DistributedModel(nn.Sequential(first, second, third)).get_module()
-        return [type(each).__name__ for each in model]
-
-    assert run_ranks(tied, 1) == [["Own", "Own", "DistributedLinear"]]
-
-
 class Three(nn.Module):
     def __init__(self, size, depth=2):
         super().__init__()
@@ -197,32 +156,3 @@ class Three(nn.Module):
 def test_another_signature_is_refused(hooks, text):
     with pytest.raises(UsageError, match=text):
         smp.tp_register_with_module(Three, smp.nn.DistributedTransformerLayer, **hooks)
-
-
-def test_a_hook_that_returns_something_else_is_refused():
-    def wrong():
-        smp.init(QUIET)
-
-        class Own(Encoder):
-            pass
-
-        smp.tp_register_with_module(
-            Own,
-            smp.nn.DistributedTransformerLayer,
-            lambda config, intermediate=12: {},
-            forward_hook,
-        )
-        early = Own.__new__(Own)
-        nn.Module.__init__(early)
-        smp.set_tensor_parallelism(early)
-        with pytest.raises(UsageError, match="was created before the class was registered"):
-            smp.DistributedModel(early)
-        with smp.tensor_parallelism():
-            model = Own(Config())
-        with pytest.raises(
-            UsageError, match=r"the init_hook for Own returned a dict, but it returns \(args, kwargs\)"
-        ):
-            smp.DistributedModel(model)
-        return True
-
-    assert run_ranks(wrong, 1) == [True]

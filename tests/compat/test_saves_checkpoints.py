@@ -1,10 +1,6 @@
 """``smp.save_checkpoint`` and ``resume_from_checkpoint`` in all layouts, and the files that they leave."""
 
-import errno
 import json
-import os
-import subprocess
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +8,7 @@ import pytest
 import torch
 
 from choices import in_every_run, in_sweep
-from compat.saving import QUIET, Net, Script, plain
+from compat.saving import Net, Script, plain
 from shardwright.plan import Plan
 from shardwright.testing import RanksFailedError, run_ranks
 
@@ -174,45 +170,6 @@ def test_a_full_file_that_plain_torch_has_saved(tmp_path: Path) -> None:
     assert run_ranks(loads, 2)[0] == plain(Net().double().state_dict())
 
 
-def test_a_translator_is_applied_both_ways(tmp_path: Path) -> None:
-    def job() -> Any:
-        script = Script(TWO_STAGES)
-        script.train(1)
-        there = (lambda state: {f"hf.{k}": v for k, v in state.items()}, None)
-        script.smp.state.module_manager.translate_functions = [there]
-        smp, model = script.smp, script.model
-        smp.save_checkpoint(str(tmp_path), "a", partial=False, model=model)
-        smp.save_checkpoint(str(tmp_path), "b", partial=False, model=model, translate_if_full=False)
-        before = plain(model.state_dict())
-        script.train(1)
-        smp.resume_from_checkpoint(
-            str(tmp_path),
-            "a",
-            partial=False,
-            translate_function=lambda state: {k.removeprefix("hf."): v for k, v in state.items()},
-        )
-        return plain(model.state_dict()) == before
-
-    assert run_ranks(job, 2) == [True, True]
-    assert all(name.startswith("hf.") for name in torch.load(tmp_path / "a"))
-    assert torch.load(tmp_path / "b").keys() == Net().state_dict().keys()
-
-
-def test_resuming_before_the_model_is_wrapped(tmp_path: Path) -> None:
-    expected = run_ranks(saves, 2, TWO_STAGES, torch.float64, str(tmp_path))
-
-    def job() -> Any:
-        import smdistributed.modelparallel.torch as smp
-
-        smp.init({**QUIET, "ddp": True, **TWO_STAGES})
-        content = smp.resume_from_checkpoint(str(tmp_path))
-        script = Script(TWO_STAGES)
-        script.scheduler.load_state_dict(content["lr_scheduler"])
-        return script.train(3, begin=3)
-
-    assert run_ranks(job, 2) == [losses for losses, _, _ in expected]
-
-
 def test_old_ones_are_removed_when_the_new_one_is_there(tmp_path: Path) -> None:
     (tmp_path / "of_others_partial").mkdir()
     (tmp_path / "step9_partial.tmp-12345678").mkdir()
@@ -232,24 +189,6 @@ def test_old_ones_are_removed_when_the_new_one_is_there(tmp_path: Path) -> None:
         "of_others_partial",
         "step3_partial",
         "step4_partial",
-    ]
-
-
-def test_without_model_or_optimizer(tmp_path: Path) -> None:
-    def job() -> Any:
-        script = Script(TWO_STAGES)
-        script.train(1)
-        script.smp.save_checkpoint(str(tmp_path), "none", user_content=[1, "a"])
-        script.smp.save_checkpoint(str(tmp_path), "model", model=script.model)
-        first = script.smp.rank() == 0
-        with pytest.warns(UserWarning, match="has no state of an optimizer") if first else nullcontext():
-            return script.smp.resume_from_checkpoint(str(tmp_path))
-
-    assert run_ranks(job, 2) == [None, None]
-    assert sorted(path.name for path in (tmp_path / "none_partial").iterdir()) == [
-        "manifest.json",
-        "partition.json",
-        "user_content.pt",
     ]
 
 
@@ -276,30 +215,6 @@ def test_a_model_in_another_type_is_refused_with_the_checkpoint(tmp_path: Path) 
     assert "_partial cannot be loaded, because its partition does not fit: the plan was made for" in text
     assert "in the same dtype" in text
     assert "Make the plan anew" not in text.split("StalePlanError")[-1]
-
-
-@pytest.mark.parametrize("partial", [True, in_sweep(False)])
-def test_another_model_is_refused_by_its_names(tmp_path: Path, partial: bool) -> None:
-    run_ranks(saves, 2, TWO_STAGES, torch.float64, str(tmp_path), partial=partial)
-
-    def wider() -> None:
-        Script(TWO_STAGES, width=9).smp.resume_from_checkpoint(str(tmp_path), partial=partial)
-
-    text = fails(wider)
-    assert "is of another model" in text
-    assert "first.0.weight is (8, 8) there, and (9, 8) in the model" in text
-
-    def other() -> None:
-        import smdistributed.modelparallel.torch as smp
-
-        smp.init({**QUIET, "ddp": True, **TWO_STAGES})
-        smp.DistributedModel(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))).double())
-        smp.resume_from_checkpoint(str(tmp_path), partial=partial)
-
-    text = fails(other)
-    assert "names are only there: first.0.bias, first.0.weight" in text
-    assert "6 names are only in the model: 0.bias, 0.weight" in text
-    assert str(tmp_path) in text
 
 
 @pytest.mark.parametrize(
@@ -332,38 +247,6 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None
     assert "Nothing was loaded" in text
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (
-            OSError(errno.EMFILE, os.strerror(errno.EMFILE), "model_1_0.pt"),
-            "On rank 1: model_1_0.pt could not be read: Too many open files. The reason",
-        ),
-        in_sweep(MemoryError("none left"), "rank 1 could not verify its part of the checkpoint"),
-    ],
-    ids=["files", "memory"],
-)
-def test_a_rank_that_cannot_read_does_not_call_it_damaged(
-    error: Exception, message: str, tmp_path: Path
-) -> None:
-    """What it lacks says nothing of the checkpoint. Without memory it told the others nothing, who waited."""
-
-    def fails_to_read(self: Any, **options: Any) -> None:
-        raise error
-
-    def run() -> None:
-        from smdistributed.modelparallel.torch.checkpoints.folder import PartialCheckpoint
-
-        if os.environ["RANK"] == "1":
-            PartialCheckpoint.verified = fails_to_read  # type: ignore[method-assign]
-        resumes(TWO_STAGES, torch.float64, str(tmp_path))
-
-    run_ranks(saves, 2, TWO_STAGES, torch.float64, str(tmp_path))
-    text = fails(run, 2)
-    assert "CorruptCheckpointError: " not in text
-    assert f"errors.CheckpointError: {message}" in text
-
-
 def test_what_is_not_there(tmp_path: Path) -> None:
     text = fails(resumes, 1, {"partitions": 1}, torch.float64, str(tmp_path))
     assert f"{tmp_path} has no checkpoint: there is no file newest" in text
@@ -375,41 +258,3 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     for tag in ("../a", "", ".a", "a/b", None):
         text = fails(lambda tag=tag: Script({"partitions": 1}).smp.save_checkpoint(str(tmp_path), tag), 1)
         assert "the tag of a checkpoint is" in text
-
-
-def test_saving_before_the_first_step(tmp_path: Path) -> None:
-    def job() -> None:
-        script = Script(TWO_STAGES)
-        script.smp.save_checkpoint(str(tmp_path), "a", partial=False, model=script.model)
-        script.smp.save_checkpoint(str(tmp_path), "b", model=script.model)
-
-    assert "the model is partitioned in the first step" in fails(job)
-    assert torch.load(tmp_path / "a").keys() == Net().state_dict().keys()
-
-
-class Runs:
-    """A pickle of it runs a program when it is loaded."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return subprocess.Popen, (["touch", str(self.path)],)
-
-
-def test_a_checkpoint_that_would_run_a_program(tmp_path: Path) -> None:
-    """The manifest fits it; saving it warns."""
-    marker = tmp_path / "marker"
-
-    def saves_it() -> None:
-        script = Script({"partitions": 1})
-        with pytest.warns(UserWarning, match=r"will not load it without SHARDWRIGHT_TRUST_PICKLE=1"):
-            script.smp.save_checkpoint(str(tmp_path), "a", user_content=Runs(marker))
-
-    def loads_it() -> None:
-        Script({"partitions": 1}).smp.resume_from_checkpoint(str(tmp_path))
-
-    run_ranks(saves_it, 1)
-    text = fails(loads_it, 1)
-    assert "user_content.pt has a subprocess.Popen, which is none of the classes" in text
-    assert not marker.exists()

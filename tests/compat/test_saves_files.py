@@ -8,7 +8,6 @@ import torch
 
 from choices import in_sweep
 from compat.saving import QUIET, Script, plain
-from shardwright.plan import Plan
 from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
 
 TWO_STAGES = {"partitions": 2, "microbatches": 2}
@@ -64,22 +63,6 @@ def test_each_rank_has_a_file_of_its_own(tmp_path: Path) -> None:
     assert run_ranks(loads, 4) == expected
 
 
-@pytest.mark.parametrize("gather", [True, False])
-def test_a_state_that_was_gathered_is_cut_when_it_is_loaded(gather: bool) -> None:
-    """Each rank loads what it was given: the first replica all of it, the other its part."""
-
-    def again() -> Any:
-        script = Script(OPTIMIZER_SHARED)
-        script.train(3)
-        optimizer = script.optimizer
-        before = plain(optimizer.state_dict())
-        optimizer.load_state_dict(optimizer.local_state_dict(gather_if_shard=gather))
-        return before, plain(optimizer.state_dict())
-
-    for before, after in run_ranks(again, 2):
-        assert before == after
-
-
 def test_replicas_with_parts_of_their_own(tmp_path: Path) -> None:
     """As the Trainer of transformers 4.28: v3 names, and the state comes back after the first step."""
     file = str(tmp_path / "optimizer.pt")
@@ -121,17 +104,6 @@ def test_replicas_with_parts_of_their_own(tmp_path: Path) -> None:
             assert found["state"] == expected["state"]
 
 
-def test_the_suffix_of_early_releases_is_found(tmp_path: Path) -> None:
-    for rank in range(2):
-        torch.save({"of": rank}, tmp_path / f"model.pt_{rank}")
-
-    def loads() -> Any:
-        smp = Script(TWO_STAGES).smp
-        return smp.load(str(tmp_path / "model.pt"), partial=True)["of"] == smp.mp_rank()
-
-    assert run_ranks(loads, 4) == [True] * 4
-
-
 def test_what_cannot_be_loaded_or_saved(tmp_path: Path) -> None:
     file = tmp_path / "model.pt"
 
@@ -167,24 +139,6 @@ def stores(file: str) -> Any:
     return losses
 
 
-def test_a_partition_is_stored_and_holds_for_a_later_run(tmp_path: Path) -> None:
-    file = tmp_path / "folder" / "partition.json"
-    expected = run_ranks(stores, 2, str(file))
-    plan = Plan.read(file)
-    assert plan.mesh.pipeline == 2
-
-    def loads() -> Any:
-        from shardwright.run.context import context
-
-        script = Script({**TWO_STAGES, "load_partition": True, "partition_file": str(file)})
-        losses = script.train(2)
-        found = context().plan
-        assert found is not None
-        return losses, found.to_json()
-
-    assert run_ranks(loads, 2) == [(losses, plan.to_json()) for losses in expected]
-
-
 def test_a_partition_file_that_contradicts_the_settings(tmp_path: Path) -> None:
     file = tmp_path / "partition.json"
     run_ranks(stores, 2, str(file))
@@ -209,26 +163,6 @@ def test_a_partition_file_that_contradicts_the_settings(tmp_path: Path) -> None:
     assert "load_partition is True, but partition_file is not set" in text
     file.write_text(file.read_text()[:100])
     assert "is no JSON" in begin({**given, **TWO_STAGES})
-
-
-def test_a_partition_file_of_another_model(tmp_path: Path) -> None:
-    file = tmp_path / "partition.json"
-    run_ranks(stores, 2, str(file))
-    settings = {**TWO_STAGES, "load_partition": True, "partition_file": str(file)}
-
-    def wider() -> None:
-        Script(settings, width=9).train(1)
-
-    text = fails(wider)
-    assert f"partition_file {file} cannot be used: the plan was made for a model with fingerprint" in text
-    assert "Remove load_partition" in text
-
-    def other() -> None:
-        Script(settings, model=torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))).train(1)
-
-    text = fails(other)
-    assert f"partition_file {file} cannot be used" in text
-    assert "first.0" in text
 
 
 # ---- ranks that never come ----

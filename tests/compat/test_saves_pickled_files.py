@@ -9,9 +9,7 @@ import pathlib
 import pickle
 import random
 import subprocess
-import sys
 import types
-import zipfile
 from typing import Any, ClassVar, NamedTuple
 
 import numpy
@@ -20,7 +18,6 @@ import torch
 
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 from shardwright.torch.loss_scale import LossScaler
-from smdistributed.modelparallel.torch import random_states
 from smdistributed.modelparallel.torch.pickles.files import load_file
 
 
@@ -51,23 +48,6 @@ def content() -> dict[str, Any]:
 def saved(path: pathlib.Path, what: Any, **options: Any) -> pathlib.Path:
     torch.save(what, path, **options)
     return path
-
-
-def test_what_scripts_save_comes_back(tmp_path: pathlib.Path) -> None:
-    before = content()
-    after = load_file(saved(tmp_path / "user_content.pt", before))
-    assert after == before
-
-
-def test_numbers_of_numpy_where_the_script_has_allowed_the_classes_of_numpy(tmp_path: pathlib.Path) -> None:
-    """`smp.init` does, for the Trainer; the number of parameters is one of NumPy's in GPT scripts."""
-    random_states.let_trainer_load()
-    allowed = set(torch.serialization.get_safe_globals())
-    before = {"num_params": numpy.sum([numpy.prod(torch.ones(2, 3).size())]), "losses": numpy.ones(3)}
-    after = load_file(saved(tmp_path / "user_content.pt", before))
-    assert after["num_params"] == 6
-    assert numpy.array_equal(after["losses"], before["losses"])
-    assert set(torch.serialization.get_safe_globals()) == allowed
 
 
 def test_a_class_that_the_script_has_allowed(tmp_path: pathlib.Path) -> None:
@@ -101,13 +81,6 @@ def test_numbers_and_arrays_of_numpy(tmp_path: pathlib.Path, value: Any, zipped:
     assert found.dtype == value.dtype.newbyteorder("=")
     assert found.shape == value.shape
     assert type(found) is type(value)
-
-
-def test_random_generators_come_back(tmp_path: pathlib.Path) -> None:
-    state = numpy.random.get_state()
-    found = load_file(saved(tmp_path / "f", state))
-    numpy.random.set_state(found)
-    assert numpy.array_equal(numpy.random.get_state()[1], state[1])
 
 
 def test_configurations_of_hugging_face(tmp_path: pathlib.Path) -> None:
@@ -165,25 +138,6 @@ def test_what_was_loaded_is_what_was_saved_and_can_be_saved_again(
         assert found["itself"][1] == range(1, 9, 2)
         assert found["itself"][2][0] is found["itself"]
         assert found["counted"] == collections.Counter({kind: 3, "b": 1})
-
-
-def forged(path: pathlib.Path, content: bytes) -> pathlib.Path:
-    """A file of `torch.save` with a pickle that it would not write."""
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, each in (("data.pkl", content), ("version", b"3\n"), ("byteorder", b"little")):
-            archive.writestr(f"f/{name}", each)
-    return path
-
-
-def test_an_object_of_which_the_attributes_are_missing(tmp_path: pathlib.Path) -> None:
-    """It was an instance of a private class, to which nothing of the real one had happened."""
-    pytest.importorskip("transformers")
-    name = b"ctransformers.models.gpt2.configuration_gpt2\nGPT2Config\n"
-    with pytest.raises(CorruptCheckpointError, match="GPT2Config has no attributes"):
-        load_file(forged(tmp_path / "f", b"\x80\x02" + name + b")\x81."))
-    assert load_file(forged(tmp_path / "f", b"\x80\x02]K\x01a.")) == [1]
-    with pytest.raises(CorruptCheckpointError, match="an array has no contents"):
-        load_file(forged(tmp_path / "f", b"\x80\x02cnumpy\nndarray\n)\x81."))
 
 
 class Calls:
@@ -331,20 +285,6 @@ def test_classes_of_the_script_that_are_asked_for_attributes(
     assert len(DynamicLossScaler.made) == num_made
 
 
-@pytest.mark.parametrize("kind", [WithoutAttributes, numpy.ndarray])
-def test_a_class_itself(tmp_path: pathlib.Path, kind: type) -> None:
-    """What stands for it while a file is read came in its place."""
-    with pytest.raises(CheckpointError, match=r"a class itself .(WithoutAttributes|SavedArray)"):
-        load_file(saved(tmp_path / "f", {"kind": kind}))
-
-
-def test_a_module_that_cannot_be_imported(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = saved(tmp_path / "f", [WithoutAttributes()])
-    monkeypatch.setitem(sys.modules, __name__, None)
-    with pytest.raises(CheckpointError, match="WithoutAttributes"):
-        load_file(path)
-
-
 def test_the_class_is_named_and_how_to_trust_it(tmp_path: pathlib.Path) -> None:
     path = saved(tmp_path / "f", {"b": Calls(subprocess.Popen, ["true"])})
     with pytest.raises(CheckpointError, match=r"subprocess\.Popen, which .* SHARDWRIGHT_TRUST_PICKLE=1"):
@@ -373,25 +313,6 @@ def test_a_trusted_file_is_loaded_as_a_pickle(
 
     load_file(saved(tmp_path / "g", 3, _use_new_zipfile_serialization=False), pickle_module=Own)
     assert Own.used
-
-
-def test_a_file_is_read_once(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was read from its beginning again for each class that it names."""
-    calls: list[Any] = []
-    load = torch.load
-    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: (calls.append(args), load(*args, **kwargs))[1])
-    assert load_file(saved(tmp_path / "f", content())) == content()
-    assert len(calls) == 1
-
-
-def test_a_file_without_checksums(tmp_path: pathlib.Path) -> None:
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        path = saved(tmp_path / "f", {"a": frozenset([1])})
-    finally:
-        torch.serialization.set_crc32_options(before)
-    assert load_file(path) == {"a": frozenset([1])}
 
 
 @pytest.mark.parametrize("zipped", [True, False])

@@ -124,20 +124,6 @@ def test_tools_that_merge_shards_find_what_they_need(tmp_path: Path) -> None:
             assert torch.equal(value, state[name.removeprefix("module.")].float()), name
 
 
-def test_files_as_the_original_library_has_them(tmp_path: Path) -> None:
-    """In dir/tag, without anything that we keep beside them."""
-    (state, *_) = run_ranks(job, 2, str(tmp_path), SHARED, torch.float32)
-    folder = tmp_path / "own_partial"
-    (folder / "manifest.json").unlink()
-    described = torch.load(folder / "model_0.pt")
-    torch.save({"module": described["module"]}, folder / "model_0.pt")
-    folder.rename(tmp_path / "moved")
-    found = whole_state(tmp_path, "moved")
-    shapes = torch.load(tmp_path / "moved" / "user_content.pt")["param_shapes"]
-    assert len(found) == sum(map(len, shapes)) + 3
-    assert all(torch.equal(value, state[name].float()) for name, value in found.items())
-
-
 def test_damage_and_what_is_no_such_checkpoint(tmp_path: Path) -> None:
     run_ranks(job, 2, str(tmp_path), SHARED, torch.float32)
     path = tmp_path / "own_partial" / "optimizer_1.pt"
@@ -153,22 +139,3 @@ def test_damage_and_what_is_no_such_checkpoint(tmp_path: Path) -> None:
         whole_state(tmp_path, "other")
     with pytest.raises(CheckpointError, match="there is no file newest"):
         whole_state(tmp_path / "own_partial")
-
-
-def test_only_the_weights(tmp_path: Path) -> None:
-    """``load_sharded_optimizer_state=False``: for training on, with an optimizer that begins anew."""
-
-    def saves() -> Any:
-        script = Script(SHARED)
-        script.train(2)
-        script.smp.save_checkpoint(str(tmp_path), "a", model=script.model, optimizer=script.optimizer)
-        return None
-
-    def resumes() -> Any:
-        script = Script(SHARED)
-        script.smp.resume_from_checkpoint(str(tmp_path), load_sharded_optimizer_state=False)
-        script.train(1)
-        return {int(entry["step"]) for entry in script.optimizer.state_dict()["state"].values()}
-
-    run_ranks(saves, 2)
-    assert run_ranks(resumes, 2) == [{1}, {1}]

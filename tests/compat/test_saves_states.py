@@ -55,47 +55,6 @@ def test_a_full_state_is_that_of_a_plain_model_and_its_optimizer(layout: str) ->
         assert {group["lr"] for group in optimizer.param_groups} == {0.005}
 
 
-def of_whole_rows(settings: dict[str, Any]) -> Any:
-    script = Script(settings, kind="Adafactor", width=3)
-    script.train(2)
-    state = script.optimizer.state_dict()
-    script.optimizer.load_state_dict(state)
-    script.train(1)
-    return state, script.optimizer.state_dict()
-
-
-def test_what_looks_at_whole_parameters_has_a_full_state() -> None:
-    """Adafactor's columns of a whole parameter have the shape of the one row that the second rank has."""
-    (before, after), (other, _) = run_ranks(of_whole_rows, 2, {**SHARED, "microbatches": 1})
-    plain_before, plain_after = run_ranks(of_whole_rows, 1, {**ONE, "microbatches": 1})[0]
-    for here, there in ((before, plain_before), (other, plain_before), (after, plain_after)):
-        assert here["state"].keys() == there["state"].keys()
-        for number, entry in there["state"].items():
-            shapes = {key: value.shape for key, value in entry.items()}
-            assert {key: value.shape for key, value in here["state"][number].items()} == shapes
-
-
-def test_a_full_state_is_the_same_from_all_layouts() -> None:
-    """The same batches on each replica, the same mean: the same numbers but for rounding."""
-    states = []
-    one_rank = (1, {"partitions": 1, "microbatches": 2})
-    for num_ranks, settings in (one_rank, LAYOUTS["two stages"]):
-        (state, optimizer_state), *others = run_ranks(trained, num_ranks, settings, "SGD")
-        assert all(plain(other) == plain((state, optimizer_state)) for other in others)
-        states.append((state, optimizer_state))
-    (one, one_optimizer), (two, two_optimizer) = states
-    assert one.keys() == two.keys()
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=1e-12, atol=1e-12)
-    for number, entry in one_optimizer["state"].items():
-        torch.testing.assert_close(
-            entry["momentum_buffer"],
-            two_optimizer["state"][number]["momentum_buffer"],
-            rtol=1e-12,
-            atol=1e-12,
-        )
-
-
 def resumed(settings: dict[str, Any], kind: str, state: Any, *, early: bool, partial: bool = False) -> Any:
     script = Script(settings, kind=kind)
     if not early:

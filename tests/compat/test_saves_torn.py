@@ -175,20 +175,3 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     for outcome in outcomes:
         assert "rank 1: No space left on device (model_1_0.pt)" in outcome.value, outcome.error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a_partial", "newest"]
-
-
-def test_a_killed_rank_leaves_the_old_checkpoint(tmp_path: Path) -> None:
-    first, second = run_ranks_outcomes(ends_in_the_middle, 2, str(tmp_path), "killed", timeout_s=40)
-    assert second.exit_code == -signal.SIGKILL
-    assert first.error_type == "PeerLostError"
-    assert "rank 1" in first.error_line
-
-    def resumes() -> Any:
-        script = Script({"partitions": 2, "microbatches": 2})
-        script.smp.resume_from_checkpoint(str(tmp_path))
-        script.train(1)
-        script.smp.save_checkpoint(str(tmp_path), "a", model=script.model, optimizer=script.optimizer)
-        return {int(entry["step"]) for entry in script.optimizer.state_dict()["state"].values()}
-
-    assert [outcome.value for outcome in run_ranks_outcomes(resumes, 2)] == [{2}, {2}]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a_partial", "newest"]

@@ -179,37 +179,6 @@ def test_the_functions_of_releases_before_1_4():
     }
 
 
-def test_gradients_accumulate_without_sync():
-    def on_each_rank():
-        import smdistributed.dataparallel.torch.distributed as dist
-        from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel as DDP
-
-        dist.init_process_group()
-        model = DDP(nn.Linear(1, 1, bias=False), None, None, True, dist.group.WORLD, 25)
-        x = torch.tensor([[dist.get_rank() + 1.0]])
-        with model.no_sync():
-            model(x).sum().backward()
-        own = model.module.weight.grad.item()
-        model(x).sum().backward()
-        return own, model.module.weight.grad.item()
-
-    assert run_ranks(on_each_rank, 2, init_process_group=False) == [(1, 3), (2, 3)]
-
-
-def test_what_these_functions_refuse():
-    from smdistributed.dataparallel.torch import distributed as dist
-    from smdistributed.dataparallel.torch.parallel import DistributedDataParallel as DDP
-
-    with pytest.raises(RuntimeError, match=r"init_process_group\(\) first, once on every rank"):
-        dist.all_reduce(torch.ones(1))
-    with pytest.raises(RuntimeError, match=r"its only group is group.WORLD"):
-        dist.barrier(group=[0, 1])
-    with pytest.raises(RuntimeError, match=r"needs ranks. Call smdistributed.*init_process_group"):
-        DDP(nn.Linear(1, 1))
-    with pytest.raises(RuntimeError, match=r"but a process_group was given"):
-        DDP(nn.Linear(1, 1), process_group=[0])
-
-
 def test_names_that_scripts_and_toolkits_look_up():
     assert [dataparallel._get_id_for_herring_task("all_reduce") for _ in range(2)] == [0, 1]
     from smdistributed.dataparallel import exceptions
@@ -243,15 +212,6 @@ def test_torch_is_told_what_the_launcher_says(given, expected):
     environ = dict(given)
     tell_torch(environ)
     assert environ.items() >= expected.items()
-
-
-def test_jobs_of_mpirun_that_share_a_host_have_ports_of_their_own():
-    ports = set()
-    for job in ("848625665", "848625666", "prterun-host-4711@1"):
-        environ = {**OPEN_MPI, "PMIX_NAMESPACE": job}
-        tell_torch(environ)
-        ports.add(environ["MASTER_PORT"])
-    assert len(ports) == 3
 
 
 ENDS = """

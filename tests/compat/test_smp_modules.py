@@ -12,7 +12,7 @@ from choices import in_every_run, in_sweep, some_combinations
 from compat.small_models import FEATURES, QUIET, Net, batch, largest_difference, loss_of, net, plain_gradients
 from shardwright.errors import UsageError
 from shardwright.testing import run_ranks
-from smdistributed.modelparallel.torch.nn.huggingface import bert, gpt2, gptneo
+from smdistributed.modelparallel.torch.nn.huggingface import gpt2
 from smdistributed.modelparallel.torch.patches.checkpoint import checkpoint, checkpoint_sequential
 
 CLOSE = 1e-12
@@ -66,20 +66,6 @@ def test_placing_is_passed_over_where_the_library_places():
     assert sorted(first + second) == ["first", "fourth", "second", "third"]
 
 
-def test_a_script_that_places_for_two_stages_runs_with_one():
-    """Partition 1 did not exist, although placing is passed over where the library places."""
-
-    def alone():
-        import smdistributed.modelparallel.torch as smp
-
-        smp.init({**QUIET, "partitions": 1})
-        plain = Placed()
-        smp.set_partition(plain.third, 1)
-        return hasattr(smp.DistributedModel(plain), "module")
-
-    assert run_ranks(alone, 1) == [True]
-
-
 @pytest.mark.parametrize("by_setting", [True, in_sweep(False)])
 def test_a_model_that_is_created_without_memory_trains_alike(by_setting):
     def trained(by_setting):
@@ -106,23 +92,6 @@ def test_a_model_that_is_created_without_memory_trains_alike(by_setting):
         return all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
 
     assert run_ranks(trained, 2, by_setting) == [True] * 2
-
-
-def test_models_are_created_in_a_type():
-    def created():
-        import smdistributed.modelparallel.torch as smp
-
-        smp.init(QUIET)
-        with smp.model_creation(tensor_parallelism=False, dtype=torch.bfloat16, attention_in_fp32=False):
-            low = nn.Linear(2, 2)
-        with smp.tensor_parallelism(enabled=True, fused_softmax=True), smp.tensor_parallelism(False):
-            same = nn.Linear(2, 2)
-        smp.set_tensor_parallelism(same, True, distribute_embedding=True)
-        with pytest.raises(UsageError, match="floating-point"), smp.model_creation(dtype=torch.int64):
-            pass
-        return type(same), low.weight.dtype, same.weight.dtype, torch.get_default_dtype()
-
-    assert run_ranks(created, 1) == [(nn.Linear, torch.bfloat16, torch.float32, torch.float32)]
 
 
 class ByHand(nn.Module):
@@ -166,31 +135,6 @@ def test_modules_are_recomputed_by_hand(num_ranks, strategy):
     assert max(difference for difference, _ in found) < CLOSE
     if num_ranks == 1:
         assert found[0][1] == 4  # two microbatches, each once forward and once in its backward
-
-
-def test_tuples_between_children_are_arguments_or_one():
-    class Two(nn.Module):
-        def forward(self, a, b):
-            return a + b, a - b
-
-    class One(nn.Module):
-        def forward(self, pair):
-            a, b = pair
-            return a + b, a - b
-
-    x = torch.ones(2, requires_grad=True), torch.full((2,), 3.0, requires_grad=True)
-
-    def recomputed():
-        smp.init(QUIET)
-        spread = checkpoint_sequential(nn.Sequential(Two(), Two()), x)
-        packed = checkpoint_sequential(nn.Sequential(One(), One()), x, pack_args_as_tuple=True)
-        with pytest.raises(UsageError, match=r"takes an nn\.Sequential"):
-            checkpoint_sequential(Two(), x)
-        with pytest.raises(UsageError, match=r"takes an nn\.Module and its arguments"):
-            checkpoint(lambda value: value, x)
-        return [t.tolist() for t in (*spread, *packed)]
-
-    assert run_ranks(recomputed, 1) == [[[2.0, 2.0], [6.0, 6.0]] * 2]
 
 
 @pytest.mark.parametrize(
@@ -314,12 +258,6 @@ def test_attention_is_softmax_of_scores(qkv):
         assert torch.allclose(layer(qkv, mask, True), attention(qkv, mask + causal(5), factor=factor))
 
 
-def test_attention_takes_booleans(qkv):
-    taken = torch.tensor([True, True, False, True, True])
-    bias = torch.zeros(5, dtype=torch.float64).masked_fill(~taken, -math.inf)
-    assert torch.allclose(layer_of()(qkv, taken), attention(qkv, bias, factor=1 / math.sqrt(8)))
-
-
 def test_alibi_falls_with_the_distance(qkv):
     layer = layer_of(triton_flash_attention=True, use_alibi=True)
     distance = (torch.arange(5)[:, None] - torch.arange(5)[None, :]).abs()
@@ -333,22 +271,6 @@ def test_alibi_falls_with_the_distance(qkv):
         layer_of(use_alibi=True)
 
 
-def test_alibi_slopes_beyond_a_power_of_two():
-    from smdistributed.modelparallel.torch.nn.flash_attention import alibi_slopes
-
-    assert alibi_slopes(8) == [2.0 ** -(head + 1) for head in range(8)]
-    # As the paper's own code has them for 12 heads.
-    assert alibi_slopes(12)[8:] == [2.0 ** -(0.5 + head) for head in range(4)]
-
-
-def test_attention_drops_only_in_training(qkv):
-    layer = smp.nn.FlashAttentionLayer(0.5)
-    torch.manual_seed(0)
-    assert not torch.allclose(layer(qkv), layer(qkv))
-    layer.eval()
-    assert torch.equal(layer(qkv), layer(qkv))
-
-
 def test_wrong_attention_is_refused(qkv):
     for call, text in (
         (lambda: smp.nn.FlashAttentionLayer(1.5), "attention_dropout_prob is 1.5"),
@@ -358,41 +280,6 @@ def test_wrong_attention_is_refused(qkv):
     ):
         with pytest.raises(UsageError, match=text):
             call()
-
-
-def test_the_fused_layer_norm_is_pytorchs_own():
-    # Scripts look for it to leave the layer norms of Hugging Face's models out of weight decay.
-    assert isinstance(nn.LayerNorm(4), smp.nn.FusedLayerNorm)
-    assert smp.nn.FusedLayerNorm(4, eps=1e-5, elementwise_affine=True)(torch.ones(2, 4)).shape == (2, 4)
-
-
-def test_states_that_have_the_wanted_names_stay_as_they_are():
-    state = {"transformer.wte.weight": torch.ones(4, 2), "transformer.h.0.attn.bias": mask_of(8)}
-    assert gpt2.translate_state_dict_to_hf_gpt2(state) is state
-    ours = {"transformer.seq_layers.0.attention.dense.bias": torch.ones(2)}
-    assert gpt2.translate_hf_state_dict_to_smdistributed_gpt2(ours) is ours
-    assert gpt2.translate_hf_state_dict_to_smdistributed(ours, 8) is ours
-    # Masks of earlier releases of transformers have no place in a distributed layer.
-    assert list(gpt2.translate_hf_state_dict_to_smdistributed(state)) == ["transformer.wte.weight"]
-
-
-def mask_of(length):
-    return torch.ones(length, length, dtype=torch.bool).tril()[None, None]
-
-
-@pytest.mark.parametrize("length", [4, 12])
-def test_masks_are_made_for_a_number_of_positions(length):
-    state = {"transformer.wpe.weight": torch.ones(8, 2), "transformer.h.0.attn.bias": mask_of(8)}
-    found = gpt2.translate_state_dict_to_hf_gpt2(state, max_seq_len=length)
-    assert torch.equal(found["transformer.h.0.attn.bias"], mask_of(length))
-    assert found["transformer.wpe.weight"] is state["transformer.wpe.weight"]
-    assert state["transformer.h.0.attn.bias"].shape[-1] == 8
-    ids = {"bert.embeddings.position_ids": torch.arange(8)[None]}
-    (positions,) = bert.translate_state_dict_to_hf_bert(ids, length).values()
-    assert positions.shape == (1, length)
-    local = {"transformer.h.1.attn.attention.bias": mask_of(8) ^ mask_of(8).tril(-3)}
-    if length > 8:  # what the window was, the mask alone does not tell
-        assert gptneo.translate_state_dict_to_hf_gptneo(local, length) is local
 
 
 def test_states_that_cannot_be_translated_are_refused():

@@ -1,6 +1,5 @@
 """Step functions of smp: what is cut, what comes back, and that training is plain training."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -54,11 +53,6 @@ def test_only_the_first_rank_of_a_replica_has_to_have_the_batch(dummy):
     assert max(difference for difference, _ in found) < CLOSE
 
 
-def test_batches_need_not_divide_by_the_microbatches():
-    found = run_ranks(trained, 2, {"partitions": 2}, size=7, dummy="empty")
-    assert max(difference for difference, _ in found) < CLOSE
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_gradients_of_microbatches_may_be_summed(num_ranks):
     found = run_ranks(trained, num_ranks, {"partitions": num_ranks}, average=False)
@@ -108,14 +102,6 @@ def test_other_settings_train_alike(settings):
 
     both = settings.get("shard_optimizer_state") and settings.get("sharded_data_parallel_degree")
     assert max(run_ranks(gradients_and_update, 4 if both else 2, settings)) < 1e-9
-
-
-class ImageList(list):
-    """Tensors in a list, which cuts itself all the same: by number."""
-
-    def smp_slice(self, num_mb, mb, axis):
-        size = len(self) // num_mb
-        return ImageList(self[mb * size : (mb + 1) * size])
 
 
 class Boxes:
@@ -182,47 +168,6 @@ def test_tensors_are_cut_in_all_containers_and_other_things_pass():
         assert last[7][0] == 2
         assert last[7][2] == 0
         assert last[8:10] == ["text", 7]
-
-
-def test_a_container_that_cuts_itself_is_asked():
-    def cut():
-        import smdistributed.modelparallel.torch as smp
-
-        smp.init({**QUIET, "microbatches": 2})
-        model = smp.DistributedModel(net())
-
-        @smp.step
-        def look(model, images):
-            return [type(images).__name__, *(tuple(image.shape) for image in images)]
-
-        with torch.no_grad():
-            return look(model, ImageList([torch.ones(7), torch.ones(8)]))
-
-    assert run_ranks(cut, 1) == [[["ImageList", "ImageList"], ([7, 8],)]]
-
-
-def test_a_loss_that_was_read_in_a_step_is_saved_as_a_plain_number(tmp_path):
-    def save_best():
-        import smdistributed.modelparallel.torch as smp
-
-        smp.init({**QUIET, "partitions": 2, "microbatches": 2})
-        model = smp.DistributedModel(net())
-        best = {"loss": math.inf, "total": 0}
-
-        @smp.step
-        def look(model, x, y):
-            best["loss"] = loss_of(model, x, y).item()
-            best["total"] += best["loss"]
-            return best["loss"]
-
-        with torch.no_grad():
-            losses = look(model, *batch(0))
-        smp.save(best, tmp_path / f"{smp.rank()}.pt", partial=False)
-        found = smp.load(tmp_path / f"{smp.rank()}.pt", partial=False)
-        assert found == {"loss": losses[-1], "total": sum(losses)}
-        assert set(map(type, found.values())) == {float}
-
-    run_ranks(save_best, 2)
 
 
 def outputs(settings):
@@ -305,37 +250,3 @@ def test_a_model_output_of_hugging_face_comes_back_as_one():
     first, second = run_ranks(gpt2, 2, env={"TRANSFORMERS_VERBOSITY": "error"}, timeout_s=90)
     assert first == second
     assert first[1] is None
-
-
-def test_outputs_have_no_history_whatever_is_asked_for():
-    import smdistributed.modelparallel.torch as smp
-
-    with pytest.warns(UserWarning, match="detach_outputs=False changes nothing"):
-        smp.step(detach_outputs=False)(lambda x: x)
-
-
-def test_a_step_can_tell_that_it_is_traced(tmp_path):
-    def traced():
-        import smdistributed.modelparallel.torch as smp
-
-        smp.init({**QUIET, "partitions": 2, "microbatches": 2})
-        model = smp.DistributedModel(net())
-        # What a trace leaves in lists of the script is taken back; a file keeps it.
-        notes = tmp_path / f"rank{smp.rank()}"
-
-        @smp.step
-        def train_step(model, x, y):
-            with notes.open("a") as file:
-                file.write("T" if smp.is_tracing() else "-")
-            loss = loss_of(model, x, y)
-            model.backward(loss)
-            return loss
-
-        for index in range(2):
-            train_step(model, *batch(index))
-        assert not smp.is_tracing()
-        return notes.read_text()
-
-    for seen in run_ranks(traced, 2):
-        assert seen.startswith("T")
-        assert seen.replace("T", "") == "----"

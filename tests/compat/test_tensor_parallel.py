@@ -154,62 +154,6 @@ def test_ranks_groups_and_parameters_say_how_they_are_shared():
     assert found[0] == found[1] != found[2] == found[3]
 
 
-def test_each_rank_may_read_a_batch_of_its_own():
-    def trained() -> Any:
-        import smdistributed.modelparallel.torch as smp
-
-        run = Run("GPT-2", {})
-        both = torch.cat([batch(0, replica) for replica in range(2)])
-        losses = run.train(batch(0, smp.dp_rank()), both)
-        wanted = r"ids is .*\(4, \d+\).* on rank 0 and is .*\(5, \d+\).* on rank 1.*drop_last"
-        with pytest.raises(UsageError, match=wanted):
-            run.train(batch(1, size=4 + smp.tp_rank()))
-        return losses, run.largest_difference()
-
-    for (found, wanted), difference in run_ranks(trained, 2, timeout_s=120):
-        assert found == pytest.approx(wanted, abs=2e-6)
-        assert difference < 1e-5
-
-
-def test_what_has_no_rows_is_the_same_on_ranks_that_share_layers():
-    """The values of the first rank were taken, and nothing said that others had passed other ones."""
-
-    def refused() -> None:
-        import smdistributed.modelparallel.torch as smp
-
-        smp.init({**QUIET, **TWO})
-        model = smp.DistributedModel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-
-        @smp.step(non_split_inputs=["weights"])
-        def evaluate(model, x, weights, factor=1.0, names=("a",)):
-            return (model(x) * weights[0] * factor).mean()
-
-        x, rank = torch.ones(4, 4), smp.tp_rank()
-        same = [torch.ones(4)]
-        with torch.no_grad():
-            evaluate(model, x * rank, same)
-            for error, arguments, named in (
-                (
-                    r"weights is .*\(4,\).* on rank 0 and has other content on rank 1",
-                    ([torch.ones(4) + rank],),
-                    {},
-                ),
-                (
-                    r"weights is .*\(4,\).* on rank 0 and is .*\(5,\).* on rank 1",
-                    ([torch.ones(4 + rank)],),
-                    {},
-                ),
-                ("weights is .*float32.* on rank 0 and is not given on rank 1", (same * (2 - rank),), {}),
-                (r"factor is 0\.5 on rank 0 and is 1\.5 on rank 1", (same,), {"factor": 0.5 + rank}),
-                (r"factor is 0 on rank 0 and is 0\.0 on rank 1", (same,), {"factor": (0, 0.0)[rank]}),
-                ("names is 'a' on rank 0 and is 'b' on rank 1", (same,), {"names": ["a", "b"][rank:]}),
-            ):
-                with pytest.raises(UsageError, match=error):
-                    evaluate(model, x, *arguments, **named)
-
-    run_ranks(refused, 2)
-
-
 def saved_and_resumed(folder: Any, num_stages: int) -> Any:
     """Losses after a partial checkpoint, of the run that goes on and of one that resumes."""
     import smdistributed.modelparallel.torch as smp
@@ -312,17 +256,6 @@ def test_what_is_not_marked_is_whole_on_every_rank():
     for found in run_ranks(trained, 2):
         assert {"0.0.weight", "0.2.weight"} <= set(found)
         assert not any(name.startswith(("1.", "3.")) for name in found)
-
-
-def test_a_model_on_the_host_is_whole_again():
-    def gathered() -> Any:
-        run = Run("GPT-2", {"prescaled_batch": True})
-        run.train(batch(0))
-        run.model.cpu()
-        found = run.model(input_ids=batch(1)).logits
-        return (found - run.plain(input_ids=batch(1)).logits).abs().max().item()
-
-    assert max(run_ranks(gathered, 2, timeout_s=120)) < 1e-5
 
 
 def test_a_call_outside_of_a_step_is_refused():

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 import yaml
 
-from shardwright.errors import ConfigError, LaunchError
+from shardwright.errors import ConfigError
 from shardwright.launch import Estimator, Kubernetes
 from shardwright.launch.engines.kubernetes import pack
 
@@ -37,24 +37,6 @@ def estimator(**arguments):
             **arguments,
         }
     )
-
-
-def test_a_job_is_started_by_kubectl(folder):
-    with pytest.raises(LaunchError, match=r"python script\.py \| kubectl apply -f -"):
-        estimator().fit({"train": "/data/train"}, job_name="one")
-
-
-def test_dollars_and_names_that_kubernetes_has_a_meaning_for(folder):
-    """It expands `$(NAME)` and `$$` in commands and variables, and refuses names with spaces."""
-    words, variables = {"a": "$(HOME) $$", "two words": 1}, {"FROM": "$(HOME)$$x$"}
-    text = estimator(hyperparameters=words, environment=variables).manifest(job_name="one")
-    *_, manifest = yaml.safe_load_all(text)
-    trainer = manifest["spec"]["trainer"]
-    assert "'$$(HOME) $$$$'" in trainer["command"][-1]
-    assert {"name": "FROM", "value": "$$(HOME)$$$$x$$"} in trainer["env"]
-    assert "two words" not in {each["name"] for each in trainer["env"]}
-    with pytest.raises(ConfigError, match="environment has '1st', but on Kubernetes names of variables are"):
-        estimator(environment={"1st": "x"}).manifest()
 
 
 # Fields of the published types, as far as manifests have them: dictionaries and lists of them, else values.

@@ -119,13 +119,6 @@ def test_two_ranks_compute_and_their_output_is_shown_and_kept(folder):
     assert "shardwright run: 2 ranks, run folder runs/one" in found.stderr
 
 
-def test_the_same_script_runs_under_torchrun(folder):
-    command = ("torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=1", folder.script(TRAIN))
-    found = folder.run(*command, "kill", "1")
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.count("done, restart 1") == 2
-
-
 @pytest.mark.parametrize("times", [2, in_sweep(3)])
 def test_restarts_in_a_row_recover_from_a_killed_rank(folder, times):
     words = ("-n", "2", "--max-restarts", str(times), folder.script(TRAIN), "kill", str(times))
@@ -180,13 +173,6 @@ def test_the_ranks_get_their_variables(folder):
     assert (json.loads(settings), threads, master) == ({"pipeline": "1f1b"}, "5", "127.0.0.1")
 
 
-def test_a_module_runs(folder):
-    (folder.path / "package").mkdir()
-    folder.script("import sys\nprint('module', sys.argv[1:])", "package/train.py")
-    found = folder.shardwright_run("-n", "1", "-m", "package.train", "-x")
-    assert (found.returncode, found.stdout) == (0, "module ['-x']\n")
-
-
 def test_arguments_and_paths_with_dollars_stay_as_they_are(folder):
     """torchelastic fills in what looks like a template: `pa$$word` became `pa$word`, `${local_rank}` 0."""
     words = ["pa$$word", "${local_rank}", "$local_rank", "${rank}", "$HOME", "$", "5 $$$"]
@@ -194,19 +180,6 @@ def test_arguments_and_paths_with_dollars_stay_as_they_are(folder):
     found = folder.shardwright_run("-n", "1", "--run-dir", "runs$$1", script, *words)
     assert (found.returncode, found.stdout) == (0, f"{words}\n"), found.stderr
     assert (folder.path / "runs$$1/one/logs/rank0.log").read_text() == f"{words}\n"
-
-
-def test_two_runs_of_one_name_do_not_mix(folder):
-    wait = without_torch("open('started', 'w').close()\ntime.sleep(60)")
-    first = folder.start("-n", "1", folder.script(wait))
-    folder.wait_for("started")
-    second = folder.shardwright_run("-n", "1", folder.script("print('second')", "second.py"))
-    assert second.returncode == 2
-    assert "runs/one belongs to another run that goes on" in second.stderr
-    assert "second" not in second.stdout + folder.log(0)
-    first.send_signal(signal.SIGKILL)
-    first.communicate(timeout=60)
-    assert folder.shardwright_run("-n", "1", "second.py").stdout == "second\n"
 
 
 INFEASIBLE = """
@@ -312,57 +285,6 @@ def test_signals_reach_the_ranks_once_and_they_have_time_to_save(folder, number)
     assert not [pid for pid in pids if alive(pid)]
 
 
-def test_a_signal_to_save_that_comes_twice_leaves_the_whole_grace(folder):
-    """Bug: told twice, the agent tells SIGTERM to its ranks, which then had 1 s, as after a second Ctrl-C."""
-    code = SAVES.replace("time.sleep(0.3)", "time.sleep(2)")
-    process = folder.start("-n", "1", folder.script(without_torch(code)))
-    folder.wait_for("pids0")
-    process.send_signal(signal.SIGUSR1)
-    folder.wait_for("signal0")
-    process.send_signal(signal.SIGUSR1)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 75, err
-    assert (folder.path / "signal0").read_text() == f"{signal.SIGUSR1:d} "
-
-
-def test_a_rank_that_does_not_end_on_a_signal_is_killed_after_the_grace(folder):
-    code = """
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        open("partial", "w").write(str(os.getpid()))
-        os.rename("partial", "pid")
-        time.sleep(1000)
-    """
-    process = folder.start("-n", "1", "--grace", "1", folder.script(without_torch(code)))
-    pid = int(folder.wait_for("pid"))
-    process.terminate()
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "stopped by SIGTERM" in err
-    assert not alive(pid)
-
-
-def test_a_second_ctrl_c_is_immediate(folder):
-    code = """
-        def note(number, frame):
-            with open("signals", "a") as file: file.write(f"{number}\\n")
-        for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, note)
-        open("ready", "w").close()
-        while True: time.sleep(0.05)
-    """
-    process = folder.start("-n", "1", folder.script(without_torch(code)))
-    folder.wait_for("ready")
-    process.send_signal(signal.SIGINT)
-    folder.wait_for("signals")
-    before_s = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert time.monotonic() - before_s < 10
-    assert (process.returncode, err.splitlines()[1:]) == (
-        128 + signal.SIGINT,
-        ["stopped by SIGINT; the state of this moment was not saved (sw.Checkpoints in the script saves it)"],
-    )
-
-
 def test_nothing_outlives_a_launcher_that_is_killed(folder):
     (folder.path / "tmp").mkdir()
     folder.environ["TMPDIR"] = str(folder.path / "tmp")
@@ -394,13 +316,6 @@ def _free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def test_python_m_shardwright_says_how_it_is_used(folder):
-    found = folder.run(*SHARDWRIGHT, "run", "missing.py")
-    assert found.returncode == 2
-    assert "There is no script missing.py" in found.stderr
-    assert shlex.join(["shardwright", "run", "-n", "2", "train.py"]) in found.stderr
 
 
 def test_the_ranks_get_the_variables_of_sagemaker(folder):

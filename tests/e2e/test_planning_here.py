@@ -89,18 +89,6 @@ def refused(here):
     return run
 
 
-@pytest.mark.sweep
-def test_the_plan_of_a_search_runs(shardwright, here):
-    words = ("model.py:build", "this-cpu", "--batch", "8", "--dtype", "float32", "--pin", "pipeline=2")
-    code, _, _ = here("search", *words, "-o", "plan.json")
-    assert code == 0
-    found = shardwright("run", "-n", "2", "--plan", "plan.json", "train.py")
-    assert found.returncode == 0, found.stderr
-    used = next((shardwright.folder / "runs").glob("*/plan.json"))
-    planned = [json.loads(path.read_text()) for path in (shardwright.folder / "plan.json", used)]
-    assert planned[0]["stages"] == planned[1]["stages"]
-
-
 def test_a_plan_from_a_profile(shardwright, here, refused):
     found = shardwright("profile", "model.py:build", "-n", "2", "-o", "profile.json")
     assert found.returncode == 0, found.stderr
@@ -140,11 +128,3 @@ def test_what_cannot_be_tried_is_said_once(shardwright, refused):
     assert "--profile p.json has no use" in both
     odd = refused("plan", "model.py:build", "-n", "3", "--verify", "2", "--nnodes", "2")
     assert "--num-ranks 3 on --nnodes 2" in odd
-
-
-@pytest.mark.sweep  # tests/e2e/test_launch.py has it for a run
-def test_nothing_that_fits_ends_with_three(shardwright):
-    words = ("plan", "model.py:build", "-n", "2", "--verify", "2", "--set", "memory_limit=1KiB")
-    found = shardwright(*words)
-    assert found.returncode == 3, found.stderr
-    assert "1.0 KiB" in found.stderr or "1 KiB" in found.stderr

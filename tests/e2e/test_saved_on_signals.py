@@ -99,20 +99,6 @@ def test_the_launcher_is_told(number: signal.Signals, tmp_path: Path) -> None:
     assert re.search(r"step 100 loss \S+", resumed.text)
 
 
-@pytest.mark.sweep
-def test_one_rank_alone_is_told(tmp_path: Path) -> None:
-    """A scheduler that signals a single process: all ranks save, and end; here as on Ctrl-C."""
-    process = _started(_command(tmp_path), tmp_path)
-    _until_it_says(process, "step 3 loss")
-    script = str(tmp_path / "train.py")
-    search = ["pgrep", "-f", f"^[^ ]*python[^ ]* -u {script}"]
-    listed = subprocess.run(search, capture_output=True, text=True, check=True)
-    os.kill(int(listed.stdout.split()[-1]), signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
-    assert CheckpointFolder(tmp_path / "runs" / "job" / "checkpoints").commits()
-
-
 def test_a_step_longer_than_the_grace_is_not_saved_and_it_is_said(tmp_path: Path) -> None:
     process = _started(_command(tmp_path, "30", ranks=1, grace="1"), tmp_path)
     _until_it_says(process, "step 1 loss")
@@ -122,20 +108,6 @@ def test_a_step_longer_than_the_grace_is_not_saved_and_it_is_said(tmp_path: Path
     assert process.returncode == 128 + signal.SIGTERM, output
     assert "did not save in time (--grace 1)" in output
     assert CheckpointFolder(tmp_path / "runs" / "job" / "checkpoints").commits() == ()
-
-
-@pytest.mark.sweep
-def test_a_second_ctrl_c_is_immediate(tmp_path: Path) -> None:
-    process = _started(_command(tmp_path, "30"), tmp_path)
-    _until_it_says(process, "step 1 loss")
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    began_s = time.monotonic()
-    output, _ = process.communicate(timeout=60)
-    assert time.monotonic() - began_s < 10
-    assert process.returncode == 128 + signal.SIGINT, output
 
 
 @pytest.mark.sweep  # tests/ranks/checkpoints/test_checkpoints.py goes on with other ranks, too
@@ -154,23 +126,6 @@ def test_the_example_goes_on_with_other_ranks(tmp_path: Path) -> None:
     run(2, 4)
     assert "resumed from" in (text := run(1, 6))
     assert "step 4 |" in text  # it was saved after step 3
-
-
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.sweep), signal.SIGUSR1])
-def test_every_process_is_told_at_once(number: signal.Signals, tmp_path: Path) -> None:
-    """As a scheduler does: the launcher, supervisors, ranks and workers of data loaders get the signal."""
-    process = _started(_command(tmp_path, "0.3", "workers", ranks=1), tmp_path)
-    _until_it_says(process, "step 3 loss")
-    told = [process.pid]
-    for pid in told:
-        children = Path(f"/proc/{pid}/task/{pid}/children")
-        told += [int(child) for child in children.read_text().split()] if children.exists() else []
-    assert len(told) >= 5
-    for pid in told:
-        os.kill(pid, number)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
-    assert CheckpointFolder(tmp_path / "runs" / "job" / "checkpoints").commits()
 
 
 def test_the_same_command_goes_on_without_a_launcher_of_ours(tmp_path: Path) -> None:

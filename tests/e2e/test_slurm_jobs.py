@@ -156,15 +156,6 @@ def test_a_rank_that_fails_under_a_real_slurm_is_named(folder, cluster):
     assert caught.value.exit_code == 5
 
 
-def test_a_job_that_slurm_holds_is_not_waited_for(folder, stand_ins):
-    """The nodes could not start it: Slurm puts it back, and waits for an administrator."""
-    (stand_ins / "held").touch()
-    with pytest.raises(LaunchError, match="Slurm could not start job 100 on its nodes") as caught:
-        estimator().fit(logs=False)
-    assert caught.value.exit_code == 4
-    assert (stand_ins / "100.cancelled").exists()
-
-
 def test_the_batch_script_runs_on_each_node(folder, stand_ins, monkeypatch):
     monkeypatch.setenv("SM_MODEL_DIR", "/of/another/job")
     job = estimator(
@@ -225,14 +216,6 @@ def test_folders_and_hyperparameters_of_any_name(folder, stand_ins):
     assert (options["chdir"], options["comment"]) == (str(source), 'say "hi" \\ #2')
 
 
-@pytest.mark.sweep  # it starts another cluster
-def test_folders_of_any_name_under_a_real_slurm(folder, cluster):
-    in_awkward_folders(folder).fit(job_name="one", logs=False)
-    for rank in range(4):
-        assert ast.literal_eval((folder / AWKWARD / f"argv{rank}").read_text()) == WORDS
-    assert "2 ranks on each of 2" in (folder / AWKWARD / "all runs/one/logs/slurm.log").read_text()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -257,13 +240,6 @@ def test_the_rank_that_failed_first_is_named(folder, stand_ins):
     assert "Slurm job 100 ended as FAILED. rank 1 failed first" in text
     assert "ValueError: boom on one" in text
     assert caught.value.exit_code == job.latest_training_job.exit_code == 5
-
-
-def test_a_script_that_never_starts_is_told_with_its_log(folder, stand_ins):
-    job = estimator(instance_count=1, engine=Slurm(poll_s=0.1, setup="echo no such module; exit 7"))
-    with pytest.raises(LaunchError, match=r"ended as FAILED\. its launcher wrote:\nno such module") as caught:
-        job.fit(logs=False)
-    assert caught.value.exit_code == 7
 
 
 def test_a_job_can_be_stopped(folder, stand_ins):

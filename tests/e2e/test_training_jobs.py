@@ -1,14 +1,10 @@
 """Training jobs of the estimator on this machine, with real ranks: one host, two, and hosts with networks."""
 
 import json
-import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
-import torch
 
 from shardwright.errors import LaunchError
 from shardwright.launch import Estimator, LocalCluster
@@ -92,24 +88,3 @@ def test_hosts_with_networks(folder, capabilities):
     assert (environ["MASTER_ADDR"], environ["SM_CURRENT_HOST"]) == ("10.77.0.1", "algo-2")
     assert (environ["OMPI_COMM_WORLD_SIZE"], environ["OMPI_COMM_WORLD_LOCAL_RANK"]) == ("4", "1")
     assert environ["SM_NETWORK_INTERFACE_NAME"] == "eth0"
-
-
-@pytest.mark.sweep  # tests/compat/test_scripts.py trains such scripts, and tests above what starts them
-def test_the_example_trains_a_script_that_was_written_for_sagemaker(tmp_path):
-    example = Path(__file__).parents[2] / "examples/estimator.py"
-    found = subprocess.run(
-        [sys.executable, str(example), "--epochs", "1"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert "CPU mode" in found.stdout
-    (loss,) = re.findall(r"^\[rank 0\] epoch 1: loss ([\d.]+)$", found.stdout, flags=re.MULTILINE)
-    assert float(loss) < 0.5
-    (model,) = tmp_path.glob("runs/digits-*/model/model.pt")
-    assert found.stdout.endswith(f"the model is in {model.parent}\n")
-    state = torch.load(model)
-    shapes = [tuple(value.shape) for value in state.values()]
-    assert shapes == [(128, 64), (128,), (10, 128), (10,)]

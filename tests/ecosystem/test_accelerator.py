@@ -23,15 +23,6 @@ def test_two_stages_train_and_evaluate_like_one_process(plain, tmp_path):
         assert report[name] == pytest.approx(plain[name], abs=3e-6), name
 
 
-@pytest.mark.sweep
-def test_two_replicas_count_each_sample_once(plain, tmp_path):
-    """A script for several processes has as many batches less; what it gathers has the length of the data."""
-    report = over_ranks(SCRIPT, "--accumulate", "1", cwd=tmp_path, settings={"pipeline_parallel_degree": 1})
-    assert len(report["losses"]) == len(plain["losses"]) // 2
-    assert report["rates"][-1] == pytest.approx(plain["rates"][-1], abs=1e-3)
-    assert all(round(accuracy * 20) == pytest.approx(accuracy * 20) for accuracy in report["accuracies"])
-
-
 def _loaded(folder):
     from shardwright.integrations.accelerate import Accelerator
 

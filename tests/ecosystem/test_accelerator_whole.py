@@ -45,11 +45,3 @@ def test_a_state_of_two_ranks_with_a_scheduler_loads_on_one(plain, staged, tmp_p
     report = over_ranks(SCRIPT, "--lora", "--resume", state, cwd=tmp_path, settings={}, num_ranks=1)
     assert len(report["losses"]) == len(plain["losses"]) - 2
     compare(report, plain)
-
-
-@pytest.mark.sweep
-def test_two_replicas_train_on_the_labels_that_count_in_all(tmp_path):
-    (tmp_path / "plain").mkdir()
-    expected = alone(SCRIPT, cwd=tmp_path / "plain")
-    settings = {"pipeline_parallel_degree": 1, "microbatches": 2}
-    compare(over_ranks(SCRIPT, "--batch_size", "2", cwd=tmp_path, settings=settings), expected)

@@ -35,15 +35,6 @@ def test_the_checkpoint_loads_in_one_process(staged):
     assert "encoder.0.weight" in checkpoint["state_dict"]
 
 
-@pytest.mark.sweep
-def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_ended(staged, tmp_path):
-    [checkpoint] = (staged[0] / "output/checkpoints").glob("*.ckpt")
-    arguments = ("--strategy", "shardwright", "--ckpt_path", checkpoint, "--max_epochs", "3")
-    resumed = over_ranks(SCRIPT, *arguments, cwd=tmp_path, settings=STAGES)
-    whole = over_ranks(SCRIPT, *arguments[:2], *arguments[4:], cwd=tmp_path, settings=STAGES)
-    assert resumed["losses"] == pytest.approx(whole["losses"][-len(resumed["losses"]) :], abs=1e-6)
-
-
 def table(folder):
     with (folder / "output/log/version_0/metrics.csv").open() as file:
         return [{name: float(each) for name, each in row.items() if each} for row in csv.DictReader(file)]

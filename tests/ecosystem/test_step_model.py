@@ -94,13 +94,6 @@ def test_evaluation_returns_the_outputs_of_the_batch(run: None) -> None:
     assert model.get_module().body.weight.grad is None
 
 
-def test_a_loss_that_was_multiplied_is_refused(run: None) -> None:
-    model = StepModel(Tagger())
-    x, labels = batch()
-    with pytest.raises(UsageError, match=r"multiplied by 0.5.*gradient_accumulation_steps"):
-        (model(x, labels=labels)["loss"] * 0.5).backward()
-
-
 class Counted(Tagger):
     """Divides its loss by the labels of the whole update, as models of transformers do when told."""
 
@@ -126,24 +119,6 @@ def test_a_loss_divided_by_the_labels_of_an_update(run: None) -> None:
     loss = model(x, labels=labels, num_items_in_batch=num_items)["loss"]
     with pytest.raises(UsageError, match=r"multiplied by 1 .*not by 2 \(calls of an update \* replicas\)"):
         (loss / 2).backward()
-
-
-def test_a_second_backward_is_refused(run: None) -> None:
-    model = StepModel(Tagger())
-    x, labels = batch()
-    loss = model(x, labels=labels)["loss"]
-    loss.backward(retain_graph=True)
-    with pytest.raises(UsageError, match="second backward of one loss"):
-        loss.backward()
-
-
-def test_a_call_whose_gradients_nobody_wanted_is_told_of(run: None) -> None:
-    """They are there, and the next call would add to them."""
-    model = StepModel(Tagger())
-    x, labels = batch()
-    model(x, labels=labels)
-    with pytest.raises(UsageError, match=r"nothing has asked for the backward.*torch.no_grad"):
-        model(x, labels=labels)
 
 
 def test_logits_in_training_are_left_out_unless_asked_for(run: None) -> None:

@@ -1,7 +1,5 @@
 """The Trainer of transformers 5 over ranks: an unedited script trains as in one process."""
 
-import shutil
-
 import pytest
 from scripts_of_others import alone, over_ranks
 
@@ -59,10 +57,3 @@ def test_two_replicas_train_like_one_process(plain, tmp_path, shards):
     settings = {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": shards}
     report = over_ranks(SCRIPT, "--batch_size", "2", cwd=tmp_path, settings=settings)
     compare(report, plain[1])
-
-
-@pytest.mark.sweep
-def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_ended(staged, tmp_path):
-    folder, whole = staged
-    shutil.copytree(folder / "output/checkpoint-3", tmp_path / "output/checkpoint-3")
-    compare(over_ranks(SCRIPT, "--resume", cwd=tmp_path, settings=STAGES), whole)

@@ -74,12 +74,6 @@ def test_two_ranks_of_legacy_keras_give_what_a_plain_script_gives(case):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("case", FURTHER, ids=_name)
-def test_further_schedules(case):
-    _assert_equal(case, FURTHER)
-
-
-@pytest.mark.sweep
 @pytest.mark.parametrize("case", REST, ids=_name)
 def test_the_rest_with_legacy_keras(case):
     _assert_equal(case, REST, legacy=True)

@@ -10,7 +10,7 @@ import pytest
 from keras_features import SETTINGS
 
 from shardwright.errors import UsageError
-from shardwright.testing import run_ranks, run_ranks_outcomes
+from shardwright.testing import run_ranks
 
 
 def _ended(ranks, folder):
@@ -116,32 +116,6 @@ def test_a_checkpoint_of_the_first_rank_alone_is_written(found):
 def test_a_checkpoint_of_the_first_rank_knows_what_is_good_enough(found):
     """``initial_value_threshold`` held on the first rank alone: the others would have saved."""
     assert not (found[2] / "never.weights.h5").exists()
-
-
-def _fails_between_steps():
-    import tensorflow as tf
-
-    import shardwright.tensorflow as sw
-
-    sw.init({"pipeline_parallel_degree": 1, **SETTINGS})
-    model = sw.DistributedModel(tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(2)]))
-    model.compile("sgd", "mse")
-
-    def fail(*_, **__):
-        if sw.rank() == 1:
-            raise ValueError("boom in a callback")
-
-    x = np.ones((16, 4), "float32")
-    monitor = tf.keras.callbacks.LambdaCallback(on_train_batch_end=fail)
-    model.fit(x, x[:, :2], batch_size=8, callbacks=[monitor], verbose=0)
-
-
-def test_a_failure_between_the_steps_of_fit_is_named_on_all_ranks():
-    """A replica that averaged its numbers with one that had failed told of a lost connection."""
-    env = {"TF_CPP_MIN_LOG_LEVEL": "3"}
-    first, second = run_ranks_outcomes(_fails_between_steps, 2, env=env, timeout_s=120)
-    assert "boom in a callback" in second.error
-    assert "boom in a callback" in first.error
 
 
 def _example(folder):

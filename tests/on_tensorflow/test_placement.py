@@ -4,7 +4,6 @@ import pytest
 
 from shardwright.errors import TraceError
 from shardwright.model_graph import TensorSpec
-from shardwright.tensorflow.cost import model_graph
 from shardwright.tensorflow.placement import Place, place
 from shardwright.tensorflow.program import Program
 from shardwright.tensorflow.routes import routes_of
@@ -78,13 +77,6 @@ def test_forward_up_and_gradients_down():
     assert routes.stages_of_output == ((1,), (0,), (1,))
 
 
-def test_gradients_of_weights_are_added_where_they_are_made():
-    _, routes = routed(two_layers())
-    assert routes.pieces["backward", 0].sums == (("dw0:0", 1),)
-    assert routes.pieces["backward", 1].sums == (("dw1:0", 2),)
-    assert routes.pieces["backward", 1].gives == ("dh:0",)
-
-
 def test_a_gradient_that_is_returned_twice_is_summed_twice():
     _, routes = routed(two_layers(outputs=("loss", "dw0", "dw1", "dw1")))
     assert routes.pieces["backward", 1].sums == (("dw1:0", 2), ("dw1:0", 3))
@@ -155,32 +147,6 @@ def test_weights_are_read_again_and_not_kept():
     assert "read1" in routes.pieces["backward", 1].body
 
 
-def test_weights_in_another_type_or_shape_are_made_again_and_not_kept():
-    gradient = {"in_gradient": True}
-    step = graph(
-        ("x", "Placeholder", (), {}),
-        ("w", "Handle", (), {}),
-        ("rows", "Const", (), {}),
-        ("read", "ReadVariableOp", ("w",), {"call": 0, **READ}),
-        ("half", "Cast", ("read",), {"call": 0}),  # as layers in float16 read weights in float32
-        ("flat", "Reshape", ("half", "rows"), {"call": 0}),
-        ("y", "MatMul", ("x", "flat"), {"call": 0}),
-        ("z", "Cast", ("y",), {"call": 0}),
-        ("loss", "Mean", ("z",), {"call": 1}),
-        ("dz", "Mul", ("loss", "z"), gradient),
-        ("dx", "MatMul", ("dz", "flat"), gradient),
-        ("dw", "MatMul", ("x", "dz"), gradient),
-        outputs=("loss", "dx", "dw"),
-        gradients={"dw": 0},
-    )
-    placement, routes = routed(step)
-    assert placement.read_again == {"read", "half", "flat"}
-    assert sorted(routes.pieces["forward", 0].gives) == ["z:0"]
-    assert {"read", "half", "flat"} <= routes.pieces["backward", 0].body
-    described = model_graph(step, ["a#1", "b#1"], ["A", "B"], variables={}, parameters=[], batch_size=1)
-    assert described.nodes[0].saved_bytes == 4  # of z alone
-
-
 def test_what_a_step_writes_is_kept_and_not_read_again():
     step = two_layers(("add", "AssignAddVariableOp", ("w1", "y"), {"call": 1, **READ}))
     placement, routes = routed(step)
@@ -237,29 +203,6 @@ def test_a_backward_in_two():
     assert routes.pieces["inputs", 0].gives == ()
 
 
-def test_a_metric_belongs_to_the_stage_that_writes_it():
-    step = two_layers(
-        ("total", "Handle", (), {}),
-        ("old", "ReadVariableOp", ("total",), READ),
-        ("update", "AssignAddVariableOp", ("total", "loss"), READ),
-    )
-    placement, _ = routed(step)
-    assert placement.owners[2] == 1
-    assert placement.places["old"] == placement.places["update"] == Place("forward", 1)
-
-
-def test_lists_of_tensors_are_made_where_they_are_used():
-    step = two_layers(
-        ("list", "TensorListSplit", ("dh",), {"in_gradient": True}),
-        ("item", "TensorListStack", ("list", "h"), {"in_gradient": True}),
-        ("dw", "MatMul", ("x", "item"), {"in_gradient": True}),
-        outputs=("loss", "dw", "dw1"),
-        local=("list",),
-    )
-    placement, _ = routed(step)
-    assert placement.places["list"].stage == placement.places["item"].stage
-
-
 def test_a_variable_of_an_earlier_stage_cannot_be_changed_by_a_later_one():
     step = two_layers(("add", "AssignAddVariableOp", ("w0", "loss"), READ))
     with pytest.raises(TraceError, match="stage 0 holds needs what stage 1 makes"):
@@ -275,11 +218,6 @@ def test_a_weight_that_another_stage_uses_is_alike_in_all_microbatches():
         trace=None, graph=step, placement=None, routes=routes, stage_ranks=(0, 1), rank=1, pieces=None
     )
     assert sent(routes, program.again().crossings) == {(0, 1): ["h:0"]}  # in all microbatches but the first
-
-
-def test_text_is_not_sent():
-    with pytest.raises(TraceError, match="has no bytes to send"):
-        routed(two_layers(local=("h",)))
 
 
 def test_operations_are_placed_alike_on_every_rank():

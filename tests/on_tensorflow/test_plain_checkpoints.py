@@ -111,10 +111,6 @@ def test_a_file_with_the_slots_of_all_variables_is_refused(found):
         assert "Restore it in one process" in rank["whole"]
 
 
-def test_what_all_ranks_have_is_saved_by_one(found):
-    assert [rank["others"] for rank in found] == ["", ""]
-
-
 def test_slots_that_replicas_share_are_in_no_file():
     """Bug: a checkpoint of the model alone was refused, too."""
     import tensorflow as tf
@@ -136,34 +132,3 @@ def test_slots_that_replicas_share_are_in_no_file():
         _refuse_parts(run, "save()", tf.train.Checkpoint(model=own))
     with pytest.raises(UsageError, match=r"with shard_optimizer_state each replica has slots"):
         _refuse_parts(run, "save()", tf.train.Checkpoint(model=own, optimizer=optimizer))
-
-
-def _one_process(folder):
-    import tensorflow as tf
-
-    import shardwright.tensorflow as sw
-    from shardwright.tensorflow import _private
-    from shardwright.tensorflow.variables import tf_variable
-
-    sw.init(SETTINGS)
-    model, x = _compiled(tf.keras), np.ones([8, 4], "f")
-    model.fit(x, x, verbose=0)
-    tf.train.Checkpoint(model=model).write(f"{folder}/whole")
-    kernel = tf_variable(model.layers[-1].kernel)
-    value = kernel.numpy()
-    _private.given_up(kernel, lambda: True, "", is_left_out=lambda: True)
-    tf.train.Checkpoint(model=model).write(f"{folder}/part")  # as a rank writes it that lacks the last layer
-    _private.given_back(kernel, value)
-    model = sw.DistributedModel(model)
-    tf.train.Checkpoint(model=model).restore(f"{folder}/whole").expect_partial()
-    tf.train.Checkpoint(model=model).restore(f"{folder}/part")
-    said = _said(lambda: model.fit(x, x, verbose=0))
-    sw.shutdown()
-    return said
-
-
-def test_one_process_refuses_a_part_of_a_model(tmp_path):
-    """Bug: it trained on with first values where the file of a rank had none."""
-    (said,) = run_ranks(_one_process, 1, str(tmp_path), timeout_s=120)
-    assert "part has no value for l2" in said
-    assert "which rank 0 holds now" in said

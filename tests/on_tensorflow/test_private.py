@@ -100,37 +100,10 @@ def test_what_a_script_gets_numbers_of_parts_by_is_replaced():
     assert set(called) == {"__call__", "get_weights", "predict_on_batch"}
 
 
-def test_layers_of_a_model_in_lists_and_dictionaries():
-    class Model(tf.keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.blocks = [tf.keras.layers.Dense(1), tf.keras.layers.Dense(2)]
-            self.heads = {"a": tf.keras.layers.Dense(3)}
-
-    assert [layer.units for layer in _private.layers_of(Model())] == [1, 2, 3]
-
-
-def test_metrics_of_a_model_have_no_variables_of_it():
-    class Model(tf.keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense, self.tracker = tf.keras.layers.Dense(1), tf.keras.metrics.Mean()
-
-    model = Model()
-    model.dense.build([None, 2])
-    assert [tuple(each.shape) for each in _private.variables_without_metrics(model)] == [(2, 1), (1,)]
-
-
 def test_what_is_stateful():
     graph = tf.function(lambda: (tf.random.uniform([2]), tf.ones([2]))).get_concrete_function().graph
     stateful = {op.type for op in graph.get_operations() if _private.is_stateful(op)}
     assert stateful == {"RandomUniform"}
-
-
-def test_the_line_of_an_operation_is_the_users():
-    graph = tf.function(lambda x: x * 2.0).get_concrete_function(tf.TensorSpec([])).graph
-    multiply = next(op for op in graph.get_operations() if op.type == "Mul")
-    assert _private.line_of(multiply).startswith(f"{__file__}:")
 
 
 def test_a_step_can_be_traced_out_of_a_function_with_tapes():
@@ -241,16 +214,6 @@ def test_changes_of_a_variable_that_is_given_up_are_left_to_others():
     assert "another rank" not in repr(variable)
 
 
-def test_keras_builds_a_model_before_fit_and_the_optimizer_stays_without_slots():
-    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
-    model.compile(optimizer="adam", loss="mse")
-    batch = np.zeros([2, 3], "f"), np.zeros([2, 1], "f")
-    with _private.stays_without_slots(model.optimizer):
-        model._symbolic_build(data_batch=batch)
-    assert model.built
-    assert not _private.has_slots(model.optimizer)
-
-
 def test_a_concrete_function_can_be_called_without_checks():
     total = tf.Variable(1.0)
 
@@ -305,22 +268,6 @@ def test_an_optimizer_that_scales_losses_asks_whether_gradients_are_finite():
     assert float(variable.numpy()) == 1.0
     assert float(optimizer.dynamic_scale.numpy()) == 2.0
     assert _private.scaled_optimizer(optimizer) is optimizer.inner_optimizer
-
-
-def test_a_scale_is_made_without_slots():
-    optimizer = scaling_optimizer()
-    with _private.scales_made_early():
-        assert float(optimizer.scale_loss(tf.constant(3.0))) == 12.0
-    assert optimizer.built
-    assert not _private.has_slots(optimizer)
-
-
-def test_an_update_is_counted_also_where_gradients_are_accumulated():
-    optimizer = tf.keras.optimizers.SGD(gradient_accumulation_steps=2)
-    for _ in range(2):
-        _private.count_update(optimizer)
-    assert int(optimizer._iterations) == 2
-    assert int(optimizer.iterations) == 1
 
 
 def test_a_backup_is_left_to_another_rank(tmp_path):

@@ -83,22 +83,6 @@ def test_without_rows_nothing_is_traced_again():
     assert rows_of(trace, lambda recorder: pytest.fail("traced")) == {}
 
 
-def test_rows_of_samples_and_others_that_cannot_be_taken_apart_are_told():
-    def indices_of(x):
-        return tf.pad(tf.reshape(x, [-1]), [[0, 5]])
-
-    with pytest.warns(UserWarning, match="has 17 rows for 2 samples and 53 for 8 .*table of their own"):
-        assert _rows(indices_of, SAMPLES, BATCH) is None
-
-
-def test_a_step_for_microbatches_alone_is_told():
-    def indices_of(x):
-        return tf.range(LENGTH) + tf.ensure_shape(x, [SAMPLES, LENGTH])
-
-    with pytest.warns(UserWarning, match="for which the step function fails"):
-        assert _rows(indices_of, SAMPLES, BATCH) is None
-
-
 def _slices(values, indices):
     return tf.IndexedSlices(tf.constant(values)[:, None], tf.constant(indices), tf.constant([9, 1]))
 
@@ -121,13 +105,3 @@ def test_fixed_rows_are_added_up_and_others_stand_behind_each_other(indices, row
     found = wrapped(lambda *each: rows_together(each, scale=0.5, rows=rows))(*parts)
     assert found.indices.numpy().tolist() == together
     np.testing.assert_allclose(found.values[:, 0], values)
-
-
-@pytest.mark.parametrize("wrapped", [lambda f: f, tf.function], ids=["eager", "graph"])
-def test_rows_of_both_kinds_come_together_each_in_its_way(wrapped):
-    """The second microbatch has one sample, the first has two; each has two rows, around one for a place."""
-    rows = (Rows(2, are_fixed=False), Rows(1, are_fixed=True), Rows(2, are_fixed=False))
-    parts = [_slices([1.0, 2.0, 3.0, 4.0, 5.0], [5, 6, 0, 7, 8]), _slices([1.0, 2.0, 3.0], [7, 0, 8])]
-    found = wrapped(lambda *each: rows_together(each, scale=1.0, rows=rows))(*parts)
-    assert found.indices.numpy().tolist() == [5, 6, 7, 0, 7, 8, 8]
-    np.testing.assert_allclose(found.values[:, 0], [1.0, 2.0, 1.0, 5.0, 4.0, 5.0, 3.0])

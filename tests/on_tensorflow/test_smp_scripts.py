@@ -155,21 +155,3 @@ def test_a_checkpoint_script_goes_on_where_it_saved(scripts):
         assert rank["loss_list"] == first[0]["loss_list"]
     for rank in second:  # begins from ckpt-3, which has all that the first run has trained but `again`
         assert rank["loss_list"][:4] == pytest.approx(first[0]["again"], rel=1e-5)
-
-
-def test_an_mnist_script_profiles_trains_and_exports(scripts):
-    _, (_, _, ranks, _) = scripts
-    for rank in ranks:
-        np.testing.assert_allclose(rank["served"], rank["wanted"], rtol=0, atol=1e-6)
-        assert rank["final"] == ranks[0]["final"]
-
-
-def test_files_go_to_other_hosts_and_belong_to_their_partition(scripts):
-    folder, (*_, (first, second)) = scripts
-    assert (folder / "host_0" / "mp_rank_1" / "checkpoint").read_text() == "of rank 1"
-    assert (first[0], second[0]) == (["mp_rank_0", "mp_rank_1"], ["mp_rank_1"])
-    assert first[1] == second[1] == ("from 1", 2)
-    for rank in (first, second):
-        assert rank[2][:2] == ["", ""]
-        assert "mp_rank_0/ckpt-1 has no value for l1/" in rank[2][2]
-        assert "which rank 0 holds now: it was saved by another rank, or with another partition" in rank[2][2]

@@ -2,16 +2,11 @@
 
 import os
 import warnings
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from keras_features import SETTINGS, data, layers
 
-from shardwright.errors import UsageError
-from shardwright.tensorflow import _private
-from shardwright.tensorflow import whole as whole_module
-from shardwright.tensorflow.variables import tf_variable
 from shardwright.testing import run_ranks
 
 
@@ -123,54 +118,3 @@ def test_a_saved_model_gives_the_same_outputs_without_shardwright(found):
     outputs = found[0]["saved"]
     for rank in found:
         np.testing.assert_allclose(outputs, rank["outputs"], rtol=0, atol=1e-6 * np.abs(outputs).max())
-
-
-def test_an_optimizer_that_cannot_be_made_again_fails_on_all_ranks(monkeypatch):
-    """Bug: the first rank failed, and the others waited for it to write the model."""
-
-    def from_first_rank(make):
-        raise UsageError("rank 0 has failed")
-
-    monkeypatch.setattr(whole_module, "_slots_of_all", lambda run, optimizer: {"momentum/kernel": None})
-    run = SimpleNamespace(
-        mesh=SimpleNamespace(world_size=2),
-        is_placed=True,
-        keras_model=SimpleNamespace(optimizer=object()),
-        rank=1,
-        from_first_rank=from_first_rank,
-    )
-    with pytest.raises(UsageError, match="rank 0 has failed"), whole_module.whole_optimizer(run):
-        pass
-
-
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras', when it writes
-def test_a_rank_that_reads_a_file_makes_no_slots_of_other_ranks(tmp_path):
-    """Each had those of the whole model for a moment."""
-    import tensorflow as tf
-
-    keras, path = tf.keras, str(tmp_path / "model.weights.h5")
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5), keras.layers.Dense(3)])
-    model.compile(written := keras.optimizers.Adam(0.1, use_ema=True), "mse")
-    model.fit(np.ones([2, 4]), np.ones([2, 3]), verbose=0)
-    model.save_weights(path)
-    here, elsewhere = (layer.trainable_variables for layer in reversed(model.layers))
-    model.compile(own := keras.optimizers.Adam(0.5, use_ema=True), "mse")
-    own.build(here)
-    run = SimpleNamespace(
-        mesh=SimpleNamespace(world_size=2),
-        variables=SimpleNamespace(is_remote=lambda each: any(each is other for other in elsewhere)),
-    )
-    with whole_module.optimizer_from_file(run, model):
-        whole = model.optimizer
-        model.load_weights(path)
-    assert model.optimizer is own
-    assert int(own.iterations) == 1
-    for variable in here:
-        slots = _private.slots_of(own, variable)
-        assert len(slots) == 3
-        for name, slot in _private.slots_of(written, variable).items():
-            np.testing.assert_array_equal(slots[name], slot)
-    for variable in (*here, *elsewhere):
-        for slot in _private.slots_of(whole, variable).values():
-            handle = tf_variable(slot).handle
-            assert tf.size(tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float32)) == 0

@@ -36,6 +36,11 @@ def test_infinities_and_nan_are_found_in_every_type(dtype, numpy, one, nan, infi
     assert looked(infinity) == INFINITE
 
 
+def test_whole_numbers_are_finite():
+    assert not_finite(np.full(4, -1, "<i8").tobytes(), "I64") == NotFinite()
+    assert not_finite(np.uint8([0x7E, 0x7F]).tobytes(), "F8_E4M3") == NAN
+
+
 def test_a_mask_may_be_infinite_and_so_may_the_state_of_an_optimizer():
     parts = [
         pair("model/weight", float("inf")),

@@ -101,6 +101,21 @@ def test_a_state_dict(run, tmp_path, capsys):
     _same(found, _state())
 
 
+def test_one_checkpoint_of_several(run, tmp_path, capsys):
+    older = run / "checkpoints" / "step-00000010"
+    code, out, _ = call(capsys, "ckpt", "export", older, "--to", tmp_path / "a", "--json")
+    assert code == 0
+    document = json.loads(out)
+    assert (document["step"], document["tensors"]) == (10, 18)
+    assert document["files"] == ["model.safetensors", "config.json"]
+    call(capsys, "ckpt", "export", run / "checkpoints", "--name", older.name, "--to", tmp_path / "b")
+    first, second = (load_file(tmp_path / each / "model.safetensors") for each in "ab")
+    _same(first, second)
+    assert torch.equal(first["half"], _state()["half"] + 1)
+    code, _, err = call(capsys, "ckpt", "export", older, "--name", "step-00000020", "--to", tmp_path / "c")
+    assert (code, "Leave one of them out" in err) == (2, True)
+
+
 def test_prefixes(tmp_path, capsys):
     wrapped = {f"model.{name}": tensor for name, tensor in _state().items()}
     save_model(tmp_path / "run", 1, wrapped)

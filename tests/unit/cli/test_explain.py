@@ -1,7 +1,9 @@
 """``shardwright explain``."""
 
+import json
 import re
 
+import pytest
 from observe.run_folders import run_folder
 from planned import planned
 
@@ -39,3 +41,16 @@ def test_what_is_not_known_is_said(capsys, tmp_path):
     assert code == 0
     assert "The plan predicts nothing" in out
     assert "what the step is spent on" not in out
+
+
+def test_as_json(capsys, tmp_path):
+    plan = planned()
+    _, out, _ = call(capsys, "explain", run_folder(tmp_path / "run", plan), "--json")
+    document = json.loads(out)
+    parts = document["predicted"]["waterfall"]["parts"]
+    assert sum(part["seconds"] for part in parts) == pytest.approx(plan.prediction.step_s, rel=1e-9)
+    assert [row["name"] for row in document["sensitivities"]][:2] == [
+        "10% faster compute",
+        "twice the bandwidth",
+    ]
+    assert "timeline" not in document["predicted"]

@@ -39,6 +39,22 @@ def test_ways_are_as_wide_as_the_terminal(capsys, monkeypatch, width):
     assert "*: this version does not run " in out
 
 
+def test_a_configuration_file_as_model(capsys, tmp_path):
+    path = tmp_path / "tiny" / "config.json"
+    path.parent.mkdir()
+    fields = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
+    path.write_text(json.dumps(fields | {"n_positions": 1024}))
+    code, out, _ = call(capsys, "search", str(path), "rtx4090x4", "-b", "64")
+    assert code == 0
+    assert out.startswith("tiny, 124.4 million parameters, on rtx4090x4 x 1 (4 ranks)")
+
+
+def test_nothing_fits(capsys):
+    code, _, err = call(capsys, "search", "gpt3-175b", "rtx4090x4", "-b", "8")
+    assert code == 3
+    assert "What would help:" in err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -121,6 +121,19 @@ def test_a_lost_peer_is_an_error():
         assert sender.ended
 
 
+def test_a_lack_of_memory_is_named():
+    """What came was "[Errno 27] File too large" alone."""
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with ends() as (sender, _):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+        try:
+            with pytest.raises(OSError, match=r"8.0 MiB .* rank 1: File too large.* shared_memory: false"):
+                sender.write(torch.ones(2**21))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def test_a_lack_of_descriptors_is_named():
     resource = pytest.importorskip("resource")
     with ends() as (sender, receiver):

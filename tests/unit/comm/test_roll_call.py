@@ -1,7 +1,10 @@
 """Ranks that wait for others in vain say which ones, and where these are."""
 
+import gc
 import threading
 import time
+import weakref
+from dataclasses import replace
 
 import pytest
 from torch.distributed import HashStore
@@ -198,6 +201,19 @@ def looking(ranks):
     )
 
 
+def test_a_collective_of_torch_must_be_there_for_long(monkeypatch):
+    monkeypatch.setattr(missing_ranks, "collectives_made", lambda name, ranks: 3)
+    look = looking(Ranks(2))._will_not_come
+    at = {"place": None, "line": "train.py:7", "joint": WAITING}
+    seen = [look(1, Note(seconds=seconds, **at)) for seconds in (50.0, 50.0, 51.0, 52.0)]
+    assert seen == [False, False, False, True]
+    elsewhere = {**at, "line": "train.py:9"}
+    assert not look(1, Note(seconds=54.0, **elsewhere))
+    assert not look(1, Note(seconds=1.0, **elsewhere))  # it has got on since
+    of_others = {**at, "joint": replace(WAITING, ranks=(1, 2))}
+    assert not any(look(1, Note(seconds=s, **of_others)) for s in (60.0, 70.0))
+
+
 @pytest.mark.parametrize("own", [4, 5, None])
 def test_a_collective_that_this_rank_has_begun_proves_nothing(own, monkeypatch):
     """It may wait for it later: others are late for it, or nobody counts."""
@@ -205,6 +221,16 @@ def test_a_collective_that_this_rank_has_begun_proves_nothing(own, monkeypatch):
     look = looking(Ranks(2))._will_not_come
     at = {"place": None, "line": "train.py:7", "joint": WAITING}
     assert not any(look(1, Note(seconds=seconds, **at)) for seconds in (50.0, 60.0, 70.0))
+
+
+def test_the_rank_that_looks_finds_what_only_another_one_is_missed_by(monkeypatch):
+    """It looked for itself alone: the others waited for their timeout."""
+    monkeypatch.setattr(missing_ranks, "_TAKE_OVER_S", 1.0)
+    ranks = Ranks(4)
+    with ranks.at[3].inside("model.state_dict()", (2, 3)):
+        ranks.at[3].publish()
+        errors = all_at_once(*(lambda r=r: ranks.meet(r, "sw.barrier()") for r in range(3)))
+    assert all("rank 3 is in model.state_dict()" in str(error) for error in errors)
 
 
 def test_a_call_that_failed_on_one_rank_alone_makes_no_false_proof():
@@ -283,3 +309,47 @@ def test_notes_travel_as_text():
     assert note.common_calls(1) == 7
     assert note.common_calls(3) == 4
     assert str(note) == "is in model.state_dict() (train.py:7) for 2 s"
+
+
+class LostPeers:
+    """Ways to the ranks of a host, of which one ends while it is told that this rank has come, or later."""
+
+    def __init__(self, *, ends_at_once):
+        self._ends_at_once = ends_at_once
+
+    def __contains__(self, rank):
+        return True
+
+    def send(self, tensor, target, purpose):
+        if self._ends_at_once:
+            raise PeerLostError(f"rank {target} has ended", rank=target)
+
+    def post(self, tensor, source, purpose):
+        return None
+
+    def wait(self, receipt, source, look):
+        raise PeerLostError(f"rank {source} has ended", rank=source)
+
+
+class Data:
+    """Something large in a variable of the script."""
+
+
+@pytest.mark.parametrize("ends_at_once", [True, False])
+def test_a_call_that_failed_is_remembered_without_what_the_script_had(ends_at_once):
+    """Its error kept the script's frames, with all tensors; and none was kept where it failed at once."""
+    calls = Ranks(3).calls[0]
+    calls._local = LostPeers(ends_at_once=ends_at_once)
+
+    def script():
+        data = Data()
+        with pytest.raises(PeerLostError, match="rank 1"):
+            calls.meet_each([Call("sw.barrier()", (0, 1)), Call("sw.barrier()", (0, 2))])
+        return weakref.ref(data)
+
+    data = script()
+    gc.collect()
+    assert data() is None
+    for ranks in [(0, 1), (0, 2)]:  # rank 2, too, may have heard that this one has come
+        with pytest.raises(UsageError, match=r"The failure was PeerLostError: .*rank 1"):
+            calls.meet("sw.barrier()", ranks)

@@ -100,6 +100,15 @@ def test_a_value_of_another_key_or_another_life_is_refused(stores):
         SealedStore(raw, SEAL.derived("life", b"2")).get("c")
 
 
+def test_a_counter_that_is_no_number():
+    server = loopback_tcp_store(timeout_s=5)
+    client = TCPStore("127.0.0.1", server.port, is_master=False)
+    client.set("n", "garbage")
+    with pytest.raises(LaunchError, match="the counter 'n' of the run's store cannot be used"):
+        SealedStore(client, SEAL).add("n", 1)
+    assert server.add("m", 1) == 1  # the server goes on
+
+
 def in_threads(begin, num_ranks):
     found = [None] * num_ranks
 

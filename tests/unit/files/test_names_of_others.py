@@ -3,14 +3,17 @@
 import io
 import json
 import unicodedata
+from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from observe.run_folders import run_folder
 from planned import planned
 
 from shardwright.errors import ConfigError, PlanError
+from shardwright.launch import Estimator, Kubernetes, Slurm
 from shardwright.observe import Console
 from shardwright.observe.report import gather
 from shardwright.observe.report.page import render_page
@@ -94,3 +97,18 @@ def test_names_with_controls_are_refused_in_files(reader, control, tmp_path):
     path.write_text(text.replace(was, new))
     with pytest.raises((PlanError, ConfigError), match="it must not have control characters"):
         reader.read(tmp_path)
+
+
+def test_manifests_have_them_quoted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    value = EVIL.replace("\n", " ").replace("\r", " ")
+    for engine in (Kubernetes(image="image"), Kubernetes(image="image", kind="JobSet")):
+        estimator = Estimator("train.py", engine=engine, instance_count=1, processes_per_host=1)
+        estimator.set_hyperparameters(text=value)
+        manifest = estimator.manifest(job_name="job")
+        assert is_harmless(manifest)
+        assert value in str(list(yaml.safe_load_all(manifest))) or value.isprintable() is False
+    estimator = Estimator("train.py", engine=Slurm(), processes_per_host=1, hyperparameters={"text": value})
+    estimator.fit(job_name="job", dry_run=True)
+    assert is_harmless(capsys.readouterr().out)

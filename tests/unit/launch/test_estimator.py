@@ -190,6 +190,23 @@ def test_kinds_of_machines(script):
     Estimator(script, instance_type="ml.q9.huge", distribution=smp(4))
 
 
+def test_gpus_that_are_not_here(script, monkeypatch):
+    monkeypatch.setattr("shardwright.launch.placement.gpus_here", lambda: 0)
+    with pytest.warns(
+        UserWarning, match=r"ml\.p3\.16xlarge has 8 GPUs, and this machine has none.*device=.cpu"
+    ):
+        Estimator(script, instance_type="ml.p3.16xlarge", distribution=smp())
+    assert "this machine has no GPU" in refused(script, instance_type="local_gpu")
+    monkeypatch.setattr("shardwright.launch.placement.gpus_here", lambda: 2)
+    assert "= 4 processes, but this machine has 2 GPUs" in refused(
+        script, instance_type="ml.p3.16xlarge", instance_count=2, distribution=smp()
+    )
+    found = Estimator(
+        script, instance_type="ml.p3.16xlarge", distribution={"torch_distributed": {"enabled": True}}
+    )
+    assert (spec_of(found).processes_per_host, spec_of(found).gpus_per_host) == (2, 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

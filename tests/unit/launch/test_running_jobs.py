@@ -89,6 +89,15 @@ def test_of_several_hosts_the_rank_that_failed_first_is_named(start):
         job.wait(logs=False)
 
 
+def test_a_host_that_does_not_notice_is_stopped(start, monkeypatch):
+    monkeypatch.setattr("shardwright.launch.engines.engine._NOTICE_S", 0.2)
+    job = start("exit 3", "trap '' TERM; while true; do sleep 0.05; done")
+    before_s = time.monotonic()
+    with pytest.raises(LaunchError, match=r"exit code 3"):
+        job.wait(logs=False)
+    assert time.monotonic() - before_s < 30
+
+
 def test_a_job_over_its_time_is_stopped(start):
     job = start("sleep 60", max_run_s=0.2)
     with pytest.raises(LaunchError, match=r"max_run is 0\.2 s, and they are over"):

@@ -9,6 +9,7 @@ import pytest
 from shardwright.errors import ConfigError
 from shardwright.launch.ranks.smp_parameters import (
     check_smp_parameters,
+    check_world,
     read_smp_parameters,
 )
 
@@ -129,6 +130,30 @@ def test_parameters_in_a_file(tmp_path):
         read_smp_parameters(path)
     with pytest.raises(ConfigError, match=r"missing\.json cannot be read: No such file"):
         read_smp_parameters("missing.json")
+
+
+def test_parameters_as_text():
+    assert read_smp_parameters('{"partitions": 2, "microbatches": 4}') == GOOD
+    assert read_smp_parameters("partitions=2, microbatches=4") == GOOD
+    found = read_smp_parameters("pipeline=simple,ddp=True,optimize=None,memory-weight=0.5")
+    assert found == {"pipeline": "simple", "ddp": True, "optimize": None, "memory_weight": 0.5}
+    with pytest.raises(ConfigError, match=r"'microbatches' in .* is no parameter.*Write key=value pairs"):
+        read_smp_parameters("partitions=2,microbatches")
+    with pytest.raises(ConfigError, match="are a int, but they must be a dictionary"):
+        read_smp_parameters(3)
+
+
+def test_ranks_that_cannot_be_divided():
+    check_world({"partitions": 2}, num_hosts=1, processes_per_host=4)
+    check_world({}, num_hosts=1, processes_per_host=1)
+    with pytest.raises(
+        ConfigError, match=r"partitions is 4, but instance_count\(2\) \* processes_per_host\(3\) = 6 ranks"
+    ):
+        check_world({"pipeline_parallel_degree": 4}, num_hosts=2, processes_per_host=3)
+    three = {"partitions": 2, "tensor_parallel_degree": 2}
+    check_world(three, num_hosts=1, processes_per_host=8)
+    with pytest.raises(ConfigError, match="tensor_parallel_degree is 2, together 4, but"):
+        check_world(three, num_hosts=1, processes_per_host=2)
 
 
 def test_no_framework_is_imported():

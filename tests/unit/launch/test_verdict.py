@@ -178,6 +178,16 @@ def test_the_last_words_are_the_last_traceback_with_its_chain():
     assert last_words(handled + chained + "\n") == chained
 
 
+def test_many_ranks_that_ended_alike_share_a_line():
+    stopped = [ended(rank, -15, 10.5 + rank / 100, signal_number=15) for rank in (7, 1, 3, 5)]
+    text = failure_report([ended(0, 1, error=BOOM), *stopped, ended(2, 1, 10.2, error=PEER)])
+    assert text.splitlines()[-2:] == [
+        "rank 2, 200 ms later: exit code 1 - RuntimeError: Connection closed by peer; log: logs/rank2.log",
+        "4 ranks (1, 3, 5, 7), the first of them 510 ms later: stopped by SIGTERM; "
+        "logs beside that of rank 0",
+    ]
+
+
 def test_a_gradient_of_another_rank_is_explained():
     """Only Python's "'NoneType' object has no attribute 'norm'" was said."""
     words = traceback_of("train.py", error="AttributeError: 'NoneType' object has no attribute 'norm'")

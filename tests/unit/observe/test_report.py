@@ -98,6 +98,27 @@ def test_measured_memory_stands_beside_the_predicted_one(tmp_path: Path) -> None
     assert bare.timeline.memory == {}
 
 
+def test_memory_is_compared_without_what_is_not_the_trainings(tmp_path: Path) -> None:
+    """Bug: the peak of a whole process, 500 MiB of it Python and libraries, stood beside the prediction."""
+    plan = planned(kind="zb_h1", cores=2)
+    assert plan.prediction is not None
+    data = gather(run_folder(tmp_path / "run", plan, recorded=True, bytes_in_use=5700))
+    for row, memory in zip(data.memory, plan.prediction.memory, strict=True):
+        # 1700 bytes are in use after a step, 1000 of them are of the training.
+        assert row.measured == 5700 - 700
+        assert row.predicted == memory.peak_bytes - memory.work_bytes
+    peak = data.compared[2]
+    assert (peak.predicted, peak.measured, peak.remark) == (data.memory[0].predicted, 5000, "")
+    html = page(data)
+    assert "The largest process had 3.9 KiB" in html
+    curves = charts(data)["memory"]["data"]
+    assert set(curves[1]["y"]) == {5000 / 2**20}
+    # Of a run that recorded no memory, the two are not compared.
+    unknown = gather(run_folder(tmp_path / "unknown", plan)).compared[2]
+    assert "whole process" in unknown.remark
+    assert unknown.above is None
+
+
 def test_the_parts_of_a_step_add_up_in_both_columns(tmp_path: Path) -> None:
     """Bug: nothing said which part of a step was slower than predicted."""
     plan = planned(kind="1f1b", ranks=3, slow_stage=1.5, data=2, recompute_s=0.02, crowding=1.25)

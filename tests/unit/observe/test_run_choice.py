@@ -14,6 +14,7 @@ from shardwright.observe.run_record import (
     RunRecord,
     RunState,
     begin_run,
+    command_of_script,
     go_on,
     read_record,
 )
@@ -124,6 +125,13 @@ def test_a_run_that_goes_on_is_not_disturbed(tmp_path: Path) -> None:
 def test_a_prompt_and_a_notebook_have_folders_named_after_the_time(tmp_path: Path) -> None:
     for script in (str(tmp_path), "/site-packages/ipykernel_launcher.py"):
         assert begin(tmp_path / "runs", command(script=script)).folder.path.name.startswith("20")
+
+
+def test_a_script_under_another_launcher_has_its_own_command() -> None:
+    alone = command_of_script(["train.py", "--lr", "a b"], settings={}, world_size=1)
+    assert alone.arguments == ("--lr", "a b")
+    assert alone.command.endswith("'a b'")
+    assert command_of_script(["train.py"], settings={}, world_size=2).command == "the same command"
 
 
 def record(step: int, loss: float) -> StepRecord:
