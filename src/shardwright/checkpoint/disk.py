@@ -14,26 +14,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO
 
+from shardwright.checkpoint.manifest import FileEntry
 from shardwright.errors import CheckpointError
 from shardwright.quantities import counted
 
 # Bytes that are hashed and written at a time.
 _CHUNK = 4 * 2**20
-
-
-class Written:
-    """The record of a written file.
-
-    Attributes:
-        size: in bytes.
-        sha256: of the content, in hexadecimal digits.
-    """
-
-    __slots__ = ("sha256", "size")
-
-    def __init__(self, *, size: int, sha256: str):
-        self.size = size
-        self.sha256 = sha256
 
 
 class NewFile:
@@ -90,7 +76,7 @@ class Disk:
         for made in reversed(missing):
             self.sync_folder(made.parent)
 
-    def write(self, path: Path, content: Iterable[bytes | memoryview]) -> Written:
+    def write(self, path: Path, content: Iterable[bytes | memoryview]) -> FileEntry:
         """Writes a new file; its content has reached the disk when this returns."""
 
         def save(file: "NewFile") -> None:
@@ -99,7 +85,7 @@ class Disk:
 
         return self.write_with(path, save)
 
-    def write_with(self, path: Path, save: "Callable[[NewFile], object]") -> Written:
+    def write_with(self, path: Path, save: "Callable[[NewFile], object]") -> FileEntry:
         """Writes a new file by a function that writes to a file; as `write` otherwise."""
         self._before("create", path)
         with path.open("xb", buffering=0) as file:
@@ -112,7 +98,7 @@ class Disk:
                 raise
             self._before("fsync", path)
             os.fsync(file.fileno())
-        return Written(size=made.size, sha256=made.sha256)
+        return FileEntry(size=made.size, sha256=made.sha256)
 
     def replace(self, path: Path, content: bytes) -> None:
         """Gives a file new content: readers find the old or the new one, never a part."""

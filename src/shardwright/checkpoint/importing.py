@@ -26,7 +26,6 @@ from shardwright.checkpoint.folder import CheckpointFolder, Commit
 from shardwright.checkpoint.hugging_face import CONFIG
 from shardwright.checkpoint.manifest import MANIFEST, FileEntry, is_plain_name
 from shardwright.checkpoint.safe_files import parse, read_regular
-from shardwright.checkpoint.saved import add_file
 from shardwright.checkpoint.tensor_file import TensorFile, TensorSource, streamed_content
 from shardwright.checkpoint.tensor_index import (
     INDEX,
@@ -357,7 +356,7 @@ class _Draft:
             self.num_bytes += source.num_bytes
         for name, first in file.same.items():
             self._index(f"{MODEL}{names[name]}", self.tensors[f"{MODEL}{names[first]}"], file)
-        self.files[stored] = add_file(self._path, stored, streamed_content(content), disk=self._disk)
+        self.files[stored] = self._disk.write(self._path / stored, streamed_content(content))
 
     def add_documents(self, step: int, config: Mapping[str, Any] | None) -> None:
         """Writes everything but tensors."""
@@ -368,7 +367,7 @@ class _Draft:
         if config is not None:
             documents[CONFIG] = json.dumps(config, indent=1).encode()
         for name, content in documents.items():
-            self.files[name] = add_file(self._path, name, [content], disk=self._disk)
+            self.files[name] = self._disk.write(self._path / name, [content])
 
     def _index(self, full: str, entry: TensorEntry, file: ModelFile) -> None:
         if full in self.tensors:

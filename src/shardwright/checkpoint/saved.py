@@ -1,6 +1,6 @@
 """A checkpoint on disk: during its write, invisible until committed; and opened for reading."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,15 +32,9 @@ class TensorPart:
         self.stored = stored
 
 
-def add_file(folder: Path, name: str, content: Iterable[bytes | memoryview], *, disk: Disk) -> FileEntry:
-    """Writes a file of a draft."""
-    written = disk.write(folder / name, content)
-    return FileEntry(size=written.size, sha256=written.sha256)
-
-
 def add_tensors(
     folder: Path, name: str, parts: Iterable[TensorPart], *, disk: Disk
-) -> tuple[FileEntry, Mapping[str, TensorEntry]]:
+) -> tuple[FileEntry, dict[str, TensorEntry]]:
     """Writes a file of tensors of a draft."""
     entries: dict[str, TensorEntry] = {}
     stored: dict[str, StoredTensor] = {}
@@ -53,7 +47,7 @@ def add_tensors(
         stored[key] = part.stored
         piece = Piece(file=name, key=key, offset=part.box.offset, shape=part.box.shape)
         entries[part.name] = TensorEntry(dtype=part.stored.dtype, shape=part.whole, pieces=(*pieces, piece))
-    return add_file(folder, name, file_content(stored), disk=disk), entries
+    return disk.write(folder / name, file_content(stored)), entries
 
 
 LARGEST_TEXT = 2**30

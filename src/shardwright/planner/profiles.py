@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator
+from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationInfo, field_validator
 
 from shardwright import __version__
-from shardwright.cluster import Cluster, Device, HostCosts, Link
+from shardwright.cluster import Cluster, Device
 from shardwright.costs import calibration_of
 from shardwright.costs.links import RankRates
 from shardwright.errors import ConfigError
@@ -135,7 +135,7 @@ class MeasuredProfile:
         return cls(
             fingerprint=found.fingerprint,
             costs={key: UnitCost(**cost.model_dump()) for key, cost in found.costs.items()},
-            cluster=found.cluster.cluster(),
+            cluster=TypeAdapter(Cluster).validate_python(found.cluster.model_dump()),
             num_ranks=found.num_ranks,
             when=found.when,
         )
@@ -145,9 +145,6 @@ class _Link(Record):
     latency_s: Seconds
     bandwidth_Bps: Positive
     occupancy: Annotated[float, Field(ge=0, le=1)] = 0.0
-
-    def link(self) -> Link:
-        return Link(**self.model_dump())
 
 
 class _Device(Record):
@@ -167,9 +164,6 @@ class _HostCosts(Record):
     unit_s: Seconds = 0.0
     operation_s: Seconds = 0.0
 
-    def costs(self) -> HostCosts:
-        return HostCosts(**self.model_dump())
-
 
 class _Cluster(Record):
     device: _Device
@@ -181,19 +175,6 @@ class _Cluster(Record):
     host_costs: _HostCosts | None = None
     loop_costs: _HostCosts | None = None
     slowness: tuple[Positive, ...] = ()
-
-    def cluster(self) -> Cluster:
-        return Cluster(
-            device=Device(**self.device.model_dump()),
-            ranks_per_node=self.ranks_per_node,
-            cores_per_node=self.cores_per_node,
-            intra_node=self.intra_node.link(),
-            inter_node=self.inter_node.link(),
-            host=None if self.host is None else self.host.link(),
-            host_costs=None if self.host_costs is None else self.host_costs.costs(),
-            loop_costs=None if self.loop_costs is None else self.loop_costs.costs(),
-            slowness=self.slowness,
-        )
 
 
 class _Cost(CostRecord):

@@ -25,8 +25,8 @@ from typing import Any
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.float_types import not_finite
 from shardwright.checkpoint.folder import CheckpointFolder
-from shardwright.checkpoint.manifest import FileEntry
-from shardwright.checkpoint.saved import LARGEST_TEXT, TensorPart, add_file, add_tensors
+from shardwright.checkpoint.manifest import FileEntry, Record
+from shardwright.checkpoint.saved import LARGEST_TEXT, TensorPart, add_tensors
 from shardwright.checkpoint.tensor_index import INDEX, MODEL, TensorEntry, TensorIndex
 from shardwright.comm.codec import declare
 from shardwright.comm.joining.process_group import default_store
@@ -43,8 +43,7 @@ _LATEST_PAUSE_S = 0.25
 _AT_EXIT_S = 10.0  # when the script has ended
 
 
-@dataclass(frozen=True, slots=True)
-class _Said:
+class _Said(Record):
     """The report of a rank on the files that it has written.
 
     Attributes:
@@ -52,9 +51,9 @@ class _Said:
     """
 
     file: FileEntry
-    tensors: Mapping[str, TensorEntry]
-    document: Document
-    not_finite: Sequence[str]
+    tensors: dict[str, TensorEntry]
+    document: dict[str, Any]
+    not_finite: list[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +108,7 @@ class RankSnapshot:
 
     parts: Sequence[TensorPart]
     parameters: Collection[str]
-    document: Document
+    document: dict[str, Any]
 
 
 class SaveUnderWay:
@@ -202,20 +201,14 @@ class SaveUnderWay:
         """Writes the file of this rank, and looks whether its weights are finite."""
         file, tensors = add_tensors(self._draft.path, name, snapshot.parts, disk=self._disk)
         bad = not_finite_in(snapshot.parts, parameters=snapshot.parameters)
-        return _Said(file, tensors, snapshot.document, bad)
+        return _Said(file=file, tensors=tensors, document=snapshot.document, not_finite=bad)
 
     # ---- between ranks ----
 
     def _report(self, own: _Said) -> None:
         """Says what this rank has written: in a file, as a store takes no large values."""
-        said = {
-            "file": own.file.model_dump(),
-            "tensors": {key: value.model_dump() for key, value in own.tensors.items()},
-            "document": own.document,
-            "not_finite": own.not_finite,
-        }
-        content = json.dumps(said).encode()
-        written = add_file(self._draft.path, _report_of(self._rank), [content], disk=self._disk)
+        content = own.model_dump_json().encode()
+        written = self._disk.write(self._draft.path / _report_of(self._rank), [content])
         self._tell({"sha256": written.sha256})
 
     def _beat(self) -> None:
@@ -274,13 +267,8 @@ class SaveUnderWay:
                 f"rank {rank} has written {path.name}, and rank 0 does not find it at {path}. Give a folder "
                 "that all hosts share."
             )
-        report = json.loads(content)
         self._disk.remove_file(path)
-        tensors = {
-            name: TensorEntry.model_validate_json(json.dumps(entry))
-            for name, entry in report["tensors"].items()
-        }
-        return _Said(FileEntry(**report["file"]), tensors, report["document"], report["not_finite"])
+        return _Said.model_validate_json(content)
 
     def _take(self, key: str) -> str:
         assert self._store is not None
@@ -302,7 +290,7 @@ class SaveUnderWay:
                     f"{name} has {len(text)} bytes, and at most {LARGEST_TEXT} could be read again. Keep "
                     "large states in tensors."
                 )
-            files[name] = add_file(draft.path, name, [text], disk=disk)
+            files[name] = disk.write(draft.path / name, [text])
         bad = dict.fromkeys(name for rank in sorted(ranks) for name in ranks[rank].not_finite)
         self._folder.commit(draft.path, step=draft.step, files=files, not_finite=tuple(bad))
         if draft.keep is not None:

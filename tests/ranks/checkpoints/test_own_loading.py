@@ -10,10 +10,9 @@ from sharded import QUIET, Net, batches, loss_of, on_hosts, optimizer_of
 from torch import Tensor
 
 from choices import in_sweep
-from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import CheckpointFolder
-from shardwright.checkpoint.saved import TensorPart, add_file, add_tensors
+from shardwright.checkpoint.saved import add_tensors
 from shardwright.checkpoint.tensor_index import INDEX, TensorIndex
 from shardwright.testing import RanksFailedError, run_ranks
 
@@ -73,19 +72,12 @@ def save(root: Path, model: Any, updates: Any) -> None:
     """Saves the parts of all ranks; the first one commits."""
     import shardwright.torch as sw
     from shardwright.torch.checkpoints.own_parts import model_parts, optimizer_parts
-    from shardwright.torch.checkpoints.stored import stored
 
     folder = CheckpointFolder(root)
     made: list[Any] = [str(folder.begin(2)) if sw.rank() == 0 else None]
     if sw.size() > 1:
         dist.broadcast_object_list(made)
-    parts = []
-    for part in (*model_parts(model), *optimizer_parts(model, updates)):
-        flat = part.tensor.detach().reshape(-1)
-        for box, elements in zip(part.boxes, flat.split([b.numel for b in part.boxes]), strict=True):
-            assert isinstance(box, Box)
-            content = stored(elements.reshape(box.shape))
-            parts.append(TensorPart(part.name, whole=part.whole, box=box, stored=content))
+    parts = [*model_parts(model), *optimizer_parts(model, updates)]
     name = f"rank-{sw.rank():05}.safetensors"
     own = (name, *add_tensors(Path(made[0]), name, parts, disk=Disk()))
     gathered: list[Any] = [own]
@@ -95,7 +87,7 @@ def save(root: Path, model: Any, updates: Any) -> None:
     if sw.rank() == 0:
         index = TensorIndex.joined([entries for _, _, entries in gathered])
         files = {name: file for name, file, _ in gathered}
-        files[INDEX] = add_file(Path(made[0]), INDEX, [index.to_bytes()], disk=Disk())
+        files[INDEX] = Disk().write(Path(made[0]) / INDEX, [index.to_bytes()])
         folder.commit(Path(made[0]), step=2, files=files)
         folder.open().check()
 

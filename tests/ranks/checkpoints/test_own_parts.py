@@ -22,6 +22,7 @@ def parts_after_training(settings: dict[str, Any], ranks_per_host: int, dtype: t
     on_hosts(ranks_per_host)
     import shardwright.torch as sw
     from shardwright.torch.checkpoints.own_parts import model_parts, optimizer_parts
+    from shardwright.torch.checkpoints.stored import tensor_of
 
     sw.init({**QUIET, **settings})
     torch.manual_seed(0)
@@ -43,7 +44,7 @@ def parts_after_training(settings: dict[str, Any], ranks_per_host: int, dtype: t
         updates.step()
 
     def plain(parts: Any) -> list[Any]:
-        return [(part.name, part.tensor.clone(), part.whole, part.boxes) for part in parts]
+        return [(part.name, tensor_of(part.stored).clone(), part.whole, part.box) for part in parts]
 
     found = plain(model_parts(model)), plain(optimizer_parts(model, updates)), model.state_dict()
     dist.barrier()
@@ -71,19 +72,17 @@ def joined(of_ranks: list[list[Any]]) -> dict[str, Tensor]:
     entries = []
     for parts in of_ranks:
         own: dict[str, TensorEntry] = {}
-        for name, tensor, whole, boxes in parts:
-            pieces = tuple(Piece(file="f", key="k", offset=box.offset, shape=box.shape) for box in boxes)
-            assert name not in own
-            assert tensor.numel() == sum(box.numel for box in boxes)
+        for name, tensor, whole, box in parts:
+            piece = Piece(file="f", key="k", offset=box.offset, shape=box.shape)
+            pieces = (*(own[name].pieces if name in own else ()), piece)
             own[name] = TensorEntry(dtype=str(tensor.dtype), shape=whole, pieces=pieces)
         entries.append(own)
     index = TensorIndex.joined(entries)
     found = {}
     for parts in of_ranks:
-        for name, tensor, whole, boxes in parts:
+        for name, tensor, whole, box in parts:
             target = found.setdefault(name, torch.full(whole, torch.nan, dtype=tensor.dtype))
-            for box, elements in zip(boxes, tensor.reshape(-1).split([b.numel for b in boxes]), strict=True):
-                target[box.slices] = elements.reshape(box.shape)
+            target[box.slices] = tensor
     assert set(found) == set(index.tensors)
     return found
 

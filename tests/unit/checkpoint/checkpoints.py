@@ -7,7 +7,7 @@ from pathlib import Path
 from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import CheckpointFolder
-from shardwright.checkpoint.saved import TensorPart, add_file, add_tensors
+from shardwright.checkpoint.saved import TensorPart, add_tensors
 from shardwright.checkpoint.tensor_file import StoredTensor
 from shardwright.checkpoint.tensor_index import INDEX, TensorIndex
 
@@ -39,8 +39,8 @@ def save(root: Path, step: int, *, keep: int | None = None, disk: Disk | None = 
     files = {
         "rank-00000.safetensors": first,
         "rank-00001.safetensors": second,
-        INDEX: add_file(draft, INDEX, [index.to_bytes()], disk=disk),
-        "state.json": add_file(draft, "state.json", [b'{"step": %d}' % step], disk=disk),
+        INDEX: disk.write(draft / INDEX, [index.to_bytes()]),
+        "state.json": disk.write(draft / "state.json", [b'{"step": %d}' % step]),
     }
     folder.commit(draft, step=step, files=files)
     folder.collect(keep=keep)
@@ -58,7 +58,7 @@ def save_bad(root: Path, step: int, *, keep: int | None = None) -> None:
     draft = folder.begin(step)
     entry, tensors = add_tensors(draft, "rank-00000.safetensors", [pair("model/w", nan)], disk=disk)
     index = TensorIndex.joined([tensors]).to_bytes()
-    files = {"rank-00000.safetensors": entry, INDEX: add_file(draft, INDEX, [index], disk=disk)}
+    files = {"rank-00000.safetensors": entry, INDEX: disk.write(draft / INDEX, [index])}
     folder.commit(draft, step=step, files=files, not_finite=["w"])
     folder.collect(keep=keep)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import CheckpointFolder
-from shardwright.checkpoint.saved import TensorPart, add_file, add_tensors
+from shardwright.checkpoint.saved import TensorPart, add_tensors
 from shardwright.checkpoint.tensor_index import INDEX, TensorIndex
 from shardwright.torch.checkpoints.stored import stored
 
@@ -32,10 +32,10 @@ def save_model(
     index = TensorIndex.joined([tensors for _, tensors in written])
     entries = {name: entry for name, (entry, _) in zip(names, written, strict=True)}
     document = {"version": 1, "step": step, "layout": None}
-    entries["state.json"] = add_file(draft, "state.json", [json.dumps(document).encode()], disk=disk)
-    entries[INDEX] = add_file(draft, INDEX, [index.to_bytes()], disk=disk)
+    entries["state.json"] = disk.write(draft / "state.json", [json.dumps(document).encode()])
+    entries[INDEX] = disk.write(draft / INDEX, [index.to_bytes()])
     if config is not None:
-        entries["config.json"] = add_file(draft, "config.json", [json.dumps(config).encode()], disk=disk)
+        entries["config.json"] = disk.write(draft / "config.json", [json.dumps(config).encode()])
     folder.commit(draft, step=step, files=entries)
 
 

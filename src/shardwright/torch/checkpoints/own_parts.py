@@ -11,8 +11,7 @@ Where replicas shard parameters, each rank saves its rows; where they shard opti
 ranks share layers, each saves its runs of a cut tensor, and one of them what is whole.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from math import prod
 from typing import NamedTuple
@@ -21,8 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.checkpoint.boxes import Box, boxes_of_range
+from shardwright.checkpoint.saved import TensorPart
+from shardwright.checkpoint.tensor_file import StoredTensor
 from shardwright.errors import CheckpointError
 from shardwright.torch._private import non_persistent_buffers
+from shardwright.torch.checkpoints.stored import stored
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from shardwright.torch.parameters.sharded_tensor import ShardedTensor
@@ -36,28 +38,17 @@ MASTER = "#master"
 """Key under which the copy in float32 of a parameter in 16 bits is saved, beside the optimizer's state."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnPart:
-    """Elements of a tensor that this rank has.
-
-    Attributes:
-        name: full name of the tensor in the checkpoint.
-        tensor: the elements, where they are now.
-        whole: shape of the whole tensor.
-        boxes: where they lie in it, one behind the other.
-    """
-
-    name: str
-    tensor: Tensor
-    whole: tuple[int, ...]
-    boxes: tuple[Box, ...]
+Store = Callable[[Tensor], StoredTensor]
+"""Gives the bytes of a tensor: a copy, where training goes on during the save."""
 
 
-def model_parts(model: DistributedModel, *, prefix: str = "model/") -> list[OwnPart]:
+def model_parts(
+    model: DistributedModel, store: Store = stored, *, prefix: str = "model/"
+) -> list[TensorPart]:
     """The parts of the model's parameters and persistent buffers that this rank saves."""
     transient = non_persistent_buffers(model.get_module())
     turns = _Turns()
-    parts = []
+    parts: list[TensorPart] = []
     for name, tensor in (*model.get_module().named_parameters(), *model.get_module().named_buffers()):
         if name in transient or not model.counts_here(name):
             continue
@@ -66,17 +57,22 @@ def model_parts(model: DistributedModel, *, prefix: str = "model/") -> list[OwnP
         if turns.is_mine(tensor.numel(), have, spec):
             own = local_of(tensor).detach() if sharded is None else sharded.rows
             box = Box.whole(own.shape) if sharded is None else box_of_rows(sharded)
-            parts += _placed(f"{prefix}{name}", own, tuple(tensor.shape), (box,), spec)
+            kept = Kept(own, tuple(tensor.shape), (box,), spec)
+            parts += kept.stored(f"{prefix}{name}", store)
     return parts
 
 
 def optimizer_parts(
-    model: DistributedModel, optimizer: DistributedOptimizer, *, prefix: str = "optimizer/"
-) -> list[OwnPart]:
+    model: DistributedModel,
+    optimizer: DistributedOptimizer,
+    store: Store = stored,
+    *,
+    prefix: str = "optimizer/",
+) -> list[TensorPart]:
     """The parts of an optimizer's state that this rank saves: named by parameter, then by key."""
     turns = _Turns()
     names = {id(parameter): name for name, parameter in model.get_module().named_parameters()}
-    parts = []
+    parts: list[TensorPart] = []
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         name = _name_of(parameter, names)
         if not model.counts_here(name):
@@ -84,12 +80,12 @@ def optimizer_parts(
         for key, kept in _tensors(model, optimizer, parameter):
             own, have = _kept_here(model, optimizer, parameter, key, kept)
             if turns.is_mine(own.tensor.numel(), have, own.spec):
-                parts += _placed(f"{prefix}{name}/{key}", own.tensor, own.whole, own.boxes, own.spec)
+                parts += own.stored(f"{prefix}{name}/{key}", store)
     return parts
 
 
 class Kept(NamedTuple):
-    """A tensor of an optimizer's state, as this rank has it.
+    """A tensor of the model or of an optimizer's state, as this rank has it.
 
     Attributes:
         boxes: where they lie in the whole, or in the part of it that this rank has, one behind the other.
@@ -108,7 +104,15 @@ class Kept(NamedTuple):
 
     def pieces(self) -> list[tuple[Box, Tensor]]:
         """The elements with their places in the whole."""
-        return _pieces(self.tensor, self.boxes, self.spec)
+        flat = torch.split(self.tensor.detach().reshape(-1), [box.numel for box in self.boxes])
+        own = [(box, part.view(box.shape)) for box, part in zip(self.boxes, flat, strict=True)]
+        if self.spec is None:
+            return own
+        return [piece for box, part in own for piece in in_whole(box, part, self.spec)]
+
+    def stored(self, name: str, store: Store) -> list[TensorPart]:
+        """The same as parts of the tensor of that name in the checkpoint."""
+        return [TensorPart(name, whole=self.whole, box=box, stored=store(own)) for box, own in self.pieces()]
 
 
 def kept_here(
@@ -226,27 +230,6 @@ def shared_spec(model: DistributedModel, tensor: Tensor) -> Spec | None:
     if sharded is not None:
         return sharded.spec
     return tensor._spec if isinstance(tensor, DividedTensor) else None
-
-
-def _placed(
-    name: str, tensor: Tensor, whole: tuple[int, ...], boxes: tuple[Box, ...], spec: Spec | None
-) -> list[OwnPart]:
-    """Elements of a tensor with their places in the whole."""
-    if spec is None:
-        return [OwnPart(name=name, tensor=tensor, whole=whole, boxes=boxes)]
-    return [
-        OwnPart(name=name, tensor=own, whole=whole, boxes=(place,))
-        for place, own in _pieces(tensor, boxes, spec)
-    ]
-
-
-def _pieces(tensor: Tensor, boxes: Sequence[Box], spec: Spec | None) -> list[tuple[Box, Tensor]]:
-    """Elements of a tensor in their boxes; in the whole, where ranks share it."""
-    flat = torch.split(tensor.detach().reshape(-1), [box.numel for box in boxes])
-    own = [(box, elements.view(box.shape)) for box, elements in zip(boxes, flat, strict=True)]
-    if spec is None:
-        return own
-    return [piece for box, elements in own for piece in in_whole(box, elements, spec)]
 
 
 def box_of_rows(sharded: ShardedParameter) -> Box:

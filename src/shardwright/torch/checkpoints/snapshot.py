@@ -22,12 +22,13 @@ from torch import Tensor, nn
 
 from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.saved import TensorPart
+from shardwright.checkpoint.tensor_file import StoredTensor
 from shardwright.checkpoint.tensor_index import MODEL
 from shardwright.errors import CheckpointError, CorruptCheckpointError
 from shardwright.run.saving import RankSnapshot
 from shardwright.torch._private import non_persistent_buffers
 from shardwright.torch.checkpoints.encoded import encode
-from shardwright.torch.checkpoints.own_parts import OwnPart, model_parts, optimizer_parts
+from shardwright.torch.checkpoints.own_parts import model_parts, optimizer_parts
 from shardwright.torch.checkpoints.stored import stored
 from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.optimizer.distributed_optimizer import DistributedOptimizer
@@ -186,9 +187,10 @@ def take_snapshot(
     copies: bool,
 ) -> RankSnapshot:
     """Takes what this rank has of the run."""
-    own: list[OwnPart] = [*model_parts(model)]
+    store = _stored_copy if copies else stored
+    parts = model_parts(model, store)
     for number, optimizer in enumerate(context.optimizers):
-        own += optimizer_parts(model, optimizer, prefix=optimizer_prefix(number))
+        parts += optimizer_parts(model, optimizer, store, prefix=optimizer_prefix(number))
     extra: dict[str, Tensor] = {}
     rank = f"{context.rank:05}"
     own_state = {name: f"state/{name}" if alike[name] else f"state/{name}@{rank}" for name in states}
@@ -206,30 +208,18 @@ def take_snapshot(
         states={name: encode(state, name=own_state[name], tensors=extra) for name, state in states.items()},
         buffers=remade_buffers(model),
     )
-    parts = [part for each in own for part in _parts_of(each, copies=copies)]
     for name, tensor in extra.items():
         box = Box.whole(tensor.shape)
-        content = stored(_copy(tensor) if copies else tensor)
-        parts.append(TensorPart(name, whole=tuple(tensor.shape), box=box, stored=content))
+        parts.append(TensorPart(name, whole=box.shape, box=box, stored=store(tensor)))
     parameters = frozenset(f"{MODEL}{name}" for name, _ in model.local_named_parameters())
     # Not by `asdict`, which copies states.
     beside = {field.name: getattr(document, field.name) for field in fields(document)}
     return RankSnapshot(parts, parameters, beside)
 
 
-def _parts_of(own: OwnPart, *, copies: bool) -> list[TensorPart]:
-    tensor = _copy(own.tensor) if copies else own.tensor.detach()
-    flat = tensor.reshape(-1)
-    return [
-        TensorPart(own.name, whole=own.whole, box=box, stored=stored(elements.reshape(box.shape)))
-        for box, elements in zip(own.boxes, torch.split(flat, [box.numel for box in own.boxes]), strict=True)
-    ]
-
-
-def _copy(tensor: Tensor) -> Tensor:
+def _stored_copy(tensor: Tensor) -> StoredTensor:
     """On the CPU, in memory of its own."""
-    made = torch.empty(tensor.shape, dtype=tensor.dtype)
-    return made.copy_(tensor.detach())
+    return stored(torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()))
 
 
 def _optimizer_document(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardwright.checkpoint.boxes import Box, boxes_of_range
 from shardwright.checkpoint.disk import Disk
 from shardwright.checkpoint.folder import CheckpointFolder
-from shardwright.checkpoint.saved import TensorPart, add_file, add_tensors
+from shardwright.checkpoint.saved import TensorPart, add_tensors
 from shardwright.checkpoint.tensor_index import INDEX, TensorIndex
 from shardwright.errors import CheckpointError
 from shardwright.torch.checkpoints.stored import dtype_name, read_into, read_part, stored, tensor_of
@@ -53,7 +53,7 @@ def _saved(root: Path, tensor: torch.Tensor, cuts: list[int]) -> CheckpointFolde
         files[file], entry = add_tensors(draft, file, parts, disk=Disk())
         entries.append(entry)
     index = TensorIndex.joined(entries)
-    files[INDEX] = add_file(draft, INDEX, [index.to_bytes()], disk=Disk())
+    files[INDEX] = Disk().write(draft / INDEX, [index.to_bytes()])
     folder.commit(draft, step=1, files=files)
     return folder
 
