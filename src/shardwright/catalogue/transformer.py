@@ -17,7 +17,6 @@ class LatentAttention:
         query_rank: width of the vector that queries are made of; 0: they are made of the residual stream.
         key_rank: width of the vector that keys and values are made of.
         rotary_width: part of a head that has positions; its keys are one for all heads.
-        value_width: width of a head of values.
     """
 
     query_rank: int
@@ -106,7 +105,6 @@ class Transformer:
 
     @property
     def key_heads(self) -> int:
-        """Heads of keys and values."""
         return self.kv_heads or self.heads
 
     @property
@@ -190,7 +188,6 @@ class Layer:
         inputs: numbers that it reads from layers before: what recomputation keeps instead.
         crossing: numbers that go to later layers, this one's output and what passes it by.
         attention: FLOPs of fused attention, without what a causal mask hides.
-        products: products or convolutions, a kernel each.
         kernels: other kernels: a normalisation, an activation, an addition.
         product_moved: numbers that products read and write, half of them, parameters apart.
         collectives: of the ranks that share the layer, in a forward and backward; 0 where one has all of it.
@@ -220,8 +217,6 @@ class LayerChain:
 
     Attributes:
         layers: in the order in which they are computed.
-        sample: what a sample is, in words.
-        source: where the numbers are from.
     """
 
     name: str
@@ -235,9 +230,7 @@ class LayerChain:
 
     @property
     def flops(self) -> float:
-        """FLOPs of the forward of a sample."""
         return sum(layer.flops + layer.attention for layer in self.layers)
 
     def column(self, name: str) -> Sequence[float]:
-        """One attribute of all layers."""
         return [getattr(layer, name) for layer in self.layers]

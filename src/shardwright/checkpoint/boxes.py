@@ -16,29 +16,21 @@ from math import prod
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """A part of a tensor.
-
-    Attributes:
-        offset: where it begins in each dimension.
-        shape: its length in each dimension.
-    """
+    """A part of a tensor."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Box":
-        """All of a tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
-        """Elements in it."""
         return prod(self.shape)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index of the box in a tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
     def inside(self, shape: Sequence[int]) -> bool:

@@ -23,12 +23,7 @@ _CHUNK = 4 * 2**20
 
 
 class NewFile:
-    """A file that is being written from its beginning to its end.
-
-    Attributes:
-        size: in bytes, so far.
-        problem: why it could not be written.
-    """
+    """A file that is being written from its beginning to its end."""
 
     def __init__(self, file: IO[bytes], *, before: Callable[[], None]):
         self._file = file
@@ -133,7 +128,6 @@ class Disk:
         path.unlink()
 
     def remove_folder(self, path: Path) -> None:
-        """Removes a folder and its content."""
         self._before("remove", path)
         shutil.rmtree(path)
 
@@ -167,7 +161,6 @@ def fresh_folder(target: Path, *, disk: Disk) -> Iterator[Path]:
 
 
 def refuse_filled(target: Path) -> None:
-    """Refuses to write over anything."""
     if not target.exists():
         return
     if not target.is_dir():

@@ -25,7 +25,6 @@ class Converted:
     """Numbers of another type.
 
     Attributes:
-        data: their bytes.
         num_overflowed: how many were finite, and are not any more.
     """
 

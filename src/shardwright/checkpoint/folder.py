@@ -65,7 +65,6 @@ class CheckpointFolder:
         return tuple(sorted(commit for name, commit in commits if commit.name == name))
 
     def open(self, name: str | None = None, *, verify: bool = True) -> SavedCheckpoint:
-        """A checkpoint, to read it."""
         commits = self.commits()
         if not commits:
             raise CheckpointError(f"{self.root} has no checkpoint.")
@@ -94,7 +93,6 @@ class CheckpointFolder:
     # ---- writing ----
 
     def begin(self, step: int) -> Path:
-        """Makes the folder of a new checkpoint, in which files can be put."""
         if not self.root.is_dir():
             self._disk.make_folder(self.root)
         commits = self.commits()
@@ -109,7 +107,6 @@ class CheckpointFolder:
     def commit(
         self, draft: Path, *, step: int, files: Mapping[str, FileEntry], not_finite: Sequence[str] = ()
     ) -> Commit:
-        """Makes a draft a checkpoint."""
         manifest = Manifest(step=step, files=dict(files), not_finite=tuple(not_finite) or None)
         self._disk.write(draft / MANIFEST, [manifest.sealed().to_bytes()])
         self._disk.sync_folder(draft)
@@ -118,7 +115,6 @@ class CheckpointFolder:
         return next(commit for commit in self.commits() if commit.name == name)
 
     def discard(self, draft: Path) -> None:
-        """Removes a draft."""
         if draft.is_dir():
             self._disk.remove_folder(draft)
 
@@ -145,7 +141,6 @@ class CheckpointFolder:
         return tuple(sorted([*(path.name for path in drafts), *(commit.name for commit in old)]))
 
     def _staying(self, commits: tuple[Commit, ...], keep: int) -> tuple[Commit, ...]:
-        """The newest, and the newest whose weights are finite."""
         finite = next((commit for commit in reversed(commits) if self.has_finite_weights(commit)), None)
         newest = commits[-keep:]
         return newest if finite is None or finite in newest else (finite, *newest)

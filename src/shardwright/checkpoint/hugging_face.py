@@ -188,7 +188,6 @@ def read_config(saved: SavedCheckpoint, path: Path | None) -> dict[str, Any] | N
 
 
 def _shards(sources: Mapping[str, TensorSource], most_bytes: int) -> list[dict[str, TensorSource]]:
-    """Tensors by file, in their order."""
     shards: list[dict[str, TensorSource]] = [{}]
     size = 0
     for name, source in sources.items():

@@ -45,8 +45,6 @@ _LARGEST_CONFIG = 16 * 2**20
 
 
 class FileKind(Enum):
-    """The formats of files with tensors."""
-
     SAFETENSORS = (".safetensors",)
     PICKLE = (".pt", ".pth", ".bin", ".ckpt")
 
@@ -71,7 +69,6 @@ class ModelFile:
     """The content of a model file.
 
     Attributes:
-        path: of the file, for messages.
         same: tensors that are others under a second name, which `tensors` does not have: the first one by it.
     """
 
@@ -89,7 +86,6 @@ class FoundModel:
     """The files of a model.
 
     Attributes:
-        kind: how tensors lie in them.
         files: name in the folder, and where it is.
         places: the name of the file by that of the tensor; None where one file has all.
         config: what ``config.json`` has; None where there is none.
@@ -101,7 +97,6 @@ class FoundModel:
     config: Mapping[str, Any] | None = None
 
     def check(self, name: str, file: ModelFile) -> None:
-        """Compares a file with the index."""
         if self.places is None:
             return
         expected = {tensor for tensor, place in self.places.items() if place == name}
@@ -115,7 +110,6 @@ class FoundModel:
 
 
 def find_model(source: Path) -> FoundModel:
-    """Finds the files of a model."""
     if source.is_dir():
         return _in_folder(source)
     if source.name.endswith(_INDEX_ENDING):
@@ -199,7 +193,6 @@ def _config(folder: Path) -> Mapping[str, Any] | None:
 
 
 def _place(folder: Path, name: str) -> Path:
-    """The path of a file of a folder."""
     path = folder / name
     if not is_plain_name(name):
         raise CorruptCheckpointError(f"{name[:200]!r} is no name of a file in {folder}. Nothing was read.")
@@ -282,7 +275,6 @@ class Imported:
     """The checkpoint that was made.
 
     Attributes:
-        commit: its name, and the like.
         num_tensors: in it; one with two names counts twice.
     """
 
@@ -301,10 +293,7 @@ def import_model(
     config: Mapping[str, Any] | None = None,
     disk: Disk | None = None,
 ) -> Imported:
-    """Makes a checkpoint that has a model, and neither optimizer nor anything else.
-
-    A tensor with two names is stored once, and can be loaded by both.
-    """
+    """Makes a checkpoint that has a model, and neither optimizer nor anything else."""
     disk = disk or Disk()
     folder = CheckpointFolder(root, disk=disk)
     _refuse_others(folder)
@@ -329,13 +318,7 @@ def import_model(
 
 
 class _Draft:
-    """A checkpoint that is being made.
-
-    Attributes:
-        files: entries of the manifest, so far.
-        tensors: entries of the index, so far.
-        num_bytes: of the tensors, so far.
-    """
+    """A checkpoint that is being made."""
 
     def __init__(self, path: Path, *, disk: Disk):
         self._path = path
@@ -345,7 +328,6 @@ class _Draft:
         self.num_bytes = 0
 
     def add(self, file: ModelFile, *, names: Mapping[str, str]) -> None:
-        """Writes the tensors of a file under other names."""
         stored = f"imported-{len(self.files) + 1:05}.safetensors"
         content: dict[str, TensorSource] = {}
         for name, source in file.tensors.items():

@@ -31,7 +31,6 @@ class Record(BaseModel):
 
     @classmethod
     def from_bytes(cls, content: bytes, *, name: str) -> Self:
-        """Reads it."""
         found = parse(content, name=name)
         version = found.get("version") if isinstance(found, dict) else None
         if type(version) is int and version > cls.newest:
@@ -46,17 +45,11 @@ class Record(BaseModel):
             raise CorruptCheckpointError(join(f"{name} cannot be used:", problems)) from error
 
     def to_bytes(self) -> bytes:
-        """Its content on disk."""
         return self.model_dump_json(indent=1, exclude_none=True).encode() + b"\n"
 
 
 class FileEntry(Record):
-    """A file.
-
-    Attributes:
-        size: in bytes.
-        sha256: of its content, in hexadecimal digits.
-    """
+    """A file."""
 
     size: NonNegativeInt
     sha256: Sha256
@@ -66,7 +59,6 @@ class Manifest(Record):
     """The list of a checkpoint's files.
 
     Attributes:
-        step: how many steps were done.
         files: by name, every file but this one.
         not_finite: weights that have infinities or NaN, by their names in the model, as far as the save has
             looked; missing where there are none.
@@ -105,7 +97,6 @@ class Manifest(Record):
         return files
 
     def check(self, folder: Path, *, share: tuple[int, int] = (0, 1)) -> None:
-        """Reads every file and compares."""
         present = {path.name for path in folder.iterdir()} - {MANIFEST}
         for name in sorted(present - set(self.files)):
             raise CorruptCheckpointError(

@@ -21,7 +21,6 @@ _MOST_BYTES = 64 * 2**20
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a file to be read."""
     _refuse_others(path, _status(path))  # before it is opened: that alone does things to some devices
     try:
         # Another one may be there by now. NONBLOCK: opening a pipe would wait for who writes to it.
@@ -39,7 +38,6 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, *, most_bytes: int = _MOST_BYTES) -> bytes:
-    """Reads a file."""
     with open_regular(path) as file:
         size = size_of(file)
         if size > most_bytes:
@@ -48,7 +46,6 @@ def read_regular(path: Path, *, most_bytes: int = _MOST_BYTES) -> bytes:
 
 
 def size_of(file: BinaryIO) -> int:
-    """Bytes in an open file."""
     return os.fstat(file.fileno()).st_size
 
 

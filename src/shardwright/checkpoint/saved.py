@@ -16,12 +16,7 @@ from shardwright.errors import CorruptCheckpointError
 
 
 class TensorPart:
-    """A part of a tensor, to be saved.
-
-    Attributes:
-        name: full name of the tensor.
-        box: which part of it this is.
-    """
+    """A part of a tensor, to be saved."""
 
     __slots__ = ("box", "name", "stored", "whole")
 
@@ -35,7 +30,6 @@ class TensorPart:
 def add_tensors(
     folder: Path, name: str, parts: Iterable[TensorPart], *, disk: Disk
 ) -> tuple[FileEntry, dict[str, TensorEntry]]:
-    """Writes a file of tensors of a draft."""
     entries: dict[str, TensorEntry] = {}
     stored: dict[str, StoredTensor] = {}
     for part in parts:
@@ -64,20 +58,16 @@ class Overlap:
 
 
 class SavedCheckpoint:
-    """A checkpoint."""
-
     def __init__(self, path: Path, manifest: Manifest):
         self.path = path
         self.manifest = manifest
 
     @property
     def step(self) -> int:
-        """Steps that were done."""
         return self.manifest.step
 
     @property
     def num_bytes(self) -> int:
-        """Size of its files."""
         return sum(entry.size for entry in self.manifest.files.values())
 
     @property
@@ -114,18 +104,15 @@ class SavedCheckpoint:
             self.index.check(self._files)
 
     def document(self, name: str) -> Any:
-        """A file of JSON."""
         return parse(read_regular(self._listed(name), most_bytes=LARGEST_TEXT), name=str(self.path / name))
 
     def entry(self, name: str) -> TensorEntry:
-        """Type and shape of a tensor, by its full name."""
         found = self.index.tensors.get(name)
         if found is None:
             raise CorruptCheckpointError(f"{self.path} has no tensor {name}.")
         return found
 
     def overlaps(self, name: str, box: Box) -> Iterator[Overlap]:
-        """The places of the elements of a part of a tensor."""
         for piece in self.entry(name).pieces:
             common = piece.box.common(box)
             if common is not None:
@@ -133,7 +120,6 @@ class SavedCheckpoint:
                 yield Overlap(common.relative_to(piece.box), common.relative_to(box), stored)
 
     def whole(self, name: str) -> Sequence[Overlap]:
-        """The places of the elements of a tensor."""
         return list(self.overlaps(name, Box.whole(self.entry(name).shape)))
 
     def _listed(self, name: str) -> Path:

@@ -54,7 +54,6 @@ class StoredTensor:
 
     Attributes:
         dtype: as safetensors names it: ``F32``, ``BF16``, ...
-        data: its elements in row-major order.
     """
 
     dtype: str
@@ -64,11 +63,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """A tensor that is read when it is written, part by part.
-
-    Attributes:
-        read: gives its elements in row-major order.
-    """
+    """A tensor that is read when it is written, part by part."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -76,19 +71,16 @@ class TensorSource:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of its elements."""
         return ITEM_BYTES[self.dtype] * prod(self.shape)
 
     @classmethod
     def of(cls, tensor: StoredTensor) -> "TensorSource":
-        """A tensor that is there as bytes."""
         return cls(tensor.dtype, tensor.shape, lambda: [tensor.data] if tensor.data.nbytes else [])
 
 
 def file_content(
     tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """The content of a file with these tensors, part by part."""
     yield from streamed_content({name: TensorSource.of(each) for name, each in tensors.items()}, metadata)
 
 
@@ -141,7 +133,6 @@ class TensorFile:
         return name in self._entries
 
     def dtype(self, name: str) -> str:
-        """Type of a tensor."""
         return self._entries[name][0]
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -69,7 +69,6 @@ class Piece(Record):
 
     @property
     def box(self) -> Box:
-        """Its place in the tensor."""
         return Box(self.offset, self.shape)
 
 
@@ -86,8 +85,6 @@ class TensorEntry(Record):
 
 
 class TensorIndex(Record):
-    """All tensors of a checkpoint."""
-
     version: Literal[1] = FORMAT_VERSION
     tensors: dict[str, TensorEntry]
 
@@ -116,7 +113,6 @@ class TensorIndex(Record):
         return cls(tensors=tensors)
 
     def check(self, files: Mapping[str, TensorFile]) -> None:
-        """Compares it with the files."""
         for name, entry in self.tensors.items():
             if entry.dtype not in ITEM_BYTES:
                 raise CorruptCheckpointError(f"{INDEX}: {name} has the type {entry.dtype!r}.")

@@ -33,7 +33,6 @@ class Command:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def load(self) -> Any:
-        """Imports the function, or the application of a group."""
         module = import_module(f"shardwright.cli.commands.{self.name}")
         return getattr(module, "application" if self.is_group else self.name)
 
@@ -76,7 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(words: Sequence[str]) -> int:
-    """Runs a command, and returns its exit code."""
     try:
         return _application(words)(words, prog_name="shardwright", standalone_mode=False) or OK
     except CommandLineError as error:

@@ -16,7 +16,6 @@ class Device:
     """The device of one rank.
 
     Attributes:
-        name: for display.
         family: of accelerators, for which finer shares of the rates are calibrated; empty: unknown.
         memory_bytes: memory that one rank may use; 0 means unknown (no limit is checked).
         flops_per_s: peak rate of a large matrix product in the model's dtype.
@@ -52,7 +51,6 @@ class Link:
     occupancy: float = 0.0
 
     def seconds(self, num_bytes: float) -> float:
-        """Time of one message of `num_bytes`."""
         return self.latency_s + num_bytes / self.bandwidth_Bps
 
 
@@ -85,13 +83,10 @@ class Cluster:
     """The machines that run a job.
 
     Attributes:
-        device: what each rank has.
-        ranks_per_node: ranks that share a host.
         cores_per_node: CPU cores that the ranks of one host share when the devices are CPUs; 0 when every
             rank has a device of its own (GPUs). With more active ranks than cores, each runs slower in
             proportion.
         intra_node: link between two ranks of one host.
-        inter_node: link between two hosts.
         host: from each rank to where it offloads what units keep, all ranks of a host at once: pinned memory,
             or a disk; occupancy is that of a rank without a core to spare. None: not known.
         host_costs: of the library where ranks share a model; None: the usual ones.
@@ -132,7 +127,6 @@ class Rate:
     Attributes:
         rows, inner, columns: of (rows, inner) times (inner, columns).
         alone: FLOPs a second while the other ranks of the host wait.
-        together: while they do the same.
     """
 
     rows: int
@@ -173,12 +167,10 @@ class NodeKind:
 
     Attributes:
         name: such as ``p4d.24xlarge``.
-        accelerator: what each rank has.
         num_accelerators: ranks on such a node.
         link_Bps: of one accelerator to the others of its node, in one direction.
         link_latency_s: of a message inside of a node.
         network_Bps: of the whole node to other nodes, in one direction.
-        network_latency_s: of a message between nodes.
         memory_bytes: of the host; 0 where it is not known.
         cores: CPU cores that the ranks share where they compute on CPUs; 0 where each has an accelerator.
         price_per_hour: in US dollars; None where none is public.
@@ -205,7 +197,6 @@ class Inventory:
     """Nodes that a job may use; ranks are numbered node by node, kind by kind.
 
     Attributes:
-        name: for display.
         nodes: kinds of nodes with how many there are of each, in the order of their ranks.
         between_kinds_Bps: of a node to nodes of another kind, in one direction; None: the slower network.
         measured: when, by what, with which versions; empty where nothing was measured.
@@ -220,12 +211,10 @@ class Inventory:
 
     @property
     def num_ranks(self) -> int:
-        """Accelerators of all nodes."""
         return sum(kind.num_accelerators * number for kind, number in self.nodes)
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of all kinds."""
         return sum(number for _, number in self.nodes)
 
     @property

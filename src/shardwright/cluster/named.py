@@ -52,7 +52,6 @@ _TERM = re.compile(
 
 @lru_cache(maxsize=1)
 def node_kinds() -> Mapping[str, NodeKind]:
-    """All kinds of nodes that are known by name."""
     folder = files("shardwright.cluster").joinpath("presets")
     accelerators, nodes = (
         parse_yaml(folder.joinpath(name).read_text(encoding="utf-8"))

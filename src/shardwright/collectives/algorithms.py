@@ -121,10 +121,7 @@ def all_reduce(topology: Topology, rank: int, *, count: int, chunk: int) -> list
 
 
 def all_reduce_at_once(topology: Topology, rank: int, *, count: int) -> list[Step]:
-    """The sum of all inputs for the ranks of one node, where each takes all inputs and sums them itself.
-
-    The ranks wait for one another once instead of twice, which counts where there is little to sum.
-    """
+    """The sum of all inputs for the ranks of one node, where each takes all inputs and sums them itself."""
     row = Row(rank, topology.local(rank))
     own, output = Span(Memory.INPUT, 0, count), Span(Memory.OUTPUT, 0, count)
     staged = [_at(Memory.SHARED, peer * count, 0, count) for peer in topology.local(rank)]

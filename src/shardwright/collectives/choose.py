@@ -154,7 +154,6 @@ class Choice:
 
     Attributes:
         others: what the best of each other name should take.
-        source: where the prices are from.
         remark: why other ways cannot be taken, if so.
     """
 
@@ -271,8 +270,6 @@ class _Pricing:
     """What ways to do a collective take, by size.
 
     Attributes:
-        topology: which ranks share a node.
-        itemsize: bytes of an element.
         source: the rank that a broadcast starts from.
     """
 
@@ -342,11 +339,9 @@ class Chooser:
         return self._choices[key]
 
     def own_choice(self, collective: str, count: int, itemsize: int) -> Choice:
-        """The best of our own algorithms."""
         return self.choice(collective, count, itemsize, OWN)
 
     def routine(self, choice: Choice, collective: str, count: int, source: int) -> Routine:
-        """The steps of this rank."""
         key = (choice.candidate, collective, count, source)
         if key in self._routines:
             self._routines.move_to_end(key)

@@ -99,7 +99,6 @@ class NodeView:
     ranks share the elements of the table evenly: those that one of them handles are its lane.
 
     Attributes:
-        peers: the other ranks of its node.
         others: numbers of the other nodes, beginning behind its own one, so that not all nodes
             send to the same one first.
     """
@@ -129,8 +128,6 @@ class NodeView:
 
 
 class Forward:
-    """Writes the steps of one rank."""
-
     def __init__(self, topology: Topology, row: Row, *, source: int, width: int, depth: int):
         self._topology = topology
         self._row = row
@@ -213,8 +210,6 @@ SpanOf = Callable[[int, int, int], Span]
 
 
 class Gather:
-    """Writes the steps of one rank."""
-
     def __init__(
         self,
         view: NodeView,
@@ -277,8 +272,6 @@ class Gather:
 
 
 class Scatter:
-    """Writes the steps of one rank."""
-
     def __init__(
         self,
         view: NodeView,

@@ -20,10 +20,6 @@ from shardwright.quantities import MOST_RANKS
 class Line:
     """Seconds as a line over bytes.
 
-    Attributes:
-        alpha_s: of no bytes.
-        Bps: further bytes in a second.
-
     >>> Line(alpha_s=1e-3, Bps=1e6).seconds(1000)
     0.002
     """
@@ -32,7 +28,6 @@ class Line:
     Bps: float
 
     def seconds(self, num_bytes: float) -> float:
-        """Time for so many bytes."""
         return self.alpha_s + num_bytes / self.Bps
 
 
@@ -51,7 +46,6 @@ class Curve:
     points: tuple[tuple[float, float], ...]
 
     def seconds(self, num_bytes: float) -> float:
-        """Time for so many bytes."""
         if num_bytes <= self.points[0][0] or len(self.points) == 1:
             return self.points[0][1]
         last = min(bisect_right(self.points, (num_bytes, float("inf"))), len(self.points) - 1)
@@ -66,7 +60,6 @@ class DevicePrices:
     The whole of a collective is its largest tensor: an all-gather's output, a reduce-scatter's input.
 
     Attributes:
-        everyone: over all ranks of the group.
         across: over one rank of each node, while the other ranks do the same; empty where no group is such.
         inside: over the ranks of a node, while other nodes do the same; empty where no group is such.
         reorder: a copy that puts the pieces of ranks into another order.
@@ -179,14 +172,12 @@ class _Document(Record):
 
 
 def write_prices(path: str | os.PathLike[str], prices: Prices, topology: Topology) -> None:
-    """Writes prices, and the nodes that they were measured on."""
     content: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "nodes": topology.nodes}
     document = _Document.model_validate({**content, **asdict(prices)})
     replace_file(path, document.model_dump_json(by_alias=True, indent=2) + "\n")
 
 
 def read_prices(path: str | os.PathLike[str]) -> tuple[Prices, Topology]:
-    """Reads prices, and the nodes that they were measured on."""
     advice = "shardwright probe measures them anew"
     file = UserFile(path, what="prices", error=ConfigError, advice=advice)
     found = file.model(_Document, file.read_json())
@@ -202,11 +193,7 @@ _REORDER = Line(5e-6, 1e12)
 
 
 def typical_device_prices(topology: Topology) -> DevicePrices:
-    """Typical prices of a group on accelerators.
-
-    All-gathers, reduce-scatters and broadcasts go round rings, one for each rank of a node, so that the links
-    of a node share what goes to others; all-reduces wait for trees, and move what rings do.
-    """
+    """Typical prices of a group on accelerators."""
     num_nodes = len(topology.nodes)
     fewest, most = (pick(len(node) for node in topology.nodes) for pick in (min, max))
     links = [_BETWEEN_BPS * fewest] if num_nodes > 1 else [_INSIDE_BPS]
@@ -222,7 +209,6 @@ def typical_device_prices(topology: Topology) -> DevicePrices:
 
 
 def _default_lines(num_nodes: int, num_local: int, slowest: float) -> dict[str, Line]:
-    """Lines for a group."""
     num_ranks = num_nodes * num_local
     moved = max(num_ranks - 1, 1) / num_ranks  # of the bytes of the whole
     hops_between = num_nodes if num_nodes > 1 and num_local > 1 else num_nodes - 1

@@ -60,12 +60,10 @@ class Topology:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the group."""
         return len(self.node_of)
 
     @cached_property
     def node_of(self) -> tuple[int, ...]:
-        """The node of each rank."""
         by_rank = {rank: number for number, node in enumerate(self.nodes) for rank in node}
         return tuple(by_rank[rank] for rank in range(len(by_rank)))
 
@@ -100,11 +98,7 @@ class Memory(Enum):
 
 
 class Span(NamedTuple):
-    """Consecutive elements.
-
-    Attributes:
-        stop: behind the last of them.
-    """
+    """Consecutive elements."""
 
     memory: Memory
     start: int
@@ -112,13 +106,10 @@ class Span(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """How many there are."""
         return self.stop - self.start
 
 
 class Copy(NamedTuple):
-    """Copies elements."""
-
     source: Span
     target: Span
 
@@ -239,7 +230,6 @@ class Routine:
 
     Attributes:
         num_shared: elements of the memory of its node that it uses.
-        num_scratch: elements of its own scratch memory.
         tells: it tells the ranks of its node how far it is.
     """
 

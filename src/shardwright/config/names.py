@@ -45,7 +45,6 @@ _NOT_YET: dict[str, tuple[Any, str]] = {
 
 
 def dictionary_of(layer: Any) -> dict[Any, Any]:
-    """One layer of settings; an empty one where there is none."""
     if layer is not None and not isinstance(layer, Mapping):
         raise ConfigError(
             f"the settings are {shown(layer)}, but they must be a dictionary such as {{'microbatches': 4}}."
@@ -54,7 +53,6 @@ def dictionary_of(layer: Any) -> dict[Any, Any]:
 
 
 def ignored_names(given: Any) -> list[str]:
-    """The names in the setting ``ignored``."""
     if given is not None and not isinstance(given, list | tuple):
         raise ConfigError(f"ignored is {shown(given)}, but it must be a list of names of settings.")
     return [printable(str(name)) for name in given or ()]
@@ -63,7 +61,6 @@ def ignored_names(given: Any) -> list[str]:
 def canonical(
     given: Mapping[str, Any], *, known: Collection[str], problems: list[str], ignored: list[str]
 ) -> dict[str, Any]:
-    """One layer of settings by our names."""
     found: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for raw_key, value in given.items():

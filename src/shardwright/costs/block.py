@@ -103,17 +103,12 @@ class BlockSeconds:
 
     @property
     def total(self) -> Numbers:
-        """All of it."""
         return self.computing + self.tensor + self.context + self.expert
 
 
 @dataclass(frozen=True, slots=True)
 class _Rank(RankRates):
-    """A rank of which products with a small side waste a part.
-
-    Attributes:
-        width: bytes of a number.
-    """
+    """A rank of which products with a small side waste a part."""
 
     width: Numbers
 
@@ -129,7 +124,6 @@ class _Rank(RankRates):
 
 
 def block_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficiencies) -> BlockSeconds:
-    """Seconds of a mean block for one microbatch."""
     rank = _Rank(rates.flops_per_s, rates.memory_Bps, reached, options.width)
     tokens = options.microbatch * shape.sequence / options.context
     products = _products(rank, shape, options, tokens)

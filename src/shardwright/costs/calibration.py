@@ -47,11 +47,7 @@ _OWN = {"layer_s": 3 * UNIT_S, "microbatch_s": 2 * ACTION_S, "step_s": STEP_S}
 
 
 class _Prior(NamedTuple):
-    """The prior of a parameter before any measurement: a log-normal distribution.
-
-    Attributes:
-        spread: standard deviation of its logarithm.
-    """
+    """The prior of a parameter before any measurement: a log-normal distribution."""
 
     median: float
     spread: float
@@ -69,7 +65,6 @@ class Efficiencies:
         scores_bytes: bytes that attention without fusion moves, for each score.
         scores: share of the peak that its products reach.
         flash_forward: share of the peak of fused attention, forward.
-        kernel_s: seconds to launch a kernel.
         update: share of the peak that the optimizer's memory traffic reaches.
         link: share of the link's rate that collectives inside of a node seem to reach; above 1 where
             computing hides a part of them.
@@ -112,7 +107,6 @@ class Efficiencies:
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """The names of all parameters."""
         return tuple(field.name for field in fields(cls))
 
 
@@ -188,7 +182,6 @@ class Calibration:
     Attributes:
         efficiencies: for `shardwright.costs.step_seconds`.
         spread: of ``log(predicted / measured)`` of runs that were left out of the fit.
-        provenance: what they were fitted to.
     """
 
     efficiencies: Efficiencies

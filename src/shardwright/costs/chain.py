@@ -62,7 +62,6 @@ class _Group:
 
     Attributes:
         ends: for each stage, the layer behind its last.
-        ranks: for each stage, its pipeline rank.
         kinds: for each pipeline rank, the kinds of nodes that it lies on; empty where they do not count.
     """
 
@@ -250,10 +249,7 @@ def chain_prices(
     precision: Precision,
     width: int,
 ) -> Prices:
-    """Seconds and bytes of every candidate, on nodes of one kind or several.
-
-    Layers are dealt by the rates of stages' nodes alone: memory decides only what fits.
-    """
+    """Seconds and bytes of every candidate, on nodes of one kind or several."""
     number = np.broadcast(*(getattr(options, name) for name in options.names())).size
     limit, blocks = np.zeros(number), np.zeros((len(kinds), number))
 

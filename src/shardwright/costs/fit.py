@@ -27,7 +27,6 @@ class MeasuredRun:
         group: publication or table that it is from.
         accelerator: family of its accelerators, such as ``A100``.
         runtime: what ran it, such as ``megatron`` or ``shardwright``.
-        step_s: seconds of a step.
     """
 
     name: str
@@ -42,11 +41,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """Many runs, as columns.
-
-    Attributes:
-        step_s: seconds of a step.
-    """
+    """Many runs, as columns."""
 
     shape: Shape
     options: Options
@@ -56,7 +51,6 @@ class Runs:
 
     @classmethod
     def of(cls, runs: "list[MeasuredRun]") -> "Runs":
-        """The runs as columns."""
         return cls(
             shape=_columns([run.shape for run in runs]),
             options=_columns([run.options for run in runs]),
@@ -137,7 +131,6 @@ def fit(runs: Runs) -> Fit:
 
 
 def ratios(runs: Runs, fitted: Fit) -> Floats:
-    """Predicted / measured of each run."""
     return np.exp(_errors(_Parameters(runs.runtime), runs, fitted.logarithms))
 
 

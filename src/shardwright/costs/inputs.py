@@ -111,10 +111,8 @@ class Options(Columns):
     """Ways to train.
 
     Attributes:
-        virtual: stages of a pipeline rank.
         sharded: what they divide; see `Sharded`.
         expert: ranks with different experts, of all replicas and those that share their sequences.
-        microbatches: of a replica and step.
         kept_layers: blocks of a pipeline rank that full recomputation leaves out.
         sequence_parallel: 1 where tensor parallel ranks divide what is between their products, too.
         flash: 1 for fused attention that keeps no scores.
@@ -149,7 +147,6 @@ class Options(Columns):
 
     @property
     def num_ranks(self) -> Numbers:
-        """Ranks of the job."""
         return self.tensor * self.pipeline * self.data * self.context
 
     def recomputed(self, layers: Numbers) -> Numbers:
@@ -181,7 +178,6 @@ class Options(Columns):
 
     @property
     def global_batch(self) -> Numbers:
-        """Samples of a step."""
         return self.data * self.microbatch * self.microbatches
 
 

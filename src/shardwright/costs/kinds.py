@@ -44,7 +44,6 @@ class KindOfRank:
 
     Attributes:
         rates: of such nodes among themselves.
-        memory_bytes: that a rank may use.
     """
 
     ranks: int
@@ -58,7 +57,6 @@ class _StagesAlike:
     """Neighbouring pipeline ranks on the same kinds of nodes.
 
     Attributes:
-        stages: how many pipeline ranks there are.
         last: it is the pipeline rank with the head, which is always apart.
     """
 
@@ -73,7 +71,6 @@ class Prices(Columns):
 
     Attributes:
         num_bytes: of the rank that is closest to its limit, or furthest beyond it.
-        limit: bytes that this rank may use.
         blocks: of the pipeline ranks of each kind of node, at most: (kinds, ways); 0 where a kind has none.
     """
 
@@ -121,7 +118,6 @@ def transformer_prices(
     *,
     precision: Precision = BF16,
 ) -> Prices:
-    """Seconds and bytes of every candidate."""
     if len(kinds) == 1:
         return Prices(
             seconds=step_seconds(shape, options, kinds[0].rates, kinds[0].reached),
@@ -224,7 +220,6 @@ class _Group:
         return found
 
     def prices(self) -> Prices:
-        """The prices of all candidates of the group."""
         shape, options, kinds = self._shape, self._options, self._kinds
         used = sorted({kind for each in self._alike for kind in each.kinds})
         of_kinds = {k: block_seconds(shape, options, kinds[k].rates, kinds[k].reached) for k in used}

@@ -51,11 +51,7 @@ def gather_seconds(
     link_share: Numbers,
     network_share: Numbers,
 ) -> Numbers:
-    """An all-gather or reduce-scatter in which each byte enters a node once.
-
-    Over the network go ``M (p - k) / p`` bytes of the M, for groups of p ranks with k on each node; inside of
-    nodes, at the same time, ``M (k - 1) / k``.
-    """
+    """An all-gather or reduce-scatter in which each byte enters a node once."""
     inside = np.minimum(ranks, np.maximum(1.0, np.floor(rates.per_node / stride)))
     network = rates.network_Bps * network_share * inside / rates.per_node
     across = np.where(ranks > inside, num_bytes * (ranks - inside) / ranks / network, 0.0)

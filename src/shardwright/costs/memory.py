@@ -38,7 +38,6 @@ class RankBytes(Columns):
     """Memory of a rank at its peak; all attributes but `host` together are the peak.
 
     Attributes:
-        activations: that are kept for backwards.
         gathered: parameters and gradients of blocks that are at hand whole.
         work: of the block that is being computed, or of the loss.
         host: what is kept in the host's memory instead.
@@ -59,7 +58,6 @@ class RankBytes(Columns):
 
 
 def rank_bytes(shape: Shape, options: Options, *, precision: Precision = BF16) -> RankBytes:
-    """Memory of the neediest rank of every candidate."""
     blocks = np.ceil(shape.layers / (options.pipeline * options.virtual) - 1e-9) * options.virtual
     first = stage_bytes(shape, options, blocks, last=False, precision=precision)
     last = stage_bytes(shape, options, blocks, last=True, precision=precision)

@@ -14,10 +14,7 @@ from shardwright.errors import ConfigError
 
 
 def cluster_of(machines: Inventory, *, dtype: str) -> Cluster:
-    """The machines of a run with one rank on each accelerator.
-
-    Of several kinds the slowest counts, but for computing: faster nodes take less of what costs say.
-    """
+    """The machines of a run with one rank on each accelerator."""
     kinds = [kind for kind, _ in machines.nodes]
     sizes = sorted({kind.num_accelerators for kind in kinds})
     if len(sizes) > 1:
@@ -57,10 +54,7 @@ def cluster_of(machines: Inventory, *, dtype: str) -> Cluster:
 def kinds_of(
     cluster: Cluster, *, num_ranks: int, memory_bytes: int, pace: float = 1.0
 ) -> tuple[list[KindOfRank], Rates]:
-    """The kinds of ranks of a run's machines, for closed forms, with the rates between kinds.
-
-    Hosts are apart where they compute at different speeds; the rates of a cluster are those that are reached.
-    """
+    """The kinds of ranks of a run's machines, for closed forms, with the rates between kinds."""
     device, near, far = cluster.device, cluster.intra_node, cluster.inter_node
     own = calibration_of(device.family).efficiencies
     shares = {**REACHED, "matmul": device.reached, "kernel_s": own.kernel_s * pace}

@@ -13,12 +13,8 @@ class Shape(Columns):
     """A transformer.
 
     Attributes:
-        hidden: width of the residual stream.
-        key_heads: heads of keys and values.
-        ffn: width inside of the MLP.
         gated: 1 where the MLP has three products.
         causal: 1 where tokens attend to those before them alone.
-        experts_per_token: MLPs that a token takes.
         shared_ffn: width of the MLP that every token takes beside its experts.
         dense: share of the blocks that have one MLP in place of experts; they are the first.
         query_rank: width of the vector that queries are made of; 0: of the residual stream.
@@ -69,7 +65,6 @@ class Shape(Columns):
 
     @classmethod
     def of(cls, model: Transformer, *, sequence: int | None = None) -> "Shape":
-        """The shape of an architecture."""
         layers = model.layers + model.encoder_layers
         alike = {f.name: float(getattr(model, f.name)) for f in fields(cls) if hasattr(model, f.name)}
         if model.latent is not None:
@@ -88,12 +83,10 @@ class Shape(Columns):
 
     @property
     def queries(self) -> Numbers:
-        """Width of all heads."""
         return self.heads * self.head_width
 
     @property
     def keys(self) -> Numbers:
-        """Width of all heads of keys."""
         return self.key_heads * self.head_width
 
     @property
@@ -103,7 +96,6 @@ class Shape(Columns):
 
     @property
     def values(self) -> Numbers:
-        """Width of all heads of values."""
         return self.key_heads * self.value_head
 
     @property

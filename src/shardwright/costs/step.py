@@ -29,12 +29,10 @@ class StepSeconds(Columns):
 
     Attributes:
         compute: forward and backward of all microbatches on a mean pipeline rank.
-        recompute: what the backward computes again.
         imbalance: what the slowest pipeline rank computes beyond the mean.
         bubble: idling at the begin and the end of the pipeline.
         gather: all-gathers of parameters that computing does not hide.
         reduce_scatter: reduce-scatters of gradients that computing does not hide.
-        all_reduce: sums over replicas at the end.
         offload: transfers to and from the host's memory that computing does not hide.
     """
 
@@ -59,7 +57,6 @@ class StepSeconds(Columns):
 
 
 def step_seconds(shape: Shape, options: Options, rates: Rates, reached: Efficiencies) -> StepSeconds:
-    """Seconds of a step of every candidate."""
     block = block_seconds(shape, options, rates, reached)
     head = head_seconds(shape, options, rates, reached)
     slowest = _slowest_stage(shape, options, block.total, head)
@@ -113,10 +110,7 @@ def rank_parameters(shape: Shape, options: Options, blocks: Numbers | None = Non
 
 
 def updated_parameters(shape: Shape, options: Options, blocks: Numbers | None = None) -> Numbers:
-    """Parameters whose updates the shard group of a pipeline rank divides; arguments as of `rank_parameters`.
-
-    Fewer ranks divide those of an expert, so that each of them counts as several.
-    """
+    """Parameters whose updates the shard group of a pipeline rank divides."""
     blocks = shape.layers / options.pipeline if blocks is None else blocks
     experts = np.maximum(1.0, shape.experts / options.expert)
     routed = blocks * (1 - shape.dense) * experts * shape.mlp_parameters / options.tensor

@@ -14,7 +14,6 @@ Runs a script that is written for CUDA on the CPU. docs/launch.md says what stan
 
 
 def main(words: list[str]) -> Callable[[], None]:
-    """Activates CPU mode, and returns what the command line says to run."""
     run = from_command_line(words, usage=_USAGE)
     enable()
     return run

@@ -170,7 +170,6 @@ UNAVAILABLE = (
 
 
 def put_in_force(num_devices: int) -> None:
-    """Replaces the functions."""
     cuda: Any = torch.cuda
     _private.leave_cuda_uninitialised()
     streams.put_in_force()
@@ -291,15 +290,12 @@ class _Runtime:
     """What profilers call of the CUDA runtime; for `torch.cuda.cudart`."""
 
     def cudaProfilerStart(self) -> int:  # noqa: N802
-        """Begins nothing: there are no kernels to record."""
         return 0
 
     def cudaProfilerStop(self) -> int:  # noqa: N802
-        """Ends it."""
         return 0
 
     def cudaMemGetInfo(self, device: int = 0) -> tuple[int, int]:  # noqa: N802
-        """Bytes that are free, and all."""
         return mem_get_info()
 
 

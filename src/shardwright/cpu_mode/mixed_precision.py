@@ -24,7 +24,6 @@ _OWN = _Own()
 
 
 def put_in_force() -> None:
-    """Replaces the functions."""
     scaler: Any = torch.amp.grad_scaler.GradScaler
     scaler.__init__ = _scaler_on_cpu(scaler.__init__)
     amp: Any = torch.amp
@@ -34,10 +33,7 @@ def put_in_force() -> None:
 
 
 def _state() -> dict[str, Callable[..., Any]]:
-    """The functions that ask and say whether there is mixed precision, and of what type.
-
-    It is in force on the CPU for both kinds of device, with a type for each.
-    """
+    """The functions that ask and say whether there is mixed precision, and of what type."""
     core = _private.CORE
     is_enabled, set_enabled = core.is_autocast_enabled, core.set_autocast_enabled
     dtype_of, set_dtype = core.get_autocast_dtype, core.set_autocast_dtype

@@ -23,7 +23,6 @@ from shardwright.cpu_mode.tensors import sent_to_cpu
 
 
 def put_in_force() -> None:
-    """Replaces the methods."""
     module: Any = nn.Module
     put(module, "to", sent_to_cpu(module.to))
     wrapper: Any = nn.parallel.DistributedDataParallel
@@ -74,7 +73,6 @@ def _without_devices(init: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def put_norms_in_force() -> None:
-    """Replaces the forward."""
     if not dist.is_available():
         return
     cls: Any = nn.SyncBatchNorm
@@ -94,7 +92,6 @@ def _on_cpu(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def put_loading_in_force() -> None:
-    """Replaces the constructor."""
     cls: Any = DataLoader
     cls.__init__ = _unpinned(cls.__init__)
 

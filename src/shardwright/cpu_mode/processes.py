@@ -19,7 +19,6 @@ from shardwright.cpu_mode.replacement import is_cuda, put_all
 
 
 def put_in_force() -> None:
-    """Replaces the functions."""
     if not dist.is_available():
         return
     from torch.distributed import device_mesh, distributed_c10d
@@ -50,8 +49,6 @@ def backend_on_cpu(backend: Any) -> Any:
 
 
 def _made_by_gloo(make: Callable[..., Any], *, position: int) -> Callable[..., Any]:
-    """A function that makes groups."""
-
     @functools.wraps(make)
     def translated(*args: Any, **kwargs: Any) -> Any:
         if len(args) > position:

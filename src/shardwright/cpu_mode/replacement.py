@@ -27,7 +27,6 @@ def on_cpu(device: Any) -> Any:
 
 
 def index_of(device: Any, *, current: int) -> int:
-    """The number of a CUDA device."""
     if isinstance(device, int):
         return device if device >= 0 else current
     if isinstance(device, str):
@@ -37,10 +36,7 @@ def index_of(device: Any, *, current: int) -> int:
 
 
 def named(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a call of `torch.device` makes.
-
-    PyTorch takes a lone number for that of an accelerator, and refuses it where there is none.
-    """
+    """What a call of `torch.device` makes."""
     first = args[0] if args else kwargs.get("device")
     if len(args) + len(kwargs) == 1 and isinstance(first, int) and not isinstance(first, bool):
         return plain("cuda", max(first, 0))

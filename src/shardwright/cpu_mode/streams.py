@@ -61,7 +61,6 @@ class Event(torch.Event):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Makes one that is not recorded yet."""
         return super().__new__(cls, "cpu")
 
     def __init__(
@@ -80,7 +79,6 @@ class Event(torch.Event):
         return self._device
 
     def record(self, stream: Any = None) -> None:
-        """Notes the present moment."""
         self._at_s = time.perf_counter()
         self._device = self._device or (stream or current_stream()).device
 
@@ -116,7 +114,6 @@ class Stream(torch.Stream):
         device_index: int | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Makes one."""
         index = index_of(device_index if device is None else device, current=CURRENT.device)
         number = next(_NUMBERS) if stream_id is None else stream_id
         return super().__new__(cls, stream_id=number, device_index=index, device_type=_CUDA)
@@ -133,7 +130,6 @@ class Stream(torch.Stream):
         return _PRIORITIES
 
     def query(self) -> bool:
-        """Whether all its work is done."""
         return True
 
     def synchronize(self) -> None:
@@ -173,7 +169,6 @@ class ExternalStream(Stream):
     """A stream that another library has made; for `torch.cuda.ExternalStream`."""
 
     def __new__(cls, stream_ptr: int, device: Any = None, **kwargs: Any) -> Self:
-        """Makes one."""
         return super().__new__(cls, device, stream_id=stream_ptr)
 
     def __init__(self, stream_ptr: int, device: Any = None, **kwargs: Any):

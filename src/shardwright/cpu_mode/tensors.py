@@ -52,7 +52,6 @@ FACTORIES = (
 
 
 def put_factories_in_force() -> None:
-    """Replaces the functions."""
     _private.remember_device_constructors()
     _private.intercept_calls(torch.device, named)
     _private.intercept_calls(torch.Generator, _generator_on_cpu)
@@ -125,7 +124,6 @@ _MAY_BE_DEVICE = (str, int, torch.device)
 
 
 def put_in_force() -> None:
-    """Replaces the methods."""
     cls: Any = Tensor
     plain_to = cls.to
     put(cls, "to", sent_to_cpu(plain_to))

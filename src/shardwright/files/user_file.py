@@ -55,9 +55,7 @@ class UserFile:
     """A file that is to be read.
 
     Attributes:
-        path: of the file.
         what: it is for the user, such as ``plan file``; messages begin with it.
-        error: which error is raised.
         advice: what to do where it cannot be used, without a full stop; may be empty.
         most_bytes: that are read; a longer file is refused.
     """
@@ -82,15 +80,12 @@ class UserFile:
         return self.error(f"{self} {problem}.{self.advice and f' {self.advice}.'}")
 
     def read_bytes(self) -> bytes:
-        """All of it."""
         return self._limited(self.most_bytes)
 
     def read_text(self) -> str:
-        """All of it, which must be UTF-8."""
         return self._decoded(self.read_bytes())
 
     def read_json(self, *, free_text: bool = False) -> Any:
-        """The content of a JSON file; see `shardwright.files.documents.parse_json`."""
         content = self.read_bytes()
         try:
             return parse_json(content, free_text=free_text)
@@ -98,7 +93,6 @@ class UserFile:
             raise self.refused(error.predicate) from None
 
     def read_yaml(self) -> Any:
-        """The content of a YAML or JSON file; see `shardwright.files.documents.parse_yaml`."""
         content = self._limited(min(self.most_bytes, _MOST_YAML_BYTES))
         try:
             # JSON is YAML, but not all of it: some of its YAML does not read where there are tabs.
@@ -107,7 +101,6 @@ class UserFile:
             raise self.refused(error.predicate) from None
 
     def model(self, model: type[_Model], document: Any) -> _Model:
-        """A document of this file as a model of pydantic's."""
         try:
             return model.model_validate(document)
         except ValidationError as error:
@@ -115,11 +108,9 @@ class UserFile:
             raise self.wrong_fields(problems) from None
 
     def wrong_fields(self, problems: list[str]) -> ShardwrightError:
-        """The error for fields that are wrong, one sentence each."""
         return self.error(join(f"{self} cannot be used{self.advice and f' ({self.advice})'}:", problems))
 
     def read_lines(self) -> Iterator[bytes]:
-        """Its lines, without their ends."""
         rest = b""
         for chunk in self._chunks(self.most_bytes):
             *whole, rest = (rest + chunk).split(b"\n")

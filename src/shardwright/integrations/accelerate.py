@@ -31,11 +31,7 @@ _ON_CPUS = "ACCELERATE_USE_CPU"
 
 
 def count_ranks_on_cpus() -> None:
-    """Sets the variable of ``accelerate launch --cpu``; without it Accelerate sees one process on CPUs.
-
-    Called when an integration is imported: `transformers.TrainingArguments` counts ranks before any object of
-    ours is.
-    """
+    """Sets the variable of ``accelerate launch --cpu``; without it Accelerate sees one process on CPUs."""
     on_cpus = not torch.cuda.is_available() or os.environ.get("SHARDWRIGHT_DEVICE") == "cpu"
     if "RANK" in os.environ and on_cpus:
         os.environ.setdefault(_ON_CPUS, "true")
@@ -127,7 +123,6 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Wraps the model; a run has one."""
         if not isinstance(model, sw.DistributedModel):
             model = StepModel(
                 model,
@@ -200,7 +195,6 @@ class Accelerator(accelerate.Accelerator):
         return recursively_apply(_reduced, tensor, reduction, error_on_other_type=True)
 
     def wait_for_everyone(self) -> None:
-        """Waits for all ranks."""
         sw.barrier()
 
     # ---- files ----

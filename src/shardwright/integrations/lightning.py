@@ -110,7 +110,6 @@ class ShardwrightStrategy(ParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """The device of this rank."""
         return context().device if sw.is_initialized() else torch.device("cpu")
 
     @property
@@ -120,17 +119,14 @@ class ShardwrightStrategy(ParallelStrategy):
 
     @property
     def global_rank(self) -> int:
-        """This rank among all."""
         return sw.rank() if sw.is_initialized() else super().global_rank
 
     @property
     def local_rank(self) -> int:
-        """This rank on its host."""
         return sw.local_rank() if sw.is_initialized() else super().local_rank
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
         return sw.size() if sw.is_initialized() else super().world_size
 
     @property
@@ -176,11 +172,9 @@ class ShardwrightStrategy(ParallelStrategy):
         return self._run(self._evaluate, "validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates a batch over all stages."""
         return self._run(self._evaluate, "test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates a batch over all stages."""
         return self._run(self._evaluate, "predict_step", args, kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -216,7 +210,6 @@ class ShardwrightStrategy(ParallelStrategy):
         return torch.stack(found)
 
     def barrier(self, name: str | None = None) -> None:
-        """Waits for all ranks."""
         if sw.is_initialized():
             sw.barrier()
 
@@ -275,7 +268,6 @@ class ShardwrightStrategy(ParallelStrategy):
             checkpoints.resume()
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes Lightning's file and the folder beside it."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             shutil.rmtree(_beside(filepath), ignore_errors=True)
@@ -380,7 +372,6 @@ def _spread(module: lightning.LightningModule) -> sw.DistributedModel:
 
 
 def _refuse(trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-    """Refuses what this strategy does not do."""
     plugin = trainer.strategy.precision_plugin
     if not module.automatic_optimization:
         raise UsageError(

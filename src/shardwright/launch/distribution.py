@@ -53,7 +53,6 @@ class Distribution:
         mpi_options: what was given as ``custom_mpi_options``.
         dataparallel: scripts see that the data parallel library is enabled.
         mp_parameters: of the model parallel library; None without it.
-        environment: variables that the MPI options export.
         remarks: what a user should know, one sentence each.
     """
 

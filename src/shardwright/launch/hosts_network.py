@@ -125,7 +125,6 @@ class HostsNetwork:
         self.close()
 
     def close(self) -> None:
-        """Ends everything that runs on the hosts, and the hosts."""
         if self._cleaner is not None:
             # A byte, since children of this process may hold on to the pipe.
             _, errors = self._cleaner.communicate(b"x")
@@ -145,7 +144,6 @@ class HostsNetwork:
         return _INTERFACE
 
     def command(self, host: int, argv: Sequence[str]) -> list[str]:
-        """The command that runs a command on a host."""
         return [_path_of("ip") or "ip", "netns", "exec", self._names[host], *argv]
 
     def set_rate(self, rate_bit_per_s: float | None) -> None:
@@ -172,11 +170,9 @@ class HostsNetwork:
         _run("ip", "-n", self._switch, "link", "set", f"port{host}", "down")
 
     def mend(self, host: int) -> None:
-        """Gives a host its link back."""
         _run("ip", "-n", self._switch, "link", "set", f"port{host}", "up")
 
     def end_all(self, host: int) -> None:
-        """Ends everything that runs on a host."""
         end_all_in(self._names[host])
 
     def traffic(self, host: int) -> Traffic:
@@ -204,7 +200,6 @@ class HostsNetwork:
 
 
 def end_all_in(namespace: str) -> None:
-    """Ends everything that runs in a network namespace."""
     for _ in range(_MOST_LOOKS):
         try:
             found = _run("ip", "netns", "pids", namespace)

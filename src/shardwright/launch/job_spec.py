@@ -47,9 +47,7 @@ class JobSpec:
         instance_type: the kind of machine, as it was asked for.
         device: ``cpu`` runs a script that is written for CUDA on the CPU.
         runs_dir: the folder that holds the run folders, absolute.
-        environment: variables that were asked for.
         import_folders: folders to import from, besides that of the script.
-        mp_parameters: of the model parallel library.
         framework_params: what ``SM_FRAMEWORK_PARAMS`` says.
         max_run_s: stops the job after so long; None for no limit.
         max_restarts: how often all ranks start again after a failure.
@@ -87,12 +85,10 @@ class JobSpec:
 
     @property
     def run_folder(self) -> Path:
-        """The folder of logs and results."""
         return self.runs_dir / self.name
 
     @property
     def logs(self) -> Path:
-        """The folder of the logs."""
         return self.run_folder / "logs"
 
     @property

@@ -28,7 +28,6 @@ def adopt_orphans() -> None:
 
 
 def kill_group(pid: int) -> None:
-    """Kills a process and the rest of the process group that it leads."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
@@ -70,7 +69,6 @@ def _stat(folder: Path) -> list[str]:
 
 
 def cores_of_host() -> int:
-    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -87,7 +85,6 @@ class WorkerExit:
     """The end of one worker.
 
     Attributes:
-        local_rank: its rank on this host.
         life: 0 for the first start on this host, 1 after the first restart. The agent's restart count will
             not do: it leaves out restarts that another host caused.
         exit_code: as `subprocess` counts: minus the signal's number where a signal ended it.
@@ -131,7 +128,6 @@ class ExitLog:
         shutil.rmtree(self._path.parent, ignore_errors=True)
 
     def read(self) -> list[WorkerExit]:
-        """All workers that have ended until now."""
         try:
             text = self._path.read_text()
         except FileNotFoundError:

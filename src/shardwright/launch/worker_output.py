@@ -201,7 +201,6 @@ class Tee:
 
     @property
     def tail(self) -> str:
-        """The last 64 KiB."""
         return self._tail.decode(errors="replace")
 
     @property

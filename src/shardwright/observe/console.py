@@ -67,7 +67,6 @@ class Console:
             self._write(f"{self._fold(printable(text, lines=True))}\n")
 
     def status(self, text: str) -> None:
-        """Prints the current activity."""
         if self.prints:
             self._write(f"{self._dim(self._fold(text))}\n")
 

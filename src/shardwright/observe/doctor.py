@@ -71,7 +71,6 @@ class Findings:
 
 
 def examine(environ: Mapping[str, str], *, folder: Path) -> Findings:
-    """Looks at this machine."""
     versions = {name: version for name in _PACKAGES if (version := _version(name)) is not None}
     document: dict[str, Any] = {
         "python": platform.python_version(),

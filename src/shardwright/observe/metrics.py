@@ -32,7 +32,6 @@ class JsonLines:
         self._file: BinaryIO | None = None
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Writes one line."""
         line = json.dumps(_plain(record), allow_nan=False, default=str)
         if self._file is None:
             self._file = _open(self.path)
@@ -58,7 +57,6 @@ class Records(list[dict[str, Any]]):
 
 
 def read_json_lines(path: str | os.PathLike[str]) -> Records:
-    """The records of a file."""
     file = UserFile(path, what="", error=UsageError, most_bytes=_MOST_BYTES)
     records, bad, first = Records(), 0, ""
     lines = enumerate(file.read_lines(), start=1)
@@ -181,9 +179,6 @@ class StepRecord:
         bubble_measured: idle share of the ranks' time, 0 to 1.
         bubble_predicted: the same, as the plan expects it.
         step_predicted_s: seconds of a step, as the plan expects them.
-        memory_bytes: peak memory of each rank.
-        memory_limit_bytes: memory that a rank may use.
-        learning_rate: of the first group of parameters.
         work_s: seconds for which the ranks of the replica that writes worked, all of them together.
         outside_s: seconds of operations of the step function that rest on no unit of the model, on the rank
             that writes: every rank of a pipeline runs them.
@@ -267,7 +262,6 @@ class MetricsLog:
         self.kept: Path | None = None
 
     def append(self, record: StepRecord) -> None:
-        """Writes the line of a step."""
         if self._is_first and record.step == 1:
             self.kept = _kept(self._lines.path)
         self._is_first = False
@@ -275,7 +269,6 @@ class MetricsLog:
         self._lines.append({"step": record.step, "time/unix(s)": round(self._wall(), 3), **metrics})
 
     def close(self) -> None:
-        """Closes the file."""
         self._lines.close()
 
 

@@ -142,7 +142,6 @@ class Observer:
         )
 
     def step_done(self, record: StepRecord) -> None:
-        """A step ended."""
         self._totals.add(record)
         if self._metrics is not None:
             self._metrics.append(record)
@@ -185,7 +184,6 @@ class Observer:
             self._events.append({"time": now, "kind": kind, "rank": self._rank, **fields})
 
     def status(self, text: str) -> None:
-        """Prints the current activity."""
         self.console.status(text)
 
     def phase(self, text: str) -> AbstractContextManager[Phase]:

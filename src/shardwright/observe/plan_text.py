@@ -44,7 +44,6 @@ def format_plan(plan: Plan) -> str:
 
 
 def format_plan_in_full(plan: Plan) -> str:
-    """The plan, its model, and its predictions."""
     blocks = [format_plan(plan), _model(plan)]
     if plan.prediction is not None and plan.prediction.memory:
         blocks.append("\n".join(["memory at the peak", *_indented(_memory(plan.prediction.memory))]))
@@ -56,7 +55,6 @@ def format_plan_in_full(plan: Plan) -> str:
 
 
 def title_of(plan: Plan) -> str:
-    """A plan in one line."""
     mesh, schedule = plan.mesh, plan.schedule
     title = (
         f"plan: {schedule.kind}, {counted(schedule.microbatches, 'microbatch', 'es')}, "
@@ -90,10 +88,7 @@ def _without_pipeline(plan: Plan, predicted: Prediction) -> str:
 
 
 def seconds_of_one_process(plan: Plan) -> float:
-    """Predicted seconds of the units of one replica in one process; 0 where they are not known.
-
-    Those of ranks that share layers include waiting for each other.
-    """
+    """Predicted seconds of the units of one replica in one process; 0 where they are not known."""
     if plan.prediction is None:
         return 0.0
     one = math.fsum(stage.forward_s + stage.backward_s for stage in plan.prediction.stages)

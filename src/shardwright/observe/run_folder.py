@@ -149,47 +149,38 @@ class RunFolder:
 
     @property
     def config_file(self) -> Path:
-        """The settings in force."""
         return self.path / "config.json"
 
     @property
     def plan_file(self) -> Path:
-        """The plan in force."""
         return self.path / "plan.json"
 
     @property
     def metrics_file(self) -> Path:
-        """One line a step."""
         return self.path / "metrics.jsonl"
 
     @property
     def events_file(self) -> Path:
-        """One line for each thing that happened."""
         return self.path / "events.jsonl"
 
     @property
     def steps_file(self) -> Path:
-        """Two steps, with the times of all actions."""
         return self.path / "steps.json"
 
     @property
     def trace_file(self) -> Path:
-        """A timeline in Chrome's format."""
         return self.path / "trace.json"
 
     @property
     def report_file(self) -> Path:
-        """The report of the run, on one page."""
         return self.path / "report.html"
 
     @property
     def logs_dir(self) -> Path:
-        """The folder with the output of each rank."""
         return self.path / _LOGS
 
     @property
     def tensorboard_dir(self) -> Path:
-        """Event files of TensorBoard."""
         return self.path / "tensorboard"
 
     def write(self, name: str, text: str) -> Path:
@@ -199,7 +190,6 @@ class RunFolder:
         return path
 
     def __str__(self) -> str:
-        """The path, as `show_path` shows it."""
         return show_path(self.path)
 
 
@@ -225,18 +215,15 @@ def runs_dir(base: str | os.PathLike[str], environ: Mapping[str, str] = os.envir
 
 
 def free_name(base: Path, stem: str) -> str:
-    """The name that a new run folder would get now."""
     return next(name for name in _names(stem) if not (base / name).exists())
 
 
 def is_name(name: str) -> bool:
-    """Whether it can be the name of a run folder."""
     marks = (mark for mark in ("/", os.sep, "\0") if mark in name)
     return name not in ("", ".", "..") and not any(marks) and control_in(name) is None
 
 
 def check_name(name: str) -> None:
-    """Refuses what is no name of a folder."""
     if not is_name(name):
         raise ConfigError(
             f"run_name is {shown(name)}, but it must be the name of one folder, such as first-try. "

@@ -38,10 +38,8 @@ class RunRecord(Record):
 
     Attributes:
         script: its absolute path, or the name of a module.
-        settings: those that the launcher was given.
         command: to be typed again, from the same folder.
         named: whether somebody chose the name of the run folder.
-        state: how far it has come.
         exit_code: of the launcher; None where there was none, or it goes on.
         begun_s: when it began or went on last, seconds since 1970.
     """
@@ -62,7 +60,6 @@ class RunRecord(Record):
 
     @property
     def did_finish(self) -> bool:
-        """Whether the script came to its end."""
         return self.state == "finished"
 
     def begun(self, folder: RunFolder) -> "RunRecord":
@@ -97,12 +94,10 @@ class SavedStep:
     folder: Path
 
     def __str__(self) -> str:
-        """Names the step."""
         return "its last checkpoint" if self.step is None else f"step {self.step}"
 
 
 def read_record(folder: RunFolder) -> RunRecord | None:
-    """The record of a run; None where there is none, or one that cannot be read."""
     path = folder.path / _NAME
     if not path.is_file():
         return None
@@ -131,10 +126,7 @@ def saved_step(folder: RunFolder) -> SavedStep | None:
 
 
 def go_on(folder: RunFolder, record: RunRecord) -> str:
-    """One line for a run that ended early: what was saved, and the command that goes on; may be empty.
-
-    Nothing is said where nothing was saved: the same command then begins a new run.
-    """
+    """One line for a run that ended early: what was saved, and the command that goes on; may be empty."""
     saved = saved_step(folder)
     if saved is None:
         return ""
@@ -268,7 +260,6 @@ def begin_run(
 
 
 def choose_run(base: Path, command: RunRecord, *, again: Again = "auto", resume_by: str = "") -> RunChoice:
-    """Chooses the folder of a run."""
     stem = _stem(command.script)
     earlier = sorted(_runs_of(base.absolute(), command.script), key=lambda run: run.record.begun_s)
     with_checkpoint = [run for run in earlier if run.saved is not None]

@@ -39,11 +39,7 @@ _PARTED = 1.15
 
 @dataclass(slots=True)
 class RunTotals:
-    """What the steps of a run came to.
-
-    Attributes:
-        last_step: number of the last one.
-    """
+    """What the steps of a run came to."""
 
     steps: int = 0
     last_step: int = 0
@@ -61,7 +57,6 @@ class RunTotals:
 
     @property
     def step_s(self) -> float:
-        """Median seconds of a step."""
         return median(record.seconds for record in self._latest) if self._latest else 0.0
 
     @property
@@ -93,7 +88,6 @@ def format_end(
     ended: str = "done",
     further: Sequence[str] = (),
 ) -> str:
-    """The lines at the end of a run."""
     steps = f"{totals.steps} step{'s' * (totals.steps != 1)}"
     if totals.last_step != totals.steps:
         steps += f" to step {totals.last_step}"
@@ -178,15 +172,10 @@ class RunSummary:
 
     Attributes:
         steps: number of steps; one that was done again after a restart counts once.
-        first_loss: loss of the first step.
-        final_loss: loss of the last step.
         throughput: tokens or samples a second, all ranks together.
-        single_throughput: the same of one process.
-        step_s: seconds of a step.
         step_predicted_s: the same, as the plan expected it.
         bubble: idle share of the ranks' time, 0 to 1.
         bubble_predicted: the same, as the plan expected it.
-        stages: the plan's table of stages.
         left_out: a sentence about lines of the metrics that could not be read; empty where all could.
     """
 
@@ -232,10 +221,7 @@ def format_summary(summary: RunSummary) -> str:
 def summarize(
     folder: RunFolder | str | os.PathLike[str], *, single_throughput: float | None = None
 ) -> RunSummary:
-    """Reads the outcome of a run from its folder.
-
-    Rates are medians, without the first step, which traces and plans.
-    """
+    """Reads the outcome of a run from its folder."""
     found = folder if isinstance(folder, RunFolder) else RunFolder(Path(folder).absolute())
     records = read_steps(found.metrics_file)
     if not records:

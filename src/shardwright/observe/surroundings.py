@@ -56,7 +56,6 @@ _MOST_BYTES = 2**20
 
 
 def surroundings(script: Path, *, own_version: str, device: str = "") -> dict[str, Any]:
-    """Facts about the process and its machine, for ``events.jsonl``."""
     loaded = {"shardwright": own_version, "python": platform.python_version()}
     loaded |= {name: found for name in _PACKAGES if (found := _version(name)) is not None}
     machine = {
@@ -83,10 +82,7 @@ def _version(package: str) -> str | None:
 
 
 def commit_of(folder: Path) -> str:
-    """The commit that the repository around a folder is at; empty where there is none.
-
-    Git's files are read, not asked for: a run does not wait for another program.
-    """
+    """The commit that the repository around a folder is at; empty where there is none."""
     for place in (folder, *folder.parents):
         git = place / ".git"
         if git.is_dir():

@@ -56,7 +56,6 @@ class MeasuredEvent(NamedTuple):
 
     @property
     def busy_s(self) -> float:
-        """Seconds of work, waiting left out."""
         return self.end_s - self.work_start_s
 
 
@@ -155,11 +154,9 @@ class _Timeline:
         return self.thread + 2
 
     def thread_of(self, action: Action) -> int:
-        """The number of the thread that an action is drawn on."""
         return self.copies if action.kind in HOST_COPIES else self.thread
 
     def has_copies(self, rank: int) -> bool:
-        """Whether a rank copies anything to the host."""
         return any(event.rank == rank and event.action.kind in HOST_COPIES for event in self.events)
 
 

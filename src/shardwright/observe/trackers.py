@@ -92,13 +92,11 @@ class CsvTracker:
             self._rows.writeheader()
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Writes the row of a step."""
         assert self._file is not None
         self._rows.writerow({**metrics, "step": step})
         self._file.flush()
 
     def close(self) -> None:
-        """Closes the file."""
         assert self._file is not None
         self._file.close()
 
@@ -133,12 +131,10 @@ class MlflowTracker:
         self._client.log_batch(self._run_id, params=parameters)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Logs the numbers of a step."""
         for name, value in metrics.items():
             self._client.log_metric(self._run_id, plain_name(name), value, step=step)
 
     def close(self) -> None:
-        """Ends the run there."""
         self._client.set_terminated(self._run_id)
 
 
@@ -149,7 +145,6 @@ class TensorBoardTracker:
         self._writer: Any = None
 
     def begin(self, run: Run) -> None:
-        """Opens the files."""
         # Imported when asked for: it is an optional extra, and takes a fifth of a second.
         from tensorboard.summary import Writer
 
@@ -158,14 +153,12 @@ class TensorBoardTracker:
         self._writer = Writer(str(run.folder / "tensorboard"))
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Writes the numbers of a step."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         # One step may take a minute: do not keep a person waiting for a full buffer.
         self._writer.flush()
 
     def close(self) -> None:
-        """Closes the files."""
         self._writer.close()
 
 
@@ -227,27 +220,22 @@ def check_installed(names: Iterable[str]) -> None:
 
 
 def named_trackers(names: Iterable[str]) -> list[Tracker]:
-    """New trackers of these names."""
     return [_NAMED[name]() for name in dict.fromkeys(names)]
 
 
 class Tracking:
-    """Calls trackers."""
-
     def __init__(self, run: Run, failed: Callable[[str], None]):
         self._run = run
         self._failed = failed
         self._trackers: list[Tracker] = []
 
     def add(self, trackers: Sequence[Tracker]) -> None:
-        """Begins with further trackers."""
         for tracker in trackers:
             self._trackers.append(tracker)
             self._call(tracker, "begin", self._run)
 
     @property
     def has_any(self) -> bool:
-        """Whether somebody is told."""
         return bool(self._trackers)
 
     def log(self, metrics: dict[str, MetricValue], *, step: int) -> None:

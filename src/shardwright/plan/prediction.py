@@ -104,7 +104,6 @@ class CostRecord(Record):
 
     @property
     def cost(self) -> Cost:
-        """The seconds and bytes."""
         return Cost(**{each.name: getattr(self, each.name) for each in fields(Cost)})
 
 
@@ -157,7 +156,6 @@ class MemoryPrediction(Record):
 
     @property
     def peak_bytes(self) -> int:
-        """Sum of all parts."""
         state = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
         return state + self.activations_bytes + self.batch_bytes + self.work_bytes
 

@@ -39,8 +39,6 @@ class Bond:
     """Calls that must share a stage, with all that lies between.
 
     Attributes:
-        first: position of the first call.
-        last: position of the last one.
         reason: why, as the part of a sentence.
         remedy: what the user can do about it.
         one_rank: it holds only where a rank has several stages.
@@ -189,7 +187,6 @@ class StateBytes(NamedTuple):
     """The memory of parameters on a rank, in bytes.
 
     Attributes:
-        gradients: those of the trained ones.
         optimized: the values that an optimizer keeps state for.
         gathered: rows of other ranks while they are at hand.
     """
@@ -246,7 +243,6 @@ class CallCost(Cost):
         split_work_bytes: `work_bytes` where the backward is split.
         forward_exchange_s, backward_exchange_s: the parts of the seconds in which ranks of a tensor-parallel
             group exchange.
-        exchange_bytes: that one of them sends meanwhile.
         settling_s: seconds in which they settle gradients of the call's unit, once a step.
     """
 
@@ -271,7 +267,6 @@ class Chain:
         parameters: all parameters and buffers that some call reads.
         provenance: ``"measured"`` if all costs are.
         saved_values: values that more than one call may keep.
-        batch_bytes: the tensors of a microbatch.
         bonds: which calls must share a stage, and why.
         most_gathered: bytes of rows of other ranks that a rank has at hand at once, at most.
         gatherings: how often in a batch they are gathered where they are more than that; else once.
@@ -306,12 +301,10 @@ class Chain:
 
     @property
     def num_calls(self) -> int:
-        """Unit calls."""
         return len(self.labels)
 
     @property
     def num_atoms(self) -> int:
-        """Pieces that the chain can be cut into at most."""
         return len(self.starts) - 1
 
     @property

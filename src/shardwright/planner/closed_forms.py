@@ -89,11 +89,7 @@ def expected_seconds(
 
 
 def expected_in_turn(grids: Sequence[Mesh], expected: Callable[[list[Mesh]], Sequence[float]]) -> list[float]:
-    """Seconds of all grids, those with the same units together.
-
-    Finer units serve shorter pipelines, too, but not where ranks share layers: what flows between units is
-    whole.
-    """
+    """Seconds of all grids, those with the same units together."""
     seconds = [0.0] * len(grids)
     kinds = [mesh.pipeline if mesh.share > 1 else 0 for mesh in grids]
     for kind in sorted(set(kinds)):
@@ -121,10 +117,8 @@ class _ClosedForms:
 
     Attributes:
         chain: the layers of the model, as one rank of a tensor-parallel group has them.
-        samples: of a batch of one replica.
         pace: how many times as long layers compute as the rates of the machines say.
         units: calls of them in a step function.
-        operations: of the step function between them.
     """
 
     chain: LayerChain

@@ -36,7 +36,6 @@ class Planned(Generic[Candidate]):
 
     Attributes:
         plan: what chain DP and simulation made of it.
-        seconds: what counts of the plan.
         expected_s: the same of the candidate, by closed forms.
     """
 
@@ -137,10 +136,7 @@ def meshes(world_size: int, config: Config, *, most_tensor: int = 1) -> list[Mes
 def best_of_meshes(
     candidates: Sequence[Mesh], make: Callable[[Mesh], Plan], *, expected: Sequence[float] | None = None
 ) -> Plan:
-    """The plan with most samples a second over all grids, of near ties the simplest.
-
-    Each replica has a batch of its own, as a training script loads it.
-    """
+    """The plan with most samples a second over all grids, of near ties the simplest."""
     survivors = _survivors(candidates, lambda mesh: (make(mesh),), expected, most=1)
     found = survivors.planned
     least = min(each.seconds for each in found)

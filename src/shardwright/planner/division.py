@@ -27,7 +27,6 @@ class Passage:
     """A forward, or a backward, of a divided unit, on the busiest rank.
 
     Attributes:
-        share: of the whole unit's work.
         pace: seconds of that work, measured, over as large a share of those of the whole unit. Smaller
             products take longer than their operations say. 1 where it was not measured.
     """
@@ -72,7 +71,6 @@ class Division:
 
     Attributes:
         samples: of the microbatch for which bytes were worked out.
-        prices: of what ranks exchange and compute.
         decided_by: prices by which they choose the placements of what they compute; None: these.
         cuts: of parameters, by name; each rank has all of the others.
         experts: names of parameters of experts, where all ranks of the group have different experts, and some

@@ -24,13 +24,7 @@ from shardwright.schedule import Kind, Schedule, Simulation, build_schedule, sim
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """A layout with its schedule, time and memory.
-
-    Attributes:
-        workload: what it is made from.
-        schedule: the order of work, without transfers.
-        memory: predicted peak of each pipeline rank.
-    """
+    """A layout with its schedule, time and memory."""
 
     workload: Workload
     layout: Layout
@@ -40,12 +34,10 @@ class Option:
 
     @property
     def kind(self) -> str:
-        """Schedule family."""
         return self.schedule.kind
 
     @property
     def num_microbatches(self) -> int:
-        """Parts into which a batch is split."""
         return self.schedule.num_microbatches
 
     @property
@@ -87,12 +79,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A layout with a schedule family, not simulated yet.
-
-    Attributes:
-        workload: what it is made from.
-        in_flight: microbatches in flight, for each stage.
-    """
+    """A layout with a schedule family, not simulated yet."""
 
     workload: Workload
     kind: str

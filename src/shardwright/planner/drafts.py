@@ -194,7 +194,6 @@ class _Trials:
     """The other cuts that were tried for one option.
 
     Attributes:
-        start: the option's own cuts, in atoms.
         simulated: the options that were worked out, by their cuts.
     """
 

@@ -140,8 +140,6 @@ class ReplicaSeconds:
     """The seconds that replicas spend on exchange in a step.
 
     Attributes:
-        total_s: seconds that it takes.
-        exposed_s: by which the step is longer.
         window_s: seconds of computing that can hide sums.
     """
 
@@ -180,10 +178,7 @@ class Fabric:
 
     @property
     def host(self) -> Link | None:
-        """The way from each rank to what is below its memory, for what is offloaded; None where not known.
-
-        Its thread takes a core from computing only where none is left over.
-        """
+        """The way from each rank to what is below its memory, for what is offloaded; None where not known."""
         host, cores = self.cluster.host, self.cluster.cores_per_node
         if host is None:
             return None
@@ -192,10 +187,7 @@ class Fabric:
 
     @property
     def slowness(self) -> tuple[float, ...]:
-        """For each pipeline rank, how many times as long it computes as costs say; empty: as long.
-
-        Replicas wait for one another: the slowest counts.
-        """
+        """For each pipeline rank, how many times as long it computes as costs say; empty: as long."""
         if not self.cluster.slowness:
             return ()
         mesh = self.mesh
@@ -238,10 +230,7 @@ class Fabric:
 
     @property
     def step_overhead_s(self) -> float:
-        """Seconds that the runtime takes before the first action of a step and after the last one.
-
-        All ranks take them at the same time: those that share a core wait for one another.
-        """
+        """Seconds that the runtime takes before the first action of a step and after the last one."""
         cores = self.cluster.cores_per_node
         crowd = max(1.0, self._ranks_on_host / cores) if cores else 1.0
         return crowd * self.host_costs.step_s
@@ -289,10 +278,7 @@ class Fabric:
         )
 
     def replica_seconds(self, layout: Layout, *, splits: bool = False) -> "ReplicaSeconds":
-        """Seconds of summing the gradients over the replicas, once a step, on the rank that waits longest.
-
-        Parameters that replicas share are summed in two hops, and gathered where they are on several hosts.
-        """
+        """Seconds of summing the gradients over the replicas, once a step, on the rank that waits longest."""
         if self.mesh.data == 1:
             return _NO_SUMS
         gatherings, trained = layout.gatherings(), layout.trained_bytes()

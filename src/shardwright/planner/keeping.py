@@ -54,10 +54,7 @@ def choose_keeping(
     optimizer_factor: float = 2.0,
     batch_bytes: int = 0,
 ) -> Layout:
-    """Has units keep less until every rank fits, if possible; otherwise does everything that helps.
-
-    What the layout recomputes and offloads already stays so.
-    """
+    """Has units keep less until every rank fits, if possible; otherwise does everything that helps."""
     if not limit_bytes or not (policy.recompute or policy.offload):
         return layout
     recomputed, offloaded = set[int](), set[int]()
@@ -134,7 +131,6 @@ class _Need:
         return float(self._in_flight[self._stage[call]] * (self._saved[call] - self._kept[call]))
 
     def recompute_s(self, call: int) -> float:
-        """Seconds of its recomputation."""
         return float(self._again_s[call])
 
     def move_s(self, move: _Move) -> float:
@@ -169,7 +165,6 @@ class _Need:
         )
 
     def bytes(self, choice: _Choice) -> float:
-        """The peak of the rank."""
         recompute: Mapping[int, bool] = dict.fromkeys(
             range(self._layout.chain.num_calls), False
         ) | dict.fromkeys(choice.recompute, True)
@@ -248,10 +243,7 @@ def _cheapest(need: _Need, policy: KeepingPolicy, *, limit_bytes: int) -> _Choic
 
 
 def _mixed(need: _Need, again: Sequence[int]) -> list[_Move]:
-    """Both ways, by their price for a byte.
-
-    Offload hides behind computing up to some bytes. It takes the units that are dear to repeat.
-    """
+    """Both ways, by their price for a byte."""
     exposed_price = need.byte_s * (1 + need.occupancy)
     hidden_price = need.byte_s * need.occupancy
     cheap = [call for call in again if need.recompute_price(call) < hidden_price]

@@ -20,7 +20,6 @@ class Layout:
 
     Attributes:
         cuts: position of the first call of each stage, then the number of calls.
-        ranks: pipeline rank of each stage.
         recompute: for each call, whether its activations are recomputed in the backward.
         slowness: for each pipeline rank, how many times as long its calls take; empty: once.
         offload: for each call, whether what it keeps is offloaded; None: of no call.
@@ -37,12 +36,10 @@ class Layout:
 
     @property
     def num_stages(self) -> int:
-        """Stages, over all ranks."""
         return len(self.ranks)
 
     @property
     def num_ranks(self) -> int:
-        """Pipeline ranks."""
         return max(self.ranks) + 1
 
     @property
@@ -50,7 +47,6 @@ class Layout:
         return np.repeat(np.arange(self.num_stages), np.diff(np.asarray(self.cuts)))
 
     def calls(self, stage: int) -> range:
-        """Positions of the calls of a stage."""
         return range(self.cuts[stage], self.cuts[stage + 1])
 
     def stages_of(self, rank: int) -> list[int]:
@@ -59,7 +55,6 @@ class Layout:
 
     @property
     def offloads(self) -> bool:
-        """Whether anything is offloaded."""
         return self.offload is not None and bool(self.offload.any())
 
     def stage_costs(self) -> tuple[StageCost, ...]:
@@ -169,10 +164,7 @@ class Layout:
         return np.maximum(leaving, 0.0)
 
     def _counted_twice(self) -> list[int]:
-        """For each stage, the bytes of values that several of its calls keep, but for the first time.
-
-        Less those of values that it has received, and keeps until its backward though no call does.
-        """
+        """For each stage, the bytes of values that several of its calls keep, but for the first time."""
         stage, recompute = self.stage_of_call.tolist(), self.recompute.tolist()
         extra = [0] * self.num_stages
         for value in self.chain.saved_values:
@@ -190,10 +182,7 @@ class Layout:
         return extra
 
     def sent_bytes(self) -> list[int]:
-        """For each stage, the bytes of its values that get a gradient from another.
-
-        They are kept until its backward, which starts from them.
-        """
+        """For each stage, the bytes of its values that get a gradient from another."""
         stage = self.stage_of_call.tolist()
         sizes = [0] * self.num_stages
         for flow in self.chain.flows:
@@ -203,7 +192,6 @@ class Layout:
         return sizes
 
     def edges(self) -> tuple[Edge, ...]:
-        """The bytes from stage to stage; each value counts once for each pair of stages."""
         stage = self.stage_of_call.tolist()
         sizes: dict[tuple[int, int], list[int]] = {}
         for flow in self.chain.flows:

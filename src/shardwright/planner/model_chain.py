@@ -25,7 +25,6 @@ from shardwright.profile import Cost, Profile, UnitCost
 
 
 def build_chain(graph: ModelGraph, profile: Profile, division: Division | None = None) -> Chain:
-    """Makes the chain of a traced model."""
     calls = graph.calls
     if not calls:
         raise PlanError(
@@ -69,10 +68,7 @@ def _check(nodes: Sequence[Node], profile: Profile) -> None:
 def _with_exchange(
     costs: tuple[CallCost, ...], graph: ModelGraph, homes: Sequence[int | None], division: Division
 ) -> tuple[CallCost, ...]:
-    """The costs of calls with what they, and the operations at home with them, exchange.
-
-    Gradients of a unit are settled at its first call.
-    """
+    """The costs of calls with what they, and the operations at home with them, exchange."""
     found = []
     for cost, node in zip(costs, (graph.nodes[call] for call in graph.calls), strict=True):
         forward_s, backward_s, num_bytes = division.exchange_of(division.unit(node.name), graph.batch_size)

@@ -43,19 +43,13 @@ class _Tables:
     Attributes:
         num_atoms: n; each table has n + 1 rows and columns.
         compute_s: seconds of the forward and the backward, recomputation not counted.
-        recompute_s: seconds of recomputing all its calls.
         saved_bytes: bytes kept for the backward, with the values that it sends: backward starts from them.
         recomputable_bytes: the part of them that recomputation sets free.
         leaving_bytes: the part of them that units can offload.
         window_bytes: what the unit that offloads most keeps.
-        work_bytes: temporary memory of its largest unit.
         recomputed_bytes: memory that its largest unit needs while it is recomputed.
-        parameter_bytes: its parameters and buffers, each once.
-        gradient_bytes: gradients of the trained ones.
         optimized_bytes: those that an optimizer keeps state for.
         send_bytes: values that it sends, each once however many stages read it.
-        receive_gradient_bytes: gradients of what it sent.
-        send_gradient_bytes: gradients of what it received.
     """
 
     num_atoms: int
@@ -253,8 +247,6 @@ class Objective:
     def _rank_sums(
         self, pick: tuple[NDArray[np.int64], NDArray[np.int64]], owner: NDArray[np.int64], flying: Any
     ) -> _Sums:
-        """The sums of each rank."""
-
         def largest(values: Floats) -> Floats:
             found = np.zeros(int(owner.max()) + 1)
             np.maximum.at(found, owner, values)
@@ -363,7 +355,6 @@ def build_objective(
     host: Link | None = None,
     optimizer_factor: float = 2.0,
 ) -> Objective:
-    """Makes the costs of all stages."""
     seconds = tables.compute_s
     if recompute == "full":
         seconds = seconds + tables.recompute_s

@@ -123,7 +123,6 @@ def plan_of(
     options: Sequence[Option],
     division: Division | None,
 ) -> Plan:
-    """Writes down an option."""
     layout = best.layout
     labels = layout.chain.labels
     offload = [False] * len(labels) if layout.offload is None else layout.offload.tolist()

@@ -36,7 +36,6 @@ docs/benchmarks.md."""
 
 
 def estimate_profile(graph: ModelGraph, *, device: Device) -> Profile:
-    """Estimates the cost of every class of units and operations."""
     rates = _rates(device)
     costs: dict[str, UnitCost] = {}
     for node in graph.nodes:
@@ -99,7 +98,6 @@ class MeasuredProfile:
 
     Attributes:
         fingerprint: of the model, as plans have it.
-        num_ranks: that measured at the same time.
     """
 
     fingerprint: str
@@ -109,7 +107,6 @@ class MeasuredProfile:
     when: str
 
     def to_dict(self) -> dict[str, Any]:
-        """A form that `json` can write."""
         return {
             "format": "shardwright-profile",
             "version": 1,
@@ -122,13 +119,11 @@ class MeasuredProfile:
         }
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file, whole or not at all."""
         document = _Document.model_validate(self.to_dict())
         replace_file(path, document.model_dump_json(indent=1) + "\n")
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "MeasuredProfile":
-        """Reads a file."""
         advice = "shardwright profile makes it anew"
         file = UserFile(path, what="profile", error=ConfigError, advice=advice)
         found = file.model(_Document, file.read_json())

@@ -43,11 +43,7 @@ _UNREAD, _MOST_UNREAD = 2, 4
 
 
 class Above(NamedTuple):
-    """What a rank has at its peak, above the most that its stages keep.
-
-    Attributes:
-        gradients: of them, those of parameters.
-    """
+    """What a rank has at its peak, above the most that its stages keep."""
 
     num_bytes: int
     gradients: int
@@ -90,7 +86,6 @@ def rank_memory(
     batch_bytes: int = 0,
     above: Sequence[Above] | None = None,
 ) -> tuple[MemoryPrediction, ...]:
-    """Peak memory of each rank."""
     updates = _update_bytes(layout, optimizer_factor=optimizer_factor)
     rows = zip(
         layout.state_bytes(), map(int, activation_bytes), above or above_at_most(layout), updates, strict=True
@@ -157,10 +152,7 @@ def above_at_most(
 def gradients_come_late(
     layout: Layout, rank: int, in_flight: Sequence[int], *, num_microbatches: int | None
 ) -> bool:
-    """Whether all forwards of a rank come before its first backward, which makes the gradients.
-
-    Of a rank with several stages only a simulation tells.
-    """
+    """Whether all forwards of a rank come before its first backward, which makes the gradients."""
     stages = layout.stages_of(rank)
     return num_microbatches is not None and len(stages) == 1 and in_flight[stages[0]] >= num_microbatches
 
@@ -171,11 +163,7 @@ def scheduled_above(
     costs: Sequence[StageCost],
     unread: Mapping[tuple[int, int], int] | None = None,
 ) -> list[Above]:
-    """For each rank, by how much its peak exceeds the most that it keeps, in this order of actions.
-
-    That is less than `above_at_most` where large temporaries, messages and gradients come while little is
-    kept.
-    """
+    """For each rank, by how much its peak exceeds the most that it keeps, in this order of actions."""
     works = _StageWorks(layout)
     rows = zip(schedule.actions, layout.state_bytes(), messages(layout, unread), strict=True)
     found = []

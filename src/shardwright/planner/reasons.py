@@ -230,10 +230,7 @@ def _shared(division: Division, elements: Mapping[str, int]) -> str:
 
 
 def alternatives(best: Option, *, others: Sequence[Option]) -> tuple[Alternative, ...]:
-    """The best of the other options, one for each family, number of microbatches and number of stages.
-
-    The best of every family comes before the second of any.
-    """
+    """The best of the other options, one for each family, number of microbatches and number of stages."""
     found: dict[tuple[str, int, int], Alternative] = {}
     for option in others:
         key = (option.kind, option.num_microbatches, option.layout.num_stages)

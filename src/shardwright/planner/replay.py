@@ -100,13 +100,11 @@ class Setting:
     """Everything that a step is played out with.
 
     Attributes:
-        schedule: the order of work, without transfers.
         edges: what flows between stages; None where the plan does not say.
         link: from one pipeline rank to another; None where messages take no time.
         host: from each rank to where it offloads what units keep; None where copies take no time.
         cores: that the ranks of a host share; 0 where each has a device.
         ranks_per_node: ranks of a host; 0: all are on one.
-        action_overhead_s: on top of every action.
         forward_overhead_s: on top of that, of every forward.
         crowding: factor on the time of the schedule.
         step_overhead_s: before the first action and after the last one.
@@ -171,7 +169,6 @@ class Replay:
     """A setting played out.
 
     Attributes:
-        simulation: the timeline of the schedule alone.
         step_s: seconds of the whole step: schedule, crowding, sums of gradients, overhead, correction, and
             code outside of the model.
     """
@@ -182,7 +179,6 @@ class Replay:
 
     @property
     def idle_s(self) -> tuple[float, ...]:
-        """For each rank, the seconds of the schedule in which it computes nothing."""
         return tuple(max(0.0, self.simulation.step_s - busy_s) for busy_s in self.simulation.busy_s)
 
 
@@ -290,7 +286,6 @@ def _check_length(stages: int, microbatches: int) -> None:
 
 
 def play(setting: Setting) -> Replay:
-    """Plays a setting out."""
     simulation = simulate(
         setting.schedule,
         setting.costs,
@@ -370,7 +365,6 @@ class Sensitivity:
     """One change and its gain.
 
     Attributes:
-        step_s: seconds of the step with it.
         saved_s: seconds less than without it; negative where it costs time.
         assumption: what is taken for granted; empty where nothing is.
     """

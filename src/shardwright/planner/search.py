@@ -147,10 +147,7 @@ def _chosen_counts(candidates: Candidates, config: Config) -> list[int]:
 
 
 def _promising(drafts: Sequence[Draft], previous: Plan | None) -> list[Draft]:
-    """The dozen with the best closed-form time among those that fit, the best of each family, the previous.
-
-    Fewer, where simulating them would take many seconds.
-    """
+    """The dozen with the best closed-form time that fit, the best of each family, and the previous."""
     ranked = sorted(
         enumerate(drafts), key=lambda row: (max(0, row[1].overflow_bytes), row[1].estimate_s, row[0])
     )

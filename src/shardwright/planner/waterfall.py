@@ -44,11 +44,7 @@ _NEGLIGIBLE = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a step.
-
-    Attributes:
-        kind: what sort of time it is.
-    """
+    """One part of a step."""
 
     name: str
     kind: _PartKind
@@ -68,7 +64,6 @@ class Waterfall:
     step_s: float
 
     def seconds(self, kind: _PartKind) -> float:
-        """Sum of the parts of a kind."""
         return sum(part.seconds for part in self.parts if part.kind == kind)
 
 
@@ -85,7 +80,6 @@ class _Work(StageCost):
 
 
 def break_down(plan: Plan) -> Waterfall:
-    """The parts of the step that a plan predicts."""
     setting = base_setting(plan)
     assert plan.prediction is not None
     parts = [*_work_parts(plan, setting), *_waiting_parts(setting), *_outer_parts(plan, setting)]
@@ -298,7 +292,6 @@ class RankMemory:
     """Memory of one pipeline rank during a step.
 
     Attributes:
-        lasting_bytes: parameters, gradients, optimizer state and batch.
         moments: (seconds, bytes of activations from then on), in order of time; the first is at 0.
     """
 

@@ -95,11 +95,9 @@ class Workload:
 
     @property
     def batch_bytes(self) -> int:
-        """The tensors of a batch."""
         return self.chain.batch_bytes * self.num_microbatches
 
     def objective(self, exposed: float) -> Objective:
-        """The costs of all stages."""
         if exposed not in self._objectives:
             demands = self.demands
             known = next(iter(self._objectives.values()), None)
@@ -124,10 +122,7 @@ class Workload:
         return schedule_s * fabric.crowding + sums_s + fabric.tie_seconds(layout) + fabric.step_overhead_s
 
     def forward_overhead_s(self, layout: Layout) -> float:
-        """Seconds that a rank takes to run the step function for one forward, beside computing.
-
-        For a microbatch it runs all of it, in as many forwards as it has stages.
-        """
+        """Seconds that a rank takes to run the step function for one forward, beside computing."""
         chain = layout.chain
         script_s = self.fabric.host_costs.script_s(units=chain.num_calls, operations=chain.operations)
         return script_s * layout.num_ranks / layout.num_stages

@@ -104,8 +104,6 @@ class ActionGraph:
     """Numbered compute actions and the messages between them.
 
     Attributes:
-        actions: the compute actions, row by row.
-        rows: the numbers of each row.
         sends: the messages that leave when an action ends, in order.
         num_inputs: the messages that an action waits for.
         channels: sending and receiving rank of each channel; of one to a host, the rank twice.

@@ -51,7 +51,6 @@ class Action:
     """One piece of work of one stage for one microbatch.
 
     Attributes:
-        kind: what is done.
         stage: the stage that does it; for a transfer, the stage that sends or receives.
         microbatch: which microbatch, from 0.
         peer: the other stage of a transfer; None for all else.
@@ -79,9 +78,7 @@ class Edge:
     """Tensors that one stage makes and a later one uses, for one microbatch.
 
     Attributes:
-        source: the stage that makes them.
         target: the stage that uses them; larger than `source`, but not always the next (a skip connection).
-        num_bytes: bytes sent forward.
         gradient_bytes: bytes of the gradients sent back; None means `num_bytes`.
         has_gradient: False where no gradient returns (integer tensors, frozen parts).
 
@@ -97,7 +94,6 @@ class Edge:
 
     @property
     def backward_bytes(self) -> int:
-        """Bytes sent back."""
         if not self.has_gradient:
             return 0
         return self.num_bytes if self.gradient_bytes is None else self.gradient_bytes
@@ -208,7 +204,6 @@ class StageCost(Cost):
         )
 
     def seconds(self, kind: Kind) -> float:
-        """Seconds of a compute action of this stage."""
         if kind is Kind.FORWARD:
             return self.forward_s
         if kind is Kind.BACKWARD:

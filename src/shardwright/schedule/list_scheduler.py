@@ -78,7 +78,6 @@ class Policy:
     """The order in which a rank prefers its ready actions.
 
     Attributes:
-        ration: limits on forwards under way.
         splits_backward: run ``I`` and ``W`` instead of ``B``.
     """
 

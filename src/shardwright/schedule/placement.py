@@ -53,7 +53,6 @@ def place_stages(kind: str, *, num_ranks: int, stages_per_rank: int | None = Non
 
 
 def check_kind(kind: str) -> None:
-    """Refuses a family that does not exist."""
     if kind not in KINDS:
         raise ScheduleError(f"there is no schedule {kind!r}. Choose one of {', '.join(KINDS)}.")
 
@@ -117,7 +116,6 @@ class Request:
     """The request to a schedule family.
 
     Attributes:
-        stage_ranks: pipeline rank of each stage.
         num_microbatches: parts into which a batch is split.
         active_microbatches: bound on the microbatches under way on each rank; None for the family's own.
     """
@@ -129,12 +127,10 @@ class Request:
 
     @property
     def num_ranks(self) -> int:
-        """Pipeline ranks."""
         return max(self.stage_ranks) + 1
 
     @property
     def num_stages(self) -> int:
-        """Stages of the model."""
         return len(self.stage_ranks)
 
 
@@ -146,7 +142,6 @@ def check_request(
     active_microbatches: int | None,
     costs: Sequence[StageCost] | None,
 ) -> Request:
-    """The request in checked form."""
     ranks = _check_placement(stage_ranks)
     if num_microbatches < 1:
         raise ScheduleError(f"{kind} was asked for with {num_microbatches} microbatches. Give 1 or more.")

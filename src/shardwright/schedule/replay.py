@@ -113,7 +113,6 @@ def replay(
     prices: Sequence[Price] = (),
     beside: Mapping[int, float] = MappingProxyType({}),
 ) -> Timeline:
-    """Times of all actions."""
     mail, hosts = _Mail(graph, prices), graph.host_channels
     starts, ends = [0.0] * len(seconds), [0.0] * len(seconds)
     ready = [0.0] * len(seconds)  # when the last message so far has arrived

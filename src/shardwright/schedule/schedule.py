@@ -50,12 +50,10 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
-        """Pipeline ranks."""
         return len(self.actions)
 
     @property
     def num_stages(self) -> int:
-        """Stages of the model."""
         return len(self.stage_ranks)
 
     @property
@@ -79,10 +77,7 @@ class Schedule:
         return self._has(HOST_COPIES)
 
     def with_host_copies(self, stages: Collection[int]) -> "Schedule":
-        """The schedule with copies of what some stages keep to the host and back: see `row_with_host_copies`.
-
-        One that only runs forward keeps nothing, and stays as it is.
-        """
+        """The schedule with copies of what some stages keep: see `row_with_host_copies`."""
         if not stages or not self.has_backward:
             return self
         return replace(self, actions=tuple(row_with_host_copies(row, stages) for row in self.actions))

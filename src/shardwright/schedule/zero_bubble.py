@@ -148,7 +148,6 @@ class _Row:
         self._next: dict[tuple[str, int], int] = {}
 
     def count(self, kind: str, stage: int) -> int:
-        """The number of actions of a kind in the row."""
         return self._next.get((kind, stage), 0)
 
     def take(self, kinds: str, stage: int) -> None:

@@ -44,7 +44,6 @@ class ForkServerClient:
 
     @property
     def server_pid(self) -> int | None:
-        """The server's process; None while it does not run."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def run(self, job: Job) -> list[RankStatus]:

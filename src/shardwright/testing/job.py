@@ -47,12 +47,10 @@ class Job:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks run."""
         return len(self.environ)
 
     @property
     def seal(self) -> Seal:
-        """Of the objects of this job."""
         return Seal(self.key)
 
 
@@ -63,7 +61,6 @@ class RankStatus:
     Attributes:
         exit_code: as `subprocess` counts: minus the signal's number for a rank that a signal ended.
         started_at_s: when it was forked (`time.monotonic`, one clock for all processes of a machine).
-        ended_at_s: when the server saw it end.
         stopped: why the server killed it, if it did.
         was_held: it did not run at that moment, because of SIGSTOP, so that it could not write its stacks.
     """
@@ -84,7 +81,6 @@ class RankReport:
         at_s: when the function ended (`time.monotonic`).
         value: cloudpickle of what the function returned, if it did.
         error: the traceback as text, if the function raised.
-        error_type: the name of the exception's class.
         error_line: the class and the first line of the message.
         exception: cloudpickle of the exception, where it has one.
         exit_code: with which the rank means to end.
@@ -108,12 +104,10 @@ class RankFiles:
 
     @property
     def stdout(self) -> Path:
-        """What the rank wrote to file descriptor 1."""
         return self.folder / f"rank{self.rank}.stdout"
 
     @property
     def stderr(self) -> Path:
-        """What the rank wrote to file descriptor 2."""
         return self.folder / f"rank{self.rank}.stderr"
 
     @property
@@ -131,13 +125,11 @@ declare(Job, RankStatus, RankReport)
 
 
 def send(channel: socket.socket, message: Any) -> None:
-    """Sends one message over a stream socket."""
     data = encode(message)
     channel.sendall(_LENGTH.pack(len(data)) + data)
 
 
 def receive(channel: socket.socket) -> Any:
-    """Receives one message."""
     (length,) = _LENGTH.unpack(_receive_exactly(channel, _LENGTH.size))
     return decode(_receive_exactly(channel, length))
 

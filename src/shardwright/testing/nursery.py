@@ -63,7 +63,6 @@ def import_always() -> None:
 
 
 def import_once(modules: Sequence[str]) -> None:
-    """Imports the missing modules."""
     new = [name for name in modules if name not in sys.modules]
     for name in new:
         importlib.import_module(name)
@@ -131,7 +130,6 @@ class Nursery:
         return False
 
     def await_imports(self) -> None:
-        """Waits until it has."""
         problem: str | None = receive(self._channel)
         if problem is not None:
             self._prepared.clear()
@@ -150,7 +148,6 @@ class Nursery:
         self._channel.close()
 
     def close(self) -> None:
-        """Ends the process."""
         self._channel.close()
         self._process.kill()
         self._process.wait()

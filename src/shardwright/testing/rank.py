@@ -205,7 +205,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def _exit_code(error: BaseException) -> int:
-    """The code with which an interpreter would end on this exception."""
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
         return (error.code or 0) & 0xFF
     return 1

@@ -40,7 +40,6 @@ class StoreProcess:
         return int(answer)
 
     def close(self) -> None:
-        """Ends the process."""
         self._channel.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)

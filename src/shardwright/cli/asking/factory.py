@@ -42,7 +42,6 @@ class Sample:
 
 
 def build(factory: str, *, device: str) -> Sample:
-    """Imports a factory and calls it."""
     with _own_words(factory):
         function = _function(factory)
         made = _called(function, factory, device)

@@ -27,12 +27,8 @@ class Order:
     """The order to measure.
 
     Attributes:
-        factory: of the model.
-        build_on: the device on which it runs.
-        settings: that differ from their defaults.
         out: where rank 0 writes the profile, or the plan.
         most_trials: plans to try; 0: measure alone, and write a profile.
-        steps: of a trial.
     """
 
     factory: str
@@ -43,12 +39,10 @@ class Order:
     steps: int = 5
 
     def to_json(self) -> str:
-        """The argument of the ranks."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Order":
-        """Reads the output of `to_json`."""
         return cls(**json.loads(text))
 
 

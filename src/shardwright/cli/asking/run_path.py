@@ -12,10 +12,7 @@ if TYPE_CHECKING:
 
 
 def run_path(given: Path | None) -> Path | None:
-    """The path; if there is nothing, and ``runs/`` has a run of this name, that of the run.
-
-    A path that is not found stays as it was given, for the error.
-    """
+    """The path; if there is nothing, and ``runs/`` has a run of this name, that of the run."""
     if given is None or given.exists() or len(given.parts) != 1:
         return given
     named = Path("runs") / given
@@ -39,7 +36,6 @@ def is_plan(path: Path) -> bool:
 
 
 def read_plan(path: Path) -> "Plan":
-    """The plan of a file, or of a run."""
     from shardwright.plan import Plan
 
     file = path / "plan.json"
@@ -59,7 +55,6 @@ def folder_of(path: Path) -> Path:
 
 
 def checkpoint_folder(path: Path) -> CheckpointFolder:
-    """The folder of checkpoints that is meant."""
     chosen = folder_of(path)
     refuse_one_checkpoint(chosen)
     if not chosen.is_dir():

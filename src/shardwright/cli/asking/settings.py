@@ -80,7 +80,6 @@ def named_values(words: Sequence[str], *, option: str, names: Collection[str]) -
 
 
 def number_of(name: str, text: str, kind: type[int] | type[float] = float) -> Any:
-    """The number in a text."""
     try:
         return kind(text[:40])
     except ValueError:

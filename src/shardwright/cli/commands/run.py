@@ -299,10 +299,7 @@ def _note_lone_host(request: LaunchRequest) -> None:
 
 
 def _note_misplaced(script: str, arguments: Sequence[str], *, num_ranks: int | None) -> None:
-    """Says so where an option of ours stands behind the script, which then gets it.
-
-    The script may have such an option of its own, so this is no error.
-    """
+    """Says so where an option of ours stands behind the script, which then gets it."""
     words = [word.partition("=")[0] for word in arguments]
     wanted = (*(_NUM_RANKS if num_ranks is None else ()), *_OURS)
     found = next((word for word in words if word.replace("_", "-") in wanted), None)
@@ -337,10 +334,7 @@ def _check_settings(request: LaunchRequest) -> tuple[Config, Plan | None]:
 
 
 def _check_ranks(request: LaunchRequest) -> None:
-    """Refuses degrees, or a plan, for another number of ranks than are to be started.
-
-    What the script itself passes to ``sw.init`` is not known here.
-    """
+    """Refuses degrees, or a plan, for another number of ranks than are to be started."""
     config, plan = _check_settings(request)
     world_size = request.num_ranks * request.num_nodes
     if plan is not None:

@@ -191,7 +191,6 @@ class _SchedulePicture:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers, for programs."""
         simulation, schedule = self._simulation, self._schedule
         return {
             "kind": schedule.kind,
@@ -316,6 +315,5 @@ def _cut(chart: str, width: int | None) -> list[str]:
 
 
 def _common(a: Fraction, b: Fraction) -> Fraction:
-    """The largest number that divides both."""
     denominator = math.lcm(a.denominator, b.denominator)
     return Fraction(math.gcd(int(a * denominator), int(b * denominator)), denominator)

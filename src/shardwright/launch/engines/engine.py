@@ -105,8 +105,6 @@ _END_S = 45.0
 
 @dataclass(frozen=True, slots=True)
 class HostCommand:
-    """The command of one host."""
-
     words: Sequence[str]
     environ: Mapping[str, str]
 

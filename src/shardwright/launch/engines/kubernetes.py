@@ -138,7 +138,6 @@ class Kubernetes:
         }
 
     def manifest(self, spec: JobSpec) -> str:
-        """The manifests, as YAML."""
         name = _name_in_cluster(spec)
         pods = Pods(**{**self._pods, "image": self._pods["image"] or spec.image})
         if pods.image is None and self.kind == "JobSet":

@@ -29,12 +29,10 @@ class Local:
     sees_files = True
 
     def manifest(self, spec: JobSpec) -> str:
-        """The command line of each host."""
         commands = _commands(spec, endpoint=f"127.0.0.1:{_PORT}", interface=None, environ={})
         return "\n".join([*_said_of_secret(spec), *(_line(spec, command) for command in commands)])
 
     def start(self, spec: JobSpec, *, waits: bool) -> RunningJob:
-        """Starts the launchers."""
         endpoint = f"127.0.0.1:{_free_port()}" if spec.num_hosts > 1 else ""
         commands = _commands(spec, endpoint=endpoint, interface=None, environ=os.environ)
         with prepared_run_folder(spec) as lock:
@@ -71,7 +69,6 @@ class LocalCluster:
         return "\n".join(lines)
 
     def start(self, spec: JobSpec, *, waits: bool) -> RunningJob:
-        """Makes the hosts and starts their launchers; all of it ends with this process."""
         with prepared_run_folder(spec) as lock:
             return self._start(spec, lock, waits=waits)
 

@@ -35,7 +35,6 @@ class Pods:
         image: of the container; None leaves it to the runtime.
         code: the folder of the script in it.
         runs_dir: the folder there that holds the run folders.
-        is_packed: the script comes with the job.
         gpu_resource: what GPUs are called in the cluster.
         volumes: names of claims, by the folders at which they are mounted.
     """
@@ -70,7 +69,6 @@ class Pods:
         return found
 
     def mounts(self) -> list[dict[str, str]]:
-        """The paths of the volumes in the container."""
         names = dict(zip(self.volumes, self._claims(), strict=True))
         return [
             {"name": "shm", "mountPath": "/dev/shm"},
@@ -81,7 +79,6 @@ class Pods:
         return {f"volume-{number}": claim for number, claim in enumerate(self.volumes.values())}
 
     def resources_of(self, spec: JobSpec) -> dict[str, Any]:
-        """The resources that each pod asks for."""
         asked = dict(self.resources)
         if spec.gpus_per_host:
             asked[self.gpu_resource] = str(spec.gpus_per_host)
@@ -143,7 +140,6 @@ def train_job(
     num_parts: int,
     patches_runtime: bool,
 ) -> dict[str, Any]:
-    """A TrainJob of Kubeflow's Trainer."""
     rank, endpoint = '"$PET_NODE_RANK"', '"$PET_MASTER_ADDR:$PET_MASTER_PORT"'
     script = shell_script(spec, pods, num_parts=num_parts, node_rank=rank, endpoint=endpoint)
     trainer: dict[str, Any] = {
@@ -234,13 +230,11 @@ _Dumper.add_representer(str, _text)
 
 
 def to_yaml(documents: list[dict[str, Any]]) -> str:
-    """Manifests as one file."""
     refuse_half_characters(json.dumps(documents, ensure_ascii=False))
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1_000_000)
 
 
 def is_env_name(name: str) -> bool:
-    """Whether a container may have a variable of this name."""
     return _ENV_NAME.fullmatch(name) is not None
 
 

@@ -52,7 +52,6 @@ class Ray:
         self._placement_strategy = placement_strategy
 
     def manifest(self, spec: JobSpec) -> str:
-        """The arguments that the driver gives the TorchTrainer."""
         return json.dumps(self._task(spec), indent=2)
 
     def _task(self, spec: JobSpec) -> dict[str, Any]:
@@ -78,7 +77,6 @@ class Ray:
         }
 
     def start(self, spec: JobSpec, *, waits: bool) -> RunningJob:
-        """Starts the driver."""
         if importlib.util.find_spec("ray") is None:
             raise LaunchError(
                 "there is no Ray in this Python's environment. Install it: pip install 'shardwright[ray]'"
@@ -103,8 +101,6 @@ class Ray:
 
 
 class RayJob(ProcessesJob):
-    """The driver of a job."""
-
     def _log_files(self) -> list[Path]:
         return [launcher_log(self.spec, 0)]
 

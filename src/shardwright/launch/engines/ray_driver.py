@@ -42,7 +42,6 @@ class Exits:
         self._exits: list[dict[str, Any]] = []
 
     def secret(self) -> str:
-        """The secret of the run."""
         return self._secret
 
     def begin(self) -> None:
@@ -50,7 +49,6 @@ class Exits:
         self._exits.clear()
 
     def add(self, fields: dict[str, Any]) -> None:
-        """Adds how a rank ended."""
         self._exits.append(fields)
 
     def all(self) -> list[dict[str, Any]]:
@@ -59,7 +57,6 @@ class Exits:
 
 
 def train_on_worker(config: dict[str, Any]) -> None:
-    """Runs the script to its end."""
     context = ray.train.get_context()
     if context.get_world_rank() == 0:
         ray.get(config["exits"].begin.remote())

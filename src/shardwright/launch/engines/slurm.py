@@ -35,7 +35,6 @@ _TIMEOUT_S = 120.0
 def run(
     words: Sequence[str], *, remedy: str, text: str | None = None, environ: Mapping[str, str] | None = None
 ) -> str:
-    """The output of a program."""
     try:
         done = subprocess.run(
             words,
@@ -120,7 +119,6 @@ class Slurm:
         self._poll_s = poll_s
 
     def manifest(self, spec: JobSpec) -> str:
-        """The batch script."""
         # SM_HP_LEARNING-RATE is no name to a shell; the launcher of each node sets it.
         variables = {name: value for name, value in spec.variables().items() if is_variable(name)}
         exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
@@ -206,8 +204,6 @@ class Slurm:
 
 
 class SlurmJob(RunningJob):
-    """A job that was submitted."""
-
     def __init__(self, spec: JobSpec, number: str, *, poll_s: float) -> None:
         super().__init__(spec, is_limited=True, asks_every_s=poll_s)
         self.number = number

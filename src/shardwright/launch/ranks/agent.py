@@ -54,7 +54,6 @@ class _NoLogs(LogsSpecs):
 
 
 def launch(request: LaunchRequest, *, report: Callable[[str], None], verbose: bool = False) -> int:
-    """Runs the ranks of this host to their end."""
     os.environ.update(request.worker_environ(os.environ))
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     if not verbose:
@@ -102,10 +101,7 @@ def _secret_of_run(request: LaunchRequest) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _job_variables(request: LaunchRequest) -> Iterator[None]:
-    """Sets what scripts written for SageMaker read, and makes the folders that it names, while ranks run.
-
-    Folders that they have left empty are removed. Where other hosts share them they stay.
-    """
+    """Sets what scripts written for SageMaker read, and makes the folders that it names, while ranks run."""
     num_gpus = request.num_ranks if request.device == "cpu" else torch.cuda.device_count()
     chosen = job_variables(request, os.environ, num_gpus=num_gpus)
     results = result_folders(request.run_folder.absolute())

@@ -61,10 +61,7 @@ def wait_until_answered(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Waits until something listens at an address.
-
-    PyTorch's store waits, too, but neither Ctrl-C nor SIGTERM ends that.
-    """
+    """Waits until something listens at an address."""
     end_s = clock() + limit_s
     while True:
         try:
@@ -80,10 +77,7 @@ def wait_until_answered(
 
 
 def is_own(host: str) -> bool:
-    """Whether this host is meant: one of its addresses, for no other can be bound, or its own name.
-
-    Behind NAT, a host's own name may have an address that it does not have itself.
-    """
+    """Whether this host is meant: one of its addresses, for no other can be bound, or its own name."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:

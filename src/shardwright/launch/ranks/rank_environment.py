@@ -114,7 +114,6 @@ FRAMEWORK_MODULE = "sagemaker_pytorch_container.training:main"
 
 
 def host_names(number: int) -> list[str]:
-    """The names of hosts, as SageMaker gives them."""
     return [f"algo-{host + 1}" for host in range(number)]
 
 
@@ -197,10 +196,8 @@ def json_or(text: str | None, otherwise: Any) -> Any:
 
 
 def as_json(value: Any) -> str:
-    """JSON as short as SageMaker's."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def missing(known: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Those of the variables that are not set."""
     return {name: value for name, value in known.items() if not environ.get(name)}

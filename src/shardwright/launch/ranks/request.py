@@ -51,16 +51,12 @@ class LaunchRequest:
     """The script to launch, and how.
 
     Attributes:
-        target: a script, or a module's name.
         node_rank: number of this host; None lets the hosts number themselves.
         endpoint: where the hosts meet, as ``host:port``; None on a single host.
         max_restarts: how often all ranks are started again after a failure.
         run_folder: where logs and results go; it must exist, with ``logs/`` in it, when the launch begins.
-        plan: a plan file for the ranks.
-        config: a settings file for the ranks.
         settings: single settings for the ranks, stronger than the file.
         grace_s: seconds that ranks may take to end after a signal.
-        quiet: the ranks show no progress.
         device: ``cpu`` runs a script that is written for CUDA on the CPU; ``auto`` leaves it as it is.
         mp_parameters: of SageMaker's model parallel library, for scripts that use its names.
     """
@@ -146,12 +142,10 @@ class LaunchRequest:
 
     @property
     def logs(self) -> Path:
-        """The folder of the logs."""
         return self.run_folder / "logs"
 
     @property
     def script(self) -> tuple[str, ...]:
-        """The script and its arguments, for torchrun or Python."""
         starter = ("-m", CPU_MODE) if self.device == "cpu" else ()
         return (*starter, *(("-m",) if self.is_module else ()), self.target, *self.arguments)
 

@@ -93,10 +93,7 @@ def _had_failed_before(worker_exit: WorkerExit) -> bool:
 
 
 def exit_code(exits: Sequence[WorkerExit]) -> int:
-    """The launcher's exit code: 0, or that of the first cause where it has a meaning, else 5.
-
-    A worker whose Python ends on an error leaves with 1, whichever it is: which one, its last words tell.
-    """
+    """The launcher's exit code: 0, or that of the first cause where it has a meaning, else 5."""
     failed = first_cause_first(exits)
     if not failed:
         return 0
@@ -140,10 +137,7 @@ def _error_in_a_line(last_words: str) -> str:
 
 
 def failure_report(exits: Sequence[WorkerExit]) -> str:
-    """Tells which worker failed first, how, its traceback and its log; of the others one line each.
-
-    Ranks that ended alike, of which there may be hundreds, share a line.
-    """
+    """Tells which worker failed first, how, its traceback and its log; of the others one line each."""
     first, *others = first_cause_first(exits)
     lines = [f"{_headline(first)} after {format_seconds(first.seconds)}: {_cause(first)}"]
     if first.error and not begins_last_words(first.error):

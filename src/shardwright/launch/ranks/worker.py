@@ -167,10 +167,7 @@ class Supervisor:
             self._signal_number, self._signalled_at_s = number, time.monotonic()
 
     def _is_repeated(self, number: int) -> bool:
-        """Whether one signal comes twice: a scheduler tells all processes, and the agent tells them again.
-
-        An agent that is told twice itself says SIGTERM, whatever it was told. After Ctrl-C that counts.
-        """
+        """Whether one signal comes twice: a scheduler tells all processes, and the agent tells them again."""
         first = self._signal_number
         is_the_same = first not in (None, signal.SIGINT) and number in (first, signal.SIGTERM)
         return is_the_same and time.monotonic() - self._signalled_at_s < _SAME_SIGNAL_S

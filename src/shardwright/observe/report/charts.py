@@ -181,10 +181,7 @@ _PART_PX = 40
 
 
 def charts(data: ReportData) -> dict[str, Figure]:
-    """All plots for which there is something to show, by name.
-
-    A name with an ``@`` is another choice for the plot before it: ``timeline@3`` shows step 3.
-    """
+    """All plots for which there is something to show, by name."""
     found = {}
     if data.predicted is not None or data.timeline is not None:
         found["timeline"] = _timeline(data, data.timeline)

@@ -42,7 +42,6 @@ class ComparedRow:
         return self.second / self.first - 1.0 if self.first else None
 
     def cells(self) -> list[str]:
-        """Name, both figures and the change, as text."""
         change = "-"
         if self.change is not None:
             percent = round(self.change * 100, 0 if self.unit == "share" else 1)
@@ -115,7 +114,6 @@ class Comparison:
         return f"{ratio}: {format_seconds(fast_s)} against {format_seconds(slow_s)} a step"
 
     def to_dict(self) -> dict[str, Any]:
-        """A form that `json` can write."""
         return {
             "names": list(self.names),
             "verdict": self.verdict,

@@ -48,7 +48,6 @@ class Predicted:
         idle_s: for each pipeline rank, the seconds of it without work.
         spans: the timeline of the ranks that are shown.
         memory: over time, of the ranks that are shown.
-        stack: predicted peak of every pipeline rank.
         limit_bytes: memory that a rank may use; 0: not known.
     """
 
@@ -75,7 +74,6 @@ class ReportData:
         spent: what ranks spend a step on, mean of them, predicted beside measured.
         predicted: what the plan predicts; None where it predicts nothing.
         timeline: of the recorded step that is most like the others; None where there is none.
-        recorded: the timelines of all recorded steps.
         parts: of a step, predicted beside measured in the step of `timeline`.
         memory: peak memory of each pipeline rank, predicted beside measured; empty where nobody looked.
         verdict: what the run came to, and what to do next; None where nothing is known.
@@ -110,7 +108,6 @@ class ReportData:
         return on_cpus(self.plan)
 
     def to_dict(self) -> dict[str, Any]:
-        """A form that `json` can write."""
         document: dict[str, Any] = {
             "name": self.name,
             "plan": None if self.plan is None else self.plan.model_dump(mode="json"),
@@ -152,7 +149,6 @@ class ReportData:
 
 
 def gather(path: Path) -> ReportData:
-    """The data of a run folder or of a plan file."""
     if not path.exists():
         raise UsageError(
             f"there is no {printable(str(path))}. Name a run folder or a plan file; runs: shardwright runs"

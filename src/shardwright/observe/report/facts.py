@@ -136,7 +136,6 @@ class MemoryRow:
     """The peak of one pipeline rank, in bytes; None where it is not known.
 
     Attributes:
-        predicted: parameters, gradients, optimizer state and activations.
         measured: the same, at the end of the action where it was most.
     """
 
@@ -146,7 +145,6 @@ class MemoryRow:
 
     @property
     def difference(self) -> float | None:
-        """measured - predicted."""
         if self.predicted is None or self.measured is None:
             return None
         return self.measured - self.predicted

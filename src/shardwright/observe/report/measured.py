@@ -178,10 +178,8 @@ class StepMetrics:
 
     Attributes:
         loss: mean over the batch; None also where it is no number.
-        step_s: seconds that the step took.
         update_s: seconds of the optimizer's update before it.
         peak_bytes: peak memory of each world rank so far.
-        limit_bytes: memory that a rank may use.
         work_s: seconds that the ranks of a replica worked, added up.
         bubble: idle share of the ranks' time, 0 to 1.
         outside_s: seconds of operations that rest on no unit, and that every rank of a pipeline runs.
@@ -201,7 +199,6 @@ class StepMetrics:
 
 
 def read_metrics(records: Iterable[Mapping[str, Any]], path: Path) -> tuple[StepMetrics, ...]:
-    """All steps, in order."""
     found: dict[int, StepMetrics] = {}
     for number, record in enumerate(records, start=1):
         where = f"{printable(str(path))}, record {number}"

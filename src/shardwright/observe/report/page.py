@@ -168,7 +168,6 @@ def _of_plan(plan: Plan) -> list[tuple[str, str]]:
 
 
 def render_page(data: ReportData, *, library: str) -> str:
-    """The page of a run or plan."""
     plots = charts(data)
     sections = (
         head(data),
@@ -186,7 +185,6 @@ def render_page(data: ReportData, *, library: str) -> str:
 
 
 def page_of(title: str, sections: Sequence[str], plots: Mapping[str, Figure], *, library: str) -> str:
-    """A page of sections that are HTML."""
     figures = json.dumps(plots, allow_nan=False).replace("<", "\\u003c")
     nonce = hashlib.sha256(figures.encode()).hexdigest()[:32]
     policy = (
@@ -228,7 +226,6 @@ _LEVEL = 6
 
 
 def check_plotly() -> None:
-    """Refuses to go on where plotly is not installed."""
     if find_spec("plotly") is None:
         raise UsageError(
             f"a report needs the package plotly, which is not installed. Run: {INSTALL}. "
@@ -238,10 +235,7 @@ def check_plotly() -> None:
 
 @cache
 def packed_library() -> str:
-    """plotly.js, compressed with gzip, in base64.
-
-    It is read from the package and not through ``plotly.offline``, whose import takes longer than the rest.
-    """
+    """plotly.js, compressed with gzip, in base64."""
     check_plotly()
     spec = find_spec("plotly")
     assert spec is not None

@@ -69,7 +69,6 @@ class Compared:
         return self.measured / self.predicted - 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """A form that `json` can write: the unit is in the names of the numbers."""
         name, _, unit = self.name.removesuffix(")").rpartition(" (")
         return {
             "name": name,
@@ -125,12 +124,10 @@ class StepPart:
 
     @property
     def meaning(self) -> str:
-        """One sentence."""
         return _MEANINGS[self.kind]
 
     @property
     def difference(self) -> float | None:
-        """measured - predicted."""
         if self.predicted is None or self.measured is None:
             return None
         return self.measured - self.predicted

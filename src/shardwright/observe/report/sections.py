@@ -220,7 +220,6 @@ def timeline(data: ReportData, plots: Mapping[str, Figure]) -> str:
 
 
 def parts(data: ReportData, plots: Mapping[str, Figure]) -> str:
-    """What a step is spent on."""
     if not data.parts:
         return ""
     told = _measured_in(data)
@@ -345,7 +344,6 @@ def memory(data: ReportData, plots: Mapping[str, Figure]) -> str:
 
 
 def alternatives(plan: Plan | None) -> str:
-    """The next best plans."""
     if plan is None or not plan.alternatives:
         return ""
     rows = [
@@ -364,14 +362,12 @@ def alternatives(plan: Plan | None) -> str:
 
 
 def reasons(plan: Plan | None) -> str:
-    """Why the planner chose this one."""
     if plan is None or not plan.why:
         return ""
     return "<h2>Why this plan</h2>\n<ul>" + "".join(f"<li>{escape(why)}</li>" for why in plan.why) + "</ul>"
 
 
 def metrics(data: ReportData, plots: Mapping[str, Figure]) -> str:
-    """Loss and seconds of all steps."""
     loss = plot(plots, "loss", label="Loss over the steps")
     steps = plot(plots, "steps", label="Seconds of each step")
     first_s = data.steps[0].step_s if len(data.steps) > 1 else None

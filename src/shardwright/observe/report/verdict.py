@@ -58,7 +58,6 @@ def next_step(
     slower: float | None,
     outside_s: float = 0.0,
 ) -> str:
-    """The sentence."""
     if plan is None or plan.prediction is None or waterfall is None:
         return "set plan_one_stage to have runs of one stage predicted, too, and see what limits them"
     if slower is not None and slower > _PARTED:
@@ -172,7 +171,6 @@ class Verdict:
         speed_up: times one process, which would do the work of the ranks one after the other.
         idle: idle share of the ranks' time, 0 to 1.
         slower: measured / predicted - 1; negative where the run was faster.
-        next: one sentence: what to do.
     """
 
     step_s: float
@@ -186,7 +184,6 @@ class Verdict:
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """The parts of the first sentence."""
         found = [f"{format_seconds(self.step_s)} a step{'' if self.measured else ', as predicted'}"]
         if self.rate is not None:
             found.append(f"{format_rate(self.rate)} {self.rate_unit}")
@@ -204,7 +201,6 @@ class Verdict:
         return tuple(found)
 
     def __str__(self) -> str:
-        """Both sentences."""
         return f"{', '.join(self.figures)}. Next: {self.next}"
 
 

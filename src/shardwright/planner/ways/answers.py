@@ -69,7 +69,6 @@ def sensitivities(task: Task, way: Way) -> list[_Sensitivity]:
 
 
 def reasons(answer: Answer) -> list[str]:
-    """The reasons for the best way, its limits, and the basis of the numbers."""
     task, best = answer.task, answer.best
     low, high = best.interval_s
     found = [
@@ -191,10 +190,7 @@ class _Offer:
 
 
 def offers(task: Task, *, tokens: float, deadline_s: float | None = None) -> list[_Offer]:
-    """Offers of training on 1, 2, 4, ... nodes of one kind, up to all of them; none where nothing fits.
-
-    With a deadline, also on the fewest nodes that meet it, found by halving what lies between two of these.
-    """
+    """Offers of training on 1, 2, 4, ... nodes of one kind, up to all of them; none where nothing fits."""
     if len(task.machines.nodes) != 1:
         raise UsageError("how many machines to take can be asked of one kind at a time. Name one kind.")
     if not 0 < tokens < float("inf"):

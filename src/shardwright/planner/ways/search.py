@@ -80,10 +80,7 @@ def _best_of(task: Task, some: Options, *, objective: _Objective, num_ways: int)
 
 
 def _with_roomy_ones(task: Task, some: Options) -> Options:
-    """The ways with the least recomputation; behind them those near the best with memory to spare.
-
-    Recomputing a layer more may be all that parts a simple way from one that has a tenth of the memory free.
-    """
+    """The ways with the least recomputation; behind them those near the best with memory to spare."""
     least = with_least_recomputation(task, some)
     number = len(some.pipeline)
     seconds = np.broadcast_to(prices_of(task, least).seconds.total, (number,))

@@ -111,13 +111,11 @@ class Task:
 
     @cached_property
     def shape(self) -> Shape:
-        """The shape of a transformer."""
         assert isinstance(self.model, Transformer)
         return Shape.of(self.model, sequence=self.sequence)
 
     @cached_property
     def rates(self) -> Rates:
-        """The rates of the slowest machines."""
         return Rates.of(self.machines, self.dtype)
 
     @cached_property
@@ -140,7 +138,6 @@ class Task:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
         return self.batch * self.tokens_of_sample
 
     @property
@@ -154,7 +151,6 @@ class Task:
 
     @property
     def layers(self) -> int:
-        """Between which the model can be cut."""
         if isinstance(self.model, LayerChain):
             return len(self.model.layers)
         return self.model.layers + self.model.encoder_layers

@@ -48,13 +48,10 @@ class Way:
 
     Attributes:
         options: of it; each a number.
-        step_s: seconds of a step.
         interval_s: between these, eight of ten runs should be.
         seconds: parts that add up to the step.
         num_bytes: parts that add up to what the neediest rank takes.
-        limit_bytes: that this rank may use.
         layers: that a pipeline rank has at most, by kind of node; empty where all nodes are alike.
-        provenance: what the seconds rest on.
         tokens_per_s: of all ranks; of models whose samples have no tokens, samples.
         flops_per_s: of a rank, without what is recomputed.
         mfu: model FLOPs utilisation: their share of what the accelerators can do.
@@ -78,7 +75,6 @@ class Way:
 
     @property
     def peak_bytes(self) -> int:
-        """Memory of the neediest rank."""
         return sum(self.num_bytes.values())
 
     @property
@@ -186,7 +182,6 @@ class Way:
         return found
 
     def to_dict(self) -> Mapping[str, Any]:
-        """For JSON."""
         return {
             "title": self.title,
             "options": {f.name: int(getattr(self.options, f.name)) for f in fields(self.options)},
@@ -208,7 +203,6 @@ class Way:
 
 
 def way_of(task: Task, options: Options) -> Way:
-    """Prices one way."""
     if options.hierarchical == Gathers.FASTER:
         flat = replace(options, hierarchical=int(Gathers.FLAT))
         by_nodes = replace(options, hierarchical=int(Gathers.BY_NODES))

@@ -263,7 +263,6 @@ class Checkpoints:
         return Path(current.from_first_rank(lambda: str(hold_folder(path))))
 
     def _end(self, step: int, number: int) -> None:
-        """Saves, and ends the process."""
         name = signal.Signals(number).name
         self._saves.wait()
         earlier = self._saves.take_failure()

@@ -41,7 +41,6 @@ class SavedLayout(_Record):
 
     @classmethod
     def of(cls, mesh: Mesh) -> Self:
-        """Describes a mesh."""
         return cls(
             world_size=mesh.world_size,
             pipeline=mesh.pipeline,
@@ -63,8 +62,6 @@ class OptimizerDocument(_Record):
     """An optimizer, but for the tensors of its state.
 
     Attributes:
-        groups: options of its parameter groups.
-        members: names of the parameters of each.
         others: by parameter and key, what its state has that is no tensor.
     """
 
@@ -77,7 +74,6 @@ class StateDocument(_Record):
     """Everything but tensors.
 
     Attributes:
-        step: how many steps were done.
         calls: of step functions that trained, in all of the run: more than steps where a script accumulates
             gradients; None: as many.
         layout: the ranks that saved; None for a checkpoint that was imported.
@@ -118,7 +114,6 @@ class StateDocument(_Record):
         alike: Mapping[str, bool],
         calls: int | None = None,
     ) -> Self:
-        """Joins the documents that ranks have saved, by rank, into one."""
         first = documents[0]
         optimizers = [
             OptimizerDocument(
@@ -155,12 +150,10 @@ class StateDocument(_Record):
         return content
 
     def to_content(self) -> dict[str, Any]:
-        """A form that `json` can write."""
         return self.model_dump(mode="json", exclude={"calls"} if self.calls is None else None)
 
     @classmethod
     def from_content(cls, found: Any, *, name: str) -> Self:
-        """Reads it."""
         try:
             return cls.model_validate(found)
         except ValidationError as error:

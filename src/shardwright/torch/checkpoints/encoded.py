@@ -30,12 +30,10 @@ _DEEPEST = 48
 
 
 def encode(value: Any, *, name: str, tensors: dict[str, Tensor]) -> Any:
-    """A value as JSON."""
     return _encoded(value, name, tensors, frozenset())
 
 
 def decode(document: Any, *, name: str, tensor: Callable[[str], Tensor]) -> Any:
-    """The value that was encoded."""
     if isinstance(document, list):
         return [decode(item, name=f"{name}[{i}]", tensor=tensor) for i, item in enumerate(document)]
     if not isinstance(document, Mapping):
@@ -183,8 +181,6 @@ _FROM_TEXT: dict[str, Callable[[str], Any]] = {
 
 
 class StateObjects:
-    """The objects that a script has named for saving."""
-
     def __init__(self, objects: Mapping[str, Any]):
         self.objects = dict(objects)
         for name, each in self.objects.items():

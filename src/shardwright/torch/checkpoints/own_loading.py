@@ -38,7 +38,6 @@ def check_fits(
     strict: bool = True,
     remade: Collection[str] = (),
 ) -> None:
-    """Refuses a checkpoint of another model."""
     own = {name: tensor for name, tensor, _ in _saved_tensors(model, saved, prefix)}
     theirs = {
         name.removeprefix(prefix): entry.shape
@@ -68,10 +67,7 @@ def check_fits(
 
 
 def load_model(model: DistributedModel, saved: SavedCheckpoint, *, prefix: str = "model/") -> None:
-    """Fills parameters and persistent buffers; every rank does, between two steps.
-
-    What the checkpoint does not have stays: see `check_fits`.
-    """
+    """Fills parameters and persistent buffers; every rank does, between two steps."""
     for _, tensor, full in _saved_tensors(model, saved, prefix):
         sharded = sharded_of(model, tensor)
         if not full:

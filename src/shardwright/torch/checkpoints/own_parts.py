@@ -99,7 +99,6 @@ class Kept(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank has all of it."""
         return self.spec is None and self.boxes == (Box.whole(self.whole),)
 
     def pieces(self) -> list[tuple[Box, Tensor]]:
@@ -144,7 +143,6 @@ def _kept_here(
 
 
 def _name_of(parameter: nn.Parameter, names: Mapping[int, str]) -> str:
-    """Its name in the model."""
     if id(parameter) not in names:
         raise CheckpointError(
             f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the wrapped "
@@ -233,19 +231,13 @@ def shared_spec(model: DistributedModel, tensor: Tensor) -> Spec | None:
 
 
 def box_of_rows(sharded: ShardedParameter) -> Box:
-    """The rows that this rank keeps of a parameter that replicas share.
-
-    Where ranks share layers, the box lies in its part.
-    """
+    """The rows that this rank keeps of a parameter that replicas share."""
     rows, part = sharded.own_rows, sharded.part_shape
     return Box((rows.start, *(0 for _ in part[1:])), (len(rows), *part[1:]))
 
 
 def boxes_of_update(model: DistributedModel, parameter: nn.Parameter) -> tuple[Box, ...] | None:
-    """The range that this rank updates of a parameter; None where it updates all that it has of it.
-
-    Where ranks share layers, the boxes lie in its part.
-    """
+    """The range that this rank updates of a parameter; None where it updates all that it has of it."""
     sharded, updated = sharded_of(model, parameter), model.replicas.updated_parts
     own = None if updated is None else updated.own_range(parameter if sharded is None else sharded.rows)
     if own is None:

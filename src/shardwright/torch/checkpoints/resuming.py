@@ -127,7 +127,6 @@ class Resumed:
     """A run resumed from a checkpoint.
 
     Attributes:
-        step: how many steps were done.
         calls: of step functions that trained until then.
         waits: the first step loads what this rank has of it.
     """
@@ -184,7 +183,6 @@ class Resumed:
             )
 
     def load(self, states: Mapping[str, Any]) -> None:
-        """Gives everything to this rank that it has of the run."""
         remake(self._model, self._remade)
         self._adopt_plan()
         model, document = self._model, self._document

@@ -59,7 +59,6 @@ def hold_folder(path: Path) -> Path:
 
 
 def release_folder(path: Path) -> None:
-    """Leaves the folder to others."""
     release(path / _LOCK)
 
 
@@ -264,7 +263,6 @@ class Saves:
             sys.stderr.write(f"shardwright: {self._told(under_way, under_way.problem)}\n")
 
     def note(self, kind: str, **fields: Any) -> None:
-        """Records an event of the run."""
         assert self._context.reporter is not None
         self._context.reporter.observer.event(f"checkpoint_{kind}", **fields)
 

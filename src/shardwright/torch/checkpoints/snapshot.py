@@ -39,7 +39,6 @@ from shardwright.torch.tensor_parallel.divide import all_elements
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
-    """State of all generators of this process."""
     on_device = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
     return {
         "torch": torch.random.get_rng_state(),
@@ -186,7 +185,6 @@ def take_snapshot(
     alike: Mapping[str, bool],
     copies: bool,
 ) -> RankSnapshot:
-    """Takes what this rank has of the run."""
     store = _stored_copy if copies else stored
     parts = model_parts(model, store)
     for number, optimizer in enumerate(context.optimizers):

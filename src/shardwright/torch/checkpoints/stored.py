@@ -34,7 +34,6 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a type in safetensors."""
     if dtype not in _NAMES:
         raise CheckpointError(
             f"tensors of {dtype} cannot be saved: files have {', '.join(map(str, _NAMES))}."
@@ -70,7 +69,6 @@ def tensor_of(part: StoredTensor) -> Tensor:
 
 
 def read_part(saved: SavedCheckpoint, name: str, box: Box | None = None) -> Tensor:
-    """A part of a tensor of a checkpoint, on the CPU."""
     entry = saved.entry(name)
     dtype = dtype_of(entry.dtype)
     wanted = Box.whole(entry.shape) if box is None else box

@@ -142,13 +142,8 @@ class _Row:
     """A checkpoint in the list; what cannot be read is None, and the problem says why.
 
     Attributes:
-        name: of its folder.
         step: that was done when it was saved.
         saved_at: when, in UTC, by ISO 8601.
-        num_bytes: of its files.
-        num_files: how many there are.
-        not_finite: weights that are infinite or NaN.
-        problem: why it cannot be read.
     """
 
     name: str

@@ -18,15 +18,11 @@ if TYPE_CHECKING:
 
 
 class Format(StrEnum):
-    """The formats of exported models."""
-
     HF = "hf"
     STATE_DICT = "state_dict"
 
 
 class Dtype(StrEnum):
-    """The types of exported floating-point numbers."""
-
     BF16 = "bf16"
     FP16 = "fp16"
     FP32 = "fp32"
