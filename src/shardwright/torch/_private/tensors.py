@@ -32,6 +32,7 @@ __all__ = [
     "attention_kernel",
     "attention_kernels_allowed",
     "change_shape_only",
+    "device_asked",
     "disabled_torch_function",
     "dtensor_of",
     "fake_failures_unlogged",
@@ -137,6 +138,17 @@ def storage_key(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except NotImplementedError:
         return id(tensor)  # what `torch.func.vmap` hands to the function that it maps
+
+
+def device_asked(func: Any, args: Any) -> torch.device | None:
+    """The device for which a tensor without data is asked, by each operator that it is given to."""
+    # Unlike its shape it is found by way of all dispatch modes: most of what they see are such questions.
+    if func is _DEVICE and isinstance(args[0], FakeTensor):
+        return args[0].fake_device
+    return None
+
+
+_DEVICE = torch.ops.prim.device.default
 
 
 def num_sharing(tensor: torch.Tensor) -> int:

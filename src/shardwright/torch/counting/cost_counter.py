@@ -14,7 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from shardwright.model_graph import Work
-from shardwright.torch._private import FakeTensor, HigherOrderOperator, fake_mode_is_active, storage_key
+from shardwright.torch._private import (
+    FakeTensor,
+    HigherOrderOperator,
+    device_asked,
+    fake_mode_is_active,
+    storage_key,
+)
 from shardwright.torch.counting.operation_work import (
     RepeatedWrites,
     TracedDraws,
@@ -162,6 +168,8 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (device := device_asked(func, args)) is not None:
+            return device
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(func, args, kwargs)

@@ -23,7 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.torch._private import put_saved_tensor_hooks, storage_key, take_saved_tensor_hooks
+from shardwright.torch._private import (
+    device_asked,
+    put_saved_tensor_hooks,
+    storage_key,
+    take_saved_tensor_hooks,
+)
 from shardwright.torch.backward.split_backward import put_off_weights, split_modules, unsplit
 from shardwright.torch.counting.compiled_modules import HookEffects
 from shardwright.torch.counting.cost_counter import Watch
@@ -172,6 +177,8 @@ class _LiveBytes(TorchDispatchMode):
         self._alive: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (device := device_asked(func, args)) is not None:
+            return device
         known = {storage_key(t) for t in leaves((args, kwargs or {})) if isinstance(t, Tensor)}
         result = func(*args, **(kwargs or {}))
         if self._watch is not None:
