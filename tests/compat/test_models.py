@@ -340,3 +340,17 @@ def test_parts_of_parameters_are_together_the_whole(threshold):
         return True
 
     assert run_ranks(parts, 2, threshold) == [True] * 2
+
+
+def test_large_gradients_in_float16_are_averaged_outside_of_steps():
+    """Their sum is beyond 65504, where float16 ends."""
+
+    def run():
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init({"ddp": True, "partitions": 1, "microbatches": 1, "run_dir": "off"})
+        model = smp.DistributedModel(torch.nn.Linear(4, 4, bias=False).half())
+        (model(torch.ones(1, 4, dtype=torch.float16)).sum() * 40000).backward()
+        return next(model.parameters()).grad.unique().tolist()
+
+    assert run_ranks(run, 2) == [[40000.0]] * 2

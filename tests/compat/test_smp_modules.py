@@ -66,6 +66,20 @@ def test_placing_is_passed_over_where_the_library_places():
     assert sorted(first + second) == ["first", "fourth", "second", "third"]
 
 
+def test_a_script_that_places_for_two_stages_runs_with_one():
+    """Partition 1 did not exist, although placing is passed over where the library places."""
+
+    def alone():
+        import smdistributed.modelparallel.torch as smp
+
+        smp.init({**QUIET, "partitions": 1})
+        plain = Placed()
+        smp.set_partition(plain.third, 1)
+        return hasattr(smp.DistributedModel(plain), "module")
+
+    assert run_ranks(alone, 1) == [True]
+
+
 @pytest.mark.parametrize("by_setting", [True, in_sweep(False)])
 def test_a_model_that_is_created_without_memory_trains_alike(by_setting):
     def trained(by_setting):

@@ -11,8 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwright.placement import Cut
 from shardwright.torch.tensor_parallel.divide import divide, settle_gradients, tensor_group
-from shardwright.torch.tensor_parallel.divided_tensor import placement_of, wrap
+from shardwright.torch.tensor_parallel.divided_tensor import divided, placement_of, whole, wrap
+from shardwright.torch.tensor_parallel.group import Prices
 from shardwright.torch.tensor_parallel.search import Unit, dry_run
+from shardwright.torch.tensor_parallel.search.recording import group_without_ranks
 from shardwright.torch.tensor_parallel.spec import spec_of
 
 aten = torch.ops.aten
@@ -105,6 +107,15 @@ def test_attention_of_gpus_is_divided_without_communication(name, dim):
     assert all(each.shape == shape for each in backward[:3])
     assert not group.traffic.calls
     assert not group.computed_whole
+
+
+def test_a_dry_run_gets_no_numbers_that_nobody_has_written(monkeypatch):
+    """Bug: the shorter part of an index was filled up with what lay in memory; one_hot() refused it."""
+    new_empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *size: new_empty(self, *size).fill_(-77))
+    group = group_without_ranks(0, 2, Prices())
+    index = divided(torch.tensor([0, 3, 1, 2, 1]), Cut.of(0, [(0, 2), (1, 3)]), group)
+    assert whole(index).min() >= 0
 
 
 class Jacobian(nn.Module):

@@ -15,7 +15,7 @@ from shardwright.torch.tensor_parallel.boundary import Boundary
 from shardwright.torch.tensor_parallel.call import map_tensors, tensors_of
 from shardwright.torch.tensor_parallel.divided_tensor import is_nested, whole, wrap
 from shardwright.torch.tensor_parallel.group import Traffic
-from shardwright.torch.tensor_parallel.placing import placed
+from shardwright.torch.tensor_parallel.placing import at_hand, placed
 from shardwright.torch.tensor_parallel.redistribution import replaced
 from shardwright.torch.tensor_parallel.spec import spec_of
 
@@ -166,6 +166,27 @@ def test_parts_that_ranks_have_cut_in_different_ways_are_gathered_before_they_mo
     assert [lengths for lengths, _ in found] == [[15, 7]] * 2 + [[15, 8]] * 2
     for _, have in found:
         torch.testing.assert_close(have, data[:, :-1])
+
+
+def test_what_one_inner_group_has_at_hand_makes_no_decision_of_the_outer_group_new():
+    """One rank decided anew, and waited for the others, which did not."""
+    between = BetweenUnits.of_batch([(2, 12)], 1, num_ranks=OUTER, inner_ranks=INNER, inner_dim=1)
+    data, weight = torch.arange(2.0 * 12 * 4).view(2, 12, 4), torch.arange(16.0).view(4, 4)
+
+    def on_rank(group):
+        boundary = Boundary(group, between)
+        x = boundary.placed(data.clone())
+        own = placed(weight, Cut.even(0, 4, num_ranks=INNER), group.inner)
+        group.forget_gathered()
+        first = x @ own
+        group.forget_gathered()
+        if group.rank == 0:
+            at_hand(own)
+        return whole(first), whole(x @ own)
+
+    for found in on_grid(OUTER, INNER, on_rank):
+        for each in found:
+            torch.testing.assert_close(each, data @ weight)
 
 
 @pytest.mark.parametrize("length", [5, 7])
