@@ -12,7 +12,7 @@ import functools
 import numpy as np
 import pytest
 
-from choices import thorough
+from choices import in_sweep
 from shardwright.testing import run_ranks
 
 BATCH, LENGTH, WORDS, MICROBATCHES = 8, 6, 11, 4
@@ -110,7 +110,7 @@ def _is_key_bias(name):
     return name.endswith("key/bias")
 
 
-@pytest.mark.parametrize(("floatx", "rounding"), [("float64", 1e-12), thorough("float32", 1e-6)])
+@pytest.mark.parametrize(("floatx", "rounding"), [("float64", 1e-12), in_sweep("float32", 1e-6)])
 def test_the_gradient_of_a_key_bias_alone_is_rounding(floatx, rounding):
     gradients = _found(floatx)[0][1]
     largest = max(np.abs(each).max() for each in gradients.values())
@@ -120,7 +120,7 @@ def test_the_gradient_of_a_key_bias_alone_is_rounding(floatx, rounding):
 
 
 # Rounding in float64 is far less than the epsilon that Adam adds to the size of a gradient.
-@pytest.mark.parametrize(("floatx", "tolerance"), [("float64", 1e-12), thorough("float32", 2e-6)])
+@pytest.mark.parametrize(("floatx", "tolerance"), [("float64", 1e-12), in_sweep("float32", 2e-6)])
 def test_adam_moves_all_other_variables_as_in_one_process(floatx, tolerance):
     (expected, _), (found, _) = _found(floatx)
     for name, wanted in expected.items():

@@ -76,6 +76,7 @@ def test_over_replicas():
     check(recipe("GPT-J", dropout=0.1), {"two": case})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [in_sweep("GPT-2"), "GPT-Neo"])
 def test_attention_between_units(name):
     """A stage ends between the two projections: the function that attends is code between units."""
@@ -115,6 +116,7 @@ class CallsMultihead(nn.Module):
         return x + self.attention(x, x, x, need_weights=False)[0]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("by_hand", "kind"),
     combinations_of(

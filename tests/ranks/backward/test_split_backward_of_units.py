@@ -251,6 +251,7 @@ def check(
     assert run_ranks(differences_by_case, num_ranks, recipe, cases, timeout_s=60) == [{}] * num_ranks
 
 
+@pytest.mark.thorough
 def test_units_may_take_gradients_and_share_weights():
     check(ANY, {"zb_v": {"pipeline": "zb_v"}})
 
@@ -273,6 +274,7 @@ def test_code_between_units_may_call_a_module_inside_one(kind):
     assert run_ranks(differences, 2, recipe, case, timeout_s=60) == [[], []]
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by PyTorch itself
 def test_units_may_differentiate_forwards():
     check((Forwards,), {"zb_h1": {"pipeline": "zb_h1"}})

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from choices import in_sweep
+from choices import in_sweep, thorough
 from shardwright.errors import UsageError
 from shardwright.testing import run_ranks, run_ranks_outcomes
 
@@ -72,7 +72,7 @@ def on_one_rank(settings, elsewhere):
 @pytest.mark.parametrize(
     ("elsewhere", "shared_memory"),
     [
-        ("torch's barrier", True),
+        thorough("torch's barrier", True),
         ("end before", True),  # the connection was found broken, and nobody said why
         *(("end", True), ("return", False), ("step", False), ("error", True)),
         *(in_sweep("end", False), in_sweep("return", True), in_sweep("step", True), in_sweep("error", False)),
@@ -93,6 +93,7 @@ def test_state_dict_on_the_first_rank_alone(elsewhere, shared_memory):
     assert said[elsewhere] in first.cause
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("missing", [in_sweep(1), 3])
 def test_ranks_that_share_parameters(missing):
     """Two stages on two replicas that share parameters: all four have to come."""
@@ -164,6 +165,7 @@ def test_an_evaluation_on_one_replica_is_told_what_it_lacks(training):
     assert ("call it under torch.no_grad()" in second.cause) != training
 
 
+@pytest.mark.thorough
 def test_behind_a_call_that_failed_ranks_do_not_pass_each_other():
     """Rank 0 went on, and the next barrier of rank 1 took its failed one for the next."""
 

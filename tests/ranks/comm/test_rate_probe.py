@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 import torch
 
 from fits import too_wide
@@ -49,6 +50,7 @@ def probe(folder):
     main()
 
 
+@pytest.mark.thorough
 def test_the_present_machines_are_a_cluster(tmp_path):
     from shardwright.cli.commands.catalogue import format_machines
     from shardwright.cli.commands.probe import choices_text

@@ -41,6 +41,7 @@ def test_ranks_do_not_share_cores_during_a_step():
     assert first < before
 
 
+@pytest.mark.thorough
 def test_too_many_ranks_are_left_alone():
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     if cores > 4:

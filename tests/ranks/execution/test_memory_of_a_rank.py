@@ -147,6 +147,7 @@ def peak_of_a_step(settings):
     return plan.prediction.memory[rank].peak_bytes, peak + shared, keeping_less, losses
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("settings", "way"),
     [({}, 0), thorough({"activation_checkpointing": "none", "offload_activations": "auto"}, 1)],

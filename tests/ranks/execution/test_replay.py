@@ -333,6 +333,7 @@ def fill_limit(net: Net, number: int) -> None:
     LIMIT.fill_(3.0 if number == BATCHES - 2 else 1.0)
 
 
+@pytest.mark.thorough
 def test_what_is_outside_of_the_model_counts_by_whatever_name() -> None:
     pairs = (with_a_criterion, set_smoothing), (with_settings, set_settings), (with_a_read, fill_limit)
     for name, written, replayed in results(

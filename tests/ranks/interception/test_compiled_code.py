@@ -250,6 +250,7 @@ class Attention(nn.Module):
         return attend(x_BHSD, x_BHSD, x_BHSD).transpose(1, 2).flatten(-2)
 
 
+@pytest.mark.thorough
 def test_flex_attention_makes_its_module_a_unit():
     """It compiles by itself, from functions that it is given. PyTorch has no backward of it for CPUs."""
 

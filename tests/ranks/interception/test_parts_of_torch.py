@@ -32,6 +32,7 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["x"], batch["padding"]), batch["target"][:, 0])
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # which the plain loop makes
 @pytest.mark.parametrize(("norm", "embed"), [(True, True), in_sweep(False, False)])
 def test_evaluations_read_zeros_where_the_input_is_padding(norm, embed):
@@ -77,6 +78,7 @@ def evidence(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return -torch.distributions.Categorical(logits=logits).log_prob(batch["target"]).mean() + divergence
 
 
+@pytest.mark.thorough
 def test_distributions_between_units():
     recipe = Recipe(build=Autoencoder, batch=features, loss=evidence)
     assert run_ranks(differences, 2, recipe, Case(iterations=[Iteration(), EVALUATION])) == [[], []]

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from torch import nn
 
@@ -85,6 +86,7 @@ def units_of(scale=1.0, hook=False):
     return context().plan.unit_names, len(runs), loss
 
 
+@pytest.mark.thorough
 def test_units_are_found_once_for_a_model_of_the_same_code(monkeypatch, tmp_path):
     """A second run of a GPT spent a third of its processor time before step 1 on a run of the whole model."""
     monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))

@@ -87,6 +87,7 @@ def test_a_collective_call_on_one_rank_alone_is_noticed_by_the_next_step(rank, w
     assert "not under `if sw.rank() == 0:`" in text
 
 
+@pytest.mark.thorough
 def test_between_hosts_it_is_noticed_after_the_timeout_that_is_set():
     """Groups of a pipeline had PyTorch's timeout, half an hour."""
 

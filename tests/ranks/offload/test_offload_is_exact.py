@@ -127,6 +127,7 @@ def test_the_whole_model_on_each_rank(name, recompute):
     check(ZOO["dropout in blocks"], {name: case(settings)})
 
 
+@pytest.mark.thorough
 def test_pipelines_of_shards():
     settings = {
         "pipeline_parallel_degree": 2,

@@ -203,6 +203,7 @@ def balance(config: dict[str, Any]) -> list[float]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("config", [{"pipeline_parallel_degree": 2}, {"sharded_data_parallel_degree": 2}, {}])
 def test_a_hook_before_the_update_sees_what_its_own_replica_has_counted(config):
     """It saw the counts of the first replica twice: those of the second were gone when its step ended."""
@@ -233,6 +234,7 @@ def train_with_another_head(when: str, stages: int) -> list[str]:
     return []
 
 
+@pytest.mark.thorough
 def test_a_head_that_comes_after_the_wrapping_is_averaged_over_replicas():
     """Each replica trained a head of its own."""
     for when in ("before", "after"):

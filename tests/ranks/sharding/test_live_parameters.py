@@ -88,6 +88,7 @@ def test_few_at_once(ranks_per_host, degree, microbatches, ddp_dist_backend):
             torch.testing.assert_close(value, state[name], rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("pipeline", "checkpointing"),
     [in_sweep("1f1b", "none"), in_sweep("interleaved", "full"), ("zb_h1", "full"), in_sweep("zb_v", "none")],

@@ -47,6 +47,7 @@ def check(recipe: Recipe, cases: Mapping[str, Case], *, num_ranks: int) -> None:
     assert all(num_written > 20 for _, num_written in found)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_ranks", [2, thorough(3)])
 def test_ranks_offload_their_parts(num_ranks: int) -> None:
     cases = {

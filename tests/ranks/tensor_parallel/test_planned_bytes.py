@@ -102,6 +102,7 @@ def test_bytes_of_shared_sequences_are_those_of_the_plan(name, settings):
         assert sent == planned > 0, calls
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -131,12 +132,14 @@ def sent_and_planned_in_a_ring():
         return *sent_and_planned("llama with one key head", 1, SEQUENCES), forward.call_count
 
 
+@pytest.mark.thorough
 def test_bytes_of_a_ring_are_those_of_the_plan():
     for sent, planned, calls, in_a_ring in run_ranks(sent_and_planned_in_a_ring, 2, timeout_s=120):
         assert in_a_ring >= 4  # two steps of two layers
         assert sent == planned > 0, calls
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [thorough("mixtral, router logits"), "listed"])
 def test_bytes_of_shared_experts_are_those_of_the_plan(name):
     for sent, planned, calls in run_ranks(sent_and_planned, 2, name, 1, EXPERTS, timeout_s=120):

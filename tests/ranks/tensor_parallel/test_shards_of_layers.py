@@ -31,7 +31,7 @@ def test_rows_of_parts(more):
     check(language(), {"three steps": case(2, {**DEGREE_2, **more}, clip=clip_norm)}, num_ranks=4)
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_some_parts_are_whole_on_replicas():
     """Lists of gradients have shared rows, parts and ordinary tensors side by side."""
     settings = {**DEGREE_2, "sdp_param_persistence_threshold": 1500}
@@ -42,6 +42,7 @@ def test_some_parts_are_whole_on_replicas():
     check(language(), cases, num_ranks=4)
 
 
+@pytest.mark.thorough
 def test_optimizer_state_of_parts():
     cases = {"three steps": case(2, OPTIMIZER_STATE, clip=clip_norm, optimizer_first=True)}
     check(language(tied=True, dropout=0.1), cases, num_ranks=4)

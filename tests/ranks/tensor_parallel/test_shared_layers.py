@@ -107,6 +107,7 @@ def test_ranks_share_every_layer(num_ranks):
     check(language(), cases, num_ranks=num_ranks)
 
 
+@pytest.mark.thorough
 def test_tied_weights_and_dropout():
     cases = {"four microbatches": case(2, {"microbatches": 4}), "recomputed": case(2, RECOMPUTED)}
     check(language(tied=True, dropout=0.1), cases, num_ranks=2)

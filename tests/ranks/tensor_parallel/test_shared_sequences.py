@@ -25,7 +25,7 @@ def case(context: int, settings: Mapping[str, Any] | None = None, **more: Any) -
     return Case(config={**config, **(settings or {})}, **given)
 
 
-@pytest.mark.parametrize("num_ranks", [thorough(2), 3])
+@pytest.mark.parametrize("num_ranks", [in_sweep(2), 3])
 def test_ranks_share_sequences(num_ranks):
     cases = {"three steps": case(num_ranks, iterations=(Iteration(length=11),) * 3)}
     if num_ranks == 2:
@@ -34,10 +34,12 @@ def test_ranks_share_sequences(num_ranks):
     check(language(tied=True, dropout=0.1), cases, num_ranks=num_ranks)
 
 
+@pytest.mark.thorough
 def test_stages_of_shared_sequences():
     check(language(dropout=0.1), {"": case(2, {"microbatches": 4, **SCHEDULES["zb_v"]})}, num_ranks=4)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kinds", [in_sweep(("1f1b", "zb_h1", "zb_v")), thorough(("interleaved_1f1b",))])
 def test_recomputed_stages_of_shared_sequences(kinds):
     cases = {kind: case(2, {"microbatches": 4, **SCHEDULES[kind]}) for kind in kinds}
@@ -121,6 +123,7 @@ def differences_in_a_ring(cases: Mapping[str, Case]) -> tuple[dict[str, list[str
         return differences_in_64_bits("llama with one head", cases), forward.call_count
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("settings", [{}, thorough(RECOMPUTED)], ids=["ring", "recomputed"])
 def test_long_sequences_go_around_in_a_ring(settings):
     """Ranks cannot share its head, and need not gather its keys and values."""
@@ -130,6 +133,7 @@ def test_long_sequences_go_around_in_a_ring(settings):
     assert all(count >= 2 * 2 * 2 for _, count in found)  # steps, microbatches, layers
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_ranks", in_every_run([2, 3], [2]))
 @pytest.mark.parametrize("name", ["llama", in_sweep("gpt2"), thorough("bert")])
 def test_models_of_hugging_face(name, num_ranks):

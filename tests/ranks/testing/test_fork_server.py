@@ -183,7 +183,7 @@ def test_nothing_outlives_a_caller_that_is_killed(number, tmp_path):
     assert list(tmp_path.glob("shardwright-*")) == []
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_ranks_die_with_a_server_that_is_killed_and_the_next_call_has_another():
     pid = server_pid()
 

@@ -96,6 +96,7 @@ class Spectral(Normalised):
         self.up, self.norm = parametrizations.spectral_norm(self.up), nn.Identity()
 
 
+@pytest.mark.thorough
 def test_spectral_norms_that_are_computed_twice():
     """Losses and gradients were others, by a percent or two, and a warning spoke of buffers alone."""
     hook = nn.Sequential(nn.utils.spectral_norm(nn.Linear(2, 2)))

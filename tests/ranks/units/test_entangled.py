@@ -147,6 +147,7 @@ def connectionist(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.ctc_loss(scores, batch["targets"].masked_select(there), lengths, there.sum(-1))
 
 
+@pytest.mark.thorough
 def test_a_loss_without_a_fake_kernel_is_computed_between_units():
     check(Recipe(build=Stack, batch=spoken, loss=connectionist))
 

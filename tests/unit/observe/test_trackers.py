@@ -125,6 +125,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted((metric.step, metric.value) for metric in history) == [(1, 0.5), (2, 0.25)]
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")

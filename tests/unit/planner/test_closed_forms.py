@@ -182,6 +182,7 @@ def test_the_best_of_all_grids_is_among_those_that_closed_forms_leave(
     assert planned < 0.7 * total
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("machines", in_every_run(["slow devices", "hosts of two"], ["slow devices"]))
 def test_closed_forms_agree_with_plans_where_ranks_share_layers(machines: str) -> None:
     planner = Planner("blocks", MACHINES[machines], {})
