@@ -143,61 +143,245 @@ def _simple(name: str, make: Callable[[Draw], Any]) -> None:
     case(make)
 
 
-# ---- products ----
+def _plain(**cases: Callable[[Draw], Any]) -> None:
+    """Cases that are one expression."""
+    for name, make in cases.items():
+        _simple(name, make)
 
 
-@case
-def mm(d):
-    m, k, n = d.sizes(3)
-    return aten.mm.default, d.tensor(m, k), d.tensor(k, n)
+def _sized(num: int, **cases: Callable[..., Any]) -> None:
+    """The same, of so many sizes."""
+    for name, make in cases.items():
+        _simple(name, lambda d, make=make: make(d, *d.sizes(num)))
 
 
-@case
-def bmm(d):
-    b, m, k, n = d.sizes(4)
-    return aten.bmm.default, d.tensor(b, m, k), d.tensor(b, k, n)
+def _shaped(ndim: int, **cases: Callable[..., Any]) -> None:
+    """The same, of a shape of so many dimensions."""
+    for name, make in cases.items():
+        _simple(name, lambda d, make=make: make(d, d.sizes(ndim)))
 
 
-@case
-def addmm(d):
-    m, k, n = d.sizes(3)
-    return (
+_sized(
+    3,
+    mm=lambda d, m, k, n: (aten.mm.default, d.tensor(m, k), d.tensor(k, n)),
+    addmm=lambda d, m, k, n: (
         aten.addmm.default,
         d.stretched([m, n]),
         d.tensor(m, k),
         d.tensor(k, n),
         {"alpha": 2.0, "beta": 0.5},
-    )
+    ),
+    mm_out=lambda d, m, k, n: (aten.mm.out, d.tensor(m, k), d.tensor(k, n), {"out": d.tensor(m, n)}),
+    view_split=lambda d, a, b, c: (
+        aten.view.default,
+        d.dense(a * b, c),
+        [a, b, c] if d.flag() else [a, b * c],
+    ),
+    expand=lambda d, a, b, c: (aten.expand.default, d.tensor(a if d.flag() else 1, b), [c, a, -1]),
+)
+_sized(
+    4,
+    bmm=lambda d, b, m, k, n: (aten.bmm.default, d.tensor(b, m, k), d.tensor(b, k, n)),
+    baddbmm=lambda d, b, m, k, n: (
+        aten.baddbmm.default,
+        d.stretched([b, m, n]),
+        d.tensor(b, m, k),
+        d.tensor(b, k, n),
+    ),
+    baddbmm_in_place=lambda d, b, m, k, n: (
+        aten.baddbmm_.default,
+        d.tensor(b, m, n),
+        d.tensor(b, m, k),
+        d.tensor(b, k, n),
+    ),
+)
+_sized(
+    2,
+    mv=lambda d, m, k: (aten.mv.default, d.tensor(m, k), d.tensor(k)),
+    addmv=lambda d, m, k: (aten.addmv.default, d.tensor(m), d.tensor(m, k), d.tensor(k)),
+    upsample_backward=lambda d, n, c: (
+        aten.upsample_nearest2d_backward.default,
+        d.dense(n, c, 4, 4),
+        [4, 4],
+        [n, c, 2, 2],
+    ),
+)
+_plain(
+    add_number=lambda d: (aten.add.Tensor, d.tensor(*d.sizes(2)), 3.0),
+    mul_number=lambda d: (aten.mul.Tensor, d.tensor(*d.sizes(2)), 3.0),
+    to_copy=lambda d: (
+        aten._to_copy.default,
+        d.tensor(*d.sizes(2)),
+        {"dtype": torch.complex128 if d.flag() else torch.int64},
+    ),
+    pow_number=lambda d: (aten.pow.Tensor_Scalar, d.tensor(*d.sizes(2)), 2),
+    clone_contiguous=lambda d: (
+        aten.clone.default,
+        d.tensor(*d.sizes(3)),
+        {"memory_format": torch.contiguous_format},
+    ),
+    relu_in_place=lambda d: (aten.relu_.default, d.tensor(*d.sizes(2))),
+    fill_in_place=lambda d: (aten.fill_.Scalar, d.tensor(*d.sizes(2)), 0.0 if d.flag() else 2.0),
+    fill_by_tensor=lambda d: (aten.fill_.Tensor, d.tensor(*d.sizes(2)), d.tensor()),
+    zero_in_place=lambda d: (aten.zero_.default, d.tensor(*d.sizes(2))),
+    sum_of_all=lambda d: (aten.sum.default, d.tensor(*d.sizes(d.size(0, 3)))),
+    mean_of_all=lambda d: (aten.mean.default, d.tensor(*d.sizes(d.size(0, 3)))),
+    max_of_all=lambda d: (aten.max.default, d.tensor(*d.sizes(d.size(1, 3)))),
+    max_of_dim=lambda d: (aten.max.dim, d.tensor(*d.sizes(2)), d.dim(2), d.flag()),
+    argmax=lambda d: (aten.argmax.default, d.tensor(*d.sizes(2)), d.dim(2), d.flag()),
+    cumsum=lambda d: (aten.cumsum.default, d.tensor(*d.sizes(2)), d.dim(2)),
+    sort=lambda d: (aten.sort.default, d.tensor(*d.sizes(2)), d.dim(2)),
+    topk=lambda d: (aten.topk.default, d.tensor(*d.sizes(2, least=2)), 2, d.dim(2)),
+    transpose=lambda d: (aten.transpose.int, d.tensor(*d.sizes(3)), d.dim(3), d.dim(3)),
+    matrix_transposed=lambda d: (aten.t.default, d.tensor(*d.sizes(d.size(1, 2)))),
+    unsqueeze=lambda d: (aten.unsqueeze.default, d.tensor(*d.sizes(2)), d.dim(3)),
+    squeeze=lambda d: (aten.squeeze.default, d.tensor(*d.sizes(3, most=2))),
+    squeeze_dim=lambda d: (aten.squeeze.dim, d.tensor(*d.sizes(3, most=2)), d.dim(3)),
+    squeeze_dims=lambda d: (aten.squeeze.dims, d.tensor(*d.sizes(3, most=2)), [0, 2]),
+    select=lambda d: (aten.select.int, d.tensor(*d.sizes(3)), d.dim(3), d.random.choice([0, -1])),
+    split=lambda d: (aten.split.Tensor, d.tensor(*d.sizes(2)), d.size(1, 3), d.dim(2)),
+    unbind=lambda d: (aten.unbind.int, d.tensor(*d.sizes(2)), d.dim(2)),
+    flip=lambda d: (aten.flip.default, d.tensor(*d.sizes(2)), d.random.choice([[0], [1], [-1, 0], []])),
+    roll=lambda d: (
+        aten.roll.default,
+        d.tensor(*d.sizes(2)),
+        *d.random.choice([([1], [0]), ([1, 2], [0, -1]), ([3], [])]),
+    ),
+    tril=lambda d: (aten.tril.default, d.tensor(*d.sizes(3)), d.size(-1, 1)),
+    diagonal=lambda d: (aten.diagonal.default, d.tensor(*d.sizes(3)), 0, d.random.choice([0, 1]), 2),
+    unfold=lambda d: (aten.unfold.default, d.tensor(*d.sizes(2, least=3)), d.dim(2), 2, 1),
+    pad=lambda d: (
+        aten.constant_pad_nd.default,
+        d.tensor(*d.sizes(3)),
+        d.random.choice([[1, 0], [0, 0, 1, 2]]),
+        d.size(0, 1),
+    ),
+    repeat=lambda d: (
+        aten.repeat.default,
+        d.tensor(*d.sizes(2)),
+        d.random.choice([[2, 1], [1, 3], [2, 1, 2]]),
+    ),
+    as_strided=lambda d: (aten.as_strided.default, d.dense(4, 3), [2, 2], [3, 1], d.size(0, 2)),
+    view_as_complex=lambda d: (aten.view_as_complex.default, d.dense(*d.sizes(2), 2)),
+    max_pool=lambda d: (aten.max_pool2d_with_indices.default, d.dense(d.size(), d.size(), 4, 4), [2, 2]),
+    adaptive_avg_pool=lambda d: (
+        aten._adaptive_avg_pool2d.default,
+        d.dense(d.size(), d.size(), 5, 5),
+        [2, 2],
+    ),
+    nonzero=lambda d: (aten.nonzero.default, d.mask(*d.sizes(2))),
+    zeros_like=lambda d: (aten.zeros_like.default, d.tensor(*d.sizes(2))),
+    normal_in_place=lambda d: (
+        aten.normal_.default,
+        d.tensor(*d.sizes(2)),
+        1.0,
+        2.0,
+        {"generator": torch.Generator().manual_seed(4)},
+    ),
+    bernoulli_in_place=lambda d: (
+        aten.bernoulli_.float,
+        d.tensor(*d.sizes(2)),
+        0.5,
+        {"generator": torch.Generator().manual_seed(4)},
+    ),
+    foreach_mul=lambda d: (aten._foreach_mul.Scalar, [d.tensor(*d.sizes(2)) for _ in range(3)], 2.0),
+    foreach_norm=lambda d: (
+        aten._foreach_norm.Scalar,
+        [d.tensor(*d.sizes(2)) for _ in range(3)],
+        d.random.choice([1.0, 2.0]),
+    ),
+    no_rule_item=lambda d: (aten._local_scalar_dense.default, d.dense(1)),
+)
+_shaped(
+    2,
+    add_alpha=lambda d, shape: (aten.add.Tensor, d.tensor(*shape), d.tensor(*shape), {"alpha": 2}),
+    where=lambda d, shape: (aten.where.self, d.mask(*shape), d.stretched(shape), d.stretched(shape)),
+    masked_fill=lambda d, shape: (
+        aten.masked_fill.Scalar,
+        d.tensor(*shape),
+        d.mask(*shape),
+        0.0 if d.flag() else -1e30,
+    ),
+    masked_fill_tensor=lambda d, shape: (
+        aten.masked_fill.Tensor,
+        d.tensor(*shape),
+        d.mask(*shape),
+        d.tensor(),
+    ),
+    addcmul=lambda d, shape: (
+        aten.addcmul.default,
+        d.tensor(*shape),
+        d.stretched(shape),
+        d.tensor(*shape),
+        {"value": 0.5},
+    ),
+    addcdiv=lambda d, shape: (aten.addcdiv.default, d.tensor(*shape), d.stretched(shape), d.tensor(*shape)),
+    lerp=lambda d, shape: (aten.lerp.Scalar, d.tensor(*shape), d.tensor(*shape), 0.3),
+    lerp_tensor=lambda d, shape: (aten.lerp.Tensor, d.tensor(*shape), d.tensor(*shape), d.tensor(*shape)),
+    native_dropout_backward=lambda d, shape: (
+        aten.native_dropout_backward.default,
+        d.tensor(*shape),
+        d.mask(*shape),
+        1.25,
+    ),
+    add_in_place=lambda d, shape: (aten.add_.Tensor, d.tensor(*shape), d.stretched(shape)),
+    mul_in_place=lambda d, shape: (
+        aten.mul_.Tensor,
+        d.tensor(*shape),
+        d.stretched(shape) if d.flag() else 2.0,
+    ),
+    copy_in_place=lambda d, shape: (aten.copy_.default, d.tensor(*shape), d.stretched(shape)),
+    addcdiv_in_place=lambda d, shape: (
+        aten.addcdiv_.default,
+        d.tensor(*shape),
+        d.tensor(*shape),
+        d.tensor(*shape),
+        {"value": -0.1},
+    ),
+    masked_fill_in_place=lambda d, shape: (aten.masked_fill_.Scalar, d.tensor(*shape), d.mask(*shape), 2.0),
+    add_out=lambda d, shape: (aten.add.out, d.tensor(*shape), d.tensor(*shape), {"out": d.tensor(*shape)}),
+    mse_loss=lambda d, shape: (aten.mse_loss.default, d.tensor(*shape), d.tensor(*shape), d.size(0, 2)),
+    smooth_l1_loss=lambda d, shape: (
+        aten.smooth_l1_loss.default,
+        d.tensor(*shape),
+        d.tensor(*shape),
+        d.size(0, 2),
+        0.7,
+    ),
+    stack=lambda d, shape: (aten.stack.default, [d.tensor(*shape) for _ in range(d.size(1, 3))], d.dim(3)),
+    view_as_real=lambda d, shape: (
+        aten.view_as_real.default,
+        torch.complex(d.dense(*shape), d.dense(*shape)),
+    ),
+    scatter_value=lambda d, shape: (
+        aten.scatter.value,
+        d.tensor(*shape),
+        1,
+        d.index(shape[1], shape[0], 1),
+        1.0 if d.flag() else 0.0,
+    ),
+    index_by_mask=lambda d, shape: (aten.index.Tensor, d.tensor(*shape), [d.mask(shape[0])]),
+    new_zeros=lambda d, shape: (aten.new_zeros.default, d.tensor(*shape), shape if d.flag() else [3]),
+)
+_shaped(
+    3,
+    rms_norm=lambda d, shape: (
+        aten._fused_rms_norm.default,
+        d.dense(*shape),
+        shape[-1:],
+        d.dense(shape[-1]),
+        1e-05,
+    ),
+)
 
 
-@case
-def baddbmm(d):
-    b, m, k, n = d.sizes(4)
-    return aten.baddbmm.default, d.stretched([b, m, n]), d.tensor(b, m, k), d.tensor(b, k, n)
-
-
-@case
-def mv(d):
-    m, k = d.sizes(2)
-    return aten.mv.default, d.tensor(m, k), d.tensor(k)
+# ---- products ----
 
 
 @case
 def dot(d):
     k = d.size()
     return aten.dot.default, d.tensor(k), d.tensor(k)
-
-
-@case
-def addmv(d):
-    m, k = d.sizes(2)
-    return aten.addmv.default, d.tensor(m), d.tensor(m, k), d.tensor(k)
-
-
-@case
-def baddbmm_in_place(d):
-    b, m, k, n = d.sizes(4)
-    return aten.baddbmm_.default, d.tensor(b, m, n), d.tensor(b, m, k), d.tensor(b, k, n)
 
 
 # ---- elementwise ----
@@ -227,154 +411,6 @@ for _name in "threshold_backward gelu_backward silu_backward tanh_backward sigmo
         return getattr(aten, name).default, d.tensor(*shape), d.tensor(*shape), *more
 
     _simple(_name, _backward)
-
-
-@case
-def add_number(d):
-    return aten.add.Tensor, d.tensor(*d.sizes(2)), 3.0
-
-
-@case
-def mul_number(d):
-    return aten.mul.Tensor, d.tensor(*d.sizes(2)), 3.0
-
-
-@case
-def add_alpha(d):
-    shape = d.sizes(2)
-    return aten.add.Tensor, d.tensor(*shape), d.tensor(*shape), {"alpha": 2}
-
-
-@case
-def where(d):
-    shape = d.sizes(2)
-    return aten.where.self, d.mask(*shape), d.stretched(shape), d.stretched(shape)
-
-
-@case
-def masked_fill(d):
-    shape = d.sizes(2)
-    return aten.masked_fill.Scalar, d.tensor(*shape), d.mask(*shape), 0.0 if d.flag() else -1e30
-
-
-@case
-def masked_fill_tensor(d):
-    shape = d.sizes(2)
-    return aten.masked_fill.Tensor, d.tensor(*shape), d.mask(*shape), d.tensor()
-
-
-@case
-def addcmul(d):
-    shape = d.sizes(2)
-    return aten.addcmul.default, d.tensor(*shape), d.stretched(shape), d.tensor(*shape), {"value": 0.5}
-
-
-@case
-def addcdiv(d):
-    shape = d.sizes(2)
-    return aten.addcdiv.default, d.tensor(*shape), d.stretched(shape), d.tensor(*shape)
-
-
-@case
-def lerp(d):
-    shape = d.sizes(2)
-    return aten.lerp.Scalar, d.tensor(*shape), d.tensor(*shape), 0.3
-
-
-@case
-def lerp_tensor(d):
-    shape = d.sizes(2)
-    return aten.lerp.Tensor, d.tensor(*shape), d.tensor(*shape), d.tensor(*shape)
-
-
-@case
-def to_copy(d):
-    return (
-        aten._to_copy.default,
-        d.tensor(*d.sizes(2)),
-        {"dtype": torch.complex128 if d.flag() else torch.int64},
-    )
-
-
-@case
-def pow_number(d):
-    return aten.pow.Tensor_Scalar, d.tensor(*d.sizes(2)), 2
-
-
-@case
-def clone_contiguous(d):
-    return aten.clone.default, d.tensor(*d.sizes(3)), {"memory_format": torch.contiguous_format}
-
-
-@case
-def native_dropout_backward(d):
-    shape = d.sizes(2)
-    return aten.native_dropout_backward.default, d.tensor(*shape), d.mask(*shape), 1.25
-
-
-# ---- in place ----
-
-
-@case
-def add_in_place(d):
-    shape = d.sizes(2)
-    return aten.add_.Tensor, d.tensor(*shape), d.stretched(shape)
-
-
-@case
-def mul_in_place(d):
-    shape = d.sizes(2)
-    return aten.mul_.Tensor, d.tensor(*shape), d.stretched(shape) if d.flag() else 2.0
-
-
-@case
-def relu_in_place(d):
-    return aten.relu_.default, d.tensor(*d.sizes(2))
-
-
-@case
-def copy_in_place(d):
-    shape = d.sizes(2)
-    return aten.copy_.default, d.tensor(*shape), d.stretched(shape)
-
-
-@case
-def fill_in_place(d):
-    return aten.fill_.Scalar, d.tensor(*d.sizes(2)), 0.0 if d.flag() else 2.0
-
-
-@case
-def fill_by_tensor(d):
-    return aten.fill_.Tensor, d.tensor(*d.sizes(2)), d.tensor()
-
-
-@case
-def zero_in_place(d):
-    return aten.zero_.default, d.tensor(*d.sizes(2))
-
-
-@case
-def addcdiv_in_place(d):
-    shape = d.sizes(2)
-    return aten.addcdiv_.default, d.tensor(*shape), d.tensor(*shape), d.tensor(*shape), {"value": -0.1}
-
-
-@case
-def masked_fill_in_place(d):
-    shape = d.sizes(2)
-    return aten.masked_fill_.Scalar, d.tensor(*shape), d.mask(*shape), 2.0
-
-
-@case
-def add_out(d):
-    shape = d.sizes(2)
-    return aten.add.out, d.tensor(*shape), d.tensor(*shape), {"out": d.tensor(*shape)}
-
-
-@case
-def mm_out(d):
-    m, k, n = d.sizes(3)
-    return aten.mm.out, d.tensor(m, k), d.tensor(k, n), {"out": d.tensor(m, n)}
 
 
 # ---- reductions ----
@@ -410,51 +446,11 @@ for _name in "sum mean amax amin var logsumexp prod any all".split():
 
 
 @case
-def sum_of_all(d):
-    return aten.sum.default, d.tensor(*d.sizes(d.size(0, 3)))
-
-
-@case
-def mean_of_all(d):
-    return aten.mean.default, d.tensor(*d.sizes(d.size(0, 3)))
-
-
-@case
-def max_of_all(d):
-    return aten.max.default, d.tensor(*d.sizes(d.size(1, 3)))
-
-
-@case
-def max_of_dim(d):
-    return aten.max.dim, d.tensor(*d.sizes(2)), d.dim(2), d.flag()
-
-
-@case
-def argmax(d):
-    return aten.argmax.default, d.tensor(*d.sizes(2)), d.dim(2), d.flag()
-
-
-@case
 def norm(d):
     order = d.random.choice([1.0, 2.0, float("inf"), 0.0])
     shape = d.sizes(2)
     dims = d.random.choice([None, [0], [1], [0, 1]])
     return aten.linalg_vector_norm.default, d.tensor(*shape), order, dims, d.flag()
-
-
-@case
-def cumsum(d):
-    return aten.cumsum.default, d.tensor(*d.sizes(2)), d.dim(2)
-
-
-@case
-def sort(d):
-    return aten.sort.default, d.tensor(*d.sizes(2)), d.dim(2)
-
-
-@case
-def topk(d):
-    return aten.topk.default, d.tensor(*d.sizes(2, least=2)), 2, d.dim(2)
 
 
 # ---- softmax, losses, look-ups ----
@@ -509,18 +505,6 @@ def nll_loss2d(d):
 
 
 @case
-def mse_loss(d):
-    shape = d.sizes(2)
-    return aten.mse_loss.default, d.tensor(*shape), d.tensor(*shape), d.size(0, 2)
-
-
-@case
-def smooth_l1_loss(d):
-    shape = d.sizes(2)
-    return aten.smooth_l1_loss.default, d.tensor(*shape), d.tensor(*shape), d.size(0, 2), 0.7
-
-
-@case
 def binary_cross_entropy_with_logits(d):
     shape = d.sizes(2)
     return (
@@ -566,52 +550,10 @@ def view(d):
 
 
 @case
-def view_split(d):
-    a, b, c = d.sizes(3)
-    return aten.view.default, d.dense(a * b, c), [a, b, c] if d.flag() else [a, b * c]
-
-
-@case
 def permute(d):
     order = [0, 1, 2]
     d.random.shuffle(order)
     return aten.permute.default, d.tensor(*d.sizes(3)), order
-
-
-@case
-def transpose(d):
-    return aten.transpose.int, d.tensor(*d.sizes(3)), d.dim(3), d.dim(3)
-
-
-@case
-def matrix_transposed(d):
-    return aten.t.default, d.tensor(*d.sizes(d.size(1, 2)))
-
-
-@case
-def unsqueeze(d):
-    return aten.unsqueeze.default, d.tensor(*d.sizes(2)), d.dim(3)
-
-
-@case
-def squeeze(d):
-    return aten.squeeze.default, d.tensor(*d.sizes(3, most=2))
-
-
-@case
-def squeeze_dim(d):
-    return aten.squeeze.dim, d.tensor(*d.sizes(3, most=2)), d.dim(3)
-
-
-@case
-def squeeze_dims(d):
-    return aten.squeeze.dims, d.tensor(*d.sizes(3, most=2)), [0, 2]
-
-
-@case
-def expand(d):
-    a, b, c = d.sizes(3)
-    return aten.expand.default, d.tensor(a if d.flag() else 1, b), [c, a, -1]
 
 
 @case
@@ -624,16 +566,6 @@ def slice_some(d):
 
 
 @case
-def select(d):
-    return aten.select.int, d.tensor(*d.sizes(3)), d.dim(3), d.random.choice([0, -1])
-
-
-@case
-def split(d):
-    return aten.split.Tensor, d.tensor(*d.sizes(2)), d.size(1, 3), d.dim(2)
-
-
-@case
 def split_with_sizes(d):
     sizes = d.sizes(3, least=0)
     other = d.size()
@@ -643,65 +575,10 @@ def split_with_sizes(d):
 
 
 @case
-def unbind(d):
-    return aten.unbind.int, d.tensor(*d.sizes(2)), d.dim(2)
-
-
-@case
-def flip(d):
-    return aten.flip.default, d.tensor(*d.sizes(2)), d.random.choice([[0], [1], [-1, 0], []])
-
-
-@case
-def roll(d):
-    return (
-        aten.roll.default,
-        d.tensor(*d.sizes(2)),
-        *d.random.choice([([1], [0]), ([1, 2], [0, -1]), ([3], [])]),
-    )
-
-
-@case
-def tril(d):
-    return aten.tril.default, d.tensor(*d.sizes(3)), d.size(-1, 1)
-
-
-@case
-def diagonal(d):
-    return aten.diagonal.default, d.tensor(*d.sizes(3)), 0, d.random.choice([0, 1]), 2
-
-
-@case
-def unfold(d):
-    return aten.unfold.default, d.tensor(*d.sizes(2, least=3)), d.dim(2), 2, 1
-
-
-@case
-def pad(d):
-    return (
-        aten.constant_pad_nd.default,
-        d.tensor(*d.sizes(3)),
-        d.random.choice([[1, 0], [0, 0, 1, 2]]),
-        d.size(0, 1),
-    )
-
-
-@case
-def repeat(d):
-    return aten.repeat.default, d.tensor(*d.sizes(2)), d.random.choice([[2, 1], [1, 3], [2, 1, 2]])
-
-
-@case
 def cat(d):
     dim, other = d.size(0, 1), d.size()
     sizes = d.sizes(d.size(1, 3))
     return aten.cat.default, [d.tensor(*([other, size] if dim else [size, other])) for size in sizes], dim
-
-
-@case
-def stack(d):
-    shape = d.sizes(2)
-    return aten.stack.default, [d.tensor(*shape) for _ in range(d.size(1, 3))], d.dim(3)
 
 
 @case
@@ -726,22 +603,6 @@ def select_backward(d):
 def slice_scatter(d):
     shape = d.sizes(2, least=2)
     return aten.slice_scatter.default, d.tensor(*shape), d.tensor(1, shape[1]), 0, 1, 2
-
-
-@case
-def as_strided(d):
-    return aten.as_strided.default, d.dense(4, 3), [2, 2], [3, 1], d.size(0, 2)
-
-
-@case
-def view_as_real(d):
-    shape = d.sizes(2)
-    return aten.view_as_real.default, torch.complex(d.dense(*shape), d.dense(*shape))
-
-
-@case
-def view_as_complex(d):
-    return aten.view_as_complex.default, d.dense(*d.sizes(2), 2)
 
 
 # ---- attention ----
@@ -796,12 +657,6 @@ def layer_norm_backward(d):
     mask = [True, d.flag(), d.flag()]
     gradient = d.dense(*shape)
     return aten.native_layer_norm_backward.default, gradient, data, own, mean, rstd, weight, bias, mask
-
-
-@case
-def rms_norm(d):
-    shape = d.sizes(3)
-    return aten._fused_rms_norm.default, d.dense(*shape), shape[-1:], d.dense(shape[-1]), 1e-5
 
 
 @case
@@ -872,26 +727,10 @@ def convolution_backward(d):
 
 
 @case
-def max_pool(d):
-    return aten.max_pool2d_with_indices.default, d.dense(d.size(), d.size(), 4, 4), [2, 2]
-
-
-@case
 def avg_pool_backward(d):
     n, c = d.sizes(2)
     backward = aten.avg_pool2d_backward.default
     return backward, d.dense(n, c, 2, 2), d.dense(n, c, 4, 4), [2, 2], [], [0, 0], False, True, None
-
-
-@case
-def adaptive_avg_pool(d):
-    return aten._adaptive_avg_pool2d.default, d.dense(d.size(), d.size(), 5, 5), [2, 2]
-
-
-@case
-def upsample_backward(d):
-    n, c = d.sizes(2)
-    return aten.upsample_nearest2d_backward.default, d.dense(n, c, 4, 4), [4, 4], [n, c, 2, 2]
 
 
 # ---- indexing ----
@@ -939,12 +778,6 @@ def scatter_add(d):
 
 
 @case
-def scatter_value(d):
-    shape = d.sizes(2)
-    return aten.scatter.value, d.tensor(*shape), 1, d.index(shape[1], shape[0], 1), 1.0 if d.flag() else 0.0
-
-
-@case
 def index(d):
     shape = d.sizes(3)
     which = d.random.choice([(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)])
@@ -953,12 +786,6 @@ def index(d):
     if len(which) == 2 and d.flag():
         indices[which[0]] = indices[which[0]][:1]
     return aten.index.Tensor, d.tensor(*shape), indices
-
-
-@case
-def index_by_mask(d):
-    shape = d.sizes(2)
-    return aten.index.Tensor, d.tensor(*shape), [d.mask(shape[0])]
 
 
 @case
@@ -974,47 +801,7 @@ def index_put(d):
     return aten.index_put.default, data, indices, own, accumulate
 
 
-@case
-def nonzero(d):
-    return aten.nonzero.default, d.mask(*d.sizes(2))
-
-
-# ---- creation and random numbers ----
-
-
-@case
-def zeros_like(d):
-    return aten.zeros_like.default, d.tensor(*d.sizes(2))
-
-
-@case
-def new_zeros(d):
-    shape = d.sizes(2)
-    return aten.new_zeros.default, d.tensor(*shape), shape if d.flag() else [3]
-
-
-@case
-def normal_in_place(d):
-    return (
-        aten.normal_.default,
-        d.tensor(*d.sizes(2)),
-        1.0,
-        2.0,
-        {"generator": torch.Generator().manual_seed(4)},
-    )
-
-
-@case
-def bernoulli_in_place(d):
-    return aten.bernoulli_.float, d.tensor(*d.sizes(2)), 0.5, {"generator": torch.Generator().manual_seed(4)}
-
-
 # ---- lists ----
-
-
-@case
-def foreach_mul(d):
-    return aten._foreach_mul.Scalar, [d.tensor(*d.sizes(2)) for _ in range(3)], 2.0
 
 
 @case
@@ -1028,11 +815,6 @@ def foreach_addcdiv_in_place(d):
     shapes = [d.sizes(1) for _ in range(3)]
     lists = [[d.tensor(*each) for each in shapes] for _ in range(3)]
     return aten._foreach_addcdiv_.Scalar, *lists, -0.1
-
-
-@case
-def foreach_norm(d):
-    return aten._foreach_norm.Scalar, [d.tensor(*d.sizes(2)) for _ in range(3)], d.random.choice([1.0, 2.0])
 
 
 @case
@@ -1061,8 +843,3 @@ def fused_adamw(d):
 def no_rule_inverse(d):
     n = d.size(2, 3)
     return aten.linalg_inv_ex.default, d.dense(n, n) + 4 * torch.eye(n, dtype=torch.float64)
-
-
-@case
-def no_rule_item(d):
-    return aten._local_scalar_dense.default, d.dense(1)
