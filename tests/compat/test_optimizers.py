@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
 
 import smdistributed.modelparallel.torch as smp
 from choices import some_combinations
@@ -157,82 +156,6 @@ def test_names_and_positions_of_parameters():
         return len(names)
 
     assert sum(run_ranks(named, 2)) == 6
-
-
-class HelperForHalf:
-    """What scripts before 1.10 brought along: float32 copies, and a loss scale, around an optimizer."""
-
-    def __init__(self, model, optimizer):
-        self.model = model
-        self.optimizer = optimizer
-        self.master_params_created = False
-        self.overflow = False
-        self.loss_scale = 8.0
-        self.fp16_groups, self.fp32_from_fp16_groups = [], []
-
-    def init_master_params(self):
-        for group in self.optimizer.param_groups:
-            own = list(group["params"])
-            group["params"] = [nn.Parameter(p.detach().double()) for p in own]
-            self.fp16_groups.append(own)
-            self.fp32_from_fp16_groups.append(group["params"])
-        self.master_params_created = True
-
-    def zero_grad(self, set_grads_to_None=False):
-        for group in self.fp16_groups:
-            for parameter in group:
-                parameter.grad = None
-
-    def backward(self, loss, update_master_grads=True):
-        self.model.backward(loss * self.loss_scale)
-
-    def update_master_grads(self):
-        for own, masters in zip(self.fp16_groups, self.fp32_from_fp16_groups, strict=True):
-            for parameter, master in zip(own, masters, strict=True):
-                master.grad = parameter.grad.double() / self.loss_scale
-
-    def clip_master_grads(self, max_norm):
-        return max_norm
-
-    @torch.no_grad()
-    def step(self):
-        self.optimizer.step()
-        for own, masters in zip(self.fp16_groups, self.fp32_from_fp16_groups, strict=True):
-            for parameter, master in zip(own, masters, strict=True):
-                parameter.copy_(master)
-
-
-def test_a_helper_for_half_precision_of_the_scripts_own_keeps_its_ways():
-    def helped():
-        import smdistributed.modelparallel.torch as smp
-
-        smp.init({**QUIET, "partitions": 2, "microbatches": 2})
-        model = smp.DistributedModel(net())
-        make = MAKERS["AdamW"]
-        optimizer = smp.DistributedOptimizer(HelperForHalf(model, make(model.parameters())))
-        scheduler = StepLR(optimizer, 100, 0.5)
-        model.register_post_partition_hook(lambda model, optimizer: optimizer.init_master_params())
-
-        @smp.step
-        def train_step(model, optimizer, x, y):
-            loss = loss_of(model, x, y)
-            optimizer.backward(loss, update_master_grads=False)
-            return loss
-
-        assert isinstance(optimizer, smp.DistributedOptimizer)
-        for index in range(3):
-            optimizer.zero_grad(set_grads_to_None=True)
-            train_step(model, optimizer, *batch(index))
-            optimizer.update_master_grads()
-            assert optimizer.clip_master_grads(3) == 3
-            optimizer.step()
-            scheduler.step()
-        assert optimizer.master_params_created
-        assert optimizer.loss_scale == 8.0
-        assert len(optimizer.fp32_from_fp16_groups[0]) == len(list(model.local_parameters()))
-        return difference(model, plain_training(make))
-
-    assert max(run_ranks(helped, 2)) < CLOSE
 
 
 def tensors():

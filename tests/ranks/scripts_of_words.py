@@ -56,88 +56,6 @@ for i in range(0, 18, 6):
     told(loss)
 """
 
-_TRANSFORMER = """
-class TransformerModel(nn.Module):
-    def __init__(self, ntoken, width, nlayers):
-        super().__init__()
-        self.input_emb, self.decoder = nn.Embedding(ntoken, width), nn.Linear(width, ntoken)
-        layer = nn.TransformerEncoderLayer(width, 2, 32, 0.0)
-        self.encoder = nn.TransformerEncoder(layer, nlayers, enable_nested_tensor=False)
-
-    def forward(self, src):
-        mask = nn.Transformer.generate_square_subsequent_mask(len(src), dtype=torch.float64)
-        src = self.input_emb(src) * math.sqrt(16)
-        return F.log_softmax(self.decoder(self.encoder(src, mask=mask)), dim=-1)
-
-train_data = torch.randint(0, 20, (24, 8))      # words x batch
-model = TransformerModel(20, 16, 3)
-model = sw.DistributedModel(model)                                                      #+
-criterion = nn.NLLLoss()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-
-@sw.step(input_split_axes={"data": 1, "targets": 1})                                    #+
-def train_step(model, data, targets):                                                   #+
-    loss = criterion(model(data).view(-1, 20), targets.reshape(-1))                     #+
-    loss.backward()                                                                     #+
-    return loss                                                                         #+
-
-for i in range(0, 18, 6):
-    data, targets = train_data[i : i + 6], train_data[i + 1 : i + 7]
-    optimizer.zero_grad()
-    output = model(data)                                                                #-
-    loss = criterion(output.view(-1, 20), targets.reshape(-1))                          #-
-    loss.backward()                                                                     #-
-    loss = train_step(model, data, targets).reduce_mean()                               #+
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-    optimizer.step()
-    told(loss)
-"""
-
-_TIME_SEQUENCE = """
-class Sequence(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm1, self.lstm2, self.linear = nn.LSTMCell(1, 9), nn.LSTMCell(9, 9), nn.Linear(9, 1)
-
-    def forward(self, input):
-        outputs, zeros = [], torch.zeros(len(input), 9)
-        (h_t, c_t), (h_t2, c_t2) = (zeros, zeros), (zeros, zeros)
-        for input_t in input.split(1, dim=1):
-            h_t, c_t = self.lstm1(input_t, (h_t, c_t))
-            h_t2, c_t2 = self.lstm2(h_t, (h_t2, c_t2))
-            outputs.append(self.linear(h_t2))
-        return torch.cat(outputs, dim=1)
-
-data = torch.sin(torch.arange(7) / 3 + torch.arange(8)[:, None])
-input, target = data[:, :-1], data[:, 1:]
-seq = Sequence()                                                                        #-
-seq = sw.DistributedModel(Sequence())                                                   #+
-criterion = nn.MSELoss()
-optimizer = torch.optim.Adam(seq.parameters(), lr=0.05)
-
-@sw.step                                                                                #+
-def train_step(seq, input, target):                                                     #+
-    loss = criterion(seq(input), target)                                                #+
-    loss.backward()                                                                     #+
-    return loss                                                                         #+
-
-@sw.step                                                                                #+
-def test_step(seq, input):                                                              #+
-    return seq(input)                                                                   #+
-
-for i in range(3):
-    optimizer.zero_grad()
-    out = seq(input)                                                                    #-
-    loss = criterion(out, target)                                                       #-
-    loss.backward()                                                                     #-
-    loss = train_step(seq, input, target).reduce_mean()                                 #+
-    optimizer.step()
-    told(loss)
-    with torch.no_grad():
-        pred = seq(input[:3])                                                           #-
-        pred = test_step(seq, input[:3]).concat()                                       #+
-        told(criterion(pred, target[:3]))
-"""
 
 _REINFORCE = """
 class Policy(nn.Module):
@@ -235,72 +153,6 @@ _GAT = _GCN.replace(
     "        return torch.mm(torch.softmax(scores, 1), h)\n",
 )
 
-_SNLI = """
-class SNLIClassifier(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.encoder = nn.Embedding(20, 8), nn.LSTM(8, 12, bidirectional=True)
-        self.out = nn.Sequential(nn.Linear(48, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
-
-    def encode(self, words):
-        _, (h, _) = self.encoder(self.embed(words).transpose(0, 1))
-        return h.transpose(0, 1).reshape(len(words), -1)
-
-    def forward(self, batch):
-        return self.out(torch.cat([self.encode(batch["premise"]), self.encode(batch["hypothesis"])], 1))
-
-words = torch.randint(0, 20, (2, 24, 5))
-data = [{"premise": a, "hypothesis": b, "label": i % 3} for i, (a, b) in enumerate(zip(*words))]
-loader = DataLoader(data, 8)                                                            #-
-loader = sw.data_loader(data, 8, shuffle=False)                                         #+
-model = SNLIClassifier()                                                                #-
-model = sw.DistributedModel(SNLIClassifier())                                           #+
-criterion, opt = nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters(), lr=0.001)
-
-@sw.step                                                                                #+
-def train_step(model, batch):                                                           #+
-    answer = model(batch)                                                               #+
-    loss = criterion(answer, batch["label"])                                            #+
-    loss.backward()                                                                     #+
-    return loss                                                                         #+
-
-for epoch in range(2):
-    for batch in loader:
-        opt.zero_grad()
-        answer = model(batch)                                                           #-
-        loss = criterion(answer, batch["label"])                                        #-
-        loss.backward()                                                                 #-
-        loss = train_step(model, batch).reduce_mean()                                   #+
-        opt.step()
-        told(loss)
-"""
-
-_REGRESSION = """
-def make_features(x):
-    return torch.stack([x**i for i in range(1, 5)], 1)
-
-fc = nn.Linear(4, 1)
-model = sw.DistributedModel(fc)                                                         #+
-W_target, b_target = torch.randn(4, 1) * 5, torch.randn(1) * 5
-
-@sw.step                                                                                #+
-def train_step(model, batch_x, batch_y):                                                #+
-    output = F.smooth_l1_loss(model(batch_x), batch_y)                                  #+
-    output.backward()                                                                   #+
-    return output                                                                       #+
-
-for batch_idx in range(4):
-    x = make_features(torch.randn(32))
-    y = x.mm(W_target) + b_target
-    x, y = (each.chunk(sw.rdp_size())[sw.rdp_rank()] for each in (x, y))                #+
-    fc.zero_grad()
-    output = F.smooth_l1_loss(fc(x), y)                                                 #-
-    output.backward()                                                                   #-
-    output = train_step(model, x, y).reduce_mean()                                      #+
-    for param in fc.parameters():
-        param.data.add_(-0.1 * param.grad)
-    told(output)
-"""
 
 _FSDP2 = """
 from torch.distributed.fsdp import fully_shard                                          #-
@@ -374,54 +226,14 @@ for i in range(4):
     told(loss.reduce_mean())                                                            #+
 """
 
-_DDP = """
-import torch.distributed as dist, os
-from torch.nn.parallel import DistributedDataParallel as DDP                            #-
-
-class ToyModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net1, self.relu, self.net2 = nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5)
-
-    def forward(self, x):
-        return self.net2(self.relu(self.net1(x)))
-
-rank = dist.get_rank()                                                                  #-
-ddp_model = DDP(ToyModel())                                                             #-
-ddp_model = sw.DistributedModel(ToyModel())                                             #+
-loss_fn = nn.MSELoss()
-optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.01)
-
-@sw.step                                                                                #+
-def train_step(model, x, labels):                                                       #+
-    loss = loss_fn(model(x), labels)                                                    #+
-    loss.backward()                                                                     #+
-    return loss                                                                         #+
-
-for _ in range(3):
-    x, labels = torch.randn(20, 10), torch.randn(20, 5)
-    optimizer.zero_grad()
-    outputs = ddp_model(x)                                                              #-
-    loss = loss_fn(outputs, labels)                                                     #-
-    loss.backward()                                                                     #-
-    x, labels = (t.chunk(sw.rdp_size())[sw.rdp_rank()] for t in (x, labels))            #+
-    loss = train_step(ddp_model, x, labels).reduce_mean()                               #+
-    optimizer.step()
-    told(loss)
-"""
 
 _TENSORS = {"pipeline_parallel_degree": 1, "tensor_parallel_degree": 2}
 
 SCRIPTS_OF_WORDS: dict[str, Script] = {
     "word_language_model_lstm": Script(_BEGIN + _LSTM, replicates=False),
-    "word_language_model_transformer": Script(_BEGIN + _TRANSFORMER, replicates=False),
-    "time_sequence_prediction": Script(_BEGIN + _TIME_SEQUENCE, replicates=False),
     "reinforcement_learning": Script(_BEGIN + _REINFORCE, microbatches=1, replicates=False),
     "gcn": Script(_BEGIN + _GCN, microbatches=1, replicates=False),
     "gat": Script(_BEGIN + _GAT, microbatches=1, replicates=False),
-    "snli": Script(_BEGIN + _SNLI),
-    "regression": Script(_BEGIN + _REGRESSION, spreads=False),
     "fsdp2": Script(_BEGIN + _FSDP2, is_sum=True),
     "tensor_parallel": Script(_BEGIN + _TENSOR_PARALLEL, settings=_TENSORS, replicates=False, is_sum=True),
-    "ddp_tutorial": Script(_BEGIN + _DDP),
 }

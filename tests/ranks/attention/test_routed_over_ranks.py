@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transparency import Case, Iteration, Recipe, differences_by_case
 
 import shardwright.torch as sw
-from choices import combinations_of, in_every_run, in_sweep
+from choices import in_every_run, in_sweep
 from shardwright.testing import run_ranks
 from six_models import SIX, build
 
@@ -90,53 +89,3 @@ def test_attention_between_units(name):
     settings = {**ESTIMATED, "auto_partition": False, "default_partition": 0}
     made = replace(recipe(name, dropout=0.1), place=place)
     check(made, {"by hand": Case(config=settings)})
-
-
-class CallsAttention(nn.Module):
-    """A layer of a script's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.packed, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.packed(x).view(*x.shape[:2], 3, 4, 4).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(query, key, value, dropout_p=0.2, is_causal=True)
-        return x + self.out(attended.transpose(1, 2).flatten(2))
-
-
-class CallsMultihead(nn.Module):
-    """Attention of PyTorch, whose weights nobody asks for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(16, 4, dropout=0.2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.attention(x, x, x, need_weights=False)[0]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("by_hand", "kind"),
-    combinations_of(
-        [False, True],
-        [CallsAttention, CallsMultihead],
-        kept=[(True, CallsAttention)],
-    ),
-)
-def test_modules_of_pytorch(kind, by_hand):
-    def place(model: nn.Module) -> None:
-        """By hand a stage ends inside of the second layer, which is no unit then."""
-        inside = model[1].out if kind is CallsAttention else model[1].attention.out_proj
-        for module in (inside, model[2], model[3]):
-            sw.set_partition(module, 1)
-
-    made = Recipe(
-        build=lambda: routed(lambda: nn.Sequential(*(kind() for _ in range(4)))),
-        batch=lambda batch_size, length: torch.randn(batch_size, length, 16),
-        loss=lambda model, batch: model(batch).square().mean(),
-        place=place if by_hand else None,
-    )
-    settings = {**ESTIMATED, "auto_partition": False, "default_partition": 0} if by_hand else ESTIMATED
-    check(made, {"1f1b": Case(config=settings)})

@@ -166,56 +166,6 @@ def test_values_of_other_ranks_are_not_computed_with():
 # ---- what goes on as it was
 
 
-def kept_uses() -> dict[str, bool]:
-    """Whether each use does what it should."""
-    sw, model, _ = trained(lambda module: None)
-    parameters, others = dict(model.module.named_parameters()), remote(model)
-    name, other = next(iter(others.items()))
-    found = {"some are remote": 0 < len(others) < len(parameters)}
-    whole = model.state_dict()
-    found["shape"] = other.shape == whole[name].shape and other.numel() == whole[name].numel()
-    found["type"] = isinstance(other, nn.Parameter) and other.dtype == torch.float64
-    found["leaf"] = other.is_leaf and other.requires_grad and other.grad is None
-    found["text"] = name in repr(other) and "rank" in f"{other}"
-
-    copied = copy.deepcopy(model.module)
-    found["copy"] = [n for n, _ in copied.named_parameters()] == list(parameters)
-    found["copied parameters"] = all(isinstance(p, nn.Parameter) for p in copied.parameters())
-    found["copied values"] = all(
-        torch.equal(dict(copied.named_parameters())[n], p) for n, p in model.local_named_parameters()
-    )
-
-    for make in (torch.optim.SGD, torch.optim.AdamW):
-        optimizer = make(model.parameters(), lr=0.0)
-        optimizer.step()
-        wrapped = sw.DistributedOptimizer(make(model.parameters(), lr=0.0))
-        wrapped.step()
-        mine = [p for group in wrapped.param_groups for p in group["params"]]
-        found[f"{make.__name__} keeps its own"] = len(mine) == len(parameters) - len(others)
-        wrapped.zero_grad()
-    model.zero_grad()
-    optimizer.zero_grad(set_to_none=False)
-    found["clip"] = nn.utils.clip_grad_norm_(model.parameters(), 1.0).item() == 0
-
-    with torch.no_grad():  # a change of every parameter by its holder
-        for parameter in model.parameters():
-            parameter.mul_(0.5).clamp_(-1.0, 1.0)
-        torch._foreach_mul_(list(model.parameters()), 0.5)
-        for key, parameter in parameters.items():
-            parameter.add_(whole[key], alpha=0.75)
-    found["changed"] = all(torch.allclose(v, whole[n]) for n, v in model.state_dict().items())
-    model.load_state_dict({key: value.clone() for key, value in whole.items()})
-    found["zeros"] = all(torch.zeros_like(p).shape == p.shape for p in model.parameters())
-    model.module.float()
-    found["converted"] = other.dtype == torch.float32 and model.state_dict()[name].dtype == torch.float32
-    return found
-
-
-def test_what_needs_no_values_is_as_it_was():
-    for found in run_ranks(kept_uses, 2):
-        assert all(found.values()), [name for name, right in found.items() if not right]
-
-
 # ---- what the script took hold of before the first step
 
 
@@ -274,51 +224,6 @@ def test_what_was_made_before_the_first_step_is_what_the_model_has_after_it():
 
 
 # ---- what to do instead
-
-
-def averages_of_each_rank() -> list[str]:
-    """What differs from an average of the plain model, by the code of docs/script.md."""
-    sw, plain, model = start(Stack, {})
-    optimizers = [torch.optim.SGD(plain.parameters(), lr=0.05)]
-    optimizers.append(sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05)))
-    averages: dict[str, Tensor] = {}
-    expected: dict[str, Tensor] = {}
-
-    @sw.step
-    def train(model: Any, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        return loss
-
-    @torch.no_grad()
-    def average(decay: float) -> None:
-        for name, p in model.local_named_parameters():
-            averages.setdefault(name, p.clone()).lerp_(p, 1 - decay)
-        for name, p in plain.named_parameters():
-            expected.setdefault(name, p.clone()).lerp_(p, 1 - decay)
-
-    @torch.no_grad()
-    def exchange() -> None:
-        for name, p in model.local_named_parameters():
-            own = p.clone()
-            p.copy_(averages[name])
-            averages[name] = own
-
-    found = []
-    for number in range(4):
-        train_both(optimizers, lambda x: train(model, x), plain, batches(number, 1)[0])
-        average(0.5)
-        exchange()
-        averaged = model.state_dict()
-        exchange()
-        trained = model.state_dict()
-        found += [f"average of {n}" for n, v in expected.items() if not torch.allclose(averaged[n], v)]
-        found += [n for n, v in plain.state_dict().items() if not torch.allclose(trained[n], v)]
-    return found
-
-
-def test_each_rank_averages_what_it_holds():
-    assert run_ranks(averages_of_each_rank, 2) == [[], []]
 
 
 class Byol(nn.Module):

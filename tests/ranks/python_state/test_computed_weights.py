@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.utils.prune as prune
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from transparency import Case, Iteration, Recipe, differences_by_case
@@ -13,7 +12,7 @@ from zoo import classify, features
 from zoo_modules import CLASSES, WIDTH
 
 import shardwright.torch as sw
-from choices import in_sweep, thorough
+from choices import thorough
 from shardwright.testing import RanksFailedError, run_ranks
 
 ITERATIONS = (Iteration(), Iteration(train=False), Iteration(batch_size=7))
@@ -38,22 +37,6 @@ class Layers(nn.Module):
 
 def spectral_norm() -> nn.Module:
     return nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
-
-
-def pruned() -> nn.Module:
-    layer = prune.l1_unstructured(nn.Linear(WIDTH, WIDTH), "weight", 0.3)
-    layer.weight = layer.weight.detach()  # a model with a computed tensor cannot be copied
-    return layer
-
-
-def merged() -> nn.Module:
-    """A frozen weight and a low-rank one, added up by a hook."""
-    layer = nn.Linear(WIDTH, WIDTH)
-    layer.base = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
-    del layer.weight
-    layer.a, layer.b = nn.Parameter(torch.randn(WIDTH, 2) / 4), nn.Parameter(torch.randn(2, WIDTH) / 4)
-    layer.register_forward_pre_hook(lambda m, args: setattr(m, "weight", m.base + m.a @ m.b))
-    return layer
 
 
 class Hyper(Layers):
@@ -84,32 +67,6 @@ class Tied(Layers):
         )
 
 
-class Gained(nn.Module):
-    """Reads what is left in an attribute of a module inside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.inner.gain = None
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + (self.inner(x) * self.inner.gain).tanh() * self.scale
-
-
-class Gains(Layers):
-    """Each layer's gain follows from what the layer before has given."""
-
-    def __init__(self) -> None:
-        super().__init__(Gained)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            layer.inner.gain = x.mean((0, 1)).exp()
-            x = layer(x)
-        return self.head(x)
-
-
 class Cached(Layers):
     """Uses each weight twice, and computes it once."""
 
@@ -126,48 +83,6 @@ class Cached(Layers):
 def recomputed(layer: nn.Module) -> nn.Module:
     sw.set_activation_checkpointing(layer)
     return layer
-
-
-def doubled() -> nn.Module:
-    layer = nn.Linear(WIDTH, WIDTH)
-    layer.register_forward_pre_hook(lambda module, args: (2 * args[0],))
-    return layer
-
-
-class Note:
-    def __init__(self) -> None:
-        self.scale: Tensor | None = None
-
-
-class Leaving(nn.Module):
-    def __init__(self, note: Note) -> None:
-        super().__init__()
-        self.weight, self.note = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4), note
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.note.scale = (x @ self.weight).mean((0, 1))
-        return x.detach()
-
-
-class Finding(Leaving):
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight * self.note.scale
-
-
-class Notes(Layers):
-    """What a unit leaves in an object is all that it contributes to the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        note = Note()
-        self.leaving, self.finding = Leaving(note), Finding(note)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        self.leaving(x)
-        return self.head(self.finding(y))
 
 
 class Listed(nn.Module):
@@ -195,28 +110,18 @@ class Lists(Layers):
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "spectral_norm": lambda: Layers(spectral_norm),
-    "pruned": lambda: Layers(pruned),
-    "merged": lambda: Layers(merged),
     "hyper": Hyper,
     "tied": Tied,
-    "gains": Gains,
     "recomputed": lambda: Layers(lambda: recomputed(spectral_norm())),
-    "recomputed with a hook": lambda: Layers(lambda: recomputed(doubled())),
     "cached": Cached,
-    "notes": Notes,
     "lists": Lists,
 }
 RUNS = [
     ("spectral_norm", "1f1b"),
-    in_sweep("pruned", "zb_v"),
-    in_sweep("merged", "1f1b"),
     thorough("hyper", "zb_v"),
     thorough("tied", "1f1b"),
-    in_sweep("gains", "zb_v"),
     ("recomputed", "1f1b"),  # the hook ran in the backward, too
-    in_sweep("recomputed with a hook", "1f1b"),
     ("cached", "zb_v"),
-    in_sweep("notes", "1f1b"),
     thorough("lists", "1f1b"),
 ]
 

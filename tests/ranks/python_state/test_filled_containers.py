@@ -45,13 +45,6 @@ class Dense(Whole):
         return y
 
 
-class Stacking(Whole):
-    def forward(self, x: Tensor, container: list[Tensor]) -> Tensor:
-        y = super().forward(torch.stack([x, *container]).mean(0), container)
-        container.append(y)
-        return y
-
-
 class Measuring(Whole):
     """Looks at how many there are of what is no tensor."""
 
@@ -64,13 +57,6 @@ class Numbering(Whole):
     def forward(self, x: Tensor, container: dict[str, int]) -> Tensor:
         container["depth"] = container.get("depth", 0) + 1
         return super().forward(x, container) / container["depth"]
-
-
-class AddsUp(Whole):
-    def forward(self, x: Tensor, container: dict[str, Any]) -> Tensor:
-        y = super().forward(x, container)
-        container["loss"] = container["loss"] + y.square().mean()
-        return y
 
 
 class Advances(Whole):
@@ -99,19 +85,6 @@ class Choosing(Dense):
 
     def forward(self, x: Tensor, container: list[Tensor]) -> Tensor:
         return super().forward(x, container) if x.detach().abs().amax() >= 0 else x
-
-
-class Record(dict[str, Any]):
-    """A dictionary of a class of its own."""
-
-
-class Replacing(Whole):
-    """Works on a record and returns nothing that the caller uses, as layers for molecules do."""
-
-    def forward(self, x: Tensor, container: dict[str, Any]) -> dict[str, Any]:
-        container["x"] = super().forward(container.pop("x", x), container)
-        container["norms"] = (*container.get("norms", ()), container["x"].mean())
-        return container
 
 
 @dataclass
@@ -160,49 +133,18 @@ class Summing(Filling):
         return x * (1 + sum(container.seen["means"])) / (1 + container.depth)
 
 
-class ReadsLoss(Filling):
-    def at_end(self, x: Tensor, container: dict[str, Any]) -> Tensor:
-        return x + 0.01 * container["loss"]
-
-
 class ReadsLast(Filling):
     def at_end(self, x: Tensor, container: dict[str, Any]) -> Tensor:
         return x + container["x"]
 
 
-class ReadsRecord(Filling):
-    def at_end(self, x: Tensor, container: dict[str, Any]) -> Tensor:
-        return container["x"] + sum(container["norms"])
-
-
-class GrowsBetween(Filling):
-    """Code between units puts something into the list that a recomputed block was given."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = [x]
-        for block in self.blocks:
-            x = block(x, found)
-            found.append(x * 0.5)
-        return self.head(x)
-
-
-class Meaning(Whole):
-    def forward(self, x: Tensor, container: list[Tensor]) -> Tensor:
-        return super().forward(torch.stack(container).mean(0), container)
-
-
 MODELS = {
     "the last of a list": lambda: Filling(list, Dense),
-    "all of a list": lambda: Filling(list, Stacking),
-    "the length of a list": lambda: Filling(list, Measuring),
     "an entry of a dictionary": lambda: Filling(dict, Numbering),
-    "a sum": lambda: ReadsLoss(lambda: {"loss": 0.0}, AddsUp),
     "what was free": lambda: ReadsLast(lambda: {"x": torch.ones(1, WIDTH, dtype=torch.float64)}, Advances),
     "skips": lambda: Filling(list, Popping),
     "modules that read values": lambda: Filling(list, Choosing),
     "a dataclass": lambda: Summing(Notes, Noting),
-    "a record": lambda: ReadsRecord(Record, Replacing),
-    "a list that grows between modules": lambda: GrowsBetween(list, Meaning),
 }
 
 
@@ -213,8 +155,8 @@ MODELS = {
         list(MODELS),
         ["none", "full"],
         kept=[
-            *(("all of a list", "full"), ("an entry of a dictionary", "full"), ("what was free", "full")),
-            *(("a sum", "none"), ("skips", "none"), ("a dataclass", "none")),
+            *(("an entry of a dictionary", "full"), ("what was free", "full")),
+            *(("skips", "none"), ("a dataclass", "none")),
             ("modules that read values", "full"),
         ],
     ),

@@ -78,26 +78,6 @@ def sums_in_a_global(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-def sums_in_a_variable_around() -> Any:
-    total = torch.zeros((), dtype=torch.float64)
-
-    def step(model: nn.Module, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        model.backward(loss)
-        total.add_(loss.detach())
-        return loss
-
-    return step
-
-
-def log_calls(function: Any) -> Any:
-    @functools.wraps(function)
-    def logged(*args: Any) -> Any:
-        return function(*args)
-
-    return logged
-
-
 def fills_a_large_one() -> Any:
     features = torch.zeros(2**18, dtype=torch.float64)
 
@@ -132,9 +112,6 @@ WRITERS = {
     "a large one": fills_a_large_one,
     "a metric": updates_a_metric,
     "a global": lambda: sums_in_a_global,
-    "a variable around": sums_in_a_variable_around,
-    "an attribute of a trainer": lambda: Trainer().step,
-    "behind a decorator": lambda: log_calls(sums_in_a_variable_around()),
     "partial": lambda: functools.partial(Trainer().step),
 }
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from sharded import QUIET, Net, batches, loss_of, on_hosts, plain_training, sharded_training
 from torch import Tensor, nn
 
@@ -153,63 +152,6 @@ def stays_few(ranks_per_host):
 @pytest.mark.parametrize("ranks_per_host", [1, in_sweep(2)])
 def test_no_more_than_allowed_are_at_hand(ranks_per_host):
     run_ranks(stays_few, 2 * ranks_per_host, ranks_per_host)
-
-
-class Reads(nn.Module):
-    """Reads parameters in ways that no module foresees."""
-
-    def __init__(self, width: int = 16):
-        super().__init__()
-        self.embedding = nn.Embedding(37, width)
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
-        self.matrices = nn.ParameterList(nn.Parameter(torch.randn(width, width)) for _ in range(6))
-        self.lstm = nn.LSTM(width, width, batch_first=True)
-        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
-        self.unused = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, view = self.layers[0].weight, self.layers[1].weight.t()
-        h = self.embedding(x)
-        for layer, matrix in zip(self.layers, self.matrices, strict=True):
-            h = h + torch.tanh(layer(h) @ matrix)
-        h = h + h @ first + h @ view  # held since the beginning
-        h = self.lstm(h)[0]
-        h = h + self.attention(h, h, h, need_weights=False)[0]
-        h = Saves.apply(h, self.layers[2].weight)
-        h = torch.utils.checkpoint.checkpoint(lambda h: torch.tanh(self.layers[3](h)), h, use_reentrant=False)
-        return F.linear(h, self.embedding.weight)
-
-
-class Saves(torch.autograd.Function):
-    """Keeps a parameter as an attribute instead of saving it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight = weight
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (gradient,), (x,) = gradients, ctx.saved_tensors
-        return gradient @ ctx.weight.t(), x.flatten(0, -2).t() @ gradient.flatten(0, -2)
-
-
-def penalised(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    """With all parameters in one function, and some by hand."""
-    squares = sum(p.square().sum() for p in model.parameters())
-    norms = torch.stack(torch._foreach_norm(list(model.parameters()))).sum()
-    return F.cross_entropy(model(x).flatten(0, 1), y.flatten()) + 1e-3 * (squares + norms)
-
-
-def reads(microbatches):
-    torch.manual_seed(0)
-    trains_the_same(Reads(), penalised, {"microbatches": microbatches})
-
-
-@pytest.mark.parametrize("microbatches", [in_sweep(1), 2])
-def test_parameters_are_read_in_unusual_ways(microbatches):
-    run_ranks(reads, 2, microbatches)
 
 
 @pytest.mark.parametrize("most", [FEW, 10**9])

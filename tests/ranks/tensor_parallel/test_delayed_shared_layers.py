@@ -1,9 +1,6 @@
 """Models without memory whose layers ranks share: each rank makes its part of the values of one process."""
 
 import copy
-import gc
-import resource
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +12,6 @@ from choices import combinations_of, in_sweep, thorough
 from shardwright.testing import run_ranks
 
 QUIET = {"run_dir": "off", "profile": "estimated", "microbatches": 2, "seed": 3}
-MIB = 2**20
 
 
 class Model(LanguageModel):
@@ -133,46 +129,3 @@ def test_a_state_waits_for_the_parts(built: str) -> None:
         assert own_losses == pytest.approx(losses, rel=1e-12)
         for name, value in last.items():
             torch.testing.assert_close(own_last[name], value, rtol=1e-7, atol=1e-9)
-
-
-def resident() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError
-
-
-def peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("built", ["meta", "delayed"])
-def test_the_peak_of_a_rank_is_its_share(capabilities, built: str) -> None:
-    """A model of 402 MB over two ranks, measured by the kernel, from before it is built."""
-    if not capabilities["/proc"]:
-        pytest.skip("needs /proc")
-
-    def run() -> tuple[int, int]:
-        import shardwright.torch as sw
-        from shardwright.torch.tensor_parallel.divided_tensor import local_of
-
-        sw.init({**QUIET, "tensor_parallel_degree": 2})
-        gc.collect()
-        before = resident()
-        assert peak() < before + 16 * MIB
-        with torch.device("meta") if built == "meta" else sw.delay_param_initialization():
-            model = nn.Sequential(*(nn.Linear(2240, 2240) for _ in range(20)))
-        wrapped = sw.DistributedModel(model)
-
-        @sw.step
-        def step(model, x):
-            return model(x).square().mean()
-
-        with torch.no_grad():
-            step(wrapped, torch.ones(8, 2240))
-        return sum(local_of(p).nbytes for p in wrapped.local_parameters()), peak() - before
-
-    for share, evaluated in run_ranks(run, 2):
-        assert 195e6 < share < 212e6
-        assert share < evaluated < 1.35 * share

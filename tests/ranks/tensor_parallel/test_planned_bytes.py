@@ -15,7 +15,6 @@ from choices import combinations_of, in_every_run, in_sweep, thorough
 from shardwright.run.context import context
 from shardwright.testing import run_ranks
 from shardwright.torch.tensor_parallel.divide import settle_gradients
-from shardwright.torch.tensor_parallel.divided_tensor import local_of
 from shardwright.torch.tensor_parallel.group import ProcessGroupCollectives, TensorGroup, Traffic
 from shardwright.torch.tensor_parallel.rules import attention, ring_attention
 
@@ -144,42 +143,3 @@ def test_bytes_of_a_ring_are_those_of_the_plan():
 def test_bytes_of_shared_experts_are_those_of_the_plan(name):
     for sent, planned, calls in run_ranks(sent_and_planned, 2, name, 1, EXPERTS, timeout_s=120):
         assert sent == planned > 0, calls
-
-
-def kept_and_planned(settings):
-    """Bytes that this rank keeps for the backward, parameters apart, and those of the plan."""
-    sw.init({"run_dir": "off", "microbatches": 1, "profile": "estimated", **settings})
-    model = sw.DistributedModel(model_of("llama"))
-
-    @sw.step
-    def train(model, ids):
-        loss = model(input_ids=ids, labels=ids).loss
-        model.backward(loss)
-        return loss
-
-    ids = torch.randint(3, WORDS, (4, 32), generator=torch.Generator().manual_seed(0))
-    train(model, ids)
-    kept = {}
-
-    def note(tensor):
-        memory = local_of(tensor).untyped_storage()
-        kept[memory.data_ptr()] = memory.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        train(model, ids)
-    parameters = {local_of(each).untyped_storage().data_ptr() for each in model.local_parameters()}
-    found = sum(size for memory, size in kept.items() if memory not in parameters)
-    plan = context().plan  # one rank alone has none
-    planned = plan.prediction.memory[0].activations_bytes if plan is not None else 0
-    sw.shutdown()
-    return found, planned
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("settings", [SEQUENCES, BOTH], ids=["sequences", "layers and sequences"])
-def test_ranks_keep_a_part_of_each_sequence(settings):
-    (whole, _), *_ = run_ranks(kept_and_planned, 1, {}, timeout_s=120)
-    for kept, planned in run_ranks(kept_and_planned, 2, settings, timeout_s=120):
-        assert kept == pytest.approx(whole / 2, rel=0.03)
-        assert kept == pytest.approx(planned, rel=0.03)

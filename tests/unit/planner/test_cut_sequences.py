@@ -68,3 +68,11 @@ def test_what_fits_wins():
 def test_what_is_set_is_done(setting):
     assert chosen(setting, whole=1.0, cut=2.0) == (setting, (), [setting])
     assert chosen("auto", whole=1.0, cut=0.5, tensor=1) == (False, (), ["auto"])
+
+
+def test_what_the_last_run_chose_stays_where_it_fits():
+    """Two predictions that are nearly equal would take turns, and so would the last bits of losses."""
+    assert chosen("auto", whole=2.0, cut=1.0, last={"between": None}) == (False, (), [False])
+    assert chosen("auto", whole=1.0, cut=2.0, last={"between": 1}) == (True, (), [True])
+    large = InfeasiblePlanError("too large")
+    assert chosen("auto", whole=1.0, cut=large, last={"between": 1})[0] is False

@@ -4,20 +4,15 @@ from dataclasses import replace
 
 import pytest
 from graphs import chain_graph, profile_of
-from hypothesis import given
-from hypothesis import strategies as st
 
 from planner.test_layout import lay_out
 from shardwright.plan import MemoryPrediction
 from shardwright.planner.chain import StateBytes
-from shardwright.planner.keeping import KeepingPolicy, choose_keeping
 from shardwright.planner.layout import Layout
 from shardwright.planner.rank_memory import (
-    above_at_most,
     rank_memory,
     scheduled_above,
 )
-from shardwright.profile import Profile, UnitCost
 from shardwright.schedule import Action, Kind, Schedule, simulate
 
 # Four units: each keeps 1000 bytes and has a gradient of 400; around each are gradients of 80.
@@ -85,54 +80,3 @@ def test_rows_of_shared_gradients_come_with_the_backward_too() -> None:
     assert kept.reduced_gradients().tolist() == [0] * 4
     found = peak(reduced, by_hand(1, "F0 B0"))
     assert (found.activations_bytes, found.gradients_bytes) == (KEPT, 0)
-
-
-SIZES = st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 2000)), min_size=1, max_size=5)
-
-
-def drawn(rows: list[tuple[int, int]], parameter_bytes: int, cut: int) -> Layout:
-    """Blocks by their saved bytes and their work; two stages."""
-    costs = {
-        f"c{index}": UnitCost(
-            forward_s=1.0, backward_s=1.0, saved_bytes=saved, input_bytes=10, work_bytes=work
-        )
-        for index, (saved, work) in enumerate(rows)
-    }
-    cheap = UnitCost(forward_s=0.1, backward_s=0.2)
-    profile = Profile(costs={**costs, "embed": cheap, "head": cheap})
-    graph = chain_graph(len(rows), classes=list(costs), parameter_bytes=parameter_bytes)
-    calls = len(rows) + 2
-    return lay_out(graph, (0, min(cut, calls - 1), calls), (0, 1), profile)
-
-
-@given(
-    rows=SIZES,
-    parameter_bytes=st.sampled_from([4, 400, 4000]),
-    num_microbatches=st.integers(1, 3),
-    missing=st.floats(0, 1),
-)
-def test_units_keep_no_less_than_the_closed_form_requires(
-    rows: list[tuple[int, int]], parameter_bytes: int, num_microbatches: int, missing: float
-) -> None:
-    layout = replace(drawn(rows, parameter_bytes, 1), cuts=(0, len(rows) + 2), ranks=(0,))
-    calls = range(layout.chain.num_calls)
-
-    def bound(layout: Layout) -> int:
-        above = above_at_most(layout, [num_microbatches], num_microbatches=num_microbatches)
-        kept = [num_microbatches * cost.saved_bytes for cost in layout.stage_costs()]
-        (found,) = rank_memory(layout, activation_bytes=kept, above=above, optimizer_factor=1.0)
-        return found.peak_bytes
-
-    least, most = bound(layout.with_recompute(calls)), bound(layout)
-    limit = round(most - missing * max(0, most - least))
-    chosen = choose_keeping(
-        layout,
-        in_flight=[num_microbatches],
-        limit_bytes=limit,
-        policy=KeepingPolicy(),
-        num_microbatches=num_microbatches,
-        optimizer_factor=1.0,
-    )
-    assert bound(chosen) <= limit
-    if most <= limit:
-        assert not chosen.recompute.any()

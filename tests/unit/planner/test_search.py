@@ -1,6 +1,7 @@
 """Plans: pins, limits, optimality on small models, reasons, refusals."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from planner.machines import machines
-from shardwright.cluster import Cluster
+from shardwright.cluster import Cluster, Link
 from shardwright.config import Config
 from shardwright.errors import InfeasiblePlanError, PlanError
 from shardwright.mesh import Mesh
@@ -146,6 +147,25 @@ def test_recomputation_only_where_memory_requires_it() -> None:
     assert max(memory.peak_bytes for memory in tight.prediction.memory) <= 4 * 4 * 400 + 14_000
 
 
+def test_memory_weight_evens_out_memory() -> None:
+    builder = GraphBuilder()
+    big = builder.parameter("big", 40_000)
+    value = builder.unit("a", parameters=[big], cost_class="embed")
+    for index in range(5):
+        weight = builder.parameter(f"w{index}", 10_000)
+        value = builder.unit(f"b{index}", [value], parameters=[weight])
+    graph = builder.graph(loss=builder.op("loss", [value]))
+    options = {4: (graph, profile_of({"embed": (0.1, 0.1), "block": (1.0, 2.0)}))}
+    fast = plan(options, 2, pipeline="1f1b")
+    lean = plan(options, 2, pipeline="1f1b", optimize="memory")
+    assert len(units(lean)[0]) < len(units(fast)[0])
+    assert fast.prediction is not None
+    assert lean.prediction is not None
+    assert max(m.peak_bytes for m in lean.prediction.memory) < max(
+        m.peak_bytes for m in fast.prediction.memory
+    )
+
+
 def test_ties_are_replicated_or_kept_together() -> None:
     found = plan(candidates(4, tied=True), 2, pipeline="1f1b")
     assert found.replicated == {"embed.weight": (0, 1)}
@@ -253,6 +273,24 @@ def test_infeasible_says_what_is_missing_and_what_would_help() -> None:
     assert "More memory: " in text
 
 
+def test_infeasible_names_offload_where_it_would_do() -> None:
+    options, pins = candidates(4, blocks=24), {"activation_checkpointing": "none", "pipeline": "1f1b"}
+    pins |= {
+        "activation_loading_horizon": 1,
+        "cluster": replace(machines(), host=Link(latency_s=0.0, bandwidth_Bps=1e9)),
+    }
+    free = plan(options, 2, **pins)
+    assert free.prediction is not None
+    pins["memory_limit"] = int(0.7 * max(each.peak_bytes for each in free.prediction.memory))
+    with pytest.raises(InfeasiblePlanError, match='set offload_activations to "auto"'):
+        plan(options, 2, **pins)
+    assert any(stage.offload for stage in plan(options, 2, **pins, offload_activations="auto").stages)
+    pins["memory_limit"] = 1000
+    with pytest.raises(InfeasiblePlanError) as caught:
+        plan(options, 2, **pins)
+    assert "offload" not in str(caught.value)
+
+
 @pytest.mark.parametrize("remedy", ["microbatches", "pipeline_parallel_degree", "memory"])
 def test_remedies_work(remedy: str) -> None:
     pins = {"memory_limit": 13_200, "activation_checkpointing": "none", "pipeline": "1f1b"}
@@ -286,6 +324,19 @@ def test_remedies_work(remedy: str) -> None:
 )
 def test_microbatch_counts(batch_size: int, pipeline: int, counts: tuple[int, ...]) -> None:
     assert microbatch_counts(batch_size, config=Config(), pipeline=pipeline) == counts
+
+
+def test_pinned_microbatch_count() -> None:
+    config = Config.parse({"microbatches": 3})
+    assert microbatch_counts(8, config=config, pipeline=2) == (3,)
+    with pytest.raises(
+        PlanError,
+        match=r"a batch of a replica has 2 samples, but microbatches is 3: each needs at least one sample\. "
+        r"Use batches of 3 or more, or set microbatches to at most 2\.$",
+    ):
+        microbatch_counts(2, config=config, pipeline=2)
+    with pytest.raises(PlanError, match=r"has 1 sample, but .* set microbatches to 1\.$"):
+        microbatch_counts(1, config=config, pipeline=2)
 
 
 @given(st.integers(1, 200), st.integers(1, 16))

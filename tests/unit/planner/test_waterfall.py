@@ -24,6 +24,16 @@ def test_the_parts_add_up_to_the_predicted_step(plan: Plan) -> None:
     assert found.seconds("remainder") == 0.0
 
 
+def test_an_edited_prediction_leaves_a_remainder_that_says_so() -> None:
+    plan = planned()
+    assert plan.prediction is not None
+    edited = plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"step_s": 0.5})})
+    found = break_down(edited)
+    assert sum(part.seconds for part in found.parts) == pytest.approx(0.5, rel=1e-9)
+    assert (found.parts[-1].name, found.parts[-1].kind) == ("not explained", "remainder")
+    assert found.parts[-1].seconds == pytest.approx(0.5 - plan.prediction.step_s)
+
+
 def test_every_part_by_hand() -> None:
     # 1f1b, 2 ranks, 4 microbatches. Rank 1 works 0.2 + 0.4 + 0.1 a microbatch, rank 0 0.1 + 0.2 + 0.1.
     found = by_name(break_down(planned(slow_stage=2.0, recompute_s=0.1, action_overhead_s=0.0, tie_s=0.01)))

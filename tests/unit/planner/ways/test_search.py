@@ -155,6 +155,18 @@ def test_what_the_runtime_does_not_share_is_said_and_has_no_settings():
         search(replace(task, pins={"width": 4}))
 
 
+def test_too_little_memory_of_hosts_is_told():
+    kind, _ = parse_inventory("p4d.24xlarge").nodes[0]
+    machines = replace(parse_inventory("p4d.24xlarge"), nodes=((replace(kind, memory_bytes=8 * 2**30), 1),))
+    task = Task(model=find_architecture("gpt2-1.5b"), machines=machines, batch=64)
+    with pytest.raises(InfeasiblePlanError, match="what it offloads is more than the 819"):
+        search(replace(task, pins={"offload": 1}))
+    told = why_not(task, {"offload": 1})
+    assert not told.fits
+    assert "of the host's memory that a rank may use" in told.sentences[1]
+    assert "too much" not in told.sentences[1]
+
+
 def test_the_faster_way_to_gather_is_taken_and_told():
     task = Task(model=find_architecture("llama3-8b"), machines=parse_inventory("dgx-a100-80gb*4"), batch=64)
     pins = {"sharded": 3, "pipeline": 1, "tensor": 1, "context": 1}
