@@ -267,7 +267,50 @@ for epoch in range(3):
 """
 
 
+_SUPER_RESOLUTION = """
+import torch, torch.nn as nn
+from torch.utils.data import DataLoader, TensorDataset
+import shardwright.torch as sw                                                          #+
+sw.init(SETTINGS)                                                                       #+
+
+class Net(nn.Module):
+    def __init__(self, upscale_factor):
+        super().__init__()
+        self.relu = nn.ReLU()
+        self.conv1, self.conv2 = nn.Conv2d(1, 8, 5, 1, 2), nn.Conv2d(8, 8, 3, 1, 1)
+        self.conv3 = nn.Conv2d(8, upscale_factor**2, 3, 1, 1)
+        self.pixel_shuffle = nn.PixelShuffle(upscale_factor)
+        nn.init.orthogonal_(self.conv1.weight, nn.init.calculate_gain("relu"))
+
+    def forward(self, x):
+        return self.pixel_shuffle(self.conv3(self.relu(self.conv2(self.relu(self.conv1(x))))))
+
+data = TensorDataset(torch.rand(24, 1, 6, 6), torch.rand(24, 1, 12, 12))
+loader = DataLoader(data, 10)                                                           #-
+loader = sw.data_loader(data, 10, shuffle=False, drop_last=False)                       #+
+model = Net(2)                                                                          #-
+model = sw.DistributedModel(Net(2))                                                     #+
+criterion = nn.MSELoss()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+@sw.step                                                                                #+
+def train_step(model, input, target):                                                   #+
+    loss = criterion(model(input), target)                                              #+
+    loss.backward()                                                                     #+
+    return loss                                                                         #+
+
+for epoch in range(2):
+    for input, target in loader:
+        optimizer.zero_grad()
+        loss = criterion(model(input), target)                                          #-
+        loss.backward()                                                                 #-
+        loss = train_step(model, input, target).reduce_mean()                           #+
+        optimizer.step()
+        told(loss)
+"""
+
 SCRIPTS_OF_IMAGES: dict[str, Script] = {
+    "super_resolution": Script(_SUPER_RESOLUTION, microbatches=2),
     "mnist": Script(_MNIST),
     "imagenet": Script(_RESNET, microbatches=1, replicates=False),
     "vae": Script(_VAE, is_sum=True),

@@ -229,7 +229,35 @@ for i in range(4):
 
 _TENSORS = {"pipeline_parallel_degree": 1, "tensor_parallel_degree": 2}
 
+_REGRESSION = """
+def make_features(x):
+    return torch.stack([x**i for i in range(1, 5)], 1)
+
+fc = nn.Linear(4, 1)
+model = sw.DistributedModel(fc)                                                         #+
+W_target, b_target = torch.randn(4, 1) * 5, torch.randn(1) * 5
+
+@sw.step                                                                                #+
+def train_step(model, batch_x, batch_y):                                                #+
+    output = F.smooth_l1_loss(model(batch_x), batch_y)                                  #+
+    output.backward()                                                                   #+
+    return output                                                                       #+
+
+for batch_idx in range(4):
+    x = make_features(torch.randn(32))
+    y = x.mm(W_target) + b_target
+    x, y = (each.chunk(sw.rdp_size())[sw.rdp_rank()] for each in (x, y))                #+
+    fc.zero_grad()
+    output = F.smooth_l1_loss(fc(x), y)                                                 #-
+    output.backward()                                                                   #-
+    output = train_step(model, x, y).reduce_mean()                                      #+
+    for param in fc.parameters():
+        param.data.add_(-0.1 * param.grad)
+    told(output)
+"""
+
 SCRIPTS_OF_WORDS: dict[str, Script] = {
+    "regression": Script(_BEGIN + _REGRESSION, spreads=False),
     "word_language_model_lstm": Script(_BEGIN + _LSTM, replicates=False),
     "reinforcement_learning": Script(_BEGIN + _REINFORCE, microbatches=1, replicates=False),
     "gcn": Script(_BEGIN + _GCN, microbatches=1, replicates=False),
