@@ -4,7 +4,6 @@
 
     units = units_of(model, args, units=["layers.0", "layers.1"], results=lambda output: [output.loss])
     found = find_placements(units, num_ranks=4, prices=group.prices)
-    print(found.explanation)
     divide(model, found.placements, group)
 
 The way of a plan, file by file:
@@ -16,7 +15,7 @@ The way of a plan, file by file:
     `flow.py`              Follows a plan through that step, and tells which cuts of a parameter to try;
                            `ways.py` decides each operation once.
     `search.py`            Starts, moves and what follows from them; the cheapest plan wins.
-    `found_placements.py`  Work, exchange and memory of a plan, and how it was found, printed.
+    `found_placements.py`  Work, exchange and memory of a plan.
     `dry_run.py`           Runs a plan without data, to the byte, or with data: what a rank's part takes.
     ====================== ================================================================================
 

@@ -25,11 +25,8 @@ from shardwright.torch.tensor_parallel.search.found_placements import (
     KERNEL_S,
     MEMORY_WEIGHT,
     OPERATION_S,
-    Attempt,
-    Explanation,
     FoundPlacements,
     Goal,
-    PartSearched,
     PlanPrice,
     WorkShares,
 )
@@ -173,7 +170,6 @@ class _Search:
         self._all = _Part(list(range(len(self._kinds))), list(range(len(self._roles))))
         held = max(self._held(self._whole, self._all), 1)
         self._byte_s = MEMORY_WEIGHT[goal] * self._whole_step_s() / held
-        self._attempts: list[Attempt] = []
 
     def _cuts(self, role: Role) -> list[Cut]:
         kind, name = role.members[0]
@@ -265,16 +261,15 @@ class _Search:
         for role in part.roles:
             for cut in self._roles[role].cuts:
                 plan = self._followed(_with(self._whole, role, cut), part)
-                self._note("whole", role, cut, plan, part)
                 found[tuple((index, each) for index, each in enumerate(plan) if each != WHOLE)] = None
         return [dict(each) for each in found]
 
-    def _improved(self, plan: _Plan, part: _Part, moves: list[_Move], start: str) -> _Plan:
+    def _improved(self, plan: _Plan, part: _Part, moves: list[_Move]) -> _Plan:
         """The plan after moves, and changes of one role, as long as one makes it cheaper."""
         for _ in range(_MAX_SWEEPS):
             before = plan
             plan = self._by_moves(plan, part, moves)
-            plan = self._by_single_changes(plan, part, start)
+            plan = self._by_single_changes(plan, part)
             if plan == before:
                 break
         return plan
@@ -289,7 +284,7 @@ class _Search:
                 return plan
             plan = best
 
-    def _by_single_changes(self, plan: _Plan, part: _Part, start: str) -> _Plan:
+    def _by_single_changes(self, plan: _Plan, part: _Part) -> _Plan:
         """Changes one role after the other, where that makes the plan cheaper."""
         wants = self._wants(plan, part)
         for index in part.roles:
@@ -300,13 +295,9 @@ class _Search:
                 if placement == plan[index]:
                     continue
                 trial = _with(plan, index, placement)
-                self._note(start, index, placement, trial, part)
                 if self._total_s(trial, part) < self._total_s(plan, part) * _GAIN:
                     plan = trial
         return plan
-
-    def _note(self, start: str, role: int, placement: Placement, trial: _Plan, part: _Part) -> None:
-        self._attempts.append(Attempt(start, role, placement, self._total_s(trial, part)))
 
     # ---- starts ----
 
@@ -341,24 +332,16 @@ class _Search:
             if self._is_large[index] and role.pinned is None:
                 role.cuts = self._cuts(role)
         plan = list(self._whole)
-        searches = []
         for part in self._parts():
             moves = self._moves(part)
-            starts = {
-                "all whole": self._whole,
-                "columns and rows in turn": self._in_turn(part),
-                "hidden dimension": self._hidden(part),
-            }
-            ends = {name: self._improved(each, part, moves, name) for name, each in starts.items()}
-            winner = min(ends, key=lambda name: self._total_s(ends[name], part))
+            starts = self._whole, self._in_turn(part), self._hidden(part)
+            ends = [self._improved(each, part, moves) for each in starts]
+            best = min(ends, key=functools.partial(self._total_s, part=part))
             for index in part.roles:
-                plan[index] = ends[winner][index]
-            prices = {name: self._price(each, part) for name, each in ends.items()}
-            units = [name for kind in part.kinds for name, _ in self._kinds[kind].units]
-            searches.append(PartSearched(units, part.roles, self._price(self._whole, part), prices, winner))
-        return self._found(tuple(plan), searches)
+                plan[index] = best[index]
+        return self._found(tuple(plan))
 
-    def _found(self, plan: _Plan, searches: list[PartSearched]) -> FoundPlacements:
+    def _found(self, plan: _Plan) -> FoundPlacements:
         cut = [
             (role, each)
             for role, each in zip(self._roles, plan, strict=True)
@@ -373,7 +356,6 @@ class _Search:
             kind_of={name: kind.units[0][0] for kind in self._kinds for name, _ in kind.units},
             shares={kind.units[0][0]: kind.shares(plan) for kind in self._kinds},
             kept_whole=self._kept_whole(),
-            explanation=Explanation(self._roles, plan, self._attempts, searches, self._kept_whole()),
         )
 
     def _kept_whole(self) -> dict[str, str]:
