@@ -122,7 +122,7 @@ def all_tried(task: str, steps: int, rounds: int) -> list[tuple[str, float, list
     training = Training(build=lambda: _WithLoss(trained), arguments=(trained.batch(), {}))
     measured = measure_here(training, config=config)
     grids = meshes(dist.get_world_size(), config, most_tensor=int(os.environ["LOCAL_WORLD_SIZE"]))
-    plans: list[Any] = [best_plans(grids, lambda mesh: measured.plans(mesh, config), most=_ALL)]
+    plans: list[Any] = [best_plans(grids, measured.plans, most=_ALL)]
     dist.broadcast_object_list(plans, src=0)
     (plans,) = plans
     found: list[list[float]] = [[] for _ in plans]

@@ -40,7 +40,8 @@ from shardwright.planner import (
 )
 from shardwright.schedule import build_schedule, chain_edges, place_stages, simulate, unit_costs
 from shardwright.text import align
-from shardwright.torch.units.dry_run import OfflinePlanner, trace_model
+from shardwright.torch.units.dry_run import trace_model
+from shardwright.torch.units.offline_planner import OfflinePlanner
 
 _BATCH = 64
 

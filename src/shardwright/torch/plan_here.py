@@ -11,6 +11,7 @@
                                                 the plan with most samples a second, as measured
 """
 
+import datetime
 import itertools
 import os
 import statistics
@@ -18,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,17 +30,24 @@ from shardwright.errors import ShardwrightError
 from shardwright.mesh import Mesh
 from shardwright.observe.console import Console, Phase
 from shardwright.plan import Plan, Trial
-from shardwright.planner import best_plans, meshes
+from shardwright.planner import best_plans, estimate_profile, meshes
+from shardwright.planner.profiles import MeasuredProfile
 from shardwright.quantities import format_seconds
 from shardwright.run.context import context
 from shardwright.run.joint_calls import require_all_refuse
+from shardwright.run.machine import present_cluster
+from shardwright.run.profiler import Profiler, ToProfile
 from shardwright.run.startup import shutdown
-from shardwright.torch.batch.batch import Arguments
-from shardwright.torch.measuring.measured_model import MeasuredModel, measure_model
+from shardwright.torch.batch.batch import Arguments, Batch
+from shardwright.torch.measuring.device_rates import update_rate
+from shardwright.torch.measuring.host_costs import with_host_costs
+from shardwright.torch.measuring.measure import on_copies
 from shardwright.torch.model.distributed_model import DistributedModel
+from shardwright.torch.offload.offloading import with_tier
 from shardwright.torch.startup import begin
 from shardwright.torch.step_function import step
 from shardwright.torch.units.dry_run import loss_of, with_data
+from shardwright.torch.units.offline_planner import OfflinePlanner, counts_of, traces_of
 
 _NEAR_TIE = 1.01
 _CLOSE = 1.1
@@ -73,9 +80,8 @@ def plan_here(training: Training, *, config: Config, most: int, steps: int) -> P
         measured = _measured(training, config)
         run = context()
         grids = _grids(config)
-        make = partial(measured.plans, config=config)
         finalists = run.from_first_rank(
-            lambda: best_plans(grids, make, most=most, expected=measured.expected_seconds(grids, config))
+            lambda: best_plans(grids, measured.plans, most=most, expected=measured.expected_seconds(grids))
         )
     plans: list[Plan] = []
     seconds: list[float] = []
@@ -108,15 +114,65 @@ def _close(plans: Sequence[Plan], seconds: Sequence[float]) -> list[int]:
     return list(reversed(found)) if len(found) > 1 else []
 
 
-def measure_here(training: Training, *, config: Config) -> MeasuredModel:
+def measure_here(training: Training, *, config: Config) -> OfflinePlanner:
     """Times the model of a training on the present machines; collective over all ranks, without a run."""
     with _run_of_one_pipeline(config):
         return _measured(training, config)
 
 
-def _measured(training: Training, config: Config) -> MeasuredModel:
-    return measure_model(
-        training.build(), training.arguments, loss=training.loss, config=config, grids=_grids(config)
+def _measured(training: Training, config: Config) -> OfflinePlanner:
+    """Times the units of a model; collective over all ranks, in a run of one pipeline.
+
+    ::
+
+        for each number of pipeline ranks:  units ─► traces, one for each number of microbatches ─┐
+                                                                                                  ▼
+                                    `OfflinePlanner` ◄── their costs ◄── all units, timed together
+    """
+    run, model = context(), training.build()
+    assert run.reporter is not None
+    arguments = with_data(training.arguments, "cpu")
+    batch = Batch(arguments).to(run.device)
+    kinds = sorted({(mesh.pipeline, mesh.share > 1) for mesh in _grids(config)})
+    with run.reporter.phase("tracing the model"):
+        traces = {
+            kind: traces_of(
+                model,
+                batch,
+                counts_of(batch, config=config, pipeline=kind[0]),
+                loss=training.loss,
+                config=config,
+                units=kind,
+                device=run.device,
+                memory={},
+            )
+            for kind in kinds
+        }
+    cluster = with_host_costs(run, with_tier(run, present_cluster(run, update_rate)))
+    with run.reporter.phase("measuring units") as phase:
+        sizes = [
+            ToProfile(m, trace, estimate_profile(trace.graph, device=cluster.device))
+            for of_pipeline in traces.values()
+            for m, trace in of_pipeline.items()
+        ]
+        # Each way to cut the model into units has classes of its own.
+        budget_s = run.config.measure_s * len(kinds)
+        costs = Profiler(run, time_class=on_copies(run)).measure(sizes, budget_s=budget_s, phase=phase)
+    profile = MeasuredProfile(
+        fingerprint=sizes[0].trace.graph.model_fingerprint,
+        costs={**{key: cost for size in sizes for key, cost in size.estimated.costs.items()}, **costs},
+        cluster=cluster,
+        num_ranks=run.mesh.world_size,
+        when=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}",
+    )
+    return OfflinePlanner(
+        model,
+        arguments,
+        config=config,
+        cluster=cluster,
+        measured=profile,
+        loss=training.loss,
+        traces=traces,
     )
 
 

@@ -11,7 +11,7 @@ def test_ranks_follow_a_plan_that_was_made_from_a_model_without_data():
         import shardwright.torch as sw
         from shardwright.cluster import Cluster, Device, Link
         from shardwright.config import Config
-        from shardwright.torch.units.dry_run import plan_model
+        from shardwright.torch.units.offline_planner import plan_model
 
         def build():
             return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))

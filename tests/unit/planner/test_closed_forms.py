@@ -12,7 +12,8 @@ from shardwright.cluster import Cluster, Device, Link
 from shardwright.config import Config
 from shardwright.errors import PlanError
 from shardwright.planner import best_of_meshes, meshes
-from shardwright.torch.units.dry_run import OfflinePlanner, with_data
+from shardwright.torch.units.dry_run import with_data
+from shardwright.torch.units.offline_planner import OfflinePlanner
 
 
 class Block(nn.Module):

@@ -1,6 +1,5 @@
 """The rank process of ``shardwright profile`` and ``shardwright plan --verify``."""
 
-import datetime
 import os
 import sys
 from pathlib import Path
@@ -13,9 +12,6 @@ from shardwright.cli.asking.on_ranks import Order
 from shardwright.config import Config
 from shardwright.errors import ShardwrightError
 from shardwright.exit_codes import exit_code_of
-from shardwright.plan import identity
-from shardwright.planner.profiles import MeasuredProfile
-from shardwright.torch.measuring.measured_model import MeasuredModel
 from shardwright.torch.plan_here import Training, measure_here, plan_here
 
 
@@ -46,10 +42,9 @@ def _do(order: Order) -> None:
         if _is_first():
             plan.write(order.out)
     else:
-        measured = measure_here(_training(order), config=config)
-        if _is_first():
-            num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-            profile_of(measured, num_ranks=num_ranks).write(Path(order.out))
+        measured = measure_here(_training(order), config=config).measured
+        if measured is not None and _is_first():
+            measured.write(Path(order.out))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -57,24 +52,6 @@ def _do(order: Order) -> None:
 
 def _is_first() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
-
-
-def profile_of(measured: MeasuredModel, *, num_ranks: int) -> MeasuredProfile:
-    """The profile of a measured model."""
-    graph, _ = next(iter(next(iter(measured.candidates.values())).values()))
-    costs = {
-        key: cost
-        for candidates in measured.candidates.values()
-        for _, profile in candidates.values()
-        for key, cost in profile.costs.items()
-    }
-    return MeasuredProfile(
-        fingerprint=identity(graph).fingerprint,
-        costs=costs,
-        cluster=measured.cluster,
-        num_ranks=num_ranks,
-        when=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}",
-    )
 
 
 if __name__ == "__main__":

@@ -262,7 +262,7 @@ def _planned(
     # Here, because they import torch: the checks above answer before.
     from shardwright.cli.asking.factory import advice_on_meta, build
     from shardwright.observe.console import Console
-    from shardwright.torch.units.dry_run import plan_model
+    from shardwright.torch.units.offline_planner import plan_model
 
     console = Console()
     with console.phase(f"building {factory}"):

@@ -195,7 +195,8 @@ def _plan_of(answer: "Answer", sample: "Sample") -> "Plan":
     from shardwright.costs.run_cluster import cluster_of
     from shardwright.observe.console import Console
     from shardwright.planner.ways.answers import best_plan
-    from shardwright.torch.units.dry_run import plan_model, with_samples
+    from shardwright.torch.units.dry_run import with_samples
+    from shardwright.torch.units.offline_planner import plan_model
 
     task = answer.task
     cluster = cluster_of(task.machines, dtype=task.dtype)

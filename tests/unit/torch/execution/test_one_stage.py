@@ -16,7 +16,7 @@ from shardwright.cluster import Cluster, Device, Link
 from shardwright.config import Config
 from shardwright.errors import StalePlanError
 from shardwright.plan import Plan
-from shardwright.torch.units.dry_run import plan_model
+from shardwright.torch.units.offline_planner import plan_model
 
 LINK = Link(latency_s=1e-5, bandwidth_Bps=1e9)
 CLUSTER = Cluster(device=Device(name="paper"), ranks_per_node=1, intra_node=LINK, inter_node=LINK)

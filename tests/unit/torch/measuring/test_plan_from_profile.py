@@ -10,7 +10,8 @@ from shardwright.cluster import Cluster, Device, Link
 from shardwright.config import Config
 from shardwright.errors import StalePlanError
 from shardwright.planner.profiles import MeasuredProfile
-from shardwright.torch.units.dry_run import plan_model, trace_model
+from shardwright.torch.units.dry_run import trace_model
+from shardwright.torch.units.offline_planner import plan_model
 
 CLUSTER = Cluster(
     device=Device(name="cpu"),

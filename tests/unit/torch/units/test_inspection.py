@@ -11,7 +11,8 @@ import shardwright.torch as sw
 from shardwright.cluster import Cluster, Device, Link
 from shardwright.config import Config
 from shardwright.errors import ConfigError, PlanError
-from shardwright.torch.units.dry_run import plan_model, trace_model
+from shardwright.torch.units.dry_run import trace_model
+from shardwright.torch.units.offline_planner import plan_model
 
 
 class Scaled(nn.Module):

@@ -5,7 +5,8 @@ from planner.machines import machines
 from torch import nn
 
 from shardwright.config import Config
-from shardwright.torch.units.dry_run import graph_of, plan_model
+from shardwright.torch.units.dry_run import graph_of
+from shardwright.torch.units.offline_planner import plan_model
 
 
 def test_every_call_is_told_and_the_last_one_is_the_end():
