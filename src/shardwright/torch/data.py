@@ -8,10 +8,11 @@
     replica 1 of 2            9 4       8 1
 
 A run resumed with other replicas cuts the same global batches into other parts: each epoch still sees every
-sample once, and steps are the same but for the order of sums. (With ``drop_last=False``, some replicas may
-get one sample more of the last batch, and all replicas have equal weight.)
+sample once, and steps are the same but for the order of sums. With ``drop_last=False``, some replicas may get
+one sample more of the last batch, which takes in the samples that are too few for a batch of their own.
 """
 
+import logging
 import os
 import random
 import signal
@@ -29,6 +30,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.run.context import context, is_initialized
+
+log = logging.getLogger(__name__)
 
 
 def data_loader(
@@ -51,7 +54,8 @@ def data_loader(
         shuffle: in another order every epoch.
         seed: of the shuffling, and of what samples draw in workers.
         drop_last: leave out the last samples of an epoch, where they do not fill a global batch; else the
-            last batch is smaller, and left out only where it has fewer samples than there are replicas.
+            last batch is smaller, or larger by samples that are fewer than the replicas: an evaluation
+            counts each sample once.
         options: further ones of `torch.utils.data.DataLoader`, such as ``num_workers`` and ``collate_fn``.
 
     Raises:
@@ -185,14 +189,20 @@ def remaining_batches(
 
     >>> list(remaining_batches(range(6), 2, 2, replica=(1, 2), drop_last=True))
     [(4, [3]), (6, [5])]
+    >>> list(remaining_batches(range(5), 0, 2, replica=(1, 2), drop_last=False))  # 4 is no batch for two
+    [(2, [1]), (5, [3, 4])]
     """
     index, replicas = replica
-    for start in range(position, len(order), batch_size):
-        batch = order[start : start + batch_size]
+    while True:
+        end = position + batch_size
+        if not drop_last and len(order) - end < replicas:
+            end = len(order)
+        batch = order[position:end]
         if len(batch) < (batch_size if drop_last else replicas):
             return
-        first, end = (len(batch) * (index + i) // replicas for i in (0, 1))
-        yield start + len(batch), list(batch[first:end])
+        position += len(batch)
+        first, last = (len(batch) * (index + i) // replicas for i in (0, 1))
+        yield position, list(batch[first:last])
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +296,14 @@ def distributed_sampler(
         drop_last: leave out samples that do not fill all replicas; else some are given twice.
     """
     current = context()
+    twice = -len(dataset) % current.mesh.data
+    if twice and not shuffle and not drop_last and current.rank == 0:
+        log.warning(
+            "%d samples over %d replicas: the sampler gives %d of them twice. Cut what you gather at "
+            "len(dataset), or have each once, in sums too: "
+            "sw.data_loader(dataset, global_batch_size, shuffle=False, drop_last=False).",
+            *(len(dataset), current.mesh.data, twice),
+        )
     return DistributedSampler(
         dataset,  # type: ignore[arg-type]
         num_replicas=current.mesh.data,

@@ -67,7 +67,7 @@ def test_join_says_what_to_do_instead() -> None:
 
 
 def evaluated_once(settings: dict[str, Any]) -> list[float]:
-    """As docs/script.md has it: the outputs of all replicas, in the order of the data set."""
+    """As docs/script.md has it: the outputs of all replicas, in the order of the data set, and sums."""
     import shardwright.torch as sw
 
     sw.init({"run_dir": "off", "profile": "estimated", "microbatches": 1, **settings})
@@ -79,7 +79,7 @@ def evaluated_once(settings: dict[str, Any]) -> list[float]:
     def evaluate(model: Any, x: Tensor) -> Tensor:
         return model(x) * 0 + x
 
-    outputs = []
+    outputs, sums = [], torch.zeros(2)
     sampler = sw.distributed_sampler(data, shuffle=False)
     model.eval()
     with torch.no_grad():
@@ -88,7 +88,10 @@ def evaluated_once(settings: dict[str, Any]) -> list[float]:
             parts = [torch.empty_like(z) for _ in range(sw.rdp_size())]
             dist.all_gather(parts, z, group=sw.get_dp_process_group())
             outputs.append(torch.stack(parts, 1).flatten(0, 1))
-    return torch.cat(outputs)[: len(data)].flatten().tolist()
+        for (x,) in sw.data_loader(data, 4, shuffle=False, drop_last=False):
+            sums += torch.stack([evaluate(model, x).concat().sum(), torch.tensor(len(x))])
+    dist.all_reduce(sums, group=sw.get_dp_process_group())
+    return [*torch.cat(outputs)[: len(data)].flatten().tolist(), *sums.tolist()]
 
 
 @pytest.mark.parametrize(
@@ -99,5 +102,5 @@ def evaluated_once(settings: dict[str, Any]) -> list[float]:
     ],
 )
 def test_an_evaluation_over_replicas_has_each_sample_once(settings: dict[str, Any]) -> None:
-    """A sampler repeats samples to fill replicas up, and a loader leaves some out: 14 or 12 of 13."""
-    assert run_ranks(evaluated_once, 2, settings) == [[float(n) for n in range(13)]] * 2
+    """A sampler repeats samples to fill replicas up, and the loader left some out: 14 or 12 of 13."""
+    assert run_ranks(evaluated_once, 2, settings) == [[*map(float, range(13)), 78.0, 13.0]] * 2
