@@ -246,7 +246,7 @@ def test_a_step_that_goes_on_after_an_update_is_refused(legacy):
         for said in told[:3]:
             assert "after an optimizer was given its gradient" in said
             assert "test_bugs.py:" in said
-            assert "Take all gradients first" in said
+            assert "take all gradients first" in said
 
 
 def test_a_norm_of_what_all_ranks_have_is_not_summed_over_them():

@@ -347,9 +347,12 @@ class Engine:
         name = getattr(function, "__qualname__", "the step function")
         self.is_tracing, self.recorder = True, recorder
         try:
-            return trace_step(flat, arguments.specs(size), name=name, recorder=recorder)
+            trace = trace_step(flat, arguments.specs(size), name=name, recorder=recorder)
         finally:
             self.is_tracing, self.recorder = False, None
+        if recorder.goes_on is not None and self._context.mesh.pipeline > 1:
+            raise goes_on_after_update(recorder.goes_on)
+        return trace
 
     def _key(
         self, function: Callable[..., Any], arguments: Arguments, size: int | None
@@ -357,6 +360,18 @@ class Engine:
         self._functions[id(function)] = function  # kept, so that no other one gets its id
         specs = tuple((tuple(spec.shape), spec.dtype.name) for spec in arguments.specs(size))
         return id(function), arguments.key, specs
+
+
+def goes_on_after_update(where: str) -> UsageError:
+    """The error for a step that goes on with a variable whose update waits for the end of the batch."""
+    return UsageError(
+        f"{where} Gradients are applied when the batch has ended, so this would be the value from before; "
+        "in one process it is the new one. They are applied at once where a rank has the whole model and "
+        'its batch whole: sw.init({"pipeline_parallel_degree": 1, "microbatches": 1}) makes each rank a '
+        "replica. Over stages, take all gradients first, and give them to the optimizers then; or make a "
+        "step function (@sw.step) for each update, and call one after the other. Optimizers average "
+        "variables by themselves (use_ema=True), and clip them by the constraints of layers."
+    )
 
 
 def _losses(prepared: Sequence[Prepared], results: Results) -> list[float]:

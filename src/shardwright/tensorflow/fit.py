@@ -6,10 +6,13 @@ gives to optimizers are put aside, and applied when the batch has ended::
 
     train_step(microbatch 0)  ─ gradients ─┐
     train_step(microbatch 1)  ─ gradients ─┴─ those of the batch ─▶ optimizer.apply_gradients
+
+A step that goes on after an update, as a GAN's, applies them at once, where a rank has the whole model and
+its batch whole: their means over the replicas.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,8 +21,10 @@ import tensorflow as tf
 from shardwright.runtime.step_function import microbatch_sizes
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.batch_weights import BatchWeights, Weight, factor_of, told_as_sums
+from shardwright.tensorflow.engine import goes_on_after_update
 from shardwright.tensorflow.keras_run import KerasRun, keras_run
 from shardwright.tensorflow.recorder import Recorder
+from shardwright.tensorflow.row_gradients import scaled
 from shardwright.tensorflow.step import step
 from shardwright.tensorflow.step_output import mean_of
 
@@ -35,28 +40,48 @@ def train_function(model: Any) -> Callable[[Iterator[Any]], Logs]:
     targets: list[tuple[Any, list[Any]]] = []
     told_metrics: Logs = {}
 
-    @step
-    def one_step(data: Any, weight: Weight) -> Any:
-        with run.gradients_put_aside() as aside, _results_noted(model) as noted:
-            logs = model.train_step(data)
-        _note_targets(targets, aside)
-        _note_told(told_metrics, logs, noted, run.engine().recorder)
-        logs = _told(run, logs, weight, data)
-        loss = _loss(run, model.optimizer)
-        factor = factor_of(weight, _num_samples(data))
-        scaled = [[_scaled(each, factor) for each in gradients] for _, gradients, _ in aside]
-        return scaled, _numbers(logs), loss
+    def step_of(updates: Callable[[float | None], AbstractContextManager[list[Any]]]) -> Any:
+        @step
+        def one_step(data: Any, weight: Weight) -> Any:
+            factor = factor_of(weight, _num_samples(data))
+            with updates(factor) as aside, _results_noted(model) as noted:
+                logs = model.train_step(data)
+            _note_targets(targets, aside)
+            _note_told(told_metrics, logs, noted, run.engine().recorder)
+            logs = _told(run, logs, weight, data)
+            loss = _loss(run, model.optimizer)
+            of_batch = [[scaled(each, factor) for each in gradients] for _, gradients, _ in aside]
+            return of_batch, _numbers(logs), loss
+
+        return one_step
 
     # One call for all gradients: an operation of its own takes 20 us for each.
     apply = tf.function(lambda *given: _apply(targets, *given), autograph=False)
-    results, weights = _results_of(model, told_metrics), BatchWeights(run, one_step)
+    results = _results_of(model, told_metrics)
+
+    def chosen(data: Any) -> tuple[Any, BatchWeights]:
+        found = step_of(lambda _: run.gradients_put_aside())
+        goes_on = found.prepare(data, None).recorder.goes_on
+        if goes_on is not None:
+            if run.plan is None or run.plan.schedule.microbatches > 1:
+                raise goes_on_after_update(goes_on)
+            found = step_of(run.updates_at_once)
+        return found, BatchWeights(run, found)
+
+    choice: list[tuple[Any, BatchWeights]] = []
 
     def train(data: Any) -> Logs:
+        if not choice:
+            choice.append(chosen(data))
+        one_step, weights = choice[0]
         gradients, logs, _ = one_step(data, weights.of(data, _num_samples(data)))
         pairs = [
             [(None, 1) if each is None else each.sum_and_count() for each in group] for group in gradients
         ]
-        apply([[total for total, _ in group] for group in pairs], [[n for _, n in group] for group in pairs])
+        if pairs:
+            apply(
+                [[total for total, _ in group] for group in pairs], [[n for _, n in group] for group in pairs]
+            )
         _private.count_batch(model)
         return logs_of(results, logs, _num_samples(data))
 
@@ -147,14 +172,6 @@ def _told(run: KerasRun, logs: Any, weight: Weight, data: Any) -> Any:
     if weight is None or weight[0] != "sum":
         return logs
     return told_as_sums(run.engine().recorder, logs, weight[2] / _num_samples(data))
-
-
-def _scaled(gradient: Any, weight: float | None) -> Any:
-    if gradient is None or weight is None:
-        return gradient
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values * weight, gradient.indices, gradient.dense_shape)
-    return gradient * weight
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]

@@ -15,6 +15,7 @@ from shardwright.run.joint_calls import call_together
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.engine import Engine
 from shardwright.tensorflow.replicas import Replicas, SharedUpdates
+from shardwright.tensorflow.row_gradients import scaled
 from shardwright.tensorflow.variables import Variables
 
 __all__ = ["KerasRun", "delayed_initialization", "keras_run"]
@@ -29,6 +30,8 @@ class KerasRun(Context):
         slots_to_load: by the id of an optimizer without slots: makes those of some variables, as restored.
         aside: (optimizer, gradients, variables) that a step function would apply, where that is to wait for
             the end of the batch; None where it is refused.
+        at_once: what gradients of a step function are multiplied by, where it applies them at once (None: by
+            nothing); an empty tuple where it does not.
         averages_replicas: the library keeps replicas alike; else the script does.
         after_placement: called when the first step has placed the layers, and before it runs them.
         shared_updates: replicas update a part of the variables each; None: all of them.
@@ -41,6 +44,7 @@ class KerasRun(Context):
         "_replicas",
         "after_placement",
         "aside",
+        "at_once",
         "averages_replicas",
         "is_applying",
         "optimizers_in_parts",
@@ -57,6 +61,7 @@ class KerasRun(Context):
         self.slots_to_load: dict[int, Callable[[Any, list[Any]], None]] = {}
         self.averages_replicas = True
         self.aside: list[tuple[Any, list[Any], list[Any]]] | None = None
+        self.at_once: tuple[float | None, ...] = ()
         self._replicas: Replicas | None = None
         self.after_placement: list[Callable[[], Any]] = []
         self.shared_updates: SharedUpdates | None = None
@@ -99,6 +104,39 @@ class KerasRun(Context):
             yield aside
         finally:
             self.aside = None
+
+    @contextmanager
+    def updates_at_once(self, factor: float | None) -> Iterator[list[Any]]:
+        """While a step function is traced in it, gradients that it applies are applied at once.
+
+        One rank has the whole model and the whole of a replica's batch, so these gradients, or their means
+        over the replicas, are those of the batch.
+        """
+        self.at_once = (factor,)
+        try:
+            yield []
+        finally:
+            self.at_once = ()
+
+    @contextmanager
+    def updating(self, pairs: Sequence[tuple[Any, Any]]) -> Iterator[list[tuple[Any, Any]]]:
+        """Gradients of a step function that is traced, as they are applied at once: those of the batch.
+
+        What optimizers do meanwhile is no part of the step.
+        """
+        engine, (factor,) = self.engine(), self.at_once
+        recorder = engine.recorder
+        assert recorder is not None
+        recorder.given(pairs, waits=False)
+        engine.is_tracing = False
+        try:
+            with recorder.updating():
+                found = [scaled(gradient, factor) for gradient, _ in pairs]
+                if self._replicas is not None:
+                    found = self._replicas.means_in_turn(found)
+                yield [(gradient, variable) for gradient, (_, variable) in zip(found, pairs, strict=True)]
+        finally:
+            engine.is_tracing = True
 
     def note_parts(self, optimizer: Any, variables: Iterable[Any]) -> None:
         """Notes an optimizer that updates variables, if ranks then have different slots of it."""

@@ -19,7 +19,7 @@ from shardwright.comm.message_names import Purpose
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.channels import call_in_turn
 from shardwright.tensorflow.keras_run import KerasRun
-from shardwright.tensorflow.optimizer import apply_nothing, applying, load_slots, put_aside
+from shardwright.tensorflow.optimizer import apply_nothing, applying, given_in_step, load_slots
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def _apply_of_grads(run: KerasRun, original: Any) -> Any:
             return original(self, grads)
         pairs = list(zip(grads, trainable_variables, strict=True))
         if run.is_tracing:
-            return put_aside(run, self, pairs)
+            return given_in_step(run, self, pairs, lambda pairs: apply(self, *zip(*pairs, strict=True)))
         here = run.variables.pairs_here(pairs)
         updated = run.pairs_to_update(pairs)
         load_slots(run, self, updated)
@@ -63,7 +63,9 @@ def _apply_of_pairs(run: KerasRun, original: Any) -> Any:
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         pairs = list(grads_and_vars)
         if run.is_tracing:
-            return put_aside(run, self, pairs)
+            return given_in_step(
+                run, self, pairs, lambda pairs: apply_gradients(self, pairs, *args, **kwargs)
+            )
         here = [pair for pair in run.variables.pairs_here(pairs) if pair[0] is not None]
         load_slots(run, self, run.pairs_to_update(here))
         if pairs and not here:

@@ -1,6 +1,6 @@
 """Keras optimizers over the stages: each rank updates its own variables, norms are taken over all ranks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -41,7 +41,9 @@ def _apply_of_pairs(run: KerasRun, original: Any) -> Any:
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         pairs = list(grads_and_vars)
         if run.is_tracing:
-            return put_aside(run, self, pairs)
+            return given_in_step(
+                run, self, pairs, lambda pairs: apply_gradients(self, pairs, *args, **kwargs)
+            )
         with _update_of(run, self, pairs) as mine:
             if has_nothing_here(pairs, mine):
                 return apply_nothing(run, self)
@@ -58,7 +60,7 @@ def _apply_of_grads(run: KerasRun, original: Any) -> Any:
             return original(self, grads)
         pairs = list(zip(grads, trainable_variables, strict=True))
         if run.is_tracing:
-            return put_aside(run, self, pairs)
+            return given_in_step(run, self, pairs, lambda pairs: apply(self, *zip(*pairs, strict=True)))
         with _update_of(run, self, pairs) as mine:
             if has_nothing_here(pairs, mine):
                 return apply_nothing(run, self)
@@ -127,15 +129,20 @@ def load_slots(run: KerasRun, optimizer: Any, here: Sequence[tuple[Any, Any]]) -
         load(_private.scaled_optimizer(optimizer), [variable for _, variable in here])
 
 
-def put_aside(run: KerasRun, optimizer: Any, pairs: Sequence[tuple[Any, Any]]) -> Any:
-    """Keeps gradients of a step function that is traced until the batch has ended."""
+def given_in_step(
+    run: KerasRun, optimizer: Any, pairs: Sequence[tuple[Any, Any]], update: Callable[[Any], Any]
+) -> Any:
+    """Keeps gradients of a step function that is traced until the batch has ended, or has them applied."""
+    recorder = run.engine().recorder
+    if run.at_once and recorder is not None:
+        with run.updating(pairs) as means:
+            return update(means)
     if run.aside is None:
         raise _inside_of_a_step()
     variables = [variable for _, variable in pairs]
     run.aside.append((optimizer, [gradient for gradient, _ in pairs], variables))
-    recorder = run.engine().recorder
     if recorder is not None:  # Keras 3 calls a step on shapes, too
-        recorder.given(pairs)
+        recorder.given(pairs, waits=True)
     return optimizer.iterations
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from shardwright.errors import UsageError
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.variables import tf_variable
 
@@ -62,6 +61,7 @@ class Recorder:
         losses: all tensors whose gradients by variables were asked for; without gradients, what the model has
             told as its loss.
         trains: gradients by variables were asked for.
+        goes_on: where the step goes on with a variable after an optimizer was given its gradient.
     """
 
     def __init__(self, *, until: Collection[str] | None = None) -> None:
@@ -94,23 +94,34 @@ class Recorder:
         self._graph = None
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-    def given(self, pairs: Iterable[tuple[Any, Any]]) -> None:
+    def given(self, pairs: Iterable[tuple[Any, Any]], *, waits: bool) -> None:
         """Notes what an optimizer was given: gradients, and variables that may not be used any more.
 
-        Gradients are applied when the batch has ended. So the step function would go on with values from
-        before the update, as those do not that update the discriminator of a GAN first; and the update would
-        change what the step assigns, such as clipped weights.
+        Gradients that wait are applied when the batch has ended. So the step function would go on with values
+        from before the update, as those do not that update the discriminator of a GAN first; and the update
+        would change what the step assigns, such as clipped weights.
         """
         for gradient, variable in pairs:
             own = tf_variable(variable)
             for tensor in tf.nest.flatten(gradient, expand_composites=True):
                 if tensor is not None:  # whatever a step has made of it
                     self.gradients[tensor.name] = own
-            name = getattr(variable, "path", None) or own.name
-            self._updated[self._graph.capture(own.handle).name] = name
+            if waits:
+                name = getattr(variable, "path", None) or own.name
+                self._waiting[self._graph.capture(own.handle).name] = name
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """While it lasts, operations are those of an update, and not what a step makes of gradients."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
 
     def _clear(self) -> None:
-        self._updated: dict[str, str] = {}
+        self.goes_on: str | None = None
+        self._waiting: dict[str, str] = {}
         self.sizes: dict[str, int | None] = {}
         self.notes: dict[str, Note] = {}
         self.calls: list[LayerCall] = []
@@ -137,8 +148,8 @@ class Recorder:
     def _note_operation(self, graph: Any, operation: Any) -> None:
         if graph is self._graph:
             # Branches and loops take a variable as it is, and read it inside.
-            if self._updated and operation.type not in _ASK_NO_VALUE:
-                self._refuse_old_value(operation)
+            if self._waiting and operation.type not in _ASK_NO_VALUE:
+                self._note_old_value(operation)
             self.notes[operation.name] = Note(self._call, self._depth > 0)
             self._note_sizes(operation)
 
@@ -151,17 +162,11 @@ class Recorder:
         if len(self.sizes) == len(self._until):
             raise _AllMade
 
-    def _refuse_old_value(self, operation: Any) -> None:
+    def _note_old_value(self, operation: Any) -> None:
         for tensor in operation.inputs:
-            if tensor.name in self._updated:
-                raise UsageError(
-                    f"{_private.line_of(operation)}: the step uses {self._updated[tensor.name]} after an "
-                    "optimizer was given its gradient. Gradients are applied when the batch has ended, so "
-                    "this would be the value from before; in one process it is the new one. Take all "
-                    "gradients first, and give them to the optimizers then; or make a step function "
-                    "(@sw.step) for each update, and call one after the other. Optimizers average variables "
-                    "by themselves (use_ema=True), and clip them by the constraints of layers."
-                )
+            if tensor.name in self._waiting and self.goes_on is None:
+                line, name = _private.line_of(operation), self._waiting[tensor.name]
+                self.goes_on = f"{line}: the step uses {name} after an optimizer was given its gradient."
 
     def _begin_call(self, layer: Any) -> bool:
         if self._graph is None:

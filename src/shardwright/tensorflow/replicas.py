@@ -21,6 +21,7 @@ import torch.distributed as dist
 from shardwright.comm.transport import sums_over
 from shardwright.run.context import Context
 from shardwright.tensorflow.channels import call_in_turn, to_tensorflow, to_torch
+from shardwright.tensorflow.row_gradients import dense
 from shardwright.tensorflow.stage import Results
 from shardwright.tensorflow.variables import tf_variable
 
@@ -65,6 +66,17 @@ class Replicas:
         sums = [to_torch(results.sums[position]) for position in positions]
         means = sums_over(self._group, sums, divisor=num_microbatches * self._count)
         results.sums.update(zip(positions, map(to_tensorflow, means), strict=True))
+
+    def means_in_turn(self, gradients: Sequence[Any]) -> list[Any]:
+        """Gradients of a step function that is traced, as means over the replicas; None stays."""
+        known = [dense(each) for each in gradients if each is not None]
+        means = call_in_turn(self._means_of, known, [each.dtype for each in known])
+        made = [tf.ensure_shape(mean, each.shape) for mean, each in zip(means, known, strict=True)]
+        return [None if each is None else made.pop(0) for each in gradients]
+
+    def _means_of(self, *gradients: Any) -> list[Any]:
+        means = sums_over(self._group, list(map(to_torch, gradients)), divisor=self._count)
+        return list(map(to_tensorflow, means))
 
     def totals(self, numbers: Sequence[float]) -> list[float]:
         """Numbers of all replicas added up; collective."""

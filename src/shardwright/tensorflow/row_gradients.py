@@ -44,6 +44,16 @@ def dense(value: Any) -> Any:
     return tf.convert_to_tensor(value) if isinstance(value, tf.IndexedSlices) else value
 
 
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def scaled(gradient: Any, factor: float | None) -> Any:
+    """A gradient, dense or not, times a number; as it is without one."""
+    if gradient is None or factor is None:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor
+
+
 def rows_of(
     trace: Trace, whole: Callable[[Recorder], Any], *, samples: tuple[int, int] | None = None
 ) -> dict[int, tuple[Rows, ...]]:

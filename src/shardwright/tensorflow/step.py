@@ -67,9 +67,9 @@ def _callable(function: Callable[..., Any], splitter: Splitter) -> Any:
             return _packed(engine, prepared[0].outputs, flat, len(prepared))
         return _run_in_graph(engine, function, arguments)
 
-    def prepare(*args: Any, **kwargs: Any) -> None:
-        """Traces the step for a batch, and makes the plan where there is none; collective."""
-        keras_run().engine().prepare(function, splitter(args, kwargs))
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        """The trace of the step for a batch; makes the plan where there is none. Collective."""
+        return keras_run().engine().prepare(function, splitter(args, kwargs))[0].trace
 
     def loss_reduction(*args: Any, **kwargs: Any) -> Any:
         """How the losses of the step rest on samples, with its trace; collective."""
