@@ -63,25 +63,25 @@ NO_SWEEP := -m 'not sweep'
 test: test-library test-tensorflow
 
 test-library: check
-	$(PYTEST) $(EVERY_RUN) $(call BUDGET,1900) --doctest-modules --ignore src/shardwright/tensorflow $(LIBRARY) src tests
+	$(PYTEST) $(EVERY_RUN) $(call BUDGET,1300) --doctest-modules --ignore src/shardwright/tensorflow $(LIBRARY) src tests
 
 test-thorough: test-thorough-tensorflow $(STAMP)
-	$(PYTEST) $(THOROUGH) $(call BUDGET,1350) $(LIBRARY) tests
+	$(PYTEST) $(THOROUGH) $(call BUDGET,1100) $(LIBRARY) tests
 
 test-all: test test-thorough test-jobs test-compat test-trainer
 
 test-jobs: $(STAMP)
-	$(PYTEST) $(NO_SWEEP) $(call BUDGET,1100) tests/e2e tests/cluster tests/ecosystem
+	$(PYTEST) $(NO_SWEEP) $(call BUDGET,700) tests/e2e tests/cluster tests/ecosystem
 
 test-compat: $(STAMP)
-	$(PYTEST) $(NO_SWEEP) $(call BUDGET,500) tests/compat
+	$(PYTEST) $(NO_SWEEP) $(call BUDGET,450) tests/compat
 
 ifneq ($(filter $(PYTHON_VERSION),3.11 3.12 3.13),)
 test-tensorflow: $(TENSORFLOW_STAMP)
-	$(PYTEST_TENSORFLOW) $(EVERY_RUN) $(call BUDGET,350) --doctest-modules src/shardwright/tensorflow tests/on_tensorflow
+	$(PYTEST_TENSORFLOW) $(EVERY_RUN) $(call BUDGET,300) --doctest-modules src/shardwright/tensorflow tests/on_tensorflow
 
 test-thorough-tensorflow: $(TENSORFLOW_STAMP)
-	$(PYTEST_TENSORFLOW) $(THOROUGH) $(call BUDGET,600) tests/on_tensorflow
+	$(PYTEST_TENSORFLOW) $(THOROUGH) $(call BUDGET,300) tests/on_tensorflow
 else
 test-tensorflow test-thorough-tensorflow:
 	@echo 'TensorFlow 2.21 has no wheel for Python $(PYTHON_VERSION): shardwright.tensorflow is not tested.' \
@@ -90,7 +90,7 @@ endif
 
 ifeq ($(PYTHON_VERSION),3.11)
 test-trainer: $(TRAINER_STAMP)
-	$(TRAINER_VENV)/bin/python -m pytest $(call BUDGET,300) tests/compat_trainer
+	$(TRAINER_VENV)/bin/python -m pytest $(call BUDGET,130) tests/compat_trainer
 else
 test-trainer:
 	@echo 'transformers 4.28 cannot be installed for Python $(PYTHON_VERSION) (tokenizers 0.13.3 has no wheel):' \
