@@ -5,39 +5,11 @@ import torch
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from compat.reference_layers import PlainLayer
 from compat.small_models import QUIET
 from shardwright.errors import UsageError
 from shardwright.testing import run_ranks
 
 SIZES = {"num_attention_heads": 2, "attention_head_size": 4, "hidden_size": 8, "intermediate_size": 12}
-
-
-class Config:
-    def __init__(self, heads=2, hidden=8):
-        self.heads, self.hidden = heads, hidden
-
-
-class Encoder(nn.Module):
-    """A layer with an interface of its own, and the documentation's names inside."""
-
-    def __init__(self, config, intermediate=12):
-        super().__init__()
-        plain = PlainLayer(
-            heads=config.heads,
-            size=4,
-            hidden=config.hidden,
-            intermediate=intermediate,
-            pre=False,
-            post=True,
-            causal=False,
-            cross=False,
-        )
-        self.attention, self.output = plain.attention, plain.output
-
-    def forward(self, hidden, padding=None):
-        mask = torch.zeros(1) if padding is None else padding[:, None, None].double() * -1e9
-        return {"hidden": self.output(self.attention(hidden, mask))}
 
 
 def init_hook(config, intermediate=12):
@@ -53,47 +25,6 @@ def init_hook(config, intermediate=12):
 def forward_hook(hidden, padding=None):
     mask = None if padding is None else padding[:, None, None].double() * -1e9
     return ((hidden, mask),), {}
-
-
-def return_hook(result):
-    return {"hidden": result[0]}
-
-
-class Model(nn.Module):
-    def __init__(self, kind, *args):
-        super().__init__()
-        self.encoder = kind(*args)
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, x, padding=None):
-        return self.head(self.encoder(x, padding=padding)["hidden"])
-
-
-def test_a_registered_class_is_replaced_when_the_model_is_wrapped():
-    def replaced():
-        smp.init(QUIET)
-        torch.set_default_dtype(torch.float64)
-
-        class Own(Encoder):
-            pass
-
-        smp.tp_register_with_module(
-            Own, smp.nn.DistributedTransformerLayer, init_hook, forward_hook, return_hook
-        )
-        torch.manual_seed(0)
-        plain = Model(Encoder, Config())
-        torch.manual_seed(0)
-        with smp.tensor_parallelism():
-            model = Model(Own, Config())
-        wrapped = smp.DistributedModel(model)
-        module = wrapped.get_module()
-        assert type(module.encoder) is smp.nn.DistributedTransformerLayer
-        assert type(module.head) is smp.nn.DistributedLinear
-        x, padding = torch.randn(2, 5, 8), torch.tensor([[0, 0, 0, 0, 1], [0, 0, 0, 0, 0]])
-        torch.testing.assert_close(wrapped(x, padding), plain(x, padding))  # its weights were taken over
-        return list(plain.state_dict()) == list(wrapped.state_dict())
-
-    assert run_ranks(replaced, 1) == [True]
 
 
 def test_as_documented():

@@ -1,12 +1,7 @@
 """How fast a device computes and copies is measured, and written as a cluster."""
 
-import sys
-
-import pytest
 import torch
 
-from fits import too_wide
-from shardwright.cluster.cluster_file import read_inventory
 from shardwright.comm.probe_ranks import measure_memory_rates, measure_products
 from shardwright.testing import run_ranks
 
@@ -37,36 +32,3 @@ def unknown_dtype():
 
 def test_a_type_that_cannot_be_multiplied_has_no_rates():
     assert run_ranks(unknown_dtype, 2) == [(), ()]
-
-
-def probe(folder):
-    from shardwright.comm import collective_probe as probe
-    from shardwright.comm import probe_ranks
-    from shardwright.torch.rank_probe import main
-
-    # What is measured is not looked at: once is enough.
-    probe._ROUNDS, probe_ranks._ROUNDS, probe_ranks._LONGEST_S = 1, 1, 0.03
-    sys.argv = ["probe", f"{folder}/prices.json", f"{folder}/cluster.yaml"]
-    main()
-
-
-@pytest.mark.thorough
-def test_the_present_machines_are_a_cluster(tmp_path):
-    from shardwright.cli.commands.catalogue import format_machines
-    from shardwright.cli.commands.probe import choices_text
-    from shardwright.collectives.prices import read_prices
-
-    run_ranks(probe, 2, str(tmp_path), timeout_s=150)
-    machines = read_inventory(tmp_path / "cluster.yaml")
-    for text in (format_machines(machines), choices_text(tmp_path / "prices.json")):
-        assert too_wide(text, folds=True) == []
-    ((kind, number),) = machines.nodes
-    assert (number, kind.num_accelerators) == (1, 2)
-    assert kind.source == kind.accelerator.source == "measured"
-    assert set(machines.collectives) == {"all_gather", "reduce_scatter", "all_reduce", "broadcast"}
-    for points in machines.collectives.values():
-        assert [size for size, _ in points] == sorted(size for size, _ in points)
-    assert "shardwright" in machines.measured
-    prices, topology = read_prices(tmp_path / "prices.json")
-    assert topology.num_ranks == 2
-    assert prices.source.startswith("measured on")

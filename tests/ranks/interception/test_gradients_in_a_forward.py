@@ -1,6 +1,5 @@
 """`torch.autograd.grad` in the middle of a forward: forces are gradients of an energy by positions."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from transparency import Case, Iteration, Recipe, differences_by_case
 
-import shardwright.torch as sw
 from shardwright.testing import RanksFailedError, run_ranks
 
 WIDTH = 12
@@ -171,50 +169,9 @@ def energy_alone(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return inner_energy(model, batch["position"]).square().mean()
 
 
-def slope_late(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """In between come modules of another rank, and behind them one of the same rank."""
-    position = batch["position"].detach().requires_grad_()
-    energy = inner_energy(model, position)
-    rest = force_matching(model, batch) + energy_alone(model, batch)
-    return rest + Net.gradient(energy.sum(), position).square().mean()
-
-
 def test_a_part_that_is_called_alone_is_split():
     """Shares of work were those of a model that nobody calls: 0, too small to be split."""
     check(Net, loss=energy_alone)
-
-
-def penalty_after(penalty: Callable[..., Tensor]) -> float:
-    """A step without the penalty, then one with it: how far gradients are from those of a plain loop."""
-    by_hand = {"auto_partition": False, "default_partition": 0}
-    sw.init({"run_dir": "off", "profile": "estimated", "microbatches": 4, **by_hand})
-    torch.manual_seed(0)
-    net = Net().double()
-    plain = copy.deepcopy(net)
-    for part in net.tail:
-        sw.set_partition(part, 1)
-    model = sw.DistributedModel(net)
-    whole = {name: each.double() for name, each in batch(8, 0).items()}
-    for loss in (force_matching, penalty):
-
-        @sw.step
-        def train(model: Any, batch: dict[str, Tensor], loss: Callable[..., Tensor] = loss) -> None:
-            model.backward(loss(model, batch))
-
-        train(model, whole)
-        for i in range(4):
-            (loss(plain, {name: each.chunk(4)[i] for name, each in whole.items()}) / 4).backward()
-    expected = {name: p.grad for name, p in plain.named_parameters()}
-    pairs = [(p.grad, expected[name]) for name, p in model.local_named_parameters()]
-    return max(float((mine - theirs).abs().max()) for mine, theirs in pairs if theirs is not None)
-
-
-def test_a_penalty_behind_another_module_is_refused_with_the_remedy():
-    message = (
-        r"test_gradients_in_a_forward\.py:\d+: torch\.autograd\.grad\(\) asks for .* Call it right behind"
-    )
-    with pytest.raises(RanksFailedError, match=message):
-        run_ranks(penalty_after, 2, slope_late)
 
 
 @pytest.mark.parametrize(

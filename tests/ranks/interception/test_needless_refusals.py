@@ -59,33 +59,6 @@ class Keeps(nn.Module):
         return y
 
 
-class Remembers(nn.Module):
-    """Adds what the microbatch before has left in a list or a dictionary."""
-
-    def __init__(self, state: Any, key: Any) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.state, self.key = state, key
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.state[self.key].mean()
-        for layer in self.layers:
-            x = layer(x).tanh()
-        self.state[self.key] = x.detach()
-        return x
-
-
-class Counts(Remembers):
-    """Puts a feature into a dictionary, and counts there."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            x = layer(x).tanh()
-            self.state[number] = x
-        self.state["calls"] += 1
-        return x / self.state["calls"]
-
-
 def keeps_together() -> nn.Module:
     shared: list[Any] = [None] * 4
     return nn.Sequential(*(Keeps(shared, place) for place in range(4)))
@@ -95,22 +68,6 @@ def keeps_together() -> nn.Module:
 def test_an_item_is_put_into_a_list(build):
     """It counted as a read of what the microbatch before had left there."""
     assert run_ranks(differences, 2, recipe(build), CASE) == [[], []]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: Remembers([torch.zeros(1)], 0),
-        lambda: Remembers({"last": torch.zeros(1)}, "last"),
-        lambda: Counts({"calls": 0}, "calls"),
-    ],
-    ids=["a list", "a dictionary", "a number beside features"],
-)
-def test_an_entry_that_another_microbatch_has_written_is_refused(build):
-    """Each microbatch found what the first one found; in a dictionary without a word."""
-    with pytest.raises(RanksFailedError, match=r"the attribute state of the model .* is read at"):
-        run_ranks(differences, 2, recipe(build), CASE)
 
 
 class Speech(nn.Module):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwright.errors import ConfigError, PeerLostError, PlanError
+from shardwright.errors import PeerLostError, PlanError
 from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
 
 QUIET = {"run_dir": "off", "profile": "estimated"}
@@ -140,33 +140,6 @@ def test_ranks_with_different_versions_of_the_library():
     assert "pip install shardwright==" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("what", "expected"),
-    [("depth", "ranks 0 and 1 have different models"), ("function", "trace different models")],
-)
-def test_ranks_that_build_different_models(what, expected):
-    def job():
-        import shardwright.torch as sw
-
-        sw.init({**QUIET, "microbatches": 2})
-        other = sw.rank() == 1
-        modules = [nn.Linear(4, 4) for _ in range(4 + (other and what == "depth"))]
-        between = nn.Tanh() if other and what == "function" else nn.ReLU()
-        model = sw.DistributedModel(nn.Sequential(*modules[:2], between, *modules[2:]))
-
-        @sw.step
-        def train(model, x):
-            loss = model(x).mean()
-            model.backward(loss)
-            return loss
-
-        train(model, torch.ones(4, 4))
-
-    with pytest.raises(RanksFailedError) as caught:
-        run_ranks(job, 2)
-    assert expected in str(caught.value)
-
-
 def test_a_stage_without_parameters_works():
     class Glue(nn.Module):
         def forward(self, x):
@@ -193,21 +166,6 @@ def test_a_step_before_init():
 
     with pytest.raises(RuntimeError, match=r"Call shardwright\.torch\.init\(\) first"):
         train(torch.ones(2))
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"microbatch": 4}, "Did you mean microbatches"),
-        ({"partitions": 2, "pipeline_parallel_degree": 4}, "two names of one setting"),
-        ({"pipeline": "1f1b", "virtual_stages": 2}, "virtual_stages is 2"),
-    ],
-)
-def test_unknown_and_contradictory_keys(config, words):
-    import shardwright.torch as sw
-
-    with pytest.raises(ConfigError, match=words):
-        sw.init(config)
 
 
 def plan_of_a_run(folder):

@@ -441,17 +441,6 @@ def test_placement_by_hand_that_nobody_heeds():
     assert [path.rpartition("/")[2] for path in run_ranks(job, 1)[0]] == ["test_newcomers.py"] * 2
 
 
-def test_settings_that_are_no_settings():
-    import shardwright.torch as sw
-    from shardwright.errors import ConfigError
-
-    for given, kind in ((2, "int"), (["microbatches", 2], "list")):
-        with pytest.raises(ConfigError, match=f"init takes a dictionary of settings, .* not a {kind}"):
-            sw.init(given)
-    with pytest.raises(ConfigError, match=r"settings goes to the command: shardwright run --config a\.yaml"):
-        sw.init("a.yaml")
-
-
 @pytest.mark.parametrize(
     ("kind", "remedy"),
     [("class", r"Make one of the class: DistributedModel\(Linear"), ("state", "model.load_state_dict")],
@@ -462,23 +451,6 @@ def test_what_is_no_model(kind, remedy):
 
     with pytest.raises(UsageError, match=remedy):
         accepted(nn.Linear if kind == "class" else nn.Linear(1, 1).state_dict(), None)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("SHARDWRIGHT_SET", "microbatches=4", "SHARDWRIGHT_SET is 'microbatches=4', but it must be"),
-        ("SHARDWRIGHT_SET", "[4]", "must be an object such as"),
-        ("SHARDWRIGHT_CONFIG", "nowhere.yaml", "SHARDWRIGHT_CONFIG nowhere.yaml cannot be read"),
-    ],
-)
-def test_variables_of_a_launcher_that_cannot_be_read(monkeypatch, name, value, words):
-    import shardwright.torch as sw
-    from shardwright.errors import ConfigError
-
-    monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=words):
-        sw.init()
 
 
 def test_step_functions_that_return_before_they_have_run():

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from choices import in_sweep
 from shardwright.testing import run_ranks
 
 QUIET = {"run_dir": "off", "profile": "estimated"}
@@ -138,40 +137,6 @@ def test_a_stock_scaler_agrees_over_ranks_and_schedulers_step():
     first, second = run_ranks(job, 2)
     assert first[:3] == second[:3] == ([1024.0, 512.0, 512.0], [True, False, True], 0.0125)
     assert first[3] + second[3] == 8  # each rank holds the state of its own parameters only
-
-
-@pytest.mark.parametrize("norm_type", [2.0, in_sweep(1.0), float("inf")])
-def test_the_norm_of_gradients_is_that_of_the_whole_model(norm_type):
-    def job():
-        import shardwright.torch as sw
-
-        sw.init({**QUIET, "microbatches": 2})
-        torch.manual_seed(0)
-        module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-        plain = copy.deepcopy(module)
-        model = sw.DistributedModel(module)
-
-        @sw.step
-        def train(model, x):
-            loss = model(x).square().sum()
-            model.backward(loss)
-            return loss
-
-        x = torch.randn(4, 8)
-        train(model, x)
-        for part in x.tensor_split(2):
-            plain(part).square().sum().backward()
-        norm = sw.clip_grad_norm_(model, 0.5, norm_type=norm_type)
-        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type=norm_type)
-        reference = dict(plain.named_parameters())
-        apart = max(
-            (p.grad - reference[n].grad).abs().max().item() for n, p in model.local_named_parameters()
-        )
-        return abs(norm.item() - expected.item()), apart
-
-    for norm_apart, apart in run_ranks(job, 2):
-        assert norm_apart < 1e-4
-        assert apart < 1e-6
 
 
 def test_a_finished_step_leaves_no_tensors_behind():

@@ -206,46 +206,6 @@ def test_all_ranks_leave_out_an_update_that_overflows_on_one(settings):
         ]
 
 
-def stock_scaler(settings):
-    import shardwright.torch as sw
-
-    sw.init({**QUIET, **settings})
-    torch.manual_seed(0)
-    model = sw.DistributedModel(Overflows())
-    updates = sw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-
-    @sw.step
-    def train(model: Any, x: Tensor) -> Tensor:
-        loss = model(x).mean()
-        model.backward(scaler.scale(loss))
-        return loss
-
-    found = []
-    for index in range(3):
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        updates.zero_grad()
-        train(model, torch.ones(8, 16))
-        if index == 1:  # in the rows of one rank alone
-            weight = next(model.local_parameters())
-            assert weight.grad.local.shape == (8, 16)
-            if sw.rank() == 1:
-                weight.grad.local[3] = float("inf")
-        scaler.step(updates)
-        scaler.update()
-        after = model.state_dict()
-        found.append((all(torch.equal(before[name], after[name]) for name in before), scaler.get_scale()))
-    return found
-
-
-@pytest.mark.parametrize(
-    "settings", [{"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 20}]
-)
-def test_a_stock_scaler_agrees_over_ranks_that_share_parameters(settings):
-    for found in run_ranks(stock_scaler, 2, settings):
-        assert found == [(False, 4.0), (True, 2.0), (False, 2.0)]
-
-
 @pytest.mark.parametrize("shared", [{}, {"sharded_data_parallel_degree": 2}])
 def test_the_mean_of_large_gradients_in_16_bits_is_no_infinity(shared):
     """Two replicas of a model that the script had halved itself summed 40000 twice, which float16 has not."""

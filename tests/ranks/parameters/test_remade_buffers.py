@@ -15,8 +15,6 @@ from torch import Tensor, nn
 import shardwright.torch as sw
 from choices import in_sweep
 from shardwright.testing import run_ranks, run_ranks_outcomes
-from shardwright.torch.counting.stand_in_data import LentTensors
-from shardwright.torch.parameters.unit_map import UnitMap
 
 QUIET = {"profile": "estimated", "run_dir": "off", "microbatches": 4, "timeout_s": 30}
 DATA = {"data_parallel_degree": 2}
@@ -214,63 +212,6 @@ def test_a_run_goes_on_with_the_saved_shape(way, ranks, settings, tmp_path):
         assert differences == pytest.approx([0.0, 0.0, 0.0], abs=1e-15)
 
 
-def test_a_buffer_of_another_model_is_refused(tmp_path):
-    """It had another size when the saved model was built."""
-
-    def save():
-        sw.init(QUIET)
-        net = network("grows")
-        model = sw.DistributedModel(net)
-        checkpoints = sw.Checkpoints(str(tmp_path / "saved"))
-        sw.step(_train)(model, batch_of(0))
-        checkpoints.save(1)
-        checkpoints.close()
-
-    def resume():
-        sw.init(QUIET)
-        net = network("grows")
-        net[1].scale = torch.ones(3, dtype=D)
-        sw.DistributedModel(net)
-        sw.Checkpoints(str(tmp_path / "saved")).resume()
-
-    run_ranks(save, 2)
-    for outcome in run_ranks_outcomes(resume, 2):
-        assert outcome.error_type == "CheckpointError"
-        assert "1.scale has the shape (8,) there, and (3,) here" in outcome.error
-
-
-class SizedByBatch(nn.Module):
-    """A buffer whose size is in the data, so that replicas have different ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8, dtype=D) / 3)
-        self.register_buffer("kept", torch.zeros(1, dtype=D))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.kept = x.detach().flatten()[: 1 + int(x[0, 0] > 0)]
-        return (x @ self.weight).tanh()
-
-
-@pytest.mark.parametrize("pipeline", [1, in_sweep(2)])
-def test_replicas_of_other_sizes_go_on_with_that_of_the_first(pipeline):
-    def train():
-        sw.init({**QUIET, **DATA})
-        torch.manual_seed(1)
-        net = nn.Sequential(SizedByBatch(), SizedByBatch())
-        model = sw.DistributedModel(net)
-        x = torch.ones(4, 8, dtype=D) * (1 if sw.dp_rank() else -1)
-        sw.step(_train)(model, x)
-        own = model.state_dict()["0.kept"].tolist()
-        model.replicas.buffers.agree()
-        return own, model.state_dict()["0.kept"].tolist()
-
-    ranks = run_ranks(train, 2 * pipeline)
-    assert [own for own, _ in ranks] == [[-1.0]] * pipeline + [[1.0, 1.0]] * pipeline
-    assert [common for _, common in ranks] == [[-1.0]] * len(ranks)
-
-
 def test_a_buffer_that_one_replica_alone_makes_is_refused():
     def train():
         sw.init({**QUIET, **DATA})
@@ -284,37 +225,3 @@ def test_a_buffer_that_one_replica_alone_makes_is_refused():
         assert outcome.error_type == "UsageError"
         assert "late is" in outcome.error
         assert "rank 1" in outcome.error
-
-
-def changed_in_a_trace(change: Callable[[Tensor], Any]) -> tuple[Tensor, Tensor]:
-    """A buffer outside of units, and another view of its memory, after a trace has changed it."""
-    net = nn.Module()
-    memory = torch.arange(12.0)
-    net.register_buffer("table", memory[2:8].view(2, 3).t())
-    with LentTensors(UnitMap.of(net, []), lambda tensor: tensor, device=torch.device("cpu")):
-        change(net.table)
-    return net.table, memory
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda table: table.resize_(40).fill_(1),
-        lambda table: table.resize_(1),
-        lambda table: table.resize_(0),
-        lambda table: table.set_(torch.ones(5)),
-        lambda table: setattr(table, "data", torch.ones(2, dtype=torch.int64)),
-        lambda table: table.t_(),
-        lambda table: table.fill_(7),
-    ],
-)
-def test_a_trace_puts_back_what_it_resizes(change):
-    """A trace died of `resize_`: the content was copied back to what had another size."""
-    table, memory = changed_in_a_trace(change)
-    assert table.shape == (3, 2)
-    assert table.stride() == (1, 3)
-    assert table.dtype is torch.float32
-    torch.testing.assert_close(table, torch.arange(2.0, 8.0).view(2, 3).t())
-    assert memory.untyped_storage().nbytes() == 48
-    memory[2] = -1.0
-    assert table[0, 0] == -1.0

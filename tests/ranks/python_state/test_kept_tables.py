@@ -76,11 +76,6 @@ class TableInALateBuffer(Table):
         return self.kept[:length]
 
 
-class _Helper:
-    def __init__(self) -> None:
-        self.tables: list[Tensor] = []
-
-
 @lru_cache(maxsize=1)
 def cached_table(length: int) -> Tensor:
     return (torch.arange(length)[:, None] - length / 2) * 0.1
@@ -125,23 +120,6 @@ class WarmsUp(Stack):
         return self.head(x)
 
 
-class CountsInPlace(Stack):
-    """In tensors that are no buffers: of the module, in a list, of an object."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = torch.zeros(())
-        self.more = [torch.zeros(())]
-        self.helper = _Helper()
-        self.helper.tables.append(torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for counter in (self.calls, self.more[0], self.helper.tables[0]):
-            counter.add_(1)
-            x = x / counter
-        return super().forward(x)
-
-
 class ScalesOnce(WarmsUp):
     """A flag behind which something is computed with what comes from a unit."""
 
@@ -164,20 +142,6 @@ class ReturnsEarlier(WarmsUp):
             x = block(x)
         x = self.head(x)
         return x * 0.1 if first else x
-
-
-class CountsInPlaceForLater(CountsInPlace):
-    """Later stages read what other microbatches change meanwhile."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) / (self.calls + self.more[0] + self.helper.tables[0])
-
-
-@pytest.mark.thorough
-def test_a_tensor_that_microbatches_change_in_turn_needs_one_stage_a_rank(check):
-    check(CountsInPlaceForLater, "1f1b")
-    with pytest.raises(RanksFailedError, match=r"the attribute (calls|more) of .* stages change in between"):
-        check(CountsInPlaceForLater, "interleaved_1f1b")
 
 
 def test_later_microbatches_may_leave_out_what_is_behind_the_last_layer(check):

@@ -144,34 +144,6 @@ def test_a_step_after_one_that_failed(most, failing):
     run_ranks(fails_and_goes_on, 2, most, where, every)
 
 
-class Rotates(nn.Module):
-    """Has complex numbers, and what is conjugated of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 16)
-        self.turn = nn.Parameter(torch.randn(16, 16, dtype=torch.complex128))
-        self.others = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embedding(x) @ self.turn.conj().real + (self.embedding(x) @ self.turn.imag.neg())
-        h = h + (self.embedding(x) * self.turn.conj()[0]).abs()
-        for other in self.others:
-            h = torch.tanh(other(h))
-        return F.linear(h, self.embedding.weight)
-
-
-def complex_numbers(most):
-    torch.manual_seed(0)
-    model = Rotates()
-    trains_the_same(model, loss_of, {"sdp_max_live_parameters": most})
-
-
-@with_bounds
-def test_complex_parameters(most):
-    run_ranks(complex_numbers, 2, most)
-
-
 def transforms(most):
     def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
         inner = getattr(model, "module", model)

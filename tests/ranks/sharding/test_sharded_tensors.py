@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from sharded import QUIET, on_hosts
 from torch import Tensor, nn
 
-from choices import in_sweep, some_combinations
+from choices import some_combinations
 from shardwright.testing import RanksFailedError, run_ranks
 
 SETTINGS = {**QUIET, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
@@ -190,32 +190,6 @@ def hooked(ranks_per_host: int) -> list[bool]:
 @pytest.mark.parametrize("ranks_per_host", [4, 1])
 def test_a_gradient_hook_registered_between_steps(ranks_per_host):
     assert run_ranks(hooked, 2, ranks_per_host) == [[True, True]] * 2
-
-
-def fails_and_goes_on(ranks_per_host: int) -> tuple[bool, bool]:
-    sw, model, ordinary, train = start(ranks_per_host, 6)
-
-    @sw.step
-    def fails(model: Any, x: Tensor) -> Tensor:
-        model(x)
-        raise KeyError("caught by the script")
-
-    x = torch.ones(2, 4, dtype=torch.float64)
-    with pytest.raises(KeyError):
-        fails(model, x)
-    kept = all(
-        same(plain(p.grad), q.grad) for p, q in zip(model.parameters(), ordinary.parameters(), strict=True)
-    )
-    train(model, x)
-    ordinary(x).square().mean().backward()
-    return kept, all(
-        same(plain(p.grad), q.grad) for p, q in zip(model.parameters(), ordinary.parameters(), strict=True)
-    )
-
-
-@pytest.mark.parametrize("ranks_per_host", [in_sweep(4), 1])
-def test_a_step_that_fails_on_all_ranks(ranks_per_host):
-    assert run_ranks(fails_and_goes_on, 2, ranks_per_host) == [(True, True)] * 2
 
 
 def loads_the_state_of_another_rank(settings):

@@ -82,18 +82,6 @@ def test_half_of_the_parameters_are_divided_over_more_ranks(name, num_ranks):
             assert layer[f"{key}.weight"].dim == dim, key
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), some_combinations(["llama", "gpt2", "bert"], [2, 4]))
-def test_four_all_reduces_a_layer(name, num_ranks):
-    # Four key heads, so that each rank has one.
-    sizes = {"num_key_value_heads": 4} if name == "llama" else {}
-    layer = f"{LAYERS[name][0]}.1"
-    placements = searched(name, num_ranks, **sizes).of_unit(layer)
-    for rank in range(num_ranks):
-        group = dry_run(units(name, **sizes)[layer], placements, rank=rank, num_ranks=num_ranks)
-        assert group.traffic.calls == {"all_reduce": 4}
-        assert not group.computed_whole
-
-
 @pytest.mark.parametrize(("name", "num_ranks"), some_combinations(list(LAYERS), [2, 4]))
 def test_price_is_that_of_what_the_step_sends(name, num_ranks):
     found, prices, seconds = searched(name, num_ranks), Prices(), 0.0

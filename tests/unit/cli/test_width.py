@@ -3,9 +3,6 @@
 import sys
 
 import pytest
-import torch
-from checkpoint.checkpoints import save, save_bad
-from checkpoint.models import save_model
 from files.good_files import READERS
 from observe.run_folders import run_folder
 from planned import planned
@@ -74,27 +71,3 @@ def test_lines_fit(shown, words):
     assert out
     assert too_wide(out) == []
     assert too_wide(err) == []
-
-
-def test_lines_of_ckpt_fit(shown, tmp_path):
-    """The commands of one folder, which has a checkpoint that is damaged, and one that is not finite."""
-    root = tmp_path / "a" / "checkpoints"
-    save(root, 10)
-    save_model(root, 20, {"layers.0.attention.query.weight": torch.ones(4, 4)})
-    (root / "step-00000010" / "state.json").write_text("")
-    (root / "step-00000040.tmp-00ff").mkdir()
-    for words in (
-        ("ls", "a"),
-        ("verify", "a"),
-        ("export", "a", "-o", "exported"),
-        ("import", "exported", "-o", "imported"),
-        ("gc", "a", "--keep", "1"),
-        ("verify", "a", "step-00000050"),
-    ):
-        out, err = shown("ckpt", *words)
-        assert out or err
-        assert too_wide(out) == []
-        assert too_wide(err) == []
-    save_bad(root, 30)
-    for words in (("ls", "a"), ("verify", "a")):
-        assert [too_wide(each) for each in shown("ckpt", *words)] == [[], []]
