@@ -10,11 +10,6 @@ _WORD = 60
 
 
 def too_wide(text: str, *, folds: bool = False) -> list[str]:
-    """The lines of a text that are wider than 80 columns, though their words are not.
-
-    Args:
-        text: as it was printed.
-        folds: what was printed into a pipe is folded first, as a terminal gets it.
-    """
+    """The lines of a text that are wider than 80 columns, though their words are not."""
     lines = (folded(text, _COLUMNS) if folds else text).splitlines()
     return [line for line in lines if len(line) > _COLUMNS and max(map(len, line.split())) < _WORD]

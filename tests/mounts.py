@@ -19,12 +19,7 @@ _READ_ONLY, _REMOUNT, _RECURSIVE, _PRIVATE = 1, 32, 1 << 14, 1 << 18
 
 
 class SmallDisk:
-    """A file system in memory.
-
-    Args:
-        path: an empty folder; it is mounted there.
-        num_bytes: what it holds, in whole pages.
-    """
+    """A file system in memory."""
 
     def __init__(self, path: Path, num_bytes: int):
         self.path = path
@@ -38,11 +33,7 @@ class SmallDisk:
         return status.f_bavail * status.f_frsize
 
     def set_read_only(self, read_only: bool) -> None:
-        """Lets nobody write, or everybody again.
-
-        Raises:
-            OSError: a file is open to be written.
-        """
+        """Lets nobody write, or everybody again."""
         self._mount(_REMOUNT | (_READ_ONLY if read_only else 0))
 
     def fill(self, *, leaving: int) -> Path:
@@ -57,11 +48,7 @@ class SmallDisk:
 
 
 def in_own_mounts(run: Callable[[], None]) -> None:
-    """Runs something in a child process that may mount what it likes.
-
-    Raises:
-        AssertionError: it has failed; its traceback is on stderr.
-    """
+    """Runs something in a child process that may mount what it likes."""
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()

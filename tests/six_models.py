@@ -45,14 +45,7 @@ SIX: dict[str, tuple[str, Callable[[int, float], dict[str, Any]]]] = {
 
 
 def build(name: str, *, positions: int = 64, dropout: float = 0.0, **more: Any) -> nn.Module:
-    """A model with random weights.
-
-    Args:
-        name: of `SIX`.
-        positions: length of the longest sequence.
-        dropout: everywhere, attention included.
-        **more: of the config.
-    """
+    """A model with random weights."""
     import transformers
 
     kind, settings = SIX[name]

@@ -33,15 +33,7 @@ class Net(nn.Module):
 
 
 class Script:
-    """A script up to its loop.
-
-    Args:
-        settings: for ``smp.init``.
-        kind: of optimizer.
-        dtype: of the parameters.
-        width: of the model.
-        model: another one.
-    """
+    """A script up to its loop."""
 
     def __init__(
         self,

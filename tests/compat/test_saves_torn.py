@@ -23,12 +23,7 @@ from smdistributed.modelparallel.torch.pickles.files import load_file, saves
 
 
 class Counted:
-    """Does something before an operation on the disk.
-
-    Args:
-        at: which one; None for none.
-        action: what it does.
-    """
+    """Does something before an operation on the disk."""
 
     def __init__(self, at: int | None, action: Callable[[], None]):
         self.operations: list[tuple[str, str]] = []

@@ -53,10 +53,7 @@ def torchrun(num_ranks):
 
 
 def in_ranks(num_ranks, script, *arguments, cwd, **environ):
-    """Runs a script in CPU mode in ranks that have imported the libraries; returns what they printed.
-
-    What launchers do is not in it: others of these tests start them.
-    """
+    """Runs a script in CPU mode in ranks that have imported the libraries; returns what they printed."""
     settings = {"SHARDWRIGHT_SET": json.dumps({"profile": "estimated", "run_dir": "off"})}
 
     def job():

@@ -52,12 +52,7 @@ class Run:
         self.step = train_step
 
     def train(self, own: torch.Tensor, whole: torch.Tensor | None = None) -> tuple[float, float]:
-        """The losses of a step of both.
-
-        Args:
-            own: what this rank gives.
-            whole: what all of them have together, if that is another batch.
-        """
+        """The losses of a step of both."""
         self.optimizer.zero_grad()
         loss = self.step(self.model, own).reduce_mean().item()
         self.optimizer.step()

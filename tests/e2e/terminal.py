@@ -14,12 +14,7 @@ __all__ = ["OnTerminal"]
 
 
 class OnTerminal:
-    """Starts a command whose output goes to a terminal, and reads what stands there.
-
-    Args:
-        command: the words.
-        folder: in which it runs.
-    """
+    """Starts a command whose output goes to a terminal, and reads what stands there."""
 
     def __init__(self, command: Sequence[str], folder: Path) -> None:
         self._master, slave = pty.openpty()

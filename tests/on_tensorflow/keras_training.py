@@ -130,13 +130,7 @@ def _over_ranks(name, microbatches, steps, settings, in_function):
 
 @functools.cache
 def results(cases, *, legacy=False, ranks=2, steps=2):
-    """What a plain script and what ranks give, for each case: `plain` and `over_ranks` in two calls.
-
-    Ranks import TensorFlow for 3 s, so that they run all cases one after the other.
-
-    Args:
-        cases: each (model, microbatches, settings, whether the step is called in a ``tf.function``).
-    """
+    """What a plain script and what ranks give, for each case: `plain` and `over_ranks` in two calls."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     env = {"SHARDWRIGHT_CACHE": "off", **({"TF_USE_LEGACY_KERAS": "1"} if legacy else {})}
     expected = run_ranks(_plain_each, 1, cases, steps, env=env, timeout_s=280)[0]
@@ -162,10 +156,7 @@ def _over_ranks_each(cases, steps):
 
 
 def assert_equal(expected, found, *, tolerance=0.0):
-    """Every rank has the losses and predictions of the plain script; gradients and variables are somewhere.
-
-    Gradients and variables may be off by `tolerance` times the largest entry of all of them.
-    """
+    """Every rank has the losses of the plain script; gradients and variables are somewhere."""
     losses, gradients, predictions, state, metric = expected
     scale = max(np.abs(each).max() for step in gradients for each in step)
     held = set()

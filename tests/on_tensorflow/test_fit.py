@@ -165,12 +165,7 @@ def _backed_up(ranks, folder, *, stops):
 
 
 def _in_half_precision(ranks, initial_scale, largest):
-    """Losses, the scale after each batch, updates, and whether the weights have moved by then.
-
-    Args:
-        initial_scale: of losses.
-        largest: of the inputs: gradients of the first layer are as large.
-    """
+    """Losses, the scale after each batch, updates, and whether the weights have moved by then."""
     import tensorflow as tf
 
     keras, layers = tf.keras, tf.keras.layers

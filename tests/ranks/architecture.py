@@ -64,17 +64,7 @@ SPEECH = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model class and how to make a small one.
-
-    Attributes:
-        model: name of the class in `transformers`.
-        feed: (batch size, length) -> keyword arguments of the forward, with labels.
-        settings: of the configuration.
-        config: name of the configuration's class, where the model class does not tell.
-        dtype: float64, unless the architecture insists on another.
-        loss: where the model has no ``loss`` of its own.
-        tolerance: for gradients and parameters; by default 1e-10 in float64 and 2e-5 in float32.
-    """
+    """A model class and how to make a small one."""
 
     model: str
     feed: Callable[[int, int], dict[str, Tensor]]

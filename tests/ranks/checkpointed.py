@@ -81,11 +81,7 @@ def training(
     resumes: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> tuple[list[float], dict[str, Any], list[int]]:
-    """Trains from where the folder's newest checkpoint was.
-
-    Returns:
-        Losses of the steps, the state of the model at the end, and the samples that this replica has seen.
-    """
+    """Trains from where the folder's newest checkpoint was."""
     on_hosts(32)
     import shardwright.torch as sw
 

@@ -20,15 +20,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class LibraryModel:
-    """A model of a library and what it is trained on.
-
-    Attributes:
-        module: where the library has it.
-        name: of the class or function that makes it.
-        settings: keyword arguments of that.
-        batch: batch size -> tensors by name.
-        loss: (model, batch) -> one number.
-    """
+    """A model of a library and what it is trained on."""
 
     module: str
     name: str

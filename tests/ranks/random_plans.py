@@ -45,24 +45,7 @@ KINDS = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v")
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """How a model with an encoder and a decoder is put together.
-
-    Attributes:
-        encoder: layers of the encoder.
-        decoder: layers of the decoder.
-        skips: how the decoder gets what layers of the encoder made: each the one opposite (U-Net), by
-            addition, by concatenation or by an addition in place; ``memory``: all of them the last one;
-            empty: none.
-        bias: how a tensor that the first layer computes comes to the others: each hands on what it ``got``,
-            or a ``view`` of it, or it is ``kept`` by the code between them; empty: there is none.
-        tied: parameters that are one: ``head`` with the embedding, ``both`` embeddings, ``all`` three.
-        results: what layers return: a ``tensor``, a ``tuple`` or a ``dict``.
-        between: what the code between layers does: ``scale`` by a parameter, ``drop`` at random, ``identity``
-            (``contiguous()``), ``inplace``; empty: nothing.
-        whole: layers are units, as they have no modules inside.
-        called_twice: layers of the encoder are called a second time.
-        auxiliary: a loss of the encoder is added to that of the decoder.
-    """
+    """How a model with an encoder and a decoder is put together."""
 
     encoder: int = 2
     decoder: int = 2
@@ -210,17 +193,7 @@ def tokens(batch_size: int, length: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """A plan, as far as it can be told before the model is traced.
-
-    Attributes:
-        kind: family of schedules.
-        stages_per_rank: of which `interleaved_1f1b` may have any number.
-        microbatches: parts of a batch.
-        active: bound on microbatches in flight; None for the family's own.
-        by_hand: units are placed one by one, so that stages of a rank may stand anywhere.
-        keeps_ties: the largest tie is kept on one rank, where that leaves enough units.
-        seed: of where the chain is cut and what is recomputed.
-    """
+    """A plan, as far as it can be told before the model is traced."""
 
     kind: str = "1f1b"
     stages_per_rank: int = 1
@@ -287,10 +260,7 @@ def _planned(
 def _placed(
     drawn: Drawn, whole: Chain, pipeline: int, choose: random.Random
 ) -> tuple[str, Chain, tuple[int, ...], tuple[int, ...]]:
-    """The chain, cut where it may be cut, with stages on the ranks that the family of schedules gives them.
-
-    A model that is too small for the family gets one stage a rank.
-    """
+    """The chain, cut where it may be cut, with stages on the ranks of its schedule."""
     kind, per_rank = drawn.kind, drawn.stages_per_rank
     if whole.bound(stages_per_rank=per_rank).num_atoms < pipeline * per_rank:
         kind, per_rank = "1f1b", 1
@@ -316,13 +286,7 @@ def _placed_by_hand(
 def differences_of_plans(
     cases: Mapping[str, tuple[Recipe, Drawn]], *, batches: tuple[int, ...] = (9, 8), length: int = LENGTH
 ) -> dict[str, list[str]]:
-    """What comes out differently than in a plain loop, by case; on every rank of a process group.
-
-    Args:
-        cases: models and plans.
-        batches: samples of each batch, the last of which is evaluated once more.
-        length: of sequences.
-    """
+    """What comes out differently than in a plain loop, by case; on every rank of a process group."""
     found = {}
     for name, (recipe, drawn) in cases.items():
         config = {

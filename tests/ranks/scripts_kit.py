@@ -17,16 +17,7 @@ __all__ = ["Script", "batch_losses", "changed_lines", "losses_of"]
 
 @dataclass(frozen=True)
 class Script:
-    """A script, in both forms.
-
-    Attributes:
-        text: with marks.
-        microbatches: into which ours cuts a batch; 1 for statistics of batches, and graphs.
-        spreads: the model has enough layers for two stages.
-        replicates: replicas make sense, as each has its part of a batch.
-        is_sum: the loss is a sum over samples.
-        settings: further ones of ours.
-    """
+    """A script, in both forms."""
 
     text: str
     microbatches: int = 4
@@ -50,13 +41,7 @@ def changed_lines(script: Script) -> int:
 
 
 def losses_of(script: Script, name: str, settings: Mapping[str, Any] | None) -> list[float]:
-    """Runs a script; the losses that it tells.
-
-    Args:
-        script: which.
-        name: for errors.
-        settings: of ours; None for the plain form.
-    """
+    """Runs a script; the losses that it tells."""
     losses: list[float] = []
 
     def told(loss: Any) -> None:

@@ -31,17 +31,7 @@ _TOO_FEW_UNITS = re.compile(r"need at least \d+ stages")
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a model is made and fed.
-
-    Attributes:
-        build: makes the model; called after `torch.manual_seed`, so every rank gets the same one.
-        batch: (batch size, length) -> the argument of `loss`; called after `torch.manual_seed`.
-        loss: (model, batch) -> one number, as a user would write it.
-        place: places modules by hand; for cases with `auto_partition` false.
-        dtype: of parameters and floating-point inputs.
-        tolerance: largest difference, relative to the largest entry of a tensor, or to 0.01.
-        loss_tolerance: the same for losses; some models compute theirs in float32 whatever their dtype.
-    """
+    """How a model is made and fed."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[int, int], Any]
@@ -54,15 +44,7 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """One batch of each replica.
-
-    Attributes:
-        batch_size: samples of one replica.
-        length: of sequences, or the edge of images.
-        train: backward and an optimizer step; else evaluation without gradients.
-        inference: `torch.inference_mode` for an evaluation: ``"around"`` the step or ``"inside"`` it.
-        update: zero the gradients before and step the optimizer after; False accumulates.
-    """
+    """One batch of each replica."""
 
     batch_size: int = 8
     length: int = 12
@@ -77,20 +59,7 @@ EVALUATION = Iteration(train=False)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One way to run a model.
-
-    Attributes:
-        config: what the script passes to `sw.init`.
-        iterations: what happens, one after the other.
-        frozen: parameters whose names begin so are not trained.
-        plain_backward: the script writes ``loss.backward()`` in place of ``model.backward(loss)``.
-        autocast: type for `torch.autocast` around the model call.
-        optimizer_first: the optimizer is made before the model is wrapped.
-        optimizer: makes it.
-        tolerance: replaces that of the recipe.
-        clip: called with the model before the optimizer steps; what it returns is compared.
-        least_divided: share of the parameters' elements of which tensor-parallel ranks have parts.
-    """
+    """One way to run a model."""
 
     config: Mapping[str, Any] = field(default_factory=lambda: {"microbatches": 4, "profile": "estimated"})
     iterations: Sequence[Iteration] = (Iteration(), Iteration())
@@ -112,12 +81,7 @@ class Case:
 def differences_by_case(
     recipe: Recipe, cases: Mapping[str, Case], *, may_be_too_small: bool = False
 ) -> dict[str, list[str]]:
-    """What `differences` finds in several runs in one set of processes; cases without any are left out.
-
-    Args:
-        may_be_too_small: a model that has fewer units than a case needs stages counts as the difference
-            `TOO_SMALL`, and the next case follows; else it is an error like any other.
-    """
+    """What `differences` finds in several runs in one set of processes; cases without any are left out."""
     found = {}
     for name, case in cases.items():
         try:

@@ -291,10 +291,7 @@ def test_states_that_differ_by_rank_come_back_on_the_same_ranks(tmp_path: Path) 
 def test_a_rank_killed_at_any_write_leaves_the_old_or_the_new(
     victim: int, kills: int, tmp_path: Path
 ) -> None:
-    """Two ranks; one is killed before some operations on the disk in turn, and the next run resumes.
-
-    The first and the last are among them; tests/unit/checkpoint/test_torn.py has all places.
-    """
+    """Two ranks; one is killed before some operations on the disk in turn, and the next run resumes."""
 
     def run(folder: Path, at: int, plan: Path | None = None) -> int:
         import shardwright.torch as sw

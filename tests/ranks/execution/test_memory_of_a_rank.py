@@ -93,10 +93,7 @@ def test_zb_h1_holds_no_more_than_1f1b_on_its_first_rank(ranks):
 
 
 class Wide(nn.Module):
-    """Keeps far more activations than it has weights, and than it hands on.
-
-    How many messages are unread at once, and so how much memory they take, depends on who is faster.
-    """
+    """Keeps far more activations than it has weights, and than it hands on."""
 
     def __init__(self, width=32):
         super().__init__()
@@ -181,11 +178,7 @@ def test_the_predicted_peak_is_the_measured_one(kind, checkpointing):
 
 
 def test_what_was_sent_and_received_is_let_go():
-    """Messages of all microbatches were kept until the end of the batch.
-
-    Gloo does not say that a send has completed, and the loss, which the step function holds on to, led
-    through autograd's graph to every value that had come in, and to its gradient.
-    """
+    """Messages of all microbatches were kept until the end of the batch."""
 
     def run():
         import shardwright.torch as sw

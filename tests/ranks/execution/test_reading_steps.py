@@ -35,10 +35,7 @@ class TwoHeads(nn.Module):
 
 
 def count_call() -> int:
-    """Counts the calls of a step function that are made for a microbatch, and gives the number of this one.
-
-    Behind the model other microbatches have begun, on each rank as many as its part of the schedule says.
-    """
+    """Counts the calls of a step function for microbatches; gives the number of this one."""
     import shardwright.torch as sw
 
     if not sw.is_tracing():
@@ -55,16 +52,7 @@ def outcome(
     batches_of: int = 1,
     **settings: Any,
 ) -> Any:
-    """What each step returns, gradients of the last, and weights behind it.
-
-    Args:
-        function: the step function.
-        model: makes the model.
-        steps: how many.
-        trains: or evaluates.
-        batches_of: how often each batch is repeated within itself.
-        settings: of the library.
-    """
+    """What each step returns, gradients of the last, and weights behind it."""
     import shardwright.torch as sw
 
     calls[0] = 0

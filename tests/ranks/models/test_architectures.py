@@ -82,10 +82,7 @@ def divided_differences(recipe: Recipe, case: Case) -> list[str]:
 
 @contextmanager
 def float64_throughout() -> Iterator[None]:
-    """Keeps transformers from computing norms, softmax and losses of float64 tensors in float32.
-
-    A sum in another order would differ by a bit of float32.
-    """
+    """Keeps transformers from computing norms, softmax and losses of float64 tensors in float32."""
     to, to_float32, softmax = Tensor.to, Tensor.float, nn.functional.softmax
 
     def stays(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:

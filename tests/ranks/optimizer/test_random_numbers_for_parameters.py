@@ -15,12 +15,7 @@ from shardwright.torch.optimizer.optimizer_trial import trial
 
 
 class Langevin(Optimizer):
-    """Adds noise to each update, as stochastic gradient Langevin dynamics do.
-
-    Args:
-        params: to train.
-        generator: of the noise; None for PyTorch's own.
-    """
+    """Adds noise to each update, as stochastic gradient Langevin dynamics do."""
 
     def __init__(self, params: Any, generator: torch.Generator | None = None):
         super().__init__(params, {"lr": 0.05})

@@ -133,11 +133,7 @@ def check(model: Callable[[], nn.Module], case: Case, ranks: int = 2) -> None:
 
 @pytest.mark.parametrize(("name", "pipeline"), RUNS)
 def test_a_computed_weight_is_one_more_argument(name, pipeline):
-    """The graph did not know that a unit reads such an attribute.
-
-    The weight was computed on one stage and read on another: gradients were wrong by a third (spectral norm),
-    or a rank died in the middle of a step. What a unit left in an object gave no gradient to earlier stages.
-    """
+    """The graph did not know that a unit reads such an attribute."""
     check(MODELS[name], case(pipeline))
 
 

@@ -15,10 +15,7 @@ QUIET = {"run_dir": "off", "profile": "estimated", "microbatches": 2, "seed": 3}
 
 
 class Model(LanguageModel):
-    """Its layers redraw a weight that was drawn before, as those of GPT-2 do, and write through `data`.
-
-    The model itself redraws weights of several layers.
-    """
+    """Its layers redraw a weight that was drawn before, as those of GPT-2 do, and write through `data`."""
 
     def __init__(self) -> None:
         super().__init__(tied=True)

@@ -38,11 +38,7 @@ def test_layers_and_experts_at_once(name, sequences):
 @pytest.mark.parametrize("way", [in_sweep("steps"), thorough("recomputed")])
 @pytest.mark.parametrize("name", in_every_run(EXPERTS, ["mixtral"]))
 def test_sequences_and_experts_at_once(name, way):
-    """Two ranks share sequences, two share samples, and all four share experts.
-
-    Bug: what a repeated forward kept was no longer moved in its place, and the exchanges of the first were
-    missing.
-    """
+    """Two ranks share sequences, two share samples, and all four share experts."""
     more = {"tolerance": TOLERANCES.get(name), "clip": clip_norm}
     uneven = (Iteration(length=6), Iteration(length=6), Iteration(batch_size=7, length=7))
     recomputed = {**SEQUENCES, "activation_checkpointing": "full"}

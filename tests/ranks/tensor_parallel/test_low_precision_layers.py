@@ -61,11 +61,7 @@ def training(settings: dict[str, Any], make: Any = adamw, **scaling: Any):
 
 
 def relative(name: str, found: Tensor, expected: Tensor) -> float:
-    """The norm of the difference.
-
-    A bias of keys adds the same to all scores of a query: its gradient is rounding alone, which Adam divides
-    by its size.
-    """
+    """The norm of the difference."""
     if name.endswith("qkv.bias"):
         found, expected = (torch.cat([value[:WIDTH], value[2 * WIDTH :]]) for value in (found, expected))
     found, expected = found.double(), expected.double()

@@ -65,16 +65,7 @@ def train_and_compare(
     always: bool = True,
     update: bool = True,
 ) -> list[str]:
-    """Trains both models, and tells what differs.
-
-    Args:
-        make: makes the model.
-        config: settings.
-        change: called before each step with each model and the number of the step.
-        num_steps: how many.
-        always: each microbatch has a backward; else those with a large first entry.
-        update: the optimizer steps; else gradients pile up.
-    """
+    """Trains both models, and tells what differs."""
     sw, plain, model = start(make, config)
     pairs = [(plain, plain), (model.module, model)]
     optimizers = [torch.optim.SGD(plain.parameters(), lr=0.05)]

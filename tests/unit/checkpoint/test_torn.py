@@ -16,12 +16,7 @@ from shardwright.checkpoint.folder import CheckpointFolder
 
 
 class _Counted:
-    """Does something before an operation on the disk.
-
-    Args:
-        at: which one; None for none.
-        action: what it does.
-    """
+    """Does something before an operation on the disk."""
 
     def __init__(self, at: int | None, action: Callable[[], None]):
         self.operations: list[str] = []

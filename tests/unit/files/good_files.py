@@ -28,13 +28,7 @@ __all__ = ["READERS", "Reader"]
 
 @dataclass(frozen=True)
 class Reader:
-    """A reader of files.
-
-    Attributes:
-        name: of the file.
-        write: makes a good file in a folder.
-        read: reads the file in a folder; raises one of our errors where it cannot be used.
-    """
+    """A reader of files."""
 
     name: str
     write: Callable[[Path], Any]

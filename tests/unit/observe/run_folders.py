@@ -19,17 +19,7 @@ def run_folder(
     bytes_in_use: int = 0,
     recorded: bool = False,
 ) -> Path:
-    """A run that measured what its plan predicts, 10 % slower.
-
-    Args:
-        path: of the folder.
-        plan: that the run followed.
-        steps: that were done.
-        trace: whether there is a ``trace.json`` of step 3.
-        bytes_in_use: at the end of each action.
-        recorded: whether there is a ``steps.json``, of the third step and of the last; its ranks have 1000
-            bytes of state in 1700 bytes in use after a step.
-    """
+    """A run that measured what its plan predicts, 10 % slower."""
     (path / "logs").mkdir(parents=True)
     if plan is not None:
         plan.write(path / "plan.json")

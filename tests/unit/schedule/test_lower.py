@@ -46,11 +46,7 @@ def compute_of(schedule: Schedule) -> list[list[str]]:
 
 
 def run_in_random_order(schedule: Schedule, seed: int) -> bool:
-    """Runs the rows with blocking sends, always letting a random rank go next; true if they end.
-
-    Written apart from `validate`, on purpose: it knows nothing of edges, only that an action waits for the
-    receives of its stage and microbatch.
-    """
+    """Runs the rows with blocking sends, always letting a random rank go next; true if they end."""
     chance = random.Random(seed)
     position = [0] * schedule.num_ranks
     posted: set = set()

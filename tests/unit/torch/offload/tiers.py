@@ -76,10 +76,7 @@ class _Copy:
 
 
 class Cuda:
-    """What `torch.cuda` is to a `PinnedTier`: streams whose work runs only when `run` is called.
-
-    Work is (stream, what, wait for event); streams run round robin, the copying one first or last.
-    """
+    """What `torch.cuda` is to a `PinnedTier`: streams whose work runs only when `run` is called."""
 
     def __init__(self, *, copies_first):
         self.copies_first = copies_first

@@ -73,10 +73,7 @@ def on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[A
 
 
 def on_grid(num_outer: int, num_inner: int, function: Callable[..., Any]) -> list[Any]:
-    """The same on a grid: each rank of the group has an inner group, of ranks that share its parts.
-
-    All ranks of the grid share experts.
-    """
+    """The same on a grid: each rank of the group has an inner group, of ranks that share its parts."""
     num_ranks = num_outer * num_inner
     everyone = _Meeting(num_ranks)
     rows = [_Meeting(num_inner) for _ in range(num_outer)]
