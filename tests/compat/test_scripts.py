@@ -82,7 +82,7 @@ def losses(output):
 @pytest.mark.filterwarnings("ignore")
 def test_mnist_trains_saves_and_goes_on(tmp_path):
     output = train(on_cpu(2), "mnist.py", "--save-full-model", "--model-dir", "model", cwd=tmp_path)
-    assert "accuracy 1.0000" in output
+    assert float(re.findall(r"accuracy (\d\.\d+)", output)[-1]) > 0.9
     assert output.count("SMP training finished successfully") == 2
     assert {file.name for file in (tmp_path / "model").iterdir()} == {
         "pt_mnist.pt",

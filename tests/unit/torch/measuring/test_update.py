@@ -20,7 +20,7 @@ def test_a_clock_adds_up_until_it_is_asked():
             time.sleep(0.01)
     taken = clock.taken()
     assert taken is not None
-    assert 0.02 <= taken < 1.0
+    assert 0.02 <= taken < 30
     assert clock.taken() is None
 
 
