@@ -38,14 +38,6 @@ class Writes(Whole):
         return y
 
 
-class WritesUnderAnotherName(Whole):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        if self.training:
-            self.mean.data[1:].copy_(y.detach().mean((0, 1))[1:])
-        return y
-
-
 class WritesChoosing(Writes):
     """Cannot be traced without data."""
 
@@ -109,11 +101,9 @@ def recipe_of(build: Callable[[], nn.Module]) -> Recipe:
 MODELS = {
     "written first": lambda: Model(Writes, Whole, Reads, Whole, Whole, Whole, buffer=True),
     "read first": lambda: Model(Reads, Whole, Whole, Writes, Whole, Whole, buffer=True),
-    "written under another name": lambda: Model(Reads, WritesUnderAnotherName, *[Whole] * 3, buffer=True),
     "written by a module that reads values": lambda: Model(Reads, WritesChoosing, *[Whole] * 3, buffer=True),
     "a shared batch norm": SharedNorm,
     "no buffer, written first": lambda: Model(Writes, Reads, *[Whole] * 3, buffer=False),
-    "no buffer, read first": lambda: Model(Reads, Writes, *[Whole] * 3, buffer=False),
 }
 
 

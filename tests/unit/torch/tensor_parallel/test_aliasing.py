@@ -49,22 +49,6 @@ def write_through_true_view(x):
     return [y, x.grad]
 
 
-def write_through_view_of_view(x):
-    y = x * 1
-    view = y.view(2, 2, 6)[1].t()
-    view[2:4] = 5
-    view += 1
-    return [y, view, *torch.autograd.grad((y * y).sum() + view.sum(), x)]
-
-
-def write_through_flat_view(x):
-    y = x * 1
-    flat = y.view(-1)
-    flat[5:9] = 0
-    flat.mul_(3)
-    return [y, flat, *torch.autograd.grad((y**3).sum() + flat.sum(), x)]
-
-
 def write_to_base_of_flat_view(x):
     y = x.detach() * 1
     flat, other = y.view(-1), y.view(2, -1)
@@ -80,14 +64,6 @@ def write_through_select_of_cut_dimension(x):
     y[:, 1].zero_()
     y[0, 0] += 1
     return [y, *torch.autograd.grad((y * y).sum(), x)]
-
-
-def write_through_diagonal_and_unfold(x):
-    y = x * 1
-    y.diagonal().add_(1)
-    windows = y.detach().unfold(0, 2, 2)
-    windows.mul_(2)
-    return [y, windows]
 
 
 def write_to_views_while_others_look(x):
@@ -258,11 +234,8 @@ def hooks(x):
 
 SCRIPTS = [
     write_through_true_view,
-    write_through_view_of_view,
-    write_through_flat_view,
     write_to_base_of_flat_view,
     write_through_select_of_cut_dimension,
-    write_through_diagonal_and_unfold,
     write_to_views_while_others_look,
     copied_rows,
     into_plain_memory,
@@ -369,23 +342,10 @@ MODULES = {
     "encoder layer": Encoder,
     "lstm": lambda: Recurrent("LSTM"),
     "gru": lambda: Recurrent("GRU"),
-    "rnn": lambda: Recurrent("RNN"),
     "lstm cell": lambda: Cell("LSTMCell"),
-    "gru cell": lambda: Cell("GRUCell"),
-    "rnn cell": lambda: Cell("RNNCell"),
     "norms of weights": Normed,
     "convolutions": Convolutions,
-    "bilinear": lambda: Pair(nn.Bilinear(8, 8, 3)),
 }
-
-
-class Pair(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x, x)
 
 
 def alternating(module, num_ranks):
