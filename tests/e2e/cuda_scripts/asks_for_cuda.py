@@ -293,42 +293,6 @@ def leaves_streams_as_it_found_them():
 
 
 @case
-def takes_streams_of_other_libraries():
-    torch.cuda.set_device(0)
-    for made in (
-        torch.cuda.ExternalStream(4096),
-        torch.cuda.ExternalStream(stream_ptr=4096, device="cuda:0"),
-    ):
-        assert isinstance(made, torch.cuda.Stream)
-        assert made == torch.cuda.ExternalStream(4096)
-        assert (made.cuda_stream, made.device_index) == (4096, 0)
-        with torch.cuda.stream(made):
-            assert torch.cuda.current_stream() is made
-    assert torch.cuda.ExternalStream(4096, 1) != torch.cuda.ExternalStream(4096)
-    assert torch.cuda.ExternalStream(4096, 1).device == torch.device("cuda", 1)
-    assert outcome(lambda: torch.cuda.ExternalStream()).startswith("TypeError")
-
-
-@case
-def knows_priorities_and_devices_of_streams():
-    torch.cuda.set_device(0)
-    least, greatest = torch.cuda.Stream.priority_range()
-    assert least == 0 > greatest
-    wanted = (5, least, greatest, greatest - 9)
-    found = [torch.cuda.Stream(priority=priority).priority for priority in wanted]
-    assert found == [least, least, greatest, greatest]
-    stream, event = torch.cuda.Stream(1), torch.cuda.Event()
-    assert (stream.device_index, stream.device) == (1, torch.device("cuda", 1))
-    assert event.device is None
-    event.record(stream)
-    assert event.device == stream.device
-    with stream:
-        event = torch.cuda.Event()
-        event.record()
-    assert event.device == stream.device
-
-
-@case
 def profiles():
     x = torch.ones(2, 2).cuda()
     for activities in ([ProfilerActivity.CPU, ProfilerActivity.CUDA], [{ProfilerActivity.CUDA: []}], None):
@@ -365,13 +329,6 @@ def trains_in_mixed_precision():
 
 
 @case
-def uses_old_names_of_mixed_precision():
-    assert torch.cuda.amp.GradScaler().is_enabled()
-    with torch.cuda.amp.autocast():
-        assert torch.mm(torch.ones(2, 2).cuda(), torch.ones(2, 2).cuda()).dtype is torch.float16
-
-
-@case
 def sets_mixed_precision_by_hand():
     x = torch.ones(2, 2, device="cuda")
     torch.set_autocast_enabled("cuda", True)
@@ -394,94 +351,6 @@ def sets_mixed_precision_by_hand():
         assert (x @ x).dtype is torch.float16
     with torch.autocast("cpu"):
         assert (x @ x).dtype is torch.bfloat16
-
-
-@case
-def mixes_precision_for_both_devices():
-    x = torch.ones(2, 2, device="cuda")
-    for options in ({"enabled": False}, {}, {"dtype": torch.float16}):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            with torch.autocast("cuda", **options):
-                assert ((x @ x).dtype is torch.float32) == ("enabled" in options)
-            assert (x @ x).dtype is torch.bfloat16
-        assert (x @ x).dtype is torch.float32
-        assert torch.get_autocast_dtype("cuda") is torch.float16
-        with torch.autocast("cuda"):
-            assert (x @ x).dtype is torch.float16
-
-
-@case
-def names_arguments_of_mixed_precision():
-    x = torch.ones(2, 2, device="cuda")
-    for enabled in (True, False):
-        torch.set_autocast_enabled(device_type="cuda", enabled=enabled)
-        assert torch.is_autocast_enabled(device_type="cuda") is enabled
-        assert (x @ x).dtype is (torch.float16 if enabled else torch.float32)
-        torch.set_autocast_enabled(enabled=not enabled)
-        assert torch.is_autocast_enabled() is not enabled
-        torch.set_autocast_enabled("cuda", enabled=False)
-    torch.set_autocast_dtype(device_type="cuda", dtype=torch.bfloat16)
-    assert torch.get_autocast_dtype(device_type="cuda") is torch.bfloat16
-    torch.set_autocast_dtype("cuda", torch.float16)
-    for set_enabled in (lambda: torch.set_autocast_enabled(), lambda: torch.set_autocast_enabled("cuda")):
-        assert outcome(set_enabled).startswith("TypeError")
-    assert outcome(lambda: torch.set_autocast_gpu_dtype(dtype=torch.float16)).startswith("TypeError")
-
-
-@case
-def keeps_the_type_of_the_cpu():
-    x = torch.ones(2, 2, device="cuda")
-    default = torch.get_autocast_dtype("cpu")
-    torch.set_autocast_dtype("cpu", torch.float16)
-    for options in ({}, {"dtype": torch.bfloat16}, {"enabled": False}):
-        for make in (lambda **options: torch.autocast("cuda", **options), torch.cuda.amp.autocast):
-            with make(**options), make(enabled=False):
-                assert torch.get_autocast_dtype("cpu") is torch.float16
-                with torch.autocast("cpu"):
-                    assert (x @ x).dtype is torch.float16
-            assert torch.get_autocast_dtype("cpu") is torch.float16
-    torch.set_autocast_enabled("cuda", True)
-    torch.set_autocast_gpu_dtype(torch.bfloat16)
-    with torch.autocast("cpu", enabled=False):
-        assert (x @ x).dtype is torch.float32
-    assert (x @ x).dtype is torch.bfloat16
-    torch.set_autocast_enabled("cuda", False)
-    assert torch.get_autocast_dtype("cpu") is torch.float16
-    torch.set_autocast_enabled("cuda", True)
-    torch.set_autocast_enabled("cpu", False)
-    torch.set_autocast_dtype("cpu", default)
-    torch.set_autocast_gpu_dtype(torch.float16)
-    torch.set_autocast_enabled("cuda", True)
-    torch.set_autocast_enabled("cuda", False)
-    assert torch.get_autocast_dtype("cpu") is default
-
-
-@case
-def takes_a_type_for_the_cpu_in_between():
-    x = torch.ones(2, 2, device="cuda")
-    default = torch.get_autocast_dtype("cpu")
-    try:
-        for set_dtype in (torch.set_autocast_cpu_dtype, lambda dtype: torch.set_autocast_dtype("cpu", dtype)):
-            for enabled in (True, False):
-                torch.set_autocast_dtype("cpu", torch.bfloat16)
-                with torch.autocast("cuda", torch.bfloat16), torch.autocast("cuda", torch.bfloat16, enabled):
-                    set_dtype(torch.float16)
-                    assert (x @ x).dtype is (torch.bfloat16 if enabled else torch.float32)
-                    assert torch.get_autocast_dtype("cpu") is torch.float16
-                    with torch.autocast("cpu"):
-                        assert (x @ x).dtype is torch.float16
-                    assert (x @ x).dtype is (torch.bfloat16 if enabled else torch.float32)
-                assert torch.get_autocast_dtype("cpu") is torch.get_autocast_cpu_dtype() is torch.float16
-            torch.set_autocast_enabled("cuda", True)
-            set_dtype(torch.bfloat16)
-            assert (x @ x).dtype is torch.float16
-            torch.set_autocast_enabled("cuda", False)
-            assert torch.get_autocast_dtype("cpu") is torch.bfloat16
-        with torch.autocast("cpu", torch.float16):
-            set_dtype(torch.bfloat16)
-        assert torch.get_autocast_dtype("cpu") is torch.bfloat16
-    finally:
-        torch.set_autocast_dtype("cpu", default)
 
 
 @case
