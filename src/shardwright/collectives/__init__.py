@@ -8,12 +8,10 @@ from shardwright.collectives.algorithms import (
     gather_to_nodes,
     reduce_scatter,
 )
-from shardwright.collectives.replay import ReplayOutcome, replay
 from shardwright.collectives.steps import Memory, Span, Step, Topology
 
 __all__ = [
     "Memory",
-    "ReplayOutcome",
     "Span",
     "Step",
     "Topology",
@@ -23,5 +21,4 @@ __all__ = [
     "broadcast",
     "gather_to_nodes",
     "reduce_scatter",
-    "replay",
 ]

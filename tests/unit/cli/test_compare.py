@@ -12,8 +12,8 @@ from cli.calling import call
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run_folder(tmp_path / "slow", planned(), recorded=True)
-    run_folder(tmp_path / "fast", planned(microbatches=8, forward_s=0.025), steps=5, recorded=True)
+    run_folder(tmp_path / "slow", planned())
+    run_folder(tmp_path / "fast", planned(microbatches=8, forward_s=0.025), steps=5)
     return tmp_path
 
 
@@ -47,6 +47,6 @@ def test_runs_of_different_models_are_not_ranked(capsys, runs):
     """The smaller one was "14.77 times as fast"."""
     other = planned(forward_s=0.005)
     model = other.model.model_copy(update={"fingerprint": "beef"})
-    run_folder(runs / "small", other.model_copy(update={"model": model}), recorded=True)
+    run_folder(runs / "small", other.model_copy(update={"model": model}))
     _, out, _ = call(capsys, "compare", "slow", "small", "--json")
     assert "They trained different models, so their speed does not compare" in json.loads(out)["verdict"]

@@ -20,8 +20,8 @@ def shown(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
-    run_folder(tmp_path / "a", planned(), recorded=True)
-    run_folder(tmp_path / "b", planned(microbatches=8, ranks=4), steps=5, recorded=True)
+    run_folder(tmp_path / "a", planned())
+    run_folder(tmp_path / "b", planned(microbatches=8, ranks=4), steps=5)
     for name in ("a", "b"):
         (tmp_path / "runs" / name / "logs").mkdir(parents=True)
     for reader in READERS:

@@ -2,6 +2,7 @@
 
 from itertools import accumulate
 
+from collectives.played import replay
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,6 @@ from shardwright.collectives import (
     broadcast,
     gather_to_nodes,
     reduce_scatter,
-    replay,
 )
 
 topologies = st.lists(st.integers(0, 3), min_size=1, max_size=6).map(Topology.from_hosts)

@@ -111,6 +111,6 @@ READERS = (
         lambda f: check_smp_parameters(read_smp_parameters(f / "smp.json")),
     ),
     Reader("run/metrics.jsonl", _run, lambda f: (summarize(f / "run"), gather(f / "run"))),
-    Reader("run/trace.json", _run, lambda f: gather(f / "run")),
+    Reader("run/steps.json", _run, lambda f: gather(f / "run")),
     Reader("run/plan.json", _run, lambda f: (summarize(f / "run"), gather(f / "run"))),
 )

@@ -1,10 +1,9 @@
 """Run folders as a run leaves them, made without running."""
 
-import json
 from pathlib import Path
 
 from observe.plans import measured_as
-from shardwright.observe import MetricsLog, RunFolder, StepRecord, chrome_trace
+from shardwright.observe import MetricsLog, RunFolder, StepRecord
 from shardwright.observe.recorded_steps import RankMemoryAfter, RecordedStep, StepsFile
 from shardwright.plan import Plan
 from shardwright.planner.replay import base_setting, play
@@ -15,9 +14,8 @@ def run_folder(
     plan: Plan | None,
     *,
     steps: int = 3,
-    trace: bool = True,
     bytes_in_use: int = 0,
-    recorded: bool = False,
+    state_bytes: int = 0,
 ) -> Path:
     """A run that measured what its plan predicts, 10 % slower."""
     (path / "logs").mkdir(parents=True)
@@ -46,11 +44,8 @@ def run_folder(
         return path
     simulated = play(base_setting(plan)).simulation
     events = [event._replace(bytes_in_use=bytes_in_use) for event in measured_as(simulated)]
-    if recorded:
-        file, memory = StepsFile(RunFolder(path)), [RankMemoryAfter(1000, 1700)] * plan.mesh.pipeline
-        for step in range(1, steps + 1):
-            file.add(RecordedStep.of(step, 1.1 * step_s, events, memory if bytes_in_use else ()))
-    if trace:
-        document = chrome_trace(events, simulation=simulated, info={"step": 3})
-        (path / "trace.json").write_text(json.dumps(document))
+    memory = [RankMemoryAfter(state_bytes, 1700)] * plan.mesh.pipeline if state_bytes else ()
+    file = StepsFile(RunFolder(path))
+    for step in range(1, steps + 1):
+        file.add(RecordedStep.of(step, 1.1 * step_s, events, memory))
     return path

@@ -59,7 +59,7 @@ def test_a_run_is_compared_with_its_plan(tmp_path: Path) -> None:
     assert set(charts(data)) == {"waterfall", "memory", "timeline", "stack", "loss", "steps"}
 
 
-def test_the_measured_timeline_is_that_of_the_trace(tmp_path: Path) -> None:
+def test_the_measured_timeline_is_that_of_the_recorded_step(tmp_path: Path) -> None:
     plan = planned(kind="zb_h1")
     data = gather(run_folder(tmp_path / "run", plan))
     assert data.timeline is not None
@@ -102,7 +102,7 @@ def test_memory_is_compared_without_what_is_not_the_trainings(tmp_path: Path) ->
     """Bug: the peak of a whole process, 500 MiB of it Python and libraries, stood beside the prediction."""
     plan = planned(kind="zb_h1", cores=2)
     assert plan.prediction is not None
-    data = gather(run_folder(tmp_path / "run", plan, recorded=True, bytes_in_use=5700))
+    data = gather(run_folder(tmp_path / "run", plan, bytes_in_use=5700, state_bytes=1000))
     for row, memory in zip(data.memory, plan.prediction.memory, strict=True):
         # 1700 bytes are in use after a step, 1000 of them are of the training.
         assert row.measured == 5700 - 700
@@ -123,7 +123,7 @@ def test_the_parts_of_a_step_add_up_in_both_columns(tmp_path: Path) -> None:
     """Bug: nothing said which part of a step was slower than predicted."""
     plan = planned(kind="1f1b", ranks=3, slow_stage=1.5, data=2, recompute_s=0.02, crowding=1.25)
     assert plan.prediction is not None
-    data = gather(run_folder(tmp_path / "run", plan, recorded=True))
+    data = gather(run_folder(tmp_path / "run", plan))
     parts = {part.kind: part for part in data.parts}
     assert list(parts) == ["forward", "backward", "imbalance", "waiting", "around"]
     assert sum(part.predicted or 0 for part in data.parts) == pytest.approx(plan.prediction.step_s)
@@ -138,7 +138,7 @@ def test_the_parts_of_a_step_add_up_in_both_columns(tmp_path: Path) -> None:
 
 
 def test_the_timeline_is_of_the_most_usual_recorded_step(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", planned(), steps=5, recorded=True, trace=False)
+    folder = run_folder(tmp_path / "run", planned(), steps=5)
     data = gather(folder)
     assert [each.step for each in data.recorded] == [3, 5]
     assert data.timeline is not None
@@ -159,7 +159,7 @@ def test_the_timeline_is_of_the_most_usual_recorded_step(tmp_path: Path) -> None
 def test_the_verdict(tmp_path: Path) -> None:
     plan = planned(data=2)
     assert plan.prediction is not None
-    data = gather(run_folder(tmp_path / "run", plan, recorded=True))
+    data = gather(run_folder(tmp_path / "run", plan))
     verdict = data.verdict
     assert verdict is not None
     step_s = plan.prediction.step_s
@@ -275,8 +275,7 @@ def test_names_from_files_are_text(tmp_path: Path) -> None:
     [
         ("plan.json", "{", PlanError, "is no JSON: line 1"),
         ("plan.json", '{"plan_version": 1}', PlanError, "model is missing"),
-        ("trace.json", "{", UsageError, r"trace.json is no JSON: line 1"),
-        ("trace.json", "[]", UsageError, r"trace.json: traceEvents must be a list of objects"),
+        ("steps.json", "{", UsageError, r"steps.json is no JSON: line 1"),
         ("metrics.jsonl", '{"step": "one"}', UsageError, r"record 1: step is 'one'"),
         ("metrics.jsonl", '{"step": 1, "train/loss": []}', UsageError, r"train/loss is \[\], but it must"),
         (

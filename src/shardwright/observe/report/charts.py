@@ -196,7 +196,7 @@ def charts(data: ReportData) -> dict[str, Figure]:
         found["stack"] = stack
     numbers = [step.step for step in data.steps]
     if any(step.loss is not None for step in data.steps):
-        found["loss"] = line_chart([("loss", numbers, [step.loss for step in data.steps])], "loss")
+        found["loss"] = line_chart("loss", numbers, [step.loss for step in data.steps], "loss")
     # The first step traces and plans: it would flatten the others.
     steady = data.steps[1:] or data.steps
     if any(step.step_s is not None for step in steady):
@@ -206,22 +206,17 @@ def charts(data: ReportData) -> dict[str, Figure]:
     return found
 
 
-def measured_half(timeline: MeasuredTimeline, name: str = "measured") -> Half:
-    """A recorded step as a half of a timeline."""
-    title = name if timeline.step is None else f"{name}, step {timeline.step}"
-    return title, timeline.spans, max((span.end_s for span in timeline.spans), default=0.0)
-
-
 def _timeline(data: ReportData, timeline: MeasuredTimeline | None) -> Figure:
     halves: list[Half] = []
     if data.predicted is not None:
         halves.append(("predicted", data.predicted.spans, data.predicted.step_s))
     if timeline is not None:
-        halves.append(measured_half(timeline))
+        end_s = max((span.end_s for span in timeline.spans), default=0.0)
+        halves.append((f"measured, step {timeline.step}", timeline.spans, end_s))
     return timeline_chart(halves, data.ranks)
 
 
-def parts_chart(parts: Sequence[StepPart], names: tuple[str, str] = ("predicted", "measured")) -> Figure:
+def parts_chart(parts: Sequence[StepPart]) -> Figure:
     """A waterfall: each part begins where the one before ends, once in each of two rows."""
     sums = [
         sum(value for part in parts if (value := getattr(part, attribute)) is not None)
@@ -229,8 +224,8 @@ def parts_chart(parts: Sequence[StepPart], names: tuple[str, str] = ("predicted"
     ]
     scale, unit = time_axis(max(sums))
     traces = []
-    for attribute, name in zip(("predicted", "measured"), names, strict=True):
-        values = [getattr(part, attribute) for part in parts]
+    for name in ("predicted", "measured"):
+        values = [getattr(part, name) for part in parts]
         if all(value is None for value in values):
             continue
         before, starts = 0.0, []
@@ -239,7 +234,7 @@ def parts_chart(parts: Sequence[StepPart], names: tuple[str, str] = ("predicted"
             before += value or 0.0
         trace = bars([part.kind for part in parts], starts, [(value or 0.0) * scale for value in values], "")
         trace["marker"] = {"color": [PART_COLORS[part.kind] for part in parts]}
-        if attribute == "predicted":
+        if name == "predicted":
             trace["marker"]["pattern"] = {"shape": "/", "size": 6, "solidity": 0.35}
         trace |= {"name": name, "hovertemplate": f"%{{y}}, {name}: %{{x:.4g}} {unit}<extra></extra>"}
         traces.append(trace)
@@ -264,7 +259,7 @@ def _step_times(numbers: Sequence[int], values: Sequence[float | None], predicte
     known = [value for value in values if value is not None]
     scale, unit = time_axis(max([*known, predicted_s or 0.0]))
     measured = [None if value is None else value * scale for value in values]
-    figure = line_chart([("measured", numbers, measured)], f"{unit} a step")
+    figure = line_chart("measured", numbers, measured, f"{unit} a step")
     figure["layout"]["yaxis"]["rangemode"] = "tozero"
     if predicted_s is not None:
         ends = [numbers[0], numbers[-1]]
@@ -279,19 +274,15 @@ def _step_times(numbers: Sequence[int], values: Sequence[float | None], predicte
     return figure
 
 
-def line_chart(curves: Sequence[tuple[str, Sequence[int], Sequence[float | None]]], title: str) -> Figure:
-    """Curves over steps. Of two, the first is dashed, as it is hatched elsewhere on the page."""
-    traces = []
-    dashes = ("solid",) if len(curves) == 1 else ("dash", "solid")
-    for (name, numbers, values), dash in zip(curves, dashes, strict=True):
-        every = max(1, -(-len(numbers) // _MOST_POINTS))
-        x, y = list(numbers[::every]), list(values[::every])
-        traces.append(_line(name, x, y, {"color": TEXT, "dash": dash, "width": 1.5}))
+def line_chart(name: str, numbers: Sequence[int], values: Sequence[float | None], title: str) -> Figure:
+    every = max(1, -(-len(numbers) // _MOST_POINTS))
+    line = {"color": TEXT, "dash": "solid", "width": 1.5}
+    traces = [_line(name, list(numbers[::every]), list(values[::every]), line)]
     layout = {
         "xaxis": {"title": {"text": "step"}},
         "yaxis": {"title": {"text": title}, "fixedrange": True},
         "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"},
-        "showlegend": len(traces) > 1,
+        "showlegend": False,
     }
     return {"data": traces, "layout": layout, "height": _LINE_PX}
 

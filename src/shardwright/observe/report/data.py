@@ -233,9 +233,7 @@ def _most_typical(recorded: Sequence[MeasuredTimeline], step_s: float | None) ->
         return None
     if step_s is None:
         return recorded[-1]
-    return min(
-        reversed(recorded), key=lambda each: abs((step_s if each.seconds is None else each.seconds) - step_s)
-    )
+    return min(reversed(recorded), key=lambda each: abs(each.seconds - step_s))
 
 
 def _thinned(timeline: MeasuredTimeline, ranks: Sequence[int]) -> MeasuredTimeline:

@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.errors import UsageError
-from shardwright.files import UserFile
-from shardwright.observe.metrics import FOREIGN, Metric, finite, number_or_none, to_number
+from shardwright.observe.metrics import FOREIGN, Metric, number_or_none, to_number
 from shardwright.observe.recorded_steps import RecordedStep, read_recorded_steps
 from shardwright.observe.run_folder import RunFolder
-from shardwright.observe.timeline import HOST_LANE, MEMORY_IN_USE
-from shardwright.quantities import MOST_RANKS
 from shardwright.schedule import Kind, Simulation
 from shardwright.text import printable, shown
 
@@ -134,18 +131,7 @@ def thin(spans: Sequence[Span], ranks: Sequence[int]) -> tuple[Span, ...]:
     return tuple(found)
 
 
-_CATEGORIES = {
-    "forward": "forward",
-    "backward": "backward",
-    "backward input": "input",
-    "backward weight": "weight",
-    "transfer": "send",
-    "offload": "offload",
-    "load": "load",
-    "wait": "wait",
-}
 _GIB = 2**30
-_MOST_BYTES = 2**30  # of a timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,17 +139,16 @@ class MeasuredTimeline:
     """What all pipeline ranks did in one step, as measured.
 
     Attributes:
-        step: which step it is of; None where the file does not say.
         spans: what each pipeline rank did, seconds from the start of the first work.
         memory: of each pipeline rank, (seconds, bytes in use); empty where nobody looked.
-        seconds: that the step took, with what comes before and after the schedule; None if not known.
+        seconds: that the step took, with what comes before and after the schedule.
         other_bytes: of each pipeline rank, what of these bytes is not the training's; empty if not known.
     """
 
-    step: int | None
+    step: int
+    seconds: float
     spans: tuple[Span, ...]
     memory: Mapping[int, tuple[tuple[float, float], ...]] = field(default_factory=dict)
-    seconds: float | None = None
     other_bytes: Mapping[int, int] = field(default_factory=dict)
 
     @property
@@ -229,12 +214,8 @@ def read_metrics(records: Iterable[Mapping[str, Any]], path: Path) -> tuple[Step
 
 
 def read_recorded(folder: RunFolder) -> tuple[MeasuredTimeline, ...]:
-    """The steps that a run has recorded; of a run that has none, the one of its trace."""
-    found = [_timeline(step) for step in read_recorded_steps(folder) if step.events]
-    if found:
-        return tuple(found)
-    traced = read_timeline(folder.trace_file)
-    return () if traced is None else (traced,)
+    """The steps that a run has recorded."""
+    return tuple(_timeline(step) for step in read_recorded_steps(folder) if step.events)
 
 
 def _timeline(step: RecordedStep) -> MeasuredTimeline:
@@ -250,90 +231,3 @@ def _timeline(step: RecordedStep) -> MeasuredTimeline:
         seconds=step.seconds,
         other_bytes={rank: num_bytes for rank, num_bytes in others.items() if num_bytes is not None},
     )
-
-
-def read_timeline(path: Path) -> MeasuredTimeline | None:
-    """The measured timeline of a ``trace.json``; None where the file is not there or holds none."""
-    if not path.exists():
-        return None
-    file = UserFile(path, what="", error=UsageError, advice=FOREIGN.removesuffix("."), most_bytes=_MOST_BYTES)
-    document = file.read_json(free_text=True)
-    events = document.get("traceEvents") if isinstance(document, dict) else None
-    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        raise UsageError(f"{file}: traceEvents must be a list of objects. {FOREIGN}")
-    threads = {
-        _thread(event)
-        for event in events
-        if event.get("name") == "thread_name"
-        and _arguments(event).get("name") in ("measured", f"measured{HOST_LANE}")
-    }
-    pids = {pid: 0 for pid, _ in map(_thread, events) if any(pid == known for known, _ in threads)}
-    order = {
-        _thread(event)[0]: _arguments(event).get("sort_index")
-        for event in events
-        if event.get("name") == "process_sort_index"
-    }
-    rank_of = {pid: _rank(order.get(pid), path) for pid in pids}
-    spans = [
-        _span(event, number, rank_of, path)
-        for number, event in enumerate(events)
-        if event.get("ph") == "X" and _thread(event) in threads
-    ]
-    other = document.get("otherData")
-    step = other.get("step") if isinstance(other, dict) else None
-    if not spans:
-        return None
-    memory = _memory(events, rank_of, path)
-    return MeasuredTimeline(step if isinstance(step, int) else None, tuple(spans), memory)
-
-
-def _thread(event: Mapping[str, Any]) -> tuple[str, str]:
-    """The thread of an event, as text: a file may hold anything."""
-    return shown(event.get("pid")), shown(event.get("tid"))
-
-
-def _arguments(event: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = event.get("args")
-    return found if isinstance(found, dict) else {}
-
-
-def _rank(value: Any, path: Path) -> int:
-    number = to_number(value, "sort_index", printable(str(path)))
-    if not 0 <= number <= MOST_RANKS:
-        raise UsageError(
-            f"{printable(str(path))}: sort_index is {shown(value)}, but it must be a rank. {FOREIGN}"
-        )
-    return int(number)
-
-
-def _span(event: Mapping[str, Any], number: int, rank_of: Mapping[Any, int], path: Path) -> Span:
-    where = f"{printable(str(path))}, traceEvents.{number}"
-    start_us, length_us = (finite(event.get(key), key, where) for key in ("ts", "dur"))
-    category = event.get("cat")
-    if not isinstance(category, str) or category not in _CATEGORIES:
-        raise UsageError(
-            f"{where}: cat is {shown(category)}, but it must be one of {', '.join(_CATEGORIES)}."
-        )
-    kind = _CATEGORIES[category]
-    return Span(
-        rank=rank_of[_thread(event)[0]],
-        kind=kind,
-        start_s=start_us / 1e6,
-        end_s=(start_us + length_us) / 1e6,
-        name=str(event.get("name", "")),
-    )
-
-
-def _memory(
-    events: Sequence[Mapping[str, Any]], rank_of: Mapping[Any, int], path: Path
-) -> dict[int, tuple[tuple[float, float], ...]]:
-    """The memory in use, by rank, in order of time."""
-    found: dict[int, list[tuple[float, float]]] = {}
-    for number, event in enumerate(events):
-        pid = _thread(event)[0]
-        if event.get("ph") == "C" and event.get("name") == MEMORY_IN_USE and pid in rank_of:
-            where = f"{printable(str(path))}, traceEvents.{number}"
-            moment = finite(event.get("ts"), "ts", where) / 1e6
-            num_bytes = finite(_arguments(event).get("bytes"), "bytes", where)
-            found.setdefault(rank_of[pid], []).append((moment, num_bytes))
-    return {rank: tuple(sorted(found[rank])) for rank in sorted(found)}

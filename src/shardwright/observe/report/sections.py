@@ -161,7 +161,7 @@ def stage_table(data: ReportData) -> str:
     header.append("difference")
     if not measured:
         header, rows = ["stage", "forward", "backward"], [[row[0], row[1], row[3]] for row in rows]
-    step = "" if data.timeline is None or data.timeline.step is None else f" of step {data.timeline.step}"
+    step = "" if data.timeline is None else f" of step {data.timeline.step}"
     least = _SLIGHT * max(row.predicted or 0.0 for row in sums)
     note = f"; measured are the means{step}." if measured else "."
     return "\n".join(
@@ -239,16 +239,16 @@ def parts(data: ReportData, plots: Mapping[str, Figure]) -> str:
 def _measured_in(data: ReportData) -> str:
     """Which step the parts are of, and how it compares with the others."""
     timeline = data.timeline
-    if timeline is None or timeline.step is None:
+    if timeline is None:
         return ""
     usual_s = data.compared[0].measured
     told = f"Measured are the parts of step {timeline.step}"
-    if timeline.seconds is None or usual_s is None:
+    if usual_s is None:
         return f"{told}. "
     return f"{told}, which took {format_seconds(timeline.seconds)}; the median is {format_seconds(usual_s)}. "
 
 
-def parts_table(rows: Sequence[StepPart], names: tuple[str, str] = ("predicted", "measured")) -> str:
+def parts_table(rows: Sequence[StepPart]) -> str:
     """The parts with their sum, the one furthest above its prediction marked."""
     cells: list[list[str]] = []
     finer: list[int] = []
@@ -267,7 +267,7 @@ def parts_table(rows: Sequence[StepPart], names: tuple[str, str] = ("predicted",
     sums = [_sum([part.predicted for part in rows]), _sum([part.measured for part in rows])]
     cells.append(["<b>step</b>", *map(seconds_of, sums), difference(*sums)])
     worst = worst_of(rows, least=_SLIGHT * (sums[0] or 0.0))
-    header = ["part", *names, "difference"]
+    header = ["part", "predicted", "measured", "difference"]
     if all(part.measured is None for part in rows):
         header, cells = header[:2], [row[:2] for row in cells]
     return table(header, cells, worst=None if worst is None else marked[worst], finer=finer)
