@@ -75,14 +75,6 @@ TRAIN_JOB = {
         "activeDeadlineSeconds": VALUE,
     },
 }
-OLDER_TRAIN_JOB = {
-    **TRAIN_JOB,
-    "spec": {
-        "runtimeRef": {"name": VALUE},
-        "trainer": TRAINER,
-        "podTemplateOverrides": [{"targetJobs": [{"name": VALUE}], "spec": POD_PATCH}],
-    },
-}
 CONTAINER = {
     "name": VALUE,
     "image": VALUE,
@@ -138,7 +130,6 @@ WHOLE = {
     ("engine", "known"),
     [
         ({"kind": "TrainJob"}, TRAIN_JOB),
-        ({"kind": "TrainJob", "trainer_version": "2.1.0"}, OLDER_TRAIN_JOB),
         ({"kind": "JobSet"}, JOB_SET),
     ],
 )
@@ -160,7 +151,7 @@ def test_manifests_have_the_fields_of_the_published_types(folder, engine, known)
         '"mountPath": "/dev/shm"',
     ):
         assert text in every
-    assert ('"activeDeadlineSeconds": 3600' in every) is (known is not OLDER_TRAIN_JOB)
+    assert '"activeDeadlineSeconds": 3600' in every
     assert manifest["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team"}
 
 

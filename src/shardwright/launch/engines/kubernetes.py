@@ -3,30 +3,29 @@
 ``python job.py | kubectl apply -f -`` starts a job whose script prints `Estimator.manifest`. The script's
 folder goes with the job (up to about 600 KiB, packed), unless the image has it. Data, and results to keep,
 are on volumes.
+
+Fields are those of ``trainer.kubeflow.org/v1alpha1`` (Kubeflow Trainer 2.2 to 2.3) and
+``jobset.x-k8s.io/v1alpha2`` (JobSet 0.5 to 0.10).
 """
 
 import base64
 import io
+import json
 import os
 import re
+import shlex
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NoReturn
 
-from shardwright.comm.joining.run_secret import new_secret
+import yaml
+
+from shardwright.comm.joining.run_secret import SECRET, has_secret, new_secret
 from shardwright.errors import ConfigError, LaunchError
-from shardwright.launch.engines.manifests import (
-    Pods,
-    code_map,
-    is_env_name,
-    job_set,
-    needs_secret,
-    secret_object,
-    to_yaml,
-    train_job,
-)
+from shardwright.launch.engines.engine import ShellText, shell_line
 from shardwright.launch.job_spec import JobSpec
+from shardwright.launch.process_text import refuse_half_characters
 from shardwright.quantities import format_bytes
 
 _PART = 96 * 1024
@@ -70,6 +69,10 @@ def _files(folder: Path, without: Path) -> list[Path]:
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LONGEST_NAME = 50
+_ENV_NAME = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
+_CONTAINER = "node"  # what Kubeflow's runtimes call the jobs, and their container
+_PORT = 29500
+_SECRET_KEY = "secret"
 
 
 class Kubernetes:
@@ -81,7 +84,6 @@ class Kubernetes:
         image: the container image; it has Python with Shardwright and PyTorch. None is the estimator's
             ``image_uri``, or, for a TrainJob, that of the runtime.
         runtime: the ClusterTrainingRuntime of a TrainJob.
-        trainer_version: of Kubeflow's Trainer; before 2.2 it had other fields.
         code: the folder of the script in the image or on a volume; None sends the script with the job.
         runs_dir: the folder in the pods that holds the run folders; on a volume, if results are to stay.
         volumes: names of persistent volume claims, by the folders at which they are mounted.
@@ -106,7 +108,6 @@ class Kubernetes:
         namespace: str | None = None,
         image: str | None = None,
         runtime: str = "torch-distributed",
-        trainer_version: str = "2.2",
         code: str | None = None,
         runs_dir: str = "/opt/ml/runs",
         volumes: Mapping[str, str] | None = None,
@@ -121,26 +122,24 @@ class Kubernetes:
             raise ConfigError(f"kind is {kind!r}, but it must be TrainJob or JobSet.")
         self.kind = kind
         self.namespace = namespace
-        self.runtime = runtime
-        self._patches_runtime = _version(trainer_version) >= (2, 2)
+        self._runtime = runtime
         self._labels = dict(labels or {})
-        self._pods: dict[str, Any] = {
-            "image": image,
-            "python": python,
-            "is_packed": code is None,
-            **({} if code is None else {"code": code}),
-            "runs_dir": runs_dir,
-            "volumes": dict(volumes or {}),
-            "resources": dict(resources or {}),
-            "gpu_resource": gpu_resource,
-            "node_selector": dict(node_selector or {}),
-            "service_account": service_account,
+        self._image = image
+        self._python = python
+        self._is_packed = code is None
+        self._code = code or "/opt/ml/code"
+        self._runs_dir = runs_dir
+        self._volumes = {
+            path: (f"volume-{n}", claim) for n, (path, claim) in enumerate((volumes or {}).items())
         }
+        self._resources = dict(resources or {})
+        self._gpu_resource = gpu_resource
+        self._node_selector = dict(node_selector or {})
+        self._service_account = service_account
 
     def manifest(self, spec: JobSpec) -> str:
         name = _name_in_cluster(spec)
-        pods = Pods(**{**self._pods, "image": self._pods["image"] or spec.image})
-        if pods.image is None and self.kind == "JobSet":
+        if self._image is None and spec.image is None and self.kind == "JobSet":
             raise ConfigError(
                 "a JobSet needs the image of a container with Python, PyTorch and Shardwright in it: "
                 'Kubernetes(kind="JobSet", image="registry/image:tag"), or Estimator(..., image_uri=...).'
@@ -156,29 +155,25 @@ class Kubernetes:
             raise ConfigError(
                 "dependencies stay on this machine. Copy them into source_dir, or install them in the image."
             )
-        if unfit := [name for name in spec.environment if not is_env_name(name)]:
+        if unfit := [name for name in spec.environment if not _ENV_NAME.fullmatch(name)]:
             raise ConfigError(
                 f"environment has {unfit[0]!r}, but on Kubernetes names of variables are of letters, digits, "
                 "'-', '_' and '.', and begin with no digit."
             )
-        parts = pack(spec.source_dir, without=spec.runs_dir) if pods.is_packed else []
-        common: dict[str, Any] = {
-            "name": name,
-            "namespace": self.namespace,
-            "labels": self._labels,
-            "num_parts": len(parts),
-        }
-        if self.kind == "JobSet":
-            job = job_set(spec, pods, **common)
-        else:
-            job = train_job(spec, pods, **common, runtime=self.runtime, patches_runtime=self._patches_runtime)
-        return to_yaml(
-            [
-                *([code_map(name, self.namespace, parts)] if parts else []),
-                *([secret_object(name, self.namespace, new_secret())] if needs_secret(spec) else []),
-                job,
-            ]
-        )
+        parts = pack(spec.source_dir, without=spec.runs_dir) if self._is_packed else []
+        documents = [
+            self._job_set(spec, name, len(parts))
+            if self.kind == "JobSet"
+            else self._train_job(spec, name, len(parts))
+        ]
+        if _needs_secret(spec):
+            secret = {"type": "Opaque", "stringData": {_SECRET_KEY: new_secret()}}
+            documents.insert(0, {**self._object("v1", "Secret", f"{name}-secret"), **secret})
+        if parts:
+            data = {f"part-{number}": part for number, part in enumerate(parts)}
+            documents.insert(0, {**self._object("v1", "ConfigMap", f"{name}-code"), "data": data})
+        refuse_half_characters(json.dumps(documents, ensure_ascii=False))
+        return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1_000_000)
 
     def start(self, spec: JobSpec, *, waits: bool) -> NoReturn:
         """Refuses: manifests are printed, and kubectl applies them."""
@@ -191,12 +186,161 @@ class Kubernetes:
     def __repr__(self) -> str:
         return f"Kubernetes(kind={self.kind!r}, namespace={self.namespace!r})"
 
+    # ---- parts of manifests ----
 
-def _version(text: str) -> tuple[int, int]:
-    match = re.match(r"v?(\d+)\.(\d+)", str(text))
-    if match is None:
-        raise ConfigError(f"trainer_version is {text!r}, but it must be such as 2.2.")
-    return int(match[1]), int(match[2])
+    def _train_job(self, spec: JobSpec, name: str, num_parts: int) -> dict[str, Any]:
+        rank, endpoint = '"$PET_NODE_RANK"', '"$PET_MASTER_ADDR:$PET_MASTER_PORT"'
+        trainer: dict[str, Any] = {
+            **self._container(spec, name, num_parts, node_rank=rank, endpoint=endpoint),
+            "numNodes": spec.num_hosts,
+            "numProcPerNode": spec.processes_per_host,
+        }
+        if resources := self._resources_of(spec):
+            trainer["resourcesPerNode"] = resources
+        containers = [{"name": _CONTAINER, "volumeMounts": self._mounts()}]
+        job = {
+            "name": _CONTAINER,
+            "template": {"spec": {"template": {"spec": {**self._pod(), "containers": containers}}}},
+        }
+        patch = {"template": {"spec": {"replicatedJobs": [job]}}}
+        content: dict[str, Any] = {
+            "runtimeRef": {"name": self._runtime},
+            "trainer": trainer,
+            "runtimePatches": [{"manager": "shardwright", "trainingRuntimeSpec": patch}],
+        }
+        if spec.max_run_s is not None:
+            content["activeDeadlineSeconds"] = max(1, round(spec.max_run_s))
+        kind = self._object("trainer.kubeflow.org/v1alpha1", "TrainJob", name, self._labels)
+        return {**kind, "spec": content}
+
+    def _job_set(self, spec: JobSpec, name: str, num_parts: int) -> dict[str, Any]:
+        """One indexed job, a pod a host, which find each other by name."""
+        rank, endpoint = '"$JOB_COMPLETION_INDEX"', f"{name}-{_CONTAINER}-0-0.{name}:{_PORT}"
+        container: dict[str, Any] = {
+            "name": _CONTAINER,
+            **self._container(spec, name, num_parts, node_rank=rank, endpoint=endpoint),
+            "ports": [{"containerPort": _PORT}],
+            "volumeMounts": self._mounts(),
+        }
+        if resources := self._resources_of(spec):
+            container["resources"] = resources
+        job: dict[str, Any] = {
+            "completionMode": "Indexed",
+            "completions": spec.num_hosts,
+            "parallelism": spec.num_hosts,
+            "backoffLimit": 0,
+        }
+        if spec.max_run_s is not None:
+            job["activeDeadlineSeconds"] = max(1, round(spec.max_run_s))
+        pod = {"restartPolicy": "Never", **self._pod(), "containers": [container]}
+        template = {"spec": {**job, "template": {"spec": pod}}}
+        return {
+            **self._object("jobset.x-k8s.io/v1alpha2", "JobSet", name, self._labels),
+            "spec": {
+                "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+                "failurePolicy": {"maxRestarts": 0},
+                "replicatedJobs": [{"name": _CONTAINER, "replicas": 1, "template": template}],
+            },
+        }
+
+    def _container(
+        self, spec: JobSpec, name: str, num_parts: int, *, node_rank: str, endpoint: str
+    ) -> dict[str, Any]:
+        script = self._script(spec, num_parts, node_rank=node_rank, endpoint=endpoint)
+        image = self._image or spec.image
+        return {
+            **({"image": image} if image else {}),
+            "command": ["bash", "-c", _as_it_is(script)],
+            "env": self._env(spec, name, num_parts),
+        }
+
+    def _script(self, spec: JobSpec, num_parts: int, *, node_rank: str, endpoint: str) -> str:
+        """Unpacks the user's script, and becomes its host's launcher."""
+        words = spec.words_of_launcher(
+            python=self._python,
+            runs_dir=self._runs_dir,
+            node_rank=ShellText(node_rank),
+            endpoint=ShellText(endpoint),
+        )
+        code = shlex.quote(self._code)
+        names = [f"SHARDWRIGHT_CODE_{part}" for part in range(num_parts)]
+        lines = ["set -e", *([f"mkdir -p {code}"] if names else []), f"cd {code}"]
+        if names:
+            parts = "".join(f"${{{name}}}" for name in names)
+            lines += [f'printf %s "{parts}" | base64 -d | tar -xz', f"unset {' '.join(names)}"]
+        return "\n".join([*lines, f"exec {shell_line(words)}", ""])
+
+    def _env(self, spec: JobSpec, name: str, num_parts: int) -> list[dict[str, Any]]:
+        variables = spec.variables(source_dir=self._code, run_folder=Path(self._runs_dir) / spec.name)
+        variables["PYTHONUNBUFFERED"] = "1"
+        env: list[dict[str, Any]] = [
+            {"name": variable, "value": _as_it_is(value)}
+            for variable, value in variables.items()
+            if _ENV_NAME.fullmatch(variable)  # another, of a hyperparameter, the launcher sets
+        ]
+        for part in range(num_parts):
+            source = {"configMapKeyRef": {"name": f"{name}-code", "key": f"part-{part}"}}
+            env.append({"name": f"SHARDWRIGHT_CODE_{part}", "valueFrom": source})
+        if _needs_secret(spec):
+            source = {"secretKeyRef": {"name": f"{name}-secret", "key": _SECRET_KEY}}
+            env.append({"name": SECRET, "valueFrom": source})
+        return env
+
+    def _pod(self) -> dict[str, Any]:
+        """The parts of a pod besides its container."""
+        # Loaders of data and ranks of one host exchange more than the usual 64 MiB.
+        volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+        volumes += [
+            {"name": name, "persistentVolumeClaim": {"claimName": claim}}
+            for name, claim in self._volumes.values()
+        ]
+        found: dict[str, Any] = {"volumes": volumes}
+        if self._node_selector:
+            found["nodeSelector"] = dict(self._node_selector)
+        if self._service_account is not None:
+            found["serviceAccountName"] = self._service_account
+        return found
+
+    def _mounts(self) -> list[dict[str, str]]:
+        named = [{"name": name, "mountPath": path} for path, (name, _) in self._volumes.items()]
+        return [{"name": "shm", "mountPath": "/dev/shm"}, *named]
+
+    def _resources_of(self, spec: JobSpec) -> dict[str, Any]:
+        asked = dict(self._resources)
+        if spec.gpus_per_host:
+            asked[self._gpu_resource] = str(spec.gpus_per_host)
+        return {"requests": asked, "limits": dict(asked)} if asked else {}
+
+    def _object(
+        self, version: str, kind: str, name: str, labels: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        metadata = {
+            "name": name,
+            **({"namespace": self.namespace} if self.namespace else {}),
+            **({"labels": dict(labels)} if labels else {}),
+        }
+        return {"apiVersion": version, "kind": kind, "metadata": metadata}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines as such."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def _as_it_is(text: str) -> str:
+    """Text for commands and variables, where Kubernetes fills in ``$(NAME)``, and makes ``$`` of ``$$``."""
+    return text.replace("$", "$$")
+
+
+def _needs_secret(spec: JobSpec) -> bool:
+    """Whether the job is given a secret; the launcher of a single host makes one itself."""
+    return spec.num_hosts > 1 and not has_secret(spec.environment)
 
 
 def _name_in_cluster(spec: JobSpec) -> str:
