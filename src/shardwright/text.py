@@ -27,6 +27,16 @@ _ABBREVIATION = reprlib.Repr()
 _ABBREVIATION.maxstring = _ABBREVIATION.maxother = 120
 
 
+def shortened(names: Sequence[str], *, most: int = 3) -> str:
+    """Some of many names.
+
+    >>> shortened(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
 def printable(text: str, *, lines: bool = False) -> str:
     """A text that a terminal shows and does not obey.
 

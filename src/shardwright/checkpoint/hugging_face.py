@@ -132,11 +132,10 @@ def export_files(
     *,
     config: Mapping[str, Any] | None,
     max_shard_bytes: int = 5 * 2**30,
-    disk: Disk | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Exported:
     """Writes the files. Of the tensors, only some MiB are in memory at a time."""
-    disk = disk or Disk()
+    disk = Disk()
     shards = _shards(model.sources, max_shard_bytes)
     names = _names(len(shards))
     written = []

@@ -291,10 +291,9 @@ def import_model(
     strip: str = "",
     prefix: str = "",
     config: Mapping[str, Any] | None = None,
-    disk: Disk | None = None,
 ) -> Imported:
     """Makes a checkpoint that has a model, and neither optimizer nor anything else."""
-    disk = disk or Disk()
+    disk = Disk()
     folder = CheckpointFolder(root, disk=disk)
     _refuse_others(folder)
     draft = None

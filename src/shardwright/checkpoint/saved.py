@@ -126,13 +126,3 @@ class SavedCheckpoint:
         if name not in self.manifest.files:
             raise CorruptCheckpointError(f"{self.path} has no {name}.")
         return self.path / name
-
-
-def shortened(names: Sequence[str], *, most: int = 3) -> str:
-    """Some of many names.
-
-    >>> shortened(["a", "b", "c", "d", "e"])
-    'a, b, c and 2 more'
-    """
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -13,11 +13,10 @@ from shardwright.checkpoint.boxes import Box, covered_once
 from shardwright.checkpoint.manifest import FORMAT_VERSION, Record
 from shardwright.checkpoint.tensor_file import ITEM_BYTES, TensorFile
 from shardwright.errors import CheckpointError, CorruptCheckpointError
+from shardwright.text import shortened
 
 MODEL = "model/"
 """What the names of a model's tensors begin with in a checkpoint."""
-
-_MOST_NAMES = 5
 
 
 def without_prefix(names: Iterable[str], prefix: str, *, where: str) -> dict[str, str]:
@@ -25,10 +24,9 @@ def without_prefix(names: Iterable[str], prefix: str, *, where: str) -> dict[str
     every = list(names)
     lacking = [name for name in every if not name.startswith(prefix) or name == prefix]
     if lacking:
-        more = len(lacking) - _MOST_NAMES
-        listed = ", ".join(in_order(lacking)[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
         raise CheckpointError(
-            f"{len(lacking)} of {len(every)} tensors of {where} have no prefix {prefix!r}: {listed}. Give "
+            f"{len(lacking)} of {len(every)} tensors of {where} have no prefix {prefix!r}: "
+            f"{shortened(in_order(lacking), most=5)}. Give "
             "the prefix that all of them have, or none."
         )
     return {name: name[len(prefix) :] for name in every}

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwright.plan import Plan, stage_of_label
 from shardwright.quantities import format_bytes, format_seconds
-from shardwright.text import align
+from shardwright.text import align, shortened
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +145,4 @@ def _span(names: Sequence[str]) -> str:
 
 
 def _sample(names: Sequence[str]) -> str:
-    if not names:
-        return "none"
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return shortened(names) or "none"

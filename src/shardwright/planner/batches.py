@@ -13,13 +13,12 @@ from shardwright.errors import PlanError
 from shardwright.model_graph import ModelGraph
 from shardwright.profile import Profile
 from shardwright.quantities import counted
+from shardwright.text import shortened
 
 NOT_CUT_FURTHER = "not cut further"
 """Ends the reason for few microbatches, by which others know that more are none to advise."""
 
 ENOUGH_SAMPLES = 16
-
-_NUM_NAMED = 3
 
 
 def count_groups(
@@ -78,9 +77,7 @@ def _layers(candidates: Mapping[int, tuple[ModelGraph, Profile]]) -> tuple[str, 
 
 def _sample(layers: Sequence[str]) -> str:
     """``bn1, bn2, bn3 and 5 more``."""
-    more = len(layers) - _NUM_NAMED
-    named = [layer or "the model" for layer in layers[:_NUM_NAMED]]
-    return ", ".join(named) + (f" and {more} more" if more > 0 else "")
+    return shortened([layer or "the model" for layer in layers])
 
 
 def microbatch_counts(batch_size: int, *, config: Config, pipeline: int) -> tuple[int, ...]:

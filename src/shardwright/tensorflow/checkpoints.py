@@ -18,7 +18,6 @@ from shardwright.checkpoint.folder import CheckpointFolder, refuse_one_checkpoin
 from shardwright.checkpoint.saved import (
     SavedCheckpoint,
     TensorPart,
-    shortened,
 )
 from shardwright.checkpoint.tensor_file import StoredTensor
 from shardwright.checkpoint.tensor_index import MODEL
@@ -29,6 +28,7 @@ from shardwright.run.saving import CheckpointDraft, RankSnapshot, SaveUnderWay, 
 from shardwright.tensorflow import _private
 from shardwright.tensorflow.keras_run import keras_run
 from shardwright.tensorflow.variables import tf_variable, variables_by_name
+from shardwright.text import shortened
 
 __all__ = ["CheckpointManager"]
 

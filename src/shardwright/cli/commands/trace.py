@@ -10,7 +10,7 @@ from shardwright.cli.asking.model import check_factory
 from shardwright.model_graph import ModelGraph
 from shardwright.observe.console import Console
 from shardwright.quantities import MOST_STAGES_OF_RANK, counted, format_bytes, format_flops, format_parameters
-from shardwright.text import align, printable
+from shardwright.text import align, printable, shortened
 
 Stages = Annotated[
     int,
@@ -41,9 +41,6 @@ def trace(factory: Factory, stages: Stages = 2, build_on: BuildOn = "meta", as_j
         print_json(graph.to_dict())
     else:
         show_text(format_graph(graph))
-
-
-_MOST_NAMES = 3
 
 
 def format_graph(graph: ModelGraph) -> str:
@@ -96,7 +93,7 @@ def _units(graph: ModelGraph) -> str:
                 format_bytes(size),
                 "the next"
                 if targets[call] == [following]
-                else _names([graph.nodes[target].label for target in targets[call]]) or "the loss",
+                else shortened([graph.nodes[target].label for target in targets[call]]) or "the loss",
             ]
         )
     return align(rows)
@@ -114,10 +111,5 @@ def _ties(graph: ModelGraph) -> list[str]:
         if len(users) > 1 or parameter.aliases:
             size = format_bytes(parameter.spec.num_bytes)
             also = f" = {', '.join(parameter.aliases)}" if parameter.aliases else ""
-            lines.append(printable(f"tied: {name}{also} ({size}), used by {_names(users) or 'no unit'}"))
+            lines.append(printable(f"tied: {name}{also} ({size}), used by {shortened(users) or 'no unit'}"))
     return lines
-
-
-def _names(labels: list[str]) -> str:
-    more = len(labels) - _MOST_NAMES
-    return ", ".join(labels[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

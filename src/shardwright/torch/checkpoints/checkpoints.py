@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwright.checkpoint.folder import CheckpointFolder
-from shardwright.checkpoint.saved import SavedCheckpoint, shortened
+from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.exit_codes import SAVED
 from shardwright.observe.run_folder import show_path
 from shardwright.run.failure import first_cause_named
 from shardwright.run.joint_calls import meet, on_every_rank
+from shardwright.text import shortened
 from shardwright.torch.checkpoints.encoded import StateObjects
 from shardwright.torch.checkpoints.resuming import Resumed, open_verified
 from shardwright.torch.checkpoints.saves import Saves, SaveSignals, hold_folder, release_folder

@@ -1,6 +1,6 @@
 """Loads this rank's share of a saved model and optimizer, whatever layout saved them."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 
 from shardwright.checkpoint.boxes import Box
 from shardwright.checkpoint.saved import SavedCheckpoint
+from shardwright.checkpoint.tensor_index import MODEL
 from shardwright.errors import CheckpointError
+from shardwright.text import shortened
 from shardwright.torch._private import non_persistent_buffers
 from shardwright.torch.checkpoints.own_parts import (
     MASTER,
@@ -34,28 +36,27 @@ def check_fits(
     model: DistributedModel,
     saved: SavedCheckpoint,
     *,
-    prefix: str = "model/",
     strict: bool = True,
     remade: Collection[str] = (),
 ) -> None:
-    own = {name: tensor for name, tensor, _ in _saved_tensors(model, saved, prefix)}
+    own = {name: tensor for name, tensor, _ in _saved_tensors(model, saved)}
     theirs = {
-        name.removeprefix(prefix): entry.shape
+        name.removeprefix(MODEL): entry.shape
         for name, entry in saved.index.tensors.items()
-        if name.startswith(prefix)
+        if name.startswith(MODEL)
     }
     known = own.keys() | _other_names(model.get_module()) | set(remade)
     problems = [
-        f"{len(names)} tensors are only {where}: {_listed(names)}."
+        f"{len(names)} tensors are only {where}: {shortened(sorted(names), most=_MOST_NAMES)}."
         for where, names in (
             ("in the checkpoint", theirs.keys() - known),
-            ("in the model", {name for name, _, full in _saved_tensors(model, saved, prefix) if not full}),
+            ("in the model", {name for name, _, full in _saved_tensors(model, saved) if not full}),
         )
         if names and strict
     ]
-    for _, tensor, full in _saved_tensors(model, saved, prefix):
-        shape = theirs.get(full.removeprefix(prefix)) if full else None
-        name = full.removeprefix(prefix)
+    for _, tensor, full in _saved_tensors(model, saved):
+        name = full.removeprefix(MODEL)
+        shape = theirs.get(name) if full else None
         if shape is not None and shape != tuple(tensor.shape) and name not in remade:
             problems.append(f"{name} has the shape {shape} there, and {tuple(tensor.shape)} here.")
     if problems:
@@ -66,9 +67,9 @@ def check_fits(
         )
 
 
-def load_model(model: DistributedModel, saved: SavedCheckpoint, *, prefix: str = "model/") -> None:
+def load_model(model: DistributedModel, saved: SavedCheckpoint) -> None:
     """Fills parameters and persistent buffers; every rank does, between two steps."""
-    for _, tensor, full in _saved_tensors(model, saved, prefix):
+    for _, tensor, full in _saved_tensors(model, saved):
         sharded = sharded_of(model, tensor)
         if not full:
             continue
@@ -82,9 +83,7 @@ def load_model(model: DistributedModel, saved: SavedCheckpoint, *, prefix: str =
             read_into(tensor.detach(), saved, full)
 
 
-def _saved_tensors(
-    model: DistributedModel, saved: SavedCheckpoint, prefix: str
-) -> Iterator[tuple[str, Tensor, str]]:
+def _saved_tensors(model: DistributedModel, saved: SavedCheckpoint) -> Iterator[tuple[str, Tensor, str]]:
     """Name of each tensor of the model, the tensor, and its name in the checkpoint; "" where it has none.
 
     A tensor of several names may have been saved under any of them.
@@ -100,7 +99,7 @@ def _saved_tensors(
         tensors[name] = tensor
     for aliases in names.values():
         if aliases[0] not in transient:
-            full = next((f"{prefix}{n}" for n in aliases if f"{prefix}{n}" in saved.index.tensors), "")
+            full = next((f"{MODEL}{n}" for n in aliases if f"{MODEL}{n}" in saved.index.tensors), "")
             yield aliases[0], tensors[aliases[0]], full
 
 
@@ -203,12 +202,6 @@ def _read_own(target: Tensor, box: Box, read: Callable[[Box], Tensor], spec: Spe
     with torch.no_grad():
         for place, own in places:
             own.copy_(read(place))
-
-
-def _listed(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    more = len(ordered) - _MOST_NAMES
-    return ", ".join(ordered[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def refuse_another_kind(

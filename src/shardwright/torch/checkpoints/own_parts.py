@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from shardwright.checkpoint.boxes import Box, boxes_of_range
 from shardwright.checkpoint.saved import TensorPart
 from shardwright.checkpoint.tensor_file import StoredTensor
+from shardwright.checkpoint.tensor_index import MODEL
 from shardwright.errors import CheckpointError
 from shardwright.torch._private import non_persistent_buffers
 from shardwright.torch.checkpoints.stored import stored
@@ -42,9 +43,7 @@ Store = Callable[[Tensor], StoredTensor]
 """Gives the bytes of a tensor: a copy, where training goes on during the save."""
 
 
-def model_parts(
-    model: DistributedModel, store: Store = stored, *, prefix: str = "model/"
-) -> list[TensorPart]:
+def model_parts(model: DistributedModel, store: Store = stored) -> list[TensorPart]:
     """The parts of the model's parameters and persistent buffers that this rank saves."""
     transient = non_persistent_buffers(model.get_module())
     turns = _Turns()
@@ -58,7 +57,7 @@ def model_parts(
             own = local_of(tensor).detach() if sharded is None else sharded.rows
             box = Box.whole(own.shape) if sharded is None else box_of_rows(sharded)
             kept = Kept(own, tuple(tensor.shape), (box,), spec)
-            parts += kept.stored(f"{prefix}{name}", store)
+            parts += kept.stored(f"{MODEL}{name}", store)
     return parts
 
 

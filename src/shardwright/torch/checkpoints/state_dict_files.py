@@ -25,6 +25,7 @@ from shardwright.checkpoint.importing import (
 from shardwright.checkpoint.safe_files import open_regular, size_of
 from shardwright.checkpoint.tensor_file import StoredTensor, TensorSource
 from shardwright.errors import CheckpointError
+from shardwright.text import shortened
 from shardwright.torch.checkpoints.stored import dtype_name, stored, tensor_of
 
 _FILE = "model.pt"
@@ -35,11 +36,10 @@ def export_state_dict(
     folder: Path,
     *,
     config: Mapping[str, Any] | None,
-    disk: Disk | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Exported:
     """Writes ``model.pt``, a plain dictionary of tensors, all of which are in memory at the same time."""
-    disk = disk or Disk()
+    disk = Disk()
     files = [_FILE]
     with fresh_folder(folder, disk=disk) as draft:
         tell(_FILE)
@@ -88,7 +88,6 @@ _ALLOWED = frozenset(
 
 _ZIP = b"PK\x03\x04"
 _LARGEST_PICKLE = 256 * 2**20  # bytes, of what is no tensor
-_MOST_NAMES = 5
 
 # Tensors may be views of one memory, or repeat parts of it; files that claim far more than they have are made
 # to fill memory and disks.
@@ -163,10 +162,9 @@ def _state(found: Any, path: Path, key: str | None) -> dict[str, Tensor]:
     other = {name: value for name, value in found.items() if not _is_plain(name, value)}
     if other:
         listed = [f"{name!r} ({type(value).__name__})" for name, value in other.items()]
-        more = f" and {len(listed) - _MOST_NAMES} more" if len(listed) > _MOST_NAMES else ""
         raise CheckpointError(
-            f"{path} has {len(other)} entries that are no plain tensors: {', '.join(listed[:_MOST_NAMES])}"
-            f"{more}.{_hint(found)}"
+            f"{path} has {len(other)} entries that are no plain tensors: "
+            f"{shortened(listed, most=5)}.{_hint(found)}"
         )
     return {name: value.resolve_conj().resolve_neg() for name, value in found.items()}
 

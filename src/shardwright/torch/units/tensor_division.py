@@ -31,6 +31,7 @@ from shardwright.model_graph import ModelGraph
 from shardwright.placement import WHOLE, BetweenUnits, Cut, Placement
 from shardwright.plan import TensorPrices
 from shardwright.planner.division import DividedUnit, Division
+from shardwright.text import shortened
 from shardwright.torch.tensor_parallel.experts import cuts_of_experts, reasons_to_stay, run_own_experts
 from shardwright.torch.tensor_parallel.group import Prices
 from shardwright.torch.tensor_parallel.search import Unit, WorkShares, find_placements
@@ -379,5 +380,4 @@ def _tell(graph: ModelGraph, cuts: Mapping[str, Cut], *, num_ranks: int) -> None
         and not any(each in cuts for each in unit.parameters)
     ]
     if whole:
-        shown = ", ".join(whole[:3]) + (f" and {len(whole) - 3} more" if len(whole) > 3 else "")
-        log.info("%d ranks share no parameter of %s: each of them has all", num_ranks, shown)
+        log.info("%d ranks share no parameter of %s: each of them has all", num_ranks, shortened(whole))

@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from shardwright.checkpoint.folder import CheckpointFolder, Commit
-from shardwright.checkpoint.saved import shortened
 from shardwright.cli.asking.application import AsJson, new_application, print_json, say, show_text
 from shardwright.cli.asking.model import DTYPES
 from shardwright.cli.asking.run_path import checkpoint_folder, named_checkpoint
@@ -19,7 +18,7 @@ from shardwright.cli.commands.ckpt.import_ import import_
 from shardwright.errors import CheckpointError, CorruptCheckpointError, NonFiniteError, UsageError
 from shardwright.observe.run_folder import held
 from shardwright.quantities import counted, format_bytes
-from shardwright.text import align
+from shardwright.text import align, shortened
 
 application = new_application(
     text="List, verify, export, import and clear checkpoints.",
