@@ -1,6 +1,4 @@
-"""A cluster: devices, their memory and peak rates, and the links between them.
-
-An inventory of machines by kind, the input of a topology search.
+"""Devices, their memory and rates, and the links between them: of a run, and of machines to choose from.
 
 A `Cluster` is one run's view of its machines, rank by rank. An `Inventory` comes before: kinds of nodes with
 data-sheet or measured rates, and the number of each.

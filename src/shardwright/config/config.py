@@ -1,6 +1,4 @@
-"""Settings that cannot go together.
-
-The configuration of a run: settings that were read, and what follows from them.
+"""The configuration of a run: settings that were read, what cannot go together, and what follows.
 
 A planning setting that differs from its default is a *pin*: the planner keeps it, and chooses the rest.
 """

@@ -1,6 +1,4 @@
-"""The kinds of values that settings have, with their limits.
-
-The settings: their names, defaults, meanings and limits.
+"""The settings: their names, defaults, meanings and limits.
 
 ``pipeline`` has the names of SageMaker's model parallel library, too: ``simple`` (all forwards first: gpipe)
 and ``interleaved`` (backward first: 1f1b). `shardwright.config.names` has those of settings.

@@ -1,11 +1,10 @@
-"""Cuts that no recursion finds: several stages per rank, and cuts set by hand.
+"""Cuts that no recursion finds: for several stages per rank, set by hand, on boundaries of blocks.
 
 With several stages per rank, the sum over a rank's stages counts: `improve` starts from the solution of
 `costs.chain.split` and moves one cut at a time while that helps.
 
-Keeps cuts on the boundaries of a model's blocks, which people can name.
-
-A block is a module with a number for a name, such as ``layers.2``; its parts are called one after the other::
+`on_boundaries` keeps cuts where people can name them. A block is a module with a number for a name, such as
+``layers.2``; its parts are called one after the other::
 
     embed | layers.0.attention  layers.0.mlp | layers.1.attention  layers.1.mlp | head
           0                   1              0                   1              0       nesting of each cut

@@ -1,6 +1,4 @@
-"""A layout with its schedule: what it takes in time and memory.
-
-One combination of schedule, stages and microbatches, timed in closed form until it is worked out.
+"""One combination of schedule, stages and microbatches: a draft, timed in closed form; worked out, an option.
 
 ::
 

@@ -1,16 +1,14 @@
-"""Sums over all intervals of a chain at once, as numpy tables.
+"""The objective of a split, time, memory or a mix of both, for all possible stages of a chain at once.
 
-``table[i, j]`` belongs to the stage with atoms i, i+1, ..., j-1; entries with j <= i mean nothing. Additive
-costs need only prefix sums. Costs that count distinct things (a value read by two units of a stage is
-received once) are written as rectangles and integrated once::
+Its sums are numpy tables. ``table[i, j]`` belongs to the stage with atoms i, i+1, ..., j-1; entries with j <=
+i mean nothing. Additive costs need only prefix sums. Costs that count distinct things (a value read by two
+units of a stage is received once) are written as rectangles and integrated once::
 
             j                 a value made by atom a and read by atoms c and d
         i ┌───────────────    is received by stage (i, j] if
      a+1  │    ┌──────────      a < i <= c < j     its first reader in the stage is c
      ...  │    │ c < j        or c < i <= d < j    its first reader in the stage is d
       c   │    └──────────
-
-The objective of a split: time, memory, or a weighted mix of both.
 
 For speed, the cost of a stage is its time: compute, exposed transfers, and the recomputation without which it
 would not fit. Memory is a limit. With a memory weight w, the cost mixes the stage's shares of the whole

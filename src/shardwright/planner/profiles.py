@@ -1,13 +1,12 @@
-"""Estimates a profile without running anything, from each unit's work and a device's rates.
+"""Profiles of a model's units: estimated from their work and a device's rates, or measured, as a file.
 
-Seconds come from `costs.price`, which prices every way to train, plus an overhead per unit call. For units
-that compute with trained parameters, the weight gradients are a part of the backward.
+Estimated seconds come from `costs.price`, which prices every way to train, plus an overhead per unit call.
+For units that compute with trained parameters, the weight gradients are a part of the backward.
 
-A measured model as a file: ``shardwright profile`` writes it, ``plan --profile`` reads it.
-
-It holds the costs of units, by cost class, and the machines of the measurement; the model is traced anew. So
-one file serves every number of ranks and every grid, as long as microbatches have measured sizes; the costs
-of other sizes are estimated, and plans say so.
+``shardwright profile`` writes the file, and ``plan --profile`` reads it. It holds the costs of units, by cost
+class, and the machines of the measurement; the model is traced anew. So one file serves every number of ranks
+and every grid, as long as microbatches have measured sizes; the costs of other sizes are estimated, and plans
+say so.
 """
 
 import os

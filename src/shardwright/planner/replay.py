@@ -1,6 +1,4 @@
-"""Adopts a finished plan: its decisions that override the settings, and its schedule.
-
-Replays a plan, unchanged or under other conditions: a slow rank, another link, other microbatches.
+"""Plays a plan out, unchanged or under other conditions: a slow rank, another link, other microbatches.
 
 ::
 

@@ -26,11 +26,10 @@ Sources: the papers named in the files of the families.
 from collections.abc import Sequence
 
 from shardwright.schedule.actions import StageCost
-from shardwright.schedule.families import gpipe, interleaved, one_f_one_b
+from shardwright.schedule.families import gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from shardwright.schedule.list_scheduler import forward_only as forward_only_rows
 from shardwright.schedule.placement import check_kind, check_request
 from shardwright.schedule.schedule import Schedule
-from shardwright.schedule.zero_bubble import zb_h1, zb_v
 
 _FAMILIES = {
     "gpipe": gpipe,

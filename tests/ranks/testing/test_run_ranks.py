@@ -16,7 +16,7 @@ import torch.distributed as dist
 from choices import in_every_run
 from shardwright.errors import LaunchError, UsageError
 from shardwright.testing import RanksFailedError, run_ranks, run_ranks_outcomes
-from shardwright.testing.run import Run
+from shardwright.testing.fork_server import Run
 
 
 @dataclasses.dataclass

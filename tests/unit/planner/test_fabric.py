@@ -5,10 +5,10 @@ from graphs import chain_graph, profile_of
 
 from planner.machines import machines
 from shardwright.mesh import Mesh
+from shardwright.planner.drafts import Sharing
 from shardwright.planner.fabric import Fabric
 from shardwright.planner.layout import Layout
 from shardwright.planner.model_chain import build_chain
-from shardwright.planner.sharing import Sharing
 
 
 def layout(cuts: tuple[int, ...], ranks: tuple[int, ...], *, tied: bool) -> Layout:

@@ -11,8 +11,8 @@ from shardwright.errors import InfeasiblePlanError
 from shardwright.mesh import Mesh
 from shardwright.plan import Plan
 from shardwright.planner import build_chain, make_plan
+from shardwright.planner.drafts import Sharing
 from shardwright.planner.layout import Layout
-from shardwright.planner.sharing import Sharing
 
 BLOCKS, MICROBATCHES, BLOCK_BYTES = 4, 4, 400
 

@@ -1,4 +1,4 @@
-"""The measuring order for ranks, apart from its execution, which imports torch."""
+"""What measuring ranks are ordered to do; `measuring_ranks`, which imports torch, does it."""
 
 import json
 import os

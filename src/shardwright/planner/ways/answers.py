@@ -1,6 +1,4 @@
-"""Explains a choice in sentences with numbers: why this way, what limits it, why not another.
-
-Turns ways into plans: closed forms choose the degrees, simulated schedules choose among them.
+"""Explains a choice in sentences with numbers, offers numbers of nodes, and turns ways into plans.
 
 ::
 

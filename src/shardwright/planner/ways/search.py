@@ -1,9 +1,7 @@
 """Searches for the best ways to train: prices all, drops what does not fit, prefers the simplest.
 
-Finds the largest batch that machines train at once.
-
-Gradient accumulation trains any batch. Memory bounds what is in flight at the same time: a microbatch per
-replica, and in a pipeline as many as it has ranks.
+`largest_batch`: gradient accumulation trains any batch; memory bounds what is in flight at the same time: a
+microbatch per replica, and in a pipeline as many as it has ranks.
 """
 
 from dataclasses import dataclass, replace
