@@ -31,7 +31,10 @@ class Record(BaseModel):
 
     @classmethod
     def from_bytes(cls, content: bytes, *, name: str) -> Self:
-        found = parse(content, name=name)
+        return cls.from_content(parse(content, name=name), name=name)
+
+    @classmethod
+    def from_content(cls, found: Any, *, name: str) -> Self:
         version = found.get("version") if isinstance(found, dict) else None
         if type(version) is int and version > cls.newest:
             raise CorruptCheckpointError(

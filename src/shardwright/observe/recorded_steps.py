@@ -22,7 +22,7 @@ from shardwright.errors import UsageError
 from shardwright.files import Record, UserFile
 from shardwright.observe.metrics import FOREIGN
 from shardwright.observe.run_folder import RunFolder
-from shardwright.observe.timeline import MeasuredEvent
+from shardwright.observe.timeline import MeasuredEvent, aligned
 from shardwright.quantities import MOST_RANKS
 from shardwright.schedule import Action, Kind
 
@@ -110,14 +110,8 @@ class RecordedStep:
         memory: Sequence[RankMemoryAfter] = (),
     ) -> "RecordedStep":
         """A step on whatever clock; what was waited before the first work is left out."""
-        ordered = sorted(events, key=lambda event: (event.rank, event.start_s, event.end_s))
-        zero = min((event.work_start_s for event in ordered), default=0.0)
-        aligned = []
-        for event in ordered:
-            start_s = max(0.0, event.start_s - zero)
-            waited_s = max(0.0, event.work_start_s - zero - start_s)
-            aligned.append(event._replace(start_s=start_s, end_s=event.end_s - zero, waited_s=waited_s))
-        return cls(step=step, seconds=seconds, events=tuple(aligned), memory=tuple(memory))
+        ordered = sorted(aligned(events), key=lambda event: (event.rank, event.start_s, event.end_s))
+        return cls(step=step, seconds=seconds, events=tuple(ordered), memory=tuple(memory))
 
 
 class StepsFile:

@@ -170,12 +170,12 @@ def chrome_trace(
     lane: str = "measured",
 ) -> dict[str, Any]:
     """The timelines of one step, ready for `json.dump`."""
-    timelines = [_Timeline(lane, 2, _aligned(measured))]
+    timelines = [_Timeline(lane, 2, aligned(measured))]
     if simulation is not None:
         predicted = [MeasuredEvent(*event) for event in simulation.events]
         _check_same(predicted, timelines[0].events)
         predicted += [MeasuredEvent(*event) for event in simulation.host_copies]
-        timelines.insert(0, _Timeline("predicted", 1, _aligned(predicted)))
+        timelines.insert(0, _Timeline("predicted", 1, aligned(predicted)))
     pid_of = {
         rank: rank if world_ranks is None else world_ranks[rank]
         for rank in sorted({event.rank for timeline in timelines for event in timeline.events})
@@ -197,16 +197,16 @@ def chrome_trace(
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(info or {})}
 
 
-def _aligned(events: Iterable[MeasuredEvent]) -> list[MeasuredEvent]:
-    """Sorted, with the start of the first work at 0; what was waited before is cut off."""
+def aligned(events: Iterable[MeasuredEvent]) -> list[MeasuredEvent]:
+    """In order of time, with the start of the first work at 0; what was waited before is cut off."""
     ordered = sorted(events, key=lambda event: (event.work_start_s, event.rank, event.end_s))
     zero = ordered[0].work_start_s if ordered else 0.0
-    aligned = []
+    found = []
     for event in ordered:
         start = max(0.0, event.start_s - zero)
-        waited = event.work_start_s - zero - start
-        aligned.append(event._replace(start_s=start, end_s=event.end_s - zero, waited_s=waited))
-    return aligned
+        waited = max(0.0, event.work_start_s - zero - start)
+        found.append(event._replace(start_s=start, end_s=event.end_s - zero, waited_s=waited))
+    return found
 
 
 def _check_same(predicted: Sequence[MeasuredEvent], measured: Sequence[MeasuredEvent]) -> None:

@@ -4,24 +4,19 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from shardwright.checkpoint.importing import STATE
+from shardwright.checkpoint.manifest import Record
 from shardwright.checkpoint.safe_files import parse
-from shardwright.errors import CorruptCheckpointError
 from shardwright.mesh import Mesh
-from shardwright.problems import describe, join
 from shardwright.torch.checkpoints.snapshot import RankDocument
 
 PLAN = "plan.json"
 """The name of the file of the plan, beside those of `STATE` and `CONFIG`."""
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class SavedLayout(_Record):
+class SavedLayout(Record):
     """The ranks that saved.
 
     Attributes:
@@ -58,7 +53,7 @@ class SavedLayout(_Record):
         return mesh.rank_of(rdp=replica % self.data)
 
 
-class OptimizerDocument(_Record):
+class OptimizerDocument(Record):
     """An optimizer, but for the tensors of its state.
 
     Attributes:
@@ -70,7 +65,7 @@ class OptimizerDocument(_Record):
     others: dict[str, Any]
 
 
-class StateDocument(_Record):
+class StateDocument(Record):
     """Everything but tensors.
 
     Attributes:
@@ -88,13 +83,13 @@ class StateDocument(_Record):
     step: NonNegativeInt
     calls: NonNegativeInt | None = None
     layout: SavedLayout | None
-    optimizers: list[OptimizerDocument] = []
+    optimizers: list[OptimizerDocument] = Field(default_factory=list)
     loss_scale: dict[str, float | int | bool] | None = None
-    extra_states: dict[str, Any] = {}
-    states: dict[str, Any] = {}
-    states_of_ranks: dict[str, dict[str, Any]] = {}
-    random: dict[str, Any] = {}
-    buffers: dict[str, list[str | NonNegativeInt] | None] = {}
+    extra_states: dict[str, Any] = Field(default_factory=dict)
+    states: dict[str, Any] = Field(default_factory=dict)
+    states_of_ranks: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    random: dict[str, Any] = Field(default_factory=dict)
+    buffers: dict[str, list[str | NonNegativeInt] | None] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _of_all_ranks(self) -> Self:
@@ -151,11 +146,3 @@ class StateDocument(_Record):
 
     def to_content(self) -> dict[str, Any]:
         return self.model_dump(mode="json", exclude={"calls"} if self.calls is None else None)
-
-    @classmethod
-    def from_content(cls, found: Any, *, name: str) -> Self:
-        try:
-            return cls.model_validate(found)
-        except ValidationError as error:
-            problems = describe(error.errors(include_url=False), root=name)
-            raise CorruptCheckpointError(join(f"{name} cannot be used:", problems)) from error
