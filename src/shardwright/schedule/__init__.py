@@ -8,7 +8,7 @@
 """
 
 from shardwright.schedule.actions import Action, Edge, Kind, StageCost, chain_edges, unit_costs
-from shardwright.schedule.build import bubble_seconds, build_schedule, peak_activations, splits_backward
+from shardwright.schedule.build import build_schedule, splits_backward
 from shardwright.schedule.lower import lower
 from shardwright.schedule.placement import KINDS, place_stages
 from shardwright.schedule.schedule import Schedule
@@ -24,11 +24,9 @@ __all__ = [
     "Schedule",
     "Simulation",
     "StageCost",
-    "bubble_seconds",
     "build_schedule",
     "chain_edges",
     "lower",
-    "peak_activations",
     "place_stages",
     "simulate",
     "splits_backward",

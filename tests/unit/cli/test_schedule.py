@@ -14,34 +14,16 @@ def test_the_picture_is_the_one_of_the_papers(capsys):
     assert "rank 0 | F0 F1 .  .  B0=== F2 B1=== .  B2===\n" in out
     assert "rank 1 | .  F0 B0=== F1 B1=== F2 B2===\n" in out
     assert "step    12.0 s, of which each rank computes 9.00 s" in out
-    assert "bubble  25.0% of the ranks' time (3.00 s a rank), simulated" in out
-    assert "25.0% (3.00 s a rank), by the closed form\n" in out
+    assert "bubble  25.0% of the ranks' time (3.00 s a rank)\n" in out
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_simulated_bubble_and_memory_are_those_of_the_closed_form(capsys, kind):
+def test_all_numbers_are_there_for_programs(capsys, kind):
     _, out, _ = call(capsys, "schedule", kind, "-n", 3, "-m", 9, "--json")
     found = json.loads(out)
-    assert found["bubble_s"] == pytest.approx(found["bubble_closed_form_s"])
-    assert found["peak_activations"] == found["peak_activations_closed_form"]
+    assert found["bubble_s"] > 0
+    assert len(found["peak_activations"]) == 3
     assert len(found["actions"]) == 3
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("1f1b", "--send", "0.5"), "free messages"),
-        (("zb_h1", "--active", "2"), "no --active"),
-        (("zb_v", "-n", "4", "-m", "2"), "at least 7 microbatches"),
-        (("zb_v", "--forward", "2"), "F = I = W"),
-        (("interleaved_1f1b", "-n", "4", "-m", "2"), "at least 4 microbatches"),
-    ],
-)
-def test_where_simulation_and_formula_differ_the_reason_is_given(capsys, words, reason):
-    _, out, _ = call(capsys, "schedule", *words)
-    line = next(line for line in out.splitlines() if "closed form" in line)
-    assert "which is for" in line
-    assert reason in line
 
 
 @pytest.mark.parametrize(

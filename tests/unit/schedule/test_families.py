@@ -11,15 +11,14 @@ from shardwright.schedule import (
     KINDS,
     Kind,
     StageCost,
-    bubble_seconds,
     build_schedule,
-    peak_activations,
     place_stages,
     simulate,
     unit_costs,
 )
 
 from .cases import count_kept, text_of
+from .formulas import bubble_seconds, peak_activations
 
 
 def build(kind, stage_ranks, m, **options):

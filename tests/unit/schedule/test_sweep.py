@@ -12,11 +12,11 @@ from shardwright.schedule import (
     Kind,
     build_schedule,
     lower,
-    peak_activations,
     validate,
 )
 
 from .cases import all_edges, all_placements, classic_cases, count_begun, count_kept
+from .formulas import peak_activations
 
 
 def prove(kind, stage_ranks, m, *, lookaheads=(0, 2), **options):

@@ -23,9 +23,7 @@ from shardwright.schedule import (
     KINDS,
     Schedule,
     StageCost,
-    bubble_seconds,
     build_schedule,
-    peak_activations,
     place_stages,
     simulate,
 )
@@ -91,7 +89,7 @@ def schedule(
     if not 0 <= send_s <= MOST_SECONDS:
         raise UsageError(f"--send is {send_s:g}, but a message takes 0 to {MOST_SECONDS:g} seconds.")
     built = _build(kind, num_ranks, microbatches, stages_per_rank, active, cost)
-    picture = _SchedulePicture(built, cost, send_s=send_s, active=active)
+    picture = _SchedulePicture(built, cost, send_s=send_s)
     if as_json:
         print_json(picture.to_dict())
     else:
@@ -155,11 +153,9 @@ _LONGEST_CELL = 4
 class _SchedulePicture:
     """A schedule played out with equal stages."""
 
-    def __init__(self, schedule: Schedule, cost: StageCost, *, send_s: float, active: int | None) -> None:
+    def __init__(self, schedule: Schedule, cost: StageCost, *, send_s: float) -> None:
         self._schedule = schedule
         self._cost = cost
-        self._send_s = send_s
-        self._bounded = active is not None
         link = Link(latency_s=send_s, bandwidth_Bps=math.inf) if send_s else None
         self._simulation = simulate(
             schedule,
@@ -177,19 +173,6 @@ class _SchedulePicture:
         cost = self._cost
         return self._schedule.num_microbatches * self._stages_per_rank * (cost.forward_s + cost.backward_s)
 
-    @property
-    def _formula_s(self) -> float:
-        """The bubble in closed form."""
-        v, cost = self._stages_per_rank, self._cost
-        return bubble_seconds(
-            self._schedule.kind,
-            num_ranks=self._schedule.num_ranks,
-            forward_s=v * cost.forward_s,
-            backward_s=v * cost.backward_s,
-            weight_s=v * cost.weight_s,
-            stages_per_rank=v,
-        )
-
     def to_dict(self) -> dict[str, Any]:
         simulation, schedule = self._simulation, self._schedule
         return {
@@ -200,10 +183,8 @@ class _SchedulePicture:
             "stage_ranks": list(schedule.stage_ranks),
             "step_s": simulation.step_s,
             "bubble_s": simulation.step_s - self._work_s,
-            "bubble_closed_form_s": self._formula_s,
             "bubble_share": simulation.bubble,
             "peak_activations": list(simulation.peak_bytes),
-            "peak_activations_closed_form": self._formula_peaks(),
             "actions": [[str(action) for action in row] for row in schedule.actions],
             "events": [
                 {"rank": e.rank, "action": str(e.action), "start_s": e.start_s, "end_s": e.end_s}
@@ -231,33 +212,9 @@ class _SchedulePicture:
             f"step    {format_seconds(step_s)}, of which each rank computes {format_seconds(self._work_s)}"
         )
         lines.append(
-            f"bubble  {simulation.bubble:.1%} of the ranks' time ({format_seconds(bubble_s)} a rank), "
-            "simulated"
-        )
-        formula_s = self._formula_s
-        lines.append(
-            f"        {formula_s / (self._work_s + formula_s):.1%} ({format_seconds(formula_s)} a rank), "
-            "by the closed form" + self._why_different(bubble_s, formula_s)
+            f"bubble  {simulation.bubble:.1%} of the ranks' time ({format_seconds(bubble_s)} a rank)"
         )
         return "\n".join([*lines, "", self._table()])
-
-    def _why_different(self, bubble_s: float, formula_s: float) -> str:
-        if math.isclose(bubble_s, formula_s, rel_tol=1e-6, abs_tol=1e-9 * self._work_s):
-            return ""
-        ranks, microbatches = self._schedule.num_ranks, self._schedule.num_microbatches
-        reasons = []
-        if self._send_s:
-            reasons.append("free messages")
-        if self._bounded:
-            reasons.append("no --active")
-        if self._schedule.kind == "zb_v":
-            if not self._cost.forward_s == self._cost.backward_s / 2 == self._cost.weight_s:
-                reasons.append("F = I = W")
-            if microbatches < 2 * ranks - 1:
-                reasons.append(f"at least {2 * ranks - 1} microbatches")
-        elif microbatches < ranks:
-            reasons.append(f"at least {ranks} microbatches")
-        return f", which is for {', '.join(reasons)}" if reasons else ""
 
     def _legend(self) -> str:
         stage = "2F0 is the forward of stage 2" if self._stages_per_rank > 1 else "F0 is the forward"
@@ -282,26 +239,12 @@ class _SchedulePicture:
         return draw_rows(rows, name_stages=self._stages_per_rank > 1)
 
     def _table(self) -> str:
-        rows = [["rank", "stages", "computes", "activations kept at once (simulated, closed form)"]]
+        rows = [["rank", "stages", "computes", "activations kept at once"]]
         for rank, kept in enumerate(self._simulation.peak_bytes):
             stages = [str(s) for s, owner in enumerate(self._schedule.stage_ranks) if owner == rank]
             share = self._simulation.busy_s[rank] / self._simulation.step_s
-            formula = self._formula_peaks()[rank]
-            rows.append([str(rank), ", ".join(stages), f"{share:.1%}", f"{kept}, {formula}"])
+            rows.append([str(rank), ", ".join(stages), f"{share:.1%}", str(kept)])
         return align(rows)
-
-    def _formula_peaks(self) -> list[int]:
-        schedule = self._schedule
-        return [
-            peak_activations(
-                schedule.kind,
-                num_ranks=schedule.num_ranks,
-                rank=rank,
-                num_microbatches=schedule.num_microbatches,
-                stages_per_rank=self._stages_per_rank,
-            )
-            for rank in range(schedule.num_ranks)
-        ]
 
 
 def _cut(chart: str, width: int | None) -> list[str]:
