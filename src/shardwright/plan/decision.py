@@ -12,7 +12,7 @@ from pydantic import (
 )
 
 from shardwright.files import Record
-from shardwright.mesh import canonical_placement
+from shardwright.mesh import Mesh, canonical_placement
 from shardwright.model_graph import ModelGraph
 from shardwright.plan.prediction import Seconds
 from shardwright.quantities import MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES_OF_RANK, MOST_STEPS
@@ -60,6 +60,11 @@ class MeshPlan(Record):
         if min(self.tensor, self.context, self.expert) > 1:
             raise ValueError("tensor, context and expert are above 1, but two of them go together at most")
         return self
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> Self:
+        degrees = {name: getattr(mesh, name) for name in cls.model_fields if name != "placement_strategy"}
+        return cls(**degrees, placement_strategy=mesh.placement)
 
     @property
     def world_size(self) -> int:

@@ -142,15 +142,7 @@ def plan_of(
     )
     return Plan(
         model=identity(graph),
-        mesh=MeshPlan(
-            pipeline=mesh.pipeline,
-            data=mesh.data,
-            shard=mesh.shard,
-            tensor=mesh.tensor,
-            context=mesh.context,
-            expert=mesh.expert,
-            placement_strategy=mesh.placement,
-        ),
+        mesh=MeshPlan.of(mesh),
         schedule=SchedulePlan(
             kind=best.kind,  # type: ignore[arg-type]
             microbatches=best.num_microbatches,

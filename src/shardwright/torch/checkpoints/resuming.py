@@ -13,10 +13,10 @@ from shardwright.checkpoint.safe_files import reading
 from shardwright.checkpoint.saved import SavedCheckpoint
 from shardwright.comm.codec import declare
 from shardwright.errors import CheckpointError, CorruptCheckpointError, PlanError
-from shardwright.plan import Plan
+from shardwright.plan import MeshPlan, Plan
 from shardwright.planner import overruled_settings
 from shardwright.run.launch_settings import following
-from shardwright.torch.checkpoints.documents import PLAN, OptimizerDocument, StateDocument
+from shardwright.torch.checkpoints.documents import PLAN, OptimizerDocument, SavedLayout, StateDocument
 from shardwright.torch.checkpoints.encoded import decode
 from shardwright.torch.checkpoints.own_loading import (
     check_fits,
@@ -237,12 +237,9 @@ class Resumed:
 
     @property
     def _same_layout(self) -> bool:
-        layout, mesh = self._document.layout, self._context.mesh
-        return layout is not None and (
-            (layout.world_size, layout.pipeline, layout.data, layout.placement)
-            == (mesh.world_size, mesh.pipeline, mesh.data, mesh.placement)
-            and (layout.tensor, layout.context, layout.expert) == (mesh.tensor, mesh.context, mesh.expert)
-        )
+        """Whether each rank is where it was; how replicas share parameters is no matter."""
+        layout, own = self._document.layout, SavedLayout.of(self._context.mesh)
+        return layout is not None and layout.model_copy(update={"shard": own.shard}) == own
 
     def _state_of(self, name: str) -> Any:
         of_ranks = self._document.states_of_ranks.get(name)
@@ -275,20 +272,13 @@ class Resumed:
             plan = Plan.of_document(self._saved.document(PLAN), source=str(self._saved.path / PLAN))
         except PlanError as error:
             raise CorruptCheckpointError(str(error)) from error
-        mesh = context.mesh
-        theirs = plan.mesh
-        same = (theirs.pipeline, theirs.data, theirs.shard, theirs.placement_strategy) == (
-            mesh.pipeline,
-            mesh.data,
-            mesh.shard,
-            mesh.placement,
-        ) and (theirs.tensor, theirs.context, theirs.expert) == (mesh.tensor, mesh.context, mesh.expert)
+        same = plan.mesh == MeshPlan.of(context.mesh)
         overruled = list(overruled_settings(plan, context.config)) if same else []
         if not same or overruled or not self._has_types():
             log.info("the plan of the checkpoint is not followed: %s", overruled or "other ranks or types")
             return
         try:
-            plan.check_world(mesh.world_size)
+            plan.check_world(context.mesh.world_size)
         except PlanError as error:
             log.info("the plan of the checkpoint is not followed: %s", error)
             return

@@ -267,9 +267,7 @@ def _plan_of(toy: Toy, mesh: Mesh) -> Plan:
             num_parameters=sum(parameter.numel() for parameter in module.parameters()),
             units=names,
         ),
-        mesh=MeshPlan(
-            pipeline=mesh.pipeline, data=mesh.data, shard=mesh.shard, placement_strategy=mesh.placement
-        ),
+        mesh=MeshPlan.of(mesh),
         schedule=SchedulePlan(kind="1f1b", microbatches=toy.microbatches),
         stages=tuple(
             StagePlan(
