@@ -26,11 +26,15 @@ from shardwright.torch.counting.operation_work import (
     TracedDraws,
     attention_flops,
     flops_of,
-    tensors_in,
     work_of,
 )
 from shardwright.torch.interception.deferred import spec_of
-from shardwright.torch.pytorch.functions import is_batch_norm_in_training, reduced_elements
+from shardwright.torch.pytorch.functions import (
+    is_batch_norm_in_training,
+    reduced_elements,
+    tensors_in,
+    written_tensors,
+)
 from shardwright.torch.randomness import Draw, describe_draw
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 
@@ -201,7 +205,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Arguments with tensors without data in the place of those that ranks share: these have data."""
         if not fake_mode_is_active():
             return arguments
-        items = arguments.values() if isinstance(arguments, dict) else arguments
+        items = list(arguments.values()) if isinstance(arguments, dict) else arguments
         if not any(each.__class__ is DividedTensor for each in tensors_in(items)):
             return arguments
         return tree_map_only(DividedTensor, self._without_data, arguments)
@@ -273,24 +277,11 @@ def _num_bytes(tensor: Tensor) -> int:
     return tensor.values().nbytes  # of the other sparse ones; their indices are mostly fewer
 
 
-def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The arguments that an operation writes to."""
-    positions, names = _written_arguments(func)
     if func in _WRITE_STATISTICS and args[5]:
-        positions = (3, 4)
-    found = [args[position] for position in positions if position < len(args)]
-    return tensors_in([*found, *(kwargs[name] for name in names if name in kwargs)])
-
-
-@functools.cache
-def _written_arguments(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Positions and names of the arguments that an operation writes to, as its schema says."""
-    schema = getattr(func, "_schema", None)
-    arguments = list(enumerate(schema.arguments)) if schema is not None else []
-    written = [
-        (i, arg.name) for i, arg in arguments if arg.alias_info is not None and arg.alias_info.is_write
-    ]
-    return tuple(position for position, _ in written), tuple(name for _, name in written)
+        return tensors_in(args[3:5])
+    return written_tensors(func, args, kwargs)
 
 
 # Batch norms that write to arguments 3 and 4 in training, which is argument 5: their schemas do not say so.

@@ -20,7 +20,7 @@ one, and only the rank that draws from it advances it: later draws must be on th
 
 import ctypes
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -32,6 +32,7 @@ from shardwright.errors import TraceError
 from shardwright.model_graph import Node, Together, Work
 from shardwright.torch._private import generator_key
 from shardwright.torch.interception.glue import plain_torch
+from shardwright.torch.pytorch.functions import tensors_in
 from shardwright.torch.pytorch.source_line import called_from, outermost_checkpoint
 from shardwright.torch.randomness import Draw, get_state, is_default
 
@@ -42,14 +43,6 @@ _MOVE_NOTHING = frozenset({aten._unsafe_view, aten.alias, aten.empty, aten.empty
 
 _GATHERS = frozenset({aten.embedding, aten.index_select, aten.gather, aten.index})
 """Operations that read as much as they write, however large what they read from is."""
-
-
-def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among arguments, and in lists among them."""
-    for argument in arguments:
-        for item in argument if isinstance(argument, list | tuple) else (argument,):
-            if isinstance(item, Tensor):
-                yield item
 
 
 def flops_of(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> int:
@@ -83,7 +76,7 @@ def _attention_packets() -> list[Any]:
 
 def work_of(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, flops: int) -> Work:
     """Counts what one operation computes and moves; nothing for views."""
-    written = list(tensors_in((result,)))
+    written = tensors_in((result,))
     if getattr(func, "is_view", False) or func.overloadpacket in _MOVE_NOTHING or not written:
         return Work()
     if func.overloadpacket in _ATTENTION:

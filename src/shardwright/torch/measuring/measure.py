@@ -92,7 +92,6 @@ def measure_class(
     sample: Sample,
     *,
     device: torch.device,
-    train: bool = True,
     share_cores: bool = False,
     others_bytes: int = _MOST_OTHERS_BYTES,
 ) -> Timing:
@@ -100,24 +99,20 @@ def measure_class(
 
     def measured() -> Timing:
         with over_replicas(sends=False):
-            return _measured(
-                sample, device=device, train=train, share_cores=share_cores, others_bytes=others_bytes
-            )
+            return _measured(sample, device=device, share_cores=share_cores, others_bytes=others_bytes)
 
     if not isinstance(sample.func, nn.Module):
         return measured()
     return sample.hooks.unseen(sample.func, measured)
 
 
-def _measured(
-    sample: Sample, *, device: torch.device, train: bool, share_cores: bool, others_bytes: int
-) -> Timing:
+def _measured(sample: Sample, *, device: torch.device, share_cores: bool, others_bytes: int) -> Timing:
     func, can_be_split = sample.func, False
     if isinstance(func, nn.Module):
         func = copy_of_module(func, device)
         compile_as(func, sample.func)
         unsplit(list(func.modules()))  # a run before this one may have split the module
-        can_be_split = train and bool(split_modules(func))
+        can_be_split = bool(split_modules(func))
     wholes: list[_Seconds] = []
     parts: list[_Seconds] = []
     clock = Clock(device, share_cores=share_cores)
@@ -130,7 +125,7 @@ def _measured(
                 if split <= can_be_split:
                     others.add_(1)
                     allow_split(split)
-                    found.append(_run_once(func, sample, clock, train=train, split=split))
+                    found.append(_run_once(func, sample, clock, split=split))
     finally:
         allow_split(True)
         if isinstance(func, nn.Module):  # a split one refers to itself: its weights would stay for a while
@@ -156,7 +151,6 @@ def _run_once(
     sample: Sample,
     clock: Clock,
     *,
-    train: bool = True,
     split: bool = False,
 ) -> _Seconds:
     args, kwargs = sample.structure.rebuild([_input_like(leaf, clock.device) for leaf in sample.leaves])
@@ -165,7 +159,7 @@ def _run_once(
         output = filled_copy(func, args, kwargs)
         forward_s = clock.now() - start
     roots = [t for t in _tensors(output) if t.requires_grad]
-    if not train or not roots:
+    if not roots:
         return forward_s, 0.0, 0.0
     gradients = [torch.ones_like(root) for root in roots]
     empty_s = _empty_backward_s(clock)

@@ -13,7 +13,7 @@ A rule takes a `Call` and returns a `Form`, or `Candidate` objects, or None wher
 this call. Then, and without a rule, every rank gathers the inputs and does it all.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shardwright.placement import PARTIAL_SUM, WHOLE, Cut, PartialSum, Placement
 from shardwright.torch._private import memory_of
+from shardwright.torch.pytorch.functions import tensors_in
 from shardwright.torch.tensor_parallel.divided_tensor import (
     DividedTensor,
     is_nested,
@@ -186,18 +187,9 @@ def map_tensors(function: Any, value: Any) -> Any:
     return value
 
 
-def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensor arguments of a call, in order, those in lists included."""
-    for value in (*args, *kwargs.values()):
-        yield from _tensors_in(value)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors_in(each)
+    return tensors_in([*args, *kwargs.values()])
 
 
 Letter = Hashable

@@ -101,7 +101,7 @@ class Decision:
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs the operation; all ranks of the group do so."""
-        tensors = list(tensors_of(args, kwargs))
+        tensors = tensors_of(args, kwargs)
         for tensor in tensors:
             if isinstance(tensor, DividedTensor) and tensor._spec.copied:
                 tensor._copy.refresh()

@@ -203,7 +203,7 @@ class NestedDecision(Decision):
         """Runs the operation; all ranks of both groups do so."""
         if self._instead is not None:
             return self._instead.run(args, kwargs)
-        tensors = list(tensors_of(args, kwargs))
+        tensors = tensors_of(args, kwargs)
         if self._gathers:
             self._gather_pending(tensors)
         elif self._specs is None:
