@@ -122,6 +122,37 @@ def test_reading_between_layers_names_the_line_and_the_remedy():
     assert "Call the model first, and read values then" in text
 
 
+class _Chooses(nn.Module):
+    """Goes by a value between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        first, *others = self.layers
+        x = first(x)
+        if x.norm() > 0.1:
+            x = x / 2
+        for layer in others:
+            x = layer(x).tanh()
+        return x
+
+
+def test_a_condition_before_layers_goes_into_a_module_inside():
+    text = refused(2, {"microbatches": 2, "pipeline_parallel_degree": 2}, make_model=_Chooses)
+    assert "test_bad_input.py" in text
+    assert "put that and the layers behind it into a module inside" in text
+
+    def make():
+        return nn.Sequential(_Chooses(), nn.Linear(4, 4), nn.Linear(4, 4))
+
+    torch.manual_seed(0)
+    expected = make()(torch.ones(4, 4)).square().mean().item()
+    found = run_ranks(train_once, 2, {"microbatches": 1, "pipeline_parallel_degree": 2}, make, batch=4)
+    assert found == pytest.approx([expected, expected])
+
+
 def test_ranks_with_different_versions_of_the_library():
     def start():
         import shardwright

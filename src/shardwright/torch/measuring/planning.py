@@ -289,7 +289,9 @@ def _said_of_what_has_no_stage(trace: Trace) -> Iterator[None]:
         if trace.end.line:
             raise PlanError(
                 f"{error} The step function reads a value at {trace.end.line}, where its trace ends: what it "
-                "calls behind that has no stage. Call the whole model first, and read values then."
+                "calls behind that has no stage. Call the whole model first, and read values then. Where the "
+                "model's own forward reads it, put that and the layers behind it into a module inside, which "
+                "is one unit, or choose by torch.where. Replicas alone take any model."
             ) from error
         if trace.random.python_at:
             raise PlanError(f"{error} {SKIPS_BY_PYTHON}") from error

@@ -79,7 +79,8 @@ def _refuse_unsplittable(model: nn.Module, watch: "_Watch") -> None:
         raise TraceError(
             f"the forward of the model itself {watch.entanglement.hard['']} around modules inside it, which "
             "then cannot be placed one by one. Move this code and these modules into a module of their own, "
-            "which is then one unit."
+            "which is then one unit. Or train by replicas alone (pipeline_parallel_degree 1), which take any "
+            "model."
         )
     if watch.costs.keys() == {""} and _calls_by_itself(model):
         raise TraceError(
