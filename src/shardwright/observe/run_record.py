@@ -87,7 +87,7 @@ class SavedStep:
     """The newest checkpoint of a run.
 
     Attributes:
-        step: how many steps were done; None where the list of checkpoints is damaged.
+        step: how many steps were done; None where its folder cannot be read.
     """
 
     step: int | None

@@ -30,6 +30,7 @@ _INSTEAD = {
     "plan show": "To see one: shardwright show PLAN_OR_RUN",
     "plan diff": "To compare two: shardwright compare PLAN OTHER_PLAN; exit code 1 where they differ",
     "diff": "To compare two plans: shardwright compare PLAN OTHER_PLAN; exit code 1 where they differ",
+    "ckpt recover": "No list of them can be lost. To read all: shardwright ckpt verify runs/NAME",
     "schedule show": "schedule itself draws one: shardwright schedule 1f1b -n 4",
     "schedule export": "To see one: shardwright schedule KIND; build_schedule returns its actions",
     "schedule check": "To check one: shardwright.schedule.validate raises what is wrong",
