@@ -1,7 +1,6 @@
 """Models as data: known architectures, and those of configuration files; no framework."""
 
-from shardwright.catalogue.architectures import ARCHITECTURES, find_architecture
-from shardwright.catalogue.hugging_face import from_hugging_face
+from shardwright.catalogue.hugging_face import ARCHITECTURES, find_architecture, from_hugging_face
 from shardwright.catalogue.transformer import LatentAttention, Layer, LayerChain, Transformer
 
 __all__ = [

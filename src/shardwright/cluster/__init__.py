@@ -10,7 +10,7 @@ from shardwright.cluster.cluster import (
     NodeKind,
     Rate,
 )
-from shardwright.cluster.machines import find_machines, memory_for, usable_bytes
+from shardwright.cluster.cluster_file import find_machines, memory_for, usable_bytes
 from shardwright.cluster.named import node_kinds, parse_inventory
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Machines as a file, measured by ``shardwright probe`` or written by hand.
+"""Machines by name or as a file, measured by ``shardwright probe`` or written by hand.
 
 ::
 
@@ -25,17 +25,18 @@ A missing field has the default of `NodeKind` or `Accelerator`.
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator
 
 from shardwright.cluster.cluster import Accelerator, Inventory, NodeKind, Rate, Source
-from shardwright.cluster.named import kind_called
+from shardwright.cluster.named import kind_called, parse_inventory
 from shardwright.errors import ConfigError
 from shardwright.files import Record, UserFile, format_yaml, replace_file
 from shardwright.files.user_file import NonNegative, NumBytes, Positive
 from shardwright.problems import describe, field_names
-from shardwright.quantities import MOST_BYTES, MOST_NODES, MOST_RANKS_OF_HOST
+from shardwright.quantities import MOST_BYTES, MOST_NODES, MOST_RANKS_OF_HOST, format_bytes
 from shardwright.text import shown
 
 _CLUSTER_VERSION = 1
@@ -225,3 +226,45 @@ def _plain_node(kind: NodeKind, number: int) -> dict[str, Any]:
         "price_source": fields["price_source"],
         "source": fields["source"],
     }
+
+
+_DEVICE_MARGIN = 0.06
+"""Of memory, what an allocator cannot use."""
+
+_DEVICE_BASE_BYTES = 2 * 2**30
+"""Of memory, what the driver, its kernels, and the buffers of collectives take."""
+
+_FILES = (".yaml", ".yml", ".json")
+
+
+def find_machines(text: str) -> Inventory:
+    """Machines by name, such as ``p4d.24xlarge*4``, or the path of a cluster file.
+
+    Raises:
+        ConfigError: there are none of the name, or the file cannot be used.
+    """
+    return read_inventory(text) if Path(text).suffix in _FILES else parse_inventory(text)
+
+
+def usable_bytes(kind: NodeKind) -> int:
+    """Memory that the tensors of a rank may fill: without what drivers and allocators keep from them.
+
+    Raises:
+        ConfigError: nothing is left.
+    """
+    memory = kind.accelerator.memory_bytes
+    if kind.cores:
+        return memory
+    usable = int(memory / (1 + _DEVICE_MARGIN) - _DEVICE_BASE_BYTES)
+    if usable <= 0:
+        raise ConfigError(
+            f"{kind.accelerator.name} has {format_bytes(memory)}, of which drivers and allocators take "
+            f"{_DEVICE_MARGIN:.0%} and {format_bytes(_DEVICE_BASE_BYTES)}: nothing is left for a model. "
+            "Check its memory in the cluster file."
+        )
+    return usable
+
+
+def memory_for(kind: NodeKind, num_bytes: int) -> int:
+    """Memory that accelerators need for tensors of so many bytes: the inverse of `usable_bytes`."""
+    return num_bytes if kind.cores else int((num_bytes + _DEVICE_BASE_BYTES) * (1 + _DEVICE_MARGIN))

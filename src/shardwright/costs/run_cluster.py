@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import inf
 
 from shardwright.cluster import Cluster, Device, Inventory, Link, NodeKind
-from shardwright.cluster.machines import usable_bytes
+from shardwright.cluster.cluster_file import usable_bytes
 from shardwright.costs.calibration import REACHED, UNIT_S, Efficiencies, calibration_of, calibration_of_nodes
 from shardwright.costs.inputs import Rates
 from shardwright.costs.kinds import KindOfRank
