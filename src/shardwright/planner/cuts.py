@@ -16,15 +16,11 @@ from collections.abc import Callable, Sequence
 from shardwright.errors import PlanError
 
 # So many cuts may also move in groups.
+_MOST_PASSES = 20
 _FEW_CUTS = 16
 
 
-def improve(
-    cuts: Sequence[int],
-    *,
-    key: Callable[[tuple[int, ...]], tuple[float, ...]],
-    max_passes: int = 20,
-) -> tuple[int, ...]:
+def improve(cuts: Sequence[int], *, key: Callable[[tuple[int, ...]], tuple[float, ...]]) -> tuple[int, ...]:
     """Moves cuts while the key falls: one at a time, or, of few, up to three neighbours together.
 
     >>> improve((0, 1, 6), key=lambda cuts: (abs(cuts[1] - 3),))
@@ -35,7 +31,7 @@ def improve(
     num_inner = len(best) - 2
     lengths = range(1, min(num_inner, 3 if num_inner <= _FEW_CUTS else 1) + 1)
     runs = [(at, at + n) for n in lengths for at in range(1, num_inner + 2 - n)]
-    for _ in range(max_passes):
+    for _ in range(_MOST_PASSES):
         before = best
         for first, after in runs:
             for step in (-1, 1):

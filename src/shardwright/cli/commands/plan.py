@@ -126,14 +126,8 @@ def plan(
     if output is not None:
         check_output(output)
     if verify:
-        _refuse_with_verify(
-            {
-                "--cluster": machines,
-                "--profile": profile,
-                "--dtype": dtype,
-                "--search-degrees": search_degrees or None,
-            }
-        )
+        useless: dict[str, object] = {"--cluster": machines, "--profile": profile, "--dtype": dtype}
+        _refuse({**useless, "--search-degrees": search_degrees or None}, verify=True)
         order = Order(
             factory=factory,
             build_on=build_on or "cpu",
@@ -143,14 +137,8 @@ def plan(
         )
         found = _verified(order, world=num_ranks, num_nodes=num_nodes, node_rank=node_rank, endpoint=endpoint)
     else:
-        _refuse_without_verify(
-            {
-                "--nnodes": num_nodes if num_nodes > 1 else None,
-                "--node-rank": node_rank,
-                "--rdzv-endpoint": endpoint,
-                "--trial-steps": trial_steps,
-            }
-        )
+        useless = {"--nnodes": num_nodes if num_nodes > 1 else None, "--node-rank": node_rank}
+        _refuse({**useless, "--rdzv-endpoint": endpoint, "--trial-steps": trial_steps}, verify=False)
         measured = None if profile is None else MeasuredProfile.read(profile)
         cluster = _cluster(machines, dtype, measured, config=resolved, world=num_ranks)
         check_factory(factory)  # before torch is imported for it
@@ -282,17 +270,14 @@ def _planned(
         )
 
 
-def _refuse_with_verify(given: Mapping[str, object]) -> None:
+def _refuse(given: Mapping[str, object], *, verify: bool) -> None:
+    """Refuses options that have no use with, or without, ``--verify``."""
     for option, value in given.items():
-        if value is not None:
+        if value is not None and verify:
             raise UsageError(
                 f"--verify measures the present machines itself, so {option} {value} has no use. Drop one of "
                 "the two."
             )
-
-
-def _refuse_without_verify(given: Mapping[str, object]) -> None:
-    for option, value in given.items():
         if value is not None:
             raise UsageError(
                 f"{option} is {value}, but without --verify nothing runs. Drop it, or say how many plans to "

@@ -346,14 +346,14 @@ _LEFT_OUT_FIRST = ("TFLOP/s/GPU", "tok/s/GPU", "samples/s/GPU", "schedule", "rec
 _GAP = 2
 
 
-def _ways_table(task: "Task", ways: Sequence["Way"], *, width: int | None = None) -> str:
+def _ways_table(task: "Task", ways: Sequence["Way"]) -> str:
     """A row for each way.
 
     Degrees are those of a rank's groups: tensor (TP), pipeline (PP), stages of a rank (VP), context (CP),
     experts (EP), replicas (DP). ``mbs`` is a microbatch's samples, ``m`` the number of microbatches. A star
     marks what this version does not run.
     """
-    width = shutil.get_terminal_size().columns if width is None else width
+    width = shutil.get_terminal_size().columns
     columns = [[title, *(cell(way) for way in ways)] for title, cell in _columns(task, ways[0]).items()]
     usual = [column for column in columns if set(column[1:]) <= _USUAL]
     known = {column[0]: column for column in columns}

@@ -16,7 +16,6 @@ def table(
     worst: int | None = None,
     finer: Collection[int] = (),
     text: Collection[int] = (0,),
-    wide: bool = False,
 ) -> str:
     """A table of cells that are HTML."""
     kinds = ["text" if column in text else "figure" for column in range(len(header))]
@@ -29,7 +28,7 @@ def table(
             for kind, name, cell in zip(kinds, header, row, strict=True)
         )
         body.append(f"<tr{mark}>{cells}</tr>")
-    kind = "rows wide" if wide or len(header) > 4 else "rows"
+    kind = "rows wide" if len(header) > 4 else "rows"
     return f'<table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table>'
 
 
