@@ -9,7 +9,8 @@ import sys
 import torch
 
 import shardwright
-from shardwright.run.machine import cores_of_host, device_name
+from shardwright.quantities import cores_of_host
+from shardwright.run.machine import device_name
 
 __all__ = ["circumstances"]
 

@@ -5,7 +5,7 @@ from itertools import groupby
 
 from check import Check
 from race import Final, Result
-from shardwright.run.machine import cores_of_host
+from shardwright.quantities import cores_of_host
 
 __all__ = ["finals_table", "prediction_check", "prediction_rows", "speed_checks", "speed_tables"]
 

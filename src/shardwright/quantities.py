@@ -3,6 +3,7 @@
 GiB = 2**30 bytes, GB = 10**9 bytes.
 """
 
+import os
 import re
 
 from shardwright.errors import ConfigError
@@ -180,3 +181,8 @@ def _three_figures(value: float) -> str:
     if value >= 9.995:
         return f"{value:.1f}"
     return f"{value:.2f}"
+
+
+def cores_of_host() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

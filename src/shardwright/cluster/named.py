@@ -12,7 +12,7 @@ from typing import Any
 from shardwright.cluster.cluster import Accelerator, Inventory, NodeKind
 from shardwright.errors import ConfigError
 from shardwright.files.documents import parse_yaml
-from shardwright.quantities import MOST_NODES, parse_bytes
+from shardwright.quantities import MOST_NODES, cores_of_host, parse_bytes
 from shardwright.text import shown
 
 # Of cgroups, version 2 and 1; in a container, its own.
@@ -117,7 +117,7 @@ def _number(text: str | None, whole: str) -> int:
 
 def _this_cpu() -> NodeKind:
     """The machine that this runs on: a rank for each core, with rates that are typical for one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = cores_of_host()
     memory = host_memory_bytes() or _UNKNOWN_MEMORY
     core = Accelerator(
         name="CPU core",

@@ -68,10 +68,6 @@ def _stat(folder: Path) -> list[str]:
         return []
 
 
-def cores_of_host() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 SAVED_AND_REQUEUE = 75
 """The exit code of a worker that saved its state on request and wants to be started again later."""
 

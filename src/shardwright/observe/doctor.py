@@ -18,7 +18,7 @@ from typing import Any
 from shardwright.comm.launchers import detect
 from shardwright.errors import LaunchError
 from shardwright.observe.surroundings import HIDDEN, may_be_secret
-from shardwright.quantities import format_bytes
+from shardwright.quantities import cores_of_host, format_bytes
 
 _PACKAGES = (
     "shardwright",
@@ -79,7 +79,7 @@ def examine(environ: Mapping[str, str], *, folder: Path) -> Findings:
         "machine": platform.machine(),
         "versions": versions,
         "cores": os.cpu_count() or 1,
-        "usable_cores": len(_affinity()),
+        "usable_cores": cores_of_host(),
         **_memory(),
         "shared_memory_free_bytes": _shared_bytes(),
         "open_files": _open_files(),
@@ -120,9 +120,9 @@ def _as_text(document: Mapping[str, Any]) -> dict[str, str]:
 def _problems(environ: Mapping[str, str], folder: Path) -> list[str]:
     found = []
     threads = environ.get("OMP_NUM_THREADS", "")
-    if threads.isdecimal() and int(threads) > len(_affinity()):
+    if threads.isdecimal() and int(threads) > cores_of_host():
         found.append(
-            f"OMP_NUM_THREADS is {threads}, but this process may use {len(_affinity())} cores: threads would "
+            f"OMP_NUM_THREADS is {threads}, but this process may use {cores_of_host()} cores: threads would "
             "wait for one another. Set it to the cores of a rank."
         )
     shared = _shared_bytes()
@@ -156,12 +156,6 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _affinity() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
 
 
 def _memory() -> dict[str, int | None]:

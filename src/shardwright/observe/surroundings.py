@@ -1,13 +1,14 @@
 """Where a run happens: host, versions, commit of its script; and what of it may be a secret."""
 
 import importlib.metadata
-import os
 import platform
 import re
 import socket
 import sys
 from pathlib import Path
 from typing import Any
+
+from shardwright.quantities import cores_of_host
 
 HIDDEN = "(not shown)"
 """Stands in the place of a value."""
@@ -61,7 +62,7 @@ def surroundings(script: Path, *, own_version: str, device: str = "") -> dict[st
     machine = {
         "host": socket.gethostname(),
         "device": device or _processor(),
-        "cores": str(len(_usable_cores())),
+        "cores": str(cores_of_host()),
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
     }
     return {"machine": machine, "versions": loaded, "commit": commit_of(script.absolute().parent)}
@@ -136,10 +137,3 @@ def _processor() -> str:
         if name.strip() == "model name":
             return value.strip()
     return platform.processor() or platform.machine()
-
-
-def _usable_cores() -> set[int]:
-    try:
-        return os.sched_getaffinity(0)
-    except AttributeError:  # not on macOS
-        return set(range(os.cpu_count() or 1))

@@ -13,8 +13,9 @@ import torch
 
 from shardwright.errors import UsageError
 from shardwright.files import UserFile, replace_file
+from shardwright.quantities import cores_of_host
 from shardwright.run.context import Context
-from shardwright.run.machine import cores_of_host, device_name
+from shardwright.run.machine import device_name
 from shardwright.run.timing import Timing
 
 log = logging.getLogger(__name__)

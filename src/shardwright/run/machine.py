@@ -1,6 +1,5 @@
 """Describes the current machines as a `Cluster`."""
 
-import os
 import platform
 import statistics
 import time
@@ -17,6 +16,7 @@ from shardwright.cluster.named import host_memory_bytes
 from shardwright.comm.joining.process_group import tell_all, tell_from
 from shardwright.comm.local_peers import LocalPeers
 from shardwright.comm.transport import Transport
+from shardwright.quantities import cores_of_host
 from shardwright.run.context import Context
 from shardwright.run.memory import give_back_freed_memory
 
@@ -96,11 +96,6 @@ def seconds_of_products(device: torch.device) -> float:
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
-
-
-def cores_of_host() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def device_name(device: torch.device) -> str:

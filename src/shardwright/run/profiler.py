@@ -16,11 +16,10 @@ from shardwright.comm.joining.process_group import tell_from
 from shardwright.model_graph import ModelGraph
 from shardwright.observe.console import Phase
 from shardwright.profile import Profile, UnitCost
-from shardwright.quantities import format_seconds
+from shardwright.quantities import cores_of_host, format_seconds
 from shardwright.run.context import Context
 from shardwright.run.cores import OwnCores
 from shardwright.run.cost_cache import CostCache
-from shardwright.run.machine import cores_of_host
 from shardwright.run.memory import give_back_freed_memory
 from shardwright.run.timing import Timing, unit_cost
 from shardwright.run.turns import Share, Turns

@@ -35,9 +35,9 @@ from shardwright.comm.probe_ranks import (
 )
 from shardwright.config import Config
 from shardwright.observe.console import Console
-from shardwright.quantities import counted
+from shardwright.quantities import cores_of_host, counted
 from shardwright.run.context import Context, context
-from shardwright.run.machine import cores_of_host, device_name, present_cluster
+from shardwright.run.machine import device_name, present_cluster
 from shardwright.run.startup import shutdown
 from shardwright.torch.measuring.device_rates import update_rate
 from shardwright.torch.startup import begin

@@ -18,7 +18,6 @@ from shardwright.comm.joining.run_secret import SECRET, has_secret
 from shardwright.config import Config
 from shardwright.errors import UsageError
 from shardwright.exit_codes import FAILED
-from shardwright.launch.processes import cores_of_host
 from shardwright.launch.ranks.meeting_place import check_endpoint
 from shardwright.launch.ranks.request import LaunchRequest, torchrun_command, torchrun_line
 from shardwright.launch.ranks.smp_parameters import check_smp_parameters, read_smp_parameters
@@ -33,7 +32,7 @@ from shardwright.observe.run_record import (
     going_further,
 )
 from shardwright.plan import Plan
-from shardwright.quantities import MOST_RANKS_OF_HOST, MOST_RESTARTS, MOST_SECONDS, counted
+from shardwright.quantities import MOST_RANKS_OF_HOST, MOST_RESTARTS, MOST_SECONDS, cores_of_host, counted
 
 
 class Device(StrEnum):

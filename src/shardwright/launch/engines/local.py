@@ -13,9 +13,9 @@ from shardwright.launch.engines.engine import HostCommand, ProcessesJob, prepare
 from shardwright.launch.hosts_network import HostsNetwork
 from shardwright.launch.job_spec import JobSpec, own_environ
 from shardwright.launch.placement import LOCAL, gpus_here
-from shardwright.launch.processes import cores_of_host
 from shardwright.launch.ranks.rank_environment import as_json, host_names
 from shardwright.launch.running_job import RunningJob
+from shardwright.quantities import cores_of_host
 
 _PORT = 29500
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}

@@ -23,7 +23,6 @@ from typing import Any, Literal
 
 from shardwright.errors import UsageError
 from shardwright.launch.process_text import without_too_long
-from shardwright.launch.processes import cores_of_host
 from shardwright.launch.ranks.rank_environment import (
     FRAMEWORK_MODULE,
     channels_of,
@@ -34,7 +33,7 @@ from shardwright.launch.ranks.rank_environment import (
     to_text,
 )
 from shardwright.launch.ranks.smp_parameters import encode_smp_parameters, read_smp_parameters
-from shardwright.quantities import MOST_NODES, MOST_RANKS_OF_HOST, MOST_RESTARTS, MOST_SECONDS
+from shardwright.quantities import MOST_NODES, MOST_RANKS_OF_HOST, MOST_RESTARTS, MOST_SECONDS, cores_of_host
 from shardwright.text import control_in, shown
 
 CPU_MODE = "shardwright.cpu_mode"
