@@ -61,7 +61,7 @@ def test_two_ranks_give_what_a_plain_script_gives(case):
     _assert_equal(case, EVERY_RUN)
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", THOROUGH, ids=_name)
 def test_more_of_them(case):
     _assert_equal(case, THOROUGH)

@@ -23,6 +23,7 @@ UNEVEN = (  # the second update is by the gradients of two steps
 )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("sequences", [in_sweep("whole"), thorough("cut")])
 @pytest.mark.parametrize("name", in_every_run(EXPERTS, ["qwen2_moe"]))
 def test_layers_and_experts_at_once(name, sequences):

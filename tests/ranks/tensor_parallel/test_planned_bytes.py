@@ -101,7 +101,7 @@ def test_bytes_of_shared_sequences_are_those_of_the_plan(name, settings):
         assert sent == planned > 0, calls
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "settings"),
     [

@@ -61,7 +61,7 @@ def test_ranks_have_other_hash_seeds():
     assert run_ranks(seeds, 4) == found
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_the_hash_seed_of_the_caller_is_that_of_rank_0():
     script = "from shardwright.testing import run_ranks; print(run_ranks(hash, 2, 'audio') + [hash('audio')])"
     environ = {**os.environ, "PYTHONHASHSEED": "17"}
