@@ -128,3 +128,19 @@ def test_scores_of_16_bits_are_float32(dtype):
     weights = torch.softmax(query.float() * 8 @ (key.float() * 4).mT, -1).to(dtype)
     assert result.dtype is dtype
     torch.testing.assert_close(result, weights @ value, rtol=0.02, atol=0.02)
+
+
+def test_a_mask_besides_positions():
+    """As GPT-Neo has it: numbers are added to the scores of keys that positions hide."""
+    lowest = torch.finfo(torch.float32).min
+    seen = Seen(causal=True, window=3, score_beyond=lowest)
+    mask = torch.ones(B, 1, Q, K, dtype=torch.bool)
+    mask[0, ..., :4] = False  # rows 0 to 3 see no key
+    given = tensors()
+    result = blockwise_attention(
+        *given, scale=1.0, mask=mask, seen=seen, hidden_score=torch.finfo(torch.float64).min
+    )
+    query, key, value = given
+    scores = (query @ key.mT).masked_fill(added_by(seen) < 0, lowest)
+    scores = scores + torch.zeros_like(scores).masked_fill(~mask, torch.finfo(torch.float64).min)
+    assert_same(result, torch.softmax(scores, -1) @ value, given)

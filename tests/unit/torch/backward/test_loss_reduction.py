@@ -185,3 +185,18 @@ def test_weights_of_a_deep_model_are_no_samples() -> None:
     layers = [layer for _ in range(40) for layer in (nn.Linear(8, 8), nn.Tanh())]
     x = torch.ones(2, 8)
     assert form_of_loss(F.mse_loss(nn.Sequential(*layers)(x), x), samples=2).reduction is Reduction.MEAN
+
+
+def test_a_mean_times_the_number_of_its_samples_is_pointed_out() -> None:
+    z = _batch()[0]
+    size = sum(SIZES)
+    assert (
+        f"the number {size}, by which it multiplies a mean" in _form(z.square().mean() * size, size).of_data
+    )
+    assert _form(z.square().mean() * (size + 1), size).of_data == ""
+    assert _form(z.square().sum() * size, size).of_data == ""
+
+
+def test_labels_that_are_probabilities_are_no_crash() -> None:
+    z = _batch()[0]
+    assert _form(F.cross_entropy(z[:, 0], z.detach()[:, 1].softmax(-1)), sum(SIZES)).reduction is not None

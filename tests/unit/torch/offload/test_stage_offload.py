@@ -239,3 +239,39 @@ def test_an_abandoned_forward_gives_its_places_back():
     del made
     gc.collect()
     assert tier.taken == 0
+
+
+def test_a_backward_inside_a_unit_and_a_second_one_behind():
+    """Forces, say: `torch.autograd.grad` in the forward goes back through what the unit has just kept."""
+
+    class Force(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            energy = self.linear(x.sin()).tanh().sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=True)
+            return x + force
+
+    torch.manual_seed(0)
+    layers = nn.ModuleList(Force() for _ in range(3)).double()
+
+    def start():
+        return inputs().requires_grad_()
+
+    x = start()
+    for layer in layers:
+        x = layer(x)
+    x.square().sum().backward()
+    expected = gradients(layers)
+    tier = ByHand()
+    offload = offload_of(tier)
+    loss = run(layers, start(), offload, tier.run).square().sum()
+    offload.offload()
+    tier.run()
+    offload.load()
+    loss.backward(retain_graph=True)
+    assert all(map(torch.allclose, gradients(layers), expected))
+    loss.backward()
+    assert all(map(torch.allclose, gradients(layers), expected))

@@ -1,7 +1,7 @@
 """A trace leaves no stand-in anywhere, and what a model holds as it was; scripts count every run."""
 
 import random
-from collections import deque
+from collections import defaultdict, deque
 from functools import cache, lru_cache
 from typing import ClassVar
 
@@ -248,3 +248,32 @@ def test_what_was_there_stays():
         bounded(5)
     assert _TABLES[4] is before
     assert bounded(4) is cached
+
+
+class Record:
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
+def test_lists_inside_of_other_variables_and_of_arguments_have_no_stand_ins():
+    model, by_name, given, records = nn.Linear(4, 4), defaultdict(list), Log(), ["of before"]
+
+    def step(x, log):
+        loss = model(x).sum()
+        for each in (HISTORY["size"], LOG.by_name["size"], by_name["size"], log.by_name["size"]):
+            each.append(len(x))
+        for rows in (LOG.rows, log.rows):
+            rows.append((1, "row", loss))
+        HISTORY["loss"].append(loss.detach())
+        records.append(Record(loss))
+        by_name["loss"].append({"newest": loss})
+        return loss
+
+    discover(model, step, ((torch.zeros(2, 4), given), {}), device=torch.device("cpu"))
+    sizes = HISTORY["size"]
+    assert sizes
+    assert {"loss": [], "size": sizes} == HISTORY
+    assert records == ["of before"]
+    assert by_name == {"size": sizes}
+    for log in (LOG, given):
+        assert (log.rows, log.by_name) == ([], {"size": sizes})

@@ -437,3 +437,16 @@ def test_memory_and_pickles_are_refused():
             torch.mul(x, 2, out=divided(numbers(3, 2), Cut.even(0, 3, num_ranks=2), group))
 
     on_ranks(2, on_rank)
+
+
+def test_data_of_a_whole_tensor_may_be_that_of_a_divided_one():
+    """Bug: it had no memory, and the next operation ended the process."""
+
+    def on_rank(group):
+        own = nn.Parameter(torch.zeros(4, 6, dtype=F64))
+        own.data = divided(torch.ones(4, 6, dtype=F64), Cut.even(0, 4, num_ranks=2), group) * 2
+        own.data.add_(1)
+        return own.detach()
+
+    for found in on_ranks(2, on_rank):
+        assert torch.equal(found, torch.full((4, 6), 3.0, dtype=F64))

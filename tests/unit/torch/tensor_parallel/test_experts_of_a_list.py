@@ -195,3 +195,25 @@ def test_experts_that_cannot_be_elsewhere_are_refused(kind, message):
             own(torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(0)))
 
     on_ranks(2, on_rank)
+
+
+def test_types_under_autocast():
+    """Ranks without an expert know the type of what it gives."""
+    torch.manual_seed(0)
+    model, x = Loop("sorts"), torch.randn(TOKENS, WIDTH)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = model(x)
+    assert wanted.dtype == torch.bfloat16
+
+    def on_rank(group):
+        own = copy.deepcopy(model)
+        divide(own, cuts_of_experts(own, num_ranks=2, units=[""]), group)
+        run_own_experts(own)
+        with torch.autocast("cpu", torch.bfloat16):
+            given = own.experts[0](x), own.experts[2](x)
+            found = own(x)
+        assert [each.dtype for each in given] == [torch.bfloat16] * 2
+        torch.testing.assert_close(whole(found), wanted, rtol=0.05, atol=0.05)
+        found.sum().backward()
+
+    on_ranks(2, on_rank)

@@ -205,3 +205,41 @@ def test_parts_of_one_position_are_not_cut_again(length):
 
     for found in on_grid(OUTER, INNER, lambda g: whole(gradient(Boundary(g, between).placed(data.clone())))):
         torch.testing.assert_close(found, gradient(data))
+
+
+@pytest.mark.parametrize("length", [11, 12])
+def test_what_one_rank_cannot_tell_apart_no_other_rank_can(length):
+    """One rank had both tensors placed alike, the other not: it alone made a decision anew, and waited."""
+    between = BetweenUnits.of_batch([(2, length)], 1, num_ranks=OUTER, inner_ranks=INNER, inner_dim=1)
+    data = torch.arange(2.0 * length * 4).view(2, length, 4)
+
+    def on_rank(group):
+        boundary = Boundary(group, between)
+        first = boundary.placed(data.clone())[:, :-1].clone()
+        second = boundary.all_placed([first], keeps_cuts=True)[0]
+        return whole(first * 2), whole(second * 2)
+
+    for found in on_grid(OUTER, INNER, on_rank):
+        for each in found:
+            torch.testing.assert_close(each, 2 * data[:, :-1])
+
+
+@pytest.mark.parametrize("length", [3, 11, 12])
+@pytest.mark.parametrize("until", [None, -1, 2])
+def test_parts_between_units_are_cut_again_on_all_ranks_or_on_none(length, until):
+    """Parts of ``logits[:, :-1]`` differ in length, and one rank alone cut its part: others waited for it."""
+    between = BetweenUnits.of_batch([(2, length)], 1, num_ranks=OUTER, inner_ranks=INNER, inner_dim=1)
+    logits = torch.arange(2.0 * length * 4).view(2, length, 4)
+
+    def on_rank(group):
+        boundary = Boundary(group, between)
+        part = boundary.placed(logits.clone())[:, :until]
+        kept = boundary.all_placed([part], keeps_cuts=True)[0]
+        return whole(kept), is_nested(kept), (kept * 2).sum().item()
+
+    found = on_grid(OUTER, INNER, on_rank)
+    wanted = logits[:, :until]
+    for have, _, total in found:
+        torch.testing.assert_close(have, wanted)
+        assert total == 2 * wanted.sum()
+    assert len({nested for _, nested, _ in found}) == 1

@@ -129,3 +129,25 @@ def test_a_buffer_that_the_path_changes_is_not_changed_by_following_it():
 def test_what_cannot_be_followed_is_traced_again(read):
     trace = traced(lambda model, x: x + 1 if read(x) else x, ONES)
     assert trace.path is None
+
+
+def test_autocast_is_the_same_as_in_the_trace():
+    def function(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return x if (x @ x.T).max() > 263.5 else x + 1
+
+    x = torch.full((2, 4), 8.11)  # 263.1, in bfloat16 264
+    trace = traced(function, x)
+    assert takes(trace, x.clone())
+
+
+def test_several_reads_must_all_agree():
+    def function(model, x):
+        if (x > 0).all():
+            return x
+        return x + 1 if x[0].sum() > 2 else x + 2
+
+    trace = traced(function, MIXED)
+    assert takes(trace, MIXED * 2)
+    assert not takes(trace, ONES)
+    assert not takes(trace, ZEROS)

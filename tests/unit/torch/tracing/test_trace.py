@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwright.errors import DeferredReadError, TraceError
-from shardwright.torch.interception.glue import intercept_calls
+from shardwright.errors import DeferredReadError, TraceError, UsageError
+from shardwright.torch.interception.glue import active_handler, intercept_calls, plain_torch
 from shardwright.torch.parameters.unit_map import UnitMap
 from shardwright.torch.tracing.trace import trace_step
 from shardwright.torch.tracing.trace_data import Trace
@@ -210,3 +210,32 @@ def test_the_work_of_a_trace_grows_with_its_length():
     function_calls(1)
     few, many = function_calls(50), function_calls(500)
     assert many < 12 * few
+
+
+def clears(model):
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def clips_values(model):
+    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+
+
+def clips(model):
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("use", [clips, clips_values, clears, lambda model: model["a"].weight.grad])
+def test_gradients_are_not_used_behind_the_backward_of_a_step_function(use):
+    """A trace finds none; a later microbatch found those of an earlier one, and went another way."""
+    model = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH)})
+
+    def step(x):
+        loss, handler = model["a"](x).sum(), active_handler()
+        with plain_torch():
+            handler.backward(loss, None)
+        use(model)
+
+    what = "gradients are clipped" if use in (clips, clips_values) else "the gradient of a parameter is used"
+    with pytest.raises(UsageError, match=rf"{what} inside a step function.*behind its call"):
+        traced(model, step, torch.ones(3, WIDTH))
