@@ -292,3 +292,25 @@ def test_complex_layers_under_zero_bubble(pipeline):
 
 
 # ---- where parameters are --------------------------------------------------------------------------------
+
+
+class AsksWhereItIs(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        first = next(self.parameters())
+        offset = torch.zeros((), dtype=x.dtype, device=first.device)
+        return y + offset + float(first.is_meta) + float(not first.is_cpu)
+
+
+def train_where_it_is() -> list[str]:
+    sw, plain, model = start(AsksWhereItIs, {})
+    (x,) = batches(0, 1)
+    trainer(sw)(model, x)
+    for part in x.tensor_split(4):
+        (plain(part).square().mean() / 4).backward()
+    return apart(plain, model)
+
+
+def test_code_between_layers_asks_where_a_parameter_is():
+    """On the last rank the first parameter was on no device, and so was the loss."""
+    assert run_ranks(train_where_it_is, 2) == [[], []]
