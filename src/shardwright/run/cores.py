@@ -10,7 +10,7 @@ the one that woke it. Two ranks then share a core for milliseconds while another
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -31,15 +31,15 @@ class OwnCores:
                 num_threads=torch.get_num_threads(),
             )
 
-    @contextmanager
-    def in_force(self) -> Iterator[None]:
+    def in_force(self) -> AbstractContextManager[None]:
         """Keeps the calling thread on these cores; leaves it where it is if it was moved by somebody else.
 
         What is started outside, such as the workers of a data loader, is free to run anywhere.
         """
-        if not self._cores or _allowed() != self._all:
-            yield
-            return
+        return self._kept() if self._cores and _allowed() == self._all else nullcontext()
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
         os.sched_setaffinity(0, self._cores)
         try:
             yield

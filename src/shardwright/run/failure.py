@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from shardwright.comm.blame import Blame, Note
 from shardwright.comm.message_names import listed, lost_peer, names_a_lost_peer
@@ -13,13 +13,14 @@ STEP = "the step function"
 """The beginning of every step's `MeetingPlace.where`."""
 
 
-@contextmanager
-def first_cause_named(context: Context) -> Iterator[None]:
+def first_cause_named(context: Context) -> AbstractContextManager[None]:
     """Tells the other ranks when this one fails; when it loses a peer, finds who failed first."""
     blame = context.watch.blame
-    if blame is None:
-        yield
-        return
+    return nullcontext() if blame is None else _first_cause_named(context, blame)
+
+
+@contextmanager
+def _first_cause_named(context: Context, blame: Blame) -> Iterator[None]:
     blame.begin()
     try:
         yield

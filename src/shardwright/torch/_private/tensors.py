@@ -37,6 +37,7 @@ __all__ = [
     "dtensor_of",
     "fake_failures_unlogged",
     "fake_mode_is_active",
+    "flattened",
     "function_mode_depth",
     "function_transforms_active",
     "generator_key",
@@ -54,6 +55,7 @@ __all__ = [
     "put_in_place",
     "spec_like",
     "storage_key",
+    "unflattened",
     "unset_fake_temporarily",
     "values_of_sparse",
     "weak_storage",
@@ -155,6 +157,18 @@ def num_sharing(tensor: torch.Tensor) -> int:
     """How many tensors, Python's and autograd's, share the memory of one that has memory; itself is one."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # but `storage`
+
+
+def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All elements, in one dimension: as `torch.cat` of flat views, with one call for all of these."""
+    flat: torch.Tensor = torch._utils._flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+    return flat
+
+
+def unflattened(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Parts of the first elements, of the shapes of others."""
+    parts: Sequence[torch.Tensor] = torch._utils._unflatten_dense_tensors(flat, like)  # type: ignore[no-untyped-call]
+    return parts
 
 
 def weak_storage(tensor: torch.Tensor) -> Any:

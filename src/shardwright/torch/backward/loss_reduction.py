@@ -11,7 +11,7 @@ sum of the batch is the sum of theirs. A loss that is neither (a square root of 
 no value that follows from those of its microbatches.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -48,12 +48,12 @@ def form_of_loss(
     loss: Tensor,
     *,
     samples: int,
-    constants: Collection[int] = (),
+    is_constant: Callable[[Tensor], bool] = lambda tensor: False,
     is_fixed: Callable[[Tensor], bool] = lambda tensor: False,
     is_count: Callable[[Tensor], bool] = lambda tensor: False,
 ) -> LossForm:
     """Reads from autograd's graph how a loss is reduced."""
-    walk = LossWalk(loss, samples, constants, is_fixed, is_count)
+    walk = LossWalk(loss, samples, is_constant, is_fixed, is_count)
     try:
         found = walk.flow(loss.grad_fn, 0) if loss.grad_fn is not None else Rows.FIXED
     except Neither as answer:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import IntEnum
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +22,7 @@ class Reduction(IntEnum):
     NEITHER = 4
 
 
-class Rows(Enum):
+class Rows(IntEnum):
     """A tensor that is no value of the batch yet."""
 
     FIXED = 0  # of parameters alone

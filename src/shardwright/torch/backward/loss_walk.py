@@ -1,6 +1,6 @@
 """Follows autograd's graph from a loss to the rows that it reduces: see `loss_reduction`."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import isclose, prod
 from typing import Any
@@ -11,7 +11,6 @@ from shardwright.torch._private import (
     FakeTensor,
     saved_by,
     shape_behind,
-    storage_key,
     unset_fake_temporarily,
 )
 from shardwright.torch.backward.loss_terms import (
@@ -62,13 +61,13 @@ class LossWalk:
         self,
         loss: Tensor,
         samples: int,
-        constants: Collection[int],
+        is_constant: Callable[[Tensor], bool],
         is_fixed: Callable[[Tensor], bool],
         is_count: Callable[[Tensor], bool],
     ):
         self._loss = loss
         self._samples = max(samples, 1)
-        self._constants = constants
+        self._is_constant = is_constant
         self._is_fixed = is_fixed
         self._is_count = is_count
         self._known: dict[Any, Flow] = {}
@@ -143,12 +142,12 @@ class LossWalk:
     # ---- linear in what it gets ----
 
     def _joined(self, flows: Sequence[Flow], outer: Any = None) -> Flow:
-        terms = tuple(term for flow in flows if isinstance(flow, tuple) for term in flow)
         others = [flow for flow in flows if isinstance(flow, Rows)]
-        if not terms:
+        if len(others) == len(flows):
             if outer is not None:
                 self._refuse_pairs(outer)
-            return max(others, key=lambda rows: rows.value) if others else Rows.FIXED
+            return max(others, default=Rows.FIXED)
+        terms = tuple(term for flow in flows if isinstance(flow, tuple) for term in flow)
         if all(rows is Rows.FIXED for rows in others):  # a penalty of weights, the same in each microbatch
             return (*terms, *(Term(Reduction.MEAN, is_fixed=True) for _ in others))
         return self._not_known("rows and values of the whole microbatch together")
@@ -215,7 +214,7 @@ class LossWalk:
                     'microbatch ("mean"), or in the whole batch ("sum")'
                 )
             return Term(Reduction.MEAN) if is_size else replace(term, divisor=by)
-        if storage_key(divisor) in self._constants:
+        if self._is_constant(divisor):
             return term
         is_here = isinstance(divisor, FakeTensor) or self._is_count(divisor)
         if not is_here and abs(number_in(divisor)) > max(prod(term.shape), 1):
@@ -270,11 +269,12 @@ class LossWalk:
 
     def _fused(self, node: Any, name: str, depth: int) -> Flow:
         flows = self._children(node, depth)
-        if any(_is_unknown(flow) for flow in flows):
-            return self._not_known(name)
-        if any(isinstance(flow, tuple) for flow in flows):
+        rows = [flow for flow in flows if isinstance(flow, Rows)]
+        if len(rows) < len(flows):
+            if any(map(_is_unknown, flows)):
+                return self._not_known(name)
             raise Neither(f"{name} takes a value of the whole batch")
-        below = max((flow for flow in flows if isinstance(flow, Rows)), key=lambda rows: rows.value)
+        below = max(rows)
         if below is Rows.FIXED:
             return below
         reduction = saved_by(node, "reduction")
@@ -301,11 +301,11 @@ class LossWalk:
 
     def _bent(self, flows: Sequence[Flow], name: str) -> Flow:
         """The result of a function that is not linear."""
-        if any(_is_unknown(flow) for flow in flows):
+        if all(isinstance(flow, Rows) for flow in flows):
+            return self._joined(flows)
+        if any(map(_is_unknown, flows)):
             return self._not_known(name)
-        if any(isinstance(flow, tuple) for flow in flows):
-            raise Neither(f"{name.lower()} of a value of the whole batch is no sum over its samples")
-        return self._joined(flows)
+        raise Neither(f"{name.lower()} of a value of the whole batch is no sum over its samples")
 
     # ---- pairs of samples, and what is not known ----
 

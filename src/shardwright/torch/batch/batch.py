@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.torch.batch.splitter import Argument, Splitter, cuts_itself, is_batch_tensor
+from shardwright.runtime.step_function import microbatch_sizes
+from shardwright.torch.batch.splitter import Argument, CutTensor, Splitter, cuts_itself, is_batch_tensor
 from shardwright.torch.pytorch.tree import Structure, flatten
 
 __all__ = ["Arguments", "Batch", "BatchGradients", "is_batch_tensor"]
@@ -64,7 +65,11 @@ class Batch:
     @cached_property
     def num_samples(self) -> int | None:
         """The size of the first tensor that is cut, along its axis; None if none is."""
-        return self._splitter.num_samples(self._named)
+        return self._cut[0][2] if self._cut else None
+
+    @cached_property
+    def _cut(self) -> list[CutTensor]:
+        return self._splitter.cut_tensors(self._named)
 
     @property
     def is_kept_whole(self) -> bool:
@@ -86,11 +91,12 @@ class Batch:
     @property
     def num_tokens(self) -> int | None:
         """Entries of its first tensor; None if that is not a matrix of whole numbers."""
-        for leaf in self.leaves:
-            if is_batch_tensor(leaf):
-                is_text = leaf.dtype in (torch.int64, torch.int32) and leaf.dim() == 2
-                return int(leaf.numel()) if is_text else None
-        return None
+        first = next((leaf for each in self._named for leaf in each.leaves if is_batch_tensor(leaf)), None)
+        if first is None:  # it may be in an object that cuts itself
+            first = next(filter(is_batch_tensor, self.leaves), None)
+        if first is None or first.dtype not in (torch.int64, torch.int32) or first.dim() != 2:
+            return None
+        return int(first.numel())
 
     def named_leaves(self) -> list[tuple[str, Any, bool]]:
         """The name of the argument of each leaf, the leaf, and whether it is a tensor that is cut."""
@@ -146,12 +152,16 @@ class Batch:
         """The microbatches; the first ones are larger where the sizes do not divide."""
         num_args, kwargs = len(self.arguments[0]), self.arguments[1]
         parts = []
-        for arguments in self._splitter.split(self._named, num_microbatches):
+        samples = self.num_samples
+        sizes = [] if samples is None else microbatch_sizes(samples, num_microbatches)
+        for index, arguments in enumerate(self._splitter.split(self._named, self._cut, num_microbatches)):
             trees = [argument.tree for argument in arguments]
             part = self.with_arguments(
                 (tuple(trees[:num_args]), dict(zip(kwargs, trees[num_args:], strict=True)))
             )
             part._named = arguments
+            if sizes:
+                part.num_samples = sizes[index]
             parts.append(part)
         return parts
 

@@ -61,12 +61,15 @@ class BatchResult(BatchRecord):
     @cached_property
     def loss_values(self) -> list[float | None]:
         """The losses as numbers, for which the host waits; the mean of one that has many."""
-        there = [loss.double() for loss in self.losses or () if loss is not None]
-        means = [loss if loss.dim() == 0 else loss.mean() for loss in there]
-        values = iter(torch.stack(means).tolist() if means else ())
+        there = [loss for loss in self.losses or () if loss is not None]
+        means = [loss if loss.dim() == 0 else loss.double().mean() for loss in there]
+        if all(loss.device.type == "cpu" for loss in there):
+            values = iter([loss.item() for loss in means])
+        else:
+            values = iter(torch.stack([loss.double() for loss in means]).tolist())
         return [None if loss is None else next(values) for loss in self.losses or ()]
 
-    @property
+    @cached_property
     def loss(self) -> float | None:
         """That of the batch: those of microbatches, each by how much it counts; None without any."""
         losses = self.loss_values
@@ -98,6 +101,8 @@ class StepEngine(Protocol):
 
 def detached(tree: Any) -> Any:
     """The same tree with tensors that have no autograd history."""
+    if isinstance(tree, Tensor):
+        return tree.detach()
     items, structure = flatten(tree)
     return structure.rebuild([item.detach() if isinstance(item, Tensor) else item for item in items])
 
@@ -105,6 +110,8 @@ def detached(tree: Any) -> Any:
 def places_of(loss: Tensor, tree: Any) -> tuple[int, ...]:
     """Where among the leaves of a tree a loss is, or another view of it."""
     memory = storage_key(loss)
+    if isinstance(tree, Tensor):
+        return (0,) if tree.numel() == 1 and storage_key(tree) == memory else ()
     return tuple(
         place
         for place, item in enumerate(flatten(tree)[0])

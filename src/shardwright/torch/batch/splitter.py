@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from shardwright.errors import UsageError
 from shardwright.planner.batches import too_few_samples
 from shardwright.runtime.step_function import StepParameters
-from shardwright.torch.pytorch.tree import Structure, flatten
+from shardwright.torch.pytorch.tree import LEAF, Structure, flatten
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,9 @@ class Argument(NamedTuple):
     tree: Any
     leaves: list[Any]
     structure: Structure
+
+
+CutTensor: TypeAlias = tuple[str, Tensor, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +61,6 @@ class Splitter(StepParameters):
         trees = [(self.name_of(position), tree) for position, tree in enumerate(args)] + [*kwargs.items()]
         return [Argument(name, tree, *flatten(tree, cuts_itself)) for name, tree in trees]
 
-    def num_samples(self, arguments: Sequence[Argument]) -> int | None:
-        """The size of the first tensor along its axis; None if no tensor is cut."""
-        return next((size for _, _, size in self._cut_tensors(arguments)), None)
-
     def keeps_whole(self, arguments: Sequence[Argument]) -> bool:
         """Whether the script has named tensors that every microbatch gets whole."""
         return any(
@@ -69,9 +68,11 @@ class Splitter(StepParameters):
             for argument in arguments
         )
 
-    def split(self, arguments: Sequence[Argument], num_microbatches: int) -> list[list[Argument]]:
-        """The arguments of each microbatch, in the same order."""
-        self._check(arguments, num_microbatches)
+    def split(
+        self, arguments: Sequence[Argument], cut: Sequence[CutTensor], num_microbatches: int
+    ) -> list[list[Argument]]:
+        """The arguments of each microbatch, in the same order, by the tensors of them that are cut."""
+        self._check(arguments, cut, num_microbatches)
         parts = [self._split_one(argument, num_microbatches) for argument in arguments]
         return [list(each) for each in zip(*parts, strict=True)] if parts else [[]] * num_microbatches
 
@@ -104,17 +105,21 @@ class Splitter(StepParameters):
     def _axis(self, name: str) -> int:
         return self.axes.get(name, 0)
 
-    def _cut_tensors(self, arguments: Sequence[Argument]) -> list[tuple[str, Tensor, int]]:
-        return [
-            (argument.name, leaf, leaf.shape[self._axis(argument.name)])
-            for argument in arguments
-            if argument.name not in self.lists
-            for leaf in argument.leaves
-            if self.cuts(argument.name, leaf)
-        ]
+    def cut_tensors(self, arguments: Sequence[Argument]) -> list[CutTensor]:
+        """The tensors that are cut: the name of the argument, the tensor, its size along the axis."""
+        cut = []
+        for name, _, leaves, _ in arguments:
+            if name in self.lists or name in self.non_split:
+                continue
+            axis = self._axis(name)
+            cut += [
+                (name, leaf, leaf.shape[axis])
+                for leaf in leaves
+                if is_batch_tensor(leaf) and leaf.dim() > axis
+            ]
+        return cut
 
-    def _check(self, arguments: Sequence[Argument], num_microbatches: int) -> None:
-        cut = self._cut_tensors(arguments)
+    def _check(self, arguments: Sequence[Argument], cut: Sequence[CutTensor], num_microbatches: int) -> None:
         if not cut:
             return
         first_name, _, batch = cut[0]
@@ -176,6 +181,8 @@ class Splitter(StepParameters):
                 )
             else:
                 columns.append([item] * num_microbatches)
+        if structure is LEAF and len(columns) == 1 and type(leaves[0]) is Tensor:
+            return [Argument(name, part, [part], LEAF) for part in columns[0]]
         rows = [list(row) for row in zip(*columns, strict=True)] if columns else [[]] * num_microbatches
         parts = [Argument(name, structure.rebuild(row), row, structure) for row in rows]
         if not any(map(cuts_itself, leaves)):

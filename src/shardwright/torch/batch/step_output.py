@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwright.errors import UsageError
 from shardwright.runtime.step_function import MicrobatchValues
-from shardwright.torch.pytorch.tree import flatten
+from shardwright.torch.pytorch.tree import LEAF, Structure, flatten
 
 _LONGEST_NAMES = 200
 
@@ -106,6 +106,25 @@ def gather_outputs(
     A result that is None in every microbatch stays None. Dictionaries may have their keys in another order in
     each microbatch.
     """
+    structure, columns = _columns(results)
+    losses = set(loss_places[0]).intersection(*loss_places[1:]) if loss_places else ()
+    ones, doubts = [1.0] * len(results), doubts or {}
+    return structure.rebuild(
+        [
+            _combine(
+                column,
+                of_losses if place in losses else ones if place in sums else shares,
+                doubts.get(place, ""),
+            )
+            for place, column in enumerate(columns)
+        ]
+    )
+
+
+def _columns(results: Sequence[Any]) -> tuple[Structure, list[list[Any]]]:
+    """The structure of the results, and for each of its leaves what stands there in each microbatch."""
+    if all(isinstance(result, Tensor) for result in results):
+        return LEAF, [list(results)]
     structure = flatten(results[0])[1]
     paths = structure.paths()
     columns: list[list[Any]] = [[] for _ in paths]
@@ -127,18 +146,7 @@ def gather_outputs(
             )
         for column, path in zip(columns, paths, strict=True):
             column.append(items[path])
-    losses = set(loss_places[0]).intersection(*loss_places[1:]) if loss_places else ()
-    ones, doubts = [1.0] * len(results), doubts or {}
-    return structure.rebuild(
-        [
-            _combine(
-                column,
-                of_losses if place in losses else ones if place in sums else shares,
-                doubts.get(place, ""),
-            )
-            for place, column in enumerate(columns)
-        ]
-    )
+    return structure, columns
 
 
 def _by_path(result: Any) -> dict[tuple[Any, ...], Any]:

@@ -219,13 +219,13 @@ class LossWeights:
 
     def _form_here(self, loss: Tensor, part: Batch, traced: LossForm | None) -> LossForm:
         """How a loss is reduced over the samples of a microbatch, which is at hand."""
-        uncut = {
-            storage_key(leaf)
-            for _, leaf, cut in part.named_leaves()
-            if isinstance(leaf, Tensor) and not cut and leaf.layout is torch.strided
-        }
         if self._model.replicas.sharding is not None:
             self._own.clear()  # rows come and go
+
+        def is_constant(tensor: Tensor) -> bool:
+            uncut = (leaf for _, leaf, cut in part.named_leaves() if isinstance(leaf, Tensor) and not cut)
+            memory = storage_key(tensor)
+            return any(leaf.layout is torch.strided and storage_key(leaf) == memory for leaf in uncut)
 
         def is_fixed(tensor: Tensor) -> bool:
             if not self._own:
@@ -240,7 +240,11 @@ class LossWeights:
             return is_weighted or bool(getattr(self._function, "divides_by_counts", False))
 
         form = form_of_loss(
-            loss, samples=part.num_samples or 1, constants=uncut, is_fixed=is_fixed, is_count=is_count
+            loss,
+            samples=part.num_samples or 1,
+            is_constant=is_constant,
+            is_fixed=is_fixed,
+            is_count=is_count,
         )
         return form if self.data is None else replace(form, of_data=self.data.found or form.of_data)
 
@@ -296,7 +300,7 @@ class LossWeights:
         """What the gradients of the batch are still to be divided by."""
         return sum(self.known) if self.is_weighted else 1.0
 
-    @property
+    @cached_property
     def of_values(self) -> list[float]:
         """By what the losses of microbatches are multiplied, to add up to that of the batch."""
         total = 1.0 if self.reduction is Reduction.SUM else sum(self.known)

@@ -148,7 +148,7 @@ class ModelPlacement:
         if splits_backward(plan.schedule.kind):
             for unit in self._programs.units.modules.values():
                 split_modules(unit)
-        self._model.replicas.begin_with_buffers()
+        self._model.replicas.begin_with_buffers(self._model.tree)
         trained = (name for name, each in trace.graph.parameters.items() if not each.is_buffer)
         is_alone = context.mesh.data == context.mesh.share == 1
         placed = PlacedModel(

@@ -176,7 +176,7 @@ class PipelineEngine:
                 self._placed.refuse_changes(modules, rank=self._context.rank)
                 self._unchanged = modules
         if self._context.mesh.data > 1:
-            refuse_accumulation_hooks(modules[0])
+            refuse_accumulation_hooks(modules[0], self._model.tree.parameters)
 
     def _agreed(
         self, function: Callable[..., Any], batch: Batch, settings: Mapping[str, Any]

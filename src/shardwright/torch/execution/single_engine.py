@@ -71,6 +71,7 @@ class SingleEngine:
         self._statistics = BatchStatistics(prints=context.rank == 0)
         self._offloading = offloading_of(context)
         self._offloaded: frozenset[nn.Module] = frozenset()
+        self._order: Schedule | None = None
         if planner is None:
             _point_out_unused_limit(context)
         if context.groups.data is not None:
@@ -93,7 +94,7 @@ class SingleEngine:
         if torch.is_grad_enabled():
             self._prepare(function, batch, parts)
         if self._context.groups.data is not None:
-            refuse_accumulation_hooks(self._model.get_module())
+            refuse_accumulation_hooks(self._model.get_module(), self._model.tree.parameters)
             self._prepare_replicas(self._context.groups.data)
         losses = LossWeights(
             self._model,
@@ -153,8 +154,10 @@ class SingleEngine:
 
     def _schedule(self, num_microbatches: int) -> Schedule:
         """The order in which a plain loop works, as a schedule of one stage."""
-        schedule = build_schedule("1f1b", stage_ranks=(0,), num_microbatches=num_microbatches)
-        return schedule.with_host_copies({0} if self._offloaded else ())
+        if self._order is None or self._order.num_microbatches != num_microbatches:
+            schedule = build_schedule("1f1b", stage_ranks=(0,), num_microbatches=num_microbatches)
+            self._order = schedule.with_host_copies({0} if self._offloaded else ())
+        return self._order
 
     def _prepare(self, function: Callable[..., Any], batch: Batch, parts: Sequence[Batch]) -> None:
         """Looks at a batch that may train, before its first microbatch."""
@@ -218,7 +221,8 @@ class SingleEngine:
         finally:
             set_active_handler(before)
         if handler.loss is not None:
-            self._data_looked_at.add(function)
+            if is_first:
+                self._data_looked_at.add(function)
         elif is_new:
             shadows = Shadows(lambda item: item) if watch is None else watch.shadows
             self._evaluated[function] = shadows.forms(result, samples=part.num_samples or 1)
@@ -277,7 +281,7 @@ class SingleEngine:
         members = [Reduced(parameter, frozenset({0}), group) for parameter in module.parameters()]
         self._reducer, self._reduced = self._model.replicas.make_reducer(members), present
         self._model.settle()
-        self._model.replicas.begin_with_buffers()
+        self._model.replicas.begin_with_buffers(self._model.tree)
 
     def _share(self, group: dist.ProcessGroup) -> None:
         """Gives all replicas the values of the first."""

@@ -3,7 +3,7 @@
 import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -16,7 +16,7 @@ from shardwright.errors import UsageError
 from shardwright.run.context import context, is_initialized
 from shardwright.torch.interception.glue import refuse_inside_step
 from shardwright.torch.loss_scale import LossScaler, scaler_of
-from shardwright.torch.model.distributed_model import wrapped_model
+from shardwright.torch.model.distributed_model import DistributedModel, wrapped_model
 from shardwright.torch.optimizer.clipping import clip_grad_norm_
 from shardwright.torch.optimizer.optimizer_state import (
     PARTS,
@@ -40,6 +40,7 @@ from shardwright.torch.optimizer.refused_optimizers import (
     stepping,
 )
 from shardwright.torch.parameters.registration import in_order
+from shardwright.torch.replicas.updated_parts import UpdatedParts
 from shardwright.torch.script_collectives import over_replicas
 
 _MOST_EVENTS = 64
@@ -61,21 +62,20 @@ class UpdateClock:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._any = False
 
-    @contextmanager
-    def running(self, device: torch.device) -> Iterator[None]:
-        """Around an update of parameters on a device."""
+    def run(self, update: Callable[[], Any], device: torch.device) -> None:
+        """Makes an update of parameters on a device."""
         self._any = True
         if device.type == "cuda":
             if len(self._events) >= _MOST_EVENTS:
                 self._add_up()
             begin, end = (_event(), _event())
             begin.record()
-            yield
+            update()
             end.record()
             self._events.append((begin, end))
             return
         start = time.perf_counter()
-        yield
+        update()
         self._seconds += time.perf_counter() - start
 
     def taken(self) -> float | None:
@@ -97,6 +97,7 @@ class UpdateClock:
 _REMEDY = "Call it in the training loop."
 _NAMES = "parameter_names"
 _PART = "part"
+_LENT = ("grad_scale", "found_inf")
 
 
 class DistributedOptimizer(Optimizer):
@@ -193,34 +194,43 @@ class DistributedOptimizer(Optimizer):
         if closure is not None:
             raise UsageError("a closure cannot be pipelined. Run the step function, then optimizer.step().")
         refuse_inside_step("optimizer.step() is called", _REMEDY)
-        if leaves_update_out():
+        model = wrapped_model()
+        if leaves_update_out(model):
             return None
         if not self.sees_rows:
             refuse_parts_of_the_world(self.optimizer, wrapped=True)
             self._over_stages.refuse_coupled_step()
-        scaler = self._scaler
-        if scaler is not None and not scaler.begin_update():
-            return None
-        if (model := wrapped_model()) is not None:
+        if model is not None:
+            if model.scaling is not None and not model.scaling.scaler.begin_update():
+                return None
             model.step_end.note(self.optimizer)
-        self._clip()
-        with (
-            self.clock.running(self._device()),
-            self._lent_to_scaler(),
-            self._own_rows(),
-            self._own_parts(),
-            stepping(),
-            nullcontext() if self.sees_rows else over_replicas(sends=True, axes="dp_replicate"),
-        ):
-            self.optimizer.step()
+            most = context().config.sdp_gradient_clipping
+            if most is not None and model.replicas.sharding is not None:
+                clip_grad_norm_(self._parameters(), most)
+        with stepping():
+            around = self._around(model)
+            if not around:
+                self.clock.run(self.optimizer.step, self._device())
+                return None
+            with ExitStack() as entered:
+                for each in around:
+                    entered.enter_context(each)
+                self.clock.run(self.optimizer.step, self._device())
         return None
 
-    def _clip(self) -> None:
-        """Clips gradients by the norm of all of this optimizer's, where the settings ask for it."""
-        model = wrapped_model()
-        most = context().config.sdp_gradient_clipping if is_initialized() else None
-        if most is not None and model is not None and model.replicas.sharding is not None:
-            clip_grad_norm_(self._parameters(), most)
+    def _around(self, model: DistributedModel | None) -> list[AbstractContextManager[Any]]:
+        """What an update is made in; most need nothing."""
+        around: list[AbstractContextManager[Any]] = []
+        lent = {name: value for name, value in vars(self).items() if name in _LENT}
+        if lent:
+            around.append(self._lent_to_scaler(lent))
+        if model is not None and model.replicas.sharding is not None:
+            around.append(self._own_rows())
+        if model is not None and model.replicas.updated_parts is not None:
+            around.append(self._own_parts(model, model.replicas.updated_parts))
+        if not self.sees_rows:
+            around.append(over_replicas(sends=True, axes="dp_replicate"))
+        return around
 
     @property
     def _scaler(self) -> LossScaler | None:
@@ -257,14 +267,8 @@ class DistributedOptimizer(Optimizer):
         with model.replicas.sharding.for_optimizer(self._parameters(), self.optimizer.state):
             yield
 
-    @contextmanager
-    def _own_parts(self) -> Iterator[None]:
+    def _own_parts(self, model: DistributedModel, parts: UpdatedParts) -> AbstractContextManager[None]:
         """Shows the wrapped optimizer the parts that it updates on this rank."""
-        model = wrapped_model()
-        parts = None if model is None else model.replicas.updated_parts
-        if model is None or parts is None:
-            yield
-            return
         if parts.num_parts > 1 and not self.sees_rows:
             names = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
             raise UsageError(
@@ -273,22 +277,22 @@ class DistributedOptimizer(Optimizer):
                 f"{names}; or set shard_optimizer_state false."
             )
         # Replicas send each other their parts in this order.
-        ordered = in_order(self._parameters(), model.get_module())
-        with parts.shown(ordered, self.optimizer.state):
-            yield
+        return parts.shown(in_order(self._parameters(), model.get_module()), self.optimizer.state)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _device(self) -> torch.device:
         """The device of the parameters; the CPU for a rank that has none."""
-        own = (parameter.device for group in self.param_groups for parameter in group["params"])
-        return next(own, torch.device("cpu"))
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                device: torch.device = parameter.device
+                return device
+        return torch.device("cpu")
 
     @contextmanager
-    def _lent_to_scaler(self) -> Iterator[None]:
+    def _lent_to_scaler(self, lent: Mapping[str, Any]) -> Iterator[None]:
         """Gives the wrapped optimizer what a `GradScaler` has left here: a fused one unscales by itself."""
-        lent = {name: value for name, value in vars(self).items() if name in ("grad_scale", "found_inf")}
         vars(self.optimizer).update(lent)
         try:
             yield

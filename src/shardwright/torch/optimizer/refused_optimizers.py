@@ -22,7 +22,7 @@ from shardwright.comm.message_names import Purpose
 from shardwright.errors import UsageError
 from shardwright.run.context import Context, context, is_initialized
 from shardwright.torch.interception.glue import refuse_inside_step
-from shardwright.torch.model.distributed_model import wrapped_model
+from shardwright.torch.model.distributed_model import DistributedModel, wrapped_model
 from shardwright.torch.optimizer.optimizer_trial import (
     ELEMENTWISE,
     coupled_around,
@@ -129,9 +129,8 @@ def refuse_optimizers_inside_steps() -> RemovableHandle:
     return handle
 
 
-def leaves_update_out() -> bool:
+def leaves_update_out(model: DistributedModel | None) -> bool:
     """Whether the gradients of the last step are not finite, and the settings leave such updates out."""
-    model = wrapped_model()
     return model is not None and model.step_end.finiteness.leaves_out
 
 
@@ -165,7 +164,7 @@ def _look_at(optimizer: Optimizer) -> None:
     needs_all = optimizer if is_joint else coupled_around(optimizer, sys._getframe(1)) if is_first else None
     if needs_all is not None:
         refuse_coupling(needs_all, ADVICE_FOR_CLOSURES if needs_closure(needs_all) else "")
-    if leaves_update_out():
+    if leaves_update_out(model):
         for parameter in found:
             parameter.grad = None  # which leaves it as it is
     elif model.replicas.updated_parts is not None:

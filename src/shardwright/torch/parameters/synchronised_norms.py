@@ -8,7 +8,7 @@ together during a trace or while units are timed. So it is a plain batch norm ex
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -31,12 +31,12 @@ class SynchronisedNorms:
         self._group: dist.ProcessGroup | None = None
         self._synchronises = False
 
-    @contextmanager
-    def in_force(self) -> Iterator[None]:
+    def in_force(self) -> AbstractContextManager[None]:
         """For a whole batch, what is traced and measured included; collective over all ranks at first."""
-        if not self._norms:
-            yield
-            return
+        return self._in_force() if self._norms else nullcontext()
+
+    @contextmanager
+    def _in_force(self) -> Iterator[None]:
         if self._group is None and self._context.mesh.data > 1:
             # Not the group of gradients: their sums are under way in a backward, in whatever order.
             self._group = self._context.further_group("rdp", use="statistics of batch norms")
@@ -55,9 +55,12 @@ class SynchronisedNorms:
             for norm in self._norms:
                 norm.process_group = self._given[id(norm)]
 
-    @contextmanager
-    def synchronised(self) -> Iterator[None]:
+    def synchronised(self) -> AbstractContextManager[None]:
         """While microbatches are computed, on all replicas in one order."""
+        return self._synchronised() if self._norms else nullcontext()
+
+    @contextmanager
+    def _synchronised(self) -> Iterator[None]:
         self._synchronises = self._group is not None
         try:
             yield

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from operator import is_
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import nn
 
 from shardwright.torch.pytorch.source_line import is_running
@@ -61,6 +62,8 @@ class ModelTree:
         self._held: list[Any] = []
         self._modules: list[nn.Module] = []
         self._parameters: list[nn.Parameter] = []
+        self._named_for: list[nn.Module] | None = None
+        self._names: list[str] = []
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -73,6 +76,20 @@ class ModelTree:
         """As `all_parameters` gives them; the same list as long as they and the modules are the same."""
         self._look()
         return self._parameters
+
+    def named_buffers(self) -> dict[str, torch.Tensor]:
+        """As `torch.nn.Module.named_buffers` gives them."""
+        self._look()
+        if self._named_for is not self._modules:
+            self._named_for = self._modules
+            self._names = [name and f"{name}." for name, _ in self._model().named_modules()]
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for prefix, module in zip(self._names, self._modules, strict=True):
+            if module._buffers:
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        found.setdefault(id(buffer), (prefix + name, buffer))
+        return dict(found.values())
 
     def _look(self) -> None:
         now = self._now()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import UsageError
 from shardwright.placement import ShardLayout
+from shardwright.torch._private import flattened, unflattened
 from shardwright.torch.parameters.precision import gradient_dtype
 from shardwright.torch.tensor_parallel.divide import divided_alike, settle_gradients
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of
@@ -45,11 +46,6 @@ class Reduced:
     def holder(self) -> Tensor:
         """The tensor that gets the gradient of a batch."""
         return self.parameter if self.sharded is None else self.sharded.holder
-
-    @property
-    def signature(self) -> tuple[bool, torch.dtype]:
-        """A key that decides whether it is reduced, and with which others."""
-        return self.parameter.requires_grad, self.parameter.dtype
 
     @property
     def num_bytes(self) -> int:
@@ -113,10 +109,10 @@ class SummedBucket:
     def start(self, *, is_last: bool = True) -> None:
         """Starts to reduce them, once a batch; the gradients are let go, else all would be there twice."""
         assert is_last
-        parts = [gradient_of(member).reshape(-1) for member in self.members]
+        parts = [gradient_of(member) for member in self.members]
         first = parts[0]
         parts.append(torch.tensor(flags_of(self.members), dtype=first.dtype, device=first.device))
-        self._buffer = torch.cat(parts)
+        self._buffer = flattened(parts)
         for member in self.members:
             member.parameter.grad = None
         self._divided_by = _divided_before(self._buffer.dtype, self._group)
@@ -284,6 +280,8 @@ def flags_of(members: Sequence[Reduced]) -> list[float]:
 
 def gradient_of(member: Reduced) -> Tensor:
     holder = member.holder
+    if type(holder.grad) is Tensor and holder.grad.layout is torch.strided:
+        return holder.grad.detach()
     gradient = None if holder.grad is None else local_of(holder.grad)
     if gradient is None:
         gradient = torch.zeros_like(local_of(holder), dtype=gradient_dtype(holder))
@@ -310,12 +308,10 @@ def _cut(gradient: Tensor, pieces: Tensor) -> None:
 
 def hand_out(totals: Tensor, members: Sequence[Reduced], flags: Sequence[float]) -> None:
     """Puts sums into the gradients."""
-    offset = 0
-    for member, flag in zip(members, flags, strict=True):
-        parameter, own = member.parameter, local_of(member.parameter)
-        total = totals[offset : offset + own.numel()].view(own.shape)
-        offset += own.numel()
+    owns = [local_of(member.parameter) for member in members]
+    for member, own, total, flag in zip(members, owns, unflattened(totals, owns), flags, strict=True):
         if flag:
+            parameter = member.parameter
             if not own.is_contiguous():  # a gradient lies in memory as its parameter does
                 total = torch.empty_like(own, dtype=total.dtype).copy_(total)
             parameter.grad = (

@@ -12,7 +12,7 @@ them, and first find out which of them have gradients at all.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from shardwright.errors import UsageError
 from shardwright.placement import size_of_buckets
 from shardwright.torch.backward.split_backward import notify_gradients
-from shardwright.torch.pytorch.modules import all_parameters
 from shardwright.torch.replicas.gradient_buckets import (
     Bucket,
     Reduced,
@@ -57,6 +56,9 @@ class GradientReducer:
         self._hook = hook
         self._settles = settles
         self._members = list(members)
+        self._parameters = [member.parameter for member in members]
+        self._trained: list[Reduced] = []
+        self._apart: list[Reduced] = []  # not shared: of the others, earlier gradients are put away already
         self._divisor = divisor
         self._bucket_bytes = bucket_bytes
         self._sharded_bucket_bytes = sharded_bucket_bytes
@@ -69,6 +71,7 @@ class GradientReducer:
         self._order = BucketOrder(())
         self._orders_of_stages: dict[int, BucketOrder] = {}
         self._spare: list[Reduced] = []
+        self._of_last_bucket: set[int] = set()
         self._by_stage: dict[int, list[Reduced]] = {}
         self._stages_left: dict[int, set[int]] = {}
         self._earlier: dict[int, Tensor] = {}
@@ -77,7 +80,7 @@ class GradientReducer:
     def begin(self, *, overlap: bool = True) -> None:
         """Prepares for a batch: puts aside what earlier ones left in the gradients."""
         self._overlap = self._wants_overlap and overlap
-        signatures = [member.signature for member in self._members]
+        signatures = [(p.requires_grad, p.dtype) for p in self._parameters]
         if signatures != self._signatures:
             self._signatures = signatures
             self.digest = crc32(bytes(is_trained for is_trained, _ in signatures))
@@ -89,11 +92,6 @@ class GradientReducer:
                 member.parameter.grad = None
         self._order.begin()
         self._stages_left = {id(m.parameter): set(m.stages) for t in self._turns for m in t.bucket.members}
-
-    @property
-    def _apart(self) -> list[Reduced]:
-        """Those that are not shared: of the others, gradients of earlier batches are put away already."""
-        return [member for member in self._trained if member.sharded is None]
 
     @property
     def parameter_ids(self) -> set[int]:
@@ -109,16 +107,16 @@ class GradientReducer:
             self._add_earlier(member.parameter)
         self._earlier.clear()
 
-    @property
-    def _trained(self) -> list[Reduced]:
-        return [*self._spare, *(member for turn in self._turns for member in turn.bucket.members)]
-
     def _fill_buckets(self, members: Sequence[Reduced]) -> None:
         """Says what is reduced together: parameters may have been frozen since, or set free."""
         self._spare = [member for member in members if member.spare]
         # The backward reaches the last parameters first.
         self._turns = self._pack([m for m in reversed(members) if not m.spare])
         self._order = BucketOrder(self._turns)
+        self._trained = [*self._spare, *(member for turn in self._turns for member in turn.bucket.members)]
+        self._apart = [member for member in self._trained if member.sharded is None]
+        last = self._turns[-1].bucket.members if self._turns else ()
+        self._of_last_bucket = {id(member.parameter) for member in last}
         self._by_stage = {}
         for member in members:
             for stage in member.stages:
@@ -149,7 +147,10 @@ class GradientReducer:
             return
         if begins:
             for member in self._by_stage.get(stage, ()):
-                if not member.late and self._stages_left[id(member.parameter)] == {stage}:
+                key = id(member.parameter)
+                # The last bucket is full when the last backward ends, and begins at the batch's end.
+                is_watched = not member.late and key not in self._of_last_bucket
+                if is_watched and self._stages_left[key] == {stage}:
                     self._watch(member, self._order)
             notify_gradients(self._order.is_there)
             return
@@ -157,7 +158,7 @@ class GradientReducer:
         for member in self._by_stage.get(stage, ()):
             left = self._stages_left[id(member.parameter)]
             left.discard(stage)
-            if not left:
+            if not left and id(member.parameter) not in self._of_last_bucket:
                 self._order.is_there(member.parameter)
 
     def _watch(self, member: Reduced, order: BucketOrder) -> None:
@@ -173,7 +174,7 @@ class GradientReducer:
         for turn in (*self._turns, *spare):
             turn.bucket.finish(self._divisor * loss_scale)
         found = any(member.has_gradient for member in self._trained)
-        for member in self._apart:
+        for member in self._apart if self._earlier else ():
             self._add_earlier(member.parameter)
         return found
 
@@ -265,12 +266,12 @@ def refuse_gradient_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def refuse_accumulation_hooks(module: nn.Module) -> None:
+def refuse_accumulation_hooks(module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
     """Refuses hooks that would see the gradient that one replica has accumulated, of several.
 
     A hook for the gradient itself stays: it may mask rows of it, which is the same on parts.
     """
-    for parameter in all_parameters(module):
+    for parameter in parameters:
         if getattr(parameter, "_post_accumulate_grad_hooks", None) and parameter.requires_grad:
             name = next(name for name, other in module.named_parameters() if other is parameter)
             raise UsageError(

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwright.comm.joining.process_group import tell_all
 from shardwright.errors import UsageError
+from shardwright.run.joint_calls import meet
 from shardwright.torch.parameters.parameter_kinds import BufferKind
+from shardwright.torch.pytorch.modules import ModelTree
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +52,14 @@ class ReplicaBuffers:
 
     def __init__(
         self,
-        module: nn.Module,
+        tree: ModelTree,
         group: dist.ProcessGroup,
         *,
         ranks: Sequence[int],
         rank: int,
         device: torch.device,
     ):
-        self._module = module
+        self._tree = tree
         self._group = group
         self._source = ranks[0]
         self._is_source = rank == ranks[0]
@@ -68,11 +70,14 @@ class ReplicaBuffers:
 
     def agree(self, *, other_parameters: bool = False) -> bool:
         """Gives all replicas the buffers of the first that any of them has changed; collective."""
-        # Not without buffers in an evaluation, which one replica alone may make.
-        if not self._seen and not torch.is_grad_enabled():
-            return False
+        here = self._here()
+        if not self._seen:
+            # Nothing is sent where nobody has a buffer, nor in an evaluation: one replica alone may make it.
+            if not torch.is_grad_enabled() or not (here or other_parameters):
+                return False
+            meet("a step of a model with other parameters or buffers than before", self._ranks)
         with torch.no_grad():
-            return self._agree(self._here(), other_parameters)
+            return self._agree(here, other_parameters)
 
     def _agree(self, here: dict[str, Tensor], other_parameters: bool) -> bool:
         # The names are those of the last time, the same on all replicas; behind them, whether a forward has
@@ -139,7 +144,7 @@ class ReplicaBuffers:
     def _here(self) -> dict[str, Tensor]:
         return {
             name: buffer
-            for name, buffer in self._module.named_buffers()
+            for name, buffer in self._tree.named_buffers().items()
             if not buffer.is_meta and buffer.layout is torch.strided
         }
 

@@ -20,6 +20,7 @@ from shardwright.torch.parameters.delayed_initialization import is_recorded
 from shardwright.torch.parameters.parameter_kinds import can_be_sharded
 from shardwright.torch.parameters.precision import gradient_dtype, low_precision
 from shardwright.torch.parameters.residency import Residency
+from shardwright.torch.pytorch.modules import ModelTree
 from shardwright.torch.replicas.gradient_buckets import Reduced
 from shardwright.torch.replicas.gradient_hook import GradientHook
 from shardwright.torch.replicas.reducer import GradientReducer
@@ -154,12 +155,12 @@ class Replicas:
         with torch.inference_mode(False):  # the first step may be an evaluation
             self.sharding = Sharding(self._module, chosen, self._context)
 
-    def begin_with_buffers(self) -> None:
+    def begin_with_buffers(self, tree: ModelTree) -> None:
         """The buffers are those of the first replica, in all of them."""
         current = self._context
         if current.groups.data is not None:
             self.buffers = ReplicaBuffers(
-                self._module,
+                tree,
                 current.groups.data,
                 ranks=current.holders,
                 rank=current.rank,

@@ -114,7 +114,6 @@ class Finiteness:
             if parameter.grad is not None:
                 yield name, _values_here(parameter.grad)
 
-    @torch.no_grad()
     def _norm_of_gradients(self) -> Tensor | float:
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         gradients = [p.grad for p in self._model.tree.parameters]
@@ -181,7 +180,7 @@ class Finiteness:
 
 def _values_here(gradient: Tensor) -> Tensor:
     if type(gradient) is Tensor and gradient.layout is torch.strided:
-        return gradient
+        return gradient.detach() if gradient.requires_grad else gradient
     part = local_of(own_part(gradient)).detach()
     return values_of_sparse(part) if part.is_sparse else part
 

@@ -14,7 +14,8 @@ the optimizer was wrapped, and those of a rank without a parameter in the group.
 """
 
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, ref
 from zlib import crc32
@@ -35,6 +36,7 @@ _Numbers: TypeAlias = dict[_Key, Any]
 _LARGEST = 64  # elements of a tensor, or list, that counts as numbers
 _UPDATES = "number of updates"
 _NONE = 0.7297352569e-2  # in a digest; nobody sets that
+_UNCHANGING = (int, float, bool, str, NoneType)
 
 
 class GroupNumbers:
@@ -50,6 +52,7 @@ class GroupNumbers:
         self.compares_updates = True
         self._unwrapped: list[ref[Optimizer]] = []
         self._num_known = 0
+        self._of_groups: dict[tuple[int, int], tuple[list[Any], list[tuple[_Key, Any, list[float]]]]] = {}
         self._apart: set[_Key] = set()  # on the ranks of a pipeline
         self._incomplete: set[_Key] = set()  # not there on all ranks
 
@@ -67,8 +70,8 @@ class GroupNumbers:
         """Those that Python has, by the optimizers themselves, which stay as long as they are compared."""
         optimizers = list(self._optimizers())
         return {
-            (optimizers[place], number, name): _flat(value)
-            for (place, number, name), value in self._numbers()
+            (optimizers[place], number, name): flat
+            for (place, number, name), value, flat in self._numbers()
             if name != _UPDATES and not isinstance(value, Tensor)
         }
 
@@ -80,13 +83,14 @@ class GroupNumbers:
         plain, common = array("d"), array("d")
         on_device: list[Tensor] = []
         common_on_device: list[Tensor] = []
-        for key, value in self._numbers(skip=self._incomplete):
+        for key, value, flat in self._numbers():
+            if key in self._incomplete:
+                continue
             if isinstance(value, Tensor):
                 on_device.append(value.detach().reshape(-1))
                 if key not in self._apart:
                     common_on_device.append(on_device[-1])
                 continue
-            flat = _flat(value)
             plain.extend(flat)
             if key not in self._apart:
                 common.extend(flat)
@@ -125,15 +129,34 @@ class GroupNumbers:
             if optimizer is not None:
                 yield optimizer
 
-    def _numbers(self, *, skip: Collection[_Key] = ()) -> Iterator[tuple[_Key, Any]]:
+    def _numbers(self) -> Iterator[tuple[_Key, Any, list[float]]]:
+        """Keys, values, and what goes into a digest of those that Python has."""
         for place, optimizer in enumerate(self._optimizers()):
-            if self.compares_updates and (place, 0, _UPDATES) not in skip:
-                yield (place, 0, _UPDATES), self._updates.get(optimizer, 0)
+            if self.compares_updates:
+                updates = self._updates.get(optimizer, 0)
+                yield (place, 0, _UPDATES), updates, [float(updates)]
             for number, group in enumerate(optimizer.param_groups):
-                for name in sorted(group):
-                    value = _number(group[name]) if name != "params" else ...
-                    if value is not ... and (place, number, name) not in skip:
-                        yield (place, number, name), value
+                yield from self._of_group(place, number, group)
+
+    def _of_group(
+        self, place: int, number: int, group: Mapping[str, Any]
+    ) -> list[tuple[_Key, Any, list[float]]]:
+        """Those of one group, worked out anew where one has changed."""
+        now = [item for item in group.items() if item[0] != "params"]
+        before = self._of_groups.get((place, number))
+        if before is not None and before[0] == now:
+            return before[1]
+        numbers: list[tuple[_Key, Any, list[float]]] = []
+        for name, item in sorted(now):
+            value = _number(item)
+            if value is not ...:
+                flat = [] if isinstance(value, Tensor) else _flat(value)
+                numbers.append(((place, number, name), value, flat))
+        if all(_is_unchanging(item) for _, item in now):
+            self._of_groups[place, number] = now, numbers
+        else:
+            self._of_groups.pop((place, number), None)
+        return numbers
 
     def _written(self) -> dict[str, Any]:
         """All numbers, for the others."""
@@ -145,7 +168,7 @@ class GroupNumbers:
             if any(not parameter.is_meta for parameter in group["params"])
         ]
         numbers = [
-            (key, value.tolist() if isinstance(value, Tensor) else value) for key, value in self._numbers()
+            (key, value.tolist() if isinstance(value, Tensor) else value) for key, value, _ in self._numbers()
         ]
         names = [type(optimizer).__name__ for optimizer in optimizers]
         return {"names": names, "used": used, "numbers": numbers}
@@ -224,6 +247,10 @@ def _told(written: Sequence[_Written], key: _Key, ranks: Sequence[int], step: in
     return f"in step {step}, {name} of parameter group {number} of {optimizer} is {shown}. {remedy}"
 
 
+def _is_unchanging(item: Any) -> bool:
+    return type(item) in _UNCHANGING or (type(item) is tuple and all(map(_is_unchanging, item)))
+
+
 def _number(value: Any) -> Any:
     """A number, some of them, or a tensor on a device that others wait for; ... for anything else."""
     if value is None or isinstance(value, bool | int | float):
@@ -247,18 +274,13 @@ def _flat(value: Any) -> list[float]:
 
 def row_of(numbers: Sequence[float | Tensor], device: torch.device) -> Tensor:
     """Numbers that Python has, and tensors of one, as a row."""
-    if not any(isinstance(number, Tensor) for number in numbers):
-        return torch.tensor(numbers, dtype=torch.float64, device=device)
     # A number that is computed on a GPU stays there: the host does not wait for it.
-    plain = torch.tensor(
-        [0.0 if isinstance(number, Tensor) else number for number in numbers],
-        dtype=torch.float64,
-        device=device,
-    )
-    for place, number in enumerate(numbers):
-        if isinstance(number, Tensor):
-            plain[place] = number
-    return plain
+    on_device = [place for place, number in enumerate(numbers) if isinstance(number, Tensor)]
+    plain = [0.0 if place in on_device else number for place, number in enumerate(numbers)]
+    row = torch.tensor(plain if on_device else numbers, dtype=torch.float64, device=device)
+    for place in on_device:
+        row[place] = numbers[place]
+    return row
 
 
 def _sum_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor | float:

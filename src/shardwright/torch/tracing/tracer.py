@@ -203,7 +203,7 @@ class Tracer:
             form = form_of_loss(
                 self._values[value].fake,
                 samples=self._request.batch_size,
-                constants=self._constants,
+                is_constant=lambda tensor: storage_key(tensor) in self._constants,
                 is_fixed=lambda tensor: bool(self._values.lent_in([storage_key(tensor)])),
             )
             # Counts would hold on to all that was computed.
