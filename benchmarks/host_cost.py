@@ -5,7 +5,8 @@
     OMP_NUM_THREADS=1 python benchmarks/host_cost.py --profile 40 --model "tiny 8" --layout 1F1B
 
 Figures are of the main thread's processor time (`time.thread_time`), the mean of a contestant's ranks: they
-stay nearly the same on a machine that others use, too. A plain loop runs on one rank, so its mean is a rank's
+stay nearly the same on a machine that others use, too. "All threads" counts what helpers of it do, too: DDP's
+messages are the work of others. A plain loop runs on one rank, so its mean is a rank's
 share of it. Ours and its rivals take turns, so ratios are taken round by round (see `host_cost_race`).
 
 Sections: pipelines, models, one, replicas, extras, calls, tensor, parts.
@@ -181,6 +182,8 @@ def _table(title: str, results: Sequence[Result]) -> dict[str, list[list[str]]]:
         "spread",
         "busiest rank",
         "ours / it",
+        "all threads",
+        "ours / it",
         "by the clock",
         "ours / it",
     ]
@@ -196,6 +199,8 @@ def _table(title: str, results: Sequence[Result]) -> dict[str, list[list[str]]]:
                     f"{times.spread:.0%}",
                     f"{result.busiest_s(name) * 1e3:.2f}",
                     f"{result.ratio(name):.2f}" if rival else "",
+                    f"{result.process_s(name) * 1e3:.2f}",
+                    f"{result.process_s('ours') / result.process_s(name):.2f}" if rival else "",
                     f"{result.wall_s(name) * 1e3:.2f}",
                     f"{result.wall_ratio(name):.2f}" if rival else "",
                 ]

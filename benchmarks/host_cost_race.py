@@ -67,6 +67,10 @@ class Result:
         """Seconds of a step by the clock, the median."""
         return statistics.median(turn.wall_s for turn in self.turns[name])
 
+    def process_s(self, name: str) -> float:
+        """Processor time of all threads of a rank, the mean of the ranks, the median of the rounds."""
+        return statistics.median(statistics.fmean(turn.process_s) for turn in self.turns[name])
+
     def busiest_s(self, name: str) -> float:
         """Processor time of the main thread of the busiest rank, the median."""
         return statistics.median(max(turn.cpu_s) for turn in self.turns[name])

@@ -83,12 +83,14 @@ class Turn:
 
     Attributes:
         cpu_s: of each rank, the main thread's processor time of a step, the median.
+        process_s: of each rank, the processor time of a step of all its threads, the mean.
         wall_s: of a step, by the clock.
         foreign: cores that others kept busy meanwhile.
         loss: of the last step, the mean of the ranks that know it.
     """
 
     cpu_s: tuple[float, ...]
+    process_s: tuple[float, ...]
     wall_s: float
     foreign: float
     loss: float
@@ -218,13 +220,16 @@ def take_turn(step: Step, num_steps: int) -> Turn:
         losses[:] = [step()]
         times.append(time.thread_time() - begin_s)
 
+    before_s = time.process_time()
     wall_s, foreign = clocked(one, times=num_steps)
-    mine = statistics.median(times), None if losses[0] is None else float(losses[0].detach())
-    gathered: list[tuple[float, float | None]] = [mine] * dist.get_world_size()
+    process_s = (time.process_time() - before_s) / num_steps
+    mine = statistics.median(times), process_s, None if losses[0] is None else float(losses[0].detach())
+    gathered: list[tuple[float, float, float | None]] = [mine] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
-    known = [loss for _, loss in gathered if loss is not None]
+    known = [loss for *_, loss in gathered if loss is not None]
     return Turn(
-        cpu_s=tuple(cpu_s for cpu_s, _ in gathered),
+        cpu_s=tuple(cpu_s for cpu_s, *_ in gathered),
+        process_s=tuple(process_s for _, process_s, _ in gathered),
         wall_s=wall_s,
         foreign=foreign,
         loss=statistics.fmean(known),

@@ -31,10 +31,14 @@ class Batch:
 
     A microbatch is a batch, too: `split` gives as many as are wanted. Leaves are those of before the step
     function has run, whatever it does to the containers that it gets.
+
+    Attributes:
+        alike: an earlier microbatch, of which this one differs in the values of tensors alone.
     """
 
     def __init__(self, arguments: Arguments, splitter: Splitter | None = None):
         self.arguments = arguments
+        self.alike: Batch | None = None
         self._splitter = Splitter() if splitter is None else splitter
 
     @cached_property
@@ -154,6 +158,8 @@ class Batch:
         parts = []
         samples = self.num_samples
         sizes = [] if samples is None else microbatch_sizes(samples, num_microbatches)
+        are_alike = self._splitter.cuts_alike(self._named)
+        first_of: dict[int, Batch] = {}
         for index, arguments in enumerate(self._splitter.split(self._named, self._cut, num_microbatches)):
             trees = [argument.tree for argument in arguments]
             part = self.with_arguments(
@@ -162,6 +168,8 @@ class Batch:
             part._named = arguments
             if sizes:
                 part.num_samples = sizes[index]
+                if are_alike and (first := first_of.setdefault(sizes[index], part)) is not part:
+                    part.alike = first
             parts.append(part)
         return parts
 

@@ -102,6 +102,10 @@ class Splitter(StepParameters):
         """Whether a leaf of an argument is a tensor that is cut."""
         return name not in self.non_split and is_batch_tensor(leaf) and leaf.dim() > self._axis(name)
 
+    def cuts_alike(self, arguments: Sequence[Argument]) -> bool:
+        """Whether microbatches of equal sizes have tensors of equal shapes, and the same other things."""
+        return not self.lists and not any(cuts_itself(leaf) for each in arguments for leaf in each.leaves)
+
     def _axis(self, name: str) -> int:
         return self.axes.get(name, 0)
 

@@ -137,7 +137,7 @@ class ProgramMaker:
         """
         if self._circumstances.key != (path, attributes):
             self._circumstances = Circumstances((path, attributes))
-        found = [self._cache.find(part, self._circumstances) for part in parts]
+        found = self._cache.find_all(parts, self._circumstances)
         programs = [program for program in found if program is not None]
         if len(programs) == len(parts) and all(program.reads_nothing for program in programs):
             return programs

@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,9 +136,20 @@ class ProgramCache:
         self._warned = False
         self._warned_of_numbers = False
 
-    def find(self, part: Batch, circumstances: Hashable) -> Program | None:
+    def find_all(self, parts: Sequence[Batch], circumstances: Hashable) -> list[Program | None]:
+        """The programs of the microbatches of a batch; None for those that must be traced."""
+        signatures: dict[int, Hashable] = {}
+        found = []
+        for part in parts:
+            key = id(part.alike or part)
+            if key not in signatures:
+                signatures[key] = signature_of(part)
+            found.append(self.find(part, circumstances, signatures[key]))
+        return found
+
+    def find(self, part: Batch, circumstances: Hashable, signature: Hashable | None = None) -> Program | None:
         """The program of a microbatch; None if it must be traced."""
-        found = _find(self._entries, (signature_of(part), circumstances), part)
+        found = _find(self._entries, (signature or signature_of(part), circumstances), part)
         if found is None and self._general:
             general = signature_of(part, but_numbers=True), circumstances
             found = _find(self._general, general, part)
