@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.comm.joining.process_group import tell_all
+from shardwright.comm.local_peers import LocalPeers
+from shardwright.comm.message_names import Purpose
+from shardwright.comm.transport import SmallCollectives
 from shardwright.errors import UsageError
-from shardwright.run.joint_calls import meet
 from shardwright.torch.parameters.parameter_kinds import BufferKind
 from shardwright.torch.pytorch.modules import ModelTree
 
@@ -58,9 +60,11 @@ class ReplicaBuffers:
         ranks: Sequence[int],
         rank: int,
         device: torch.device,
+        local: LocalPeers | None,
     ):
         self._tree = tree
         self._group = group
+        self._replicas = SmallCollectives(ranks, rank=rank, group=group, local=local)
         self._source = ranks[0]
         self._is_source = rank == ranks[0]
         self._ranks = tuple(ranks)
@@ -70,14 +74,11 @@ class ReplicaBuffers:
 
     def agree(self, *, other_parameters: bool = False) -> bool:
         """Gives all replicas the buffers of the first that any of them has changed; collective."""
-        here = self._here()
-        if not self._seen:
-            # Nothing is sent where nobody has a buffer, nor in an evaluation: one replica alone may make it.
-            if not torch.is_grad_enabled() or not (here or other_parameters):
-                return False
-            meet("a step of a model with other parameters or buffers than before", self._ranks)
+        # Not without buffers in an evaluation, which one replica alone may make.
+        if not self._seen and not torch.is_grad_enabled():
+            return False
         with torch.no_grad():
-            return self._agree(here, other_parameters)
+            return self._agree(self._here(), other_parameters)
 
     def _agree(self, here: dict[str, Tensor], other_parameters: bool) -> bool:
         # The names are those of the last time, the same on all replicas; behind them, whether a forward has
@@ -86,8 +87,7 @@ class ReplicaBuffers:
         flags.append(here.keys() != self._seen.keys() or any(map(self._is_remade, here.items())))
         changed = torch.tensor([*flags, other_parameters], dtype=torch.int32, device=self._device)
         # One replica alone may have gone a way on which a buffer changes.
-        dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self._group)
-        *found, remade, other = changed.tolist()
+        *found, remade, other = self._replicas.gather(changed, Purpose.AGREEMENT).amax(0).tolist()
         wanted = {name for name, flag in zip(self._seen, found, strict=True) if flag}
         if remade:
             names = self._agree_on_kinds(here)

@@ -165,6 +165,7 @@ class Replicas:
                 ranks=current.holders,
                 rank=current.rank,
                 device=current.device,
+                local=current.links.local_peers,
             )
 
     def filled_when_shared(self, parameters: Mapping[str, nn.Parameter]) -> set[str]:
