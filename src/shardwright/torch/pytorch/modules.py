@@ -44,6 +44,19 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
     return found
 
 
+def _prefixes(model: nn.Module) -> list[str]:
+    """Of names in what `all_modules` gives, in its order; also where a model gives other names to modules."""
+    found: dict[int, str] = {}
+    pending = [("", model)]
+    while pending:
+        prefix, module = pending.pop()
+        if id(module) not in found:
+            found[id(module)] = prefix
+            children = reversed(module._modules.items())
+            pending += [(f"{prefix}{name}.", child) for name, child in children if child is not None]
+    return list(found.values())
+
+
 def all_parameters(model: nn.Module) -> list[nn.Parameter]:
     """All parameters, each once, in the order of `torch.nn.Module.parameters`."""
     return _parameters_of(all_modules(model))
@@ -82,7 +95,7 @@ class ModelTree:
         self._look()
         if self._named_for is not self._modules:
             self._named_for = self._modules
-            self._names = [name and f"{name}." for name, _ in self._model().named_modules()]
+            self._names = _prefixes(self._model())
         found: dict[int, tuple[str, torch.Tensor]] = {}
         for prefix, module in zip(self._names, self._modules, strict=True):
             if module._buffers:

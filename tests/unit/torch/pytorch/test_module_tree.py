@@ -1,6 +1,7 @@
 """The tree of a model is walked anew where a module was given others, and only there."""
 
 import pytest
+import torch
 from torch import nn
 
 from shardwright.torch.pytorch.modules import ModelTree, all_modules, all_parameters
@@ -58,3 +59,20 @@ def test_changes_are_seen(change):
     assert tree.modules is not before
     assert tree.modules == all_modules(net)
     assert [id(p) for p in tree.parameters] == [id(p) for p in all_parameters(net)]
+
+
+def test_buffers_are_named_as_the_model_names_them():
+    net = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm1d(4)))
+    net[1].register_buffer("tied", net[0].running_mean)
+    tree = ModelTree(lambda: net)
+    changes = [
+        lambda: None,
+        lambda: net[1].append(nn.Sequential(net[0], nn.BatchNorm1d(2))),
+        lambda: net[1].register_buffer("late", torch.ones(1)),
+        lambda: net.pop(0),
+    ]
+    for change in changes:
+        change()
+        found, named = tree.named_buffers(), dict(net.named_buffers())
+        assert list(found) == list(named)
+        assert all(found[name] is buffer for name, buffer in named.items())
