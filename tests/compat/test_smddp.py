@@ -260,3 +260,20 @@ def test_the_commands_before_python_become_it():
         code = "import sys; from smdistributed.dataparallel.launcher import main; main(sys.argv[1:])"
         command = [sys.executable, "-c", code, *words[1:], sys.executable, "-c", "print('here', 3)"]
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "here 3\n"
+
+
+def test_gradients_accumulate_without_sync():
+    def on_each_rank():
+        import smdistributed.dataparallel.torch.distributed as dist
+        from smdistributed.dataparallel.torch.parallel.distributed import DistributedDataParallel as DDP
+
+        dist.init_process_group()
+        model = DDP(nn.Linear(1, 1, bias=False), None, None, True, dist.group.WORLD, 25)
+        x = torch.tensor([[dist.get_rank() + 1.0]])
+        with model.no_sync():
+            model(x).sum().backward()
+        own = model.module.weight.grad.item()
+        model(x).sum().backward()
+        return own, model.module.weight.grad.item()
+
+    assert run_ranks(on_each_rank, 2, init_process_group=False) == [(1, 3), (2, 3)]

@@ -145,3 +145,17 @@ def test_the_same_command_goes_on_without_a_launcher_of_ours(tmp_path: Path) -> 
     assert resumed.returncode == 0, output
     assert "done: " in output
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["train"]
+
+
+@pytest.mark.sweep
+def test_a_second_ctrl_c_is_immediate(tmp_path: Path) -> None:
+    process = _started(_command(tmp_path, "30"), tmp_path)
+    _until_it_says(process, "step 1 loss")
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    began_s = time.monotonic()
+    output, _ = process.communicate(timeout=60)
+    assert time.monotonic() - began_s < 10
+    assert process.returncode == 128 + signal.SIGINT, output

@@ -55,3 +55,12 @@ def test_what_its_examples_use_is_as_in_one_process(tmp_path):
     assert len(ours) == len(theirs) > 20
     for mine, wanted in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.sweep
+def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_ended(staged, tmp_path):
+    [checkpoint] = (staged[0] / "output/checkpoints").glob("*.ckpt")
+    arguments = ("--strategy", "shardwright", "--ckpt_path", checkpoint, "--max_epochs", "3")
+    resumed = over_ranks(SCRIPT, *arguments, cwd=tmp_path, settings=STAGES)
+    whole = over_ranks(SCRIPT, *arguments[:2], *arguments[4:], cwd=tmp_path, settings=STAGES)
+    assert resumed["losses"] == pytest.approx(whole["losses"][-len(resumed["losses"]) :], abs=1e-6)

@@ -12,6 +12,7 @@ A run that goes back to an older checkpoint saves lower steps later. Its turn, t
 says so: step-00000110.2 is newer than step-00000120.
 """
 
+import json
 import os
 import re
 import secrets
@@ -60,7 +61,7 @@ class CheckpointFolder:
         with reading(self.root):
             if not _is_folder(self.root):
                 return ()
-            found = [(name, _NAME.fullmatch(name)) for name in os.listdir(self.root)]
+            found = [(name, _NAME.fullmatch(name)) for name in _folders_in(self.root)]
         commits = [(name, Commit(int(it[2] or 1), int(it[1]))) for name, it in found if it is not None]
         return tuple(sorted(commit for name, commit in commits if commit.name == name))
 
@@ -68,6 +69,8 @@ class CheckpointFolder:
         commits = self.commits()
         if not commits:
             raise CheckpointError(f"{self.root} has no checkpoint.")
+        if name is None:
+            self._refuse_other_order(commits)
         chosen = [commit for commit in commits if name in (None, commit.name)]
         if not chosen:
             names = ", ".join(commit.name for commit in commits)
@@ -129,6 +132,7 @@ class CheckpointFolder:
         commits = self.commits()
         staying = commits
         if keep is not None and len(commits) > keep:
+            self._refuse_other_order(commits)
             self.open(commits[-1].name).check()
             staying = self._staying(commits, keep)
         for path in (drafts := self.drafts()):
@@ -158,8 +162,22 @@ class CheckpointFolder:
         if not self.root.is_dir():
             return []
         return sorted(
-            path for path in self.root.iterdir() if _DRAFT.fullmatch(path.name) and not path.is_symlink()
+            path
+            for path in map(self.root.joinpath, _folders_in(self.root))
+            if _DRAFT.fullmatch(path.name) and not path.is_symlink()
         )
+
+    def _refuse_other_order(self, commits: Sequence[Commit]) -> None:
+        """Refuses to guess which one is the newest, where a run of format 1 had gone back to an older one."""
+        there = {commit.name for commit in commits}
+        listed = [name for name in _listed_by_format_1(self.root) if name in there]
+        newest = commits[-1].name
+        if newest in listed and listed[-1] != newest:
+            raise CheckpointError(
+                f"{self.root} has {newest}, and the list beside it, of an earlier version, says that "
+                f"{listed[-1]} was saved later: a run had gone back to an older checkpoint. Say from which "
+                f'one to go on, once: checkpoints.resume("{listed[-1]}"); or remove the other one.'
+            )
 
 
 def refuse_one_checkpoint(path: Path) -> None:
@@ -167,6 +185,23 @@ def refuse_one_checkpoint(path: Path) -> None:
     if (path / MANIFEST).exists():
         folder = path.absolute().parent
         raise UsageError(f"{path} is one checkpoint. Give the folder that it is in: {folder}.")
+
+
+def _folders_in(root: Path) -> list[str]:
+    """Names of folders, and of links, which are refused when they are read."""
+    with os.scandir(root) as entries:
+        return [entry.name for entry in entries if entry.is_symlink() or entry.is_dir()]
+
+
+def _listed_by_format_1(root: Path) -> list[str]:
+    """The checkpoints in the order in which they were saved; none without a list."""
+    path = root / "COMMITTED"
+    if not path.is_file():
+        return []
+    try:
+        return [str(commit["name"]) for commit in json.loads(read_regular(path))["checkpoints"]]
+    except (ValueError, KeyError, TypeError, CorruptCheckpointError):
+        return []  # damaged: the names are all there is
 
 
 def _is_folder(path: Path) -> bool:

@@ -337,6 +337,7 @@ class LocalLink:
             return (
                 f"rank {self.peer} calls {call}, and this rank does not: it takes {receipt.purpose}. "
                 f"Call {call} on every rank, in the same order, and not under `if sw.rank() == 0:`."
+                f"{_OF_UNEVEN_DATA if receipt.purpose in _BEGIN_STEPS else ''}"
             )
         shape, dtype = tuple(receipt.tensor.shape), receipt.tensor.dtype
         expected = receipt.tensor.numel() * receipt.tensor.element_size()
@@ -345,4 +346,11 @@ class LocalLink:
             f"{receipt.purpose} ({shape} of {dtype}: {expected} bytes). The ranks are at different places of "
             "the script: call the step functions, model.state_dict(), clip_grad_norm_ and sw.barrier on all "
             "ranks, in the same order, and not under `if sw.rank() == 0:`."
+            f"{_OF_UNEVEN_DATA if purpose in _BEGIN_STEPS and receipt.purpose == Purpose.MEETING else ''}"
         )
+
+
+_BEGIN_STEPS = (Purpose.BATCH, Purpose.AGREEMENT)
+_OF_UNEVEN_DATA = (
+    " A rank whose loop ended early ran out of data: give all ranks as many batches (sw.data_loader does)."
+)

@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 
 from shardwright.errors import PlanError
 
-# So many cuts may also move in groups.
 _MOST_PASSES = 20
-_FEW_CUTS = 16
+_FEW_CUTS = 16  # so many may also move in groups
 
 
 def improve(cuts: Sequence[int], *, key: Callable[[tuple[int, ...]], tuple[float, ...]]) -> tuple[int, ...]:

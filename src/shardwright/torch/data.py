@@ -9,7 +9,8 @@
 
 A run resumed with other replicas cuts the same global batches into other parts: each epoch still sees every
 sample once, and steps are the same but for the order of sums. With ``drop_last=False``, some replicas may get
-one sample more of the last batch, which takes in the samples that are too few for a batch of their own.
+one sample more of the last batch, which takes in the samples that are too few for a batch of their own (not
+where a run resumes, with more replicas, at so few samples before the end); all replicas have equal weight.
 """
 
 import logging

@@ -228,3 +228,33 @@ def test_a_rank_without_memory_tells_the_others(where: str, tmp_path: Path) -> N
 
 def training_step(sw: Any, model: Any) -> None:
     sw.step(lambda model, x: model.backward(model(x).sum()))(model, torch.zeros(2, 4, dtype=torch.int64))
+
+
+@pytest.mark.thorough
+def test_two_runs_do_not_save_in_one_folder(tmp_path: Path) -> None:
+    """The first holds the folder until its process ends."""
+
+    def run() -> None:
+        import os
+        import subprocess
+        import sys
+
+        sw, _ = prepared(missing_ranks_s=100)
+        sw.Checkpoints(tmp_path)
+        if sw.rank() == 0:
+            other = (
+                "import torch, shardwright.torch as sw; sw.init({'run_dir': 'off'});"
+                "sw.DistributedModel(torch.nn.Linear(1, 1)); sw.Checkpoints(sys.argv[1])"
+            )
+            environ = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "PYTHONPATH")}
+            ended = subprocess.run(
+                [sys.executable, "-c", f"import sys; {other}", str(tmp_path)],
+                capture_output=True,
+                text=True,
+                env=environ,
+                check=False,
+            )
+            assert "another run saves its checkpoints" in ended.stderr, ended.stderr
+        sw.barrier()
+
+    run_ranks(run, 2)

@@ -11,7 +11,7 @@ import pytest
 from checkpoint.checkpoints import save, values
 from shardwright.checkpoint.folder import CheckpointFolder
 from shardwright.checkpoint.tensor_file import TensorFile
-from shardwright.errors import CorruptCheckpointError
+from shardwright.errors import CheckpointError, CorruptCheckpointError
 
 
 @pytest.fixture
@@ -160,3 +160,32 @@ def test_files_outside_of_the_folder_are_not_read(root: Path, name: str) -> None
     document["files"][name] = document["files"]["state.json"]
     with pytest.raises(CorruptCheckpointError, match="no name of a file"):
         Manifest.from_bytes(json.dumps(document).encode(), name="manifest.json")
+
+
+def test_a_newer_format_is_told(root: Path) -> None:
+    path = root / "step-00000002" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 99}))
+    with pytest.raises(CorruptCheckpointError, match="version 99 of the format"):
+        CheckpointFolder(root).open()
+
+
+def test_the_order_of_a_run_of_format_1_that_went_back_is_asked_for(root: Path) -> None:
+    """Its list had the checkpoint of step 1 behind that of step 2; their names do not."""
+    listed = {"checkpoints": [{"name": f"step-{step:08}", "step": step} for step in (2, 1)]}
+    (root / "COMMITTED").write_text(json.dumps(listed))
+    folder = CheckpointFolder(root)
+    with pytest.raises(CheckpointError, match=r"step-00000001 was saved later.*resume\(.step-00000001.\)"):
+        folder.open()
+    with pytest.raises(CheckpointError, match="was saved later"):
+        folder.collect(keep=1)
+    assert folder.open("step-00000001").manifest.step == 1
+    save(root, 2)
+    assert folder.open().path.name == "step-00000002.2"
+
+
+def test_only_folders_are_checkpoints(root: Path) -> None:
+    for name in ("step-00000003", "step-00000003.tmp-00ff"):
+        (root / name).write_bytes(b"")
+    folder = CheckpointFolder(root)
+    assert folder.open().manifest.step == 2
+    assert folder.collect(keep=1) == ("step-00000001",)

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from checkpoint.checkpoints import save
+from checkpoint.checkpoints import save, save_bad
 
 from cli.calling import call
 
@@ -113,3 +113,19 @@ def test_says_what_is_not_there(tmp_path, capsys):
     code, _, err = call(capsys, "ckpt", "gc", "--keep", "1", tmp_path)
     assert (code, "has no checkpoint, and nothing that a save has left" in err) == (2, True)
     assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_are_not_finite(run, capsys):
+    """Bug: NaN was called ok."""
+    save_bad(run / "checkpoints", 30)
+    code, out, err = call(capsys, "ckpt", "verify", run)
+    assert code == 7
+    assert out.splitlines()[1:] == [
+        "step-00000020  ok",
+        "step-00000030  whole, but its weights are not finite: w",
+    ]
+    assert "1 of 3 checkpoints" in err
+    found = json.loads(call(capsys, "ckpt", "verify", run, "step-00000030", "--json")[1])
+    assert found == [{"name": "step-00000030", "problem": None, "not_finite": ["w"]}]
+    rows = json.loads(call(capsys, "ckpt", "ls", run, "--json")[1])
+    assert [row["not_finite"] for row in rows] == [[], [], ["w"]]

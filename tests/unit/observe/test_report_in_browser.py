@@ -36,9 +36,7 @@ def browser(capabilities: dict[str, bool]) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = run_folder(
-        tmp_path_factory.mktemp("report") / "run", planned(kind="zb_h1", ranks=3, unit=EVIL), recorded=True
-    )
+    folder = run_folder(tmp_path_factory.mktemp("report") / "run", planned(kind="zb_h1", ranks=3, unit=EVIL))
     return write_report(folder, folder / "report.html")
 
 

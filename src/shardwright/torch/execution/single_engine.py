@@ -167,6 +167,7 @@ class SingleEngine:
             names = keep_as_wished(self._context, module, function, parts[0])
             compile_units(module, names)
             self._offloaded = frozenset(map(module.get_submodule, names))
+            self._order = None
             if self._context.plan is not None:
                 self._offloading.reserve(*offloaded_bytes(self._context.plan))
             for unit in self._offloaded:

@@ -4,6 +4,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -207,16 +208,17 @@ class DistributedOptimizer(Optimizer):
             most = context().config.sdp_gradient_clipping
             if most is not None and model.replicas.sharding is not None:
                 clip_grad_norm_(self._parameters(), most)
+        around = self._around(model)
+        update = partial(self._update_in, around) if around else self.optimizer.step
         with stepping():
-            around = self._around(model)
-            if not around:
-                self.clock.run(self.optimizer.step, self._device())
-                return None
-            with ExitStack() as entered:
-                for each in around:
-                    entered.enter_context(each)
-                self.clock.run(self.optimizer.step, self._device())
+            self.clock.run(update, self._device())
         return None
+
+    def _update_in(self, around: Sequence[AbstractContextManager[Any]]) -> None:
+        with ExitStack() as entered:
+            for each in around:
+                entered.enter_context(each)
+            self.optimizer.step()
 
     def _around(self, model: DistributedModel | None) -> list[AbstractContextManager[Any]]:
         """What an update is made in; most need nothing."""

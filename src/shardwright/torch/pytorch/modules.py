@@ -91,7 +91,7 @@ class ModelTree:
         return self._parameters
 
     def named_buffers(self) -> dict[str, torch.Tensor]:
-        """As `torch.nn.Module.named_buffers` gives them."""
+        """As `torch.nn.Module.named_buffers` gives them; a module keeps the name that it had at first."""
         self._look()
         if self._named_for is not self._modules:
             self._named_for = self._modules

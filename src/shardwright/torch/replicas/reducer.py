@@ -148,7 +148,7 @@ class GradientReducer:
         if begins:
             for member in self._by_stage.get(stage, ()):
                 key = id(member.parameter)
-                # The last bucket is full when the last backward ends, and begins at the batch's end.
+                # The last bucket is full when the backward ends, which is seen without a hook.
                 is_watched = not member.late and key not in self._of_last_bucket
                 if is_watched and self._stages_left[key] == {stage}:
                     self._watch(member, self._order)
@@ -158,7 +158,7 @@ class GradientReducer:
         for member in self._by_stage.get(stage, ()):
             left = self._stages_left[id(member.parameter)]
             left.discard(stage)
-            if not left and id(member.parameter) not in self._of_last_bucket:
+            if not left:
                 self._order.is_there(member.parameter)
 
     def _watch(self, member: Reduced, order: BucketOrder) -> None:

@@ -143,7 +143,9 @@ class GroupNumbers:
     ) -> list[tuple[_Key, Any, list[float]]]:
         """Those of one group, worked out anew where one has changed."""
         now = [item for item in group.items() if item[0] != "params"]
-        before = self._of_groups.get((place, number))
+        # To compare others may fail, or wait for a GPU.
+        is_plain = all(_is_unchanging(item) for _, item in now)
+        before = self._of_groups.get((place, number)) if is_plain else None
         if before is not None and before[0] == now:
             return before[1]
         numbers: list[tuple[_Key, Any, list[float]]] = []
@@ -152,10 +154,8 @@ class GroupNumbers:
             if value is not ...:
                 flat = [] if isinstance(value, Tensor) else _flat(value)
                 numbers.append(((place, number, name), value, flat))
-        if all(_is_unchanging(item) for _, item in now):
+        if is_plain:
             self._of_groups[place, number] = now, numbers
-        else:
-            self._of_groups.pop((place, number), None)
         return numbers
 
     def _written(self) -> dict[str, Any]:
