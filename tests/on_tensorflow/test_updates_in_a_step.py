@@ -159,3 +159,14 @@ def test_where_updates_cannot_be_made_at_once_the_settings_that_can_are_named():
         for said in told:
             assert f"{os.path.basename(__file__)}:" in said
             assert 'sw.init({"pipeline_parallel_degree": 1, "microbatches": 1})' in said
+
+
+def _of_small_batches(tf, gan, real, noise):
+    if real.shape[0] < BATCH:
+        _of_both(tf, gan, real, noise)
+
+
+def test_one_that_goes_on_in_a_later_batch_alone_is_refused():
+    """It would have used values from before the update, without a word."""
+    (told,) = run_ranks(_fitted, 1, _of_small_batches, {"microbatches": 1}, env=_env(False), timeout_s=120)
+    assert "after an optimizer was given its gradient" in told

@@ -48,11 +48,13 @@ class Engine:
         is_tracing: a step function is being traced.
         recorder: notes of that trace; None where none is going on.
         after_placement: called when the first step has placed the layers, and before it runs them.
+        goes_on: where a step that was traced goes on with a variable whose update waits.
     """
 
     def __init__(self, context: Context, model: Any, variables: Variables, replicas: Replicas | None = None):
         self.is_tracing = False
         self.recorder: Recorder | None = None
+        self.goes_on: str | None = None
         self.after_placement: list[Callable[[], Any]] = []
         self._context = context
         self._model = model
@@ -350,8 +352,9 @@ class Engine:
             trace = trace_step(flat, arguments.specs(size), name=name, recorder=recorder)
         finally:
             self.is_tracing, self.recorder = False, None
-        if recorder.goes_on is not None and self._context.mesh.pipeline > 1:
-            raise goes_on_after_update(recorder.goes_on)
+        self.goes_on = self.goes_on or recorder.goes_on
+        if self.goes_on is not None and self._context.mesh.pipeline > 1:
+            raise goes_on_after_update(self.goes_on)
         return trace
 
     def _key(

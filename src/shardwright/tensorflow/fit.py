@@ -61,10 +61,11 @@ def train_function(model: Any) -> Callable[[Iterator[Any]], Logs]:
 
     def chosen(data: Any) -> tuple[Any, BatchWeights]:
         found = step_of(lambda _: run.gradients_put_aside())
-        goes_on = found.prepare(data, None).recorder.goes_on
-        if goes_on is not None:
+        found.prepare(data, None)
+        if (goes_on := run.engine().goes_on) is not None:
             if run.plan is None or run.plan.schedule.microbatches > 1:
                 raise goes_on_after_update(goes_on)
+            run.engine().goes_on = None
             found = step_of(run.updates_at_once)
         return found, BatchWeights(run, found)
 
@@ -75,6 +76,8 @@ def train_function(model: Any) -> Callable[[Iterator[Any]], Logs]:
             choice.append(chosen(data))
         one_step, weights = choice[0]
         gradients, logs, _ = one_step(data, weights.of(data, _num_samples(data)))
+        if (goes_on := run.engine().goes_on) is not None:  # in a batch of another shape than the first
+            raise goes_on_after_update(goes_on)
         pairs = [
             [(None, 1) if each is None else each.sum_and_count() for each in group] for group in gradients
         ]
