@@ -275,10 +275,10 @@ def _row_of_h1(request: Request, stage: int) -> list[Action]:
 
 def zb_v(request: Request) -> Rows:
     """The paper's rows or, where another order of the same work under the same bounds is faster, that one."""
-    return fastest(_candidates(request), request)
+    return fastest(_candidates_of_v(request), request)
 
 
-def _candidates(request: Request) -> Iterator[Rows]:
+def _candidates_of_v(request: Request) -> Iterator[Rows]:
     p = request.num_ranks
     bound = request.active_microbatches
     if is_v(request.stage_ranks):
