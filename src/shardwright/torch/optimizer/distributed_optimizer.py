@@ -205,9 +205,7 @@ class DistributedOptimizer(Optimizer):
             if model.scaling is not None and not model.scaling.scaler.begin_update():
                 return None
             model.step_end.note(self.optimizer)
-            most = context().config.sdp_gradient_clipping
-            if most is not None and model.replicas.sharding is not None:
-                clip_grad_norm_(self._parameters(), most)
+            self._clip()
         around = self._around(model)
         update = partial(self._update_in, around) if around else self.optimizer.step
         with stepping():
@@ -219,6 +217,12 @@ class DistributedOptimizer(Optimizer):
             for each in around:
                 entered.enter_context(each)
             self.optimizer.step()
+
+    def _clip(self) -> None:
+        """Clips gradients by the norm of all of this optimizer's, where the settings ask for it."""
+        most, model = context().config.sdp_gradient_clipping, wrapped_model()
+        if most is not None and model is not None and model.replicas.sharding is not None:
+            clip_grad_norm_(self._parameters(), most)
 
     def _around(self, model: DistributedModel | None) -> list[AbstractContextManager[Any]]:
         """What an update is made in; most need nothing."""
