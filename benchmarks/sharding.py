@@ -247,7 +247,7 @@ def _memory(options: argparse.Namespace) -> Section:
             f"predicted {one.predicted / 1e6:.1f}",
             f"beside states {format_bytes(one.beside_bytes)}",
             f"and {one.block_bytes / one.block_states:.0%} a block",
-            f"with keep_freed_memory {one.default_bytes / one.kept_bytes - 1:+.0%}",
+            f"where it is kept {one.default_bytes / one.kept_bytes - 1:+.0%}",
         )
         for degree, one in largest.items()
     }

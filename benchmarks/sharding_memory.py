@@ -29,7 +29,6 @@ __all__ = ["Largest", "largest_checks", "largest_models", "state_check", "states
 _RANKS = 4
 _PRELOAD = ("shardwright.torch", "torch.distributed.tensor", "sharding_ranks")
 # Gradients under way take as much in the small model as in the large ones.
-_BUCKET = 2**20
 _STATE_BLOCKS = 4
 _SMALL_BLOCKS = 8, 24
 _MIB = 2**20
@@ -169,8 +168,6 @@ def _largest_model(degree: int, limit_bytes: int, *, quick: bool) -> Largest:
     settings = {
         "data_parallel_degree": _RANKS,
         "sharded_data_parallel_degree": degree,
-        "sdp_reduce_bucket_size": _BUCKET,
-        "keep_freed_memory": False,
     }
     first, second = _SMALL_BLOCKS
     beside, more = (_peak_bytes(blocks, settings) - _host_bytes(blocks, settings) for blocks in _SMALL_BLOCKS)
@@ -190,7 +187,7 @@ def _largest_model(degree: int, limit_bytes: int, *, quick: bool) -> Largest:
         predicted=sum(_sizes(predicted)),
         measured=sum(_sizes(measured)),
         kept_bytes=_peak_bytes(measured, settings),
-        default_bytes=_peak_bytes(measured, {**settings, "keep_freed_memory": True}),
+        default_bytes=_peak_bytes(measured, {**settings, "keeps": True}),
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 import shardwright.torch as sw
 from memory_limit import join
 from sharding_ranks import GPT, VOCABULARY
+from shardwright.torch.model import distributed_model
 from shardwright.torch.parameters.sharded_tensor import ShardedTensor
 
 __all__ = ["Kept", "kept_by_a_rank", "train_inside"]
@@ -64,11 +65,13 @@ def train_inside(folder: Path, blocks: int, settings: dict[str, Any]) -> None:
     Args:
         folder: of the control group.
         blocks: of the model.
-        settings: of the run; without `keep_freed_memory`, all memory that is freed is given back at once.
+        settings: of the run; without `keeps`, all memory that is freed is given back at once.
     """
     join(folder)
-    if not settings["keep_freed_memory"]:
+    settings = dict(settings)
+    if not settings.pop("keeps", False):
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 64 * 1024)
+        distributed_model.keep_freed_memory = lambda: False
     _, optimizer, step = _prepare(blocks, settings)
     for _ in range(2):
         optimizer.zero_grad()

@@ -308,6 +308,8 @@ def _lengths(shapes: Iterable[Sequence[int]], dim: int | None, *, num_ranks: int
 
 
 _LEAST_BUCKETS = 8
+SHARDED_BUCKET_BYTES = 4 * 5_000_000
+"""Most bytes of sharded parameters in one bucket of gradients."""
 _LEAST_BYTES = 2**20
 
 

@@ -10,7 +10,6 @@ QUIET = {
     "run_dir": "off",
     "profile": "estimated",
     "timeout_s": 60,
-    "missing_ranks_s": 30,
 }
 WIDTH = 8
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 SCRIPT = """
 import sys, time, torch, torch.distributed as dist, shardwright.torch as sw
-sw.init({"profile": "estimated", "report": False, "microbatches": 2, "missing_ranks_s": 3})
+sw.init({"profile": "estimated", "report": False, "microbatches": 2, "timeout_s": 90})
 model = sw.DistributedModel(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))))
 
 @sw.step

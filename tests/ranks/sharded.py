@@ -98,6 +98,22 @@ def on_hosts(ranks_per_host: int) -> None:
     connect.this_host = lambda: f"host {rank // ranks_per_host}"
 
 
+def wish(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings, and what the planner would choose by itself: `every` microbatch, `bucket` of elements."""
+    from shardwright.planner.drafts import Sharing
+    from shardwright.torch.replicas import replicas
+
+    settings = dict(settings)
+    if (every := settings.pop("every", None)) is not None:
+        ways = Sharing.ways
+        chosen = lambda *all, **more: [ways(*all, **more)[-1 if every else 0]]  # noqa: E731
+        Sharing.ways = chosen  # type: ignore[method-assign]
+        replicas.Replicas._reduces_in_every_backward = lambda self, members: every  # type: ignore[method-assign]
+    if (bucket := settings.pop("bucket", None)) is not None:
+        replicas.SHARDED_BUCKET_BYTES = 4 * bucket
+    return settings
+
+
 def sharded_training(
     settings: dict[str, Any],
     optimizer: str = "AdamW",
@@ -111,7 +127,7 @@ def sharded_training(
     on_hosts(ranks_per_host)
     import shardwright.torch as sw
 
-    sw.init({**QUIET, **settings})
+    sw.init({**QUIET, **wish(settings)})
     torch.manual_seed(0)
     model = sw.DistributedModel(Net().double())
     updates = sw.DistributedOptimizer(optimizer_of(optimizer, model))

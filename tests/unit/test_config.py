@@ -63,8 +63,8 @@ def test_smp_dictionary() -> None:
         "pipeline": "1f1b",
         "optimize": "memory",
         "placement_strategy": "TPD",
-        "ddp": True,
     }
+    assert Config.parse({"ddp": False}).data_parallel_degree == 1
 
 
 @pytest.mark.parametrize(
@@ -135,6 +135,21 @@ def test_out_of_range(settings: dict[str, Any], text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("removed", "remedy"),
+    [
+        ("missing_ranks_s", "a thirtieth of timeout_s"),
+        ("plan_anew", "Set plan to anew."),
+        ("keep_freed_memory", "freed memory is kept for the next step"),
+        ("sdp_reduce_every_microbatch", "reduce_every_microbatch in a plan file demands it"),
+        ("offload_dir", "TMPDIR"),
+        ("allow_older", "resume(allow_older=True)"),
+    ],
+)
+def test_a_removed_setting_names_what_to_use(removed: str, remedy: str) -> None:
+    assert remedy in problem({removed: 1})
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         {"fp16_params": True},
@@ -165,8 +180,7 @@ def test_features_of_later_versions(settings: dict[str, Any]) -> None:
         ),
         ({"plan": "a.json", "partition_file": "b.json"}, "partition_file is 'b.json', but plan is 'a.json'"),
         ({"ddp": False, "data_parallel_degree": 2}, "ddp is false, but data_parallel_degree is 2."),
-        ({"ddp": False, "ddp_port": 1234}, "ddp_port is set, but ddp is false."),
-        ({"ddp": False, "ddp_dist_backend": "nccl"}, "ddp_dist_backend is set, but ddp is false."),
+        ({"ddp": "perhaps"}, "ddp is 'perhaps', but it must be true or false."),
         ({"pipeline": "interleaved", "virtual_stages": 2}, "virtual_stages is 2, but pipeline 1f1b runs one"),
         ({"pipeline": "zb_v", "virtual_stages": 3}, "virtual_stages is 3, but pipeline zb_v runs 2 stages"),
         (

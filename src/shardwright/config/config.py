@@ -22,7 +22,7 @@ from shardwright.text import shown
 def _contradictions(settings: Settings) -> Iterator[str]:
     """What the settings ask for together and cannot be had: one text for each, with its remedy."""
     degree = settings.pipeline_parallel_degree
-    if not settings.auto_partition and settings.default_partition is None and settings.plan is None:
+    if not settings.auto_partition and settings.default_partition is None and settings.plan in (None, ANEW):
         yield (
             "auto_partition is false, but default_partition is not set: units outside any "
             "sw.partition need a place. Set default_partition, for example 0."
@@ -30,14 +30,6 @@ def _contradictions(settings: Settings) -> Iterator[str]:
     if degree is not None and settings.default_partition is not None and settings.default_partition >= degree:
         yield _outside_pipeline(settings.default_partition, degree)
     yield from _of_sharing(settings)
-    if settings.ddp is False and (settings.data_parallel_degree or 1) > 1:
-        yield (
-            f"ddp is false, but data_parallel_degree is {settings.data_parallel_degree}. "
-            "Remove ddp, or set data_parallel_degree 1."
-        )
-    if settings.ddp is False and (settings.ddp_port is not None or settings.ddp_dist_backend != "auto"):
-        given = "ddp_port" if settings.ddp_port is not None else "ddp_dist_backend"
-        yield f"{given} is set, but ddp is false. Remove one of the two."
     if settings.bf16 and settings.fp16:
         yield "bf16 and fp16 are both set, but parameters have one type. Remove one of the two."
     stages = settings.virtual_stages
@@ -79,11 +71,13 @@ def _outside_pipeline(default: int, degree: int) -> str:
 # The dimension of tensors along which sequences are cut: the batch is cut into microbatches along the first.
 _SEQUENCES = 1
 
+ANEW = "anew"
+"""The value of `plan` that asks for a new one."""
+
 # Settings that the planner does not look at.
 _NO_PINS = frozenset(
     (
-        "allow_older ignored keep_freed_memory log_interval measure_s missing_ranks_s offload_dir "
-        "on_nonfinite plan_anew run_dir run_name seed shared_memory steps timeout_s "
+        "ignored log_interval measure_s on_nonfinite run_dir run_name seed shared_memory steps timeout_s "
         "trace trackers"
     ).split()
 )
@@ -172,7 +166,18 @@ class Config(Settings):
     @property
     def pins(self) -> dict[str, Any]:
         """The planning settings that differ from their defaults."""
-        return {key: value for key, value in self.given.items() if key not in _NO_PINS}
+        given = self.given
+        return {k: v for k, v in given.items() if k not in _NO_PINS and (k, v) != ("plan", ANEW)}
+
+    @property
+    def plan_file(self) -> str | None:
+        """The plan file to follow, if there is one."""
+        return None if self.plan == ANEW else self.plan
+
+    @property
+    def missing_ranks_s(self) -> float:
+        """Seconds after which ranks that wait in a collective call name the missing ones."""
+        return self.timeout_s / 30
 
     @property
     def balance_weight(self) -> float:
@@ -229,13 +234,6 @@ class Config(Settings):
         data = data or 1
         if pipeline < 1 or pipeline * data * share != world_size:
             raise ConfigError(self._equation(world_size))
-        if self.ddp is False and data > 1:
-            model = f"pipeline({pipeline})"
-            model += "".join(f" * {name}({degree})" for name, degree in shared.items() if degree > 1)
-            raise ConfigError(
-                f"ddp is false, but {model} on {world_size} ranks makes {data} replicas. "
-                f"Remove ddp, or start {pipeline * share} rank{'s' if pipeline * share > 1 else ''}."
-            )
         if self.default_partition is not None and self.default_partition >= pipeline:
             raise ConfigError(_outside_pipeline(self.default_partition, pipeline))
         return Mesh.of(

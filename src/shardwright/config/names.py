@@ -26,12 +26,16 @@ _WITHOUT_EFFECT = frozenset(
         "fork",
         "horovod",  # replicas are averaged here, so that a script's own average of them changes nothing
         "overlapping_allreduce",
+        "sdp_reduce_bucket_size",  # an eighth of the sharded elements, and 5 million at most
         "sdp_hierarchical_allgather",
         "skip_tracing",
         "static_mode",
         "xla",
     }
 )
+
+# Read as values of other settings.
+_TURNED = ("ddp", "load_partition", "partition_file")
 
 # Features of later versions: the value that means "off", and what to use instead.
 _NOT_YET: dict[str, tuple[Any, str]] = {
@@ -75,12 +79,32 @@ def canonical(
                 f"{origin[name]} is {shown(found[name])}, but {printable(str(raw_key))} is {shown(value)}: "
                 "they are two names of one setting. Give one of them."
             )
-        elif name in known or key in ("load_partition", "partition_file"):
+        elif name in known or key in _TURNED:
             found[name], origin[name] = value, str(raw_key)
         else:
             problems.append(_unknown(str(raw_key), key, known))
     _plan_file(found, problems)
+    _replicas(found, problems)
     return found
+
+
+def _replicas(found: dict[str, Any], problems: list[str]) -> None:
+    """Turns `ddp` into `data_parallel_degree`: false asks for one replica, and true for nothing."""
+    ddp = found.pop("ddp", None)
+    if ddp is None:
+        return
+    degree = found.get("data_parallel_degree")
+    if _same(ddp, True):
+        return
+    if not _same(ddp, False):
+        problems.append(f"ddp is {shown(ddp)}, but it must be true or false.")
+    elif degree is not None and not _same(degree, 1):
+        problems.append(
+            f"ddp is false, but data_parallel_degree is {shown(degree)}. "
+            "Remove ddp, or set data_parallel_degree 1."
+        )
+    else:
+        found["data_parallel_degree"] = 1
 
 
 def _plan_file(found: dict[str, Any], problems: list[str]) -> None:
@@ -109,7 +133,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _unknown(raw_key: str, key: str, known: Collection[str]) -> str:
-    names = [*known, *_RENAMED, *_NOT_YET, *_WITHOUT_EFFECT, "load_partition", "partition_file"]
+    names = [*known, *_RENAMED, *_NOT_YET, *_WITHOUT_EFFECT, *_TURNED]
     close = get_close_matches(key, names, n=1, cutoff=0.6)
     advice = _advice_for(key.lower()) or (f"Did you mean {close[0]}?" if close else "Remove it.")
     return f"{printable(raw_key)} is not a setting. {advice}"
@@ -134,7 +158,16 @@ _SHARDED = (
 _RANKS = "Remove it: the launcher starts ranks (shardwright run -n 4, or torchrun)."
 _DEVICES = "Remove it: each rank takes the accelerator of its local rank (sw.device())."
 _QUANTIZED = "Remove it: gradients and rows go between hosts as they are; bf16: true halves them."
-_CALIBRATE = "Remove it: runs keep their plan, and correct no predictions; plan_anew plans anew."
+_CALIBRATE = "Remove it: runs keep their plan, and correct no predictions; plan: anew plans anew."
+_ANEW = "Set plan to anew."
+_STALL = "Remove it: ranks that wait are named after a thirtieth of timeout_s."
+_HEAP = "Remove it: on CPUs, freed memory is kept for the next step."
+_REDUCE = (
+    "Remove it: gradients are reduced in each microbatch where memory_limit requires it; "
+    "reduce_every_microbatch in a plan file demands it."
+)
+_OFFLOAD_DIR = "Set the environment variable TMPDIR to a folder on a disk."
+_OLDER = "Call sw.Checkpoints(...).resume(allow_older=True), or remove the damaged checkpoint's folder."
 _STATISTICS = "Set microbatches to 1: batch norms then see the whole batch."
 _TRACKERS = "Set trackers to tensorboard."
 _SEQUENCES = "Remove it: sequences are cut along dimension 1. Transpose inside the model, not before it."
@@ -169,6 +202,12 @@ _ADVICE = {
     _DEVICES: ("device", "devices", "gpus", "num_gpus"),
     _ORDINARY: ("clip_grad", "gradient_clipping", "max_grad_norm", "learning_rate", "lr"),
     _CALIBRATE: ("calibrate",),
+    _ANEW: ("plan_anew",),
+    _STALL: ("missing_ranks_s",),
+    _HEAP: ("keep_freed_memory",),
+    _REDUCE: ("sdp_reduce_every_microbatch",),
+    _OFFLOAD_DIR: ("offload_dir",),
+    _OLDER: ("allow_older",),
     _QUANTIZED: ("sdp_quantized_gradients", "sdp_quantized_parameters"),
     _STATISTICS: ("batch_statistics",),
     _TRACKERS: ("tensorboard",),

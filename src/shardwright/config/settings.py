@@ -97,18 +97,9 @@ class Settings(BaseModel):
     sdp_param_persistence_threshold: Annotated[Whole, Field(ge=0, le=MOST_ELEMENTS)] = Field(
         10_000, description="Parameters with fewer elements are not sharded."
     )
-    sdp_reduce_bucket_size: Elements = Field(
-        5_000_000,
-        description="Most elements of sharded parameters in one gradient bucket.",
-    )
     sdp_max_live_parameters: Elements = Field(
         1_000_000_000,
         description="Most elements of sharded parameters that a rank keeps gathered from other hosts.",
-    )
-    sdp_reduce_every_microbatch: bool | None = Field(
-        None,
-        description="Reduce gradients of sharded parameters in each microbatch: no rank keeps whole ones; "
-        "unset: where memory requires it.",
     )
     sdp_gradient_clipping: Norm | None = Field(
         None,
@@ -142,8 +133,11 @@ class Settings(BaseModel):
         "DPT",
         description="Rank layout: cluster, spread or a permutation of D, P, T; the rightmost is fastest.",
     )
-    plan: Name | None = Field(None, description="Plan file to follow instead of planning.")
-    ddp: bool | None = Field(None, description="Data parallelism; false: refuse more than one replica.")
+    plan: Name | None = Field(
+        None,
+        description="Plan file to follow; unset: the plan of the last run of this script, if there is one; "
+        "anew: a new plan.",
+    )
     ddp_port: Port | None = Field(
         None, description="TCP port at which rank 0 serves the rendezvous, without MASTER_PORT."
     )
@@ -162,14 +156,10 @@ class Settings(BaseModel):
     offload_activations: bool | Literal["auto"] = Field(
         False,
         description="Offload what units keep for their backward: to the host's memory from GPUs, to a file "
-        "from CPUs; auto: where memory requires it.",
+        "in TMPDIR (or run_dir, if that is in memory) from CPUs; auto: where memory requires it.",
     )
     activation_loading_horizon: Units = Field(
         2, description="Units ahead of their backward that come back; as many may be leaving at once."
-    )
-    offload_dir: Name | None = Field(
-        None,
-        description="Folder of that file; unset: that of temporary files, or run_dir if it is in memory.",
     )
     memory_limit: Annotated[int, Field(le=MOST_BYTES)] | None = Field(
         None, description="Memory of one rank, as bytes or text (6GiB); unset: the device's, or its share."
@@ -182,22 +172,16 @@ class Settings(BaseModel):
         description="Seconds that timing may take at the start; what is not timed by then is inferred. Times "
         "of earlier runs are remembered.",
     )
-    plan_anew: bool = Field(
-        False,
-        description="Choose microbatches and stages anew, without the last run of this script.",
-    )
     plan_one_stage: bool = Field(
         False,
         description="Choose microbatches and recomputation with one stage, too, and predict the step.",
     )
     run_dir: Name = Field("runs", description="Folder that holds the run folders.")
     run_name: Name | None = Field(None, description="Name of the run folder; unset: that of the script.")
-    timeout_s: Seconds = Field(300.0, description="Seconds after which a silent peer counts as lost.")
-    missing_ranks_s: Seconds = Field(
-        10.0, description="Seconds after which ranks that wait in a collective call name the missing ones."
-    )
-    allow_older: bool = Field(
-        False, description="Resume from an older checkpoint if the newest is damaged, with a warning."
+    timeout_s: Seconds = Field(
+        300.0,
+        description="Seconds after which a silent peer counts as lost; after a thirtieth of them, ranks that "
+        "wait in a collective call name the missing ones.",
     )
     on_nonfinite: Literal["stop", "skip", "ignore"] = Field(
         "stop",
@@ -208,10 +192,6 @@ class Settings(BaseModel):
     shared_memory: bool = Field(
         True,
         description="On CPUs, pass messages and parameters on one host through shared memory.",
-    )
-    keep_freed_memory: bool = Field(
-        True,
-        description="On CPUs, keep freed memory for the next step instead of returning it to the system.",
     )
     trace: bool = Field(False, description="Write a timeline (trace.json).")
     report: bool = Field(True, description="Write report.html when the run ends.")

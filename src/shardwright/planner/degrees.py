@@ -122,7 +122,7 @@ def meshes(world_size: int, config: Config, *, most_tensor: int = 1) -> list[Mes
         )
         for t in degrees
         for p, d in ((p, left // t // p) for p in _divisors(left // t))
-        if p == (pipeline or p) and d == (data or d) and not (config.ddp is False and d > 1)
+        if p == (pipeline or p) and d == (data or d)
         for s in _divisors(d)
         if s == shard or shard == 1
         if s == 1 or t == tensor  # the runtime does not shard what ranks share already

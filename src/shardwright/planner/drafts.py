@@ -20,6 +20,7 @@ from shardwright.cluster import Cluster
 from shardwright.config import Config
 from shardwright.errors import PlanError
 from shardwright.mesh import Mesh
+from shardwright.placement import SHARDED_BUCKET_BYTES
 from shardwright.plan import Plan
 from shardwright.planner.chain import Bond, Chain, ParameterUse, StateBytes
 from shardwright.planner.cuts import improve, manual_stages
@@ -62,12 +63,7 @@ class Sharing:
     @classmethod
     def ways(cls, config: Config, mesh: Mesh, cluster: Cluster, *, num_microbatches: int) -> list["Sharing"]:
         """The ways that the settings leave open, from the fastest to the one with the least memory."""
-        if num_microbatches == 1 or mesh.shard == 1:
-            choices = [False]
-        elif config.sdp_reduce_every_microbatch is None:
-            choices = [False, True]
-        else:
-            choices = [config.sdp_reduce_every_microbatch]
+        choices = [False] if num_microbatches == 1 or mesh.shard == 1 else [False, True]
         return [
             cls._way(config, mesh, cluster, num_microbatches=num_microbatches, every=every)
             for every in choices
@@ -85,7 +81,7 @@ class Sharing:
             adds_up=num_microbatches > 1 and not every,
             gatherings=2 * num_microbatches,
             reductions=num_microbatches if every else 1,
-            most_reduced=4 * config.sdp_reduce_bucket_size,
+            most_reduced=SHARDED_BUCKET_BYTES,
             on_host=hosts.count(hosts[0]),
             most_live=config.sdp_max_live_parameters,
             updates=mesh.data // mesh.shard if config.shard_optimizer_state else 1,

@@ -39,8 +39,8 @@ def given_settings(
             f"{type(config).__name__}. For example: sw.init({{'microbatches': 4}})"
         )
     settings = Config.merge(given, *settings_from(os.environ))
-    if settings.plan is not None:
-        plan = Plan.read(settings.plan)
+    if settings.plan_file is not None:
+        plan = Plan.read(settings.plan_file)
     return settings, plan
 
 

@@ -71,7 +71,7 @@ class Engine:
         self._failure = ""
         self._cores = OwnCores(context)
         self._step_end = StepEnd(context)
-        if context.config.keep_freed_memory and context.device.type == "cpu":
+        if context.device.type == "cpu":
             keep_freed_memory()
 
     def prepare(self, function: Callable[..., Any], arguments: Arguments) -> list[Prepared]:

@@ -239,7 +239,7 @@ def test_two_runs_do_not_save_in_one_folder(tmp_path: Path) -> None:
         import subprocess
         import sys
 
-        sw, _ = prepared(missing_ranks_s=100)
+        sw, _ = prepared(timeout_s=3000)
         sw.Checkpoints(tmp_path)
         if sw.rank() == 0:
             other = (

@@ -21,7 +21,6 @@ QUIET = {
     "profile": "estimated",
     "microbatches": 2,
     "timeout_s": 60,
-    "missing_ranks_s": 30,
 }
 
 
@@ -79,7 +78,7 @@ def on_one_rank(settings, elsewhere):
     ],
 )
 def test_state_dict_on_the_first_rank_alone(elsewhere, shared_memory):
-    settings = {"shared_memory": shared_memory, "missing_ranks_s": 2}
+    settings = {"shared_memory": shared_memory, "timeout_s": 60}
     first, *_ = outcomes(on_one_rank, 2, settings, elsewhere)
     assert "model.state_dict() is to be called by all of ranks 0, 1" in first.cause
     said = {
@@ -132,7 +131,7 @@ def test_a_replica_may_ask_for_its_state_alone():
 @pytest.mark.parametrize("shared_memory", [in_sweep(True), False])
 def test_a_slow_rank_is_waited_for_and_named(shared_memory):
     def job():
-        script = Script(shared_memory=shared_memory, missing_ranks_s=0.5)
+        script = Script(shared_memory=shared_memory, timeout_s=15)
         if script.sw.rank() == 1:
             time.sleep(1.5)
             return len(script.model.state_dict())
@@ -170,7 +169,7 @@ def test_behind_a_call_that_failed_ranks_do_not_pass_each_other():
     """Rank 0 went on, and the next barrier of rank 1 took its failed one for the next."""
 
     def job():
-        script = Script(pipeline_parallel_degree=2, missing_ranks_s=0.5)
+        script = Script(pipeline_parallel_degree=2, timeout_s=15)
         if script.sw.rank() == 1:
             dist.barrier()
             return ""

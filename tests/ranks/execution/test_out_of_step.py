@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded import QUIET, Net, batches, loss_of, on_hosts
+from sharded import QUIET, Net, batches, loss_of, on_hosts, wish
 from torch import Tensor
 
 from choices import in_sweep
@@ -26,7 +26,7 @@ def out_of_step(ranks_per_host, degree, *, skips):
             "sharded_data_parallel_degree": degree,
             "timeout_s": TIMEOUT_S,
             "microbatches": 2 if is_other and not skips else 1,
-            "sdp_reduce_every_microbatch": not skips,
+            **wish({"every": not skips}),
         }
     )
     torch.manual_seed(0)

@@ -35,9 +35,9 @@ def losses_and_costs(profile="measured", **settings):
 def test_a_run_measures_them_and_trains_as_without(monkeypatch, tmp_path):
     """Toys run in the middle of its first step, on its own ranks; they leave nothing behind."""
     monkeypatch.setenv("SHARDWRIGHT_CACHE", str(tmp_path))
-    plain, _, fixed, drawn = run_ranks(losses_and_costs, 2, "estimated", plan_anew=True)[0]
+    plain, _, fixed, drawn = run_ranks(losses_and_costs, 2, "estimated", plan="anew")[0]
     assert fixed.host_costs is None
-    losses, plan, cluster, again = run_ranks(losses_and_costs, 2, plan_anew=True)[0]
+    losses, plan, cluster, again = run_ranks(losses_and_costs, 2, plan="anew")[0]
     assert losses == plain
     assert again == drawn
     costs = cluster.host_costs
@@ -49,7 +49,7 @@ def test_a_run_measures_them_and_trains_as_without(monkeypatch, tmp_path):
         path.name.rsplit("-", 1)[1]: json.loads(path.read_text()) for path in (tmp_path / "host").iterdir()
     }
     assert set(files) == {"2x1x1.json", "1x1x1.json"}
-    _, _, known, _ = run_ranks(losses_and_costs, 2, plan_anew=True)[0]
+    _, _, known, _ = run_ranks(losses_and_costs, 2, plan="anew")[0]
     assert (known.host_costs, known.loop_costs) == (costs, cluster.loop_costs)
 
 

@@ -44,7 +44,7 @@ def test_the_number_of_microbatches_stays_until_asked(monkeypatch, tmp_path):
     assert run_ranks(planned, 2)[0] == (other, 1)  # nothing else was traced
 
     def anew():
-        return planned(plan_anew=True)
+        return planned(plan="anew")
 
     assert run_ranks(anew, 2)[0][1] > 1
     file.write_text("{")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -117,8 +118,9 @@ def train_on_a_small_disk(folder: Path) -> None:
     SmallDisk(folder, 64 * 4096)
     from shardwright.errors import UsageError
 
-    with pytest.raises(UsageError, match=r"offloaded to .* which has no room for .* Set offload_dir"):
-        train_some({"offload_dir": str(folder), **OFFLOADS})
+    tempfile.tempdir = str(folder)
+    with pytest.raises(UsageError, match=r"offloaded to .* which has no room for .* Set TMPDIR"):
+        train_some(OFFLOADS)
     assert os.listdir(folder) == []
 
 

@@ -22,7 +22,7 @@ def whole_gradients_at_once(settings):
             super().__init__(data, **more)
 
     shardwright_process_group.TwoHopSum = Watched
-    sharded_training({**settings, "sdp_reduce_bucket_size": 500}, steps=1)
+    sharded_training({**settings, "bucket": 500}, steps=1)
     return most, len(held)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded import QUIET, Net, batches, loss_of, on_hosts, plain_training, sharded_training
+from sharded import QUIET, Net, batches, loss_of, on_hosts, plain_training, sharded_training, wish
 from torch import Tensor, nn
 
 from choices import in_sweep
@@ -20,7 +20,7 @@ def start(settings: dict[str, Any], model: nn.Module, *, ranks_per_host: int = 1
     on_hosts(ranks_per_host)
     import shardwright.torch as sw
 
-    sw.init({**QUIET, "sharded_data_parallel_degree": 2, "sdp_max_live_parameters": FEW, **settings})
+    sw.init({**QUIET, "sharded_data_parallel_degree": 2, "sdp_max_live_parameters": FEW, **wish(settings)})
     plain = copy.deepcopy(model.double())
     wrapped = sw.DistributedModel(model)
     return sw, plain, wrapped
@@ -100,7 +100,7 @@ def test_few_at_once_over_stages(pipeline, checkpointing):
         "pipeline": pipeline,
         "activation_checkpointing": checkpointing,
         "sdp_max_live_parameters": FEW,
-        "sdp_reduce_every_microbatch": pipeline == "1f1b",
+        "every": pipeline == "1f1b",
         "placement_strategy": "spread",
     }
     expected, _, state = plain_training()

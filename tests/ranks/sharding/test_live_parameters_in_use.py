@@ -94,7 +94,7 @@ def test_a_forward_that_differentiates_in_an_evaluation(most):
 
 
 def fails_and_goes_on(most, where, every):
-    settings = {"microbatches": 2, "sdp_reduce_every_microbatch": every, "sdp_reduce_bucket_size": 1200}
+    settings = {"microbatches": 2, "every": every, "bucket": 1200}
     sw, plain, model = start({**settings, "sdp_max_live_parameters": most}, Net())
     calls = []
 

@@ -18,7 +18,7 @@ from shardwright.testing import RanksFailedError, run_ranks
 DEGREE_2 = {"sharded_data_parallel_degree": 2}
 DEGREE_4 = {"sharded_data_parallel_degree": 4}
 PIPELINE = {**DEGREE_2, "pipeline_parallel_degree": 2, "microbatches": 4}
-EVERY = {"sdp_reduce_every_microbatch": True}
+EVERY = {"every": True}
 
 
 def check(ranks: int, settings: dict[str, Any], optimizer: str = "AdamW", **more: Any) -> list[Any]:
@@ -82,19 +82,15 @@ def test_gradients_reduced_in_every_microbatch(settings, ranks_per_host):
     check(4, settings, ranks_per_host=ranks_per_host, clip=0.5)
 
 
-def reduces_in_every_backward(limit, wish):
-    _, _, model, train = start(
-        {**DEGREE_2, "microbatches": 2, "memory_limit": limit, "sdp_reduce_every_microbatch": wish}
-    )
+def reduces_in_every_backward(limit):
+    _, _, model, train = start({**DEGREE_2, "microbatches": 2, "memory_limit": limit})
     train(model, *tokens_of(1)[0])
     return model._engine._reducer._in_every_backward
 
 
-@pytest.mark.parametrize(
-    ("limit", "wish", "expected"), [(10**5, None, True), (10**9, None, False), (10**5, False, False)]
-)
-def test_whole_gradients_are_kept_where_memory_allows(limit, wish, expected):
-    assert run_ranks(reduces_in_every_backward, 2, limit, wish) == [expected, expected]
+@pytest.mark.parametrize(("limit", "expected"), [(10**5, True), (10**9, False)])
+def test_whole_gradients_are_kept_where_memory_allows(limit, expected):
+    assert run_ranks(reduces_in_every_backward, 2, limit) == [expected, expected]
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "RMSprop", "Adafactor"])
@@ -331,7 +327,7 @@ def test_what_is_predicted_for_a_rank_of_a_pipeline_is_what_it_keeps(degree, sha
         "sharded_data_parallel_degree": degree,
         "shard_optimizer_state": shares_updates,
         "bf16": bf16,
-        "sdp_reduce_every_microbatch": True,
+        **EVERY,
         "pipeline": "1f1b",
     }
     # What no stage uses is not counted.

@@ -52,7 +52,6 @@ BAD_ARGUMENTS = (
     ("run --dry-run --set timeout_s=1e400 train.py", "--set timeout_s=1e400: it is inf"),
     ("run --dry-run --set timeout_s=-1 train.py", "timeout_s is -1"),
     ("run --dry-run --set timeout_s=1e9 train.py", "timeout_s is 1000000000.0"),
-    ("run --dry-run --set missing_ranks_s=0 train.py", "missing_ranks_s is 0"),
     ("run --dry-run --set microbatches=200000 train.py", "microbatches is 200000"),
     ("run --dry-run --set microbatches=BIG train.py", "it has more than 30 digits"),
     ("run --dry-run --set microbatches=DEEP train.py", "it is nested more than 64 deep"),

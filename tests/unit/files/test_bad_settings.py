@@ -38,7 +38,6 @@ def nested(depth: int) -> dict[str, object]:
         ({"timeout_s": math.inf}, "timeout_s is inf"),
         ({"timeout_s": BIG}, "timeout_s is a whole number of more than"),
         ({"timeout_s": 1e-300}, "timeout_s is 1e-300, but it must be at least 0.001"),
-        ({"missing_ranks_s": -1}, "missing_ranks_s is -1"),
         ({"memory_weight": math.nan}, "memory_weight is nan"),
         ({"sdp_gradient_clipping": math.inf}, "sdp_gradient_clipping is inf"),
         ({"memory_limit": BIG}, "memory_limit is a whole number of more than"),

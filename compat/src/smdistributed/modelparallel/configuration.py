@@ -72,7 +72,8 @@ _RENAMED = {"partitions": "pipeline_parallel_degree"}
 _WITHOUT_EFFECT = frozenset(
     (
         "contiguous xla fork deterministic_server skip_tracing sdp_hierarchical_allgather "
-        "static_mode fast_mode checkpoint_attentions _fp32_grad_accumulation overlapping_allreduce"
+        "static_mode fast_mode checkpoint_attentions _fp32_grad_accumulation overlapping_allreduce "
+        "sdp_reduce_bucket_size"
     ).split()
 )
 
@@ -91,7 +92,6 @@ _OUR_OWN_BUSINESS = frozenset(
 _STATED = ("pipeline_parallel_degree", "microbatches", "pipeline", "optimize", "memory_weight")
 _STATED_WHEN_OFFLOADED = ("activation_loading_horizon",)
 _STATED_WHEN_SHARDED = (
-    "sdp_reduce_bucket_size",
     "sdp_param_persistence_threshold",
     "sdp_max_live_parameters",
     "sdp_gradient_clipping",

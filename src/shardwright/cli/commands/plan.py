@@ -286,7 +286,7 @@ def _refuse(given: Mapping[str, object], *, verify: bool) -> None:
 
 
 def _check(config: "Config", world: int) -> None:
-    if config.plan is not None:
+    if config.plan_file is not None:
         raise UsageError(
             f"plan is {config.plan!r}, but a plan is to be made. Remove it, or: shardwright show "
             f"{config.plan}"

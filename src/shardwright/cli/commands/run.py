@@ -80,9 +80,6 @@ Grace = Annotated[
         "--grace", min=0.0, max=MOST_SECONDS, metavar="SECONDS", help="Time to save after Ctrl-C or SIGTERM."
     ),
 ]
-AllowOlder = Annotated[
-    bool, typer.Option("--allow-older", help="Resume from an older checkpoint if the newest is damaged.")
-]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print the torchrun line that does the same, and stop.")
 ]
@@ -128,7 +125,6 @@ def run(
     grace_s: Grace = 30.0,
     device: OnDevice = Device.AUTO,
     mp_parameters: MpParameters = None,
-    allow_older: AllowOlder = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -165,11 +161,7 @@ def run(
         run_folder=run_dir / (name or "run"),
         plan=plan,
         config=config,
-        settings={
-            **of_option,
-            **parse_settings(settings or ()),
-            **({"allow_older": True} if allow_older else {}),
-        },
+        settings={**of_option, **parse_settings(settings or ())},
         grace_s=grace_s,
         quiet=quiet,
         device=device.value,
@@ -238,7 +230,6 @@ def _again(*, name: str | None, resume: bool, fresh: bool) -> Again:
 def _command(request: LaunchRequest) -> RunRecord:
     """What is run, by which another run of the same is known."""
     settings = {**read_settings(request.config), **request.settings}
-    settings.pop("allow_older", None)  # to be given once, for a run that goes on
     settings.pop("run_dir", None)  # the folder may be moved
     if request.plan is not None:
         settings["plan"] = str(request.plan.absolute())
@@ -328,7 +319,7 @@ def _num_devices() -> int:
 def _check_settings(request: LaunchRequest) -> tuple[Config, Plan | None]:
     """Finds here what otherwise each rank would complain about."""
     config = Config.merge(read_settings(request.config), request.settings)
-    path = request.plan or config.plan
+    path = request.plan or config.plan_file
     return config, None if path is None else Plan.read(path)
 
 
@@ -338,7 +329,7 @@ def _check_ranks(request: LaunchRequest) -> None:
     world_size = request.num_ranks * request.num_nodes
     if plan is not None:
         plan.check_world(world_size)
-    elif any(name == "ddp" or name.endswith("_degree") for name in config.pins):
+    elif any(name.endswith("_degree") for name in config.pins):
         config.resolve_world(world_size)
 
 

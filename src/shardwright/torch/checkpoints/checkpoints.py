@@ -111,13 +111,12 @@ class Checkpoints:
 
     # ---- resuming ----
 
-    def resume(self, name: str | None = None, *, allow_older: bool | None = None, strict: bool = True) -> int:
+    def resume(self, name: str | None = None, *, allow_older: bool = False, strict: bool = True) -> int:
         """Goes on from the newest checkpoint, if there is one; call it on all ranks, before the first step.
 
         Args:
             name: of a checkpoint, such as ``"step-00000120"``; None for the newest.
-            allow_older: where it is damaged, take the newest one before that is not, and warn; None for
-                what the setting ``allow_older`` says, as ``shardwright run --allow-older`` sets it.
+            allow_older: where it is damaged, take the newest one before that is not, and warn.
             strict: its tensors must be those of the model; else those of other names are left out.
 
         Returns:
@@ -132,8 +131,7 @@ class Checkpoints:
         current = self._context
         with first_cause_named(current):
             meet("checkpoints.resume()")
-            older = current.config.allow_older if allow_older is None else allow_older
-            saved = open_verified(current, self._store, name, allow_older=older)
+            saved = open_verified(current, self._store, name, allow_older=allow_older)
             if saved is None:
                 return 0
             resumed = Resumed(current, self._model, saved, strict=strict)

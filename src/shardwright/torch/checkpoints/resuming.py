@@ -57,7 +57,8 @@ def open_verified(
             if allow_older:
                 continue
             remedy = (
-                " resume(allow_older=True), or shardwright run --allow-older, goes on from the one before it."
+                " resume(allow_older=True) goes on from the one before it; so does resume() once the damaged "
+                "folder is removed."
             )
             text = f"{error} Nothing was loaded.{remedy if len(commits) > 1 else ''}"
             raise CorruptCheckpointError(text) from error

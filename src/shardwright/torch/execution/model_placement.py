@@ -236,7 +236,7 @@ class ModelPlacement:
         if plan.tensor is not None:
             self._tensor_group = _tensor_group(context, plan.mesh, plan.tensor)
         divide = {id(parameters[n]): partial(self._share_and_divide, n, cuts[n]) for n in divided}
-        with large_blocks_given_back(then_kept=context.config.keep_freed_memory) if divide else nullcontext():
+        with large_blocks_given_back(then_kept=True) if divide else nullcontext():
             self._materialiser.named(held - waiting, units, then=divide)
         present = {name: tensor for name, tensor in _first_named(module).items() if name in held}
         changed = self._share_first_values(present.values())

@@ -196,7 +196,6 @@ def _adapt(own: Context, toy: Toy) -> None:
         {
             "microbatches": toy.microbatches,
             "run_dir": "off",
-            "keep_freed_memory": False,
             "replay": own.config.replay,
         }
     )

@@ -24,6 +24,7 @@ from torch import nn
 
 from shardwright import __version__
 from shardwright.cluster.named import host_memory_bytes
+from shardwright.config.config import ANEW
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.files import UserFile, replace_file
 from shardwright.plan import Plan
@@ -99,7 +100,7 @@ class LastPlan:
 
     def read(self) -> Plan | None:
         """The plan; None where there was no such run, or its file cannot be read. On the first rank."""
-        if self._file is None or self._context.config.plan_anew or not self._file.is_file():
+        if self._file is None or self._context.config.plan == ANEW or not self._file.is_file():
             return None
         try:
             plan = Plan.read(self._file, what="the plan of the last run")

@@ -107,7 +107,7 @@ class DistributedModel(SpreadModule):
         self._has_told_no_sync = False
         self._when_settled: list[Callable[[], None]] = []
         # Before anything is measured: giving memory back and taking it again costs time.
-        keeps_memory = current.device.type == "cpu" and current.config.keep_freed_memory
+        keeps_memory = current.device.type == "cpu"
         gives_back = keeps_memory and keep_freed_memory()
         self._low_precision = low_precision(current.config)
         if self._low_precision is not None:

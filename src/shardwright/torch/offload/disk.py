@@ -34,17 +34,15 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 
 def disk_folder(config: Config, *, warns: bool) -> Path:
-    """The folder that the settings name, or that of temporary files, or of runs if only that is on a disk."""
+    """The folder of temporary files, or of runs if only that is on a disk."""
     choices = [Path(tempfile.gettempdir())]
     if config.run_dir != "off":
         choices.append(Path(config.run_dir))
-    if config.offload_dir is not None:
-        choices = [Path(config.offload_dir)]
     found = next((folder for folder in choices if not is_in_memory(folder)), None)
     if found is None and warns:
         log.warning(
             "activations are offloaded to %s, which is in memory itself (tmpfs): that frees none. Set "
-            "offload_dir to a folder on a disk.",
+            "TMPDIR to a folder on a disk.",
             choices[0],
         )
     return (found or choices[0]).absolute()
@@ -139,7 +137,7 @@ class _DiskCopy:
     def _raise(self) -> None:
         if self._error is not None:
             raise UsageError(
-                f"activations that are kept on disk cannot be copied: {self._error}. Set offload_dir to a "
+                f"activations that are kept on disk cannot be copied: {self._error}. Set TMPDIR to a "
                 "folder on another disk, or offload_activations to false."
             )
 
@@ -217,7 +215,7 @@ class DiskTier:
         except OSError as error:
             raise UsageError(
                 f"activations are offloaded to {self._folder}, which has no room for {format_bytes(size)} "
-                f"({error.strerror}; {_free_text(self._folder)}). Set offload_dir to a folder on another "
+                f"({error.strerror}; {_free_text(self._folder)}). Set TMPDIR to a folder on another "
                 "disk, take more microbatches, or set offload_activations to false."
             ) from error
         self._size = size

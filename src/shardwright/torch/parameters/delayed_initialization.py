@@ -61,7 +61,7 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 
 def _keeps_freed_memory() -> bool:
     """Whether a model that is wrapped has had the heap keep what is freed."""
-    return is_initialized() and context().model is not None and context().config.keep_freed_memory
+    return is_initialized() and context().model is not None
 
 
 def is_recorded(tensor: Tensor) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardwright.comm.joining.process_group import group_of
 from shardwright.errors import UsageError
 from shardwright.mesh import Mesh
+from shardwright.placement import SHARDED_BUCKET_BYTES
 from shardwright.quantities import format_bytes
 from shardwright.run.context import Context
 from shardwright.run.failure import first_cause_named
@@ -226,7 +227,7 @@ class Replicas:
             members,
             divisor=context.mesh.data,
             bucket_bytes=self._bucket_bytes,
-            sharded_bucket_bytes=4 * context.config.sdp_reduce_bucket_size,
+            sharded_bucket_bytes=SHARDED_BUCKET_BYTES,
             replica_group=context.groups.replica,
             in_every_backward=self._reduces_in_every_backward(members),
             overlap=self._overlap,
@@ -265,10 +266,7 @@ class Replicas:
     def _reduces_in_every_backward(self, members: Sequence[Reduced]) -> bool:
         """Whether no rank keeps whole gradients of shared parameters from one microbatch to the next."""
         context = self._context
-        wanted, plan = context.config.sdp_reduce_every_microbatch, context.plan
-        if wanted is not None:
-            return wanted
-        if plan is not None:
+        if (plan := context.plan) is not None:
             return plan.schedule.reduce_every_microbatch
         limit = context.config.memory_limit or (context.cluster and context.cluster.device.memory_bytes) or 0
         if not limit or (context.config.microbatches or 1) == 1:

@@ -80,16 +80,15 @@ def test_ranks_that_share_cores_count_the_time_on_them():
     assert measure_class(sample_of(sleeps), device=CPU, share_cores=True).forward_s < 0.01
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_memory_is_kept_from_the_wrapping_and_given_back_once(keep, monkeypatch):
+def test_memory_is_kept_from_the_wrapping_and_given_back_once(monkeypatch):
     """Units were timed with the page faults of a heap that gives memory back: 15 % too slow."""
     calls = []
     monkeypatch.setattr(distributed_model, "keep_freed_memory", lambda: bool(calls.append("keep")) or True)
     monkeypatch.setattr(steps, "give_back_freed_memory", lambda: calls.append("give back"))
-    sw.init({"keep_freed_memory": keep, "run_dir": "off"})
+    sw.init({"run_dir": "off"})
     try:
         model = sw.DistributedModel(nn.Linear(2, 1))
-        assert calls == (["keep"] if keep else [])
+        assert calls == ["keep"]
 
         @sw.step
         def evaluate(model, x):
@@ -100,4 +99,4 @@ def test_memory_is_kept_from_the_wrapping_and_given_back_once(keep, monkeypatch)
                 evaluate(model, torch.ones(4, 2))
     finally:
         sw.shutdown()
-    assert calls == (["keep", "give back"] if keep else [])
+    assert calls == ["keep", "give back"]

@@ -54,7 +54,7 @@ def test_places_are_used_again(tier):
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"offloaded to .*file/below.* Set offload_dir to a folder"):
+    with pytest.raises(UsageError, match=r"offloaded to .*file/below.* Set TMPDIR to a folder"):
         DiskTier(tmp_path / "file" / "below").write(content(0))
 
 
@@ -62,7 +62,7 @@ def test_a_read_that_fails_is_told_to_who_waits(tier):
     place, copy = tier.write(content(0))
     copy.wait()
     os.ftruncate(tier._file.fileno(), 100)
-    with pytest.raises(UsageError, match=r"cannot be copied: .*ends too early.* Set offload_dir"):
+    with pytest.raises(UsageError, match=r"cannot be copied: .*ends too early.* Set TMPDIR"):
         tier.read(place, torch.empty(10_000, dtype=torch.uint8)).wait()
 
 
@@ -106,8 +106,6 @@ def test_a_process_that_is_killed_leaves_nothing(tmp_path):
 def test_the_folder(tmp_path, monkeypatch, caplog):
     from shardwright.config import Config
 
-    named = Config.parse({"offload_dir": str(tmp_path / "there")})
-    assert disk_folder(named, warns=True) == tmp_path / "there"
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/temporary")
     memory = {"/temporary"}
     monkeypatch.setattr("shardwright.torch.offload.disk.is_in_memory", lambda folder: str(folder) in memory)

@@ -19,9 +19,9 @@ CLUSTER = Cluster(
 )
 
 
-def a_run(tmp_path, **settings):
+def a_run(**settings):
     """What `with_tier` knows of a run of one rank."""
-    config = Config.parse({"offload_dir": str(tmp_path), "run_dir": "off", **settings})
+    config = Config.parse({"run_dir": "off", **settings})
     return SimpleNamespace(
         config=config,
         device=torch.device("cpu"),
@@ -32,21 +32,22 @@ def a_run(tmp_path, **settings):
 
 
 @pytest.mark.parametrize("wanted", [True, "auto"])
-def test_a_file_is_measured(tmp_path, wanted):
-    host = offloading.with_tier(a_run(tmp_path, offload_activations=wanted), CLUSTER).host
+def test_a_file_is_measured(tmp_path, monkeypatch, wanted):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    host = offloading.with_tier(a_run(offload_activations=wanted), CLUSTER).host
     assert 1e6 < host.bandwidth_Bps < 1e12
     assert 0 < host.occupancy <= 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tier_without_room(tmp_path, monkeypatch, caplog):
+def test_a_tier_without_room(monkeypatch, caplog):
     def full(tier, memory):
         raise UsageError("the disk is full")
 
     monkeypatch.setattr(DiskTier, "write", full)
     with pytest.raises(UsageError, match="the disk is full"):
-        offloading.with_tier(a_run(tmp_path, offload_activations=True), CLUSTER)
-    assert offloading.with_tier(a_run(tmp_path, offload_activations="auto"), CLUSTER) is CLUSTER
+        offloading.with_tier(a_run(offload_activations=True), CLUSTER)
+    assert offloading.with_tier(a_run(offload_activations="auto"), CLUSTER) is CLUSTER
     assert "nothing is offloaded: rank 0: the disk is full" in caplog.text
 
 
