@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded import QUIET, Net, loss_of, on_hosts, plain_training, sharded_training
+from sharded import QUIET, Net, loss_of, on_hosts, plain_training, sharded_training, wish
 from sharded import batches as tokens_of
 from torch import Tensor, nn
 
@@ -117,7 +117,7 @@ def start(settings: dict[str, Any] = DEGREE_2, model: nn.Module | None = None, *
     on_hosts(ranks_per_host)
     import shardwright.torch as sw
 
-    sw.init({**QUIET, **settings})
+    sw.init({**QUIET, **wish(settings)})
     torch.manual_seed(0)
     model = (Net() if model is None else model).double()
     plain = copy.deepcopy(model)
