@@ -21,6 +21,7 @@ class Device:
         memory_Bps: bytes of its memory that kernels read and write a second.
         overhead_s: time that one unit call takes however small it is.
         update_Bps: bytes of parameters that the optimizer updates a second; 0 where it was not measured.
+        update_s: seconds that it takes for each parameter, however small.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Device:
     memory_Bps: float = 1e10
     overhead_s: float = 2e-5
     update_Bps: float = 0.0
+    update_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -281,6 +281,14 @@ class Layout:
                 sizes[rank] = StateBytes(*map(sum, zip(sizes[rank], state, strict=True)))
         return sizes
 
+    def num_trained(self) -> list[int]:
+        """For each rank, how many parameters its optimizer updates."""
+        found = [0] * self.num_ranks
+        for use, ranks in self.holders():
+            for rank in ranks if use.trained else ():
+                found[rank] += 1
+        return found
+
     def trained_bytes(self) -> list[tuple[int, int]]:
         """For each rank, the bytes of trained parameters that replicas do not share, and of the others."""
         sizes = [[0, 0] for _ in range(self.num_ranks)]

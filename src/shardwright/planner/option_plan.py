@@ -57,8 +57,12 @@ def predict(option: Option) -> Prediction:
 def _update_seconds(option: Option) -> float:
     """Seconds of the update on the rank that updates most."""
     device = option.workload.fabric.cluster.device
-    most = max(state.optimized for state in option.layout.state_bytes())
-    return most / (device.update_Bps or device.memory_Bps / _MOVED_BY_ADAM)
+    rate = device.update_Bps or device.memory_Bps / _MOVED_BY_ADAM
+    layout = option.layout
+    return max(
+        state.optimized / rate + device.update_s * number
+        for state, number in zip(layout.state_bytes(), layout.num_trained(), strict=True)
+    )
 
 
 def _conditions(option: Option) -> Conditions:

@@ -150,6 +150,7 @@ class _Device(Record):
     memory_Bps: Positive
     overhead_s: Seconds
     update_Bps: NonNegative = 0.0
+    update_s: Seconds = 0.0
 
 
 class _HostCosts(Record):

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,21 @@ _UNLIKE = 1.2
 _Number = TypeVar("_Number", int, float)
 
 
-def present_cluster(context: Context, update_rate: Callable[[Context], float] | None = None) -> Cluster:
+class UpdateCosts(NamedTuple):
+    """How fast a rank updates parameters.
+
+    Attributes:
+        bytes_a_second: of large parameters; 0: not known.
+        parameter_s: seconds for a parameter, however small.
+    """
+
+    bytes_a_second: float = 0.0
+    parameter_s: float = 0.0
+
+
+def present_cluster(
+    context: Context, update_costs: Callable[[Context], UpdateCosts] | None = None
+) -> Cluster:
     """Describes the machines of this job; collective over all ranks.
 
     Links are timed with a few messages between the first two ranks of a host, and between the first two
@@ -51,11 +65,16 @@ def present_cluster(context: Context, update_rate: Callable[[Context], float] | 
     if context.links.local_peers is not None:
         context.links.local_peers.shrink()  # the model's messages may be smaller than those
     give_back_freed_memory()
+    update = UpdateCosts()
+    if update_costs is not None and not estimates:
+        found = context.from_all_ranks(tuple(update_costs(context)))
+        update = UpdateCosts(*min((each for each in found if each[0]), default=update))
     return Cluster(
         device=Device(
             name=device_name(context.device),
             memory_bytes=_least(context, memory_of_rank(context)),
-            update_Bps=0.0 if estimates or update_rate is None else _least(context, update_rate(context)),
+            update_Bps=update.bytes_a_second,
+            update_s=update.parameter_s,
         ),
         ranks_per_node=per_node,
         cores_per_node=max(1, cores) if context.device.type == "cpu" else 0,

@@ -39,7 +39,7 @@ from shardwright.run.machine import present_cluster
 from shardwright.run.profiler import Profiler, ToProfile
 from shardwright.run.startup import shutdown
 from shardwright.torch.batch.batch import Arguments, Batch
-from shardwright.torch.measuring.device_rates import update_rate
+from shardwright.torch.measuring.device_rates import update_costs
 from shardwright.torch.measuring.host_costs import with_host_costs
 from shardwright.torch.measuring.measure import on_copies
 from shardwright.torch.model.distributed_model import DistributedModel
@@ -148,7 +148,7 @@ def _measured(training: Training, config: Config) -> OfflinePlanner:
             )
             for kind in kinds
         }
-    cluster = with_host_costs(run, with_tier(run, present_cluster(run, update_rate)))
+    cluster = with_host_costs(run, with_tier(run, present_cluster(run, update_costs)))
     with run.reporter.phase("measuring units") as phase:
         sizes = [
             ToProfile(m, trace, estimate_profile(trace.graph, device=cluster.device))

@@ -39,7 +39,7 @@ from shardwright.quantities import cores_of_host, counted
 from shardwright.run.context import Context, context
 from shardwright.run.machine import device_name, present_cluster
 from shardwright.run.startup import shutdown
-from shardwright.torch.measuring.device_rates import update_rate
+from shardwright.torch.measuring.device_rates import update_costs
 from shardwright.torch.startup import begin
 
 _TIMEOUT_S = 120.0
@@ -85,7 +85,7 @@ def main() -> None:
     with console.phase("probing memory"):
         memory = measure_memory_rates(run.device)
     with console.phase("probing links"):
-        cluster = present_cluster(run, update_rate)
+        cluster = present_cluster(run, update_costs)
     with console.phase("probing collectives"):
         group, prices = _collectives(run)
     hosts = run.from_all_ranks(_host(run, cluster))

@@ -18,7 +18,7 @@ from shardwright.comm.joining.process_group import tell_all
 from shardwright.placement import WHOLE, Cut, PartialSum
 from shardwright.plan import TensorPrices
 from shardwright.run.context import Context
-from shardwright.run.machine import seconds_of_products
+from shardwright.run.machine import UpdateCosts, seconds_of_products
 from shardwright.torch.tensor_parallel.divide import tensor_group
 from shardwright.torch.tensor_parallel.divided_tensor import divided
 from shardwright.torch.tensor_parallel.group import Prices
@@ -116,32 +116,43 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
 log = logging.getLogger(__name__)
 
 _ELEMENTS = 2**21  # with gradients and two states 32 MiB: more than a core's share of the caches
+_FEW_ELEMENTS, _MANY = 64, 32
 _UPDATES = 3
 
 
-def update_rate(context: Context) -> float:
-    """Bytes of parameters that a rank updates a second, while all others do the same; collective.
+def update_costs(context: Context) -> UpdateCosts:
+    """How fast a rank updates parameters, while all others do the same; collective.
 
-    The optimizer is the first of the run with its own settings, or AdamW where there is none yet. 0 where it
-    cannot be tried, for example because it wants a closure.
+    The optimizer is the first of the run with its own settings, or AdamW where there is none yet. All is 0
+    where it cannot be tried, for example because it wants a closure.
     """
     if context.mesh.world_size > 1:
         dist.barrier()
     wrapped = next(iter(context.optimizers), None)
     generator = torch.random.get_rng_state()
     try:
-        return _rate(None if wrapped is None else wrapped.optimizer, context.device)
+        like = None if wrapped is None else wrapped.optimizer
+        (large,) = parameters = [_parameter(_ELEMENTS, context.device)]
+        rate = large.nbytes / _update_s(parameters, like)
+        many = [_parameter(_FEW_ELEMENTS, context.device) for _ in range(_MANY)]
+        return UpdateCosts(bytes_a_second=rate, parameter_s=_update_s(many, like) / _MANY)
     except Exception as error:  # whatever somebody's optimizer raises without the model that it was made for
         log.info("the optimizer's update cannot be timed (%s): it is estimated by bytes", error)
-        return 0.0
+        return UpdateCosts()
     finally:
         torch.random.set_rng_state(generator)
 
 
-def _rate(like: Optimizer | None, device: torch.device) -> float:
-    parameter = nn.Parameter(torch.zeros(_ELEMENTS, device=device))
+def _parameter(num_elements: int, device: torch.device) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(num_elements, device=device))
     parameter.grad = torch.full_like(parameter, 1e-3)
-    optimizer = AdamW([parameter]) if like is None else type(like)([parameter], **_settings_of(like))
+    return parameter
+
+
+def _update_s(parameters: list[nn.Parameter], like: Optimizer | None) -> float:
+    """The least of some updates: what else runs on the machine is no part of it."""
+    device = parameters[0].device
+    optimizer = AdamW(parameters) if like is None else type(like)(parameters, **_settings_of(like))
     times = []
     for _ in range(1 + _UPDATES):  # the first makes its state
         _wait(device)
@@ -149,7 +160,7 @@ def _rate(like: Optimizer | None, device: torch.device) -> float:
         optimizer.step()
         _wait(device)
         times.append(time.perf_counter() - start)
-    return parameter.nbytes / statistics.median(times[1:])
+    return min(times[1:])
 
 
 def _settings_of(optimizer: Optimizer) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from shardwright.run.machine import present_cluster
 from shardwright.run.planning import placed_by_hand, plan_of_first_rank, profiles_of
 from shardwright.run.profiler import Profiler, shares_cores
 from shardwright.torch.batch.batch import Batch
-from shardwright.torch.measuring.device_rates import measured_operation_s, measured_prices, update_rate
+from shardwright.torch.measuring.device_rates import measured_operation_s, measured_prices, update_costs
 from shardwright.torch.measuring.host_costs import with_host_costs
 from shardwright.torch.measuring.last_plan import LastPlan, MemoryCache
 from shardwright.torch.measuring.measure import TimesParts, on_copies
@@ -91,7 +91,7 @@ class Planner:
             gradients = torch.is_grad_enabled() or traces is not None
             if traces is None:
                 traces = trace_all()
-        cluster = with_host_costs(context, with_tier(context, present_cluster(context, update_rate)))
+        cluster = with_host_costs(context, with_tier(context, present_cluster(context, update_costs)))
         context.cluster = cluster
         with torch.set_grad_enabled(gradients):
             profiles = self._profiles(traces, again=previous is not None)

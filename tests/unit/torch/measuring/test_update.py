@@ -2,13 +2,14 @@
 
 import time
 
+import pytest
 import torch
 from torch import nn
 
 import shardwright.torch as sw
 from shardwright.observe import read_json_lines
 from shardwright.run.context import context
-from shardwright.torch.measuring.device_rates import update_rate
+from shardwright.torch.measuring.device_rates import update_costs
 from shardwright.torch.optimizer.distributed_optimizer import UpdateClock
 
 
@@ -34,26 +35,28 @@ def test_the_rate_is_that_of_the_own_optimizer_and_0_where_it_cannot_be_tried(tm
     sw.init({"run_dir": "off"})
     try:
         drawn = torch.random.get_rng_state()
-        adam = update_rate(context())
+        adam, each_s = update_costs(context())
         assert torch.equal(torch.random.get_rng_state(), drawn)
         sw.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1))
-        sgd = update_rate(context())
+        sgd, sgd_each_s = update_costs(context())
+        assert each_s > sgd_each_s > 0
         assert 0 < adam < sgd  # which has neither averages nor a root
         for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.NAdam, torch.optim.RMSprop):
             context().optimizers.clear()
             sw.DistributedOptimizer(kind([nn.Parameter(torch.zeros(2))], lr=0.1))
-            assert update_rate(context()) > 0
+            assert min(update_costs(context())) > 0
         context().optimizers.clear()
         sw.DistributedOptimizer(Odd([nn.Parameter(torch.zeros(2))], lr=0.1))
-        assert update_rate(context()) == 0.0
+        assert update_costs(context()) == (0.0, 0.0)
     finally:
         sw.shutdown()
 
 
-def test_a_run_writes_down_its_updates_and_its_plan_foresees_them(tmp_path):
+@pytest.mark.parametrize("width", [512, 8])  # by bytes alone, the small one would take next to nothing
+def test_a_run_writes_down_its_updates_and_its_plan_foresees_them(tmp_path, width):
     sw.init({"run_dir": str(tmp_path), "run_name": "run", "plan_one_stage": True, "report": False})
     try:
-        model = sw.DistributedModel(nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))))
+        model = sw.DistributedModel(nn.Sequential(*(nn.Linear(width, width) for _ in range(8))))
         optimizer = sw.DistributedOptimizer(torch.optim.AdamW(model.parameters()))
 
         @sw.step
@@ -61,7 +64,7 @@ def test_a_run_writes_down_its_updates_and_its_plan_foresees_them(tmp_path):
             model.backward(model(x).square().mean())
 
         for _ in range(4):
-            train(model, torch.randn(4, 512))
+            train(model, torch.randn(4, width))
             optimizer.step()
             optimizer.zero_grad()
         prediction = context().plan.prediction
