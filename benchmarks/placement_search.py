@@ -8,13 +8,18 @@ call, each kind of unit is recorded and searched once.
 
 import argparse
 import json
+import sys
 import time
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
 import transformers
 
-from shardwright.torch.tensor_parallel.search import find_placements, units_of
+from model_units import loss_alone, units_of
+from shardwright.torch.tensor_parallel.search import find_placements
 
 LIMIT_S = 2.0
 
@@ -35,7 +40,7 @@ def measure(num_layers: int, num_ranks: int) -> dict[str, Any]:
     batch = {"input_ids": ids, "labels": ids}
     names = [f"model.layers.{index}" for index in range(num_layers)]
     start = time.process_time()
-    units = units_of(model, kwargs=batch, units=names, results=lambda output: [output.loss])
+    units = units_of(model, kwargs=batch, units=names, run=loss_alone)
     apart = time.process_time()
     found = find_placements(units, num_ranks=num_ranks)
     end = time.process_time()

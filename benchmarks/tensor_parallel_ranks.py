@@ -13,12 +13,15 @@ import gc
 import json
 import os
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
 import torch.distributed as dist
@@ -28,11 +31,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwright.torch as sw
+from model_units import loss_alone, units_of
 from shardwright.run.context import context, set_context
 from shardwright.torch.tensor_parallel.divide import divide, settle_gradients, tensor_group
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor, local_of
 from shardwright.torch.tensor_parallel.group import Prices, TensorGroup, Traffic
-from shardwright.torch.tensor_parallel.search import dry_run, find_placements, units_of
+from shardwright.torch.tensor_parallel.search import dry_run, find_placements
 
 __all__ = ["MODELS", "race"]
 
@@ -161,7 +165,7 @@ def _parts(model: nn.Module, name: str, prices: Prices) -> Contender:
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     layers = [f"{_LAYERS_OF[name]}.{index}" for index in range(LAYERS)]
     batch = {"input_ids": ids, "labels": ids}
-    units = units_of(model, kwargs=batch, units=layers, results=lambda output: [output.loss])
+    units = units_of(model, kwargs=batch, units=layers, run=loss_alone)
     num_ranks = dist.get_world_size()
     found = find_placements(units, num_ranks=num_ranks, prices=prices)
     layer, own = units[layers[0]], found.of_unit(layers[0])

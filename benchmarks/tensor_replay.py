@@ -12,10 +12,14 @@ Processor time of a layer's forward and backward; medians of runs in turns. `pla
 import argparse
 import copy
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
 import transformers
@@ -23,13 +27,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from model_units import loss_alone, units_of
 from shardwright.text import align
 from shardwright.torch.tensor_parallel.boundary import Boundary
 from shardwright.torch.tensor_parallel.decision import direct_call
 from shardwright.torch.tensor_parallel.divide import divide
 from shardwright.torch.tensor_parallel.divided_tensor import DividedTensor
 from shardwright.torch.tensor_parallel.group import Prices, TensorGroup
-from shardwright.torch.tensor_parallel.search import find_placements, units_of
+from shardwright.torch.tensor_parallel.search import find_placements
 from shardwright.torch.tensor_parallel.search.recording import group_without_ranks
 
 BATCH, HEADS = 4, 8
@@ -49,7 +54,7 @@ class Layer:
             model(**batch)
         hook.remove()
         self.plain = copy.deepcopy(layer)
-        units = units_of(model, kwargs=batch, units=[name], results=lambda output: [output.loss])
+        units = units_of(model, kwargs=batch, units=[name], run=loss_alone)
         found = find_placements(units, num_ranks=2, prices=Prices())
         self.group: TensorGroup = group_without_ranks(0, 2, Prices())
         divide(model, found.placements, self.group)

@@ -5,7 +5,8 @@ import functools
 import torch
 from language_models import MODELS
 
-from shardwright.torch.tensor_parallel.search import FoundPlacements, Unit, find_placements, units_of
+from model_units import loss_alone, units_of
+from shardwright.torch.tensor_parallel.search import FoundPlacements, Unit, find_placements
 
 LAYERS = {
     "llama": ["model.layers"],
@@ -41,7 +42,7 @@ def units(name: str, *, tokens: int = 32, **sizes) -> dict[str, Unit]:
     lists = (LAYERS | VARIANTS)[name]
     layers = [f"{each}.{index}" for each in lists for index in range(len(model.get_submodule(each)))]
     batch = {"input_ids": ids, "labels": ids}
-    return units_of(model, kwargs=batch, units=layers, results=lambda output: [output.loss])
+    return units_of(model, kwargs=batch, units=layers, run=loss_alone)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from searching import LAYERS, VARIANTS, model_of, searched, units
 from test_divided_models import compare
 
 from choices import in_every_run, in_sweep, some_combinations
+from model_units import loss_alone
 from shardwright.placement import WHOLE, Cut
 from shardwright.testing import run_ranks
 from shardwright.torch.tensor_parallel.group import Prices
@@ -148,7 +149,7 @@ def test_the_model_stays_as_it_is():
     model = model_of("gpt2")
     before = dict(model.named_parameters())
     ids = torch.zeros(4, 16, dtype=torch.int64)
-    whole = Unit(model, kwargs={"input_ids": ids, "labels": ids}, results=lambda output: [output.loss])
+    whole = Unit(model, kwargs={"input_ids": ids, "labels": ids}, run=loss_alone)
     found = find_placements(whole, num_ranks=2)
     after = dict(model.named_parameters())
     assert all(after[name] is each and each.grad is None for name, each in before.items())

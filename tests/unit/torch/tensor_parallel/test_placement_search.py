@@ -10,11 +10,12 @@ from test_traffic import Block, Language
 from torch import nn
 
 from choices import some_combinations
+from model_units import units_of
 from shardwright.placement import Cut
 from shardwright.torch.tensor_parallel.divide import divide, settle_gradients
 from shardwright.torch.tensor_parallel.divided_tensor import whole
 from shardwright.torch.tensor_parallel.group import Prices
-from shardwright.torch.tensor_parallel.search import Unit, dry_run, find_placements, units_of
+from shardwright.torch.tensor_parallel.search import Unit, dry_run, find_placements
 from shardwright.torch.tensor_parallel.search.flow import Flow, cut_candidates
 from shardwright.torch.tensor_parallel.search.recording import group_without_ranks, record
 

@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from ranks_in_threads import on_ranks
 from torch import nn
 
+from model_units import units_of
 from shardwright.placement import Cut
 from shardwright.torch.tensor_parallel.divide import divide, settle_gradients
 from shardwright.torch.tensor_parallel.divided_tensor import whole
-from shardwright.torch.tensor_parallel.search import Unit, dry_run, find_placements, units_of
+from shardwright.torch.tensor_parallel.search import Unit, dry_run, find_placements
 from shardwright.torch.tensor_parallel.search import unit as unit_module
 
 EXPERTS, WIDTH, INNER, TAKEN = 4, 16, 32, 2

@@ -2,15 +2,13 @@
 
 ::
 
-    units = units_of(model, args, units=["layers.0", "layers.1"], results=lambda output: [output.loss])
-    found = find_placements(units, num_ranks=4, prices=group.prices)
+    found = find_placements({"": Unit(model, args)}, num_ranks=4, prices=group.prices)
     divide(model, found.placements, group)
 
 The way of a plan, file by file:
 
     ====================== ================================================================================
     `unit.py`              A call of a module, its kind, its tensors, and parameters that get one placement.
-                           `units_of` takes a model apart into units.
     `recording.py`         One step of a unit, written down below autograd.
     `flow.py`              Follows a plan through that step, and tells which cuts of a parameter to try;
                            `ways.py` decides each operation once.
@@ -36,7 +34,7 @@ from shardwright.torch.tensor_parallel.search.dry_run import (
 from shardwright.torch.tensor_parallel.search.found_placements import FoundPlacements, WorkShares
 from shardwright.torch.tensor_parallel.search.recording import group_without_ranks
 from shardwright.torch.tensor_parallel.search.search import find_placements
-from shardwright.torch.tensor_parallel.search.unit import Material, Unit, is_small, results_of, units_of
+from shardwright.torch.tensor_parallel.search.unit import Material, Unit, is_small, results_of
 
 __all__ = [
     "CutTensor",
@@ -54,5 +52,4 @@ __all__ = [
     "group_without_ranks",
     "is_small",
     "results_of",
-    "units_of",
 ]

@@ -28,7 +28,7 @@ from shardwright.torch.tensor_parallel.search.recording import (
     recorded,
     step_of,
 )
-from shardwright.torch.tensor_parallel.search.unit import Material, Unit, copy_of
+from shardwright.torch.tensor_parallel.search.unit import Material, Unit, copy_of, tensors_in
 
 
 @dataclass(slots=True)
@@ -182,7 +182,7 @@ def _run(
         with count, hooks, transforms_beside_hooks():
             call = unit.call_of(module)
             call = between.around(module, call) if between.cuts else call
-            step_of(following or unit.results, call, args, kwargs, boundary, turn, entering, unit.shared)
+            step_of(following or tensors_in, call, args, kwargs, boundary, turn, entering, unit.shared)
         _end(found.backward, group, count)
         settle_gradients(module.parameters())
         _end(found.settling, group, count)
@@ -316,7 +316,7 @@ class TimedRun:
             args, kwargs = map_tree(lambda each: entering_leaf(each, self._boundary), (args, kwargs))
             times.append(now())
             step_of(
-                following or self._unit.results,
+                following or tensors_in,
                 self._call,
                 args,
                 kwargs,

@@ -231,7 +231,7 @@ def _record(unit: Unit, material: Material, underway: list[_Underway]) -> Record
         recording.entering += [recorder.number(each) for each in tensors]
         return tensors
 
-    results: Results = unit.results if unit.following is None else unit.following(material)
+    results: Results = tensors_in if unit.following is None else unit.following(material)
     given = tensors_in((args, kwargs))
     entering([each for each in given if each.requires_grad] or given)  # others every rank has
     with material.in_use(), recorder:

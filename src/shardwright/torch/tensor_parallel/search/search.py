@@ -153,7 +153,7 @@ class _Search:
         group = group_without_ranks(0, num_ranks, prices)
         by_kind: dict[object, list[tuple[str, Unit]]] = {}
         for name, unit in units.items():
-            apart = unit.stand_ins or unit.following is not None
+            apart = unit.kept_whole or unit.following is not None
             kind: object = (name,) if apart else kind_of(unit.module, unit.args, unit.kwargs)
             key = kind, pins_within(name, unit, pinned)
             by_kind.setdefault(key, []).append((name, unit))

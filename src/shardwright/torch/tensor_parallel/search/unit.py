@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwright.errors import UsageError
 from shardwright.placement import Cut, Placement
 from shardwright.torch._private import FakeTensor, new_fake_mode, unset_fake_temporarily
 from shardwright.torch.pytorch.tree import flatten, leaves, map_tree
@@ -129,15 +128,12 @@ class Unit:
     Attributes:
         module: the parameters may have data or none; they are not changed.
         args, kwargs: of the call; the tensors may have data or none.
-        results: which tensors of what the module returns are used further: they must be whole, and get
-            gradients. By default all of them.
-        stand_ins: for modules within it that are units of their own.
-        following: makes operations behind it that belong to it, of tensors of a material; they take the place
-            of `results`. None: there are none.
+        following: makes operations behind it that belong to it, of tensors of a material; tensors that they
+            give are used further. None: there are none, and all tensors that the module returns are.
         shared: places, among the leaves of the call, of tensors whose gradients are placed once for several
             units, and not by this one.
-        kept_whole: stand-ins for modules within it of which no step can be recorded, by name; the name is
-            empty where it is the unit itself.
+        kept_whole: stand-ins for modules within it, by name: units of their own, or modules of which no step
+            can be recorded; the name is empty where that is the unit itself.
         run: calls copies of the module.
         cost_classes: of the call in a trace, and of the operations that follow it; none where it was not
             traced.
@@ -146,8 +142,6 @@ class Unit:
     module: nn.Module
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    results: Results = tensors_in
-    stand_ins: Mapping[str, "StandIn"] = field(default_factory=dict)
     following: Callable[[Material], Following] | None = None
     shared: frozenset[int] = frozenset()
     kept_whole: Mapping[str, "StandIn"] = field(default_factory=dict)
@@ -216,7 +210,7 @@ class _Passage(torch.autograd.Function):
 def copy_of(unit: Unit, material: Material, boundary: Boundary) -> nn.Module:
     """A copy of the unit's module whose parameters and buffers are of a material. Tied ones stay tied."""
     memo: dict[int, Any] = {}
-    for stand_in in [*unit.stand_ins.values(), *unit.kept_whole.values()]:
+    for stand_in in unit.kept_whole.values():
         own = StandIn(stand_in.unit, stand_in.outputs)
         own.boundary = boundary
         memo[id(stand_in.unit)] = own
@@ -266,70 +260,6 @@ def kind_of(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, ...]:
         for each in leaves((args, dict(kwargs)))
     )
     return modules, tensors, call, len(args), tuple(kwargs)
-
-
-class _Capture(nn.Module):
-    """In the place of a unit during the first call of the model: notes the call, and runs one of a kind."""
-
-    def __init__(self, unit: nn.Module, name: str, calls: dict[str, Any], outputs: dict[Any, Any]):
-        super().__init__()
-        self.__dict__["unit"] = unit
-        self._name, self._calls, self._outputs = name, calls, outputs
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        kind = kind_of(self.unit, args, kwargs)
-        if kind not in self._outputs:
-            self._outputs[kind] = results_of(self.unit, args, kwargs)
-        if self._name in self._calls:
-            raise UsageError(
-                f"{self._name} is called twice in a step, so it cannot be a unit of its own. Leave it out."
-            )
-        self._calls[self._name] = (args, kwargs, self._outputs[kind])
-        # Gradients flow on, so that units after this one know which of their inputs get some.
-        stand_in = StandIn(self.unit, self._outputs[kind])
-        return stand_in(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["unit"], name)
-
-
-def units_of(
-    model: nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    units: Sequence[str],
-    results: Callable[[Any], Sequence[Tensor]] = tensors_in,
-) -> dict[str, Unit]:
-    """Takes a model apart into units and the rest, by one call without data."""
-    material = Material()
-    calls: dict[str, Any] = {}
-    outputs: dict[Any, Any] = {}
-    memo: dict[int, Any] = {
-        id(model.get_submodule(name)): _Capture(model.get_submodule(name), name, calls, outputs)
-        for name in units
-    }
-    inner = {id(each) for name in units for each in model.get_submodule(name).parameters()}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if id(tensor) not in inner:
-            memo[id(tensor)] = material.like(tensor)
-    captured = copy.deepcopy(model, memo)
-    own_args, own_kwargs = map_tree(
-        lambda each: material.like(each) if isinstance(each, Tensor) else each,
-        (tuple(args), dict(kwargs or {})),
-    )
-    with material.in_use():
-        captured(*own_args, **own_kwargs)
-    if missing := [name for name in units if name not in calls]:
-        raise UsageError(f"{missing} are not called in a step of the model. Leave them out of the units.")
-    stand_ins = {name: StandIn(model.get_submodule(name), calls[name][2]) for name in units}
-    found = {"": Unit(model, tuple(args), dict(kwargs or {}), results, stand_ins)}
-    for name in units:
-        found[name] = Unit(model.get_submodule(name), calls[name][0], calls[name][1])
-    return found
 
 
 @dataclass(slots=True)
@@ -398,7 +328,7 @@ def pins_within(
 
 def own_parameters(unit: Unit) -> list[tuple[str, nn.Parameter]]:
     """Parameters of a unit by name, without those of units within it."""
-    inner = tuple(f"{name}." for name in unit.stand_ins)
+    inner = tuple(f"{name}." for name in unit.kept_whole)
     return [
         (name, each)
         for name, each in unit.module.named_parameters()
