@@ -214,7 +214,7 @@ def _choices(options: argparse.Namespace) -> _Section:
             target=0.03,
             percent=True,
         )
-        for key, what in (("chosen", "plan by prediction"), ("verified", "plan --verify 3"))
+        for key, what in (("chosen", "plan by prediction"), ("verified", "best of 3 by prediction"))
     ]
     return found, rows, checks if found else []
 

@@ -7,7 +7,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,19 @@ from torch import Tensor, nn
 import shardwright.torch as sw
 from live_bytes import HeapBytes
 from models import Task, conv_net, gpt
+from shardwright.cli.asking.measuring_ranks import Training, measure_here, traceless
 from shardwright.config import Config
-from shardwright.planner import best_plans, meshes
+from shardwright.errors import PlanError
+from shardwright.observe.console import Console, Phase
+from shardwright.plan import Plan
+from shardwright.planner import meshes
 from shardwright.run.context import context
+from shardwright.run.startup import shutdown
+from shardwright.torch.model.distributed_model import DistributedModel
 from shardwright.torch.parameters.sharded_tensor import ShardedTensor
-from shardwright.torch.plan_here import Training, measure_here, title_of, try_plan
+from shardwright.torch.startup import begin
+from shardwright.torch.step_function import step
+from shardwright.torch.units.dry_run import loss_of, with_data
 from shardwright_side import Ours
 
 __all__ = ["TASKS", "all_tried", "predicted_and_measured", "predicted_and_used_bytes"]
@@ -37,7 +46,6 @@ TASKS = {
     "large vocabulary": gpt(layers=4, vocab=16384, batch=8),
 }
 _WARM_UP = 2
-_ALL = 50
 _CONTENDERS = 4  # of those that took least
 _VERIFIED = 3  # of those that are predicted to take least
 
@@ -122,7 +130,7 @@ def all_tried(task: str, steps: int, rounds: int) -> list[tuple[str, float, list
     training = Training(build=lambda: _WithLoss(trained), arguments=(trained.batch(), {}))
     measured = measure_here(training, config=config)
     grids = meshes(dist.get_world_size(), config, most_tensor=int(os.environ["LOCAL_WORLD_SIZE"]))
-    plans: list[Any] = [best_plans(grids, measured.plans, most=_ALL)]
+    plans: list[Any] = [sorted(_plans(grids, measured), key=lambda p: p.prediction.step_s / p.mesh.data)]
     dist.broadcast_object_list(plans, src=0)
     (plans,) = plans
     found: list[list[float]] = [[] for _ in plans]
@@ -162,6 +170,96 @@ def main() -> None:
         options.out.write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _plans(grids: Iterable[Any], measured: Any) -> Iterator[Any]:
+    for grid in grids:
+        with suppress(PlanError):
+            yield from measured.plans(grid)
+
+
+_QUIET = "SHARDWRIGHT_QUIET"
+_WARM_UP_STEPS = 2
+
+
+def try_plan(training: Training, plan: Plan, *, config: Config, steps: int, title: str) -> float:
+    """Runs a plan for some steps; collective over all ranks, without a run."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    console = Console(prints=is_first)
+    with console.phase(f"{title}: {title_of(plan)}") as phase, _silence():
+        begin(traceless(config), plan)
+        try:
+            return _timed(training, steps, phase)
+        finally:
+            shutdown()
+
+
+def _timed(training: Training, steps: int, phase: Phase) -> float:
+    device = context().device
+    model = DistributedModel(training.build())
+    args, kwargs = with_data(training.arguments, "cpu")
+
+    @step
+    def trial_step(model: DistributedModel, *args: object, **kwargs: object) -> Tensor:
+        value = loss_of(model(*args, **kwargs), training.loss)
+        model.backward(value)
+        return value
+
+    times = []
+    for number in range(_WARM_UP_STEPS + steps):
+        phase.update(number + 1, total=_WARM_UP_STEPS + steps)
+        model.zero_grad(set_to_none=True)
+        _wait_for_all(device)
+        start = time.perf_counter()
+        trial_step(model, *args, **kwargs)
+        _wait_for_device(device)
+        times.append(time.perf_counter() - start)
+    return _slowest(statistics.median(times[_WARM_UP_STEPS:]), device)
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Runs say nothing: of a trial, only that it goes on is of interest."""
+    before = os.environ.get(_QUIET)
+    os.environ[_QUIET] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_QUIET]
+        else:
+            os.environ[_QUIET] = before
+
+
+def _wait_for_all(device: torch.device) -> None:
+    _wait_for_device(device)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _wait_for_device(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _slowest(seconds: float, device: torch.device) -> float:
+    if not dist.is_initialized():
+        return seconds
+    found = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return float(found.item())
+
+
+def title_of(plan: Plan) -> str:
+    """A plan in a few words: ``pipeline 2 x data 1, 8 microbatches, zb_v with 4 stages``."""
+    mesh = plan.mesh
+    shared = mesh.shared_title
+    shared += f", ZeRO-3 over {mesh.shard}" if mesh.shard > 1 else ""
+    stages = len(plan.stages)
+    how = f", {plan.schedule.kind} with {stages} stages" if stages > 1 else ""
+    count = plan.schedule.microbatches
+    cut = f"{count} microbatch{'es' * (count != 1)}"
+    return f"pipeline {mesh.pipeline} x data {mesh.data}{shared}, {cut}{how}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
-"""`shardwright profile` and `plan --verify` with real ranks: results, mistakes, exit codes."""
+"""`shardwright profile` with real ranks: results, mistakes, exit codes."""
 
-import json
 import os
 import subprocess
 import sys
@@ -108,23 +107,8 @@ def test_a_plan_from_a_profile(shardwright, here, refused):
     assert "cluster.intra_node.latency_s is -" in damaged
 
 
-@pytest.mark.sweep
-def test_the_best_of_the_plans_that_were_tried(shardwright):
-    words = ("plan", "model.py:build", "-n", "2", "--verify", "2", "--trial-steps", "2")
-    found = shardwright(*words, "-o", "plan.json")
-    assert found.returncode == 0, found.stderr
-    assert "trying plan 2 of 2" in found.stderr
-    assert "tried on the machines" in found.stdout
-    plan = json.loads((shardwright.folder / "plan.json").read_text())
-    assert len(plan["trials"]) == 2
-    assert plan["trials"][0]["mesh"] == plan["mesh"]
-
-
-def test_what_cannot_be_tried_is_said_once(shardwright, refused):
-    failing = shardwright("plan", "model.py:build_that_fails", "-n", "2", "--verify", "2")
+def test_what_cannot_be_measured_is_said_once(shardwright, refused):
+    failing = shardwright("profile", "model.py:build_that_fails", "-n", "2")
     assert failing.returncode == 2
     assert failing.stderr.count("RuntimeError: the data are not there") == 1
-    both = refused("plan", "model.py:build", "-n", "2", "--verify", "2", "--profile", "p.json")
-    assert "--profile p.json has no use" in both
-    odd = refused("plan", "model.py:build", "-n", "3", "--verify", "2", "--nnodes", "2")
-    assert "--num-ranks 3 on --nnodes 2" in odd
+    assert "shardwright run --plan FILE" in refused("plan", "model.py:build", "-n", "2", "--verify", "2")

@@ -44,11 +44,11 @@ COMMANDS = (
         # What follows the script belongs to it, also where it looks like an option of ours.
         settings={"allow_interspersed_args": False},
     ),
-    Command(name="plan", summary="Make a plan without running it, or after trials of the best."),
+    Command(name="plan", summary="Make a plan without running it."),
     Command(name="search", summary="Find the best way to train a model on machines that need not be there."),
     Command(name="explain", summary="Say what a step is spent on, what limits it, and what would help."),
     Command(name="show", summary="Show what a run came to, beside what was predicted; or a plan."),
-    Command(name="compare", summary="Compare two runs, or two plans: figures, and what is different."),
+    Command(name="compare", summary="Compare two plans, or those of two runs: what is different."),
     Command(name="report", summary="Write what a run or a plan comes to as one HTML file."),
     Command(name="runs", summary="List the runs of a folder."),
     Command(name="ckpt", summary="List, verify, export, import and clear checkpoints.", is_group=True),

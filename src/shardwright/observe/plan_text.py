@@ -47,8 +47,6 @@ def format_plan_in_full(plan: Plan) -> str:
     blocks = [format_plan(plan), _model(plan)]
     if plan.prediction is not None and plan.prediction.memory:
         blocks.append("\n".join(["memory at the peak", *_indented(_memory(plan.prediction.memory))]))
-    if plan.trials:
-        blocks.append("\n".join(["tried on the machines", *_indented(_trials(plan))]))
     if plan.alternatives:
         blocks.append("\n".join(["runners-up", *_indented(_alternatives(plan))]))
     return "\n\n".join(blocks)
@@ -143,17 +141,6 @@ def _alternatives(plan: Plan) -> str:
         (a.schedule, str(a.microbatches), str(a.stages), format_seconds(a.step_s), a.verdict)
         for a in plan.alternatives
     ]
-    return align(rows)
-
-
-def _trials(plan: Plan) -> str:
-    rows = [("pipeline", "data", "shards", "schedule", "microbatches", "predicted", "measured")]
-    for trial in plan.trials:
-        mesh, schedule = trial.mesh, trial.schedule
-        degrees = (str(mesh.pipeline), str(mesh.data), str(mesh.shard))
-        apart = f" ({trial.step_s / trial.predicted_s - 1:+.0%})" if trial.predicted_s else ""
-        times = (format_seconds(trial.predicted_s), format_seconds(trial.step_s) + apart)
-        rows.append((*degrees, schedule.kind, str(schedule.microbatches), *times))
     return align(rows)
 
 

@@ -6,7 +6,6 @@ from shardwright.plan.decision import (
     ModelIdentity,
     SchedulePlan,
     StagePlan,
-    Trial,
     identity,
 )
 from shardwright.plan.plan import PLAN_VERSION, REMEDY, Plan, stage_of_label
@@ -28,7 +27,6 @@ __all__ = [
     "StagePrediction",
     "TensorPlan",
     "TensorPrices",
-    "Trial",
     "identity",
     "stage_of_label",
 ]

@@ -15,7 +15,7 @@ from shardwright.files import Record
 from shardwright.mesh import Mesh, canonical_placement
 from shardwright.model_graph import ModelGraph
 from shardwright.plan.prediction import Seconds
-from shardwright.quantities import MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES_OF_RANK, MOST_STEPS
+from shardwright.quantities import MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES_OF_RANK
 
 Degree = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 _Microbatches = Annotated[int, Field(ge=1, le=MOST_MICROBATCHES)]
@@ -190,21 +190,3 @@ class Alternative(Record):
     step_s: Seconds
     peak_bytes: NonNegativeInt
     verdict: str
-
-
-class Trial(Record):
-    """A plan that was tried on the machines that it was made for.
-
-    Attributes:
-        mesh: degrees and rank layout.
-        schedule: order of work.
-        step_s: seconds of a step as it was measured: the median, on the slowest rank, without the optimizer.
-        predicted_s: the same as it was predicted.
-        steps: that were timed.
-    """
-
-    mesh: MeshPlan
-    schedule: SchedulePlan
-    step_s: Seconds
-    predicted_s: Seconds
-    steps: Annotated[int, Field(ge=1, le=MOST_STEPS)]

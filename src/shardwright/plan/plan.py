@@ -30,7 +30,6 @@ from shardwright.plan.decision import (
     ModelIdentity,
     SchedulePlan,
     StagePlan,
-    Trial,
     difference_of_units,
 )
 from shardwright.plan.prediction import Prediction
@@ -61,7 +60,6 @@ class Plan(Record):
         why: reasons, one sentence each.
         alternatives: the runners-up.
         pins: the settings that the user fixed.
-        trials: plans that were run for some steps before this one was chosen, itself first.
     """
 
     left_out: ClassVar = ("tensor",)
@@ -78,7 +76,6 @@ class Plan(Record):
     why: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     pins: dict[str, Any] = Field(default_factory=dict)
-    trials: tuple[Trial, ...] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -338,7 +335,7 @@ def _brought_up(document: dict[str, Any]) -> dict[str, Any]:
     """A plan's JSON object in the form of this version; what is of none of the older ones stays as it is."""
     version = document.get("plan_version")
     found = _from_1(document) if version == 1 and not isinstance(version, bool) else document
-    return _without_corrections(found)
+    return _without_corrections({name: value for name, value in found.items() if name != "trials"})
 
 
 def _without_corrections(document: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from shardwright.planner.batches import (
     statistics_are_split,
 )
 from shardwright.planner.chain import Chain
-from shardwright.planner.degrees import best_of_meshes, best_plans, meshes
+from shardwright.planner.degrees import best_of_meshes, meshes
 from shardwright.planner.model_chain import build_chain
 from shardwright.planner.profiles import estimate_profile
 from shardwright.planner.rank_memory import offloaded_bytes
@@ -20,7 +20,6 @@ __all__ = [
     "Candidates",
     "Chain",
     "best_of_meshes",
-    "best_plans",
     "build_chain",
     "count_groups",
     "estimate_profile",

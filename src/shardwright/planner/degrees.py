@@ -147,19 +147,6 @@ def best_of_meshes(
     return best.plan.model_copy(update={"why": why})
 
 
-def best_plans(
-    candidates: Sequence[Mesh],
-    make: Callable[[Mesh], Iterable[Plan]],
-    *,
-    most: int,
-    expected: Sequence[float] | None = None,
-) -> list[Plan]:
-    """The plans with most samples a second over all grids, the best first."""
-    found = _survivors(candidates, make, expected, most=most).planned
-    ranked = sorted(found, key=lambda each: (each.seconds, _simplicity(each)))
-    return [each.plan for each in ranked[:most]]
-
-
 def _survivors(
     candidates: Sequence[Mesh],
     make: Callable[[Mesh], Iterable[Plan]],

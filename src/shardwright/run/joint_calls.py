@@ -9,14 +9,11 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
-
 from shardwright.comm.joining.process_group import default_store, groups_in_doubt
 from shardwright.comm.message_names import names_a_lost_peer
 from shardwright.comm.roll_call import Call, RollCall
 from shardwright.comm.whereabouts import Stalls, Whereabouts
-from shardwright.errors import CheckpointError, PeerLostError, ShardwrightError, UsageError
+from shardwright.errors import CheckpointError, PeerLostError, UsageError
 from shardwright.run.context import Context, context, is_initialized
 from shardwright.run.failure import first_cause_named, out_of_data
 
@@ -118,25 +115,3 @@ def ranks_with_the_model() -> tuple[int, ...]:
     """World ranks that together have all elements of the model once, with this one among them."""
     current = context()
     return current.mesh.group(("pp", "dp_shard", "cp", "ep", "tp"), current.rank)
-
-
-def require_all_refuse(
-    error: ShardwrightError, *, attempt: str, patience: datetime.timedelta = _PATIENCE
-) -> None:
-    """Returns once all ranks have refused the same attempt; to be called by each that does.
-
-    A rank that fails alone must not go on: the others wait for it inside of the attempt.
-    """
-    if isinstance(error, PeerLostError):
-        raise error
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    store = PrefixStore(f"refusals of {attempt}", default_store())
-    store.set(str(dist.get_rank()), "")
-    try:
-        store.wait([str(rank) for rank in range(dist.get_world_size())], patience)
-        for rank in range(dist.get_world_size()):
-            store.get(str(rank))  # a stranger may have written it
-    except RuntimeError as timeout:  # DistStoreError, or what else a store raises that is gone
-        error.add_note(f"This rank alone refuses: others did not within {patience.total_seconds():.0f} s.")
-        raise error from timeout

@@ -23,17 +23,12 @@ def profile(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--nnodes", "2"], "--nnodes is 2, but without --verify nothing runs"),
-        (["--trial-steps", "3"], "--trial-steps is 3, but without --verify"),
-        (["--rdzv-endpoint", "a:1"], "--rdzv-endpoint is a:1, but without --verify"),
         (["--dtype", "bfloat16"], "--dtype is bfloat16, but only --cluster has rates"),
         (["--cluster", "p4d.24xlarge", "--dtype", "int8"], "--dtype is 'int8', but it must be one of"),
         (
             ["--cluster", "p4d.24xlarge", "--dtype", "float32", "--set", "bf16=true"],
             "--dtype is float32, but the settings have bf16",
         ),
-        (["--verify", "2", "--search-degrees"], "--search-degrees True has no use"),
-        (["--verify", "2", "--dtype", "float16"], "--dtype float16 has no use"),
     ],
 )
 def test_options_without_use_are_refused(capsys, words, message):

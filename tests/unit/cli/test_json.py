@@ -48,7 +48,6 @@ def _formatted(value, key=""):
         "compare plan.json plan.json",
         "explain run",
         "report run",
-        "compare run run",
         "show run",
         "runs .",
         "doctor",

@@ -122,7 +122,7 @@ def test_a_model_that_this_machine_could_not_hold(capsys, tmp_path):
             "V100-16GB has no rate for bfloat16",
         ),
         (("-n", "2", "--profile", "gone.json"), "profile gone.json cannot be read"),
-        (("-n", "2", "--verify", "2", "--cluster", "p4d.24xlarge"), "--cluster p4d.24xlarge has no use"),
+        (("-n", "2", "--verify", "2"), "run each with shardwright run --plan FILE"),
         (("-n", "2", "-o", "/proc/plan.json"), "--output /proc/plan.json cannot be written"),
         (("-n", "40"), "units to place"),
         ((), "--num-ranks"),

@@ -111,8 +111,6 @@ BAD_ARGUMENTS = (
     # Plans.
     ("plan m.py:build -n 99999999999", "--num-ranks is "),
     ("plan m.py:build -n BIG", "--num-ranks is "),
-    ("plan m.py:build -n 2 --verify 1000000000", "--verify is "),
-    ("plan m.py:build -n 2 --verify 1 --trial-steps 1000000000", "--trial-steps is "),
     ("plan m.py:build -n 2 --set microbatches=200000", "microbatches is 200000"),
     ("plan m.py:build -n 2 --set data_parallel_degree=1000000000000000000", "data_parallel_degree is"),
     ("plan m.py:build -n 2 -o device", "--output device cannot be written: it is a device"),
@@ -128,7 +126,7 @@ BAD_ARGUMENTS = (
     ("show /dev/zero", "plan file /dev/zero cannot be read: it is a device"),
     ("show nothing.json", "plan file nothing.json cannot be read: No such file"),
     ("compare plan.json fifo", "plan file fifo cannot be read"),
-    ("compare plan.json", "compare needs OTHER_RUN"),
+    ("compare plan.json", "compare needs OTHER_PLAN"),
     ("explain fifo", "plan file fifo cannot be read"),
     ("explain folder", "folder holds neither plan.json nor metrics.jsonl"),
     ("report /dev/zero", "plan file /dev/zero cannot be read: it is a device"),

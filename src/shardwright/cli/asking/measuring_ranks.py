@@ -1,10 +1,16 @@
-"""The rank process of ``shardwright profile`` and ``shardwright plan --verify``."""
+"""The rank process of ``shardwright profile``: times the units of a model on the present machines."""
 
+import datetime
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from shardwright.cli.asking.application import say
 from shardwright.cli.asking.factory import build
@@ -12,7 +18,127 @@ from shardwright.cli.asking.on_ranks import Order
 from shardwright.config import Config
 from shardwright.errors import ShardwrightError
 from shardwright.exit_codes import exit_code_of
-from shardwright.torch.plan_here import Training, measure_here, plan_here
+from shardwright.mesh import Mesh
+from shardwright.planner import estimate_profile, meshes
+from shardwright.planner.profiles import MeasuredProfile
+from shardwright.run.context import context
+from shardwright.run.machine import present_cluster
+from shardwright.run.profiler import Profiler, ToProfile
+from shardwright.run.startup import shutdown
+from shardwright.torch.batch.batch import Arguments, Batch
+from shardwright.torch.measuring.device_rates import update_costs
+from shardwright.torch.measuring.host_costs import with_host_costs
+from shardwright.torch.measuring.measure import on_copies
+from shardwright.torch.offload.offloading import with_tier
+from shardwright.torch.startup import begin
+from shardwright.torch.units.dry_run import with_data
+from shardwright.torch.units.offline_planner import OfflinePlanner, counts_of, traces_of
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The training to plan.
+
+    Attributes:
+        build: makes the model, the same on every rank.
+        arguments: one batch of one replica.
+        loss: makes one number of what the model returns; None as for `shardwright.torch.trace_model`.
+    """
+
+    build: Callable[[], nn.Module]
+    arguments: Arguments
+    loss: Callable[[Any], Tensor] | None = None
+
+
+def measure_here(training: Training, *, config: Config) -> OfflinePlanner:
+    """Times the model of a training on the present machines; collective over all ranks, without a run."""
+    with _run_of_one_pipeline(config):
+        return _measured(training, config)
+
+
+def _measured(training: Training, config: Config) -> OfflinePlanner:
+    """Times the units of a model; collective over all ranks, in a run of one pipeline.
+
+    ::
+
+        for each number of pipeline ranks:  units ─► traces, one for each number of microbatches ─┐
+                                                                                                  ▼
+                                    `OfflinePlanner` ◄── their costs ◄── all units, timed together
+    """
+    run, model = context(), training.build()
+    assert run.reporter is not None
+    arguments = with_data(training.arguments, "cpu")
+    batch = Batch(arguments).to(run.device)
+    kinds = sorted({(mesh.pipeline, mesh.share > 1) for mesh in _grids(config)})
+    with run.reporter.phase("tracing the model"):
+        traces = {
+            kind: traces_of(
+                model,
+                batch,
+                counts_of(batch, config=config, pipeline=kind[0]),
+                loss=training.loss,
+                config=config,
+                units=kind,
+                device=run.device,
+                memory={},
+            )
+            for kind in kinds
+        }
+    cluster = with_host_costs(run, with_tier(run, present_cluster(run, update_costs)))
+    with run.reporter.phase("measuring units") as phase:
+        sizes = [
+            ToProfile(m, trace, estimate_profile(trace.graph, device=cluster.device))
+            for of_pipeline in traces.values()
+            for m, trace in of_pipeline.items()
+        ]
+        # Each way to cut the model into units has classes of its own.
+        budget_s = run.config.measure_s * len(kinds)
+        costs = Profiler(run, time_class=on_copies(run)).measure(sizes, budget_s=budget_s, phase=phase)
+    profile = MeasuredProfile(
+        fingerprint=sizes[0].trace.graph.model_fingerprint,
+        costs={**{key: cost for size in sizes for key, cost in size.estimated.costs.items()}, **costs},
+        cluster=cluster,
+        num_ranks=run.mesh.world_size,
+        when=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}",
+    )
+    return OfflinePlanner(
+        model,
+        arguments,
+        config=config,
+        cluster=cluster,
+        measured=profile,
+        loss=training.loss,
+        traces=traces,
+    )
+
+
+def _grids(config: Config) -> list[Mesh]:
+    """The grids of the present ranks that settings leave open; ranks of a host may share layers."""
+    run = context()
+    return meshes(run.mesh.world_size, config, most_tensor=run.local_size)
+
+
+@contextmanager
+def _run_of_one_pipeline(config: Config) -> Iterator[None]:
+    """A run in which every rank is a part of one pipeline, whatever the degrees are to be."""
+    degrees = {
+        "pipeline_parallel_degree": None,
+        "data_parallel_degree": None,
+        "tensor_parallel_degree": 1,
+        "context_parallel_degree": 1,
+        "expert_parallel_degree": 1,
+        "sharded_data_parallel_degree": 1,
+    }
+    begin(traceless(config).model_copy(update=degrees), None)
+    try:
+        yield
+    finally:
+        shutdown()
+
+
+def traceless(config: Config) -> Config:
+    """Settings of a run that leaves nothing behind."""
+    return Config.merge(config, {"run_dir": "off", "log_interval": 10**9})
 
 
 def _training(order: Order) -> Training:
@@ -36,22 +162,12 @@ def main() -> None:
 
 
 def _do(order: Order) -> None:
-    config = Config.parse(order.settings)
-    if order.most_trials:
-        plan = plan_here(_training(order), config=config, most=order.most_trials, steps=order.steps)
-        if _is_first():
-            plan.write(order.out)
-    else:
-        measured = measure_here(_training(order), config=config).measured
-        if measured is not None and _is_first():
-            measured.write(Path(order.out))
+    measured = measure_here(_training(order), config=Config.parse(order.settings)).measured
+    if measured is not None and os.environ.get("RANK", "0") == "0":
+        measured.write(Path(order.out))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-
-
-def _is_first() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 if __name__ == "__main__":

@@ -51,6 +51,10 @@ _OPTIONS_THAT_WERE = {
         ("compare -o", "compare --output", "compare --open"),
         "Two pages side by side: shardwright report RUN --open, for each run; the figures: --json.",
     ),
+    **dict.fromkeys(
+        ("plan --verify", "plan --trial-steps"),
+        "To try plans here: run each with shardwright run --plan FILE; shardwright runs lists their speed.",
+    ),
     "plan --machine": "Name the machines, or their file, by --cluster; to write one that you can edit: "
     "shardwright catalogue p4d.24xlarge -o mine.yaml",
 }

@@ -27,16 +27,13 @@ class Order:
     """The order to measure.
 
     Attributes:
-        out: where rank 0 writes the profile, or the plan.
-        most_trials: plans to try; 0: measure alone, and write a profile.
+        out: where rank 0 writes the profile.
     """
 
     factory: str
     build_on: str
     settings: Mapping[str, Any]
     out: str = ""
-    most_trials: int = 0
-    steps: int = 5
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

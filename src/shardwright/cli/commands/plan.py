@@ -1,8 +1,5 @@
-"""``shardwright plan``: makes a plan without running anything, or after trials of the best."""
+"""``shardwright plan``: makes a plan without running anything."""
 
-import dataclasses
-import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,10 +8,7 @@ import typer
 from shardwright.cli.asking.application import (
     NUM_RANKS,
     AsJson,
-    Endpoint,
     Factory,
-    NodeRank,
-    NumNodes,
     say,
     show_text,
 )
@@ -32,13 +26,10 @@ from shardwright.errors import UsageError
 from shardwright.quantities import MOST_RANKS
 
 if TYPE_CHECKING:
-    from shardwright.cli.asking.on_ranks import Order
     from shardwright.cluster import Cluster
     from shardwright.config import Config
     from shardwright.plan import Plan
     from shardwright.planner.profiles import MeasuredProfile
-
-_MOST_TRIAL_STEPS = 10_000
 
 NumRanks = Annotated[int, typer.Option(*NUM_RANKS, min=1, max=MOST_RANKS, help="Ranks of the run.")]
 Machines = Annotated[
@@ -60,29 +51,12 @@ ProfileFile = Annotated[
     Path | None,
     typer.Option("--profile", metavar="FILE", help="Measured costs and machines, from shardwright profile."),
 ]
-Verify = Annotated[
-    int,
-    typer.Option(
-        "--verify",
-        metavar="N",
-        min=0,
-        max=20,
-        help="Measure on this machine, run the best N plans for some steps, keep the fastest.",
-    ),
-]
-TrialSteps = Annotated[
-    int | None,
-    typer.Option(
-        "--trial-steps", min=1, max=_MOST_TRIAL_STEPS, help="Steps of a trial of --verify (default: 5)."
-    ),
-]
-_TRIAL_STEPS = 5
 BuildOnSomething = Annotated[
-    str | None,
+    str,
     typer.Option(
         "--build-on",
         metavar="DEVICE",
-        help="Where FACTORY runs; meta takes no memory. Default: meta, with --verify cpu.",
+        help="Where FACTORY runs; meta takes no memory.",
     ),
 ]
 
@@ -97,26 +71,18 @@ def plan(
     output: Output = None,
     search_degrees: SearchDegrees = False,
     profile: ProfileFile = None,
-    verify: Verify = 0,
-    trial_steps: TrialSteps = None,
-    num_nodes: NumNodes = 1,
-    node_rank: NodeRank = None,
-    endpoint: Endpoint = None,
-    build_on: BuildOnSomething = None,
+    build_on: BuildOnSomething = "meta",
     as_json: AsJson = False,
 ) -> None:
-    """Make a plan: of any model, for any number of ranks, without running it, or after trials of the best.
+    """Make a plan: of any model, for any number of ranks, without running it.
 
-    Times are estimated from FLOPs, bytes and the rates of the machines, taken from a profile, or measured:
+    Times are estimated from FLOPs, bytes and the rates of the machines, or taken from a profile:
 
     shardwright plan model.py:build -n 512 --cluster p4d.24xlarge*64 --dtype bfloat16
 
     shardwright plan model.py:build -n 8 --profile profile.json --search-degrees
-
-    shardwright plan model.py:build -n 2 --verify 3
     """
     # Here, because they import pydantic: --help answers before.
-    from shardwright.cli.asking.on_ranks import Order
     from shardwright.config import Config
     from shardwright.planner.profiles import MeasuredProfile
 
@@ -125,34 +91,19 @@ def plan(
     _check(resolved, num_ranks)
     if output is not None:
         check_output(output)
-    if verify:
-        useless: dict[str, object] = {"--cluster": machines, "--profile": profile, "--dtype": dtype}
-        _refuse({**useless, "--search-degrees": search_degrees or None}, verify=True)
-        order = Order(
-            factory=factory,
-            build_on=build_on or "cpu",
-            settings=resolved.model_dump(exclude_defaults=True),
-            most_trials=verify,
-            steps=trial_steps or _TRIAL_STEPS,
-        )
-        found = _verified(order, world=num_ranks, num_nodes=num_nodes, node_rank=node_rank, endpoint=endpoint)
-    else:
-        useless = {"--nnodes": num_nodes if num_nodes > 1 else None, "--node-rank": node_rank}
-        _refuse({**useless, "--rdzv-endpoint": endpoint, "--trial-steps": trial_steps}, verify=False)
-        measured = None if profile is None else MeasuredProfile.read(profile)
-        cluster = _cluster(machines, dtype, measured, config=resolved, world=num_ranks)
-        check_factory(factory)  # before torch is imported for it
-        found = _planned(
-            factory,
-            build_on or "meta",
-            config=resolved,
-            world=num_ranks,
-            cluster=cluster,
-            measured=measured,
-            search_degrees=search_degrees,
-        )
-    if found is not None:
-        _hand_out(found, output=output, world=num_ranks, as_json=as_json)
+    measured = None if profile is None else MeasuredProfile.read(profile)
+    cluster = _cluster(machines, dtype, measured, config=resolved, world=num_ranks)
+    check_factory(factory)  # before torch is imported for it
+    found = _planned(
+        factory,
+        build_on,
+        config=resolved,
+        world=num_ranks,
+        cluster=cluster,
+        measured=measured,
+        search_degrees=search_degrees,
+    )
+    _hand_out(found, output=output, world=num_ranks, as_json=as_json)
 
 
 _LOW = {dtype: setting for dtype, setting in DTYPES.items() if dtype != "float32"}
@@ -270,21 +221,6 @@ def _planned(
         )
 
 
-def _refuse(given: Mapping[str, object], *, verify: bool) -> None:
-    """Refuses options that have no use with, or without, ``--verify``."""
-    for option, value in given.items():
-        if value is not None and verify:
-            raise UsageError(
-                f"--verify measures the present machines itself, so {option} {value} has no use. Drop one of "
-                "the two."
-            )
-        if value is not None:
-            raise UsageError(
-                f"{option} is {value}, but without --verify nothing runs. Drop it, or say how many plans to "
-                "try: --verify 3"
-            )
-
-
 def _check(config: "Config", world: int) -> None:
     if config.plan_file is not None:
         raise UsageError(
@@ -297,30 +233,3 @@ def _check(config: "Config", world: int) -> None:
             "Run it once: its run folder has the plan."
         )
     config.resolve_world(world)
-
-
-def _verified(
-    order: "Order", *, world: int, num_nodes: int, node_rank: int | None, endpoint: str | None
-) -> "Plan | None":
-    """The plan that was fastest of those that were tried; None on hosts that have not got it."""
-    from shardwright.cli.asking.on_ranks import RANKS, refuse_broken, run_for_files
-    from shardwright.plan import Plan
-
-    if world % num_nodes:
-        raise UsageError(
-            f"--num-ranks {world} on --nnodes {num_nodes} hosts is not a whole number of ranks each. "
-            f"Take a multiple of {num_nodes}."
-        )
-    refuse_broken(order.factory, build_on=order.build_on)
-    with tempfile.TemporaryDirectory(prefix="shardwright-plan-") as folder:
-        out = Path(folder, "plan.json")
-        is_here = run_for_files(
-            RANKS,
-            lambda paths: [dataclasses.replace(order, out=str(paths[0])).to_json()],
-            outputs=[out],
-            num_ranks=world // num_nodes,
-            num_nodes=num_nodes,
-            node_rank=node_rank,
-            endpoint=endpoint,
-        )
-        return Plan.read(out) if is_here else None
